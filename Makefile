@@ -1,0 +1,83 @@
+# `make demo` and `make test` do all of their own set-up: a virtual environment in $(VENV), with
+# the versions pinned in constraints.txt. An empty VENV uses $(PYTHON) as it is and installs
+# nothing, for an environment that already has torch:  make test VENV= PYTHON=python3
+#
+# On Linux, pip takes torch's CUDA build unless it is told of another source. For the CPU build:
+#   make demo PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu'
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+# Test processes, with pytest-xdist; 0 runs them in one process.
+JOBS ?= 2
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+ifeq ($(strip $(VENV)),)
+PY := $(PYTHON)
+READY :=
+READY_BENCH :=
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.installed
+READY_BENCH := $(VENV)/.installed-bench
+endif
+
+PIP_INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
+
+# $(call has,MODULE): the shell condition that $(PY) can import it
+has = $(PY) -c 'import importlib.util as u, sys; sys.exit(u.find_spec("$(1)") is None)'
+
+# $(call tool,MODULE,COMMAND): run it. Only an environment that is not ours (VENV=) may lack it.
+ifeq ($(strip $(VENV)),)
+tool = @if $(call has,$(1)); then echo "$(2)"; $(2); else echo "skipped: $(PY) has no $(1)"; fi
+else
+tool = $(2)
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint typecheck unit bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(READY) ## compile four whole models, stock and fused, and compare them
+	$(PY) -m inductor_fusions demo $(DEMO_ARGS)
+
+test: lint typecheck unit ## ruff, mypy and the tests; GPU tests are skipped without a GPU
+
+lint: $(READY) ## ruff: rules and format
+	$(call tool,ruff,$(PY) -m ruff check .)
+	$(call tool,ruff,$(PY) -m ruff format --check .)
+
+typecheck: $(READY) ## mypy --strict on the package
+	$(call tool,mypy,$(PY) -m mypy)
+
+unit: $(READY) ## the tests alone
+	@$(call has,pytest) || { echo "the tests need pytest: $(PY) -m pip install pytest" >&2; exit 1; }
+	@set -- $(PYTEST_ARGS); \
+	if [ "$(JOBS)" != 0 ] && $(call has,xdist); then set -- -n $(JOBS) "$$@"; fi; \
+	echo "$(PY) -m pytest $$*"; $(PY) -m pytest "$$@"
+
+bench: $(READY_BENCH) ## the benchmarks, stock beside fused
+	$(PY) -m pytest bench --benchmark-only $(BENCH_ARGS)
+
+clean: ## remove caches and build outputs; $(VENV) stays
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find inductor_fusions tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# The stamps are newer than what they were installed from, so a second run installs nothing.
+ifneq ($(strip $(VENV)),)
+$(READY): pyproject.toml setup.py constraints.txt
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): a few minutes the first time"
+	@$(PIP_INSTALL) -e '.[models,dev]'
+	@touch $@
+
+$(READY_BENCH): $(READY)
+	@echo "installing the benchmark tools into $(VENV)"
+	@$(PIP_INSTALL) -e '.[bench]'
+	@touch $@
+endif

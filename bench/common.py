@@ -1,0 +1,316 @@
+"""What the benchmarks share: time budget, progress, resumable JSON results, timing, memory and errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+Call = Callable[[], object]
+Json = dict[str, Any]
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+# Where and when --------------------------------------------------------------------------------------
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def device_name(device: str) -> str:
+    """The accelerator's name, or the processor's with the number of threads that torch uses."""
+    if device == "cuda":
+        return str(torch.cuda.get_device_name())
+    name = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def environment(device: str, module: str) -> Json:
+    """The header of a results file: device, versions, date and the command that made it."""
+    header: Json = {"schema": 1, "device": device_name(device)}
+    if device == "cuda":
+        header["capability"] = list(torch.cuda.get_device_capability())
+        header["cuda"] = torch.version.cuda
+        header["cudnn"] = torch.backends.cudnn.version()
+    header["torch"] = str(torch.__version__)
+    for package in ("triton", "transformers"):
+        header[package] = _version(package)
+    header["python"] = platform.python_version()
+    header["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    header["command"] = shlex.join(["python", "-m", module, *sys.argv[1:]])
+    return header
+
+
+class Results:
+    """A JSON file `{header..., "rows": [...]}` that grows row by row and is resumed if it exists.
+
+    Raises:
+        SystemExit: the file was measured on another device, or with other versions or settings.
+    """
+
+    def __init__(self, path: Path, header: Json, key: Callable[[Json], str]) -> None:
+        self.path = path
+        self.data: Json = {**header, "rows": []}
+        self._key = key
+        if path.exists():
+            old = json.loads(path.read_text())
+            for name in ("schema", "device", "torch", "triton", "settings"):
+                if old.get(name) != header.get(name):
+                    raise SystemExit(
+                        f"{path} has {name} = {old.get(name)!r}, this run has {header.get(name)!r}: "
+                        "rows of the two cannot be compared, so give --out another file"
+                    )
+            self.data["rows"] = old["rows"]
+            previous = [*old.get("previous_commands", []), old.get("command")]
+            self.data["previous_commands"] = list(dict.fromkeys(previous))
+        self._done = {key(row) for row in self.rows}
+
+    @property
+    def rows(self) -> list[Json]:
+        """The rows measured so far, those of earlier runs included."""
+        rows: list[Json] = self.data["rows"]
+        return rows
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._done
+
+    def append(self, row: Json) -> None:
+        """Add one row, in place of one with its key, and write the file in one step, so that a kill leaves
+        a whole file."""
+        key = self._key(row)
+        places = [i for i, old in enumerate(self.rows) if self._key(old) == key]
+        if places:
+            self.rows[places[0]] = row
+        else:
+            self.rows.append(row)
+        self._done.add(key)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        head = {name: value for name, value in self.data.items() if name != "rows"}
+        lines = ",\n".join("  " + json.dumps(r) for r in self.rows)
+        text = json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n' + lines + "\n ]\n}\n"
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(text)
+        os.replace(temporary, self.path)
+
+
+class Budget:
+    """A limit in seconds, counted from the moment it is made."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.start = time.monotonic()
+        self.seconds = seconds
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds used."""
+        return time.monotonic() - self.start
+
+    @property
+    def left(self) -> float:
+        """Seconds left; infinite without a limit."""
+        return float("inf") if self.seconds is None else self.seconds - self.elapsed
+
+
+class Progress:
+    """A progress bar on stderr where that is a terminal, else one plain line a step."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.done = 0
+        self._start = time.monotonic()
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import Progress as Bar
+
+            columns = (
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.description}"),
+            )
+            self._bar = Bar(*columns, console=Console(stderr=True))
+            self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """What is going on now."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=text)
+        else:
+            self._line(text)
+
+    def step(self, text: str) -> None:
+        """One more item is done."""
+        self.done += 1
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+            self._bar.update(self._task, completed=self.done)
+        else:
+            self._line(text)
+
+    def _line(self, text: str) -> None:
+        seconds = time.monotonic() - self._start
+        print(f"[{self.done}/{self.total} {seconds:4.0f}s] {text}", file=sys.stderr, flush=True)
+
+
+# Time, memory, errors --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The time of one call: median over blocks in seconds, and the interquartile range over the median."""
+
+    median: float
+    spread: float
+
+
+def synchronize(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _block(call: Call, count: int, device: str, host_seconds: float) -> float:
+    """Seconds a call, over `count` calls. With `host_seconds` > 0 the device first waits that long, so
+    that the host runs ahead and the launches cost nothing."""
+    if device != "cuda":
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        return (time.perf_counter() - start) / count
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if host_seconds > 0:
+        torch.cuda._sleep(int(2e9 * host_seconds))  # cycles, at about 2 GHz
+    first.record()
+    for _ in range(count):
+        call()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) * 1e-3 / count
+
+
+def summarize(samples: Sequence[float]) -> Timing:
+    """Median and spread of some samples."""
+    median = statistics.median(samples)
+    if len(samples) < 2:
+        return Timing(median, 0.0)
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return Timing(median, (high - low) / median)
+
+
+def interleave(
+    calls: Mapping[str, Call],
+    device: str,
+    rounds: int,
+    block_seconds: float,
+    max_calls: int = 200,
+    run_ahead: bool = False,
+) -> dict[str, Timing]:
+    """Time several calls side by side: one block of each a round, in an order that rotates.
+
+    Args:
+        calls: what to time, by name; each was called before and is warm.
+        device: "cuda" (events) or "cpu" (host clock).
+        rounds: blocks of each.
+        block_seconds: how long a block should take; a block has at least one call.
+        max_calls: the most calls in a block.
+        run_ahead: CUDA only: time the device alone, with the launches queued beforehand.
+    """
+    counts: dict[str, int] = {}
+    hosts: dict[str, float] = {}
+    for name, call in calls.items():
+        call()
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(2):
+            call()
+        host = (time.perf_counter() - start) / 2
+        synchronize(device)
+        seconds = (time.perf_counter() - start) / 2
+        counts[name] = max(1, min(max_calls, round(block_seconds / seconds)))
+        hosts[name] = 1e-4 + 1.5 * counts[name] * host if run_ahead else 0.0
+    names = list(calls)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(rounds):
+        shift = i % len(names)
+        for name in names[shift:] + names[:shift]:
+            samples[name].append(_block(calls[name], counts[name], device, hosts[name]))
+    return {name: summarize(values) for name, values in samples.items()}
+
+
+def peak_bytes(call: Call, device: str) -> int | None:
+    """Most device memory that one call takes beyond what was allocated before it; None on the CPU."""
+    if device != "cuda":
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_allocated()) - before
+
+
+def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """||value - reference|| / ||reference||, in float64; NaN stays NaN."""
+    reference = reference.detach().double()
+    norm = reference.norm()
+    difference = (value.detach().double() - reference).norm()
+    return float(difference / norm if norm > 0 else difference)
+
+
+def error_limit(unfused: float | None, dtype: torch.dtype) -> float:
+    """The error that is allowed: 1.5 times that of the unfused compiled form, plus eps of the dtype."""
+    eps = torch.finfo(dtype).eps
+    return 2 * eps if unfused is None else 1.5 * unfused + eps
+
+
+def one_line(error: BaseException, length: int = 160) -> str:
+    """An exception as one short line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:length]
+
+
+def fresh_cache() -> AbstractContextManager[None]:
+    """An empty Inductor and Triton cache, for honest compile times."""
+    from torch._inductor.utils import fresh_cache as fresh
+
+    context: AbstractContextManager[None] = fresh()
+    return context

@@ -1,0 +1,84 @@
+"""Turn measurements into the tables that the package reads: `configs/devices/<device>.json`.
+
+    python -m bench.device_table bench/results/attention_h200.json --name nvidia_h200
+
+A row keeps its shape and, for each kernel, the gain over stock: the smaller one of the gain in wall time
+(launches included) and of the gain on the device alone. Rows that were too large for stock are dropped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+#: Kernels that the package can emit; SDPA chooses flash and cuDNN by itself.
+KERNELS = ("sdpa", "efficient")
+#: Masks of the measurements that the package does not tell from another kind.
+SAME_KIND = {
+    "window": "bias_full",
+    "alibi": "bias_full",
+    "bool4d": "bias_batch",
+    "full_grad": "bias_full_grad",
+}
+SHAPE = ("batch", "heads", "q_len", "kv_len", "head_dim", "dtype", "mask", "train")
+
+
+def gains(row: dict[str, Any]) -> dict[str, float]:
+    """Stock's time over that of each kernel, the worse of wall time and device time; 0 where it is wrong."""
+    found: dict[str, float] = {}
+    for kernel in KERNELS:
+        # In inference SDPA's own choice is the one that counts; the backward is where they differ.
+        if kernel != "sdpa" and not row["train"]:
+            continue
+        ratios = []
+        times: dict[str, float]
+        for times in (row["times_us"], row.get("device_us") or {}):
+            if "unfused" in times and kernel in times:
+                ratios.append(times["unfused"] / times[kernel])
+        if kernel in row.get("wrong", {}):
+            found[kernel] = 0.0  # over the error budget at this shape: never taken near it
+        elif ratios:
+            found[kernel] = round(min(ratios), 3)
+    return found
+
+
+def table(measured: dict[str, Any]) -> dict[str, Any]:
+    """The table of one file of measurements."""
+    rows = []
+    for row in measured["rows"]:
+        gain = gains(row)
+        if gain:
+            kept: dict[str, Any] = {key: row[key] for key in SHAPE}
+            kept["mask"] = SAME_KIND.get(kept["mask"], kept["mask"])
+            rows.append({**kept, "gain": gain})
+    header = {key: measured[key] for key in ("device", "torch", "triton", "date") if key in measured}
+    return {"schema": 1, **header, "attention": rows}
+
+
+def write(path: Path, data: dict[str, Any]) -> None:
+    """JSON with one measured row a line, so that diffs can be read."""
+    head = {key: value for key, value in data.items() if key != "attention"}
+    lines = ",\n".join("  " + json.dumps(row) for row in data["attention"])
+    text = json.dumps(head, indent=1)[:-2] + ',\n "attention": [\n' + lines + "\n ]\n}\n"
+    json.loads(text)
+    path.write_text(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("measurements", type=Path)
+    parser.add_argument("--name", required=True, help="the device's name in configs/devices")
+    arguments = parser.parse_args()
+    data = table(json.loads(arguments.measurements.read_text()))
+    target = Path("configs/devices") / f"{arguments.name}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write(target, data)
+    print(f"{len(data['attention'])} rows in {target}")
+
+
+if __name__ == "__main__":
+    main()

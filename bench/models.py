@@ -1,0 +1,722 @@
+"""Whole Hugging Face models: stock `torch.compile` and the same with inductor_fusions, side by side.
+
+Models have the real configurations of `configs/models/` and random weights. Each case is measured in one
+process, in interleaved steps whose order rotates:
+
+    stock   inductor_fusions switched off
+    fused   inductor_fusions switched on, under its policy in force
+    limit   where someone can write it by hand: for Llama, an attention function that calls
+            F.scaled_dot_product_attention(is_causal=True, enable_gqa=True), and no mask built
+    sdpa    stock, on the same model with attn_implementation="sdpa", for cases with eager attention
+
+Correct before fast: each variant's output, and in training each parameter's gradient under a random
+cotangent, is compared with a float64 copy of the model, eager and uncompiled, on the first sample (for
+causal models on its first 1024 tokens, which do not depend on the rest). The check runs the very code that
+is timed. A fused result is correct if its error is at most 1.5 times that of stock, plus eps; the ratios
+of a wrong one are left out.
+
+Compile times are those of the first step less one step, from empty caches; stock and fused take turns at
+going first. With `--compiles 3` both are compiled three times, and the median of the last two counts.
+
+    python -m bench.models --out bench/results/models_h200.json --budget 580
+    python -m bench.models --out bench/results/models_h200.json --only 'llama.*train'
+    python -m bench.models --quick --device cpu --out /tmp/try.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import re
+import statistics
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import inductor_fusions
+from bench.common import (
+    Budget,
+    Json,
+    Progress,
+    Results,
+    Timing,
+    environment,
+    error_limit,
+    fresh_cache,
+    interleave,
+    one_line,
+    peak_bytes,
+    relative_error,
+    synchronize,
+)
+
+CONFIGS = Path(__file__).parent.parent / "configs" / "models"
+CAUSAL = ("llama", "gpt2", "opt", "bloom")
+REFERENCE_TOKENS = 1024
+BY_HAND = "causal_by_hand"
+MODES = ("default", "reduce-overhead", "max-autotune")
+
+MARKERS = {"stock": "verbose_progress", "fused": "comment_origin", "limit": "debug_fusion", "sdpa": "debug"}
+"""Dynamo shares compiled code between equal backends, and backends are equal if their options are. So each
+variant names one Inductor option of its own, at the value that it has anyway."""
+
+
+# Cases -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model under one load. `seq` is 0 for images."""
+
+    name: str
+    model: str
+    attn: str
+    batch: int
+    seq: int = 0
+    train: bool = False
+    padded: bool = False
+    mode: str = "default"
+    dropout: float = 0.0
+    use_cache: bool = False
+    dtype: str = "bfloat16"
+
+
+CASES = [
+    Case("llama-1b sdpa b1 s8192", "llama-1b", "sdpa", 1, 8192),
+    Case("llama-1b sdpa b1 s8192 train", "llama-1b", "sdpa", 1, 8192, train=True),
+    Case("bert-base eager padded b32 s512", "bert-base", "eager", 32, 512, padded=True),
+    Case("bert-base eager b32 s512 train", "bert-base", "eager", 32, 512, train=True),
+    Case("gpt2 eager b16 s1024", "gpt2", "eager", 16, 1024),
+    Case("llama-1b eager b4 s2048", "llama-1b", "eager", 4, 2048),
+    Case("bloom padded b8 s1024", "bloom", "eager", 8, 1024, padded=True),
+    Case("mpnet-base b32 s384", "mpnet-base", "eager", 32, 384),
+    Case("mpnet-base padded b32 s384", "mpnet-base", "eager", 32, 384, padded=True),
+    Case("opt eager padded b8 s1024", "opt", "eager", 8, 1024, padded=True),
+    Case("vit-base eager b64", "vit-base", "eager", 64),
+    Case("deberta-v2-base b8 s384", "deberta-v2-base", "eager", 8, 384),
+    Case("deberta-v2-base padded b8 s384", "deberta-v2-base", "eager", 8, 384, padded=True),
+    Case("t5-base encoder b16 s512", "t5-base-encoder", "eager", 16, 512),
+    Case("t5-base encoder padded b16 s512", "t5-base-encoder", "eager", 16, 512, padded=True),
+    Case("swin-tiny b64", "swin-tiny", "eager", 64),
+    Case("llama-1b sdpa b4 s2048", "llama-1b", "sdpa", 4, 2048),
+    Case("llama-1b sdpa b2 s2048 train", "llama-1b", "sdpa", 2, 2048, train=True),
+    Case("bert-base eager b1 s128", "bert-base", "eager", 1, 128),
+    Case("bert-base eager b1 s128 reduce-overhead", "bert-base", "eager", 1, 128, mode="reduce-overhead"),
+    Case(
+        "bert-base eager padded dropout b32 s512 train",
+        "bert-base",
+        "eager",
+        32,
+        512,
+        True,
+        True,
+        dropout=0.1,
+    ),
+    Case("llama-1b sdpa cache b4 s2048", "llama-1b", "sdpa", 4, 2048, use_cache=True),
+]
+
+
+def quick_case(case: Case) -> Case:
+    """The case in a size that a CPU runs in seconds."""
+    return replace(case, batch=min(case.batch, 2), seq=min(case.seq, 64))
+
+
+QUICK = {"num_hidden_layers": 2, "n_layer": 2, "num_layers": 2, "vocab_size": 1000, "image_size": 112}
+QUICK_SWIN = {"depths": [2, 2], "num_heads": [3, 6]}
+
+
+# Models ------------------------------------------------------------------------------------------------
+
+
+def model_config(case: Case, quick: bool) -> tuple[str, Json]:
+    """Class name and configuration values; every dropout is the case's."""
+    values: Json = json.loads((CONFIGS / f"{case.model}.json").read_text())
+    architecture = str(values.pop("architectures")[0])
+    for name, value in values.items():
+        if "drop" in name and isinstance(value, float):
+            values[name] = case.dropout
+    if quick:
+        values |= {name: value for name, value in QUICK.items() if name in values}
+        if "depths" in values:
+            values |= QUICK_SWIN
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            if values.get(name) is not None:
+                values[name] %= 3
+    return architecture, values
+
+
+def build(case: Case, attn: str, device: str, quick: bool) -> torch.nn.Module:
+    """The model with random weights, the same at each call."""
+    import transformers
+
+    architecture, values = model_config(case, quick)
+    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    options = {"attn_implementation": attn, "dtype": getattr(torch, case.dtype)}
+    torch.manual_seed(0)
+    with torch.device(device):
+        if architecture == "T5EncoderModel":  # AutoModel would add the decoder
+            model = transformers.T5EncoderModel._from_config(config, **options)
+        else:
+            model = transformers.AutoModel.from_config(config, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Biases start at zero and norms at one: a mistake in a bias would not show.
+            if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    model.train(case.train)
+    built: torch.nn.Module = model
+    return built
+
+
+def supports_sdpa(model: torch.nn.Module) -> bool:
+    """Whether Hugging Face has this model on F.scaled_dot_product_attention."""
+    return bool(getattr(model, "_supports_sdpa", False))
+
+
+def share_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    """Make `target` use the parameters and buffers of `source`, a model of the same structure."""
+    for name, module in target.named_modules():
+        twin = source.get_submodule(name)
+        module._parameters, module._buffers = twin._parameters, twin._buffers
+
+
+def register_by_hand() -> None:
+    """Register the attention that someone would write by hand for a causal model without padding."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    def no_mask(*_: Any, **__: Any) -> None:
+        return None
+
+    AttentionInterface.register(BY_HAND, attention)
+    AttentionMaskInterface.register(BY_HAND, no_mask)
+
+
+def make_inputs(case: Case, values: Json, device: str) -> dict[str, Any]:
+    """Keyword arguments of the model."""
+    generator = torch.Generator(device).manual_seed(1)
+    if not case.seq:
+        size = values["image_size"]
+        shape = (case.batch, values["num_channels"], size, size)
+        pixels = torch.randn(shape, generator=generator, device=device)
+        return {"pixel_values": pixels.to(getattr(torch, case.dtype))}
+    ids = torch.randint(3, values["vocab_size"], (case.batch, case.seq), generator=generator, device=device)
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if case.padded:
+        lengths = torch.linspace(case.seq // 2, case.seq, case.batch, device=device).long()
+        keys = torch.arange(case.seq, device=device)
+        inputs["attention_mask"] = (keys < lengths[:, None]).long()
+    if values["model_type"] in CAUSAL:
+        inputs["use_cache"] = case.use_cache
+    return inputs
+
+
+def first_tokens(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The inputs of the first sample, and of its first tokens where there are tokens."""
+    return {
+        name: x if not isinstance(x, torch.Tensor) else x[:1] if x.ndim != 2 else x[:1, :tokens]
+        for name, x in inputs.items()
+    }
+
+
+# Variants ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Variant:
+    """One way to compile the model of a case."""
+
+    name: str
+    model: torch.nn.Module
+    compiled: Callable[..., Any]
+    case: Case
+    inputs: dict[str, Any]
+    sites: list[Any] = field(default_factory=list)
+
+    def output(self) -> torch.Tensor:
+        """The last hidden state, with a graph in training."""
+        if self.case.mode != "default":
+            torch.compiler.cudagraph_mark_step_begin()
+        with torch.set_grad_enabled(self.case.train):
+            hidden: torch.Tensor = self.compiled(**self.inputs).last_hidden_state
+        return hidden
+
+    def step(self) -> None:
+        """One inference, or one training step without the optimizer."""
+        if not self.case.train:
+            self.output()
+            return
+        self.model.zero_grad(set_to_none=True)
+        self.output().float().pow(2).mean().backward()
+
+    def first_step(self, device: str) -> float:
+        """Compile, from empty caches, with inductor_fusions on or off as the name says; the seconds."""
+        switch = inductor_fusions.enable if self.name == "fused" else inductor_fusions.disable
+        forget = getattr(inductor_fusions, "clear", None)
+        switch()
+        if callable(forget):
+            forget()
+        try:
+            with fresh_cache(), torch._inductor.config.patch(force_disable_caches=True):
+                start = time.perf_counter()
+                self.step()
+                synchronize(device)
+                seconds = time.perf_counter() - start
+            report = getattr(inductor_fusions, "report", None)
+            if self.name == "fused" and callable(report):
+                self.sites = list(report())
+        finally:
+            inductor_fusions.disable()
+        return seconds
+
+
+def make_variant(name: str, model: torch.nn.Module, case: Case, inputs: dict[str, Any]) -> Variant:
+    """A variant that is not compiled yet."""
+    from torch._inductor import config, list_mode_options
+
+    marker = MARKERS[name]
+    options = {**list_mode_options(case.mode), marker: getattr(config, marker)}
+    compiled: Any = torch.compile(model, options=options, dynamic=False)
+    return Variant(name, model, compiled, case, inputs)
+
+
+def make_variants(
+    case: Case,
+    model: torch.nn.Module,
+    inputs: dict[str, Any],
+    wanted: Sequence[str],
+    device: str,
+    quick: bool,
+) -> dict[str, Variant]:
+    """Every variant that the case has; all of them share one set of weights."""
+    implementations = {"stock": case.attn, "fused": case.attn}
+    if case.model.startswith("llama"):
+        implementations["limit"] = BY_HAND
+    if case.attn == "eager" and supports_sdpa(model):
+        implementations["sdpa"] = "sdpa"
+    variants: dict[str, Variant] = {}
+    for name, attn in implementations.items():
+        if name not in wanted:
+            continue
+        own = model
+        if attn != case.attn:
+            own = build(case, attn, device, quick)
+            share_weights(model, own)
+        variants[name] = make_variant(name, own, case, inputs)
+    return variants
+
+
+# Correctness -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Reference:
+    """Output and gradients of the first tokens of the first sample, in float64."""
+
+    output: torch.Tensor
+    cotangent: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+
+    def compare(self, variant: Variant, full: torch.Tensor) -> Json:
+        """Relative errors of a variant's output and gradients; `full` is its whole output."""
+        samples, tokens = self.output.shape[:2]
+        errors: Json = {"out": relative_error(full[:samples, :tokens], self.output)}
+        if not self.gradients:
+            return errors
+        variant.model.zero_grad(set_to_none=True)
+        gradient = torch.zeros_like(full)
+        gradient[:samples, :tokens] = self.cotangent.to(full.dtype)
+        full.backward(gradient)
+        parameters = dict(variant.model.named_parameters())
+        parts: dict[str, tuple[float, float]] = {}
+        for name, expected in self.gradients.items():
+            found = parameters[name].grad
+            found = torch.zeros_like(expected) if found is None else found.double()
+            parts[name] = float((found - expected).norm()), float(expected.norm())
+        difference, norm = (math.hypot(*values) for values in zip(*parts.values(), strict=True))
+        # A key's bias has no gradient in exact arithmetic: leave out what is only rounding.
+        large = {
+            name: d / size for name, (d, size) in parts.items() if size > 1e-3 * norm / len(parts) ** 0.5
+        }
+        worst = max(large, key=large.__getitem__)
+        errors |= {"grad": difference / norm, "worst_grad": large[worst], "worst_grad_of": worst}
+        variant.model.zero_grad(set_to_none=True)
+        return errors
+
+
+def make_reference(
+    case: Case, model: torch.nn.Module, inputs: dict[str, Any], device: str, quick: bool
+) -> Reference:
+    """Run the float64 copy, eager and uncompiled."""
+    copy = build(case, "eager", device, quick)
+    copy.load_state_dict(model.state_dict())
+    copy = copy.double()
+    causal = model_config(case, quick)[1]["model_type"] in CAUSAL
+    inputs = first_tokens(inputs, REFERENCE_TOKENS if causal else max(1, case.seq))
+    inputs = {
+        name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for name, x in inputs.items()
+    }
+    with torch.set_grad_enabled(case.train):
+        output = copy(**inputs).last_hidden_state
+    dtype = getattr(torch, case.dtype)
+    cotangent = torch.randn(output.shape, device=device).to(dtype).double()
+    gradients: dict[str, torch.Tensor] = {}
+    if case.train:
+        output.backward(cotangent)
+        gradients = {n: p.grad for n, p in copy.named_parameters() if p.grad is not None}
+    return Reference(output.detach(), cotangent, gradients)
+
+
+def check(case: Case, variants: dict[str, Variant], reference: Reference) -> tuple[Json, Json]:
+    """Errors of each variant, and the difference of each variant's whole output from that of stock."""
+    errors: Json = {}
+    differences: Json = {}
+    stock: torch.Tensor | None = None
+    for name, variant in variants.items():
+        full = variant.output()
+        kept = full.detach().clone()
+        errors[name] = reference.compare(variant, full)
+        if name == "stock":
+            stock = kept
+        elif stock is not None:
+            differences[name] = relative_error(kept, stock)
+    return errors, differences
+
+
+def is_correct(case: Case, errors: Json) -> bool | None:
+    """Whether the fused errors are within budget; None if there is nothing to compare."""
+    if "fused" not in errors:
+        return None
+    dtype = getattr(torch, case.dtype)
+    stock = errors.get("stock", {})
+    return all(
+        errors["fused"][n] <= error_limit(stock.get(n), dtype)
+        for n in ("out", "grad")
+        if n in errors["fused"]
+    )
+
+
+# Measuring ---------------------------------------------------------------------------------------------
+
+
+def site_counts(sites: list[Any]) -> Json:
+    """Verdicts, and what each fused site became or why another was not fused, with counts."""
+    verdicts = Counter(str(getattr(site, "verdict", "?")) for site in sites)
+    what = Counter(
+        f"{getattr(s, 'fusion', '?')}: {getattr(s, 'verdict', '?')}: "
+        f"{getattr(s, 'kernel', '') if getattr(s, 'verdict', '') == 'fused' else getattr(s, 'reason', '')}"
+        for s in sites
+    )
+    return {**verdicts, "total": len(sites), "what": dict(what)}
+
+
+def static_bytes(model: torch.nn.Module, inputs: dict[str, Any]) -> int:
+    """Bytes of parameters, buffers and inputs."""
+    tensors = [
+        *model.parameters(),
+        *model.buffers(),
+        *(x for x in inputs.values() if isinstance(x, torch.Tensor)),
+    ]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def ratio(times: dict[str, Timing], above: str, below: str) -> float | None:
+    """Quotient of two medians."""
+    if above not in times or below not in times:
+        return None
+    return round(times[above].median / times[below].median, 4)
+
+
+def compile_variants(
+    variants: dict[str, Variant], repeats: int, fused_first: bool, device: str, say: Callable[[str], None]
+) -> tuple[Json, dict[str, list[float]]]:
+    """First steps of each; those that fail are taken out.
+
+    Stock and fused are compiled `repeats` times, in turns; the last compile is the one that is timed.
+
+    Returns:
+        The reason of each that failed, and the seconds of every first step.
+    """
+    failed: Json = {}
+    seconds: dict[str, list[float]] = {}
+    for i in range(repeats):
+        order = sorted(variants, key=["stock", "fused", "limit", "sdpa"].index)
+        if fused_first != (i % 2 == 1):
+            order[:2] = order[:2][::-1]
+        torch._dynamo.reset()
+        for name in order:
+            if name in ("limit", "sdpa") and i + 1 < repeats:
+                continue
+            say(f"compiling {name}")
+            try:
+                seconds.setdefault(name, []).append(variants[name].first_step(device))
+            except Exception as error:
+                if "CUDA error" in str(error):
+                    raise
+                failed[name] = one_line(error, 300)
+                del variants[name]
+    return failed, seconds
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How every case is measured."""
+
+    device: str
+    quick: bool
+    variants: tuple[str, ...]
+    rounds: int
+    compiles: int
+
+
+def measure(case: Case, settings: Settings, fused_first: bool, say: Callable[[str], None]) -> Json:
+    """Compile, check and time every variant of a case."""
+    device, quick = settings.device, settings.quick
+    say("building")
+    model = build(case, case.attn, device, quick)
+    values = model_config(case, quick)[1]
+    inputs = make_inputs(case, values, device)
+    variants = make_variants(case, model, inputs, settings.variants, device, quick)
+    failed, firsts = compile_variants(variants, settings.compiles, fused_first, device, say)
+    row: Json = {"failed": failed}
+    row["sites"] = site_counts(variants["fused"].sites) if "fused" in variants else {}
+
+    errors: Json = {}
+    row["difference_from_stock"] = {}
+    if case.dropout == 0.0:
+        say("checking")
+        reference = make_reference(case, model, inputs, device, quick)
+        errors, row["difference_from_stock"] = check(case, variants, reference)
+        del reference
+    row["error"] = errors
+    row["correct"] = is_correct(case, errors)
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+    say("timing")
+    from torch._dynamo.utils import counters
+
+    graphs = counters["stats"]["unique_graphs"]
+    fixed = static_bytes(model, inputs)
+    row["peak_gib"] = {}
+    for name, variant in variants.items():
+        for _ in range(3):
+            variant.step()
+        model.zero_grad(set_to_none=True)
+        peak = peak_bytes(variant.step, device)
+        if peak is not None:
+            row["peak_gib"][name] = round((peak + fixed) / 2**30, 4)
+    calls = {name: variant.step for name, variant in variants.items()}
+    times = interleave(calls, device, settings.rounds, block_seconds=1e-2, max_calls=20) if calls else {}
+    row["recompiled"] = counters["stats"]["unique_graphs"] != graphs
+    row["median_ms"] = {name: round(t.median * 1e3, 4) for name, t in times.items()}
+    row["spread"] = {name: round(t.spread, 4) for name, t in times.items()}
+    row["compiles_s"] = {n: [round(x - times[n].median, 2) for x in firsts[n]] for n in times}
+    row["compile_s"] = {n: statistics.median(x[1:] or x) for n, x in row["compiles_s"].items()}
+    pairs = [("stock", "fused"), ("fused", "limit"), ("fused", "sdpa"), ("stock", "limit")]
+    compared = {f"{a}/{b}": ratio(times, a, b) for a, b in pairs if row["correct"] is not False}
+    row["ratio"] = {name: value for name, value in compared.items() if value is not None}
+    return row
+
+
+def free(device: str) -> None:
+    """Give the memory of the last case back."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def warm_up(cases: list[Case], device: str) -> None:
+    """Compile a tiny inference and a tiny training step of the cases, so that no variant pays for what a
+    process does once."""
+    for train, names in ((False, ["stock", "fused"]), (True, ["fused"])):
+        case = next((quick_case(case) for case in cases if case.train == train), None)
+        if case is None:
+            continue
+        model = build(case, case.attn, device, quick=True)
+        inputs = make_inputs(case, model_config(case, quick=True)[1], device)
+        for variant in make_variants(case, model, inputs, names, device, quick=True).values():
+            variant.first_step(device)
+        free(device)
+
+
+# The command -------------------------------------------------------------------------------------------
+
+
+def describe(row: Json) -> str:
+    """A case's outcome in one line."""
+    if "median_ms" not in row:
+        return f"failed: {row['failed']}"
+    text = " ".join(f"{name} {ms:.2f} ms" for name, ms in row["median_ms"].items())
+    text += "".join(f", {name} {value:.3f}" for name, value in row["ratio"].items())
+    if row["correct"] is False:
+        text += ", WRONG"
+    if row["recompiled"]:
+        text += ", RECOMPILED while it was timed"
+    if row["failed"]:
+        text += f", failed: {', '.join(row['failed'])}"
+    return text + f" ({row['seconds']:.0f} s)"
+
+
+def print_table(rows: list[Json]) -> None:
+    """The final table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    def number(values: Json, name: str, digits: int) -> str:
+        return f"{values[name]:.{digits}f}" if name in values else "-"
+
+    def pair(values: Json, digits: int) -> str:
+        return f"{number(values, 'stock', digits)} {number(values, 'fused', digits)}"
+
+    def error(row: Json) -> str:
+        parts = [
+            max(e["out"], e.get("grad", 0.0)) for e in (row["error"].get(n) for n in ("stock", "fused")) if e
+        ]
+        return " ".join(f"{x:.1e}" for x in parts) or "-"
+
+    columns = ["case", "fused sites", "stock ms", "fused ms", "limit ms", "sdpa ms", "stock/fused"]
+    columns += [
+        "fused/limit",
+        "fused/sdpa",
+        "GiB stock fused",
+        "compile s stock fused",
+        "error stock fused",
+        "",
+    ]
+    table = Table(title="stock and fused torch.compile, medians")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left", no_wrap=i == 0)
+    for row in rows:
+        verdict = {True: "ok", False: "WRONG", None: ""}[row["correct"]]
+        sites = row["sites"]
+        ms = row["median_ms"]
+        table.add_row(
+            row["name"],
+            f"{sites.get('fused', 0)}/{sites.get('total', 0)}",
+            *(number(ms, name, 2) for name in ("stock", "fused", "limit", "sdpa")),
+            *(number(row["ratio"], name, 3) for name in ("stock/fused", "fused/limit", "fused/sdpa")),
+            pair(row["peak_gib"], 2),
+            pair(row["compile_s"], 1),
+            error(row),
+            verdict,
+        )
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.models", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument("--out", type=Path, required=True, help="JSON file; cases that it has are skipped")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument("--only", type=re.compile, help="only cases whose name matches this expression")
+    parser.add_argument(
+        "--budget", type=float, help="seconds after which no case is started that would not end"
+    )
+    parser.add_argument("--mode", choices=MODES, help="compile every case in this mode")
+    parser.add_argument("--variants", default="stock,fused,limit,sdpa", help="which to measure")
+    parser.add_argument("--rounds", type=int, default=24, help="interleaved blocks of each variant")
+    parser.add_argument("--quick", action="store_true", help="2 layers, tiny inputs: to try the script")
+    parser.add_argument(
+        "--again", action="store_true", help="measure and replace cases that the file has too"
+    )
+    parser.add_argument("--list", action="store_true", help="name the cases and stop")
+    parser.add_argument(
+        "--compiles", type=int, default=1, help="compile stock and fused so often; the first is left out"
+    )
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", message=".*force_disable_caches")
+    device: str = options.device
+    quick: bool = options.quick
+    wanted = tuple(options.variants.split(","))
+    settings = Settings(device, quick, wanted, options.rounds, options.compiles)
+    budget = Budget(options.budget)
+    cases = [quick_case(case) if quick else case for case in CASES]
+    if options.mode:
+        cases = [
+            replace(case, mode=options.mode, name=f"{case.name.removesuffix(f' {case.mode}')} {options.mode}")
+            for case in cases
+        ]
+        cases = list({case.name: case for case in cases}.values())
+    cases = [case for case in cases if not options.only or options.only.search(case.name)]
+    if options.list:
+        print(*(case.name for case in cases), sep="\n")
+        return
+    header = environment(device, "bench.models")
+    header["inductor_fusions"] = getattr(inductor_fusions, "__version__", None)
+    header["settings"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith("INDUCTOR_FUSIONS")}
+    results = Results(options.out, header, key=lambda row: str(row["name"]))
+    register_by_hand()
+    torch._dynamo.config.recompile_limit = 64
+    todo = [case for case in cases if options.again or case.name not in results]
+    expected = {False: 15.0 if quick else 70.0, True: 20.0 if quick else 170.0}
+    failed: list[str] = []
+    with Progress(len(todo)) as progress:
+        if todo:
+            progress.say("warming up")
+            warm_up(todo, device)
+        for i, case in enumerate(todo):
+            if budget.left < expected[case.train]:
+                progress.say(f"{case.name}: left for the next run, {budget.left:.0f} s are too few")
+                continue
+            start = time.monotonic()
+
+            def say(text: str, name: str = case.name) -> None:
+                progress.say(f"{name}: {text}")
+
+            try:
+                row = measure(case, settings, i % 2 == 1, say)
+            except Exception as error:
+                if "CUDA error" in str(error):
+                    raise
+                progress.step(f"{case.name}: failed: {one_line(error, 300)}")
+                failed.append(case.name)
+            else:
+                row["seconds"] = round(time.monotonic() - start, 1)
+                results.append({**asdict(case), **row})
+                progress.step(f"{case.name}: {describe(row)}")
+            free(device)
+    names = {case.name for case in cases}
+    print_table([row for row in results.rows if row["name"] in names])
+    left = len(todo) - progress.done
+    print(f"{len(results.rows)} cases in {options.out}, {left} left, {len(failed)} failed")
+    print(f"{budget.elapsed:.0f} s")
+    if failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

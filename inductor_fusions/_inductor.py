@@ -1,0 +1,298 @@
+"""The one module that imports private torch names; differences between torch versions live here.
+
+| torch | a config hook holds | a pre-grad pass is in the cache key by |
+|---|---|---|
+| 2.11, 2.12 | one callable | its pickled value (2.11), its uuid (2.12) |
+| 2.13 to 2.15 | a callable or a list of them | its uuid |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._config_module import Config, install_config_module
+
+if TYPE_CHECKING:
+    from torch import fx
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+__all__ = [
+    "HOOKS",
+    "Config",
+    "CustomGraphPass",
+    "compile_counters",
+    "fake_mode_of",
+    "fresh_compile",
+    "get_hook",
+    "install_config_module",
+    "known_true",
+    "suppress_guards",
+    "torch_version",
+    "trace_artifact",
+    "trace_id",
+    "update_hook",
+    "version_problem",
+    "when_inductor_loads",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Importing any module of torch._inductor imports Dynamo: a second that `import
+    # inductor_fusions` does not spend.
+    if name == "inductor_config":
+        return importlib.import_module("torch._inductor.config")
+    if name == "CustomGraphPass":
+        return importlib.import_module("torch._inductor.custom_graph_pass").CustomGraphPass
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _config() -> Any:
+    return importlib.import_module("torch._inductor.config")
+
+
+class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Runs a callback once, right after a module is first imported."""
+
+    def __init__(self, module: str, callback: Callable[[], None]) -> None:
+        self.module, self.callback = module, callback
+        self.loader: Any = None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is None or spec.loader is None:
+            return spec
+        self.loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self.loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        self.callback()
+
+
+def inductor_loaded() -> bool:
+    """Whether Inductor's config is imported."""
+    return "torch._inductor.config" in sys.modules
+
+
+def when_inductor_loads(callback: Callable[[], None]) -> None:
+    """Call `callback` now if Inductor's config is imported, else as soon as it is."""
+    if inductor_loaded():
+        callback()
+    else:
+        sys.meta_path.insert(0, _AfterImport("torch._inductor.config", callback))
+
+
+#: Inductor's config hook of each stage.
+HOOKS = {"pre_grad": "pre_grad_custom_pass", "post_grad": "post_grad_custom_pre_pass"}
+
+OLDEST, NEWEST_TESTED = (2, 11), (2, 15)
+
+
+def torch_version() -> tuple[int, int]:
+    """(major, minor) of the torch in use."""
+    match = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if match is None:
+        raise RuntimeError(f"cannot read the version of torch: {torch.__version__!r}")
+    return int(match[1]), int(match[2])
+
+
+def version_problem() -> str | None:
+    """Why nothing can be registered with this torch, or None."""
+    if torch_version() < OLDEST:
+        return f"torch {torch.__version__} is older than {OLDEST[0]}.{OLDEST[1]}; no fusion is registered"
+    return None
+
+
+def missing_hook() -> str | None:
+    """The name of a config hook that this torch does not have, or None."""
+    return next((name for name in HOOKS.values() if not hasattr(_config(), name)), None)
+
+
+def beyond_tested() -> bool:
+    """True where this torch is newer than the newest one that the tests ran on."""
+    return torch_version() > NEWEST_TESTED
+
+
+# -- config hooks -------------------------------------------------------------------------------
+
+
+def hooks_hold_lists() -> bool:
+    """Whether a config hook takes a list of passes (torch 2.13 and later)."""
+    return torch_version() >= (2, 13)
+
+
+def get_hook(stage: str) -> list[Callable[..., Any]]:
+    """The passes that the hook of `stage` holds now, in order."""
+    return _as_list(getattr(_config(), HOOKS[stage]))
+
+
+def update_hook(stage: str, change: Callable[[list[Any]], list[Any]]) -> None:
+    """Replace the passes of a hook by `change(passes)`, for every thread.
+
+    From 2.13 on a config value that is assigned belongs to the thread that assigned it. What all
+    threads see, below that, is the value from the environment: ours goes there, and into the value of
+    this thread where it has one. (The default would not do: each thread reads a copy of it.)
+    """
+    name = HOOKS[stage]
+    entry = _config()._config[name]
+    override = entry.user_override
+    if not hasattr(override, "get"):
+        setattr(_config(), name, _as_value(stage, change(get_hook(stage))))
+        return
+    from torch.utils._config_module import _UNSET_SENTINEL as UNSET
+
+    shared = entry.default if entry.env_value_default is UNSET else entry.env_value_default
+    passes = change(_as_list(shared))
+    entry.env_value_default = _as_value(stage, passes) if passes else UNSET
+    if override.get() is not UNSET:
+        setattr(_config(), name, _as_value(stage, change(_as_list(override.get()))))
+
+
+def _as_list(held: Any) -> list[Any]:
+    if held is None:
+        return []
+    return list(held) if isinstance(held, (list, tuple)) else [held]
+
+
+def _as_value(stage: str, passes: list[Any]) -> Any:
+    if len(passes) <= 1:
+        return passes[0] if passes else None
+    if not hooks_hold_lists():
+        raise ValueError(f"config.{HOOKS[stage]} of torch {torch.__version__} holds one pass")
+    return tuple(passes)
+
+
+# -- symbolic shapes and fake tensors -----------------------------------------------------------
+
+
+def known_true(condition: Any) -> bool:
+    """True where `condition` (a bool or a SymBool) holds without adding a guard."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(condition))
+
+
+def hint(size: Any) -> int:
+    """The value of an int, or the hint of a SymInt, without adding a guard."""
+    if isinstance(size, int):
+        return size
+    node = size.node
+    return int(node.hint) if node.hint is not None else 1
+
+
+def fake_mode_of(graph: fx.Graph) -> Any | None:
+    """The FakeTensorMode under which the values of `graph` were made."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    for node in graph.nodes:
+        value = node.meta.get("example_value", node.meta.get("val"))
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return None
+
+
+def expression(size: torch.SymInt) -> Any:
+    """The sympy expression of a symbolic size."""
+    return size.node.expr
+
+
+def symbol_parts(expression: Any) -> tuple[str, tuple[Any, ...]]:
+    """("integer" | "symbol" | "add" | "mul" | "other", operands) of a sympy expression."""
+    if expression.is_Integer:
+        return "integer", ()
+    if expression.is_Symbol:
+        return "symbol", ()
+    if expression.is_Add:
+        return "add", tuple(expression.args)
+    if expression.is_Pow and expression.exp.is_Integer and expression.exp > 0:
+        return "mul", (expression.base,) * int(expression.exp)
+    return ("mul" if expression.is_Mul else "other"), tuple(expression.args)
+
+
+def is_batched(tensor: Any) -> bool:
+    """Whether a fake value lives inside torch.vmap, with a dim that its shape does not show."""
+    return isinstance(tensor, torch.Tensor) and bool(torch._C._functorch.is_batchedtensor(tensor))
+
+
+def is_body_of_dynamo(graph: fx.Graph) -> bool:
+    """Whether a graph is the body of a higher-order operation that Dynamo traced.
+
+    The inputs of a graph that Dynamo hands to a backend carry "tensor_dict"; those of a body are
+    proxies that were created in the middle of tracing.
+    """
+    inputs = [node.meta for node in graph.nodes if node.op == "placeholder"]
+    owner = getattr(graph, "owning_module", None)
+    if "dynamo_compile_id" in getattr(owner, "meta", {}):
+        return False
+    return any("creation_timestamp" in meta for meta in inputs) and not any(
+        "tensor_dict" in m for m in inputs
+    )
+
+
+@contextlib.contextmanager
+def suppress_guards(fake_mode: Any | None) -> Iterator[None]:
+    """Questions about sizes asked inside add no guard to the user's graph."""
+    shape_env = getattr(fake_mode, "shape_env", None)
+    with shape_env.suppress_guards() if shape_env is not None else contextlib.nullcontext():
+        yield
+
+
+# -- reports --------------------------------------------------------------------------------------
+
+
+def compile_counters() -> Any:
+    """torch._dynamo.utils.counters, imported late (importing dynamo is slow)."""
+    from torch._dynamo.utils import counters
+
+    return counters
+
+
+def trace_id() -> tuple[str, int] | None:
+    """(compile, attempt) of the compile that runs now; Dynamo abandons an attempt to start again."""
+    from torch._guards import CompileContext
+
+    current = CompileContext.current_trace_id()
+    return None if current is None else (str(current.compile_id), int(current.attempt))
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Write a JSON artifact to TORCH_TRACE; tlparse shows it as `name`.json."""
+    from torch._logging import trace_structured  # type: ignore[attr-defined]
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=payload)
+
+
+# -- compiling for tests --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def fresh_compile() -> Iterator[None]:
+    """Compile anew inside: no cache is read or written, no compiled code is kept from before."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    with _config().patch(force_disable_caches=True):
+        yield
+    torch._dynamo.reset()

@@ -1,0 +1,79 @@
+"""What a fusion is.
+
+A `Fusion` says where it looks (`stage`) and how to find candidates; each `Candidate` proves that it
+may be fused (`guard`) and does it (`rewrite`). `passes.FusionPass` drives them, so that a fusion
+contains no error handling, no reporting and no toggles of its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+Stage = Literal["pre_grad", "post_grad"]
+
+
+class Rejected(Exception):
+    """The site does not mean what the fused kernel computes, or this could not be proved.
+
+    Args:
+        reason: the first predicate that failed, in words.
+        hint: what the user could change, or "".
+    """
+
+    def __init__(self, reason: str, hint: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.hint = reason, hint
+
+
+class LeftToStock(Rejected):
+    """The site could be fused, and is better off as it is."""
+
+
+class Candidate(ABC):
+    """One place in a graph where a fusion may apply."""
+
+    #: The node whose source line names the site in reports.
+    anchor: fx.Node
+
+    @abstractmethod
+    def guard(self) -> None:
+        """Return if the site may and should be fused.
+
+        Raises:
+            Rejected: it may not.
+            LeftToStock: it may, and does not pay.
+        """
+
+    @abstractmethod
+    def rewrite(self) -> str:
+        """Fuse the site and return the name of the kernel that it becomes.
+
+        New nodes come first and are put to use by the last step, so that an exception on the way
+        leaves a graph that still computes what it did.
+        """
+
+    def describe(self) -> dict[str, str]:
+        """Shapes and dtypes for reports: name -> text."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A rewrite that `torch.compile` gains.
+
+    Attributes:
+        name: what the toggle and the reports call it, such as "attention".
+        stage: which graph it reads.
+        summary: one line on what it turns into what.
+        recognise: yields the candidates of one graph, in graph order.
+    """
+
+    name: str
+    stage: Stage
+    summary: str
+    recognise: Callable[[fx.Graph], Iterable[Candidate]]

@@ -1,0 +1,192 @@
+"""Writes the fused attention into the graph."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._inductor import known_true
+from . import torch_ops
+from .aliasing import written
+from .builder import Builder, same
+from .mask_builder import MaskMemo, build_mask
+from .operands import Operand
+from .problem import Problem
+
+
+class Emitter:
+    """Replaces the output of one site by a fused call.
+
+    Args:
+        graph: the graph of the site.
+        memo: masks built for earlier sites of this graph.
+        fake_mode: the mode of its fake values.
+        region: number of the site's autocast or no_grad region.
+    """
+
+    def __init__(self, graph: fx.Graph, memo: MaskMemo, fake_mode: Any, region: int = 0) -> None:
+        self.graph, self.memo, self.fake_mode, self.region = graph, memo, fake_mode, region
+
+    def emit(self, problem: Problem, output: fx.Node, kernel: str, grouped: bool) -> None:
+        """Insert the fused call and make it the value of `output`.
+
+        Args:
+            problem: what to compute.
+            output: the node whose users read the result from now on.
+            kernel: "sdpa" lets SDPA choose its backend; "efficient" calls that backend.
+            grouped: give k and v with their own heads (enable_gqa), not repeated.
+        """
+        build = Builder(self.graph, output, self.fake_mode)
+        mask = build_mask(build, problem, self.memo, self.region)
+        q = build.build(problem.q)
+        for kind, operand in problem.scalers:
+            by = build.build(operand) if isinstance(operand, Operand) else operand
+            scaled = build.call(torch.div if kind == "div" else torch.mul, q, by)
+            q = build.to(scaled, build.value(q).dtype)
+        k = build.build(problem.k if grouped else problem.full_k)
+        v = build.build(problem.v if grouped else problem.full_v)
+        correction = None
+        if mask.empty is not None and (mask.blocked or not problem.train):
+            q = build.call(torch.where, mask.empty, 0.0, q)
+        elif mask.empty is not None:
+            hidden = build.call("detach", build.call(torch.where, mask.empty, q, 0.0))
+            q = build.call(torch.sub, q, hidden)
+            correction = self._empty_rows_gradient(build, problem, hidden, k, v)
+        result = self._call(build, problem, kernel, q, k, v, mask.node, grouped)
+        if correction is not None:
+            result = build.call(torch.add, result, correction)
+        original = torch_ops.tensor(output)
+        assert original is not None
+        natural = list(problem.out_shape)
+        if not same(build.value(result).shape, natural):
+            result = build.call("reshape", result, tuple(natural))
+        if problem.out_dims != tuple(range(len(problem.out_dims))):
+            result = build.call("permute", result, *problem.out_dims)
+        if not same(build.value(result).shape, original.shape):
+            result = build.call("reshape", result, tuple(original.shape))
+        result = build.to(result, original.dtype)
+        strided, overwritten = loosen_views(output)
+        if strided and original.is_contiguous():
+            result = build.call("contiguous", result)
+        if overwritten:
+            result = build.call("clone", result)  # the kernel keeps its result for the backward
+        result.meta = {**output.meta, **{k: v for k, v in result.meta.items() if k != "example_value"}}
+        output.replace_all_uses_with(result)
+
+    def _empty_rows_gradient(
+        self, build: Builder, problem: Problem, hidden: fx.Node, k: fx.Node, v: fx.Node
+    ) -> fx.Node:
+        """Zeros of the result's shape, whose gradient into k is that of the rows that see no key.
+
+        With equal weights 1 / n, the result of such a row changes with its scores s by
+        sum_j (s_j / n) (v_j - mean(v)): linear in k, so one small matrix (k^T @ centred v) holds it
+        for all rows. The gradient into q flows through the kernel: q - q.detach() is zero there.
+
+        Args:
+            hidden: the queries of these rows, zeros elsewhere, detached.
+            k, v: keys and values with their own heads or with those of q.
+        """
+        heads, shared = problem.q.shape[1], build.value(k).shape[1]
+        rows = problem.q.shape[2]
+        count = problem.k.shape[2]
+        fixed = build.call("detach", v)
+        centred = build.call(torch.sub, fixed, build.call(torch.mean, fixed, -2, True))
+        matrix = build.call(torch.matmul, build.call("transpose", k, -2, -1), centred)
+        grouped = not known_true(heads == shared)
+        if grouped:
+            batch, dim = problem.q.shape[0], problem.q.shape[3]
+            hidden = build.call("reshape", hidden, (batch, shared, heads // shared * rows, dim))
+        scale = problem.scale if problem.scale is not None else float(problem.q.shape[-1]) ** -0.5
+        share = scale / count if isinstance(count, int) else build.call(operator.truediv, scale, count)
+        matrix = build.call(torch.mul, matrix, share)
+        zeros = build.call(torch.sub, matrix, build.call("detach", matrix))
+        change = build.call(torch.matmul, hidden, zeros)
+        if grouped:
+            change = build.call("reshape", change, (batch, heads, rows, problem.v.shape[-1]))
+        return change
+
+    def _call(
+        self, build: Builder, problem: Problem, kernel: str, q: fx.Node, k: fx.Node, v: fx.Node,
+        mask: fx.Node | None, grouped: bool,
+    ) -> fx.Node:  # fmt: skip
+        if kernel == "efficient":
+            # Called by name: SDPA would take another backend. As SDPA does, the rows of the mask are
+            # laid out at multiples of 16.
+            if mask is not None:
+                columns = problem.k.shape[2]
+                if build.value(mask).dtype == torch.bool:
+                    mask = build.call(torch.where, mask, 0.0, -math.inf)
+                mask = build.to(mask, problem.dtype)
+                extra = -columns % 16
+                if not known_true(extra == 0):
+                    padded = build.call(torch.nn.functional.pad, mask, (0, extra))
+                    mask = build.call("narrow", padded, -1, 0, columns)
+                mask = build.call("expand", mask, (*problem.q.shape[:3], columns))
+            q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
+            node = build.call(
+                torch.ops.aten._scaled_dot_product_efficient_attention.default,
+                q, k, v, mask, problem.train, problem.dropout, problem.causal, scale=problem.scale,
+            )  # fmt: skip
+            return build.call(operator.getitem, node, 0)
+        kwargs: dict[str, Any] = {
+            "attn_mask": mask,
+            "dropout_p": problem.dropout,
+            "is_causal": problem.causal,
+        }
+        if problem.scale is not None:
+            kwargs["scale"] = problem.scale
+        if grouped:
+            kwargs["enable_gqa"] = True
+        with self.graph.inserting_before(build.before):
+            node = self.graph.call_function(torch._C._nn.scaled_dot_product_attention, (q, k, v), kwargs)
+        node.meta["stack_trace"] = build.before.meta.get("stack_trace", "")
+        shape = (*problem.q.shape[:3], problem.v.shape[-1])
+        node.meta["example_value"] = problem.q.value.new_empty(shape, dtype=problem.dtype)
+        return node
+
+
+def loosen_views(output: fx.Node) -> tuple[bool, bool]:
+    """Turn the views taken of a result into reshapes: a fused kernel may lay it out differently.
+
+    Returns (whether somebody reads its strides, whether somebody writes to it).
+    """
+    strided = overwritten = False
+    stack, seen = [output], {output}
+    while stack:
+        node = stack.pop()
+        for user in list(node.users):
+            op = torch_ops.read(user)
+            if user in seen or op is None:
+                continue
+            seen.add(user)
+            strided |= op.name in _STRIDED
+            overwritten |= node in written(user)
+            if op.name == "view" and torch_ops.value(user).dtype == torch_ops.value(output).dtype:
+                _reshape_instead(user)
+            if op.name in torch_ops.VIEWS or op.name in torch_ops.TRANSPOSES or op.name in _ALIASES:
+                stack.append(user)
+    return strided, overwritten
+
+
+_STRIDED = frozenset("as_strided stride data_ptr storage_offset is_contiguous".split())
+_ALIASES = frozenset("getitem select slice expand detach getattr".split())
+
+
+def _reshape_instead(view: fx.Node) -> None:
+    if view.op == "call_method":
+        view.target = "reshape"
+        return
+    shape = view.kwargs["size"] if "size" in view.kwargs else view.args[1]
+    view.target, view.args, view.kwargs = torch.reshape, (view.args[0], shape), {}
+
+
+def erase_chain(graph: fx.Graph, chain: list[fx.Node]) -> None:
+    """Remove the nodes of a site that nobody reads any more, last first."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in sorted(set(chain), key=lambda n: -order.get(n, 0)):
+        if not node.users:
+            graph.erase_node(node)

@@ -1,0 +1,158 @@
+"""Which kernel an attention should become: what each takes, and what it is measured to cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ... import config, tables
+from ..._inductor import hint, known_true
+from ...fusion import LeftToStock
+from . import torch_ops
+from .problem import Problem
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to emit.
+
+    Attributes:
+        kernel: "sdpa" (its own choice of backend) or "efficient".
+        grouped: whether k and v keep their own heads.
+        text: for reports.
+    """
+
+    kernel: str
+    grouped: bool
+    text: str
+
+
+def choose(problem: Problem, unfused: bool) -> Choice:
+    """The cheapest kernel that takes the problem.
+
+    Args:
+        problem: what to compute.
+        unfused: whether the site is spelled out now; else it is an SDPA call whose mask or repeated heads
+            go away, which is never slower.
+
+    Raises:
+        LeftToStock: no fused kernel takes it, or none is measured to be faster.
+    """
+    fits = available(problem)
+    grouped = _has_groups(problem)
+    if grouped and not available(problem, grouped=True):
+        grouped = False
+    text = _text(problem, grouped)
+    if config.policy == "always" or not unfused:
+        return Choice("sdpa", grouped, text)
+    if not fits:
+        raise LeftToStock(f"no fused kernel takes this attention ({_why_math(problem)})")
+    verdict = tables.attention(
+        device=problem.q.value.device,
+        dtype=problem.dtype,
+        mask=problem.mask_kind + ("_grad" if _mask_needs_grad(problem) else ""),
+        train=problem.train,
+        batch_heads=hint(problem.q.shape[0] * problem.q.shape[1]),
+        q_len=hint(problem.q.shape[2]),
+        kv_len=hint(problem.k.shape[2]),
+        head_dim=hint(problem.q.shape[3]),
+        candidates=fits,
+    )
+    if verdict.kernel is None:
+        raise LeftToStock(verdict.reason, "INDUCTOR_FUSIONS_POLICY=always fuses whatever is proved")
+    return Choice(verdict.kernel, grouped and verdict.kernel == "sdpa", f"{text}{verdict.note}")
+
+
+def _has_groups(problem: Problem) -> bool:
+    return not known_true(problem.k.shape[1] == problem.q.shape[1])
+
+
+def available(problem: Problem, grouped: bool = False) -> tuple[str, ...]:
+    """The kernels ("sdpa", "efficient") that compute the problem without writing out the scores."""
+    device = problem.q.value.device.type
+    if device == "cuda":
+        return _on_cuda(problem, grouped)
+    return ("sdpa",) if _on_cpu(problem, grouped) else ()
+
+
+def _mask_needs_grad(problem: Problem) -> bool:
+    nodes = [t.node for t, _ in problem.terms] + ([problem.attn_mask] if problem.attn_mask else [])
+    return any((t := torch_ops.tensor(n)) is not None and t.requires_grad for n in nodes)
+
+
+def _on_cpu(problem: Problem, grouped: bool) -> bool:
+    """Ask SDPA itself, with small tensors of the same kind: sizes do not matter to its choice."""
+    if problem.q.value.device.type != "cpu" or problem.dropout > 0:
+        return False
+    heads, shared = (2, 1) if grouped else (2, 2)
+
+    def small(operand: Any, count: int) -> torch.Tensor:
+        dim = hint(operand.shape[-1])
+        return torch.empty(1, count, 2, dim, dtype=problem.dtype, requires_grad=False)
+
+    mask = None
+    if problem.terms or problem.attn_mask is not None:
+        mask = torch.zeros(1, 1, 2, 2, dtype=problem.dtype, requires_grad=_mask_needs_grad(problem))
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        choice = torch._fused_sdp_choice(
+            small(problem.q, heads), small(problem.k, shared), small(problem.v, shared),
+            mask, problem.dropout, problem.causal, enable_gqa=grouped,
+        )  # fmt: skip
+    return choice != 0
+
+
+def _on_cuda(problem: Problem, grouped: bool) -> tuple[str, ...]:
+    backends = torch.backends.cuda
+    k, v = (problem.k, problem.v) if grouped else (problem.full_k, problem.full_v)
+    q = problem.q.value.to(problem.dtype)
+    mask = None
+    if problem.terms or problem.attn_mask is not None:
+        full = (*problem.q.shape[:3], problem.k.shape[2])
+        given = [operand.value for _, operand in problem.terms]
+        if problem.attn_mask is not None:
+            given.append(torch_ops.value(problem.attn_mask))
+        own = torch.broadcast_shapes(*(t.shape for t in given))
+        # A mask is expanded, as SDPA does it; one that takes a gradient is whole.
+        mask = q.new_empty(full if _mask_needs_grad(problem) else own, dtype=problem.dtype).expand(full)
+        if _mask_needs_grad(problem):
+            mask.requires_grad_()
+    params = backends.SDPAParams(
+        q,
+        k.value.to(problem.dtype),
+        v.value.to(problem.dtype),
+        mask,
+        problem.dropout,
+        problem.causal,
+        grouped,
+    )
+    efficient = backends.can_use_efficient_attention(params)
+    if not (
+        efficient or backends.can_use_flash_attention(params) or backends.can_use_cudnn_attention(params)
+    ):
+        return ()
+    # Its backward is no deterministic one; SDPA chooses another where that is asked for.
+    by_name = efficient and not grouped and not torch.are_deterministic_algorithms_enabled()
+    return ("sdpa", "efficient") if by_name and torch.backends.cuda.mem_efficient_sdp_enabled() else ("sdpa",)
+
+
+def _why_math(problem: Problem) -> str:
+    if problem.dropout > 0 and problem.q.value.device.type == "cpu":
+        return "dropout on a CPU"
+    if _mask_needs_grad(problem):
+        return "a bias that needs a gradient"
+    if not known_true(problem.q.shape[-1] == problem.v.shape[-1]):
+        return "head dims of q and v differ"
+    return "its dtype, head dim or strides"
+
+
+def _text(problem: Problem, grouped: bool) -> str:
+    parts = ["sdpa"]
+    if problem.causal:
+        parts.append("is_causal")
+    elif problem.terms or problem.attn_mask is not None:
+        parts.append(f"mask: {problem.mask_kind}")
+    if grouped:
+        parts.append("enable_gqa")
+    return ", ".join(parts)

@@ -1,0 +1,304 @@
+"""Builds the mask of a fused attention, and keeps the value of rows that see no key.
+
+A query may see no key: left padding under a causal mask, a padded query of DeBERTa. With a finite fill
+its unfused scores all become the fill, so that its weights are equal and its result is the mean of the
+values. A fused kernel gets such a row wrong: its exponent has log2(e) in it and overflows on the least
+number of a dtype, and its backward takes a logsumexp in which log(kv_len) has drowned.
+
+So these rows are found (one reduction of the mask, shared by all layers) and given equal scores again:
+
+    inference   the highest entries of the row become -1e30, in which float32 scores drown, too
+    training    the highest entries become 0, and the query is zeroed
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ... import config
+from ..._inductor import known_true
+from ...fusion import LeftToStock, Rejected
+from . import torch_ops
+from .builder import Builder
+from .masks import may_hide_rows
+from .problem import Problem
+
+#: Added where a query sees no key: scores drown in it, and exp2(x * log2(e)) does not overflow.
+DROWNED = -1e30
+#: A row whose highest bias is below this sees no key: float32 scores drown in it.
+EMPTY_BELOW = -1e8
+#: A row whose highest bias is below this is shifted by it: a softmax does not see that, rounding does.
+SHIFT_BELOW = -100.0
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask in the graph.
+
+    Attributes:
+        node: what SDPA takes as attn_mask, or None.
+        empty: boolean, broadcastable to (batch, heads, q_len, 1): the queries to zero; None for none.
+        blocked: whether these rows send no gradient into q and k: where the unfused graph lets none
+            through (a fill replaced their scores), and where all queries have one row of the mask, so
+            that only a sample that is all padding has such rows.
+    """
+
+    node: fx.Node | None
+    empty: fx.Node | None = None
+    blocked: bool = False
+
+
+@dataclass
+class MaskMemo:
+    """Masks already built in a graph, so that layers share them."""
+
+    masks: dict[Any, Mask] = field(default_factory=dict)
+
+
+def build_mask(build: Builder, problem: Problem, memo: MaskMemo, region: int) -> Mask:
+    """The mask of a problem; the one of an earlier layer where it is the same.
+
+    Args:
+        build: adds the nodes.
+        problem: whose `terms` or `attn_mask` are read.
+        memo: masks of this graph.
+        region: number of the autocast or no_grad region of the site; masks are shared within one.
+    """
+    if problem.attn_mask is not None or not problem.terms:
+        return Mask(problem.attn_mask)
+    key: Any = (tuple((t, o.steps) for t, o in problem.terms), problem.dtype, problem.train, region)
+    try:
+        hash(key)
+    except TypeError:  # a symbolic size among the steps
+        key = id(problem)
+    if key not in memo.masks:
+        memo.masks[key] = _Terms(build, problem).mask()
+    return memo.masks[key]
+
+
+def check_empty_rows(problem: Problem) -> None:
+    """Leave a site in training alone where the user wants every gradient of empty rows as in stock.
+
+    Raises:
+        LeftToStock: under INDUCTOR_FUSIONS_EMPTY_ROWS=stock, where such rows cannot be ruled out.
+        Rejected: a mask is subtracted, so that the keys it hides are the ones that are seen.
+    """
+    if problem.train and any(
+        t.fill is None and t.factor < 0 and may_hide_rows(t.node) for t, _ in problem.terms
+    ):
+        raise Rejected("a mask is subtracted from the scores")
+    if config.empty_rows != "stock" or not problem.train:
+        return
+    for term, _ in problem.terms:
+        if (term.fill is not None and math.isfinite(term.fill)) or (
+            term.fill is None and may_hide_rows(term.node)
+        ):
+            raise LeftToStock(
+                "rows that see no key cannot be ruled out, and INDUCTOR_FUSIONS_EMPTY_ROWS=stock",
+                "INDUCTOR_FUSIONS_EMPTY_ROWS=keep fuses and keeps their values",
+            )
+
+
+class _Terms:
+    """Reads the terms of a problem in order, from the product to the softmax."""
+
+    def __init__(self, build: Builder, problem: Problem) -> None:
+        self.build, self.problem = build, problem
+        self.finite = config.empty_rows != "ignore"
+        self.keep: fx.Node | None = None  # what no fill hides
+        self.hiding: fx.Node | None = None  # sum of what may hide a whole row, fills written in
+        self.plain: list[tuple[fx.Node, bool]] = []  # other biases, and whether a fill came after
+        self.fills: list[float] = []
+
+    def mask(self) -> Mask:
+        return self._two_valued() or self._general()
+
+    def _general(self) -> Mask:
+        """The mask of any terms."""
+        self.keep, self.hiding, self.plain, self.fills = None, None, [], []
+        for term, operand in self.problem.terms:
+            node = self.build.build(operand)
+            if term.fill is not None:
+                self._fill(node, term.fill, term.hides)
+            else:
+                self._bias(node, term.node, term.factor, term.floor)
+        finite = self.finite and any(math.isfinite(f) for f in self.fills)
+        if self.hiding is None and not finite:
+            if not self.plain:
+                return Mask(self.keep)
+            return Mask(self._sum(self._with_fill(self._plain_sum(), -math.inf)))
+        if self.hiding is None:
+            self.hiding = self._with_fill(None, self._least(max(self.fills)))
+        return self._without_empty_rows()
+
+    def _two_valued(self) -> Mask | None:
+        """The mask where all that hides keys is one number, finite and low: the common case.
+
+        Then every row that sees no key holds that number alone, and needs no search for its highest entry.
+        """
+        build, terms = self.build, self.problem.terms
+        fills = [t for t, _ in terms if t.fill is not None]
+        hiding = [t for t, _ in terms if t.fill is None and may_hide_rows(t.node)]
+        numbers = {t.fill for t in fills} | {t.depth for t in hiding}
+        if not self.finite or len(numbers) != 1 or len(hiding) > (0 if fills else 1):
+            return None
+        number = numbers.pop()
+        low = number is not None and math.isfinite(number) and (bool(fills) or number <= EMPTY_BELOW)
+        if not low or any(t.floor is not None for t, _ in terms) or self.problem.dtype == torch.float16:
+            return None
+        assert number is not None
+        if not fills and not self.problem.train and number > DROWNED:
+            return None
+        for term, operand in terms:
+            node = build.build(operand)
+            if term.fill is not None:
+                seen = build.call(torch.logical_not, node) if term.hides else node
+                self.keep = seen if self.keep is None else build.call(torch.logical_and, self.keep, seen)
+                self.plain = [(bias, True) for bias, _ in self.plain]
+            elif term.factor != 1.0:
+                node = build.call(torch.mul, node, term.factor)
+            if term in hiding:
+                self.hiding = node
+            elif term.fill is None:
+                self.plain.append((node, False))
+        plain = self._plain_sum()
+        if self.keep is not None:
+            return self._filled(self.keep, plain)
+        assert self.hiding is not None
+        if not self.problem.train:
+            return Mask(self._sum(build.call(torch.clamp, self.hiding, DROWNED), plain))
+        empty = build.call(torch.le, build.call(torch.amax, self.hiding, -1, True), EMPTY_BELOW)
+        opened = build.call(torch.where, empty, 0.0, self.hiding)
+        return Mask(self._sum(opened, *self._drowned(empty)), empty, self._one_row(self.hiding))
+
+    def _filled(self, keep: fx.Node, plain: fx.Node | None) -> Mask:
+        """Scores that were replaced by a number; a bias that was added to that number drowns in it."""
+        base: Any = 0.0 if plain is None else self.build.to(plain, self.problem.dtype)
+        if not self.problem.train:
+            least = self.build.call("new_full", self.problem.q.node, (), DROWNED, dtype=self.problem.dtype)
+            return Mask(self._sum(self.build.call(torch.where, keep, base, least)))
+        empty = self.build.call(torch.logical_not, self.build.call(torch.any, keep, -1, True))
+        hidden = self.build.call("new_full", self.problem.q.node, (), -math.inf, dtype=self.problem.dtype)
+        opened = self.build.call(torch.where, empty, 0.0, hidden)
+        filled = self.build.call(torch.where, keep, base, opened)
+        after = [bias for bias, filled_after in self.plain if not filled_after]
+        if after:  # added to the number: its gradient stays
+            return self._general()
+        return Mask(self._sum(filled), empty, True)
+
+    def _drowned(self, empty: fx.Node) -> list[fx.Node]:
+        """The plain biases, without value in empty rows; with the gradient that the unfused graph has."""
+        parts = []
+        for bias, filled_after in self.plain:
+            if self.problem.train and not filled_after:
+                gone = self.build.call("detach", self.build.call(torch.where, empty, bias, 0.0))
+                parts.append(self.build.call(torch.sub, bias, gone))
+            else:
+                parts.append(self.build.call(torch.where, empty, 0.0, bias))
+        return parts
+
+    def _one_row(self, hiding: fx.Node) -> bool:
+        """Whether all queries have one row of the mask, so that only a sample of padding is empty."""
+        return known_true(self.build.value(hiding).shape[-2] == 1) and not known_true(
+            self.problem.q.shape[-2] == 1
+        )
+
+    def _fill(self, node: fx.Node, fill: float, hides: bool) -> None:
+        seen = self.build.call(torch.logical_not, node) if hides else node
+        self.fills.append(fill)
+        self.keep = seen if self.keep is None else self.build.call(torch.logical_and, self.keep, seen)
+        self.plain = [(bias, True) for bias, _ in self.plain]
+        # Different numbers must stay apart: keys with the larger one win in a row without any other.
+        if self.hiding is not None or (self.finite and len(set(self.fills)) > 1):
+            before: Any = self.hiding
+            if before is None:
+                before = self._with_fill(None, self._least(self.fills[0]), upto=seen)
+            self.hiding = self.build.call(torch.where, seen, before, self._least(fill))
+
+    def _bias(self, node: fx.Node, source: fx.Node, factor: float, floor: float | None) -> None:
+        if factor != 1.0:
+            node = self.build.call(torch.mul, node, factor)
+        if self.finite and may_hide_rows(source):
+            if self.hiding is None and self.keep is not None:
+                self.hiding = self._with_fill(None, self._least(max(self.fills)))
+            self.hiding = node if self.hiding is None else self.build.call(torch.add, self.hiding, node)
+            if floor is not None:
+                self.hiding = self.build.call(torch.clamp, self.hiding, floor)
+                self.fills.append(floor)
+        else:
+            self.plain.append((node, False))
+
+    def _least(self, fill: float) -> float:
+        """A fill that the dtype of the mask can hold."""
+        if not math.isfinite(fill):
+            return fill
+        return max(fill, torch.finfo(self.problem.dtype).min)
+
+    def _with_fill(self, base: fx.Node | None, fill: float, upto: fx.Node | None = None) -> fx.Node:
+        """`base` (or 0) where a key is kept, `fill` elsewhere."""
+        if self.keep is None:
+            assert base is not None
+            return base
+        return self.build.call(torch.where, self.keep, 0.0 if base is None else base, fill)
+
+    def _plain_sum(self) -> fx.Node | None:
+        total: fx.Node | None = None
+        for node, _ in self.plain:
+            total = node if total is None else self.build.call(torch.add, total, node)
+        return total
+
+    def _without_empty_rows(self) -> Mask:
+        build, hiding, dtype = self.build, self.hiding, self.problem.dtype
+        assert hiding is not None
+        highest = build.call(torch.amax, hiding, -1, True)
+        size = build.call(torch.abs, highest)  # scores drown in a large positive number as well
+        empty = build.call(torch.ge, size, -EMPTY_BELOW)
+        half = dtype == torch.float16
+        if half or any(f > EMPTY_BELOW for f in self.fills):
+            if self.keep is not None:
+                # A row that is filled whole has equal scores whatever the number is.
+                filled = build.call(torch.logical_not, build.call(torch.any, self.keep, -1, True))
+                empty = build.call(torch.logical_or, empty, filled)
+        far = build.call(torch.gt, size, -SHIFT_BELOW)
+        hiding = build.call(torch.sub, hiding, build.call(torch.where, far, highest, 0.0))
+        blocked = bool(self.fills) or self._one_row(hiding)
+        if not self.problem.train and not half:
+            beaten = build.call(torch.lt, hiding, SHIFT_BELOW)
+            raised = build.call(torch.where, beaten, 2 * DROWNED, build.call("new_full", hiding, (), DROWNED))
+            hiding = build.call(torch.where, empty, raised, hiding)
+            return Mask(self._sum(hiding, self._plain_sum()))
+        return Mask(self._sum(hiding, *self._drowned(empty)), empty, blocked)
+
+    def _sum(self, *parts: fx.Node | None) -> fx.Node:
+        """The sum in the dtype of the kernel, with dense rows of keys, as every backend wants them."""
+        total: fx.Node | None = None
+        for part in parts:
+            if part is not None:
+                total = part if total is None else self.build.call(torch.add, total, part)
+        assert total is not None
+        total = self.build.to(total, self.problem.dtype)
+        value = self.build.value(total)
+        if value.stride(-1) != 1 and value.shape[-1] != 1:
+            total = self.build.call("contiguous", total)
+        return self._shared(total)
+
+    def _shared(self, mask: fx.Node) -> fx.Node:
+        """Have Inductor compute the mask once for all layers.
+
+        It inlines pointwise code into each user, and a kernel that wants its own strides is a user:
+        every layer would write a mask, all of them at once. A strided view of a buffer needs the buffer.
+        """
+        value = self.build.value(mask)
+        sizes = (*value.shape, *value.stride())
+        if not all(isinstance(size, int) for size in sizes) or any(n.requires_grad for n in self._sources()):
+            return mask
+        return self.build.call(torch.as_strided, mask, tuple(value.shape), tuple(value.stride()))
+
+    def _sources(self) -> list[torch.Tensor]:
+        found = [torch_ops.tensor(term.node) for term, _ in self.problem.terms]
+        return [tensor for tensor in found if tensor is not None]

@@ -1,0 +1,274 @@
+"""An attention as four-dimensional tensors: what every kernel takes.
+
+`Attention` keeps the leading dims that the user wrote (one, two or three of them, merged and split along
+the way). Here they become (batch, heads), repeated keys and values are looked through, dtypes are
+settled, and the mask algebra says what is left of the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._inductor import known_true
+from ...fusion import Rejected
+from . import torch_ops
+from .masks import Interpreter, classify, constant_over, negation, visibility
+from .operands import Operand, alignment, product, regroup, same_shape, unrepeated
+from .recognise import Attention, Term
+
+
+@dataclass
+class Problem:
+    """softmax(scale * q @ k^T + mask) @ v on (batch, heads, length, dim).
+
+    Attributes:
+        q, k, v: operands of one dtype; k and v have heads of their own (`groups` of q's heads share one).
+        full_k, full_v: k and v with as many heads as q, as the graph has them.
+        scale: number on the scores (None is SDPA's default; a node of the user's call may hold it).
+        scalers: tensors or symbolic numbers that q is multiplied ("mul") or divided ("div") by.
+        dropout: probability on the weights.
+        causal: key j is seen by query i exactly where j <= i, and nothing else hides it.
+        terms: what is left of biases and fills, each with its operand on (batch, heads, q, k).
+        attn_mask: the mask of a user's SDPA call, passed on as it is.
+        dtype: dtype of the kernel (that of autocast, where it is on).
+        out_shape: shape of (*out_lead, q_len, v_dim), before `out_dims`.
+        train: whether a gradient flows into q, k or v.
+    """
+
+    q: Operand
+    k: Operand
+    v: Operand
+    full_k: Operand
+    full_v: Operand
+    scale: Any
+    dropout: float
+    causal: bool
+    terms: list[tuple[Term, Operand]]
+    dtype: torch.dtype
+    out_shape: tuple[Any, ...]
+    out_dims: tuple[int, ...]
+    scalers: list[tuple[str, Operand | fx.Node]] = field(default_factory=list)
+    attn_mask: fx.Node | None = None
+    train: bool = False
+
+    @property
+    def groups(self) -> Any:
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def mask_kind(self) -> str:
+        """Kind of mask, as the tables of measurements name it."""
+        if self.causal:
+            return "causal"
+        masks = [operand.shape for _, operand in self.terms]
+        if self.attn_mask is not None:
+            given = torch_ops.tensor(self.attn_mask)
+            masks.append(given.shape if given is not None else torch.Size())
+        if not masks:
+            return "none"
+
+        def varies(dim: int) -> bool:
+            return any(len(shape) >= -dim and not known_true(shape[dim] == 1) for shape in masks)
+
+        if varies(-3):
+            return "bias_full" if varies(-4) else "bias"
+        return "bias_batch" if varies(-2) else "pad"
+
+
+def is_autocast(site: Attention) -> bool:
+    """Whether the product ran under autocast: its dtype is not that of its operands."""
+    result = torch_ops.tensor(site.product)
+    return result is not None and result.dtype != torch.promote_types(site.q.value.dtype, site.k.value.dtype)
+
+
+def pose(site: Attention, interpreter: Interpreter) -> Problem:
+    """The problem that a recognised attention poses.
+
+    Raises:
+        Rejected: where dims do not line up, or dtypes cannot be settled.
+    """
+    assert site.v is not None and site.output is not None
+    q, k, v = site.q, site.k, site.v
+    if not known_true(q.shape[-1] == k.shape[-1]) or not known_true(k.shape[-2] == v.shape[-2]):
+        raise Rejected("q, k and v do not have the sizes of an attention")
+    result, output = torch_ops.tensor(site.product), torch_ops.tensor(site.output)
+    assert result is not None and output is not None
+    dtype = result.dtype
+    if not is_autocast(site):
+        q, k, v = _one_dtype(q, k, v)
+        dtype = q.value.dtype
+    lead, grouped = _batch_and_heads(site)
+    target = (*lead[:-2], product(lead[-2:])) if grouped else lead
+    q = _moved(q.expand((*site.lead, *q.shape[-2:])), site.lead, target)
+    if grouped:
+        # Keys and values are broadcast over the last leading dim: it holds groups of query heads.
+        short = lead[:-1]
+        short_k, short_v = (_dropped(t, len(lead)).expand((*short, *t.shape[-2:])) for t in (k, v))
+        wide = [t.padded(len(lead) + 2).expand((*lead, *t.shape[-2:])) for t in (k, v)]
+        full_k, full_v = (t.reshape((*target, *t.shape[-2:])) for t in wide)
+    else:
+        k, v = _moved(k, site.lead, target), _moved(v, site.out_lead, target)
+        full_k, full_v = _whole(k, target), _whole(v, target)
+        short_k, short_v = few_heads(k, v, target)
+    terms = _remaining_terms(site, interpreter)
+    causal = terms is None
+    scalers: list[tuple[str, Operand | fx.Node]] = []
+    for kind, node, stage in site.scalers:
+        operand = Operand.of(node)
+        scalers.append((kind, node if operand is None else _moved(operand, stage, target)))
+    return Problem(
+        q=q,
+        k=short_k,
+        v=short_v,
+        full_k=full_k,
+        full_v=full_v,
+        scale=site.scale,
+        dropout=site.dropout,
+        causal=causal,
+        terms=[(t, _term_operand(t, target, interpreter)) for t in terms or []],
+        dtype=dtype,
+        out_shape=(*site.out_lead, site.q.shape[-2], site.v.shape[-1]),
+        out_dims=site.out_dims,
+        scalers=scalers,
+        train=_needs_grad(site.q.node, site.k.node, site.v.node),
+    )
+
+
+def _needs_grad(*nodes: fx.Node) -> bool:
+    return any((t := torch_ops.tensor(n)) is not None and t.requires_grad for n in nodes)
+
+
+def _one_dtype(q: Operand, k: Operand, v: Operand) -> tuple[Operand, Operand, Operand]:
+    """Bring q, k and v to one dtype without losing a bit of any of them."""
+    if q.value.dtype != k.value.dtype:
+        raise Rejected("q and k have different dtypes")
+    if q.value.dtype == v.value.dtype:
+        return q, k, v
+    # Scores of values in bf16, computed in fp32, are what a kernel for bf16 accumulates anyway.
+    narrow_q, narrow_k = _before_upcast(q, v.value.dtype), _before_upcast(k, v.value.dtype)
+    if narrow_q is not None and narrow_k is not None:
+        return narrow_q, narrow_k, v
+    wide = torch.promote_types(q.value.dtype, v.value.dtype)
+    return q.to(wide), k.to(wide), v.to(wide)
+
+
+def _before_upcast(operand: Operand, dtype: torch.dtype) -> Operand | None:
+    """The operand before a cast from `dtype`, through views, or None."""
+    op = torch_ops.read(operand.node)
+    source = torch_ops.tensor(op.input) if op is not None else None
+    if op is None or op.name not in torch_ops.CASTS or source is None or source.dtype != dtype:
+        return None
+    base = Operand.of(op.input)
+    for method, args in operand.steps:
+        base = None if base is None or method == "to" else base.then(method, *args)
+    return base
+
+
+def _batch_and_heads(site: Attention) -> tuple[tuple[Any, ...], bool]:
+    """Leading dims to compute with, and whether the last of them holds groups that share a key."""
+    assert site.v is not None
+    stages = [site.lead, site.softmax_lead, site.out_lead, *(t.lead for t in site.terms)]
+    two = [lead for lead in stages if len(lead) == 2]
+    if two:
+        return two[0], False
+    lead = max(stages, key=len)
+    if len(lead) == 3 and all(_is_shared(t, lead) for t in (site.k, site.v)):
+        return lead, True
+    if len(lead) <= 1:
+        return (1, *(lead or (1,))), False
+    return (product(lead[:-1]), lead[-1]), False
+
+
+def _is_shared(operand: Operand, lead: Sequence[Any]) -> bool:
+    return operand.value.dim() == len(lead) + 2 and known_true(operand.shape[-3] == 1)
+
+
+def _dropped(operand: Operand, rank: int) -> Operand:
+    """Without the dim of size 1 before the last two."""
+    return operand.padded(rank + 2).then("squeeze", -3)
+
+
+def _moved(operand: Operand, lead: Sequence[Any], target: Sequence[Any]) -> Operand:
+    if len(lead) < 2 and alignment(lead, target) is None:
+        operand = operand.padded(len(target) + 2)
+        found: Operand | None = operand
+        if not all(
+            known_true(a == 1) or known_true(a == b) for a, b in zip(operand.shape, target, strict=False)
+        ):
+            found = None
+    else:
+        found = regroup(operand, lead, target)
+    if found is None:
+        raise Rejected("the leading dims of the operands do not line up")
+    return found
+
+
+def _whole(operand: Operand, lead: Sequence[Any]) -> Operand:
+    return operand.expand((*lead, *operand.shape[-2:]))
+
+
+def few_heads(k: Operand, v: Operand, lead: Sequence[Any]) -> tuple[Operand, Operand]:
+    """Keys and values with the heads that they had before they were repeated, batch expanded."""
+    found_k, found_v = unrepeated(k, -3), unrepeated(v, -3)
+    if found_k is not None and found_v is not None and found_k[1] == found_v[1]:
+        k, v = found_k[0], found_v[0]
+    if not known_true(k.shape[1] == v.shape[1]):
+        k, v = (t.expand((t.shape[0], lead[1], *t.shape[-2:])) for t in (k, v))
+    k, v = (t.expand((lead[0], *t.shape[1:])) for t in (k, v))
+    return k, v
+
+
+def _term_operand(term: Term, target: Sequence[Any], interpreter: Interpreter) -> Operand:
+    """The mask or bias on (batch, heads, q, k); one row of it where all queries have the same."""
+    operand = Operand.of(term.node)
+    if operand is None:
+        raise Rejected("a mask or a bias is no tensor")
+    operand = _moved(operand, term.lead, target)
+    if not known_true(operand.shape[-2] == 1) and constant_over(term.node, -2, interpreter):
+        operand = operand.then("narrow", -2, 0, 1)
+    return operand
+
+
+def _remaining_terms(site: Attention, interpreter: Interpreter) -> list[Term] | None:
+    """The terms without those that hide nothing; None where what is left says exactly "causal"."""
+    result = torch_ops.tensor(site.product)
+    assert result is not None
+    lengths = tuple(result.shape[-2:])
+    left: list[Term] = []
+    causal = 0
+    for term in site.terms:
+        kind = _classify_term(term, (*term.lead, *lengths), interpreter)
+        if kind.all_visible:
+            continue
+        causal += kind.causal
+        seen = visibility(interpreter.read(term.node)) if term.fill is None else None
+        left.append(term if seen is None else replace(term, depth=seen[1] * term.factor))
+    return None if left and causal == len(left) else left
+
+
+def _classify_term(term: Term, shape: tuple[Any, ...], interpreter: Interpreter) -> Any:
+    if term.fill is not None:
+        seen = interpreter.boolean(term.node)
+        if seen is not None and term.hides:
+            seen = negation(seen)
+        return classify(seen, shape)
+    read = visibility(interpreter.read(term.node))
+    if read is None:
+        return classify(None, shape)
+    predicate, fill = read
+    hidden_enough = predicate is True or fill * term.factor <= -1e4
+    return classify(predicate if hidden_enough else None, shape)
+
+
+def same_problem_shapes(problem: Problem) -> bool:
+    """Whether k and v fit q: one batch, heads that divide, one head dim for q and k."""
+    q, k, v = problem.q.shape, problem.k.shape, problem.v.shape
+    return (
+        same_shape(k[:3], v[:3]) and known_true(q[0] == k[0]) and known_true(q[1] % k[1] == 0)
+        and known_true(q[3] == k[3])
+    )  # fmt: skip

@@ -1,0 +1,240 @@
+"""The candidates of a graph: hand-written attentions and calls of SDPA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._inductor import fake_mode_of, is_batched, is_body_of_dynamo, known_true, suppress_guards
+from ...fusion import Candidate, LeftToStock, Rejected
+from . import emit, kernels, torch_ops
+from .aliasing import Mutations, name_overwritten_values
+from .mask_builder import MaskMemo, check_empty_rows
+from .masks import Interpreter, classify, visibility
+from .operands import Operand
+from .problem import Problem, few_heads, pose, same_problem_shapes
+from .recognise import Attention, recognise, softmaxes
+
+SDPA = torch._C._nn.scaled_dot_product_attention
+
+#: Higher-order operations whose body sees its operands as placeholders, and where the operands start.
+_BODIES = {"tag_activation_checkpoint": 1, "invoke_subgraph": 2, "wrap": 1, "wrap_activation_checkpoint": 1}
+
+
+#: Nodes after which the same operation may mean something else.
+_MODES = frozenset(
+    "_enter_autocast _exit_autocast _set_grad_enabled _enter_inference_mode _exit_inference_mode "
+    "_vmap_increment_nesting _vmap_decrement_nesting _grad_increment_nesting _grad_decrement_nesting "
+    "_jvp_increment_nesting _jvp_decrement_nesting".split()
+)
+
+
+class Scope:
+    """What is known of one graph while its candidates are tried."""
+
+    def __init__(
+        self, graph: fx.Graph, bindings: Mapping[fx.Node, tuple[Interpreter, Any]] | None = None
+    ) -> None:
+        self.graph = graph
+        self.mutations = Mutations(graph)
+        self.interpreter = Interpreter(self.mutations, bindings)
+        self.memo = MaskMemo()
+        self.fake_mode = fake_mode_of(graph)
+        self._regions: dict[fx.Node, int] | None = None
+
+    def emitter(self, site: fx.Node) -> emit.Emitter:
+        """What writes the fused form of a site."""
+        return emit.Emitter(self.graph, self.memo, self.fake_mode, self.region(site))
+
+    def region(self, node: fx.Node) -> int:
+        """Number of times that autocast, no_grad and the like were entered and left before `node`."""
+        if self._regions is None:
+            self._regions, count = {}, 0
+            for each in self.graph.nodes:
+                name = getattr(each.target, "__name__", "")
+                count += name in _MODES
+                self._regions[each] = count
+        return self._regions.get(node, -1)
+
+
+def candidates(graph: fx.Graph) -> Iterator[Candidate]:
+    """Every attention of a graph, and of the bodies of its checkpointed and nested regions.
+
+    Inductor passes a body before the graph that runs it, and there its masks are placeholders: a body
+    is left for the pass over the whole graph, which knows what they stand for.
+    """
+    if not is_body_of_dynamo(graph):
+        yield from _in_scope(Scope(graph), set())
+
+
+def _in_scope(scope: Scope, done: set[fx.Graph]) -> Iterator[Candidate]:
+    done.add(scope.graph)
+    name_overwritten_values(scope.graph)
+    calls = [node for node in scope.graph.nodes if _is_sdpa(node)]
+    for softmax in list(softmaxes(scope.graph)):
+        yield HandWritten(scope, softmax)
+    for call in calls:
+        yield SdpaCall(scope, call)
+    for module, operands in _bodies(scope.graph):
+        if module.graph in done:
+            continue
+        placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        bindings = {p: (scope.interpreter, o) for p, o in zip(placeholders, operands, strict=False)}
+        yield from _in_scope(Scope(module.graph, bindings), done)
+        module.recompile()
+
+
+def _is_sdpa(node: fx.Node) -> bool:
+    op = torch_ops.read(node)
+    return op is not None and op.name == "scaled_dot_product_attention"
+
+
+def _bodies(graph: fx.Graph) -> Iterator[tuple[fx.GraphModule, tuple[Any, ...]]]:
+    """The graphs that this one runs, each with its operands where one known call has them."""
+    owner = graph.owning_module
+    bodies = {str(n.target): getattr(owner, str(n.target), None) for n in graph.nodes if n.op == "get_attr"}
+    for name, module in bodies.items():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        uses = [u for n in graph.nodes if n.op == "get_attr" and n.target == name for u in n.users]
+        operands: tuple[Any, ...] = ()
+        if len(uses) == 1:
+            target = uses[0].target
+            start = _BODIES.get(str(getattr(target, "_name", getattr(target, "__name__", ""))))
+            operands = uses[0].args[start:] if start is not None else ()
+        yield module, operands
+
+
+class HandWritten(Candidate):
+    """An attention spelled out around a softmax."""
+
+    def __init__(self, scope: Scope, softmax: fx.Node) -> None:
+        self.scope, self.anchor = scope, softmax
+        self.site: Attention | None = None
+        self.problem: Problem | None = None
+        self.choice: kernels.Choice | None = None
+
+    def describe(self) -> dict[str, str]:
+        return {"scores": _text(self.anchor)}
+
+    def guard(self) -> None:
+        if is_batched(torch_ops.tensor(self.anchor)):
+            raise Rejected("inside torch.vmap, whose values have a hidden dim")
+        with suppress_guards(self.scope.fake_mode), torch.no_grad():
+            site = self.site = recognise(self.anchor, self.scope.interpreter)
+            assert site.output is not None and site.v is not None
+            if self.scope.region(site.product) != self.scope.region(site.output):
+                raise Rejected("autocast changes, or grad mode does, between the two products")
+            inputs = [site.q.node, site.k.node, site.v.node, *(t.node for t in site.terms)]
+            inputs += [node for _, node, _ in site.scalers]
+            own = {*site.chain, site.output}
+            for node in inputs:
+                if self.scope.mutations.between(node, site.product, site.output, ignore=own):
+                    raise Rejected(f"{node.name} is overwritten before the attention has used it")
+            problem = self.problem = pose(site, self.scope.interpreter)
+            if not same_problem_shapes(problem):
+                raise Rejected("q, k and v do not have the shapes of an attention")
+            check_empty_rows(problem)
+            self.choice = kernels.choose(problem, unfused=True)
+
+    def rewrite(self) -> str:
+        assert self.site is not None and self.problem is not None and self.choice is not None
+        site, output = self.site, self.site.output
+        assert output is not None
+        emitter = self.scope.emitter(self.anchor)
+        with suppress_guards(self.scope.fake_mode):
+            emitter.emit(self.problem, output, self.choice.kernel, self.choice.grouped)
+        emit.erase_chain(self.scope.graph, [*site.chain, *site.readers, output])
+        return self.choice.text
+
+
+class SdpaCall(Candidate):
+    """A call of scaled_dot_product_attention, whose mask may say less than it costs."""
+
+    def __init__(self, scope: Scope, call: fx.Node) -> None:
+        self.scope, self.anchor = scope, call
+        self.problem: Problem | None = None
+        self.choice: kernels.Choice | None = None
+
+    def describe(self) -> dict[str, str]:
+        op = torch_ops.read(self.anchor)
+        assert op is not None
+        return {
+            name: _text(op[name]) for name in ("query", "key", "value", "attn_mask") if op[name] is not None
+        }
+
+    def guard(self) -> None:
+        if is_batched(torch_ops.tensor(self.anchor)):
+            raise Rejected("inside torch.vmap, whose values have a hidden dim")
+        with suppress_guards(self.scope.fake_mode), torch.no_grad():
+            self.problem = self._pose()
+            self.choice = kernels.choose(self.problem, unfused=False)
+
+    def _pose(self) -> Problem:
+        op = torch_ops.read(self.anchor)
+        assert op is not None
+        q, k, v = (
+            Operand.of(op[n]) if isinstance(op[n], fx.Node) else None for n in ("query", "key", "value")
+        )
+        out = torch_ops.tensor(self.anchor)
+        if q is None or k is None or v is None or out is None:
+            raise Rejected("an argument of scaled_dot_product_attention is no tensor")
+        if q.value.dim() != 4 or k.value.dim() != 4 or v.value.dim() != 4:
+            raise LeftToStock("scaled_dot_product_attention on tensors that are not four-dimensional")
+        dropout, causal = (torch_ops.concrete(op[n]) or 0 for n in ("dropout_p", "is_causal"))
+        scale = op["scale"]
+        if not isinstance(dropout, (int, float)) or not isinstance(causal, (bool, int)):
+            raise Rejected("dropout_p or is_causal is no number")
+        mask, causal = op["attn_mask"], bool(causal)
+        changed = False
+        if isinstance(mask, fx.Node) and not causal:
+            kind = self._classify(mask, (*q.shape[:-1], k.shape[-2]))
+            if kind.all_visible or kind.causal:
+                mask, causal, changed = None, kind.causal, True
+        q, k, v = q, k.expand((q.shape[0], *k.shape[1:])), v.expand((q.shape[0], *v.shape[1:]))
+        few_k, few_v = k, v
+        if known_true(q.shape[1] == k.shape[1]):
+            few_k, few_v = few_heads(k, v, q.shape[:2])
+        problem = Problem(
+            q=q, k=few_k, v=few_v, full_k=k, full_v=v, scale=scale, dropout=float(dropout),
+            causal=causal, terms=[], dtype=out.dtype, out_shape=tuple(out.shape),
+            out_dims=tuple(range(out.dim())), attn_mask=mask,
+            train=any((t := torch_ops.tensor(op[n])) is not None and t.requires_grad
+                      for n in ("query", "key", "value")),
+        )  # fmt: skip
+        self.changed = changed
+        self.was_grouped = bool(op["enable_gqa"])
+        if not changed and not known_true(few_k.shape[1] != k.shape[1]):
+            if mask is None:
+                raise LeftToStock("already an SDPA call without a mask")
+            raise LeftToStock("already an SDPA call; nothing was proved of its mask")
+        return problem
+
+    def _classify(self, mask: fx.Node, shape: tuple[Any, ...]) -> Any:
+        tensor = torch_ops.tensor(mask)
+        if tensor is not None and tensor.dtype == torch.bool:
+            return classify(self.scope.interpreter.boolean(mask), shape)
+        if tensor is not None and tensor.requires_grad:
+            return classify(None, shape)
+        read = visibility(self.scope.interpreter.read(mask))
+        return classify(read[0] if read is not None else None, shape)
+
+    def rewrite(self) -> str:
+        assert self.problem is not None and self.choice is not None
+        emitter = self.scope.emitter(self.anchor)
+        with suppress_guards(self.scope.fake_mode):
+            emitter.emit(
+                self.problem, self.anchor, self.choice.kernel, self.choice.grouped or self.was_grouped
+            )
+        emit.erase_chain(self.scope.graph, [self.anchor])
+        return self.choice.text
+
+
+def _text(node: Any) -> str:
+    tensor = torch_ops.tensor(node)
+    if tensor is None:
+        return str(node)
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

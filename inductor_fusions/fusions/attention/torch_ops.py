@@ -1,0 +1,295 @@
+"""Reads the nodes of Dynamo's torch-level graph: which operation, with which arguments.
+
+One operation has many spellings there (`torch.add`, `operator.add`, `operator.iadd`, `x.add_`,
+`aten.add.Tensor`). `read` gives them one name and binds their arguments by name, so that everything
+else in this package reads meanings and not spellings.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+#: Names of the arguments, in positional order, of every operation that is read.
+SIGNATURES: dict[str, tuple[str, ...]] = {
+    # arithmetic
+    "add": ("input", "other"),
+    "sub": ("input", "other"),
+    "rsub": ("input", "other"),
+    "mul": ("input", "other"),
+    "div": ("input", "other"),
+    "neg": ("input",),
+    "tanh": ("input",),
+    "min": ("input", "other"),
+    "max": ("input", "other"),
+    "minimum": ("input", "other"),
+    "maximum": ("input", "other"),
+    "clamp": ("input", "min", "max"),
+    # products
+    "matmul": ("input", "other"),
+    "bmm": ("input", "other"),
+    "baddbmm": ("input", "batch1", "batch2"),
+    "einsum": ("equation",),
+    # attention
+    "softmax": ("input", "dim", "dtype"),
+    "_softmax": ("input", "dim", "half_to_float"),
+    "dropout": ("input", "p", "training", "inplace"),
+    "scaled_dot_product_attention": (
+        "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa",
+    ),
+    # masks
+    "masked_fill": ("input", "mask", "value"),
+    "where": ("condition", "input", "other"),
+    "eq": ("input", "other"),
+    "ne": ("input", "other"),
+    "lt": ("input", "other"),
+    "le": ("input", "other"),
+    "gt": ("input", "other"),
+    "ge": ("input", "other"),
+    "bitwise_and": ("input", "other"),
+    "bitwise_or": ("input", "other"),
+    "bitwise_not": ("input",),
+    "logical_and": ("input", "other"),
+    "logical_or": ("input", "other"),
+    "logical_not": ("input",),
+    "tril": ("input", "diagonal"),
+    "triu": ("input", "diagonal"),
+    "cumsum": ("input", "dim"),
+    "diff": ("input", "n", "dim", "prepend", "append"),
+    # constants
+    "arange": (),
+    "full": ("size", "fill_value"),
+    "full_like": ("input", "fill_value"),
+    "new_full": ("input", "size", "fill_value"),
+    "ones": (), "zeros": (), "new_ones": ("input",), "new_zeros": ("input",),
+    "ones_like": ("input",), "zeros_like": ("input",),
+    "tensor": ("data",), "scalar_tensor": ("data",),
+    # views
+    "view": ("input",), "reshape": ("input",), "flatten": ("input",), "unflatten": ("input",),
+    "view_as": ("input",), "reshape_as": ("input",), "_unsafe_view": ("input",),
+    "squeeze": ("input", "dim"), "unsqueeze": ("input", "dim"),
+    "expand": ("input",), "expand_as": ("input",), "broadcast_to": ("input",),
+    "transpose": ("input", "dim0", "dim1"), "swapaxes": ("input", "dim0", "dim1"),
+    "swapdims": ("input", "dim0", "dim1"), "permute": ("input",), "t": ("input",),
+    "getitem": ("input", "index"), "getattr": ("input", "name"),
+    "contiguous": ("input",), "clone": ("input",), "detach": ("input",), "alias": ("input",),
+    "lift_fresh_copy": ("input",), "lift_fresh": ("input",),
+    "repeat_interleave": ("input", "repeats", "dim"), "repeat": ("input",),
+    "select": ("input", "dim", "index"), "slice": ("input", "dim", "start", "end", "step"),
+    # casts
+    "to": ("input",), "type_as": ("input",), "type": ("input",), "_to_copy": ("input",),
+    "convert_element_type": ("input",),
+    "float": ("input",), "half": ("input",), "bfloat16": ("input",), "double": ("input",),
+    "bool": ("input",), "int": ("input",), "long": ("input",),
+    "cpu": ("input",), "cuda": ("input",),
+}  # fmt: skip
+
+#: Spellings whose name is not that of the operation.
+_SYNONYMS = {
+    "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
+    "negative": "neg", "special_softmax": "softmax", "mm": "matmul", "and": "bitwise_and",
+    "or": "bitwise_or", "invert": "bitwise_not", "not": "bitwise_not", "inv": "bitwise_not",
+    "__and__": "bitwise_and", "__or__": "bitwise_or", "__invert__": "bitwise_not",
+    "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne",
+    "_safe_softmax": "safe_softmax", "type_as": "type_as", "clip": "clamp", "clamp_min": "clamp_min",
+}  # fmt: skip
+
+VIEWS = frozenset(
+    "view reshape flatten unflatten view_as reshape_as _unsafe_view squeeze unsqueeze".split()
+)  #: row-major order of elements is kept
+TRANSPOSES = frozenset("transpose swapaxes swapdims permute t".split())
+CASTS = frozenset(
+    "to type_as type _to_copy convert_element_type float half bfloat16 double bool int long".split()
+)
+COPIES = frozenset("contiguous clone alias lift_fresh_copy lift_fresh".split())
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation of the graph.
+
+    Attributes:
+        name: a key of `SIGNATURES`, or the plain name of an operation that is not read further.
+        args: arguments by name; `rest` holds positional ones beyond the signature.
+        inplace: whether its first argument is overwritten.
+    """
+
+    node: fx.Node
+    name: str
+    args: Mapping[str, Any]
+    rest: tuple[Any, ...] = ()
+    inplace: bool = False
+
+    def __getitem__(self, name: str) -> Any:
+        return self.args.get(name)
+
+    @property
+    def input(self) -> Any:
+        """The first tensor argument."""
+        return self.args.get("input")
+
+
+@cache
+def _functions() -> dict[Callable[..., Any], str]:
+    """Every function object that Dynamo may put into a graph for a name in `SIGNATURES`."""
+    table: dict[Callable[..., Any], str] = {}
+    names = [*SIGNATURES, *_SYNONYMS, "scaled_dot_product_attention"]
+    for container in (torch, F, torch.special, torch._C._nn, operator, torch.Tensor):
+        for name in names:
+            for suffix in ("", "_"):
+                function = getattr(container, name + suffix, None)
+                if callable(function):
+                    table.setdefault(function, name + suffix)
+    for name in ("add", "sub", "mul", "truediv", "and", "or", "matmul"):
+        table[getattr(operator, "i" + name)] = name + "_"
+    table[operator.and_], table[operator.or_], table[operator.not_] = "and", "or", "logical_not"
+    table[operator.getitem], table[getattr] = "getitem", "getattr"
+    # Binary forms of torch.min and torch.max.
+    table[torch.min], table[torch.max] = "min", "max"
+    return table
+
+
+_METHOD_ARGUMENTS = {"where": ("input", "condition", "other")}
+_FUNCTION_ARGUMENTS: dict[Any, tuple[str, ...]] = {
+    F.softmax: ("input", "dim", "_stacklevel", "dtype"),
+    torch.dropout: ("input", "p", "training"),
+}
+_ARGUMENT_NAMES = {
+    "self": "input", "mat2": "other", "tensor": "other", "train": "training", "axis": "dim",
+    "vec2": "other", "batch1": "batch1", "index": "index", "mask": "mask", "fill_value": "fill_value",
+}  # fmt: skip
+
+
+def read(node: Any) -> Op | None:
+    """The operation of a call node, or None for anything else.
+
+    Args:
+        node: a node of Dynamo's graph, of a graph of aten operations, or any other value.
+    """
+    if not isinstance(node, fx.Node):
+        return None
+    target = node.target
+    if node.op == "call_method":
+        assert isinstance(target, str)
+        name = target
+    elif node.op != "call_function":
+        return None
+    elif isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name.split("::")[1]
+    else:
+        known = _functions().get(target)  # type: ignore[arg-type]
+        if known is None:
+            return Op(node, getattr(target, "__name__", str(target)), {}, tuple(node.args))
+        name = known
+    name, inplace = _canonical(name)
+    if name == "dropout" and node.kwargs.get("inplace"):
+        inplace = True
+    return _bind(node, name, inplace)
+
+
+def _canonical(name: str) -> tuple[str, bool]:
+    inplace = False
+    if name.startswith("__i") and name.endswith("__") and name != "__invert__":
+        name, inplace = name[3:-2], True
+    elif name.startswith("__") and name.endswith("__") and name not in _SYNONYMS:
+        name = name[2:-2]
+    elif name.endswith("_") and not name.endswith("__"):
+        name, inplace = name[:-1], True
+    return _SYNONYMS.get(name, name), inplace
+
+
+def _bind(node: fx.Node, name: str, inplace: bool) -> Op:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        order = tuple(
+            _ARGUMENT_NAMES.get(a.name, a.name) for a in target._schema.arguments if not a.kwarg_only
+        )
+    elif node.op == "call_method":
+        order = _METHOD_ARGUMENTS.get(name, SIGNATURES.get(name, ()))
+    else:
+        order = _FUNCTION_ARGUMENTS.get(target, SIGNATURES.get(name, ()))
+    bound = dict(zip(order, node.args, strict=False))
+    for key, argument in node.kwargs.items():
+        bound[_ARGUMENT_NAMES.get(key, key)] = argument
+    return Op(node, name, bound, tuple(node.args[len(order) :]), inplace)
+
+
+def value(node: Any) -> Any:
+    """The fake value of a node (a tensor, a SymInt, ...), or `node` itself where it is no node."""
+    if not isinstance(node, fx.Node):
+        return node
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def tensor(node: Any) -> torch.Tensor | None:
+    """The fake tensor of a node, or None."""
+    found = value(node)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def concrete(argument: Any) -> Any:
+    """`argument` with every node that stands for a number replaced by that (symbolic) number."""
+    if isinstance(argument, fx.Node):
+        found = value(argument)
+        return found if isinstance(found, (int, float, bool, torch.SymInt, torch.SymFloat)) else argument
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(concrete(item) for item in argument)
+    if isinstance(argument, slice):
+        return slice(concrete(argument.start), concrete(argument.stop), concrete(argument.step))
+    return argument
+
+
+def same_dtype_device(op: Op) -> bool:
+    """Whether an operation leaves dtype and device as they are (a cast that does nothing)."""
+    before, after = tensor(op.input), tensor(op.node)
+    return (
+        before is not None
+        and after is not None
+        and before.dtype == after.dtype
+        and before.device == after.device
+    )
+
+
+def permutation(op: Op) -> list[int] | None:
+    """The dims of a transpose or permute: result dim i is input dim `permutation[i]`."""
+    source = tensor(op.input)
+    if source is None:
+        return None
+    rank = source.dim()
+    dims = list(range(rank))
+    if op.name == "permute":
+        given = op["dims"] if op["dims"] is not None else (op.rest or op["dim"])
+        if given and isinstance(given[0], (list, tuple)):
+            given = given[0]
+        if not given or not all(isinstance(d, int) for d in given):
+            return None
+        return [d % rank for d in given]
+    if op.name == "t":
+        return dims[::-1]
+    first, second = op["dim0"], op["dim1"]
+    first = op.args.get("axis0", first)
+    second = op.args.get("axis1", second)
+    if not isinstance(first, int) or not isinstance(second, int):
+        return None
+    dims[first % rank], dims[second % rank] = dims[second % rank], dims[first % rank]
+    return dims
+
+
+def transposed_attribute(op: Op) -> list[int] | None:
+    """Dims of `x.T`, `x.mT`, spelled `getattr(x, "mT")` in the graph."""
+    source = tensor(op.input)
+    if op.name != "getattr" or source is None:
+        return None
+    dims = list(range(source.dim()))
+    if op["name"] == "T":
+        return dims[::-1]
+    if op["name"] in ("mT", "mH"):
+        return [*dims[:-2], dims[-1], dims[-2]]
+    return None

@@ -1,0 +1,99 @@
+"""enable() and disable(): the only writers of Inductor's state."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from typing import Any
+
+import torch
+
+from . import _inductor, config
+
+log = logging.getLogger(__name__)
+
+_lock = threading.RLock()
+_wanted = False
+_waiting = False
+_warned: set[str] = set()
+
+
+def enable() -> None:
+    """Install the passes in Inductor's config hooks, after whatever is there.
+
+    Idempotent, thread-safe, and cheap: where Inductor is not imported yet, they are installed as
+    soon as it is.
+    """
+    global _wanted, _waiting
+    problem = _inductor.version_problem()
+    if problem is not None:
+        _warn_once(problem)
+        return
+    if _inductor.beyond_tested():
+        _warn_once(f"torch {torch.__version__} is newer than the versions tested; trying")
+    with _lock:
+        _wanted = True
+        if not config.enabled or _waiting:
+            return
+        _waiting = True
+    _inductor.when_inductor_loads(_install)
+
+
+def disable() -> None:
+    """Take the passes out of Inductor's hooks again; what others installed stays."""
+    global _wanted
+    with _lock:
+        _wanted = False
+        if not _waiting and _inductor.inductor_loaded():
+            _remove()
+
+
+def enabled() -> bool:
+    """Whether `torch.compile` runs the fusions now."""
+    with _lock:
+        return _wanted and config.enabled
+
+
+def _install() -> None:
+    """Put a pass of ours last into each hook that lacks one."""
+    global _waiting
+    from . import fusions
+    from .passes import FusionPass
+
+    with _lock:
+        _waiting = False
+        if not _wanted:
+            return
+        missing = _inductor.missing_hook()
+        if missing is not None:
+            _warn_once(f"torch {torch.__version__} has no config.{missing}; no fusion is registered")
+            return
+        for stage in _inductor.HOOKS:
+            ours = tuple(fusion for fusion in fusions.ALL if fusion.stage == stage)
+
+            def add(held: list[Any], stage: str = stage, ours: Any = ours) -> list[Any]:
+                if any(isinstance(item, FusionPass) for item in held):
+                    return held
+                if _inductor.hooks_hold_lists():
+                    return [*held, FusionPass(stage, ours)]
+                return [FusionPass(stage, ours, before=held[0] if held else None)]
+
+            _inductor.update_hook(stage, add)
+
+
+def _remove() -> None:
+    from .passes import FusionPass
+
+    def without(held: list[Any]) -> list[Any]:
+        kept = [item.before if isinstance(item, FusionPass) else item for item in held]
+        return [item for item in kept if item is not None]
+
+    for stage in _inductor.HOOKS:
+        _inductor.update_hook(stage, without)
+
+
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(f"inductor_fusions: {text}", stacklevel=3)

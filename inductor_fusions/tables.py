@@ -1,0 +1,139 @@
+"""Tables of measurements: `configs/devices/<device>.json`, one a device.
+
+Whether a fusion pays is looked up, never guessed: a shape that the table does not cover is left to stock.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+#: Version of the JSON format that is read.
+SCHEMA = 1
+#: Measured rows further than this (a sum of log2 distances over the sizes) say nothing of a shape.
+REACH = 3.0
+#: A kernel must be measured this much faster than what stock emits.
+MARGIN = 1.03
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a table says: the kernel to emit, or None and why."""
+
+    kernel: str | None
+    reason: str = ""
+    note: str = ""
+
+
+def folder() -> Any:
+    """Where the tables are: in the installed package, or beside it in a checkout."""
+    root = resources.files("inductor_fusions")
+    return next((d for d in (root / "configs", root / ".." / "configs") if d.is_dir()), root)
+
+
+@functools.lru_cache
+def digest() -> str:
+    """Hash of all tables, for cache keys."""
+    found = hashlib.sha256()
+    devices = folder() / "devices"
+    if devices.is_dir():
+        for entry in sorted(devices.iterdir(), key=lambda e: e.name):
+            if entry.name.endswith(".json"):
+                found.update(entry.name.encode() + entry.read_bytes())
+    return found.hexdigest()
+
+
+def device_name(device: torch.device) -> str:
+    """Name of a device's table: "nvidia_h200", "cpu"."""
+    if device.type != "cuda":
+        return device.type
+    return re.sub(r"\W+", "_", torch.cuda.get_device_name(device).lower())
+
+
+@functools.lru_cache
+def load(name: str) -> dict[str, Any] | None:
+    """The table of a device; None, with a warning where it is broken, if there is none to use."""
+    entry = folder() / "devices" / f"{name}.json"
+    if not entry.is_file():
+        return None
+    try:
+        table = json.loads(entry.read_text())
+        if table["schema"] != SCHEMA:
+            raise ValueError(f"schema {table['schema']}, not {SCHEMA}")
+        rows = table["attention"]
+        if not all(isinstance(gain, (int, float)) for row in rows for gain in row["gain"].values()):
+            raise ValueError("a gain is no number")
+    except (ValueError, KeyError, TypeError) as error:
+        log.warning("the table %s.json is not usable (%s); its device is left to stock", name, error)
+        return None
+    return table  # type: ignore[no-any-return]
+
+
+def attention(
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    mask: str,
+    train: bool,
+    batch_heads: int,
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    candidates: Sequence[str],
+) -> Verdict:
+    """Whether an attention of this shape pays on this device, and as which kernel.
+
+    Args:
+        device: where it runs.
+        dtype: dtype of q, k and v.
+        mask: "none", "causal", "pad" (varies over keys), "bias_batch" (and queries), "bias" (and heads),
+            "bias_full" (and the batch); the last two end in "_grad" where the mask takes a gradient.
+        train: whether there is a backward.
+        batch_heads, q_len, kv_len, head_dim: sizes; batch times heads of q.
+        candidates: kernels that take it.
+    """
+    name = device_name(device)
+    table = load(name)
+    if table is None:
+        return Verdict(None, f"no measurements for the device {name}")
+    precision = str(dtype).removeprefix("torch.")
+    wanted = (batch_heads, q_len, kv_len, head_dim)
+    near: list[tuple[float, dict[str, Any]]] = []
+    for row in table["attention"]:
+        if (row["dtype"], row["mask"], row["train"]) != (precision, mask, train):
+            continue
+        sizes = (row["batch"] * row["heads"], row["q_len"], row["kv_len"], row["head_dim"])
+        near.append((_distance(wanted, sizes), row))
+    near = sorted((item for item in near if item[0] <= REACH), key=lambda item: item[0])[:3]
+    if not near:
+        return Verdict(None, f"not measured on {name} for {precision}, mask {mask}, shapes like this")
+    best, gain = None, 0.0
+    for kernel in candidates:
+        ratios = [(1 / (0.25 + d), row["gain"][kernel]) for d, row in near if kernel in row["gain"]]
+        if not ratios or ratios[0][1] < 1.0:
+            continue
+        mean = math.exp(sum(w * math.log(r) for w, r in ratios) / sum(w for w, _ in ratios))
+        if mean > gain:
+            best, gain = kernel, mean
+    if best is None or gain < MARGIN:
+        return Verdict(None, f"no kernel is measured to be faster than stock on {name} at this shape")
+    by = "" if best == "sdpa" else f" ({best})"
+    return Verdict(best, note=f"{by}, {gain:.2f}x measured")
+
+
+def _distance(wanted: Sequence[int], measured: Sequence[int]) -> float:
+    """How far two shapes are apart: doublings of each size; beyond a full GPU, batch matters less."""
+    parts = [abs(math.log2(max(a, 1) / max(b, 1))) for a, b in zip(wanted, measured, strict=True)]
+    return 0.5 * parts[0] + parts[1] + parts[2] * 0.5 + parts[3]

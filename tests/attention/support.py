@@ -1,0 +1,88 @@
+"""Small attentions and the checks that the files of this folder share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from inductor_fusions import testing
+
+#: Sizes that differ from each other, and of which no product is another one of them.
+BATCH, HEADS, Q_LEN, KV_LEN, DIM = 2, 3, 7, 13, 16
+
+Function = Callable[..., Any]
+
+
+def rand(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A random leaf."""
+    return torch.randn(shape, dtype=dtype).requires_grad_(grad)
+
+
+def qkv(
+    q_len: int = Q_LEN,
+    kv_len: int = KV_LEN,
+    *,
+    batch: int = BATCH,
+    heads: int = HEADS,
+    kv_heads: int | None = None,
+    dim: int = DIM,
+    v_dim: int | None = None,
+    grad: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of shape (batch, heads, length, dim)."""
+    kv_heads = kv_heads or heads
+    shapes = ((heads, q_len, dim), (kv_heads, kv_len, dim), (kv_heads, kv_len, v_dim or dim))
+    return tuple((torch.randn(batch, *s) * 0.7).to(dtype).requires_grad_(grad) for s in shapes)
+
+
+def visible(*shape: int, share: float = 0.6) -> torch.Tensor:
+    """A random boolean mask, True where a key is seen, in which every row sees the first key."""
+    mask = torch.rand(shape) < share
+    mask[..., 0] = True
+    return mask
+
+
+def additive(mask: torch.Tensor, fill: float = torch.finfo(torch.float32).min) -> torch.Tensor:
+    """A boolean mask as a bias: 0 where a key is seen, else `fill`."""
+    return torch.zeros(mask.shape).masked_fill(~mask, fill)
+
+
+def scored(change: Function = lambda scores: scores) -> Function:
+    """Attention that does `change(scores, *extra)` between the product of q and k and the softmax."""
+
+    def attention(q: Any, k: Any, v: Any, *extra: Any) -> Any:
+        return torch.softmax(change(q @ k.transpose(-2, -1), *extra), dim=-1) @ v
+
+    return attention
+
+
+def check(fn: Function, inputs: Sequence[Any] | Mapping[str, Any], **options: Any) -> testing.Checked:
+    """`testing.check` without Inductor's code generation, unless `backend` says otherwise.
+
+    In float32 the budget has two eps: a fused backward computes the weights anew from the logsumexp,
+    with an error of eps times the score, where the unfused one has kept them.
+    """
+    wide = options.get("dtype", torch.float32) == torch.float32
+    defaults = {"backend": testing.EAGER_AFTER_PASSES, "slack": 2.0 if wide else 1.0}
+    return testing.check(fn, inputs, **{**defaults, **options})
+
+
+def unfused(fn: Function, inputs: Sequence[Any] | Mapping[str, Any], reason: str, **options: Any) -> None:
+    """Assert that the one candidate in `fn` is left alone for `reason`, and that the result is right."""
+    seen = check(fn, inputs, fused=0, reason=reason, **options)
+    assert len(seen.sites) == 1, seen.sites
+
+
+def sdpa(run: testing.Capture) -> torch.fx.Node:
+    """The only call of scaled_dot_product_attention in the graphs of a run."""
+    (call,) = run.calls("scaled_dot_product_attention")
+    return call
+
+
+def cases(table: Mapping[str, Any]) -> pytest.MarkDecorator:
+    """One test for each entry of `table`, named by its key."""
+    return pytest.mark.parametrize("case", list(table.values()), ids=list(table))

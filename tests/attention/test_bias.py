@@ -1,0 +1,277 @@
+"""Masks and biases that are added to the scores: number, order, shape, factor and gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from inductor_fusions import testing
+from tests.attention.support import (
+    BATCH,
+    HEADS,
+    KV_LEN,
+    Q_LEN,
+    additive,
+    cases,
+    check,
+    qkv,
+    rand,
+    scored,
+    unfused,
+    visible,
+)
+
+#: Every shape that broadcasts to the scores.
+SHAPES = [
+    (),
+    (1,),
+    (KV_LEN,),
+    (Q_LEN, 1),
+    (1, KV_LEN),
+    (Q_LEN, KV_LEN),
+    (HEADS, 1, 1),
+    (HEADS, 1, KV_LEN),
+    (1, Q_LEN, KV_LEN),
+    (HEADS, Q_LEN, KV_LEN),
+    (1, 1, Q_LEN, KV_LEN),
+    (BATCH, 1, 1, 1),
+    (BATCH, 1, 1, KV_LEN),
+    (BATCH, 1, Q_LEN, KV_LEN),
+    (1, HEADS, Q_LEN, KV_LEN),
+    (BATCH, HEADS, 1, KV_LEN),
+    (BATCH, HEADS, Q_LEN, 1),
+    (BATCH, HEADS, Q_LEN, KV_LEN),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("grad", [False, True], ids=["mask", "bias"])
+def test_shape(shape: tuple[int, ...], grad: bool) -> None:
+    """A bias without a gradient, and one with."""
+    # Where a bias is the same for all keys its gradient is zero, and what is computed is rounding.
+    same = not shape or shape[-1] == 1
+    bias = rand(*shape, grad=grad and not same)
+    check(scored(lambda s, b: s * 0.3 + b), (*qkv(), bias))
+
+
+def test_zero_gradient() -> None:
+    """A bias that is the same for all keys has no influence, and gets a gradient of zero."""
+    inputs = (*qkv(), rand(HEADS, 1, 1))
+    run = testing.capture(
+        scored(lambda s, b: s * 0.3 + b), *inputs, train=True, backend=testing.EAGER_AFTER_PASSES
+    )
+    assert len(run.fused) == 1
+    grad = run.grads["3"]
+    assert grad is None or grad.abs().max() < 1e-5
+
+
+def test_expanded_mask() -> None:
+    """A padding mask that was expanded over the queries."""
+    mask = additive(visible(BATCH, 1, 1, KV_LEN))
+    check(scored(lambda s, m: s + m.expand(BATCH, 1, Q_LEN, KV_LEN)), (*qkv(), mask))
+    check(scored(lambda s, m: s + m), (*qkv(), mask.expand(BATCH, 1, Q_LEN, KV_LEN)))
+
+
+MASK = additive(visible(BATCH, 1, Q_LEN, KV_LEN))
+ORDERS = {
+    "one, first": lambda s, m, b, c: m + s,
+    "one, last": lambda s, m, b, c: s + m,
+    "two": lambda s, m, b, c: s + b + m,
+    "two, other order": lambda s, m, b, c: m + (b + s),
+    "two, joined": lambda s, m, b, c: s + (b + m),
+    "two around a scale": lambda s, m, b, c: (s + b) * 0.5 + m,
+    "three": lambda s, m, b, c: s + m + b + c,
+    "three, other order": lambda s, m, b, c: c + (b + (m + s)),
+    "three, mixed order": lambda s, m, b, c: c + (m + s + b),
+    "three, scaled": lambda s, m, b, c: ((s * 0.5 + b) / 2.0 + c) * 3.0 + m,
+    "four": lambda s, m, b, c: s + b + c + m + 2.0 * c,
+    "twice the same": lambda s, m, b, c: s + b + m + b,
+    "add, function": lambda s, m, b, c: torch.add(s, m),
+    "add, method": lambda s, m, b, c: s.add(b).add(m),
+    "alpha": lambda s, m, b, c: torch.add(s, b, alpha=2),
+    "alpha, scores second": lambda s, m, b, c: torch.add(b, s, alpha=0.5),
+    "alpha, method": lambda s, m, b, c: s.add(c, alpha=-0.5),
+    "alpha, in place": lambda s, m, b, c: s.add_(c, alpha=3),
+    "sub": lambda s, m, b, c: s - c,
+    "sub, function": lambda s, m, b, c: torch.sub(s, b, alpha=2),
+    "sub, in place": lambda s, m, b, c: s.sub_(b),
+    "add, in place": lambda s, m, b, c: s.add_(m),
+    "add, out of place and in place": lambda s, m, b, c: (s + b).add_(m),
+    "number as well": lambda s, m, b, c: s + m + 1.0,
+    "number first": lambda s, m, b, c: 1.0 + (s + b),
+}
+
+
+@cases(ORDERS)
+def test_order(case) -> None:
+    biases = rand(HEADS, Q_LEN, KV_LEN), rand(BATCH, HEADS, 1, KV_LEN)
+    check(scored(lambda s, m, b, c: case(s * 0.3, m, b, c)), (*qkv(), MASK, *biases))
+
+
+def test_iadd() -> None:
+    def change(scores, mask, bias):
+        scores = scores * 0.3
+        scores += bias
+        scores += mask
+        return scores
+
+    check(scored(change), (*qkv(), MASK, rand(HEADS, Q_LEN, KV_LEN)))
+
+
+def test_without_gradient() -> None:
+    inputs = (*qkv(), MASK, rand(HEADS, Q_LEN, KV_LEN, grad=False))
+    check(scored(lambda s, m, b: s * 0.3 + b + m), inputs, train=False, kernel="mask")
+
+
+def test_bert() -> None:
+    """(1 - mask) * -10000, from a mask of integers."""
+
+    def fn(q, k, v, mask):
+        bias = (1.0 - mask[:, None, None, :].to(q.dtype)) * -10000.0
+        return torch.softmax(q @ k.transpose(-1, -2) / 4.0 + bias, dim=-1) @ v
+
+    mask = torch.ones(BATCH, KV_LEN, dtype=torch.long)
+    mask[0, -4:] = 0
+    check(fn, (*qkv(), mask), kernel="mask: pad")
+
+
+def test_alibi() -> None:
+    def fn(q, k, v, slopes):
+        distance = torch.arange(k.shape[-2]) - torch.arange(q.shape[-2])[:, None]
+        bias = slopes[:, None, None] * distance.abs().neg()
+        return torch.softmax(q @ k.transpose(-1, -2) / 4.0 + bias, dim=-1) @ v
+
+    check(fn, (*qkv(), torch.rand(HEADS)))
+
+
+class RelativePosition(nn.Module):
+    """T5: no scale, a learned bias from an embedding, in the mask's place, added in place in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, HEADS)
+        self.q, self.k, self.v = (nn.Linear(24, HEADS * 8, bias=False) for _ in range(3))
+
+    def forward(self, x, mask=None):
+        length = x.shape[1]
+        q, k, v = (f(x).view(x.shape[0], length, HEADS, 8).transpose(1, 2) for f in (self.q, self.k, self.v))
+        scores = torch.matmul(q, k.transpose(3, 2))
+        place = torch.arange(length)
+        bucket = (place[None, :] - place[:, None]).clamp(-4, 3) + 4
+        bias = self.table(bucket).permute(2, 0, 1).unsqueeze(0)
+        if mask is not None:
+            bias = bias + mask
+        scores += bias
+        weights = nn.functional.softmax(scores.float(), dim=-1).type_as(scores)
+        return torch.matmul(weights, v).transpose(1, 2).contiguous().view(x.shape[0], length, -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_t5(dtype: torch.dtype) -> None:
+    x, mask = rand(BATCH, Q_LEN, 24), additive(visible(BATCH, 1, 1, Q_LEN))
+    module = RelativePosition()
+    # The reference would compute its softmax in float32: two more eps for that.
+    check(module, (x, mask), dtype=dtype, slack=4.0 if dtype == torch.float32 else 1.0)
+    check(module, (x,), dtype=dtype, train=False)
+
+
+def test_bias_from_activations() -> None:
+    """A disentangled bias, which depends on q: its gradient goes on into q."""
+
+    def fn(q, k, v, position):
+        bias = torch.matmul(q, position.transpose(-1, -2))
+        return torch.softmax(q @ k.transpose(-1, -2) / 4.0 + bias, dim=-1) @ v
+
+    check(fn, (*qkv(), rand(HEADS, KV_LEN, 16)), fused=1)
+
+
+NOT_A_BIAS = {
+    "the weights": (lambda s, b: s, lambda w, b: w + b, "add stands between the softmax"),
+    "subtracted from": (lambda s, b: b - s, None, ""),
+    "wider": (lambda s, b: s + b[None, None], None, ""),
+    "of the scores": (lambda s, b: s + s.mean(-1, keepdim=True), None, "used elsewhere"),
+    "minus the maximum": (lambda s, b: s - s.amax(-1, keepdim=True), None, "used elsewhere"),
+    "product with the scores": (lambda s, b: torch.addcmul(s, b, b), None, "addcmul stands between"),
+    "after which comes relu": (lambda s, b: torch.relu(s + b), None, "relu stands between"),
+    "dropped": (lambda s, b: nn.functional.dropout(s + b, 0.0, training=True) * b, None, "varies"),
+}
+
+
+@cases(NOT_A_BIAS)
+def test_not_a_bias(case) -> None:
+    above, below, reason = case
+
+    def fn(q, k, v, bias):
+        weights = torch.softmax(above(q @ k.transpose(-1, -2) * 0.3, bias), dim=-1)
+        return (weights if below is None else below(weights, bias)) @ v
+
+    unfused(fn, (*qkv(), rand(HEADS, Q_LEN, KV_LEN)), reason)
+
+
+@pytest.mark.parametrize("where", ["before softmax", "after softmax", "after the output"])
+def test_mask_overwritten(where: str) -> None:
+    """The scores have the mask as it was when it was added."""
+
+    def fn(q, k, v, mask):
+        mask = mask * 1.0
+        scores = q @ k.transpose(-1, -2) * 0.3 + mask
+        if where == "before softmax":
+            mask.zero_()
+        weights = torch.softmax(scores, dim=-1)
+        if where == "after softmax":
+            mask.zero_()
+        out = weights @ v
+        if where == "after the output":
+            mask.zero_()
+        return out + mask.sum()
+
+    check(fn, (*qkv(), torch.randn(Q_LEN, KV_LEN)), fused=None)
+
+
+def test_view_of_mask_overwritten() -> None:
+    """A mask built in slices, and changed through another view of the same memory later."""
+
+    def fn(q, k, v, mask):
+        bias = mask.clone()
+        bias[..., -2:] = -3.0
+        scores = q @ k.transpose(-1, -2) * 0.3 + bias[:, :KV_LEN]
+        bias.view(-1)[0] = 100.0
+        return torch.softmax(scores, dim=-1) @ v + bias.sum()
+
+    check(fn, (*qkv(), torch.randn(Q_LEN, KV_LEN + 2)), fused=None)
+
+
+def test_boolean_added() -> None:
+    """True is 1.0 here, not "visible"."""
+    check(scored(lambda s, m: s * 0.3 + m), (*qkv(), visible(Q_LEN, KV_LEN)), fused=None)
+
+
+def test_integers_added() -> None:
+    bias = torch.randint(-3, 3, (Q_LEN, KV_LEN))
+    check(scored(lambda s, m: s * 0.3 + m), (*qkv(), bias), fused=None)
+
+
+def test_wider_bias() -> None:
+    """A float64 bias makes float64 scores."""
+    bias = torch.randn(Q_LEN, KV_LEN, dtype=torch.float64)
+    check(scored(lambda s, b: (s + b).float()), (*qkv(), bias), fused=None, reference=scored(torch.add))
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_mask_times_negative(train: bool) -> None:
+    """Hidden keys become the only ones that are seen, and the scores of these are equal."""
+    mask = additive(visible(Q_LEN, KV_LEN), -1e30)
+    check(scored(lambda s, m: -(s * 0.3 + m)), (*qkv(), mask), fused=None, train=train)
+    check(scored(lambda s, m: s * 0.3 - m), (*qkv(), mask), fused=None, train=train)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_large_positive_bias(train: bool) -> None:
+    """What is seen is raised instead of what is hidden being lowered."""
+    mask = visible(Q_LEN, KV_LEN).float() * 1e4
+    check(scored(lambda s, m: s * 0.3 + m), (*qkv(), mask), fused=None, train=train, slack=1e4)
+    mask = visible(Q_LEN, KV_LEN).float() * 1e30
+    # All scores drown in the raised keys: such rows send no exact gradient into k (docs/attention.md).
+    q, k, v = qkv()
+    check(scored(lambda s, m: s * 0.3 + m), (q, k.detach(), v, mask), fused=None, train=train)

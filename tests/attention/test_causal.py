@@ -1,0 +1,343 @@
+"""Masks that are proved causal or all visible, and masks that nearly are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inductor_fusions import testing
+from tests.attention.support import BATCH, HEADS, cases, check, qkv, rand, sdpa
+
+S = 9
+
+
+def lowest() -> float:
+    """A constant; a float in a global variable is a symbol to Dynamo where sizes are dynamic."""
+    return torch.finfo(torch.float32).min
+
+
+def infinity() -> float:
+    return float("inf")
+
+
+DYNAMIC = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+
+
+def place(n):
+    return torch.arange(n)
+
+
+def packed(seen):
+    """Hugging Face's mask of packed sequences, from positions where no mask is given."""
+    position = torch.arange(seen).expand(BATCH, -1)
+    jump = torch.diff(position, prepend=position[:, :1] - 1, dim=-1) != 1
+    document = jump.cumsum(-1)
+    row, column = torch.arange(seen)[:, None], torch.arange(seen)[None, :]
+    same = document[:, row] == document[:, column]
+    return (same & (column <= row))[:, None]
+
+
+def of_iotas(seen):
+    """Hugging Face's mask from index functions, expanded to the batch."""
+    b, h = torch.arange(BATCH)[:, None, None, None], torch.arange(1)[None, :, None, None]
+    q, k = torch.arange(seen)[None, None, :, None], torch.arange(seen)[None, None, None, :]
+    return ((b * 0 + h * 0 == 0) & (k <= q)).expand(BATCH, 1, seen, seen)
+
+
+#: Functions of the length that give the boolean mask, True where a key is seen.
+CAUSAL = {
+    "tril": lambda n: torch.tril(torch.ones(n, n, dtype=torch.bool)),
+    "tril, method": lambda n: torch.ones(n, n, dtype=torch.bool).tril(),
+    "tril, diagonal": lambda n: torch.ones(n, n, dtype=torch.bool).tril(diagonal=0),
+    "tril of numbers": lambda n: torch.tril(torch.ones(n, n)) == 1,
+    "tril, bool": lambda n: torch.tril(torch.ones(n, n)).bool(),
+    "tril, to": lambda n: torch.tril(torch.ones((n, n))).to(torch.bool),
+    "tril, not 0": lambda n: torch.ones(n, n).tril() != 0,
+    "tril, greater": lambda n: torch.ones(n, n).tril() > 0.5,
+    "tril of a view": lambda n: torch.tril(torch.ones(n, n, dtype=torch.bool)).view(1, 1, n, n),
+    "tril of integers": lambda n: torch.tril(torch.ones(n, n, dtype=torch.uint8)).bool(),
+    "not triu": lambda n: ~torch.triu(torch.ones(n, n, dtype=torch.bool), 1),
+    "not triu, numbers": lambda n: torch.logical_not(torch.triu(torch.ones(n, n), diagonal=1)),
+    "triu is 0": lambda n: torch.triu(torch.ones(n, n), diagonal=1) == 0,
+    "triu transposed": lambda n: torch.ones(n, n, dtype=torch.bool).triu().mT,
+    "le": lambda n: place(n)[None, :] <= place(n)[:, None],
+    "ge": lambda n: place(n)[:, None] >= place(n)[None, :],
+    "ge, broadcast": lambda n: place(n).view(-1, 1) >= place(n),
+    "unsqueeze": lambda n: place(n).unsqueeze(0) <= place(n).unsqueeze(-1),
+    "lt of one more": lambda n: place(n)[None, :] < place(n)[:, None] + 1,
+    "not gt": lambda n: ~(place(n)[None, :] > place(n)[:, None]),
+    "difference": lambda n: place(n)[:, None] - place(n)[None, :] >= 0,
+    "difference, greater": lambda n: (place(n)[:, None] - place(n)) > -1,
+    "doubled": lambda n: 2 * place(n)[None, :] <= 2 * place(n)[:, None] + 1,
+    "floats": lambda n: torch.arange(n, dtype=torch.float32) <= torch.arange(n, dtype=torch.float32)[:, None],
+    "arange with start": lambda n: torch.arange(5, n + 5) <= torch.arange(5, n + 5)[:, None],
+    "arange with step": lambda n: torch.arange(0, 3 * n, 3) <= torch.arange(0, 3 * n, 3)[:, None],
+    "cumsum": lambda n: torch.ones(n).cumsum(0) <= torch.ones(n).cumsum(0)[:, None],
+    "cumsum minus 1": lambda n: place(n) <= (torch.ones(n, dtype=torch.long).cumsum(-1) - 1)[:, None],
+    "and with true": lambda n: torch.ones(n, n, dtype=torch.bool) & (place(n) <= place(n)[:, None]),
+    "and twice": lambda n: (place(n) <= place(n)[:, None]) & torch.ones(n, n, dtype=torch.bool).tril(),
+    "and with a wider one": lambda n: (place(n) <= place(n)[:, None]) & (place(n) <= place(n)[:, None] + 3),
+    "and in range": lambda n: (place(n)[:, None] >= 0) & (place(n) <= place(n)[:, None]) & (place(n) < n),
+    "or with false": lambda n: torch.zeros(n, n, dtype=torch.bool) | (place(n) <= place(n)[:, None]),
+    "product": lambda n: torch.ones(n, n, dtype=torch.bool).tril() * torch.ones(n, dtype=torch.bool),
+    "where": lambda n: torch.where(place(n) > place(n)[:, None], False, True),
+    "full": lambda n: torch.full((n, n), True).tril(),
+    "new_ones": lambda n: torch.empty(1).new_ones((n, n), dtype=torch.bool).tril(),
+    "sliced": lambda n: torch.ones(64, 64, dtype=torch.bool).tril()[:n, :n],
+    "sliced, 4-d": lambda n: torch.ones(64, 64, dtype=torch.bool).tril()[None, None][:, :, :n, :n],
+    "sliced from behind": lambda n: torch.ones(64, 64, dtype=torch.bool).tril()[-n:, -n:],
+    "expanded": lambda n: torch.ones(n, n, dtype=torch.bool).tril()[None, None].expand(BATCH, HEADS, n, n),
+    "window as wide as the sequence": lambda n: (
+        (place(n) <= place(n)[:, None]) & (place(n) > place(n)[:, None] - n)
+    ),
+    "packed": packed,
+    "iotas": of_iotas,
+    "contiguous": lambda n: torch.ones(n, n, dtype=torch.bool).tril().contiguous().clone(),
+}
+
+USES = {
+    "fill": lambda s, m: s.masked_fill(~m, lowest()),
+    "where": lambda s, m: torch.where(m, s, -infinity()),
+    "added": lambda s, m: s + torch.zeros_like(m, dtype=s.dtype).masked_fill(~m, lowest()),
+}
+
+
+def with_mask(mask, use):
+    def fn(q, k, v):
+        return torch.softmax(use(q @ k.transpose(-1, -2) * 0.3, mask(q.shape[-2])), dim=-1) @ v
+
+    return fn
+
+
+@DYNAMIC
+@cases(CAUSAL)
+def test_causal(case, dynamic: bool) -> None:
+    q, k, v = qkv(S, S)
+    for t in (q, k, v) if dynamic else ():
+        torch._dynamo.mark_dynamic(t, 2)
+    use = list(USES.values())[list(CAUSAL.values()).index(case) % len(USES)]
+    seen = check(with_mask(case, use), (q, k, v), kernel="is_causal", dynamic=dynamic)
+    call = sdpa(seen.ours)
+    assert call.kwargs["is_causal"] is True
+    assert call.kwargs.get("attn_mask") is None
+
+
+BIASES = {
+    "triu of full": lambda n: torch.triu(torch.full((n, n), -infinity()), diagonal=1),
+    "triu of full, lowest": lambda n: torch.full((n, n), lowest()).triu(1),
+    "where": lambda n: torch.where(place(n) <= place(n)[:, None], 0.0, lowest()),
+    "where, tensors": lambda n: torch.where(
+        torch.ones(n, n, dtype=torch.bool).tril(), torch.tensor(0.0), torch.tensor(-infinity())
+    ),
+    "masked_fill": lambda n: torch.zeros(n, n).masked_fill(place(n) > place(n)[:, None], -infinity()),
+    "full and masked_fill": lambda n: torch.full((n, n), lowest()).masked_fill(
+        place(n) < (place(n) + 1).view(n, 1), 0
+    ),
+    "product": lambda n: (1.0 - torch.ones(n, n).tril()) * lowest(),
+    "product, 1e4": lambda n: (1.0 - torch.ones(n, n).tril()) * -10000.0,
+    "product, 1e9": lambda n: torch.ones(n, n).triu(1) * -1e9,
+    "product of the lowest": lambda n: torch.full((n, n), lowest()) * (place(n) > place(n)[:, None]),
+    "expanded": lambda n: torch.full((n, n), lowest()).triu(1)[None, None].expand(BATCH, 1, n, n),
+    "inverted": lambda n: (1.0 - torch.ones(n, n).tril()).masked_fill(
+        (1.0 - torch.ones(n, n).tril()).bool(), lowest()
+    ),
+}
+
+
+@DYNAMIC
+@cases(BIASES)
+def test_causal_bias(case, dynamic: bool) -> None:
+    q, k, v = qkv(S, S)
+    for t in (q, k, v) if dynamic else ():
+        torch._dynamo.mark_dynamic(t, 2)
+    fn = with_mask(case, lambda s, m: s + m)
+    check(fn, (q, k, v), kernel="is_causal", dynamic=dynamic)
+
+
+def test_causal_in_bfloat16() -> None:
+    fn = with_mask(BIASES["triu of full, lowest"], lambda s, m: s + m.to(s.dtype))
+    check(fn, qkv(S, S), kernel="is_causal", dtype=torch.bfloat16)
+
+
+def test_two_masks_that_are_one() -> None:
+    """A causal fill, and a causal bias as well."""
+    mask = CAUSAL["tril"]
+    fn = with_mask(mask, lambda s, m: s.masked_fill(~m, lowest()) + torch.where(m, 0.0, -1e9))
+    check(fn, qkv(S, S), kernel="is_causal")
+
+
+def test_several_layers() -> None:
+    """The proof holds for each of them."""
+
+    def fn(q, k, v):
+        mask = packed(q.shape[-2])
+        for _ in range(3):
+            q = torch.softmax(torch.where(mask, q @ k.mT * 0.3, lowest()), dim=-1) @ v
+        return q
+
+    check(fn, qkv(S, S), fused=3, kernel="is_causal")
+
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+def test_symbolic_fill() -> None:
+    """A float in a global variable is a symbol at first; then Dynamo starts again, and so does the report."""
+
+    def fn(q, k, v):
+        mask = torch.zeros(S, S).masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), LOWEST)
+        return torch.softmax(q @ k.mT * 0.3 + mask, dim=-1) @ v
+
+    check(fn, qkv(S, S), dynamic=True, fused=1, kernel="is_causal")
+
+
+# -- nearly causal --------------------------------------------------------------------------------
+
+NEARLY = {
+    "strict": lambda n: place(n) < place(n)[:, None],
+    "one more": lambda n: place(n) <= place(n)[:, None] + 1,
+    "diagonal -1": lambda n: torch.ones(n, n, dtype=torch.bool).tril(-1),
+    "diagonal 1": lambda n: torch.ones(n, n, dtype=torch.bool).tril(1),
+    "triu": lambda n: torch.ones(n, n, dtype=torch.bool).triu(),
+    "anticausal": lambda n: place(n) >= place(n)[:, None],
+    "not triu with the diagonal": lambda n: ~torch.ones(n, n, dtype=torch.bool).triu(),
+    "window": lambda n: (place(n) <= place(n)[:, None]) & (place(n) > place(n)[:, None] - 4),
+    "window, one short of all": lambda n: (
+        (place(n) <= place(n)[:, None]) & (place(n) > place(n)[:, None] - n + 1)
+    ),
+    "chunks": lambda n: (place(n) <= place(n)[:, None]) & (place(n) // 3 == place(n)[:, None] // 3),
+    "prefix": lambda n: (place(n) <= place(n)[:, None]) | (place(n) < 3),
+    "all but one key": lambda n: (place(n) <= place(n)[:, None]) & (place(n) != 2),
+    "global token": lambda n: (place(n) <= place(n)[:, None]) | (place(n)[:, None] == 4),
+    "dilated": lambda n: place(n) <= 2 * place(n)[:, None],
+    "halved": lambda n: 2 * place(n) <= place(n)[:, None],
+    "reversed": lambda n: torch.arange(n - 1, -1, -1) <= torch.arange(n - 1, -1, -1)[:, None],
+    "flipped": lambda n: torch.ones(n, n, dtype=torch.bool).tril().flip(-1),
+    "rolled": lambda n: torch.ones(n, n, dtype=torch.bool).tril().roll(1, -1),
+    "transposed": lambda n: torch.ones(n, n, dtype=torch.bool).tril().mT,
+    "first row left out": lambda n: torch.ones(64, 64, dtype=torch.bool).tril()[1 : n + 1, :n],
+    "first key left out": lambda n: torch.ones(64, 64, dtype=torch.bool).tril()[:n, 1 : n + 1],
+    "every second": lambda n: torch.ones(64, 64, dtype=torch.bool).tril()[: 2 * n : 2, :n],
+    "xor": lambda n: (place(n) <= place(n)[:, None]) ^ (place(n) == 1),
+    "same row and key": lambda n: (place(n) <= place(n)[:, None]) & (place(n) == place(n)[:, None]),
+    "squares": lambda n: place(n) * place(n) <= place(n)[:, None],
+    "modulo": lambda n: place(n) % 4 <= place(n)[:, None] % 4,
+    "cumsum of a cumsum": lambda n: place(n) <= torch.ones(n).cumsum(0).cumsum(0)[:, None],
+    "half a cumsum": lambda n: place(n) <= torch.ones(n).cumsum(0)[:, None] - 1.5,
+}
+
+
+def every_row_sees_something(mask):
+    return lambda n: mask(n) | (place(n)[:, None] == place(n)) | (place(n) == 0)
+
+
+@cases(NEARLY)
+def test_nearly_causal(case) -> None:
+    """Not is_causal; fused with the mask as it is, and right."""
+    fn = with_mask(every_row_sees_something(case), USES["fill"])
+    seen = check(fn, qkv(S, S), fused=None)
+    exactly = every_row_sees_something(case)(S).equal(torch.ones(S, S, dtype=torch.bool).tril())
+    for site in seen.sites:
+        assert "is_causal" not in site.kernel or exactly
+    seen = check(with_mask(case, USES["added"]), qkv(S, S), fused=None, train=False)
+    assert not any("is_causal" in site.kernel for site in seen.sites)
+
+
+@cases(NEARLY)
+def test_nearly_causal_in_sdpa(case) -> None:
+    def fn(q, k, v):
+        mask = every_row_sees_something(case)(q.shape[-2])
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    if not every_row_sees_something(case)(S).equal(torch.ones(S, S, dtype=torch.bool).tril()):
+        assert not sdpa(check(fn, qkv(S, S), fused=None).ours).kwargs.get("is_causal")
+
+
+@DYNAMIC
+@pytest.mark.parametrize(("q_len", "kv_len"), [(5, 9), (9, 5), (1, 9)], ids=str)
+@pytest.mark.parametrize("aligned", ["top left", "bottom right"])
+def test_rectangle(q_len: int, kv_len: int, aligned: str, dynamic: bool) -> None:
+    """is_causal is only given to squares."""
+
+    def fn(q, k, v):
+        shift = k.shape[-2] - q.shape[-2] if aligned == "bottom right" else 0
+        row, column = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+        mask = (column <= row + shift) | (column == 0)
+        return torch.softmax(torch.where(mask, q @ k.mT * 0.3, lowest()), dim=-1) @ v
+
+    q, k, v = qkv(q_len, kv_len)
+    for t in (q, k, v) if dynamic else ():
+        torch._dynamo.maybe_mark_dynamic(t, 2)
+    seen = check(fn, (q, k, v), dynamic=dynamic)
+    assert "is_causal" not in seen.sites[0].kernel
+    if not dynamic and (q_len, aligned) == (1, "bottom right"):
+        assert "mask" not in seen.sites[0].kernel  # the last query sees every key
+
+
+def test_other_data() -> None:
+    """A mask from data that happens to be causal is not proved to be."""
+    mask = torch.ones(S, S, dtype=torch.bool).tril()
+
+    def fn(q, k, v, mask):
+        return torch.softmax(torch.where(mask, q @ k.mT * 0.3, lowest()), dim=-1) @ v
+
+    assert "is_causal" not in check(fn, (*qkv(S, S), mask)).sites[0].kernel
+
+    class Buffered(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("causal", mask)
+
+        def forward(self, q, k, v):
+            return fn(q, k, v, self.causal[: q.shape[-2], : k.shape[-2]])
+
+    module = Buffered()
+    run = testing.capture(module, *qkv(S, S, grad=False), backend=testing.EAGER_AFTER_PASSES)
+    assert "is_causal" not in run.sites[0].kernel
+
+
+def test_padding_as_well() -> None:
+    """Causal and a padding mask from data: the mask stays."""
+
+    def fn(q, k, v, pad):
+        causal = torch.arange(q.shape[-2])[:, None] >= torch.arange(k.shape[-2])
+        mask = torch.where(causal & pad[:, None, None, :], 0.0, lowest())
+        return torch.softmax(q @ k.mT * 0.3 + mask, dim=-1) @ v
+
+    pad = torch.ones(BATCH, S, dtype=torch.bool)
+    pad[0, -3:] = False
+    seen = check(fn, (*qkv(S, S), pad))
+    assert "is_causal" not in seen.sites[0].kernel
+
+
+def test_bias_as_well() -> None:
+    """Causal and a learned bias."""
+
+    def fn(q, k, v, bias):
+        causal = torch.ones(S, S, dtype=torch.bool).tril()
+        return torch.softmax((q @ k.mT * 0.3 + bias).masked_fill(~causal, -infinity()), dim=-1) @ v
+
+    seen = check(fn, (*qkv(S, S), rand(HEADS, S, S)))
+    assert "is_causal" not in seen.sites[0].kernel
+
+
+def test_causal_mask_that_is_overwritten() -> None:
+    def fn(q, k, v):
+        mask = torch.ones(S, S, dtype=torch.bool).tril()
+        mask[:, 0] = False
+        mask[0, 0] = True
+        mask[1, 3] = True
+        mask[:, 5] = True
+        return torch.softmax(torch.where(mask, q @ k.mT * 0.3, lowest()), dim=-1) @ v
+
+    assert "is_causal" not in check(fn, qkv(S, S), fused=None).sites[0].kernel
+
+
+def test_causal_positions_that_are_overwritten() -> None:
+    def fn(q, k, v):
+        position = torch.arange(S)
+        position[3] = 0
+        mask = torch.arange(S) <= position[:, None]
+        return torch.softmax(torch.where(mask, q @ k.mT * 0.3, lowest()), dim=-1) @ v
+
+    assert "is_causal" not in check(fn, qkv(S, S), fused=None).sites[0].kernel

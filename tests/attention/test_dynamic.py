@@ -1,0 +1,221 @@
+"""Symbolic sizes: the same verdicts, one graph for all sizes, and no guards of ours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from inductor_fusions import config, testing
+from tests.attention.support import (
+    BATCH,
+    HEADS,
+    KV_LEN,
+    Q_LEN,
+    additive,
+    cases,
+    check,
+    qkv,
+    rand,
+    visible,
+)
+
+TRAIN = pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+
+
+def attend(q, k, v):
+    return torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1) @ v
+
+
+def repeat(t, times):
+    b, h, s, d = t.shape
+    return t[:, :, None].expand(b, h, times, s, d).reshape(b, h * times, s, d)
+
+
+def merged(t):
+    return t.reshape(-1, t.shape[-2], t.shape[-1])
+
+
+FORMS = {
+    "plain": (attend, lambda: qkv()),
+    "scale by the dim": (
+        lambda q, k, v: torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v,
+        lambda: qkv(),
+    ),
+    "additive mask": (
+        lambda q, k, v, m: torch.softmax(q @ k.mT * 0.3 + m, -1) @ v,
+        lambda: (*qkv(), additive(visible(BATCH, 1, Q_LEN, KV_LEN))),
+    ),
+    "padding mask": (
+        lambda q, k, v, m: torch.softmax(q @ k.mT * 0.3 + m, -1) @ v,
+        lambda: (*qkv(), additive(visible(BATCH, 1, 1, KV_LEN))),
+    ),
+    "fill": (
+        lambda q, k, v, m: torch.softmax((q @ k.mT * 0.3).masked_fill(~m, -1e30), -1) @ v,
+        lambda: (*qkv(), visible(BATCH, 1, Q_LEN, KV_LEN)),
+    ),
+    "padding made in the graph": (
+        lambda q, k, v, n: (
+            torch.softmax(
+                torch.where(
+                    torch.arange(k.shape[-2]) < n[:, None, None, None], q @ k.mT * 0.3, -float("inf")
+                ),
+                -1,
+            )
+            @ v
+        ),
+        lambda: (*qkv(), torch.tensor([5, 13])),
+    ),
+    "bias with a gradient": (
+        lambda q, k, v, b: torch.softmax(q @ k.mT * 0.3 + b, -1) @ v,
+        lambda: (*qkv(), rand(HEADS, Q_LEN, KV_LEN)),
+    ),
+    "grouped heads": (
+        lambda q, k, v: attend(q, repeat(k, 3), repeat(v, 3)),
+        lambda: qkv(heads=6, kv_heads=2),
+    ),
+    "grouped heads, interleaved": (
+        lambda q, k, v: attend(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)),
+        lambda: qkv(heads=6, kv_heads=2),
+    ),
+    "three dims": (
+        lambda q, k, v: torch.bmm(
+            torch.softmax(torch.bmm(merged(q), merged(k).mT) * 0.3, -1), merged(v)
+        ).view(q.shape[0], q.shape[1], q.shape[2], v.shape[-1]),
+        lambda: qkv(),
+    ),
+    "viewed scores": (
+        lambda q, k, v, m: (
+            torch.softmax(
+                (torch.bmm(merged(q), merged(k).mT).view(*q.shape[:-1], k.shape[-2]) + m).view(
+                    -1, q.shape[-2], k.shape[-2]
+                ),
+                -1,
+            )
+            @ merged(v)
+        ).view(q.shape[0], q.shape[1], q.shape[2], -1),
+        lambda: (*qkv(), additive(visible(BATCH, 1, Q_LEN, KV_LEN))),
+    ),
+    "einsum": (
+        lambda q, k, v: torch.einsum(
+            "bhqk,bkhd->bqhd", torch.softmax(torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.3, -1), v
+        ),
+        lambda: tuple(t.detach().transpose(1, 2).contiguous().requires_grad_() for t in qkv()),
+    ),
+    "five dims": (
+        lambda q, k, v, m: torch.softmax(q @ k.mT * 0.3 + m[:, None], -1) @ v,
+        lambda: (
+            rand(BATCH, 2, HEADS, Q_LEN, 16),
+            rand(BATCH, 2, HEADS, KV_LEN, 16),
+            rand(BATCH, 2, HEADS, KV_LEN, 16),
+            rand(2, Q_LEN, KV_LEN, grad=False),
+        ),
+    ),
+    "layer": (
+        lambda x: attend(*x.view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)).transpose(1, 2).flatten(2),
+        lambda: (rand(BATCH, Q_LEN, 96),),
+    ),
+}
+
+
+@TRAIN
+@cases(FORMS)
+def test_form(case, train: bool) -> None:
+    fn, inputs = case
+    check(fn, inputs(), dynamic=True, train=train)
+
+
+class Scaled(nn.Module):
+    """A scale that is an attribute: a symbolic float where sizes are dynamic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaling, self.heads = 0.3, HEADS
+
+    def forward(self, q, k, v):
+        return torch.softmax(q @ k.mT * self.scaling, -1) @ v
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+def test_scale_attribute(dynamic: bool | None) -> None:
+    check(Scaled(), qkv(), dynamic=dynamic)
+
+
+def test_scale_argument() -> None:
+    """A number that changes between calls."""
+    fn = lambda q, k, v, scale: torch.softmax(q @ k.mT * scale, -1) @ v  # noqa: E731
+    check(fn, (*qkv(), 0.3), dynamic=True, fused=None)
+    q, k, v = qkv(grad=False)
+    compiled = torch.compile(fn, backend=testing._AfterPasses([]))
+    with config.patch(policy="always"):
+        for scale in (0.3, 0.5, 0.7):
+            torch.testing.assert_close(compiled(q, k, v, scale), fn(q, k, v, scale))
+
+
+SEVERAL = {
+    "causal": lambda q, k, v: (
+        torch.softmax(
+            (q @ k.mT * 0.3).masked_fill(
+                torch.arange(k.shape[-2]) > torch.arange(q.shape[-2])[:, None], torch.finfo(q.dtype).min
+            ),
+            -1,
+        )
+        @ v
+    ),
+    "plain": attend,
+    "grouped": lambda q, k, v: attend(q.repeat_interleave(2, 1), repeat(k, 2), repeat(v, 2)),
+}
+
+
+@cases(SEVERAL)
+def test_one_graph_for_all_sizes(case) -> None:
+    """Nothing that was proved for the first sizes is taken to hold for others, and no size is guarded on."""
+    sizes = [(2, 9, 9), (3, 5, 11), (5, 11, 5), (4, 7, 7)]
+    counts = []
+    for enabled in (False, True):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        passes = testing._AfterPasses([])
+
+        def backend(graph, example_inputs, counter=counter, passes=passes):
+            counter(graph, example_inputs)
+            return passes(graph, example_inputs)
+
+        compiled = torch.compile(case, dynamic=True, backend=backend)
+        with config.patch(policy="always", enabled=enabled):
+            for batch, q_len, kv_len in sizes:
+                q, k, v = qkv(q_len, kv_len, batch=batch, grad=False)
+                torch.testing.assert_close(compiled(q, k, v), case(q, k, v))
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[1]
+
+
+def test_sizes_that_become_symbolic() -> None:
+    """The second call with another length compiles anew, with a symbol."""
+    fn = SEVERAL["causal"]
+    compiled = torch.compile(fn, backend=testing._AfterPasses([]))
+    with config.patch(policy="always"):
+        for length in (6, 8, 9, 4):
+            q, k, v = qkv(length, length, grad=False)
+            torch.testing.assert_close(compiled(q, k, v), fn(q, k, v))
+
+
+def test_length_of_one() -> None:
+    """Sizes of 1 are never symbols."""
+    fn = SEVERAL["causal"]
+    check(fn, qkv(1, 1), dynamic=True, train=False, fused=None)
+    check(fn, qkv(1, 9), dynamic=True, train=False, fused=None)
+
+
+def test_no_warnings(recwarn: pytest.WarningsRecorder) -> None:
+    """Symbolic sizes in the graph are nodes: torch.fx warns of raw ones."""
+    for name in ("grouped heads", "viewed scores", "additive mask", "layer"):
+        fn, inputs = FORMS[name]
+        testing.capture(fn, *inputs(), train=True, dynamic=True, backend=testing.EAGER_AFTER_PASSES)
+    assert not [w for w in recwarn if "Raw Sym" in str(w.message)]
+
+
+def test_full_compile() -> None:
+    fn, inputs = FORMS["grouped heads"]
+    check(fn, inputs(), dynamic=True, backend="inductor")

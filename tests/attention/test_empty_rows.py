@@ -1,0 +1,321 @@
+"""Queries that see no key: their value, and the gradients that they send, are those of the unfused model.
+
+A finite fill hides keys by adding so much that the score drowns. Where it hides all keys of a query, all
+scores become equal, and the query gets the mean of the values. Left padding under a causal mask makes
+such queries, and so does a padding mask over both queries and keys. Every loss here weighs all rows.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from inductor_fusions import config, testing
+from tests.attention.support import cases, check, qkv, rand
+
+B, H, S = 3, 2, 9
+LOWEST = torch.finfo(torch.float32).min
+INF = float("inf")
+
+TRAIN = pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def left_padding() -> torch.Tensor:
+    """(B, S), False where padded: no key, three keys, all keys but one."""
+    pad = torch.ones(B, S, dtype=torch.bool)
+    pad[1, :3] = False
+    pad[2, :8] = False
+    return pad
+
+
+def causal(pad: torch.Tensor) -> torch.Tensor:
+    """(B, 1, S, S), True where a key is seen: causal, and not padded."""
+    place = torch.arange(S)
+    return (place <= place[:, None]) & pad[:, None, None, :]
+
+
+def lowest(tensor: torch.Tensor) -> float:
+    return torch.finfo(tensor.dtype).min
+
+
+def finish(scores, v):
+    return torch.softmax(scores, dim=-1) @ v
+
+
+def without_padded_samples(fn, padded: int = 0):
+    """Whole samples of padding, under a mask with one row for all queries, send no gradient into q and k.
+
+    Their values are kept; the loss leaves them out.
+    """
+    live = (torch.arange(B) != padded)[:, None, None, None]
+    return lambda *inputs: fn(*inputs) * live
+
+
+SPELLINGS = {
+    "additive": lambda q, k, v, pad: finish(
+        q @ k.mT * 0.3 + torch.zeros(B, 1, S, S, dtype=q.dtype).masked_fill(~causal(pad), lowest(q)), v
+    ),
+    "additive, where": lambda q, k, v, pad: finish(
+        q @ k.mT * 0.3 + torch.where(causal(pad), 0.0, torch.tensor(lowest(q), dtype=q.dtype)), v
+    ),
+    "additive, float32": lambda q, k, v, pad: torch.softmax(
+        (q @ k.mT * 0.3).to(torch.promote_types(q.dtype, torch.float32))
+        + torch.where(causal(pad), 0.0, LOWEST).to(torch.promote_types(q.dtype, torch.float32)), -1
+    ).to(v.dtype) @ v,
+    "masked_fill": lambda q, k, v, pad: finish((q @ k.mT * 0.3).masked_fill(~causal(pad), lowest(q)), v),
+    "masked_fill, 1e9": lambda q, k, v, pad: finish((q @ k.mT * 0.3).masked_fill(~causal(pad), -1e9), v),
+    "masked_fill, 1e4": lambda q, k, v, pad: finish((q @ k.mT * 0.3).masked_fill(~causal(pad), -1e4), v),
+    "where": lambda q, k, v, pad: finish(torch.where(causal(pad), q @ k.mT * 0.3, lowest(q)), v),
+    "two fills": lambda q, k, v, pad: finish(
+        (q @ k.mT * 0.3).masked_fill(~causal(torch.ones_like(pad)), lowest(q))
+        .masked_fill(~pad[:, None, None, :], lowest(q)), v
+    ),
+    "two fills, other numbers": lambda q, k, v, pad: finish(
+        (q @ k.mT * 0.3).masked_fill(~causal(torch.ones_like(pad)), -1e9)
+        .masked_fill(~pad[:, None, None, :], -1e4), v
+    ),
+    "pad x pad": lambda q, k, v, pad: finish(
+        (q @ k.mT * 0.3).masked_fill(~(pad[:, None, None, :] & pad[:, None, :, None]), lowest(q)), v
+    ),
+    "pad x pad of integers": lambda q, k, v, pad: finish(
+        (q @ k.mT * 0.3).masked_fill(
+            ~(pad.long()[:, None, None, :] * pad.long()[:, None, None, :].squeeze(-2).unsqueeze(-1)).bool(),
+            lowest(q),
+        ), v
+    ),
+    "padding alone": lambda q, k, v, pad: finish(
+        q @ k.mT * 0.3
+        + (1.0 - (pad & (torch.arange(B) > 0)[:, None]).to(q.dtype))[:, None, None] * lowest(q),
+        v,
+    ),
+    "scale after the fill": lambda q, k, v, pad: finish((q @ k.mT).masked_fill(~causal(pad), -1e9) * 0.3, v),
+    "clamped infinity": lambda q, k, v, pad: finish(
+        (q @ k.mT * 0.3 + torch.where(causal(pad), 0.0, -INF).to(q.dtype)).clamp(min=lowest(q)), v
+    ),
+    "maximum of infinity": lambda q, k, v, pad: finish(
+        torch.max(
+            q @ k.mT * 0.3 + torch.where(causal(pad), 0.0, -INF).to(q.dtype),
+            torch.tensor(lowest(q), dtype=q.dtype),
+        ), v
+    ),
+}  # fmt: skip
+
+
+@TRAIN
+@DTYPE
+@cases(SPELLINGS)
+def test_spelling(case, dtype: torch.dtype, train: bool) -> None:
+    if train and case is SPELLINGS["padding alone"]:
+        case = without_padded_samples(case)
+    check(case, (*qkv(S, S, batch=B, heads=H), left_padding()), dtype=dtype, train=train)
+
+
+@TRAIN
+@DTYPE
+@pytest.mark.parametrize("fill", [LOWEST, -1e30, -1e9], ids=str)
+@pytest.mark.parametrize("shape", ["dense", "padding"])
+def test_given_mask(shape: str, fill: float, dtype: torch.dtype, train: bool) -> None:
+    """An additive mask from outside: what it hides is only known when it runs."""
+    fill = max(fill, torch.finfo(dtype).min)
+    seen = causal(left_padding())
+    if shape == "padding":
+        seen = left_padding()[:, None, None, :] & (torch.arange(B) > 0)[:, None, None, None]
+    mask = torch.zeros(seen.shape).masked_fill(~seen, fill)
+
+    def fn(q, k, v, mask):
+        return finish(q @ k.mT * 0.3 + mask, v)
+
+    def drowned(q, k, v, mask):
+        """In float64, -1e9 does not drown a score."""
+        return fn(q, k, v, mask.masked_fill(mask < 0, -1e300))
+
+    if train and shape == "padding":
+        fn, drowned = without_padded_samples(fn), without_padded_samples(drowned)
+    check(fn, (*qkv(S, S, batch=B, heads=H), mask), dtype=dtype, train=train, reference=drowned)
+
+
+@TRAIN
+def test_fill_that_does_not_drown(train: bool) -> None:
+    """-1e4 added in float32 leaves differences between scores of an empty row."""
+    mask = torch.zeros(B, 1, S, S).masked_fill(~causal(left_padding()), -1e4)
+    fn = lambda q, k, v, m: finish(q @ k.mT * 0.3 + m, v)  # noqa: E731
+    check(fn, (*qkv(S, S, batch=B, heads=H), mask), train=train)
+
+
+BIASED = {
+    "bias, then mask": lambda s, m, b: s + b + m,
+    "mask, then bias": lambda s, m, b: s + m + b,
+    "joined": lambda s, m, b: s + (b + m),
+    "bias, then fill": lambda s, m, b: (s + b).masked_fill(m < 0, LOWEST),
+    "fill, then bias": lambda s, m, b: s.masked_fill(m < 0, LOWEST) + b,
+    "fill and mask": lambda s, m, b: (s + b).masked_fill(torch.arange(S) < 2, LOWEST) + m,
+}
+
+
+@TRAIN
+@cases(BIASED)
+def test_bias(case, train: bool) -> None:
+    """A learned bias beside the mask drowns as well."""
+    mask = torch.zeros(B, 1, S, S).masked_fill(~causal(left_padding()), LOWEST)
+    if case is BIASED["fill and mask"]:
+        mask = mask / 4.0  # two of the lowest number would be infinite
+    # A fill and a mask that is added hide a row together: its gradients into q and k are not kept.
+    live = torch.ones((), dtype=torch.bool)
+    if train and case is BIASED["fill and mask"]:
+        live = ((mask == 0) & (torch.arange(S) >= 2)).any(-1, keepdim=True)
+    fn = lambda q, k, v, m, b: finish(case(q @ k.mT * 0.3, m, b), v) * live.to(v.dtype)  # noqa: E731
+    check(fn, (*qkv(S, S, batch=B, heads=H), mask, rand(H, S, S)), train=train)
+
+
+@TRAIN
+@DTYPE
+def test_grouped_heads(dtype: torch.dtype, train: bool) -> None:
+    def fn(q, k, v, mask):
+        k, v = (t.repeat_interleave(3, dim=1) for t in (k, v))
+        return finish(q @ k.mT * 0.3 + mask, v)
+
+    mask = torch.zeros(B, 1, S, S).masked_fill(~causal(left_padding()), torch.finfo(dtype).min)
+    check(fn, (*qkv(S, S, batch=B, heads=6, kv_heads=2), mask), dtype=dtype, train=train, kernel="enable_gqa")
+
+
+@TRAIN
+def test_sizes(train: bool) -> None:
+    """Cross-attention to a source that is padded whole, and values of another width."""
+    mask = torch.zeros(B, 1, 1, 13)
+    mask[1] = LOWEST
+    mask[2, ..., :4] = LOWEST
+    fn = lambda q, k, v, m: finish(q @ k.mT * 0.3 + m, v)  # noqa: E731
+    if train:
+        fn = without_padded_samples(fn, padded=1)
+    for sizes in (dict(), dict(v_dim=8), dict(q_len=1), dict(dim=24, v_dim=40)):
+        check(fn, (*qkv(**{"q_len": 7, "batch": B, "heads": H, **sizes}), mask), train=train)
+
+
+@TRAIN
+def test_scale_tensor(train: bool) -> None:
+    mask = torch.zeros(B, 1, S, S).masked_fill(~causal(left_padding()), LOWEST)
+    fn = lambda q, k, v, m, t: finish(q @ k.mT * t + m, v)  # noqa: E731
+    scale = (torch.rand(H, 1, 1) + 0.5).requires_grad_()
+    check(fn, (*qkv(S, S, batch=B, heads=H), mask, scale), train=train, slack=64.0)
+
+
+@TRAIN
+def test_dropout_that_is_off(train: bool) -> None:
+    mask = torch.zeros(B, 1, S, S).masked_fill(~causal(left_padding()), LOWEST)
+
+    def fn(q, k, v, mask):
+        return nn.functional.dropout(torch.softmax(q @ k.mT * 0.3 + mask, -1), 0.1, training=False) @ v
+
+    check(fn, (*qkv(S, S, batch=B, heads=H), mask), train=train)
+
+
+@TRAIN
+@pytest.mark.parametrize("dynamic", [True], ids=["dynamic"])
+def test_symbolic_sizes(train: bool, dynamic: bool) -> None:
+    def fn(q, k, v, pad):
+        place = torch.arange(q.shape[-2])
+        seen = (place <= place[:, None]) & pad[:, None, None, :]
+        return finish(q @ k.mT * 0.3 + torch.where(seen, 0.0, -3e38), v)
+
+    check(fn, (*qkv(S, S, batch=B, heads=H), left_padding()), train=train, dynamic=dynamic)
+
+
+@TRAIN
+def test_layers(train: bool) -> None:
+    """The mean of one layer's values goes on to the next."""
+
+    def fn(q, k, v, mask):
+        for _ in range(3):
+            q = q + finish(q @ k.mT * 0.3 + mask, v)
+        return q
+
+    mask = torch.zeros(B, 1, S, S).masked_fill(~causal(left_padding()), LOWEST)
+    check(fn, (*qkv(S, S, batch=B, heads=H), mask), train=train, fused=3)
+
+
+@TRAIN
+@pytest.mark.parametrize("how", ["fill", "add"])
+def test_infinite_fill(how: str, train: bool) -> None:
+    """Rows hidden by -inf are NaN unfused. Nothing is promised of them; the others must be right."""
+
+    def fn(q, k, v, mask):
+        scores = q @ k.mT * 0.3
+        scores = scores.masked_fill(~mask, -INF) if how == "fill" else scores + torch.where(mask, 0.0, -INF)
+        return finish(scores, v)
+
+    pad = left_padding()
+    mask = causal(pad)
+    run = testing.capture(
+        fn, *qkv(S, S, batch=B, heads=H, grad=False), mask, backend=testing.EAGER_AFTER_PASSES
+    )
+    torch.manual_seed(0)
+    live = mask.any(-1, keepdim=True).expand(B, H, S, 1)[..., 0]
+    assert run.outputs[live].isfinite().all()
+    mask = mask | ~mask.any(-1, keepdim=True)  # no row is empty: right, and with its gradients
+    check(fn, (*qkv(S, S, batch=B, heads=H), mask), train=train)
+
+
+def test_live_rows_beside_infinite_ones() -> None:
+    fn = lambda q, k, v, m: finish((q @ k.mT * 0.3).masked_fill(~m, -INF), v)  # noqa: E731
+    mask, inputs = causal(left_padding()), qkv(S, S, batch=B, heads=H, grad=False)
+    run = testing.capture(fn, *inputs, mask, backend=testing.EAGER_AFTER_PASSES)
+    live = mask.any(-1)[:, 0][:, None].expand(B, H, S)
+    torch.testing.assert_close(run.outputs[live], fn(*inputs, mask)[live])
+
+
+# -- the setting ----------------------------------------------------------------------------------
+
+
+def with_mask(q, k, v, mask):
+    return finish(q @ k.mT * 0.3 + mask, v)
+
+
+def given() -> tuple[torch.Tensor, ...]:
+    mask = torch.zeros(B, 1, S, S).masked_fill(~causal(left_padding()), LOWEST)
+    return (*qkv(S, S, batch=B, heads=H), mask)
+
+
+def test_stock() -> None:
+    """Training stays unfused where such rows cannot be ruled out; inference does not."""
+    with config.patch(empty_rows="stock"):
+        check(with_mask, given(), fused=0, reason="rows that see no key cannot be ruled out")
+        check(with_mask, given(), train=False)
+        visible = lambda q, k, v, m: finish(q @ k.mT * 0.3, v)  # noqa: E731
+        check(visible, given())
+
+
+def test_ignore() -> None:
+    """The mask goes into the kernel as it is; rows that see a key are right."""
+    inputs = given()
+    with config.patch(empty_rows="ignore"):
+        run = testing.capture(with_mask, *inputs, backend=testing.EAGER_AFTER_PASSES)
+    assert not run.calls("amax")
+    live = (inputs[3] == 0).any(-1)[:, 0][:, None].expand(B, H, S)
+    torch.testing.assert_close(run.outputs[live], with_mask(*inputs)[live].detach())
+
+
+def test_a_mask_that_hides_no_row_costs_nothing() -> None:
+    """A learned bias, a causal mask: no row needs a second look."""
+
+    def fn(q, k, v, bias):
+        place = torch.arange(S)
+        bias = bias + torch.where(place <= place[:, None], 0.0, -1e9)
+        return finish(q @ k.mT * 0.3 + bias, v)
+
+    run = testing.capture(fn, *qkv(S, S), rand(3, S, S), train=True, backend=testing.EAGER_AFTER_PASSES)
+    assert len(run.fused) == 1
+
+    def learned(q, k, v, bias):
+        return finish(q @ k.mT * 0.3 + bias, v)
+
+    run = testing.capture(learned, *qkv(S, S), rand(3, S, S), train=True, backend=testing.EAGER_AFTER_PASSES)
+    assert not run.calls("amax")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_full_compile(dtype: torch.dtype) -> None:
+    """As Inductor compiles it, forward and backward."""
+    q, k, v, mask = given()
+    check(with_mask, (q, k, v, mask.clamp(min=torch.finfo(dtype).min)), dtype=dtype, backend="inductor")

@@ -1,0 +1,326 @@
+"""The two products: spellings, layouts, ranks, softmaxes, and products that only look alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.attention.support import BATCH, DIM, HEADS, KV_LEN, Q_LEN, cases, check, qkv, rand, scored, unfused
+
+B, H, Q, K, D = BATCH, HEADS, Q_LEN, KV_LEN, DIM
+
+
+def softmax(scores):
+    return torch.softmax(scores * 0.3, dim=-1)
+
+
+def merged(t):
+    return t.reshape(-1, *t.shape[-2:])
+
+
+FOUR_DIMS = {
+    "@": lambda q, k, v: softmax(q @ k.transpose(-2, -1)) @ v,
+    "matmul": lambda q, k, v: torch.matmul(softmax(torch.matmul(q, k.transpose(2, 3))), v),
+    "matmul, keywords": lambda q, k, v: torch.matmul(
+        input=softmax(torch.matmul(input=q, other=k.transpose(2, 3))), other=v
+    ),
+    "method": lambda q, k, v: softmax(q.matmul(k.transpose(-1, -2))).matmul(v),
+    "mT": lambda q, k, v: softmax(q @ k.mT) @ v,
+    "swapaxes": lambda q, k, v: softmax(q @ k.swapaxes(-1, -2)) @ v,
+    "swapdims": lambda q, k, v: softmax(q @ torch.swapdims(k, 2, 3)) @ v,
+    "permute": lambda q, k, v: softmax(q @ k.permute(0, 1, 3, 2)) @ v,
+    "permute, list": lambda q, k, v: softmax(q @ torch.permute(k, (0, 1, -1, -2))) @ v,
+    "transpose, function": lambda q, k, v: softmax(q @ torch.transpose(k, 3, 2)) @ v,
+    "contiguous": lambda q, k, v: softmax(q.contiguous() @ k.mT.contiguous()).contiguous() @ v.contiguous(),
+    "clone": lambda q, k, v: softmax((q @ k.mT.clone()).clone()).clone() @ v,
+    "transposed three times": lambda q, k, v: softmax(q @ k.mT.mT.mT) @ v,
+    "bmm": lambda q, k, v: torch.bmm(
+        softmax(torch.bmm(merged(q), merged(k).transpose(1, 2))), merged(v)
+    ).view(B, H, Q, D),
+    "bmm, softmax on 4 dims": lambda q, k, v: torch.bmm(
+        merged(softmax(torch.bmm(merged(q), merged(k).mT).view(B, H, Q, K))), merged(v)
+    ).view(B, H, Q, D),
+    "bmm and matmul": lambda q, k, v: softmax(torch.bmm(merged(q), merged(k).mT).view(B, H, Q, K)) @ v,
+    "matmul and bmm": lambda q, k, v: torch.bmm(merged(softmax(q @ k.mT)), merged(v)).view(B, H, Q, D),
+    "view of the scores": lambda q, k, v: softmax((q @ k.mT).view(B * H, Q, K)).view(B, H, Q, K) @ v,
+    "unflatten": lambda q, k, v: softmax(torch.bmm(merged(q), merged(k).mT).unflatten(0, (B, H))) @ v,
+    "flatten": lambda q, k, v: softmax((q @ k.mT).flatten(0, 1)).unflatten(0, (B, H)) @ v,
+    "einsum": lambda q, k, v: torch.einsum(
+        "bhqk,bhkd->bhqd", softmax(torch.einsum("bhqd,bhkd->bhqk", q, k)), v
+    ),
+    "einsum, other letters": lambda q, k, v: torch.einsum(
+        "n h i j , n h j c -> n h i c", softmax(torch.einsum("n h i c , n h j c -> n h i j", q, k)), v
+    ),
+    "einsum, k first": lambda q, k, v: torch.einsum(
+        "bhkd,bhqk->bhqd", v, softmax(torch.einsum("bhkd,bhqd->bhqk", k, q))
+    ),
+    "einsum, list": lambda q, k, v: torch.einsum(
+        "bhqk,bhkd->bhqd", [softmax(torch.einsum("bhqd,bhkd->bhqk", [q, k])), v]
+    ),
+    "einsum, k transposed": lambda q, k, v: softmax(torch.einsum("bhqd,bhdk->bhqk", q, k.mT)) @ v,
+    "einsum, out as (b, q, h, d)": lambda q, k, v: torch.einsum(
+        "bhqk,bhkd->bqhd", softmax(torch.einsum("bhqd,bhkd->bhqk", q, k)), v
+    ),
+    "baddbmm": lambda q, k, v: softmax(
+        torch.baddbmm(q.new_zeros(B * H, Q, K), merged(q), merged(k).mT, beta=0.0, alpha=0.5).view(B, H, Q, K)
+    ) @ v,
+    "baddbmm, empty": lambda q, k, v: softmax(
+        torch.baddbmm(q.new_empty(B * H, Q, K), merged(q), merged(k).mT, beta=0, alpha=0.5).view(B, H, Q, K)
+    ) @ v,
+    "scores - 0": lambda q, k, v: softmax(q @ k.mT - 0) @ v,
+}  # fmt: skip
+
+
+@cases(FOUR_DIMS)
+def test_four_dims(case) -> None:
+    check(case, qkv())
+
+
+SOFTMAXES = {
+    "function": lambda s: torch.softmax(s, -1),
+    "positive dim": lambda s: torch.softmax(s, 3),
+    "keyword": lambda s: torch.softmax(input=s, dim=-1),
+    "functional": lambda s: F.softmax(s, dim=-1),
+    "functional, dtype": lambda s: F.softmax(s, dim=-1, dtype=torch.float32).to(s.dtype),
+    "method": lambda s: s.softmax(-1),
+    "method, dtype": lambda s: s.softmax(dim=3, dtype=torch.float32).to(s.dtype),
+    "module": lambda s: torch.nn.Softmax(dim=-1)(s),
+    "special": lambda s: torch.special.softmax(s, -1),
+    "aten": lambda s: torch.ops.aten.softmax.int(s, -1),
+    "aten, _softmax": lambda s: torch.ops.aten._softmax.default(s, -1, False),
+}
+
+
+@cases(SOFTMAXES)
+def test_softmax(case) -> None:
+    check(lambda q, k, v: case(q @ k.mT * 0.3) @ v, qkv())
+
+
+LAYOUTS = {
+    # (b, q, h, d) throughout
+    "bqhd,bkhd->bhqk": (
+        lambda q, k, v: torch.einsum("bhqk,bkhd->bqhd", softmax(torch.einsum("bqhd,bkhd->bhqk", q, k)), v),
+        lambda: (rand(B, Q, H, D), rand(B, K, H, D), rand(B, K, H, D)),
+    ),
+    # XLNet
+    "ibnd,jbnd->bnij": (
+        lambda q, k, v: torch.einsum("bnij,jbnd->ibnd", softmax(torch.einsum("ibnd,jbnd->bnij", q, k)), v),
+        lambda: (rand(Q, B, H, D), rand(K, B, H, D), rand(K, B, H, D)),
+    ),
+    "transposed views": (
+        lambda q, k, v: (
+            (softmax(q.transpose(1, 2) @ k.permute(0, 2, 3, 1)) @ v.transpose(1, 2))
+            .transpose(1, 2).contiguous().view(B, Q, H * D)
+        ),
+        lambda: (rand(B, Q, H, D), rand(B, K, H, D), rand(B, K, H, D)),
+    ),
+    "k given transposed": (
+        lambda q, k, v: softmax(q @ k) @ v,
+        lambda: (rand(B, H, Q, D), rand(B, H, D, K), rand(B, H, K, D)),
+    ),
+    "v given transposed": (
+        lambda q, k, v: softmax(q @ k.mT) @ v.mT,
+        lambda: (rand(B, H, Q, D), rand(B, H, K, D), rand(B, H, D, K)),
+    ),
+    "packed qkv": (
+        lambda x: (lambda q, k, v: softmax(q @ k.mT) @ v)(
+            *x.view(B, Q, 3, H, D).permute(2, 0, 3, 1, 4).unbind(0)
+        ),
+        lambda: (rand(B, Q, 3 * H * D),),
+    ),
+    "chunked": (
+        lambda x: (lambda q, k, v: softmax(q @ k.mT) @ v)(
+            *(t.view(B, Q, H, D).transpose(1, 2) for t in x.chunk(3, dim=-1))
+        ),
+        lambda: (rand(B, Q, 3 * H * D),),
+    ),
+    "split": (
+        lambda x: (lambda q, k, v: softmax(q @ k.mT) @ v)(*x.split([4, 4, 6], dim=-1)),
+        lambda: (rand(B, H, Q, 14),),
+    ),
+    "every second": (
+        lambda q, k, v: softmax(q[..., ::2] @ k[..., ::2].mT) @ v[..., 1::2],
+        lambda: qkv(),
+    ),
+    "two dims": (
+        lambda q, k, v: softmax(q @ k.T) @ v,
+        lambda: (rand(Q, D), rand(K, D), rand(K, D)),
+    ),
+    "two dims, t and mm": (
+        lambda q, k, v: torch.mm(softmax(torch.mm(q, k.t())), v),
+        lambda: (rand(Q, D), rand(K, D), rand(K, D)),
+    ),
+    "three dims": (
+        lambda q, k, v: torch.bmm(softmax(torch.bmm(q, k.transpose(1, 2))), v),
+        lambda: (rand(B, Q, D), rand(B, K, D), rand(B, K, D)),
+    ),
+    "three dims, mask": (
+        lambda q, k, v: (softmax(q @ k.mT + torch.arange(K)) @ v),
+        lambda: (rand(B, Q, D), rand(B, K, D), rand(B, K, D)),
+    ),
+    "five dims": (
+        lambda q, k, v: softmax(q @ k.mT) @ v,
+        lambda: (rand(B, 2, H, Q, D), rand(B, 2, H, K, D), rand(B, 2, H, K, D)),
+    ),
+    "five dims, mask per window": (
+        lambda q, k, v, m: softmax(q @ k.mT + m[:, None]) @ v,
+        lambda: (rand(B, 2, H, Q, D), rand(B, 2, H, K, D), rand(B, 2, H, K, D), rand(2, Q, K, grad=False)),
+    ),
+    # Swin: windows split off the batch for the mask, and merged again
+    "windows": (
+        lambda q, k, v, m: softmax(
+            ((q @ k.mT).view(B, 2, H, Q, K) + m.unsqueeze(1).unsqueeze(0)).view(-1, H, Q, K)
+        ) @ v,
+        lambda: (rand(2 * B, H, Q, D), rand(2 * B, H, K, D), rand(2 * B, H, K, D), rand(2, Q, K, grad=False)),
+    ),
+    "windows, bias before": (
+        lambda q, k, v, m, b: softmax(
+            (((q @ k.mT) + b).view(B, 2, H, Q, K) + m.unsqueeze(1).unsqueeze(0)).view(-1, H, Q, K)
+        ) @ v,
+        lambda: (
+            rand(2 * B, H, Q, D), rand(2 * B, H, K, D), rand(2 * B, H, K, D), rand(2, Q, K, grad=False),
+            rand(H, Q, K),
+        ),
+    ),
+    # BLOOM
+    "baddbmm with a bias": (
+        lambda q, k, v, a: torch.bmm(
+            softmax(
+                a.baddbmm(batch1=merged(q), batch2=merged(k).mT, beta=2.0, alpha=0.5).view(B, H, Q, K)
+            ).view(B * H, Q, K),
+            merged(v),
+        ),
+        lambda: (*qkv(), rand(B * H, 1, K)),
+    ),
+}  # fmt: skip
+
+
+@cases(LAYOUTS)
+def test_layout(case) -> None:
+    fn, inputs = case
+    check(fn, inputs())
+
+
+SIZES = {
+    "one query": dict(q_len=1),
+    "one key": dict(kv_len=1),
+    "one query, one key": dict(q_len=1, kv_len=1),
+    "one batch": dict(batch=1),
+    "one head": dict(heads=1),
+    "all ones": dict(q_len=1, kv_len=1, batch=1, heads=1, dim=1),
+    "equal lengths": dict(q_len=9, kv_len=9),
+    "more queries than keys": dict(q_len=13, kv_len=5),
+    "head dim 24": dict(dim=24),
+    "head dim 5": dict(dim=5),
+    "wider values": dict(v_dim=24),
+    "narrower values": dict(v_dim=8),
+    "length is dim is heads": dict(q_len=4, kv_len=4, dim=4, heads=4, batch=4),
+}
+
+
+@cases(SIZES)
+def test_size(case) -> None:
+    q_len, kv_len = case.get("q_len", Q), case.get("kv_len", K)
+    mask = rand(q_len, kv_len, grad=False)
+    # With one key, the gradients of q and k are zero: what is computed is rounding.
+    check(scored(lambda s, m: s * 0.3 + m), (*qkv(**case), mask), train=kv_len > 1)
+
+
+@pytest.mark.parametrize(
+    "dims", [(0, 2, 1, 3), (1, 0, 2, 3), (0, 3, 2, 1), (3, 1, 2, 0), (2, 1, 0, 3)], ids=str
+)
+def test_k_permuted(dims: tuple[int, ...]) -> None:
+    """All sizes are equal, so that any permutation of K gives a product of the right shape."""
+    q, k, v = qkv(4, 4, batch=4, heads=4, dim=4)
+    check(lambda q, k, v: softmax(q @ k.permute(dims)) @ v, (q, k, v), fused=None)
+    check(lambda q, k, v: softmax(q.permute(dims) @ k.mT) @ v.permute(dims), (q, k, v), fused=None)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -2])
+def test_softmax_over_another_dim(dim: int) -> None:
+    def fn(q, k, v):
+        return torch.softmax(q @ k.transpose(-2, -1), dim=dim) @ v
+
+    unfused(fn, qkv(4, 4, batch=4, heads=4, dim=4), "not over the keys")
+
+
+def test_einsum_that_sums_heads() -> None:
+    def fn(q, k, v):
+        return softmax(torch.einsum("bhqd,bhkd->bqk", q, k)) @ v[:, 0]
+
+    unfused(fn, qkv(), "is no product of queries and keys")
+
+
+def test_einsum_that_sums_heads_of_v() -> None:
+    def fn(q, k, v):
+        return torch.einsum("bhqk,bhkd->bqd", softmax(q @ k.mT), v)
+
+    unfused(fn, qkv(), "is no product of weights and values")
+
+
+def test_einsum_over_queries() -> None:
+    """The weights are multiplied with v over their query dim."""
+
+    def fn(q, k, v):
+        return torch.einsum("bhqk,bhqd->bhkd", softmax(q @ k.mT), v)
+
+    unfused(fn, qkv(Q, Q), "is no product of weights and values")
+
+
+def test_einsum_with_ellipsis() -> None:
+    def fn(q, k, v):
+        return torch.einsum("...qk,...kd->...qd", softmax(torch.einsum("...qd,...kd->...qk", q, k)), v)
+
+    check(fn, qkv(), fused=None)
+
+
+def test_einsum_without_arrow() -> None:
+    """Implicit: the letters in alphabetical order."""
+    check(lambda q, k, v: softmax(torch.einsum("bhqd,bhkd", q, k).mT) @ v, qkv(), fused=None)
+
+
+def test_einsum_with_scale() -> None:
+    """Three operands."""
+    fn = lambda q, k, v, s: softmax(torch.einsum("bhqd,bhkd,h->bhqk", q, k, s)) @ v  # noqa: E731
+    check(fn, (*qkv(), rand(H)), fused=None)
+
+
+ALIKE = {
+    "weights on the right": lambda q, k, v: (v.mT @ softmax(q @ k.mT).mT).mT,
+    "weights transposed": lambda q, k, v: softmax(q @ k.mT).mT @ q,
+    "scores transposed": lambda q, k, v: softmax((k @ q.mT).mT) @ v,
+    "scores viewed otherwise": lambda q, k, v: softmax((q @ k.mT).view(B, H, K, Q)).view(B, H, Q, K) @ v,
+    "weights viewed otherwise": lambda q, k, v: softmax(q @ k.mT).view(B, H, K, Q) @ q,
+    "weights of a slice": lambda q, k, v: softmax(q @ k.mT)[..., :5] @ v[..., :5, :],
+    "scores of a slice": lambda q, k, v: softmax((q @ k.mT)[..., :5]) @ v[..., :5, :],
+    "rolled scores": lambda q, k, v: softmax(torch.roll(q @ k.mT, 1, -1)) @ v,
+    "flipped weights": lambda q, k, v: softmax(q @ k.mT).flip(-1) @ v,
+    "sum of weights": lambda q, k, v: softmax(q @ k.mT).sum(1) @ v[:, 0],
+    "log_softmax": lambda q, k, v: F.log_softmax(q @ k.mT, -1) @ v,
+    "softmin": lambda q, k, v: F.softmin(q @ k.mT, -1) @ v,
+    "no product above": lambda q, k, v: softmax(torch.cdist(q, k)) @ v,
+    "v is the weights": lambda q, k, v: (lambda w: w @ w.mT)(softmax(q @ k.mT)),
+    "addmm": lambda q, k, v: torch.addmm(v[0, 0, :Q], softmax(q[0, 0] @ k[0, 0].T), v[0, 0]),
+    "with a vector": lambda q, k, v: softmax(q @ k.mT) @ v[0, 0, :, 0],
+}
+
+
+@cases(ALIKE)
+def test_alike(case) -> None:
+    check(case, qkv(), fused=0 if case is not ALIKE["scores transposed"] else None)
+
+
+def test_out_argument() -> None:
+    """A tensor that is called out, and one that is written to."""
+
+    def named(q, k, out):
+        return softmax(q @ k.mT) @ out
+
+    check(named, qkv())
+
+    def written(q, k, v, buffer):
+        torch.matmul(q, k.mT, out=buffer)
+        return softmax(buffer) @ v, buffer
+
+    check(written, (*qkv(grad=False), torch.empty(B, H, Q, K)), train=False, fused=None)

@@ -1,0 +1,400 @@
+"""Where attention may stand: checkpoints, nested regions, exported graphs, loops, graph breaks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from inductor_fusions import config, testing
+from tests.attention.support import (
+    BATCH,
+    HEADS,
+    KV_LEN,
+    Q_LEN,
+    additive,
+    cases,
+    check,
+    qkv,
+    rand,
+    scored,
+    sdpa,
+    visible,
+)
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+def attend(q, k, v, mask=None):
+    scores = q @ k.transpose(-2, -1) * 0.3
+    if mask is not None:
+        scores = scores + mask
+    return torch.softmax(scores, dim=-1) @ v
+
+
+def causal_mask(q, k):
+    hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
+    return torch.zeros(hidden.shape, dtype=q.dtype).masked_fill(hidden, LOWEST)
+
+
+# -- checkpoint -----------------------------------------------------------------------------------
+
+
+def test_checkpoint() -> None:
+    mask = additive(visible(BATCH, 1, Q_LEN, KV_LEN))
+    fn = lambda q, k, v, m: checkpoint(attend, q, k, v, m, use_reentrant=False)  # noqa: E731
+    check(fn, (*qkv(), mask))
+
+
+def test_checkpoint_of_a_layer() -> None:
+    """The mask is made outside, and is causal: what the body sees is a placeholder."""
+
+    def fn(q, k, v):
+        mask = causal_mask(q, k)
+        q = q + checkpoint(attend, q, k, v, mask, use_reentrant=False)
+        return q + checkpoint(attend, q, k, v, mask, use_reentrant=False)
+
+    check(fn, qkv(9, 9), fused=2, kernel="is_causal")
+
+
+def test_checkpoint_that_makes_its_mask() -> None:
+    fn = lambda q, k, v: checkpoint(  # noqa: E731
+        lambda q, k, v: attend(q, k, v, causal_mask(q, k)), q, k, v, use_reentrant=False
+    )
+    check(fn, qkv(9, 9), kernel="is_causal")
+
+
+def test_checkpoint_with_a_mask_that_is_not_causal() -> None:
+    """The operand bound to the body's placeholder is another one in each call."""
+
+    def fn(q, k, v, mask):
+        q = q + checkpoint(attend, q, k, v, causal_mask(q, k), use_reentrant=False)
+        return q + checkpoint(attend, q, k, v, mask, use_reentrant=False)
+
+    mask = additive(visible(9, 9))
+    seen = check(fn, (*qkv(9, 9), mask), fused=2)
+    assert sum("is_causal" in site.kernel for site in seen.sites) <= 1
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(24, 3 * HEADS * 8)
+        self.out = nn.Linear(HEADS * 8, 24)
+
+    def forward(self, x, mask=None):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, HEADS, 8).permute(2, 0, 3, 1, 4)
+        return x + self.out(attend(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+class Stack(nn.Module):
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.checkpointed = checkpointed
+
+    def forward(self, x, mask):
+        for layer in self.layers:
+            x = checkpoint(layer, x, mask, use_reentrant=False) if self.checkpointed else layer(x, mask)
+        return x
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+def test_model(checkpointed: bool) -> None:
+    x, mask = rand(BATCH, Q_LEN, 24), additive(visible(BATCH, 1, 1, Q_LEN))
+    check(Stack(checkpointed), (x, mask), fused=3, kernel="pad")
+
+
+# -- nested regions -------------------------------------------------------------------------------
+
+
+@torch.compiler.nested_compile_region
+def nested(q, k, v, mask):
+    return attend(q, k, v, mask)
+
+
+@torch.compiler.nested_compile_region
+def nested_causal(q, k, v):
+    return attend(q, k, v, causal_mask(q, k))
+
+
+@pytest.mark.parametrize("backend", [testing.EAGER_AFTER_PASSES, "inductor"])
+def test_nested_region(backend: str) -> None:
+    mask = additive(visible(BATCH, 1, Q_LEN, KV_LEN))
+    check(lambda q, k, v, m: nested(q, k, v, m) * 2.0, (*qkv(), mask), backend=backend)
+
+
+def test_nested_region_called_twice() -> None:
+    """Its body is shared by both calls: what is proved of one call's mask does not hold for the other."""
+
+    def fn(q, k, v, mask):
+        q = nested(q, k, v, causal_mask(q, k))
+        return nested(q, k, v, mask)
+
+    # PyTorch differentiates a region that is called twice only where Inductor compiles it.
+    inputs = (*qkv(9, 9), additive(visible(9, 9)))
+    check(fn, inputs, fused=None, train=False)
+    check(fn, inputs, fused=None, backend="inductor")
+    check(lambda q, k, v: nested_causal(nested_causal(q, k, v), k, v), qkv(9, 9), fused=None, train=False)
+
+
+def test_nested_region_that_is_causal() -> None:
+    check(nested_causal, qkv(9, 9), kernel="is_causal")
+
+
+# -- other surroundings ---------------------------------------------------------------------------
+
+
+def test_no_grad_inside() -> None:
+    def fn(q, k, v):
+        with torch.no_grad():
+            first = attend(q, k, v)
+        return first + attend(q, k, v)
+
+    check(fn, qkv(), fused=2)
+
+
+def test_inference_mode() -> None:
+    def fn(q, k, v):
+        with torch.inference_mode():
+            return attend(q, k, v)
+
+    check(fn, qkv(), train=False)
+
+
+def test_set_grad_enabled() -> None:
+    def fn(q, k, v):
+        torch.set_grad_enabled(False)
+        first = attend(q, k, v)
+        torch.set_grad_enabled(True)
+        return first + attend(q, k, v)
+
+    check(fn, qkv(), fused=2)
+
+
+def test_graph_break() -> None:
+    def fn(q, k, v):
+        first = attend(q, k, v)
+        torch._dynamo.graph_break()
+        return first + attend(q, k, v)
+
+    check(fn, qkv(), fused=2)
+
+
+def test_graph_break_inside() -> None:
+    """Half of an attention in each graph."""
+
+    def fn(q, k, v):
+        scores = q @ k.transpose(-2, -1)
+        torch._dynamo.graph_break()
+        return torch.softmax(scores * 0.3, dim=-1) @ v
+
+    check(fn, qkv(), fused=0)
+
+
+def test_detached() -> None:
+    def fn(q, k, v):
+        return attend(q.detach(), k, v) + attend(q, k.detach(), v.detach())
+
+    check(fn, qkv(), fused=2)
+
+
+def test_detached_weights() -> None:
+    """No gradient through the scores: an SDPA would let one through."""
+
+    def fn(q, k, v):
+        return torch.softmax(q @ k.mT * 0.3, dim=-1).detach() @ v
+
+    check(fn, qkv(), fused=None)
+
+
+def test_detached_scores() -> None:
+    def fn(q, k, v):
+        return torch.softmax((q @ k.mT).detach() * 0.3, dim=-1) @ v
+
+    check(fn, qkv(), fused=None)
+
+
+def test_weights_without_gradient() -> None:
+    """Computed under no_grad, used outside of it."""
+
+    def fn(q, k, v):
+        with torch.no_grad():
+            weights = torch.softmax(q @ k.mT * 0.3, dim=-1)
+        return weights @ v
+
+    check(fn, qkv(), fused=None)
+
+
+def test_scores_without_gradient() -> None:
+    def fn(q, k, v):
+        with torch.no_grad():
+            scores = q @ k.mT * 0.3
+        return torch.softmax(scores, dim=-1) @ v
+
+    check(fn, qkv(), fused=None)
+
+
+def test_fill_without_gradient() -> None:
+    def fn(q, k, v, mask):
+        scores = q @ k.mT * 0.3
+        with torch.no_grad():
+            scores.masked_fill_(mask, LOWEST)
+        return torch.softmax(scores, dim=-1) @ v
+
+    check(fn, (*qkv(), ~visible(Q_LEN, KV_LEN)), fused=None)
+
+
+class Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return attend(q, k, v)
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v = ctx.saved_tensors
+        return grad * q.sum(), grad.sum() * k, grad.sum() * v
+
+
+def test_autograd_function() -> None:
+    """A body with a gradient of its own."""
+    q, k, v = qkv(9, 9)
+    check(lambda q, k, v: Function.apply(q, k, v), (q, k, v), fused=None, slack=64.0)
+
+
+def test_conditional() -> None:
+    def fn(flag, q, k, v):
+        return torch.cond(flag, lambda q, k, v: attend(q, k, v), lambda q, k, v: attend(q, k, -v), (q, k, v))
+
+    def plain(flag, q, k, v):
+        return attend(q, k, v if flag else -v)
+
+    for flag in (True, False):
+        check(fn, (torch.tensor(flag), *qkv()), fused=None, train=False, reference=plain)
+
+
+def test_map_over_batch() -> None:
+    fn = lambda q, k, v: torch.vmap(attend)(q, k, v)  # noqa: E731
+    check(fn, qkv(), fused=None)
+
+
+def test_gradient_inside() -> None:
+    """A gradient taken within the compiled function."""
+
+    def fn(q, k, v):
+        return torch.func.grad(lambda q: attend(q, k, v).square().sum())(q)
+
+    check(fn, qkv(grad=False), train=False, fused=None, slack=16.0)
+
+
+def test_same_tensor_thrice() -> None:
+    check(lambda x: attend(x, x, x), (rand(BATCH, HEADS, 9, 16),))
+
+
+def test_used_twice() -> None:
+    """One product of the scores for two softmaxes, and one softmax for two products."""
+    check(
+        lambda q, k, v: (lambda s: torch.softmax(s, -1) @ v + torch.softmax(-s, -1) @ v)(q @ k.mT),
+        qkv(), fused=0, reason="used elsewhere",
+    )  # fmt: skip
+    check(
+        lambda q, k, v: (lambda w: torch.cat([w @ v, w @ v.flip(-1)]))(torch.softmax(q @ k.mT, -1)),
+        qkv(), fused=0, reason="used elsewhere",
+    )  # fmt: skip
+
+
+RETURNED = {
+    "weights": lambda q, k, v: (lambda w: (w @ v, w))(torch.softmax(q @ k.mT * 0.3, -1)),
+    "scores": lambda q, k, v: (lambda s: (torch.softmax(s, -1) @ v, s))(q @ k.mT * 0.3),
+    "product": lambda q, k, v: (lambda s: (torch.softmax(s * 0.3, -1) @ v, s))(q @ k.mT),
+    "weights, dropped": lambda q, k, v: (lambda w: (w @ v, w))(
+        nn.functional.dropout(torch.softmax(q @ k.mT * 0.3, -1), 0.0)
+    ),
+    "entropy": lambda q, k, v: (lambda w: (w @ v, (w * w.log()).sum()))(torch.softmax(q @ k.mT * 0.3, -1)),
+    "logsumexp": lambda q, k, v: (lambda s: (torch.softmax(s, -1) @ v, s.logsumexp(-1)))(q @ k.mT * 0.3),
+    "view of the weights": lambda q, k, v: (lambda w: (w @ v, w[0]))(torch.softmax(q @ k.mT * 0.3, -1)),
+}
+
+
+@cases(RETURNED)
+def test_returned(case) -> None:
+    check(case, qkv(), fused=0, reason="used elsewhere")
+
+
+def test_shape_of_the_scores() -> None:
+    """The size of an intermediate is no use of its values."""
+
+    def fn(q, k, v):
+        scores = q @ k.mT
+        weights = torch.softmax(scores / scores.shape[-1] ** 0.5, dim=-1)
+        return (weights @ v) * weights.size(-2)
+
+    check(fn, qkv())
+    check(fn, qkv(), dynamic=True, fused=None)
+
+
+# -- exported graphs ------------------------------------------------------------------------------
+
+
+class Whole(nn.Module):
+    def __init__(self, change=None) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, q, k, v, mask):
+        scores = torch.matmul(q, k.transpose(-1, -2)) / 4.0
+        scores = self.change(scores, mask) if self.change else scores + mask
+        return torch.matmul(nn.functional.dropout(torch.softmax(scores, dim=-1), 0.1, self.training), v)
+
+
+EXPORTED = {
+    "add": None,
+    "masked_fill": lambda s, m: s.masked_fill(m < 0, LOWEST),
+    "where": lambda s, m: torch.where(m < 0, LOWEST, s),
+    "in place": lambda s, m: s.mul_(0.5).add_(m),
+    "upcast": lambda s, m: (s + m).float(),
+}
+
+
+@cases(EXPORTED)
+def test_exported(case) -> None:
+    """aten operations with their overloads, through torch.export."""
+    q, k, v = qkv(grad=False)
+    mask = additive(visible(BATCH, 1, Q_LEN, KV_LEN))
+    module = torch.export.export(Whole(case).eval(), (q, k, v, mask)).module()
+    reference = Whole(None if case is EXPORTED["upcast"] else case).eval()
+    check(module, (q, k, v, mask), train=False, reference=reference)
+
+
+def test_exported_and_decomposed() -> None:
+    q, k, v = qkv(grad=False)
+    mask = additive(visible(BATCH, 1, Q_LEN, KV_LEN))
+    program = torch.export.export(Whole().eval(), (q, k, v, mask)).run_decompositions()
+    check(program.module(), (q, k, v, mask), train=False, fused=None, reference=Whole().eval())
+
+
+def test_exported_sdpa() -> None:
+    class Call(nn.Module):
+        def forward(self, q, k, v):
+            return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=causal_mask(q, k))
+
+    inputs = qkv(9, 9, grad=False)
+    module = torch.export.export(Call(), inputs).module()
+    seen = check(module, inputs, train=False, kernel="is_causal", reference=Call())
+    assert sdpa(seen.ours).kwargs["is_causal"] is True
+
+
+# -- policy ---------------------------------------------------------------------------------------
+
+
+def test_left_to_stock() -> None:
+    """Under the default policy, what is not measured to pay stays as it is, and says so."""
+    seen = check(scored(), qkv(), fused=None, policy="profitable")
+    assert [site.verdict for site in seen.sites] in (["left to stock"], ["fused"])
+
+
+def test_switched_off() -> None:
+    with config.patch(attention=False):
+        assert check(scored(), qkv(), fused=0).sites == []

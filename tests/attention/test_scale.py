@@ -1,0 +1,210 @@
+"""The scale of the scores: each spelling, and what looks like one."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tests.attention.support import (
+    BATCH,
+    DIM,
+    HEADS,
+    KV_LEN,
+    Q_LEN,
+    cases,
+    check,
+    qkv,
+    rand,
+    scored,
+    sdpa,
+    unfused,
+)
+
+
+def _in_place(scores, *, times):
+    scores *= times
+    return scores
+
+
+CONSTANTS = {
+    "none": scored(),
+    "mul": scored(lambda s: s * 0.3),
+    "mul, number first": scored(lambda s: 0.3 * s),
+    "mul, integer": scored(lambda s: s * 2),
+    "mul, function": scored(lambda s: torch.mul(s, 0.3)),
+    "mul, alias": scored(lambda s: torch.multiply(s, 0.3)),
+    "mul, method": scored(lambda s: s.mul(0.3)),
+    "div": scored(lambda s: s / 3.0),
+    "div, integer": scored(lambda s: s / 3),
+    "div, function": scored(lambda s: torch.div(s, 3.0)),
+    "div, alias": scored(lambda s: torch.true_divide(s, 3.0)),
+    "div, method": scored(lambda s: s.div(3.0)),
+    "div, alias method": scored(lambda s: s.divide(3.0)),
+    "imul": scored(lambda s: _in_place(s, times=0.3)),
+    "mul_": scored(lambda s: s.mul_(0.3)),
+    "div_": scored(lambda s: s.div_(3.0)),
+    "mul, then div": scored(lambda s: s * 2.0 / 3.0),
+    "negative": scored(lambda s: s * -0.3),
+    "neg": scored(lambda s: -s),
+    "zero": scored(lambda s: s * 0.0),
+    "number added as well": scored(lambda s: s * 0.3 + 1.5),
+    "square root of the dim": lambda q, k, v: torch.softmax(q @ k.mT / math.sqrt(q.size(-1)), -1) @ v,
+    "power of the dim": lambda q, k, v: torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v,
+    "on q": lambda q, k, v: torch.softmax((q * 0.3) @ k.mT, -1) @ v,
+    "on q, div": lambda q, k, v: torch.softmax((q / 3.0) @ k.mT, -1) @ v,
+    "on k": lambda q, k, v: torch.softmax(q @ (k * 0.3).mT, -1) @ v,
+    "on k, transposed": lambda q, k, v: torch.softmax(q @ (k.mT * 0.3), -1) @ v,
+    "on both": lambda q, k, v: torch.softmax((q * DIM**-0.25) @ (k * DIM**-0.25).mT, -1) @ v,
+    "tensor from a number": scored(lambda s: s * torch.tensor(0.3)),
+    "tensor from a number first": scored(lambda s: torch.tensor(0.3) * s),
+    "tensor full": scored(lambda s: s * torch.full((), 0.3)),
+    "tensor full, one element": scored(lambda s: s / torch.full((1,), 3.0)),
+    "square root of a tensor": scored(lambda s: s / torch.sqrt(torch.tensor(DIM * 3))),
+}
+
+
+@cases(CONSTANTS)
+def test_constant(case) -> None:
+    check(case, qkv())
+
+
+def test_scale_is_given() -> None:
+    """Not the default of SDPA, which is 1 / sqrt(dim)."""
+    for fn, scale in (
+        (scored(), 1.0),
+        (scored(lambda s: s * 0.3), 0.3),
+        (scored(lambda s: s / 8.0 * 2.0), 0.25),
+    ):
+        assert sdpa(check(fn, qkv()).ours).kwargs["scale"] == scale
+
+
+def test_symbolic_dim() -> None:
+    """head_dim ** 0.5 where the head dim is symbolic."""
+    fn = CONSTANTS["power of the dim"]
+    for q, k, v in (qkv(), qkv(dim=24)):
+        for t in (q, k):
+            torch._dynamo.mark_dynamic(t, 3)
+        check(fn, (q, k, v), fused=None, dynamic=True)
+
+
+#: The gradient of a scale is a sum of thousands of terms of both signs, and much smaller than they are.
+SUMMED = 64.0
+
+TENSORS = {
+    "0-d": (),
+    "one element": (1,),
+    "one element, 4-d": (1, 1, 1, 1),
+    "per head": (HEADS, 1, 1),
+    "per head, 4-d": (1, HEADS, 1, 1),
+    "per batch": (BATCH, 1, 1, 1),
+    "per batch and head": (BATCH, HEADS, 1, 1),
+}
+
+
+@cases(TENSORS)
+def test_tensor(case) -> None:
+    scale = torch.rand(case) + 0.5
+    check(scored(lambda s, t: s * t), (*qkv(), scale))
+    check(scored(lambda s, t: s / t), (*qkv(), scale), train=False)
+
+
+@cases(TENSORS)
+def test_tensor_with_gradient(case) -> None:
+    scale = (torch.rand(case) + 0.5).requires_grad_()
+    for fn in (scored(lambda s, t: t * s), scored(lambda s, t: s / t), scored(lambda s, t: s.div_(t) * 0.5)):
+        check(fn, (*qkv(), scale), slack=SUMMED)
+
+
+def test_two_tensors() -> None:
+    per_head, number = torch.rand(HEADS, 1, 1) + 0.5, torch.tensor(0.7, requires_grad=True)
+    check(scored(lambda s, t, u: s * t / u), (*qkv(), per_head, number), slack=SUMMED)
+
+
+def test_logit_scale() -> None:
+    """Swin V2: exp of a clamped learned number per head, on normalised q and k."""
+
+    def fn(q, k, v, scale):
+        q, k = torch.nn.functional.normalize(q, dim=-1), torch.nn.functional.normalize(k, dim=-1)
+        return torch.softmax(q @ k.transpose(-2, -1) * torch.clamp(scale, max=4.6).exp(), dim=-1) @ v
+
+    check(fn, (*qkv(), rand(HEADS, 1, 1)), slack=SUMMED)
+
+
+def test_integer_scalar_tensor() -> None:
+    check(scored(lambda s, t: s * t), (*qkv(), torch.tensor(2)), fused=None)
+
+
+def test_wider_scalar_tensor() -> None:
+    """A 0-d tensor of a wider dtype does not promote the scores; one with dims does."""
+    check(scored(lambda s, t: s * t), (*qkv(), torch.tensor(0.3, dtype=torch.float64)))
+    wide = torch.rand(HEADS, 1, 1, dtype=torch.float64) + 0.5
+    product = scored(lambda s, t: s * t)
+    check(scored(lambda s, t: (s * t).float()), (*qkv(), wide), fused=None, reference=product)
+
+
+def test_constant_after_bias() -> None:
+    """The bias is scaled as well."""
+    bias = rand(HEADS, Q_LEN, KV_LEN)
+    check(scored(lambda s, b: (s + b) * 0.3), (*qkv(), bias))
+    check(scored(lambda s, b: (s * 0.5 + b) / 3.0), (*qkv(), bias))
+
+
+NOT_A_SCALE = {
+    "per query": ((Q_LEN, 1), lambda s, t: s * t, "varies over queries or keys"),
+    "per key": ((KV_LEN,), lambda s, t: s * t, "varies over queries or keys"),
+    "per score": ((Q_LEN, KV_LEN), lambda s, t: s / t, "varies over queries or keys"),
+    "after a bias": ((HEADS, 1, 1), lambda s, t: (s + torch.ones(KV_LEN).cumsum(0)) * t, "after a bias"),
+    "rounded": ((), lambda s, t: torch.div(s, 0.01, rounding_mode="floor"), "rounding"),
+    "squared": ((), lambda s, t: s**2, "pow stands between"),
+    "times itself": ((), lambda s, t: s * s, ""),
+    "divides": ((), lambda s, t: t / s.add(100.0), ""),
+    "exponent": ((), lambda s, t: torch.exp(s), "exp stands between"),
+    "widens the scores": ((2, 1, 1, 1, 1), lambda s, t: s * t, ""),
+}
+
+
+@cases(NOT_A_SCALE)
+def test_not_a_scale(case) -> None:
+    shape, change, reason = case
+    unfused(scored(change), (*qkv(), torch.rand(shape) + 0.5), reason)
+
+
+def test_depends_on_q() -> None:
+    def fn(q, k, v):
+        return torch.softmax(q @ k.transpose(-2, -1) * q.sum(-1, keepdim=True), dim=-1) @ v
+
+    unfused(fn, qkv(), "varies over queries or keys")
+
+
+def test_depends_on_k() -> None:
+    def fn(q, k, v):
+        return torch.softmax(q @ k.transpose(-2, -1) * k.sum(-1)[:, :, None], dim=-1) @ v
+
+    unfused(fn, qkv(), "varies over queries or keys")
+
+
+def test_integers_per_head() -> None:
+    check(scored(lambda s, t: s * t), (*qkv(), torch.arange(HEADS)[:, None, None]), fused=None)
+
+
+def test_scale_overwritten_afterwards() -> None:
+    """The scores were scaled by the tensor as it was before."""
+
+    def fn(q, k, v, scale):
+        weights = torch.softmax(q @ k.transpose(-2, -1) * scale, dim=-1)
+        scale.mul_(3.0)
+        return weights @ v + scale
+
+    check(fn, (*qkv(), torch.tensor(0.5)), fused=None, train=False)
+
+
+def test_scale_overwritten_before() -> None:
+    """A number that was made from a constant is not that constant any more."""
+
+    def fn(q, k, v):
+        scale = torch.full((), 0.3)
+        scale.mul_(3.0)
+        return torch.softmax(q @ k.transpose(-2, -1) * scale, dim=-1) @ v
+
+    check(fn, qkv(), fused=None)

@@ -1,0 +1,245 @@
+"""Calls of scaled_dot_product_attention: what their mask costs and does not say, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inductor_fusions import testing
+from tests.attention.support import (
+    BATCH,
+    HEADS,
+    KV_LEN,
+    Q_LEN,
+    additive,
+    cases,
+    check,
+    qkv,
+    rand,
+    sdpa,
+    visible,
+)
+
+S = 9
+LOWEST = torch.finfo(torch.float32).min
+
+
+def causal(q, k):
+    return torch.arange(k.shape[-2]) <= torch.arange(q.shape[-2])[:, None]
+
+
+CAUSAL = {
+    "boolean": lambda q, k: causal(q, k),
+    "boolean, expanded": lambda q, k: causal(q, k)[None, None].expand(BATCH, 1, -1, -1),
+    "boolean, all heads": lambda q, k: causal(q, k).expand(BATCH, HEADS, S, S),
+    "additive": lambda q, k: torch.where(causal(q, k), 0.0, LOWEST),
+    "additive, infinite": lambda q, k: torch.zeros(S, S).masked_fill(~causal(q, k), float("-inf")),
+    "triu": lambda q, k: torch.triu(torch.full((S, S), float("-inf")), diagonal=1),
+    "dtype of q": lambda q, k: torch.full((S, S), LOWEST).triu(1).to(q.dtype),
+}
+
+
+@cases(CAUSAL)
+def test_causal(case) -> None:
+    fn = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=case(q, k))  # noqa: E731
+    # Doubled q, k and v need a doubled mask.
+    exact = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
+    call = sdpa(check(fn, qkv(S, S), kernel="is_causal", reference=exact).ours)
+    assert call.kwargs["is_causal"] is True
+    assert call.kwargs.get("attn_mask") is None
+
+
+def test_causal_with_symbolic_sizes() -> None:
+    def fn(q, k, v):
+        mask = causal(q, k)[None, None].expand(q.shape[0], 1, -1, -1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    check(fn, qkv(S, S), kernel="is_causal", dynamic=True)
+
+
+VISIBLE = {
+    "boolean": lambda q, k: torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool),
+    "padding": lambda q, k: torch.ones(q.shape[0], 1, 1, k.shape[-2], dtype=torch.bool),
+    "additive": lambda q, k: torch.zeros(q.shape[-2], k.shape[-2], dtype=q.dtype),
+    "in range": lambda q, k: (torch.arange(k.shape[-2]) < k.shape[-2])[None],
+}
+
+
+@cases(VISIBLE)
+def test_all_visible(case) -> None:
+    fn = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=case(q, k))  # noqa: E731
+    seen = check(fn, qkv())
+    call = sdpa(seen.ours)
+    assert call.kwargs.get("attn_mask") is None and not call.kwargs["is_causal"]
+    assert seen.sites[0].kernel == "sdpa"
+
+
+def test_options_are_kept() -> None:
+    def fn(q, k, v):
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=causal(q, k), dropout_p=0.25, scale=0.3, enable_gqa=True
+        )
+
+    run = testing.capture(fn, *qkv(S, S, heads=6, kv_heads=2), train=True, backend=testing.EAGER_AFTER_PASSES)
+    kwargs = dict(sdpa(run).kwargs)
+    assert kwargs.pop("attn_mask", None) is None
+    assert kwargs == {"dropout_p": 0.25, "is_causal": True, "scale": 0.3, "enable_gqa": True}
+
+
+def test_default_scale_is_kept() -> None:
+    """No scale given is 1 / sqrt(dim), not 1."""
+    fn = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=causal(q, k))  # noqa: E731
+    call = sdpa(check(fn, qkv(S, S, dim=24)).ours)
+    assert call.kwargs.get("scale") in (None, 24**-0.5)
+
+
+def test_options_by_position() -> None:
+    fn = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, causal(q, k), 0.0, False, scale=0.3)  # noqa: E731
+    check(fn, qkv(S, S), kernel="is_causal")
+
+
+GIVEN = {
+    "boolean": lambda: visible(BATCH, 1, Q_LEN, KV_LEN),
+    "additive": lambda: additive(visible(BATCH, 1, Q_LEN, KV_LEN)),
+    "padding": lambda: visible(BATCH, 1, 1, KV_LEN),
+    "bias": lambda: rand(1, HEADS, Q_LEN, KV_LEN),
+    "two dims": lambda: torch.randn(Q_LEN, KV_LEN),
+    "three dims": lambda: torch.randn(HEADS, Q_LEN, KV_LEN),
+}
+
+
+@cases(GIVEN)
+def test_unknown_mask_is_unchanged(case) -> None:
+    fn = lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m, scale=0.3)  # noqa: E731
+    seen = check(fn, (*qkv(), case()), fused=0)
+    assert [site.verdict for site in seen.sites] == ["left to stock"]
+    (mask,) = [n for n in seen.ours.graphs[0].graph.nodes if n.op == "placeholder" and n.name[-2] == "m"]
+    assert sdpa(seen.ours).kwargs["attn_mask"] is mask
+
+
+UNCHANGED = {
+    "no mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+    "causal": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "causal, rectangle": lambda q, k, v: F.scaled_dot_product_attention(q[..., :4, :], k, v, is_causal=True),
+    "three dims": lambda q, k, v: F.scaled_dot_product_attention(q[0], k[0], v[0], attn_mask=causal(q, k)),
+    "five dims": lambda q, k, v: F.scaled_dot_product_attention(
+        q[None], k[None], v[None], attn_mask=causal(q, k)
+    ),
+    "strict": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, attn_mask=(torch.arange(S) < torch.arange(S)[:, None]) | (torch.arange(S) == 0)
+    ),
+}
+
+
+@cases(UNCHANGED)
+def test_other_calls(case) -> None:
+    check(case, qkv(S, S), fused=None)
+
+
+def test_rectangle() -> None:
+    """is_causal is aligned at the top left, and only given to squares."""
+    for q_len, kv_len in ((5, 9), (9, 5)):
+        fn = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=causal(q, k))  # noqa: E731
+        assert not sdpa(check(fn, qkv(q_len, kv_len), fused=None).ours).kwargs.get("is_causal")
+
+
+def test_mask_with_gradient() -> None:
+    """A bias that starts as zeros, or as a causal mask, may be learned."""
+
+    def fn(q, k, v, weight):
+        mask = torch.where(causal(q, k), 0.0, -1e9) + 0.0 * weight
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    check(fn, (*qkv(S, S), rand(S, S)), fused=None)
+
+    def learned(q, k, v):
+        mask = torch.zeros(S, S, dtype=q.dtype, requires_grad=True)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return out
+
+    check(learned, qkv(S, S), fused=None)
+
+
+def test_mask_that_is_overwritten() -> None:
+    def fn(q, k, v):
+        mask = torch.zeros(S, S, dtype=q.dtype)
+        mask[:, 4:] = -3.0
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    check(fn, qkv(S, S), fused=0)
+
+    def later(q, k, v):
+        mask = torch.ones(S, S, dtype=torch.bool).tril()
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        mask.fill_(False)
+        return out + mask.sum()
+
+    check(later, qkv(S, S), fused=None)
+
+
+def test_integers_are_no_boolean_mask() -> None:
+    """1.0 and 0.0 as an additive mask are a bias of one."""
+    fn = lambda q, k, v: F.scaled_dot_product_attention(  # noqa: E731
+        q, k, v, attn_mask=torch.ones(S, S, dtype=q.dtype).tril()
+    )
+    seen = check(fn, qkv(S, S), fused=0)
+    assert not sdpa(seen.ours).kwargs.get("is_causal")
+
+
+@pytest.mark.parametrize("fill", [-1.0, -100.0, 1e9])
+def test_fill_that_does_not_hide(fill: float) -> None:
+    fn = lambda q, k, v: F.scaled_dot_product_attention(  # noqa: E731
+        q, k, v, attn_mask=torch.zeros(S, S, dtype=q.dtype).masked_fill(~causal(q, k), fill)
+    )
+    assert not sdpa(check(fn, qkv(S, S), fused=0).ours).kwargs.get("is_causal")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half(dtype: torch.dtype) -> None:
+    def fn(q, k, v):
+        mask = torch.zeros(S, S, dtype=q.dtype).masked_fill(~causal(q, k), torch.finfo(q.dtype).min)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    check(fn, qkv(S, S), dtype=dtype, kernel="is_causal")
+
+
+def test_autocast() -> None:
+    def fn(q, k, v):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=causal(q, k))
+
+    check(fn, qkv(S, S), kernel="is_causal", slack=1e4)
+
+
+def test_aten() -> None:
+    fn = lambda q, k, v: torch.ops.aten.scaled_dot_product_attention.default(  # noqa: E731
+        q, k, v, causal(q, k), scale=0.3
+    )
+    check(fn, qkv(S, S), kernel="is_causal")
+
+
+def test_several_calls() -> None:
+    """A mask shared by layers: each becomes causal."""
+
+    def fn(q, k, v):
+        mask = causal(q, k)
+        for _ in range(3):
+            q = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return q
+
+    check(fn, qkv(S, S), fused=3, kernel="is_causal")
+
+
+def test_opaque_modules() -> None:
+    """nn.MultiheadAttention and nn.TransformerEncoderLayer stay right, whatever is made of them."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(24, 3, 32, dropout=0.0, batch_first=True)
+    x, padding = rand(BATCH, S, 24), torch.zeros(BATCH, S, dtype=torch.bool)
+    padding[0, -3:] = True
+    check(layer, {"src": x, "src_key_padding_mask": padding}, fused=None, slack=8.0)
+    check(layer.eval(), {"src": x, "is_causal": False}, fused=None, train=False, slack=8.0)
+    attention = torch.nn.MultiheadAttention(24, 3, batch_first=True)
+    for weights in (True, False):
+        inputs = {"query": x, "key": x, "value": x, "key_padding_mask": padding, "need_weights": weights}
+        check(attention, inputs, fused=None, slack=8.0)

@@ -1,0 +1,90 @@
+"""Environment and fixtures for all tests."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+
+# All of this must be in the environment before torch is imported, and child processes inherit it.
+
+# Passes do not run on a warm cache, so a session (each xdist worker has its own) starts cold.
+_cache_dir = tempfile.mkdtemp(prefix="inductor_fusions_tests_")
+atexit.register(shutil.rmtree, _cache_dir, ignore_errors=True)
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache_dir
+os.environ.pop("TRITON_CACHE_DIR", None)  # else it would be shared; Inductor puts it below its own
+
+# The user's toggles must not decide what is tested.
+for _name in [name for name in os.environ if name.startswith("INDUCTOR_FUSIONS")]:
+    del os.environ[_name]
+
+# Scalar C++: what is tested does not depend on vector instructions, and it compiles three times as fast.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+_under_xdist = "PYTEST_XDIST_WORKER" in os.environ
+if _under_xdist:
+    # The workers already fill the cores: one thread each, also to compile.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import pytest
+import torch
+
+if _under_xdist:
+    torch.set_num_threads(1)
+
+try:
+    from hypothesis import settings
+except ImportError:
+    pass
+else:
+    # A first example may compile; and CI must not fail on a new random example.
+    settings.register_profile("default", deadline=None, derandomize="CI" in os.environ)
+    settings.load_profile("default")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Said at each compile without caches, which is how most tests compile.
+    config.addinivalue_line("filterwarnings", "ignore:dynamo_pgo force disabled")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def clean_compiler() -> None:
+    """No compiled code, recompile limit, counter or random state is left from the test before."""
+    torch.manual_seed(0)
+    if "torch._dynamo" not in sys.modules:  # then nothing was compiled
+        return
+    torch._dynamo.reset()
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is not None:
+        utils.counters.clear()
+
+
+@pytest.fixture
+def fresh_cache() -> Iterator[None]:
+    """An empty Inductor cache for this test alone."""
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache():
+        yield
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device there is: the test runs once on each."""
+    return torch.device(request.param)

@@ -1,0 +1,243 @@
+"""Models of Hugging Face, tiny and with random weights: which attentions are fused, and how exactly.
+
+The passes know no architecture by name: the list is of those that write attention in different ways.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inductor_fusions import testing
+from tests.models.zoo import (
+    BATCH,
+    BOTH,
+    DECODER,
+    ENCODER,
+    GROUPED,
+    HEADS,
+    SHARED,
+    SPECIAL,
+    TARGET,
+    VISION,
+    VOCABULARY,
+    WIDTH,
+    Architecture,
+    left_padded,
+    pixels,
+    seq2seq,
+    tokens,
+)
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+T5_LIKE = dict(
+    vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2,
+    num_heads=HEADS, decoder_start_token_id=0,
+)  # fmt: skip
+GPT_LIKE = dict(vocab_size=VOCABULARY, n_positions=32, n_embd=WIDTH, n_layer=2, n_head=HEADS, **SPECIAL)
+WAVES = dict(
+    hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS, intermediate_size=48,
+    conv_dim=(16, 16), conv_kernel=(10, 8), conv_stride=(5, 4), num_feat_extract_layers=2,
+    num_conv_pos_embeddings=8,
+    num_conv_pos_embedding_groups=2, mask_time_prob=0.0, mask_feature_prob=0.0,
+)  # fmt: skip
+
+
+def waves():
+    mask = torch.ones(BATCH, 300, dtype=torch.long)
+    mask[0, 200:] = 0
+    return {"input_values": torch.randn(BATCH, 300), "attention_mask": mask}
+
+
+def speech():
+    ids = torch.randint(3, VOCABULARY, (BATCH, TARGET))
+    return {"input_features": torch.randn(BATCH, 20, 16), "decoder_input_ids": ids}
+
+
+MODELS = {
+    # decoders
+    "qwen2": Architecture("Qwen2Model", "Qwen2Config", GROUPED, tokens),
+    "cohere": Architecture("CohereModel", "CohereConfig", GROUPED, tokens),
+    "stablelm": Architecture("StableLmModel", "StableLmConfig", GROUPED, tokens),
+    "phi": Architecture("PhiModel", "PhiConfig", GROUPED, tokens),
+    "starcoder2": Architecture("Starcoder2Model", "Starcoder2Config", GROUPED, tokens),
+    "olmo2": Architecture("Olmo2Model", "Olmo2Config", GROUPED, tokens),
+    "granite": Architecture("GraniteModel", "GraniteConfig", GROUPED, tokens),
+    "glm": Architecture("GlmModel", "GlmConfig", {**GROUPED, "head_dim": 8}, tokens),
+    "deepseek_v3": Architecture(
+        "DeepseekV3Model", "DeepseekV3Config",
+        dict(
+            DECODER, num_key_value_heads=HEADS, first_k_dense_replace=2, n_routed_experts=2, n_group=1,
+            topk_group=1, num_experts_per_tok=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4,
+            qk_nope_head_dim=4, v_head_dim=6, moe_intermediate_size=16,
+        ),
+        tokens,
+    ),
+    "codegen": Architecture("CodeGenModel", "CodeGenConfig", {**GPT_LIKE, "rotary_dim": 4}, tokens),
+    "gpt_bigcode": Architecture("GPTBigCodeModel", "GPTBigCodeConfig", GPT_LIKE, tokens),
+    "xglm": Architecture(
+        "XGLMModel", "XGLMConfig",
+        dict(
+            vocab_size=VOCABULARY, d_model=WIDTH, num_layers=2, attention_heads=HEADS, ffn_dim=48,
+            max_position_embeddings=32, **SPECIAL,
+        ),
+        tokens,
+    ),
+    "biogpt": Architecture("BioGptModel", "BioGptConfig", DECODER, tokens),
+    # encoders
+    "xlm_roberta": Architecture("XLMRobertaModel", "XLMRobertaConfig", ENCODER, tokens),
+    "modernbert": Architecture(
+        "ModernBertModel", "ModernBertConfig",
+        {**ENCODER, **SPECIAL, "global_attn_every_n_layers": 2, "local_attention": 6,
+         "cls_token_id": 1, "sep_token_id": 2},
+        tokens,
+    ),
+    "esm": Architecture("EsmModel", "EsmConfig", {**ENCODER, "mask_token_id": 4}, tokens),
+    "roformer": Architecture("RoFormerModel", "RoFormerConfig", {**ENCODER, "embedding_size": WIDTH}, tokens),
+    "squeezebert": Architecture(
+        "SqueezeBertModel", "SqueezeBertConfig", {**ENCODER, "embedding_size": WIDTH}, tokens
+    ),
+    "convbert": Architecture("ConvBertModel", "ConvBertConfig", ENCODER, tokens),
+    "funnel": Architecture(
+        "FunnelModel", "FunnelConfig",
+        dict(vocab_size=VOCABULARY, block_sizes=[1, 1], num_decoder_layers=1, d_model=WIDTH, n_head=HEADS,
+             d_head=8, d_inner=48),
+        tokens, 3,
+    ),
+    "xlnet": Architecture(
+        "XLNetModel", "XLNetConfig",
+        dict(vocab_size=VOCABULARY, d_model=WIDTH, n_layer=2, n_head=HEADS, d_inner=48), tokens,
+    ),
+    # encoders with decoders
+    "pegasus": Architecture("PegasusModel", "PegasusConfig", BOTH, seq2seq, 6),
+    "mbart": Architecture("MBartModel", "MBartConfig", BOTH, seq2seq, 6),
+    "blenderbot": Architecture("BlenderbotModel", "BlenderbotConfig", BOTH, seq2seq, 6),
+    "umt5": Architecture("UMT5Model", "UMT5Config", T5_LIKE, seq2seq, 6),
+    "longt5": Architecture("LongT5Model", "LongT5Config", {**T5_LIKE, "local_radius": 3}, seq2seq, 4),
+    "led": Architecture(
+        "LEDModel", "LEDConfig",
+        {**BOTH, "attention_window": 4, "max_encoder_position_embeddings": 32,
+         "max_decoder_position_embeddings": 32},
+        seq2seq, 4,
+    ),
+    "speech_to_text": Architecture(
+        "Speech2TextModel", "Speech2TextConfig",
+        {**{k: v for k, v in BOTH.items() if k != "max_position_embeddings"}, "input_feat_per_channel": 16,
+         "conv_channels": 24, "max_source_positions": 64, "max_target_positions": 32, "num_conv_layers": 1,
+         "conv_kernel_sizes": (5,)},
+        speech, 6,
+    ),
+    # vision and sound
+    "beit": Architecture("BeitModel", "BeitConfig", {**VISION, "use_relative_position_bias": True}, pixels()),
+    "dinov2": Architecture("Dinov2Model", "Dinov2Config", {**VISION, "mlp_ratio": 2}, pixels()),
+    "siglip": Architecture("SiglipVisionModel", "SiglipVisionConfig", VISION, pixels()),
+    "segformer": Architecture(
+        "SegformerModel", "SegformerConfig",
+        dict(num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[16, 32], patch_sizes=[3, 3],
+             strides=[2, 2], num_attention_heads=[2, 4], mlp_ratios=[2, 2]),
+        pixels(),
+    ),
+    "hubert": Architecture("HubertModel", "HubertConfig", WAVES, waves),
+}  # fmt: skip
+
+#: What is left of an architecture, with the reason. The windows of LED's encoder are no matrix product.
+NOT_FUSED = {
+    "convbert": "the softmax is over dim 1",  # of a convolution's kernel
+    "longt5": "an einsum of this form is not read",  # local attention over blocks
+}
+
+
+def check(architecture: Architecture, model=None, inputs=None, **options) -> testing.Checked:
+    options.setdefault("fused", architecture.sites)
+    model = architecture.build() if model is None else model
+    return testing.check(
+        model, architecture.inputs() if inputs is None else inputs,
+        **{"train": False, "backend": testing.EAGER_AFTER_PASSES, "slack": 2.0, **options},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_eager(name: str) -> None:
+    """Attention written out, and a padded batch."""
+    seen = check(MODELS[name])
+    left = {site.reason for site in seen.sites if site.verdict != "fused"}
+    expected = NOT_FUSED.get(name)
+    assert not left if expected is None else all(expected in reason for reason in left) and left
+
+
+TRAINED = ["qwen2", "xlm_roberta", "umt5", "mbart", "beit"]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training(name: str) -> None:
+    """Every gradient of every parameter, without dropout."""
+    check(MODELS[name], train=True, slack=8.0)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt_bigcode"])
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_left_padding(name: str, train: bool) -> None:
+    """Rows that see no key: the outputs of all positions, and all gradients."""
+    torch.manual_seed(0)
+    check(MODELS[name], inputs=left_padded(), train=train, slack=8.0)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "xlm_roberta", "umt5", "beit", "deepseek_v3"])
+def test_bfloat16(name: str) -> None:
+    check(MODELS[name], dtype=torch.bfloat16, slack=1.0)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "phi", "starcoder2", "olmo2", "codegen", "xglm"])
+def test_causal(name: str) -> None:
+    """Without a padding mask a decoder is causal, and its mask goes away."""
+    inputs = {"input_ids": tokens()["input_ids"]}
+    check(MODELS[name], inputs=inputs, kernel="is_causal")
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", ["qwen2", "granite", "mbart"])
+def test_sdpa(name: str, dynamic: bool | None) -> None:
+    """The default path builds a mask although none is given, and repeats keys."""
+    architecture = MODELS[name]
+    inputs = architecture.inputs()
+    del inputs["attention_mask"]
+    seen = check(architecture, architecture.build("sdpa"), inputs, fused=None, dynamic=dynamic)
+    calls = seen.ours.calls("scaled_dot_product_attention")
+    assert len(calls) == architecture.sites
+    decoder = [call for call in calls if call.kwargs.get("is_causal")]
+    assert len(decoder) == 2
+    assert not any(call.kwargs.get("attn_mask") is not None for call in decoder)
+    if architecture.options.get("num_key_value_heads") == SHARED:
+        assert all(call.kwargs.get("enable_gqa") for call in decoder)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "xlm_roberta"])
+def test_dynamic(name: str) -> None:
+    check(MODELS[name], dynamic=True)
+
+
+def test_checkpointing() -> None:
+    """Gradient checkpointing puts each layer into a body of its own."""
+    architecture = MODELS["qwen2"]
+    model = architecture.build()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    # The same weights; a body that is computed again in the backward would not be computed in double.
+    check(architecture, model, train=True, slack=8.0, reference=architecture.build())
+
+
+def test_weights_are_asked_for() -> None:
+    """output_attentions: nothing is fused, with the reason."""
+    architecture = MODELS["xlm_roberta"]
+    inputs = {**tokens(), "output_attentions": True}
+    seen = check(architecture, inputs=inputs, fused=0, reason="the attention weights are used elsewhere")
+    assert len(seen.sites) == 2
+
+
+def test_full_compile() -> None:
+    """Forward and backward as Inductor compiles them."""
+    architecture = MODELS["qwen2"]
+    model = architecture.build(num_hidden_layers=1)
+    check(architecture, model, left_padded(), fused=1, train=True, backend="inductor", slack=8.0)

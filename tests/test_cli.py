@@ -1,0 +1,282 @@
+"""The command line: what it prints, as text and as JSON, and how it says no."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import inductor_fusions
+from inductor_fusions import cli, config, tables
+from inductor_fusions.fusions import ALL
+
+ROOT = Path(__file__).resolve().parents[1]
+
+TINY = """
+import torch
+
+class Attention(torch.nn.Module):
+    def forward(self, x, mask=None):
+        scores = x @ x.transpose(-2, -1) / 4
+        if mask is not None:
+            scores = scores + mask
+        weights = torch.softmax(scores, dim=-1)
+        return weights @ x
+
+class Kept(torch.nn.Module):
+    def forward(self, x):
+        weights = torch.softmax(x @ x.transpose(-2, -1), dim=-1)
+        return weights @ x, weights
+
+def make():
+    return Attention(), {"x": torch.randn(2, 3, 8, 16)}
+
+def keeps_weights():
+    return Kept(), {"x": torch.randn(2, 3, 8, 16)}
+
+def needs_grad():
+    return Attention(), {"x": torch.randn(2, 3, 8, 16, requires_grad=True)}
+
+def wrong_shapes():
+    return Attention(), {"x": torch.randn(2, 3, 8, 16), "mask": torch.zeros(7)}
+
+def broken():
+    raise RuntimeError("first line\\nsecond line")
+
+def only_a_model():
+    return Attention()
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of a module, in the current folder, with models to explain."""
+    (tmp_path / "tiny_models.py").write_text(TINY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "tiny_models", raising=False)
+    return "tiny_models"
+
+
+def run(*arguments: str) -> str:
+    """What a command that succeeds prints."""
+    done = CliRunner().invoke(cli.app, [*arguments])
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.stdout
+
+
+def run_json(*arguments: str) -> Any:
+    found = json.loads(run(*arguments, "--json"))
+    assert found["schema"] == 1
+    return found
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The line on stderr of a command that the user got wrong."""
+    monkeypatch.setattr(sys, "argv", ["inductor-fusions", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert (exit.value.code, out) == (2, "")
+    assert err.count("\n") == 1 and err.startswith("inductor-fusions: "), err
+    return err
+
+
+# -- env and list ---------------------------------------------------------------------------------
+
+
+def test_env(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INDUCTOR_FUSIONS_STRICT", "0")
+    found = run_json("env")
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["inductor_fusions"] == inductor_fusions.__version__
+    assert found["enabled"] is True
+    assert any("FusionPass" in item for item in found["hooks"]["pre_grad"]["passes"])
+    toggles = {toggle["variable"]: toggle for toggle in found["toggles"]}
+    assert toggles["INDUCTOR_FUSIONS_STRICT"] == {
+        "name": "strict",
+        "variable": "INDUCTOR_FUSIONS_STRICT",
+        "value": 0,
+        "from": "environment",
+    }
+    assert toggles["INDUCTOR_FUSIONS"]["from"] == "default"
+    assert toggles["INDUCTOR_FUSIONS_POLICY"]["value"] == "profitable"
+    text = run("env")
+    for shown in (torch.__version__, "INDUCTOR_FUSIONS_ATTENTION", "pre_grad_custom_pass", "for this device"):
+        assert shown in text
+
+
+def test_env_shows_hooks_that_are_not_installed() -> None:
+    inductor_fusions.disable()
+    try:
+        assert run_json("env")["hooks"]["pre_grad"]["passes"] == []
+        assert "nothing installed" in run("env")
+    finally:
+        inductor_fusions.enable()
+
+
+def test_env_shows_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = tmp_path / "devices"
+    devices.mkdir()
+    name = run_json("env")["tables"]["device"]
+    (devices / f"{name}.json").write_text(json.dumps({"schema": tables.SCHEMA, "attention": []}))
+    (devices / "other.json").write_text("{")
+    monkeypatch.setattr(tables, "folder", lambda: tmp_path)
+    tables.load.cache_clear()
+    try:
+        found = run_json("env")["tables"]
+    finally:
+        tables.load.cache_clear()
+    assert found["found"] is True
+    assert {entry["file"]: entry["usable"] for entry in found["files"]} == {
+        f"devices/{name}.json": True,
+        "devices/other.json": False,
+    }
+
+
+def test_list() -> None:
+    found = run_json("list")["fusions"]
+    assert [row["name"] for row in found] == [fusion.name for fusion in ALL]
+    attention = found[0]
+    assert attention["stage"] == "pre_grad" and attention["on"] is True
+    assert attention["variable"] == "INDUCTOR_FUSIONS_ATTENTION"
+    with config.patch(attention=False):
+        assert run_json("list")["fusions"][0]["on"] is False
+        assert "(off)" in run("list")
+
+
+# -- explain --------------------------------------------------------------------------------------
+
+
+def test_explain_callable(tiny: str) -> None:
+    with config.patch(policy="always"):
+        found = run_json("explain", f"{tiny}:make")
+    (site,) = found["sites"]
+    assert (site["fusion"], site["verdict"]) == ("attention", "fused")
+    (group,) = found["groups"]
+    assert group["count"] == 1 and group["kernel_or_reason"] == site["kernel"]
+    assert "tiny_models.py" in group["source"]
+
+
+def test_explain_says_why_not(tiny: str) -> None:
+    with config.patch(policy="always"):
+        text = run("explain", f"{tiny}:keeps_weights")
+    assert "rejected" in text and "1 rejected" in text
+    assert "tiny_models.py" in text
+
+
+def test_explain_train(tiny: str) -> None:
+    with config.patch(policy="always"):
+        assert "1 fused" in run("explain", f"{tiny}:needs_grad", "--train")
+
+
+def test_explain_leaves_no_compiled_code(tiny: str) -> None:
+    run("explain", f"{tiny}:make")
+    module: Any = sys.modules[tiny]
+    model, kwargs = module.make()
+    torch.testing.assert_close(torch.compile(model)(**kwargs), model(**kwargs))
+
+
+def test_explain_folder(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    values = {
+        "model_type": "bert",
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": 32,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    options = ("--attn", "eager", "--layers", "1", "--seq", "16", "--padded")
+    with config.patch(policy="always"):
+        found = run_json("explain", str(tmp_path), *options)
+    assert [site["verdict"] for site in found["sites"]] == ["fused"]
+
+
+def test_explain_reports_a_model_that_does_not_run(tiny: str) -> None:
+    done = CliRunner().invoke(cli.app, ["explain", f"{tiny}:wrong_shapes"])
+    assert done.exit_code == 1
+    assert done.stderr.count("\n") == 1 and "does not compile or run" in done.stderr
+
+
+# -- mistakes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nonsense"], "nonsense"),
+        (["explain"], "MODEL"),
+        (["explain", "NoSuchConfig"], "NoSuchConfig"),
+        (["explain", "bert-base-uncased"], "bert-base-uncased"),
+        (["explain", "BertConfig", "--attn", "fast"], "fast"),
+        (["explain", "BertConfig", "--seq", "0"], "seq"),
+        (["explain", "BertConfig", "--layers", "1", "--seq", "4096"], "512"),
+        (["explain", "no_such_module:make"], "no_such_module"),
+        (["explain", "tiny_models:nothing"], "nothing"),
+        (["explain", "tiny_models:broken"], "first line second line"),
+        (["explain", "tiny_models:only_a_model"], "must return"),
+        (["explain", "."], "config.json"),
+        (["list", "--yaml"], "yaml"),
+        (["demo", "--device", "abacus"], "abacus"),
+        (["demo", "--json", "no/such/folder.json"], "no/such"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_line(
+    arguments: list[str],
+    says: str,
+    tiny: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if arguments[-1] != "--yaml":
+        pytest.importorskip("transformers")
+    assert says in refuse(monkeypatch, capsys, *arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_cuda_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert "no CUDA device" in refuse(monkeypatch, capsys, "demo", "--device", "cuda")
+
+
+def run_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python -m inductor_fusions` in a process of its own."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    env = {**os.environ, "PYTHONPATH": path, **environment}
+    command = [sys.executable, "-m", "inductor_fusions", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_bad_environment_is_one_line() -> None:
+    done = run_process("list", INDUCTOR_FUSIONS_ATTENTION="maybe")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "inductor-fusions: INDUCTOR_FUSIONS_ATTENTION takes 0 or 1, not 'maybe'\n"
+
+
+def test_module_runs_the_command_line() -> None:
+    done = run_process("env", "--json", INDUCTOR_FUSIONS="0")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["enabled"] is False
+    toggle = next(t for t in found["toggles"] if t["name"] == "enabled")
+    assert (toggle["value"], toggle["from"]) == (0, "environment")
+
+
+@pytest.mark.parametrize("command", [[], ["env"], ["list"], ["demo"], ["explain"]], ids=" ".join)
+def test_help_names_the_exit_codes(command: list[str]) -> None:
+    assert "Exit codes" in run(*command, "--help")
+
+
+def test_version() -> None:
+    assert run("--version").strip() == inductor_fusions.__version__

@@ -1,0 +1,151 @@
+"""Toggles: from the environment, by assignment, by patch; and values that are not understood."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import inductor_fusions
+from inductor_fusions import config, testing
+
+ROOT = Path(inductor_fusions.__file__).parents[1]
+
+
+def start(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a new process with these environment variables."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("INDUCTOR_FUSIONS")}
+    env.update(variables, PYTHONPATH=os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")]))
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "takes"),
+    [
+        ("INDUCTOR_FUSIONS_ATTENTION", "maybe", "0 or 1"),
+        ("INDUCTOR_FUSIONS", "", "0 or 1"),
+        ("INDUCTOR_FUSIONS", "true", "0 or 1"),
+        ("INDUCTOR_FUSIONS_POLICY", "never", "profitable or always"),
+        ("INDUCTOR_FUSIONS_EMPTY_ROWS", "1", "keep or stock or ignore"),
+        ("INDUCTOR_FUSIONS_STRICT", "yes", "0 or 1"),
+    ],
+)
+def test_value_that_is_not_understood(name: str, value: str, takes: str) -> None:
+    """One line, with the variable and the values that it takes."""
+    done = start("import inductor_fusions", **{name: value})
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert name in last and takes in last and repr(value) in last
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("INDUCTOR_FUSIONS_ATENTION", "INDUCTOR_FUSIONS_ATTENTION"),
+        ("INDUCTOR_FUSIONS_POLICIES", "INDUCTOR_FUSIONS_POLICY"),
+        ("INDUCTOR_FUSIONS_STRIKT", "INDUCTOR_FUSIONS_STRICT"),
+    ],
+)
+def test_unknown_variable(name: str, nearest: str) -> None:
+    """A warning with the nearest name; everything works."""
+    done = start("import inductor_fusions; print(inductor_fusions.enabled())", **{name: "1"})
+    assert (done.returncode, done.stdout.strip()) == (0, "True")
+    assert done.stderr.count("UserWarning") == 1
+    assert name in done.stderr and nearest in done.stderr
+
+
+def test_known_variables() -> None:
+    code = (
+        "from inductor_fusions import config\n"
+        "print(config.enabled, config.attention, config.policy, config.empty_rows, config.strict)"
+    )
+    assert start(code).stdout.split() == ["True", "True", "profitable", "keep", "False"]
+    variables = {
+        "INDUCTOR_FUSIONS": "0",
+        "INDUCTOR_FUSIONS_ATTENTION": "0",
+        "INDUCTOR_FUSIONS_POLICY": "always",
+        "INDUCTOR_FUSIONS_EMPTY_ROWS": "stock",
+        "INDUCTOR_FUSIONS_STRICT": "1",
+    }
+    done = start(code, **variables)
+    assert done.stdout.split() == ["False", "False", "always", "stock", "True"]
+    assert "Warning" not in done.stderr
+
+
+def test_switched_off_by_the_environment() -> None:
+    """INDUCTOR_FUSIONS=0: no hook is touched; and it can be switched on later."""
+    code = (
+        "import inductor_fusions\n"
+        "from torch._inductor import config as inductor\n"
+        "print(inductor.pre_grad_custom_pass, inductor_fusions.enabled())\n"
+        "inductor_fusions.config.enabled = True\n"
+        "inductor_fusions.enable()\n"
+        "print('FusionPass' in str(inductor.pre_grad_custom_pass), inductor_fusions.enabled())\n"
+    )
+    assert start(code, INDUCTOR_FUSIONS="0").stdout.split() == ["None", "False", "True", "True"]
+
+
+def attention(q, k, v):
+    return torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1) @ v
+
+
+def verdicts(**options) -> list[str]:
+    inputs = [torch.randn(1, 2, 5, 8) for _ in range(3)]
+    run = testing.capture(attention, *inputs, backend=testing.EAGER_AFTER_PASSES, **options)
+    return [site.verdict for site in run.sites]
+
+
+def test_patch() -> None:
+    assert verdicts() == ["fused"]
+    with config.patch(attention=False):
+        assert verdicts() == []
+        with config.patch({"attention": True}):
+            assert verdicts() == ["fused"]
+        assert verdicts() == []
+    with config.patch(enabled=False):
+        assert verdicts() == []
+        assert not inductor_fusions.enabled()
+    assert verdicts() == ["fused"]
+    assert inductor_fusions.enabled()
+
+
+def test_patch_as_decorator() -> None:
+    @config.patch("attention", False)
+    def off() -> list[str]:
+        return verdicts()
+
+    assert off() == []
+    assert verdicts() == ["fused"]
+
+
+def test_assignment() -> None:
+    config.attention = False
+    try:
+        assert verdicts() == []
+    finally:
+        config.attention = True
+    assert verdicts() == ["fused"]
+
+
+def test_policy() -> None:
+    assert verdicts(policy="always") == ["fused"]
+    assert verdicts(policy="profitable") in (["left to stock"], ["fused"])
+
+
+def test_unknown_toggle() -> None:
+    with pytest.raises(AttributeError):
+        config.atention = True
+    with pytest.raises((AttributeError, KeyError)), config.patch(atention=False):
+        pass
+
+
+def test_toggles_are_listed_once() -> None:
+    """Every toggle has a variable, and the docstring names both."""
+    for name in config.get_config_copy():
+        variable = "INDUCTOR_FUSIONS" if name == "enabled" else f"INDUCTOR_FUSIONS_{name.upper()}"
+        assert variable in config.variables()
+        assert f"| `{name}` | `{variable}` |" in (config.__doc__ or "")

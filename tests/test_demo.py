@@ -1,0 +1,124 @@
+"""The demonstration on tiny models, and the parts that decide its verdict."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inductor_fusions import demo
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(report: Path, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], Any]:
+    """The tiny demo in a process of its own, on the CPU: what it printed, and its JSON."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    env = {**os.environ, "PYTHONPATH": path, **environment}
+    command = [sys.executable, "-m", "inductor_fusions", "demo", "--quick", "--device", "cpu"]
+    command += ["--json", str(report), *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    return done, json.loads(report.read_text()) if report.exists() else None
+
+
+@pytest.mark.slow
+def test_quick_demo(tmp_path: Path) -> None:
+    # Whether tiny models pay is not what is tested here.
+    done, found = run(tmp_path / "demo.json", INDUCTOR_FUSIONS_POLICY="always")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert found["schema"] == 1 and found["ok"] is True and found["dtype"] == "float32"
+    assert [row["verdict"] for row in found["rows"]] == ["ok"] * 4
+    assert [row["fused"] for row in found["rows"]] == [row["sites"] for row in found["rows"]] == [2, 2, 2, 3]
+    assert [row["train"] for row in found["rows"]] == [False, False, True, False]
+    for row in found["rows"]:
+        assert row["stock_ms"] > 0 and row["fused_ms"] > 0
+        assert row["errors"].keys() == ({"output", "gradient"} if row["train"] else {"output"})
+        assert all(0 <= error < 1e-5 for error in [*row["errors"].values(), *row["stock_errors"].values()])
+        assert row["model"] in done.stdout
+    assert "Traceback" not in done.stderr and "Warning" not in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_exit_status_where_a_site_is_not_fused(tmp_path: Path) -> None:
+    done, found = run(tmp_path / "demo.json", "--only", "bert", INDUCTOR_FUSIONS_ATTENTION="0")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (row,) = found["rows"]
+    assert found["ok"] is False
+    assert (row["sites"], row["fused"], row["verdict"]) == (2, 0, "2 not fused")
+    assert "2 not fused" in done.stdout
+
+
+def test_only_unknown_is_a_mistake(tmp_path: Path) -> None:
+    done, found = run(tmp_path / "demo.json", "--only", "no such model")
+    assert (done.returncode, found) == (2, None)
+    assert done.stderr.count("\n") == 1 and "no such model" in done.stderr
+
+
+def test_each_size_has_four_models() -> None:
+    for size in ("full", "small", "tiny"):
+        assert [case.architecture for case in demo.cases(size)] == [
+            "BertModel",
+            "LlamaModel",
+            "LlamaModel",
+            "T5Model",
+        ]
+
+
+def test_a_failure_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of\nmemory")
+
+    monkeypatch.setattr(demo, "build", fail)
+    result = demo.run(torch.device("cpu"), quick=True)
+    assert len(result.rows) == 4 and not result.ok
+    assert result.rows[0].verdict == "failed: RuntimeError: out of memory"
+
+
+def test_budget() -> None:
+    eps = torch.finfo(torch.float32).eps
+    assert demo.within_budget({"output": 1.5e-6}, {"output": 1e-6}, torch.float32)
+    assert demo.within_budget({"output": eps}, {"output": 0.0}, torch.float32)
+    assert not demo.within_budget({"output": 2e-6}, {"output": 1e-6}, torch.float32)
+    bad = {"output": 1e-6, "gradient": math.nan}
+    assert not demo.within_budget(bad, {"output": 1e-6, "gradient": 1e-6}, torch.float32)
+
+
+def test_worst_gradient_and_nan_count() -> None:
+    one = torch.ones(1, 2, 3, dtype=torch.float64)
+    reference = demo.Reference(one, {"a": one, "b": one, "never used": 0 * one})
+    found = reference.errors(one.float(), {"a": one.float(), "b": 1.5 * one, "never used": one})
+    assert found == {"output": 0.0, "gradient": 0.5}
+    assert math.isnan(reference.errors(one.float(), {"a": one * math.nan, "b": one})["gradient"])
+
+
+@pytest.mark.parametrize("case", demo.cases("tiny"), ids=lambda case: case.title)
+def test_reference_is_float64(case: demo.Case) -> None:
+    """The reference of a model that is float64 itself is exact, whatever casts to float32 it spells out."""
+    device = torch.device("cpu")
+    model: Any = demo.build(case, device, torch.float32)
+    inputs = demo.make_inputs(case, model.config.vocab_size, device)
+    cotangent = torch.randn(case.batch, case.seq, model.config.hidden_size) if case.train else None
+    reference = demo.run_reference(case, model, inputs, cotangent)
+    assert reference.output.dtype == torch.float64
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+    # A step of half of float32's precision in one weight shows at its own size, and is not rounded away.
+    nudged: Any = copy.deepcopy(model)
+    with torch.no_grad():
+        next(p for p in nudged.parameters() if p.dim() == 2).mul_(1 + 2**-20)
+    moved = demo.run_reference(case, nudged, inputs, cotangent)
+    change = demo.relative_error(moved.output, reference.output)
+    assert 0 < change < 1e-4
+    again = demo.run_reference(case, model, inputs, cotangent)
+    assert demo.relative_error(again.output, reference.output) == 0
+    assert bool(reference.gradients) == case.train

@@ -1,0 +1,243 @@
+"""The layers of the package: who may import what. Also what an import of it may cost."""
+
+from __future__ import annotations
+
+import ast
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "inductor_fusions"
+SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))
+
+# torch.fx.experimental is not public either, but stable enough to be used anywhere.
+PRIVATE_TORCH = tuple(
+    f"torch.{name}" for name in ("_inductor", "_dynamo", "_functorch", "_higher_order_ops", "_subclasses")
+)
+PRIVATE_TORCH_USERS = {"_inductor"}
+
+# Each top-level module (or sub-package) and those it may import. "public" is the package itself,
+# `from inductor_fusions import explain`. Everything may import _version. A new module needs a row.
+BASE = {"config", "reporting", "tables", "_inductor"}
+LAYERS = {
+    "_version": set(),
+    "_inductor": set(),
+    "config": {"_inductor"},
+    "reporting": {"config", "_inductor"},
+    "tables": {"config", "_inductor"},
+    "fusion": BASE,
+    "fusions": {"fusion"} | BASE,
+    "passes": {"fusion"} | BASE,
+    "registration": {"passes", "fusions", "config", "reporting", "_inductor"},
+    "__init__": {"registration", "testing", "fusion", "fusions"} | BASE,
+    "testing": {"public", "registration", "fusion", "fusions"} | BASE,
+    "cli": {"public", "demo", "testing", "fusion", "fusions"} | BASE,
+    "demo": {"public", "testing", "fusion"} | BASE,
+    "__main__": {"cli"},
+}
+# Inside fusions/: every fusion may build on this one, and on no other.
+SHARED_FUSION = "block_mm"
+
+
+def module_name(path: Path) -> str:
+    """inductor_fusions/fusions/qkv.py -> inductor_fusions.fusions.qkv"""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path) for path in SOURCES}
+
+
+def imports(tree: ast.AST, module: str, is_package: bool, modules: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and full name of each module imported: at the top, in functions and by import_module.
+
+    `from p import x` names p.x where that is a module of ours or a private part of torch, else p.
+    """
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            parts = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*parts, *([node.module] if node.module else [])])
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield node.lineno, full if full in modules or full.startswith(PRIVATE_TORCH) else base
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def attributes(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of each dotted use of torch: torch._dynamo.reset needs no import of its own."""
+    torch_names = {"torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            torch_names |= {a.asname for a in node.names if a.name == "torch" and a.asname}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr=attr) if name in torch_names:
+                yield node.lineno, f"torch.{attr}"
+
+
+def is_private(name: str) -> bool:
+    return any(name == p or name.startswith(p + ".") for p in PRIVATE_TORCH)
+
+
+def layer(module: str) -> str:
+    """The row of LAYERS that a module of ours belongs to, by its name as an importer."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def violations(
+    source: str, module: str, is_package: bool = False, modules: set[str] = MODULES
+) -> list[tuple[int, str]]:
+    """Line and reason of each import in `source` that breaks the layers."""
+    tree = ast.parse(source)
+    own = layer(module)
+    if own not in LAYERS:
+        return [(1, f"no row for {own} in LAYERS of tests/test_layering.py")]
+    found = []
+    names = list(imports(tree, module, is_package, modules))
+    if own not in PRIVATE_TORCH_USERS:
+        private = {(line, name) for line, name in [*names, *attributes(tree)] if is_private(name)}
+        found += [(line, f"{name} is private to torch: use _inductor.py") for line, name in sorted(private)]
+
+    for line, name in names:
+        if name != PACKAGE and not name.startswith(PACKAGE + "."):
+            continue
+        target = "public" if name == PACKAGE else layer(name)
+        if target == own == "fusions":
+            if not _same_fusion(module, name):
+                found.append((line, f"a fusion imports another fusion: {name}"))
+        elif target not in LAYERS[own] | {own, "_version"}:
+            found.append((line, f"{own} imports {name}"))
+    return found
+
+
+def _same_fusion(module: str, name: str) -> bool:
+    parts, target = module.split("."), name.split(".")
+    if len(parts) == 2:  # fusions/__init__.py lists them all
+        return True
+    return len(target) > 2 and target[2] in (parts[2], SHARED_FUSION)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_layers(path: Path) -> None:
+    found = violations(path.read_text("utf-8"), module_name(path), path.name == "__init__.py")
+    assert not found, "\n".join(f"{path.relative_to(ROOT)}:{line}: {why}" for line, why in found)
+
+
+FAKE_MODULES = {
+    PACKAGE,
+    *(f"{PACKAGE}.{name}" for name in LAYERS if not name.startswith("__")),
+    *(f"{PACKAGE}.fusions.{name}" for name in ("qkv", "lora", "attention", "attention.masks", "block_mm")),
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("passes", "import torch._inductor.config"),
+        ("passes", "import torch._dynamo as d"),
+        ("passes", "from torch import _inductor"),
+        ("passes", "from torch._subclasses.fake_tensor import FakeTensorMode"),
+        ("passes", "import torch\ndef f(): torch._dynamo.reset()"),
+        ("passes", "import torch as t\nt._functorch"),
+        ("passes", "import importlib\nimportlib.import_module('torch._higher_order_ops')"),
+        ("passes", "from . import fusions"),
+        ("passes", "from .registration import enable"),
+        ("passes", "def f():\n    from inductor_fusions import registration"),
+        ("passes", "from inductor_fusions import explain"),
+        ("config", "from . import reporting"),
+        ("cli", "from .registration import enable"),
+        ("fusions.qkv", "from . import lora"),
+        ("fusions.qkv", "from inductor_fusions.fusions.lora import FUSION"),
+        ("fusions.qkv", "from .. import passes"),
+        ("fusions.qkv", "from inductor_fusions.fusions import FUSIONS"),
+        ("fusions.attention.masks", "from ..qkv import FUSION"),
+        ("surprise", ""),
+    ],
+)
+def test_layers_are_enforced(module: str, source: str) -> None:
+    assert violations(source, f"{PACKAGE}.{module}", modules=FAKE_MODULES)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("_inductor", "import torch._inductor.config\nfrom torch._dynamo import utils"),
+        ("passes", "import torch\nfrom torch.fx.experimental import symbolic_shapes\ntorch.ops.aten.mm"),
+        ("passes", "from . import fusion, reporting\nfrom ._version import __version__"),
+        ("registration", "from . import passes\nfrom .fusions import FUSIONS"),
+        ("fusions", "from .attention import FUSION\nfrom . import qkv"),
+        ("fusions.qkv", "from .block_mm import op\nfrom .. import fusion, tables"),
+        ("fusions.attention.masks", "from . import masks\nfrom ...reporting import Site"),
+        ("testing", "from .registration import enable\nimport inductor_fusions"),
+        ("cli", "import inductor_fusions\nfrom inductor_fusions import explain\nfrom .demo import run"),
+    ],
+)
+def test_layers_allow(module: str, source: str) -> None:
+    is_package = module == "fusions"
+    assert violations(source, f"{PACKAGE}.{module}", is_package, FAKE_MODULES) == []
+
+
+def run_python(code: str) -> str:
+    """Run code in a fresh process without a GPU and return what it printed."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+IMPORT_COST = f"""
+import time
+import torch
+start = time.process_time()
+import {PACKAGE}
+print(time.process_time() - start)
+"""
+
+
+def test_import_is_cheap() -> None:
+    """Under 0.3 s on top of `import torch`.
+
+    CPU time, because waiting for a busy machine is no cost of ours; and three rounds at most,
+    because a shared core is slower as well.
+    """
+    run_python(IMPORT_COST)  # writes the byte code
+    medians = []
+    for _ in range(3):
+        medians.append(statistics.median(float(run_python(IMPORT_COST)) for _ in range(3)))
+        if medians[-1] < 0.3:
+            return
+    pytest.fail(f"import {PACKAGE} took {min(medians):.2f} s")
+
+
+def test_import_brings_no_models() -> None:
+    code = f"import sys, {PACKAGE}; print(*({{'transformers', 'peft'}} & sys.modules.keys()))"
+    assert run_python(code).split() == []
+
+
+def test_import_and_compile_without_gpu() -> None:
+    run_python(
+        f"""
+import torch
+import {PACKAGE}
+
+def attention(q, k, v):
+    return torch.softmax(q @ k.transpose(-2, -1) / 4, dim=-1) @ v
+
+q, k, v = torch.randn(3, 2, 4, 32, 16).unbind()
+torch.testing.assert_close(torch.compile(attention)(q, k, v), attention(q, k, v))
+"""
+    )

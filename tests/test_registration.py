@@ -1,0 +1,359 @@
+"""enable() and disable(): what they do to Inductor's hooks, and what becomes of others' passes."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import inductor_fusions
+from inductor_fusions import config, passes, testing
+from inductor_fusions.fusion import Fusion
+
+HOOKS = ("pre_grad_custom_pass", "post_grad_custom_pre_pass")
+
+
+def held(hook: str = HOOKS[0]) -> list:
+    """The passes in a hook of Inductor's config."""
+    value = getattr(inductor_config, hook)
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def ours(hook: str = HOOKS[0]) -> list:
+    return [item for item in held(hook) if isinstance(item, passes.FusionPass)]
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """Each test starts enabled, with no other pass, and leaves it so."""
+    saved = {hook: getattr(inductor_config, hook) for hook in HOOKS}
+    inductor_fusions.enable()
+    yield
+    for hook, value in saved.items():
+        setattr(inductor_config, hook, value)
+    inductor_fusions.enable()
+
+
+class Other(CustomGraphPass):
+    """Someone else's pass, which notes that it ran."""
+
+    def __init__(self, name: str, ran: list[str]) -> None:
+        self.name, self.ran = name, ran
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.ran.append(self.name)
+
+    def uuid(self) -> str:
+        return self.name
+
+
+def attention(q, k, v):
+    return torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1) @ v
+
+
+def inputs() -> list[torch.Tensor]:
+    return [torch.randn(1, 2, 5, 8) for _ in range(3)]
+
+
+def fused() -> int:
+    """Number of sites fused by a compile now."""
+    return len(testing.capture(attention, *inputs(), backend=testing.EAGER_AFTER_PASSES).fused)
+
+
+def test_import_enables() -> None:
+    assert inductor_fusions.enabled()
+    assert [len(ours(hook)) for hook in HOOKS] == [1, 1]
+    assert fused() == 1
+
+
+def test_disable_and_enable() -> None:
+    inductor_fusions.disable()
+    assert not inductor_fusions.enabled()
+    assert all(held(hook) == [] for hook in HOOKS)
+    assert fused() == 0
+    inductor_fusions.enable()
+    assert inductor_fusions.enabled()
+    assert fused() == 1
+
+
+@pytest.mark.parametrize("order", ["ee", "dd", "eedd", "dee", "ded", "edede", "ddee", "ddeed"])
+def test_any_order(order: str) -> None:
+    """Twice is once, and the last one counts."""
+    for letter in order:
+        (inductor_fusions.enable if letter == "e" else inductor_fusions.disable)()
+    on = order[-1] == "e"
+    assert inductor_fusions.enabled() is on
+    assert [len(ours(hook)) for hook in HOOKS] == [int(on)] * 2
+    assert fused() == int(on)
+
+
+def test_hook_is_restored() -> None:
+    """What was there before is there again, as it was."""
+    inductor_fusions.disable()
+    for value in (None, Other("a", []), [Other("a", []), Other("b", [])]):
+        inductor_config.pre_grad_custom_pass = value
+        before = held()
+        inductor_fusions.enable()
+        assert held()[:-1] == before
+        inductor_fusions.disable()
+        assert held() == before
+
+
+def test_threads() -> None:
+    errors: list[BaseException] = []
+
+    def toggle(times: int) -> None:
+        try:
+            for _ in range(times):
+                inductor_fusions.disable()
+                inductor_fusions.enable()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=toggle, args=(50,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert [len(ours(hook)) for hook in HOOKS] == [1, 1]
+
+
+def test_compile_in_a_thread() -> None:
+    """Import in one thread, compile in another: configs of torch may be kept by thread."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(fused()))
+    thread.start()
+    thread.join()
+    assert found == [1]
+
+
+def run_passes() -> None:
+    with torch._inductor.config.patch(force_disable_caches=True):
+        torch._dynamo.reset()
+        torch.compile(attention)(*inputs())
+        torch._dynamo.reset()
+
+
+def test_others_before_and_after() -> None:
+    """Passes that were there, and passes that come later, run as well, in order."""
+    ran: list[str] = []
+    inductor_fusions.disable()
+    inductor_config.pre_grad_custom_pass = Other("before", ran)
+    inductor_config.post_grad_custom_pre_pass = [Other("post before", ran)]
+    inductor_fusions.enable()
+    for hook, name in zip(HOOKS, ("after", "post after"), strict=True):
+        setattr(inductor_config, hook, [*held(hook), Other(name, ran)])
+    inductor_fusions.clear()
+    with config.patch(policy="always"):
+        run_passes()
+    assert inductor_fusions.report().count("fused") == 1
+    assert ran == ["before", "after", "post before", "post after"]
+    inductor_fusions.disable()
+    assert [item.name for hook in HOOKS for item in held(hook)] == [
+        "before", "after", "post before", "post after",
+    ]  # fmt: skip
+
+
+def test_overwritten_hook() -> None:
+    """Someone assigns to the hook and so removes us; enable() puts us back beside them."""
+    ran: list[str] = []
+    inductor_config.pre_grad_custom_pass = Other("theirs", ran)
+    assert not ours()
+    inductor_fusions.enable()
+    assert [type(item) for item in held()] == [Other, passes.FusionPass]
+
+
+def test_patched_hook() -> None:
+    """torch._inductor.config.patch puts another pass there for a while."""
+    ran: list[str] = []
+    with inductor_config.patch(pre_grad_custom_pass=Other("theirs", ran)):
+        assert fused() == 0
+    assert len(ours()) == 1
+    assert fused() == 1
+
+
+def test_options_of_compile() -> None:
+    """torch.compile(options=...) and modes keep us."""
+    for how in ({"options": {"max_autotune": False}}, {"mode": "reduce-overhead"}, {"fullgraph": True}):
+        torch._dynamo.reset()
+        inductor_fusions.clear()
+        with config.patch(policy="always"), inductor_config.patch(force_disable_caches=True):
+            torch.compile(attention, **how)(*inputs())
+        assert inductor_fusions.report().count("fused") == 1, how
+
+
+def test_master_switch() -> None:
+    with config.patch(enabled=False):
+        assert not inductor_fusions.enabled()
+        assert fused() == 0
+    assert fused() == 1
+
+
+# -- a fusion that raises -------------------------------------------------------------------------
+
+
+class Broken(passes.Candidate):
+    def __init__(self, node: torch.fx.Node, where: str) -> None:
+        self.anchor, self.where = node, where
+
+    def describe(self) -> dict[str, str]:
+        if self.where == "describe":
+            raise RuntimeError("broken")
+        return {}
+
+    def guard(self) -> None:
+        if self.where == "guard":
+            raise RuntimeError("broken")
+
+    def rewrite(self) -> str:
+        graph = self.anchor.graph
+        with graph.inserting_before(self.anchor):
+            graph.call_function(torch.neg, (self.anchor.args[0],))  # half of a rewrite
+        raise RuntimeError("broken")
+
+
+def broken(where: str) -> Fusion:
+    def recognise(graph: torch.fx.Graph):
+        if where == "recognise":
+            raise RuntimeError("broken")
+        for node in list(graph.nodes):
+            if "softmax" in node.name:
+                yield Broken(node, where)
+
+    return Fusion("attention", "pre_grad", "for tests", recognise)
+
+
+@pytest.fixture(params=["describe", "guard", "rewrite", "recognise"])
+def broken_pass(request: pytest.FixtureRequest) -> None:
+    inductor_fusions.disable()
+    inductor_config.pre_grad_custom_pass = [passes.FusionPass("pre_grad", (broken(request.param),))]
+
+
+def test_fusion_that_raises(broken_pass: None, caplog: pytest.LogCaptureFixture) -> None:
+    """The graph is compiled as it was; one warning, with the site."""
+    q, k, v = inputs()
+    with caplog.at_level(logging.WARNING, logger="inductor_fusions"):
+        run = testing.capture(attention, q, k, v, backend=testing.EAGER_AFTER_PASSES)
+    torch.testing.assert_close(run.outputs, attention(q, k, v))
+    assert not run.fused
+    assert not run.calls("neg")
+    warned = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert warned and all("broken" in record.getMessage() for record in warned)
+    sites = [site for site in run.sites if site.verdict == "failed"]
+    assert len(warned) == max(len(sites), 1)
+    for site in sites:
+        assert "in attention" in site.source
+        assert any(site.source in record.getMessage() for record in warned)
+
+
+def test_strict_raises(broken_pass: None) -> None:
+    with config.patch(strict=True), pytest.raises(Exception, match="broken"):
+        testing.capture(attention, *inputs(), backend=testing.EAGER_AFTER_PASSES)
+
+
+# -- other versions of torch ----------------------------------------------------------------------
+
+FRESH = """
+import warnings, sys, torch
+torch.__version__ = {version!r}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import inductor_fusions
+    inductor_fusions.enable()
+    f = lambda x: torch.softmax(x @ x.mT, -1) @ x
+    x = torch.randn(1, 2, 4, 8)
+    torch.testing.assert_close(torch.compile(f)(x), f(x))
+print(len([w for w in caught if "inductor_fusions" in str(w.message)]))
+print(*[str(w.message) for w in caught if "inductor_fusions" in str(w.message)])
+from torch._inductor import config
+print(config.pre_grad_custom_pass)
+"""
+
+
+def fresh(code: str) -> str:
+    root = str(Path(inductor_fusions.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {root!r})\n{code}"],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_torch_that_is_too_old() -> None:
+    """One warning, nothing registered, torch.compile works."""
+    count, text, hook = fresh(FRESH.format(version="2.10.1")).splitlines()
+    assert (count, hook) == ("1", "None")
+    assert "2.10.1 is older than 2.11" in text
+
+
+def test_torch_that_is_newer_than_tested() -> None:
+    """One warning, and best effort."""
+    count, text, hook = fresh(FRESH.format(version="2.99.0")).splitlines()
+    assert count == "1" and "newer" in text
+    assert "FusionPass" in hook
+
+
+def test_import_before_inductor() -> None:
+    """Inductor is not imported by us, and is set up as soon as it is."""
+    out = fresh(
+        "import torch, inductor_fusions\n"
+        "print('torch._inductor.config' in sys.modules)\n"
+        "from torch._inductor import config\n"
+        "print('FusionPass' in str(config.pre_grad_custom_pass))\n"
+    )
+    assert out.split() == ["False", "True"]
+
+
+def test_disable_before_inductor() -> None:
+    out = fresh(
+        "import torch, inductor_fusions\n"
+        "inductor_fusions.disable()\n"
+        "from torch._inductor import config\n"
+        "print(config.pre_grad_custom_pass)\n"
+        "inductor_fusions.enable()\n"
+        "print('FusionPass' in str(config.pre_grad_custom_pass))\n"
+    )
+    assert out.split() == ["None", "True"]
+
+
+THREADS = """
+import threading
+import torch, inductor_fusions
+from torch._inductor import config
+
+def run(function):
+    threads = [threading.Thread(target=function) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(str(config.pre_grad_custom_pass).count("FusionPass"), inductor_fusions.enabled())
+
+run(inductor_fusions.disable)
+run(inductor_fusions.enable)
+run(inductor_fusions.enable)
+inductor_fusions.disable()
+run(lambda: None)
+"""
+
+
+def test_threads_that_enable() -> None:
+    """In any thread, for all threads."""
+    assert fresh(THREADS).splitlines() == ["0 False", "1 True", "1 True", "0 False"]
+
+
+def test_no_warning_on_import() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fresh("import warnings; warnings.simplefilter('error')\nimport inductor_fusions")

@@ -86,10 +86,11 @@ def check_empty_rows(problem: Problem) -> None:
 
     Raises:
         LeftToStock: under INDUCTOR_FUSIONS_EMPTY_ROWS=stock, where such rows cannot be ruled out.
-        Rejected: a mask is subtracted, so that the keys it hides are the ones that are seen.
+        Rejected: a mask is subtracted, and perhaps the keys that it holds low numbers for are seen.
     """
     if problem.train and any(
-        t.fill is None and t.factor < 0 and may_hide_rows(t.node) for t, _ in problem.terms
+        t.fill is None and t.factor < 0 and t.depth is None and may_hide_rows(t.node)
+        for t, _ in problem.terms
     ):
         raise Rejected("a mask is subtracted from the scores")
     if config.empty_rows != "stock" or not problem.train:

@@ -246,8 +246,8 @@ def _remaining_terms(site: Attention, interpreter: Interpreter) -> list[Term] | 
         if kind.all_visible:
             continue
         causal += kind.causal
-        seen = visibility(interpreter.read(term.node)) if term.fill is None else None
-        left.append(term if seen is None else replace(term, depth=seen[1] * term.factor))
+        seen = visibility(interpreter.read(term.node), term.factor) if term.fill is None else None
+        left.append(term if seen is None else replace(term, depth=seen[1]))
     return None if left and causal == len(left) else left
 
 
@@ -257,12 +257,8 @@ def _classify_term(term: Term, shape: tuple[Any, ...], interpreter: Interpreter)
         if seen is not None and term.hides:
             seen = negation(seen)
         return classify(seen, shape)
-    read = visibility(interpreter.read(term.node))
-    if read is None:
-        return classify(None, shape)
-    predicate, fill = read
-    hidden_enough = predicate is True or fill * term.factor <= -1e4
-    return classify(predicate if hidden_enough else None, shape)
+    read = visibility(interpreter.read(term.node), term.factor)
+    return classify(None if read is None else read[0], shape)
 
 
 def same_problem_shapes(problem: Problem) -> bool:

@@ -1,0 +1,41 @@
+"""Mask algebra: what a mask lets through, proved from the graph that makes it.
+
+A mask is a function of the indices (..., q, k). `Interpreter` reads the subgraph that computes it into
+the values of `values`: numbers that are affine in the indices, conditions on them, and elements of tensors
+that cannot be read further. It gives None for anything else. Sizes may be symbolic; then every comparison
+is made with `known_true`, which adds no guard. A class is only ever given by proof. Contents of buffers are
+never read: compiled code is cached without them.
+
+    values        the algebra
+    interpreter   from the graph into the algebra; `views` holds its rules for indexing and reshaping
+    proofs        classes of predicates
+    dependence    which dims a mask depends on, where its value cannot be read
+"""
+
+from . import views  # registers its rules
+from .dependence import constant_over, may_hide_rows
+from .interpreter import Interpreter
+from .proofs import MaskClass, classify, is_fill, reduce, visibility
+from .values import Affine, And, Bool, Element, NonNegative, Not, Or, Unknown, conjunction, negation
+
+__all__ = [
+    "Affine",
+    "And",
+    "Bool",
+    "Element",
+    "Interpreter",
+    "MaskClass",
+    "NonNegative",
+    "Not",
+    "Or",
+    "Unknown",
+    "classify",
+    "conjunction",
+    "constant_over",
+    "is_fill",
+    "may_hide_rows",
+    "negation",
+    "reduce",
+    "views",
+    "visibility",
+]

@@ -1,0 +1,160 @@
+"""What a mask depends on, where its value cannot be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...._inductor import known_true
+from .. import torch_ops
+from .interpreter import Interpreter
+from .proofs import LARGEST_FILL
+from .values import Affine, And, Choice, Element, NonNegative, Not, Or, Value
+
+_POINTWISE = (
+    "add sub rsub mul div neg eq ne lt le gt ge bitwise_and bitwise_or bitwise_not logical_and logical_or "
+    "logical_not where masked_fill clamp minimum maximum cpu cuda"
+).split()
+
+
+def constant_over(node: Any, dim: int, interpreter: Interpreter) -> bool:
+    """Whether a value is the same at every index of `dim` (negative), as its graph shows.
+
+    A padding mask that was expanded to (batch, 1, q_len, kv_len) is constant over the queries: the
+    kernel can read one row of it.
+    """
+    tensor = torch_ops.tensor(node)
+    if tensor is None or -dim > tensor.dim() or known_true(tensor.shape[dim] == 1):
+        return True
+    if _lacks(interpreter.read(node), dim):
+        return True
+    op = torch_ops.read(node)
+    if op is None or op.inplace or interpreter.mutations.touch(node):
+        return False
+    name, rank = op.name, tensor.dim()
+    if name in _POINTWISE or name in torch_ops.CASTS or name in torch_ops.COPIES or name == "detach":
+        tensors = [n for n in op.node.all_input_nodes if torch_ops.tensor(n) is not None]
+        if name == "to" or name == "type_as":
+            tensors = tensors[:1]
+        return all(constant_over(n, dim, interpreter) for n in tensors)
+    source = torch_ops.tensor(op.input)
+    if source is None:
+        return False
+    if name in ("expand", "expand_as", "broadcast_to"):
+        return constant_over(op.input, dim, interpreter)
+    if name in torch_ops.TRANSPOSES:
+        dims = torch_ops.permutation(op)
+        return dims is not None and constant_over(op.input, dims[dim % rank] - source.dim(), interpreter)
+    if name == "unsqueeze" and isinstance(op["dim"], int):
+        position = dim % rank
+        new = op["dim"] % rank
+        if position == new:
+            return True
+        return constant_over(op.input, (position - (position > new)) - source.dim(), interpreter)
+    if name == "getitem":
+        return _indexed_constant(op, source, tensor, dim, interpreter)
+    return False
+
+
+def _lacks(value: Value, dim: int) -> bool:
+    """Whether a value that was read does not depend on the index of `dim`."""
+    if isinstance(value, bool):
+        return True
+    if isinstance(value, Affine):
+        return all(d != dim for d, _ in value.coeffs) and all(_lacks(e, dim) for e in value.elements)
+    if isinstance(value, Element):
+        return all(_lacks(i, dim) for i in value.index)
+    if isinstance(value, NonNegative):
+        return _lacks(value.value, dim)
+    if isinstance(value, Not):
+        return _lacks(value.operand, dim)
+    if isinstance(value, (And, Or)):
+        return all(_lacks(part, dim) for part in value.operands)
+    if isinstance(value, Choice):
+        return all(_lacks(part, dim) for part in (value.condition, value.then, value.otherwise))
+    return False
+
+
+def _indexed_constant(
+    op: torch_ops.Op, source: torch.Tensor, result: torch.Tensor, dim: int, interpreter: Interpreter
+) -> bool:
+    index = op["index"] if isinstance(op["index"], tuple) else (op["index"],)
+    tensors = [i for i in index if torch_ops.tensor(i) is not None]
+    if tensors:
+        whole = len(tensors) == len(index) == source.dim()
+        return whole and all(constant_over(i, dim, interpreter) for i in tensors)
+    used = sum(i is not None and i is not Ellipsis for i in index)
+    here, there = 0, 0
+    for item in index:
+        steps = source.dim() - used if item is Ellipsis else 1
+        for _ in range(steps):
+            if item is None:
+                if there - result.dim() == dim:
+                    return True
+                there += 1
+                continue
+            if item is Ellipsis or isinstance(item, slice):
+                if there - result.dim() == dim:
+                    return constant_over(op.input, here - source.dim(), interpreter)
+                there += 1
+            here += 1
+    return constant_over(op.input, here + (dim + result.dim() - there) - source.dim(), interpreter)
+
+
+def may_hide_rows(node: Any) -> bool:
+    """Whether a bias may add a finite number so low that scores drown in it.
+
+    Only then can a query that sees no key have a finite result: the mean of the values. A learned bias
+    or a relative-position table holds no such number; a mask given by the user may.
+    """
+    seen: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if not isinstance(current, fx.Node):
+            if isinstance(current, (int, float)) and not isinstance(current, bool):
+                if current <= LARGEST_FILL or current >= -LARGEST_FILL:
+                    return True
+            continue
+        if current in seen:
+            continue
+        seen.add(current)
+        tensor = torch_ops.tensor(current)
+        if tensor is not None and not tensor.is_floating_point() and torch_ops.read(current) is None:
+            continue  # integers and conditions add nothing by themselves
+        op = torch_ops.read(current)
+        if op is None:
+            # A leaf: parameters are learned numbers, any other input may be a mask.
+            if tensor is None or tensor.is_floating_point():
+                if tensor is None or not (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
+                    return True
+            continue
+        if op.name in _DRAWN:
+            continue
+        if tensor is not None and not tensor.is_floating_point():
+            continue
+        stack.extend(_numbers(current))
+    return False
+
+
+#: Results of these are sums of products of activations and weights, or bounded: never a fill.
+_DRAWN = frozenset(
+    "linear matmul bmm baddbmm einsum embedding layer_norm sigmoid softmax conv2d conv1d normalize".split()
+)
+
+
+def _numbers(node: fx.Node) -> list[Any]:
+    found: list[Any] = []
+
+    def visit(argument: Any) -> Any:
+        if isinstance(argument, (list, tuple)):
+            for item in argument:
+                visit(item)
+        elif isinstance(argument, (fx.Node, int, float)):
+            found.append(argument)
+
+    for argument in (*node.args, *node.kwargs.values()):
+        visit(argument)
+    return found

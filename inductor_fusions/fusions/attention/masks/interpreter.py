@@ -1,0 +1,355 @@
+"""Reads the subgraph that computes a mask into a value of the algebra."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...._inductor import known_true
+from .. import torch_ops
+from ..aliasing import Mutations
+from .proofs import reduce
+from .values import (
+    BOOL,
+    Affine,
+    Bool,
+    Choice,
+    Element,
+    NonNegative,
+    Unknown,
+    Value,
+    affine,
+    as_bool,
+    as_number,
+    choose,
+    combine,
+    compare,
+    conjunction,
+    disjunction,
+    identity,
+    is_integral,
+    is_unit,
+    map_parts,
+    negation_of,
+    substitute,
+)
+
+
+class Interpreter:
+    """Reads nodes of one graph into `Value`s, each once.
+
+    Args:
+        mutations: which values of the graph are overwritten; those are opaque.
+        bindings: for the body of a higher-order operation, what its placeholders stand for outside,
+            as (interpreter of the outer graph, node there).
+    """
+
+    def __init__(
+        self, mutations: Mutations, bindings: Mapping[fx.Node, tuple[Interpreter, Any]] | None = None
+    ) -> None:
+        self.mutations = mutations
+        self._bindings = bindings or {}
+        self._memo: dict[fx.Node, Value] = {}
+
+    def read(self, node: Any) -> Value:
+        """The value of a node or of a number; None where it is unknown.
+
+        Long chains of nodes are read from their start, so that Python's stack does not grow with them.
+        """
+        if isinstance(node, bool):
+            return node
+        if isinstance(node, (int, float, torch.SymInt, torch.SymFloat)):
+            return Affine(node)
+        if not isinstance(node, fx.Node):
+            return None
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            if top in self._memo:
+                stack.pop()
+                continue
+            pending = [n for n in self._operands(top) if n not in self._memo]
+            if pending:
+                stack.extend(pending)
+                continue
+            self._memo[top] = self._evaluate(top)
+            stack.pop()
+        return self._memo[node]
+
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        operation = torch_ops.read(node)
+        if operation is None or operation.name not in RULES:
+            return []
+        return [n for n in node.all_input_nodes if isinstance(torch_ops.value(n), torch.Tensor)]
+
+    def _evaluate(self, node: fx.Node) -> Value:
+        if node in self._bindings:
+            outer, operand = self._bindings[node]
+            return outer.read(operand)
+        known = torch_ops.value(node)
+        if isinstance(known, (int, float, torch.SymInt, torch.SymFloat)):
+            return Affine(known)
+        operation = torch_ops.read(node)
+        if operation is None or not isinstance(known, torch.Tensor) or self.mutations.touch(node):
+            return self._unknown(node)
+        rule = RULES.get(operation.name)
+        if rule is None or operation.inplace:
+            return self._unknown(node)
+        found = rule(self, operation)
+        # An index of a dim of size 1 is 0, whatever the dim is expanded to later.
+        if any(known_true(size == 1) for size in known.shape):
+            found = substitute(found, lambda dim: Affine(0) if is_unit(known, dim) else identity(dim))
+        if isinstance(found, BOOL):
+            found = reduce(found, known.shape)
+        return self._unknown(node) if found is None else found
+
+    def _unknown(self, node: fx.Node) -> Value:
+        """A node as data: a condition, or an integer (a narrow one may wrap, a float is rounded)."""
+        tensor = torch_ops.tensor(node)
+        if tensor is None or tensor.dtype not in (torch.bool, torch.int32, torch.int64):
+            return None
+        if self.mutations.touch(node):
+            return Unknown(node) if tensor.dtype == torch.bool else None
+        element = Element.of(node, tensor)
+        return element if tensor.dtype == torch.bool else affine(0, {element: 1})
+
+    def boolean(self, node: Any) -> Bool | None:
+        """A value as a condition: numbers are true where they are not zero."""
+        return as_bool(self.read(node))
+
+
+# Rules: one function an operation, from its arguments' values to its own. -------------------------
+
+Rule = Callable[[Interpreter, torch_ops.Op], Value]
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    def register(function: Rule) -> Rule:
+        for name in names:
+            RULES[name] = function
+        return function
+
+    return register
+
+
+def rank_of(node: Any) -> int:
+    tensor = torch_ops.tensor(node)
+    return tensor.dim() if tensor is not None else 0
+
+
+def _alpha(op: torch_ops.Op) -> bool:
+    return op["alpha"] in (None, 1)
+
+
+@rule("add")
+def _add(read: Interpreter, op: torch_ops.Op) -> Value:
+    return combine(read.read(op.input), read.read(op["other"]), lambda x, y: x + y) if _alpha(op) else None
+
+
+@rule("sub")
+def _sub(read: Interpreter, op: torch_ops.Op) -> Value:
+    return combine(read.read(op.input), read.read(op["other"]), lambda x, y: x - y) if _alpha(op) else None
+
+
+@rule("rsub")
+def _rsub(read: Interpreter, op: torch_ops.Op) -> Value:
+    return combine(read.read(op["other"]), read.read(op.input), lambda x, y: x - y) if _alpha(op) else None
+
+
+@rule("neg")
+def _neg(read: Interpreter, op: torch_ops.Op) -> Value:
+    return map_parts(read.read(op.input), lambda x: x.map(lambda c: -c))
+
+
+@rule("mul")
+def _mul(read: Interpreter, op: torch_ops.Op) -> Value:
+    left, right = read.read(op.input), read.read(op["other"])
+    if isinstance(left, BOOL) and isinstance(right, BOOL):
+        return conjunction([left, right])
+
+    def multiply(x: Affine, y: Affine) -> Affine | None:
+        if x.is_constant:
+            return y.map(lambda c: c * x.const)
+        return x.map(lambda c: c * y.const) if y.is_constant else None
+
+    return combine(left, right, multiply)
+
+
+@rule("eq", "ne", "lt", "le", "gt", "ge")
+def _comparison(read: Interpreter, op: torch_ops.Op) -> Value:
+    return compare(op.name, read.read(op.input), read.read(op["other"]))
+
+
+@rule("bitwise_and", "logical_and")
+def _and(read: Interpreter, op: torch_ops.Op) -> Value:
+    left, right = _logical(read, op)
+    return None if left is None or right is None else conjunction([left, right])
+
+
+@rule("bitwise_or", "logical_or")
+def _or(read: Interpreter, op: torch_ops.Op) -> Value:
+    left, right = _logical(read, op)
+    return None if left is None or right is None else disjunction([left, right])
+
+
+def _logical(read: Interpreter, op: torch_ops.Op) -> tuple[Bool | None, Bool | None]:
+    """Operands of a logical operation; of a bitwise one only where they are boolean."""
+    left, right = read.read(op.input), read.read(op["other"])
+    if op.name.startswith("bitwise") and not (isinstance(left, BOOL) and isinstance(right, BOOL)):
+        return None, None
+    return as_bool(left), as_bool(right)
+
+
+@rule("bitwise_not", "logical_not")
+def _not(read: Interpreter, op: torch_ops.Op) -> Value:
+    found = read.read(op.input)
+    if op.name == "bitwise_not" and not isinstance(found, BOOL):
+        return None
+    return negation_of(as_bool(found))
+
+
+@rule("where")
+def _where(read: Interpreter, op: torch_ops.Op) -> Value:
+    if op["other"] is None:
+        return None
+    return choose(read.boolean(op["condition"]), read.read(op.input), read.read(op["other"]))
+
+
+@rule("masked_fill")
+def _masked_fill(read: Interpreter, op: torch_ops.Op) -> Value:
+    return choose(read.boolean(op["mask"]), read.read(op["value"]), read.read(op.input))
+
+
+@rule(*torch_ops.CASTS, "cpu", "cuda")
+def _cast(read: Interpreter, op: torch_ops.Op) -> Value:
+    found, target = read.read(op.input), torch_ops.tensor(op.node)
+    if target is None or found is None:
+        return None
+    if _holds_elements(found) and target.dtype not in (torch.int32, torch.int64):
+        return None  # the result of the cast is an element itself, or floating point
+    if target.dtype == torch.bool:
+        return as_bool(found)
+    found = as_number(found)
+    if not target.dtype.is_floating_point:
+        parts = [found] if isinstance(found, Affine) else [found.then, found.otherwise] if found else []
+        return found if all(is_integral(part) for part in parts) else None
+    if target.dtype in (torch.float16, torch.bfloat16):
+        # An index beyond the dtype's integers would be rounded; two-valued masks are not.
+        parts = [found] if isinstance(found, Affine) else [found.then, found.otherwise] if found else []
+        return _rounded(found, target.dtype) if all(part.is_constant for part in parts) else None
+    return found
+
+
+def _holds_elements(value: Value) -> bool:
+    parts = [value] if isinstance(value, Affine) else []
+    if isinstance(value, Choice):
+        parts = [value.then, value.otherwise]
+    return any(True for part in parts for _ in part.elements)
+
+
+def _rounded(value: Affine | Choice | None, dtype: torch.dtype) -> Value:
+    def to_dtype(part: Affine) -> Affine | None:
+        if not isinstance(part.const, (int, float)):
+            return None
+        limit = torch.finfo(dtype).max
+        return part if abs(part.const) <= limit else Affine(math.copysign(math.inf, part.const))
+
+    return map_parts(value, to_dtype)
+
+
+@rule(*torch_ops.COPIES, "detach")
+def _copy(read: Interpreter, op: torch_ops.Op) -> Value:
+    return read.read(op.input)
+
+
+@rule("arange")
+def _arange(read: Interpreter, op: torch_ops.Op) -> Value:
+    given = [torch_ops.concrete(a) for a in op.node.args]
+    keyword = {k: torch_ops.concrete(v) for k, v in op.node.kwargs.items()}
+    start, step = 0, keyword.get("step", 1)
+    if len(given) >= 2 or "start" in keyword:
+        start = keyword.get("start", given[0] if given else 0)
+    if len(given) >= 3:
+        step = given[2]
+    numbers = (int, float, torch.SymInt)
+    if not isinstance(start, numbers) or not isinstance(step, numbers):
+        return None
+    return affine(start, {-1: step})
+
+
+@rule("full", "full_like", "new_full")
+def _full(read: Interpreter, op: torch_ops.Op) -> Value:
+    return _constant(op, op["fill_value"])
+
+
+@rule("ones", "ones_like", "new_ones")
+def _ones(read: Interpreter, op: torch_ops.Op) -> Value:
+    return _constant(op, 1)
+
+
+@rule("zeros", "zeros_like", "new_zeros")
+def _zeros(read: Interpreter, op: torch_ops.Op) -> Value:
+    return _constant(op, 0)
+
+
+@rule("tensor", "scalar_tensor")
+def _scalar(read: Interpreter, op: torch_ops.Op) -> Value:
+    data = op["data"] if op["data"] is not None else op["s"]
+    return _constant(op, data)
+
+
+def _constant(op: torch_ops.Op, data: Any) -> Value:
+    target, number = torch_ops.tensor(op.node), torch_ops.concrete(data)
+    if target is None or not isinstance(number, (bool, int, float)):
+        return None
+    if target.dtype == torch.bool:
+        return bool(number)
+    return _rounded(Affine(number), target.dtype) if target.dtype.is_floating_point else Affine(number)
+
+
+@rule("tril", "triu")
+def _triangle(read: Interpreter, op: torch_ops.Op) -> Value:
+    diagonal = torch_ops.concrete(op["diagonal"] if op["diagonal"] is not None else 0)
+    if not isinstance(diagonal, (int, torch.SymInt)):
+        return None
+    kept = NonNegative(affine(diagonal, {-2: 1, -1: -1}))  # row - column + diagonal >= 0
+    if op.name == "triu":
+        kept = NonNegative(affine(-diagonal, {-2: -1, -1: 1}))
+    found = read.read(op.input)
+    return choose(kept, found, False if isinstance(found, BOOL) else Affine(0))
+
+
+@rule("cumsum")
+def _cumsum(read: Interpreter, op: torch_ops.Op) -> Value:
+    dim = torch_ops.concrete(op["dim"])
+    found = as_number(read.read(op.input))
+    if not isinstance(dim, int) or not isinstance(found, Affine) or not found.is_constant:
+        return None
+    dim = dim if dim < 0 else dim - rank_of(op.input)
+    return affine(found.const, {dim: found.const})  # c, 2c, 3c, ...
+
+
+@rule("diff")
+def _diff(read: Interpreter, op: torch_ops.Op) -> Value:
+    dim = op["dim"] if op["dim"] is not None else -1
+    found, prepend = read.read(op.input), read.read(op["prepend"])
+    rank = rank_of(op.input)
+    if op["n"] not in (None, 1) or op["append"] is not None or not isinstance(dim, int):
+        return None
+    dim = dim if dim < 0 else dim - rank
+    if not isinstance(found, Affine) or _holds_elements(found) or _holds_elements(prepend):
+        return None
+    step = found.coeff(dim)
+    if op["prepend"] is None:
+        return Affine(step)
+    before = torch_ops.tensor(op["prepend"])
+    if before is None or not known_true(before.shape[dim] == 1) or not isinstance(prepend, Affine):
+        return None
+    first = affine(found.const, {d: c for d, c in found.coeffs if d != dim})
+    gap = first - affine(prepend.const, {d: c for d, c in prepend.coeffs if d != dim})
+    return Affine(step) if gap.is_constant and known_true(gap.const == step) else None

@@ -1,0 +1,374 @@
+"""Values of the mask algebra: numbers and conditions as functions of indices.
+
+Everything is a function of the indices (..., q, k) of a tensor, whose dims are counted from the right
+(-1 is the key):
+
+    Affine      const + sum(coeff * atom), an atom being the index of a dim or an element of a tensor
+    condition   And / Or / Not over `affine >= 0` and over elements of boolean tensors
+    Choice      one affine value where a condition holds, else another    (where, masked_fill)
+
+An `Element` is data: a tensor read at indices that are affine themselves. Nothing is known of its value,
+but it is equal to itself, which is what makes "the same document" a class.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...._inductor import known_true
+
+Number = Any  # int, float, SymInt or SymFloat
+
+
+@dataclass(frozen=True, eq=False)
+class Element:
+    """`node[index[0], index[1], ...]`, a number or a condition that the interpreter cannot read further."""
+
+    node: fx.Node
+    index: tuple[Affine, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Element) and self.node is other.node and self.index == other.index
+
+    def __hash__(self) -> int:
+        return hash(self.node)  # a symbolic index has no hash
+
+    @classmethod
+    def of(cls, node: fx.Node, tensor: torch.Tensor) -> Element:
+        """A tensor as an element of itself; the index of a dim of size 1 is 0."""
+        dims = range(-tensor.dim(), 0)
+        return cls(node, tuple(Affine(0) if is_unit(tensor, d) else identity(d) for d in dims))
+
+
+Atom = int | Element  # the index of a dim, or an element
+
+
+def _order(item: tuple[Atom, Number]) -> tuple[Any, ...]:
+    atom = item[0]
+    return (1, atom.node.name, repr(atom.index)) if isinstance(atom, Element) else (0, atom)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """`const + sum(coeff * atom)`: an atom is the index of a dim (its number) or an `Element`."""
+
+    const: Number
+    coeffs: tuple[tuple[Atom, Number], ...] = ()
+
+    def coeff(self, dim: Atom) -> Number:
+        return dict(self.coeffs).get(dim, 0)
+
+    @property
+    def is_constant(self) -> bool:
+        return not self.coeffs
+
+    def map(self, function: Callable[[Number], Number]) -> Affine:
+        """Apply a linear function without constant term to every coefficient."""
+        return affine(function(self.const), {d: function(c) for d, c in self.coeffs})
+
+    def __add__(self, other: Affine) -> Affine:
+        coeffs = dict(self.coeffs)
+        for dim, c in other.coeffs:
+            coeffs[dim] = coeffs.get(dim, 0) + c
+        return affine(self.const + other.const, coeffs)
+
+    def __sub__(self, other: Affine) -> Affine:
+        return self + other.map(lambda c: -c)
+
+    @property
+    def elements(self) -> Iterator[Element]:
+        return (atom for atom, _ in self.coeffs if isinstance(atom, Element))
+
+
+def affine(const: Number, coeffs: Mapping[Atom, Number]) -> Affine:
+    """An `Affine` without zero coefficients."""
+    kept = tuple(sorted(((a, c) for a, c in coeffs.items() if not known_true(c == 0)), key=_order))
+    return Affine(const, kept)
+
+
+@dataclass(frozen=True)
+class NonNegative:
+    """`value >= 0`, over integers."""
+
+    value: Affine
+
+
+@dataclass(frozen=True)
+class Not:
+    operand: Bool
+
+
+@dataclass(frozen=True)
+class And:
+    operands: tuple[Bool, ...]
+
+
+@dataclass(frozen=True)
+class Or:
+    operands: tuple[Bool, ...]
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A boolean tensor that is overwritten somewhere; equal only to itself, and not known elsewhere."""
+
+    node: fx.Node
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`then` where `condition` holds, else `otherwise`."""
+
+    condition: Bool
+    then: Affine
+    otherwise: Affine
+
+
+Bool = bool | NonNegative | Not | And | Or | Element | Unknown
+Value = Affine | Bool | Choice | None
+
+BOOL = (bool, NonNegative, Not, And, Or, Element, Unknown)
+
+
+def conjunction(operands: Sequence[Bool]) -> Bool:
+    """The simplified And."""
+    flat: list[Bool] = []
+    for operand in operands:
+        for part in operand.operands if isinstance(operand, And) else (operand,):
+            if part is False:
+                return False
+            if part is not True and part not in flat:
+                flat.append(part)
+    flat = [part for part in flat if not any(_implies(other, part) for other in flat if other is not part)]
+    if not flat:
+        return True
+    return flat[0] if len(flat) == 1 else And(tuple(flat))
+
+
+def _implies(first: Bool, second: Bool) -> bool:
+    """Whether one comparison holds wherever another does: the same slopes and a larger constant."""
+    return (
+        isinstance(first, NonNegative)
+        and isinstance(second, NonNegative)
+        and first.value.coeffs == second.value.coeffs
+        and known_true(first.value.const < second.value.const)
+    )
+
+
+def negation(operand: Bool) -> Bool:
+    """The simplified Not, pushed down to comparisons (over integers, not x >= 0 is -x - 1 >= 0)."""
+    if isinstance(operand, bool):
+        return not operand
+    if isinstance(operand, Not):
+        return operand.operand
+    if isinstance(operand, NonNegative):
+        flipped = operand.value.map(lambda c: -c)
+        return NonNegative(Affine(flipped.const - 1, flipped.coeffs))
+    if isinstance(operand, And):
+        return disjunction([negation(part) for part in operand.operands])
+    if isinstance(operand, Or):
+        return conjunction([negation(part) for part in operand.operands])
+    return Not(operand)
+
+
+def disjunction(operands: Sequence[Bool]) -> Bool:
+    """The simplified Or."""
+    flat: list[Bool] = []
+    for operand in operands:
+        for part in operand.operands if isinstance(operand, Or) else (operand,):
+            if part is True:
+                return True
+            if part is not False and part not in flat:
+                flat.append(part)
+    if not flat:
+        return False
+    return flat[0] if len(flat) == 1 else Or(tuple(flat))
+
+
+def as_bool(value: Value) -> Bool | None:
+    """`value != 0`."""
+    if isinstance(value, BOOL):
+        return value
+    if value is None:
+        return None
+    return negation_of(compare("eq", value, Affine(0)))
+
+
+def negation_of(value: Bool | None) -> Bool | None:
+    return None if value is None else negation(value)
+
+
+def as_number(value: Value) -> Affine | Choice | None:
+    """A condition as 1 and 0."""
+    if isinstance(value, bool):
+        return Affine(int(value))
+    if isinstance(value, BOOL):
+        return Choice(value, Affine(1), Affine(0))
+    return value
+
+
+def choose(condition: Bool | None, then: Value, otherwise: Value) -> Value:
+    """where(condition, then, otherwise)."""
+    if condition is None:
+        return None
+    if condition is True:
+        return then
+    if condition is False:
+        return otherwise
+    if isinstance(then, BOOL) and isinstance(otherwise, BOOL):
+        return disjunction([conjunction([condition, then]), conjunction([negation(condition), otherwise])])
+    then, otherwise = as_number(then), as_number(otherwise)
+    # A branch that chooses by the same condition again has chosen already.
+    if isinstance(then, Choice) and then.condition in (condition, negation(condition)):
+        then = then.then if then.condition == condition else then.otherwise
+    if isinstance(otherwise, Choice) and otherwise.condition in (condition, negation(condition)):
+        otherwise = otherwise.otherwise if otherwise.condition == condition else otherwise.then
+    # A nested choice of the same outer value: where(a, where(b, x, y), y) is where(a and b, x, y).
+    if isinstance(then, Choice) and isinstance(otherwise, Affine):
+        if then.otherwise == otherwise:
+            return choose(conjunction([condition, then.condition]), then.then, otherwise)
+        if then.then == otherwise:
+            return choose(conjunction([condition, negation(then.condition)]), then.otherwise, otherwise)
+    if isinstance(otherwise, Choice) and isinstance(then, Affine):
+        return choose(negation(condition), otherwise, then)
+    if isinstance(then, Affine) and isinstance(otherwise, Affine):
+        return then if then == otherwise else Choice(condition, then, otherwise)
+    return None
+
+
+def map_parts(value: Value, function: Callable[[Affine], Affine | None]) -> Value:
+    """Apply a function to an affine value, or to both branches of a choice."""
+    value = as_number(value)
+    if isinstance(value, Affine):
+        return function(value)
+    if isinstance(value, Choice):
+        return choose(value.condition, function(value.then), function(value.otherwise))
+    return None
+
+
+def combine(left: Value, right: Value, function: Callable[[Affine, Affine], Affine | None]) -> Value:
+    """Apply a function of two affine values, also where one of them is a choice."""
+    left, right = as_number(left), as_number(right)
+    if isinstance(left, Affine):
+        return map_parts(right, lambda r: function(left, r))
+    if isinstance(right, Affine):
+        return map_parts(left, lambda x: function(x, right))
+    return None
+
+
+def is_integral(value: Affine) -> bool:
+    numbers = [value.const, *(c for _, c in value.coeffs)]
+    return all(
+        isinstance(n, (int, torch.SymInt)) or (isinstance(n, float) and n.is_integer()) for n in numbers
+    )
+
+
+def compare(name: str, left: Value, right: Value) -> Bool | None:
+    """A comparison as a predicate."""
+    if name == "gt":
+        return compare("lt", right, left)
+    if name == "ge":
+        return compare("le", right, left)
+    if name == "ne":
+        return negation_of(compare("eq", left, right))
+    if isinstance(left, BOOL) and isinstance(right, BOOL) and name == "eq":
+        return choose(left, right, negation(right))  # type: ignore[return-value]
+    left, right = as_number(left), as_number(right)
+    if left is None or right is None:
+        return None
+    if isinstance(left, Choice):
+        then, otherwise = compare(name, left.then, right), compare(name, left.otherwise, right)
+        return None if then is None or otherwise is None else as_bool(choose(left.condition, then, otherwise))
+    if isinstance(right, Choice):
+        then, otherwise = compare(name, left, right.then), compare(name, left, right.otherwise)
+        return (
+            None if then is None or otherwise is None else as_bool(choose(right.condition, then, otherwise))
+        )
+    if left.is_constant and right.is_constant and isinstance(left.const, (int, float)):
+        if isinstance(right.const, (int, float)):
+            x, y = left.const, right.const
+            return {"lt": x < y, "le": x <= y, "eq": x == y}[name]
+    difference = right - left  # left <= right where this is >= 0
+    if not is_integral(difference):
+        return None
+    if name == "lt":
+        return NonNegative(Affine(difference.const - 1, difference.coeffs))
+    if name == "le":
+        return NonNegative(difference)
+    reverse = difference.map(lambda c: -c)
+    return conjunction([settled(NonNegative(difference)), settled(NonNegative(reverse))])
+
+
+def settled(condition: NonNegative) -> Bool:
+    if condition.value.is_constant:
+        if known_true(condition.value.const >= 0):
+            return True
+        if known_true(condition.value.const < 0):
+            return False
+    return condition
+
+
+def substitute(value: Value, index: Callable[[int], Affine | None]) -> Value:
+    """The value whose index[d] is given by `index(d)`; None where that is unknown."""
+
+    def of_affine(x: Affine) -> Affine | None:
+        total = Affine(x.const)
+        for atom, c in x.coeffs:
+            inner = index(atom) if isinstance(atom, int) else of_element(atom)
+            if inner is None:
+                return None
+            inner = affine(0, {inner: 1}) if isinstance(inner, Element) else inner
+            total = total + inner.map(partial(operator.mul, c))
+        return total
+
+    def of_element(x: Element) -> Element | None:
+        inner = [of_affine(i) for i in x.index]
+        known = tuple(i for i in inner if i is not None)
+        return Element(x.node, known) if len(known) == len(inner) else None
+
+    def of_bool(x: Bool) -> Bool | None:
+        if isinstance(x, bool):
+            return x
+        if isinstance(x, NonNegative):
+            inner = of_affine(x.value)
+            return None if inner is None else settled(NonNegative(inner))
+        if isinstance(x, Element):
+            return of_element(x)
+        if isinstance(x, Not):
+            return negation_of(of_bool(x.operand))
+        if isinstance(x, (And, Or)):
+            parts = [of_bool(part) for part in x.operands]
+            if any(part is None for part in parts):
+                return None
+            join = conjunction if isinstance(x, And) else disjunction
+            return join([part for part in parts if part is not None])
+        return None  # at other indices it is another unknown
+
+    if isinstance(value, Choice):
+        condition = of_bool(value.condition)
+        return choose(condition, of_affine(value.then), of_affine(value.otherwise))
+    if isinstance(value, Affine):
+        return of_affine(value)
+    if isinstance(value, BOOL):
+        return of_bool(value)
+    return None
+
+
+def is_unit(tensor: torch.Tensor, dim: int) -> bool:
+    return -dim <= tensor.dim() and known_true(tensor.shape[dim] == 1)
+
+
+def identity(dim: int) -> Affine:
+    return Affine(0, ((dim, 1),))
+
+
+def renamed(mapping: Mapping[int, int]) -> Callable[[int], Affine | None]:
+    """Dims that only move: source dim -> result dim; a dim that is gone had one index, 0."""
+    return lambda dim: affine(0, {mapping[dim]: 1}) if dim in mapping else Affine(0)

@@ -1,0 +1,135 @@
+"""Views in the interpreter: the same numbers at other indices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...._inductor import known_true
+from .. import torch_ops
+from .interpreter import Interpreter, rank_of, rule
+from .proofs import bounds
+from .values import Affine, Value, affine, renamed, substitute
+
+
+@rule(*torch_ops.TRANSPOSES, "getattr")
+def _transpose(read: Interpreter, op: torch_ops.Op) -> Value:
+    dims = torch_ops.transposed_attribute(op) if op.name == "getattr" else torch_ops.permutation(op)
+    if dims is None:
+        return None
+    rank = len(dims)
+    return substitute(read.read(op.input), renamed({d - rank: i - rank for i, d in enumerate(dims)}))
+
+
+@rule("expand", "expand_as", "broadcast_to")
+def _expand(read: Interpreter, op: torch_ops.Op) -> Value:
+    return read.read(op.input)  # dims count from the right, and an expanded dim had one index
+
+
+@rule(*torch_ops.VIEWS)
+def _view(read: Interpreter, op: torch_ops.Op) -> Value:
+    """A view that only adds and removes dims of size 1."""
+    found = read.read(op.input)
+    if isinstance(found, (bool, Affine)) and (isinstance(found, bool) or found.is_constant):
+        return found
+    source, target = torch_ops.tensor(op.input), torch_ops.tensor(op.node)
+    if source is None or target is None:
+        return None
+
+    def wide(t: torch.Tensor) -> list[int]:
+        return [d - t.dim() for d, size in enumerate(t.shape) if not known_true(size == 1)]
+
+    before, after = wide(source), wide(target)
+    if len(before) != len(after) or not all(
+        known_true(source.shape[b] == target.shape[a]) for b, a in zip(before, after, strict=True)
+    ):
+        return None
+    return substitute(found, renamed(dict(zip(before, after, strict=True))))
+
+
+@rule("select")
+def _select(read: Interpreter, op: torch_ops.Op) -> Value:
+    dim, rank = torch_ops.concrete(op["dim"]), rank_of(op.input)
+    if not isinstance(dim, int):
+        return None
+    index: list[Any] = [slice(None)] * rank
+    index[dim] = op["index"]
+    return _indexed(read, op, tuple(index))
+
+
+@rule("slice")
+def _slice(read: Interpreter, op: torch_ops.Op) -> Value:
+    dim = torch_ops.concrete(op["dim"] or 0)
+    index: list[Any] = [slice(None)] * rank_of(op.input)
+    index[dim] = slice(op["start"], op["end"], op["step"])
+    return _indexed(read, op, tuple(index))
+
+
+@rule("getitem")
+def _getitem(read: Interpreter, op: torch_ops.Op) -> Value:
+    if torch_ops.tensor(op.input) is None:
+        return None
+    index = op["index"]
+    return _indexed(read, op, index if isinstance(index, tuple) else (index,))
+
+
+def _indexed(read: Interpreter, op: torch_ops.Op, index: tuple[Any, ...]) -> Value:
+    source, target = torch_ops.tensor(op.input), torch_ops.tensor(op.node)
+    if source is None or target is None:
+        return None
+    found = read.read(op.input)
+    tensors = [i for i in index if torch_ops.tensor(i) is not None]
+    if tensors:
+        return _gathered(read, found, source, index)
+    used = sum(i is not None and i is not Ellipsis for i in index)
+    full: list[Any] = []
+    for item in index:
+        full.extend([slice(None)] * (source.dim() - used) if item is Ellipsis else [item])
+    full.extend([slice(None)] * (source.dim() - sum(i is not None for i in full)))
+    mapping: dict[int, Affine] = {}
+    here, there = 0, 0  # dims of the source and of the result
+    for item in full:
+        if item is None:
+            there += 1
+            continue
+        size = source.shape[here]
+        item = torch_ops.concrete(item)
+        if isinstance(item, slice):
+            start, step = item.start or 0, 1 if item.step is None else item.step
+            if not isinstance(start, (int, torch.SymInt)) or not isinstance(step, int) or step < 1:
+                return None
+            if not known_true(start >= 0):
+                start = start + size
+            if not known_true(start >= 0) or not (
+                (isinstance(start, int) and start == 0) or known_true(start < size)
+            ):
+                return None
+            mapping[here - source.dim()] = affine(start, {there - target.dim(): step})
+            there += 1
+        elif isinstance(item, (int, torch.SymInt)) and not isinstance(item, bool):
+            item = item if known_true(item >= 0) else item + size
+            mapping[here - source.dim()] = Affine(item)
+        else:
+            return None
+        here += 1
+    return substitute(found, mapping.get)
+
+
+def _gathered(read: Interpreter, found: Value, source: torch.Tensor, index: tuple[Any, ...]) -> Value:
+    """`x[i, j, ...]` with one index tensor for each dim of x, each affine and in range."""
+    if isinstance(found, (bool, Affine)) and (isinstance(found, bool) or found.is_constant):
+        return found
+    if len(index) != source.dim():
+        return None
+    mapping: dict[int, Affine] = {}
+    for dim, item in enumerate(index):
+        inner = read.read(item)
+        given = torch_ops.tensor(item)
+        if not isinstance(inner, Affine) or given is None or given.dtype == torch.bool:
+            return None
+        low, _ = bounds(inner, given.shape)  # a negative index would count from the end
+        if low is None or not known_true(low >= 0):
+            return None
+        mapping[dim - source.dim()] = inner
+    return substitute(found, mapping.get)

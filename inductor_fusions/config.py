@@ -4,6 +4,7 @@
 |---|---|---|---|
 | `enabled` | `INDUCTOR_FUSIONS` | 0, 1 | 1 |
 | `attention` | `INDUCTOR_FUSIONS_ATTENTION` | 0, 1 | 1 |
+| `attention_kernel` | `INDUCTOR_FUSIONS_ATTENTION_KERNEL` | auto, sdpa, flex | auto |
 | `policy` | `INDUCTOR_FUSIONS_POLICY` | profitable, always | profitable |
 | `empty_rows` | `INDUCTOR_FUSIONS_EMPTY_ROWS` | keep, stock, ignore | keep |
 | `strict` | `INDUCTOR_FUSIONS_STRICT` | 0, 1 | 0 |
@@ -32,6 +33,10 @@ enabled: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS")
 #: Attention, hand-written or SDPA, to the cheapest kernel that means the same.
 attention: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_ATTENTION")
 
+#: "auto" takes the cheapest kernel that computes an attention; "sdpa" and "flex" take that one wherever
+#: it can, whatever is measured.
+attention_kernel: str = Config(default="auto", env_name_default="INDUCTOR_FUSIONS_ATTENTION_KERNEL")
+
 #: "profitable" fuses where a measurement says that it pays; "always" fuses whatever is proved.
 policy: str = Config(default="profitable", env_name_default="INDUCTOR_FUSIONS_POLICY")
 
@@ -49,6 +54,7 @@ def variables() -> dict[str, tuple[str, ...]]:
     return {
         "INDUCTOR_FUSIONS": ("0", "1"),
         "INDUCTOR_FUSIONS_ATTENTION": ("0", "1"),
+        "INDUCTOR_FUSIONS_ATTENTION_KERNEL": ("auto", "sdpa", "flex"),
         "INDUCTOR_FUSIONS_POLICY": ("profitable", "always"),
         "INDUCTOR_FUSIONS_EMPTY_ROWS": ("keep", "stock", "ignore"),
         "INDUCTOR_FUSIONS_STRICT": ("0", "1"),

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from ... import config
 from ..._inductor import known_true
-from . import torch_ops
+from . import flex, torch_ops
 from .aliasing import written
 from .builder import Builder, same
-from .mask_builder import MaskMemo, build_mask
+from .mask_builder import Mask, MaskMemo, build_mask
 from .operands import Operand
 from .problem import Problem
+from .structure import Structure
 
 
 class Emitter:
@@ -37,11 +39,14 @@ class Emitter:
         Args:
             problem: what to compute.
             output: the node whose users read the result from now on.
-            kernel: "sdpa" lets SDPA choose its backend; "efficient" calls that backend.
+            kernel: "sdpa" lets SDPA choose its backend; "efficient" calls that backend; "flex" calls
+                flex attention.
             grouped: give k and v with their own heads (enable_gqa), not repeated.
         """
         build = Builder(self.graph, output, self.fake_mode)
-        mask = build_mask(build, problem, self.memo, self.region)
+        mask = Mask(None)
+        if kernel != "flex" or problem.structure is None:
+            mask = build_mask(build, problem, self.memo, self.region)
         q = build.build(problem.q)
         for kind, operand in problem.scalers:
             by = build.build(operand) if isinstance(operand, Operand) else operand
@@ -56,7 +61,12 @@ class Emitter:
             hidden = build.call("detach", build.call(torch.where, mask.empty, q, 0.0))
             q = build.call(torch.sub, q, hidden)
             correction = self._empty_rows_gradient(build, problem, hidden, k, v)
-        result = self._call(build, problem, kernel, q, k, v, mask.node, grouped)
+        if kernel == "flex":
+            result = self._flex(build, problem, q, k, v, mask.node)
+        else:
+            if problem.sink is not None:
+                k, v, mask = self._with_sink(build, problem, k, v, mask)
+            result = self._call(build, problem, kernel, q, k, v, mask.node, grouped)
         if correction is not None:
             result = build.call(torch.add, result, correction)
         original = torch_ops.tensor(output)
@@ -77,6 +87,73 @@ class Emitter:
         result.meta = {**output.meta, **{k: v for k, v in result.meta.items() if k != "example_value"}}
         output.replace_all_uses_with(result)
 
+    def _flex(
+        self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None
+    ) -> fx.Node:
+        q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
+        sunk = problem.sink is not None
+        result, stats = flex.emit(build, problem, self.memo.blocks, self.region, q, k, v, mask, sunk)
+        if problem.sink is not None:
+            # The sink takes sigmoid(sink - logsumexp) of each row. The rest of the row is not written as
+            # sigmoid(logsumexp - sink): that is nearly 1, and what its gradient needs is lost in it.
+            assert stats is not None
+            sink = self._sink(build, problem, torch.float32)
+            taken = build.call(torch.sigmoid, build.call(torch.sub, sink, build.call("unsqueeze", stats, -1)))
+            kept = build.call(torch.sub, result, build.call(torch.mul, result, taken))
+            return build.to(kept, problem.dtype)
+        structure = problem.structure
+        if structure is None or structure.number is None or structure.never_empty:
+            return result
+        if config.empty_rows == "ignore":
+            return result
+        return self._with_empty_rows(build, problem, structure, q, k, v, result)
+
+    def _sink(self, build: Builder, problem: Problem, dtype: torch.dtype) -> fx.Node:
+        """The sink on (batch, heads, q or 1, 1)."""
+        assert problem.sink is not None
+        operand, factor = problem.sink
+        sink = build.to(build.build(operand), dtype)
+        return sink if factor == 1.0 else build.call(torch.mul, sink, factor)
+
+    def _with_sink(
+        self, build: Builder, problem: Problem, k: fx.Node, v: fx.Node, mask: Mask
+    ) -> tuple[fx.Node, fx.Node, Mask]:
+        """One more key that is zero, whose column of the mask is the sink, and whose value is zero."""
+        k, v = (build.call(torch.nn.functional.pad, t, (0, 0, 0, 1)) for t in (k, v))
+        columns = problem.k.shape[2]
+        sink = build.call("expand", self._sink(build, problem, problem.dtype), (*problem.q.shape[:3], 1))
+        node = mask.node
+        if problem.causal:
+            rows = build.call(torch.arange, problem.q.shape[2], device=problem.q.value.device)
+            keys = build.call(torch.arange, columns, device=problem.q.value.device)
+            node = build.call(torch.ge, build.call("unsqueeze", rows, -1), keys)
+            node = build.call("view", node, 1, 1, problem.q.shape[2], columns)
+        if node is None:
+            node = build.call("new_zeros", sink, (1, 1, 1, 1))
+        if build.value(node).dtype == torch.bool:
+            node = build.call(torch.where, node, 0.0, -math.inf)
+        node = build.call("expand", build.to(node, problem.dtype), (*problem.q.shape[:3], columns))
+        return k, v, Mask(build.call(torch.cat, [node, sink], -1), mask.empty, mask.blocked)
+
+    def _with_empty_rows(
+        self, build: Builder, problem: Problem, structure: Structure, q: fx.Node, k: fx.Node, v: fx.Node,
+        result: fx.Node,
+    ) -> fx.Node:  # fmt: skip
+        """Rows that see no key hold the mean of the values, as equal weights give it."""
+        empty = self.memo.empty_rows(build, problem, structure, self.region)
+        mean = build.call(torch.mean, v, -2, True)
+        heads, shared = problem.q.shape[1], build.value(v).shape[1]
+        if not known_true(heads == shared):
+            mean = build.call("repeat_interleave", mean, heads // shared, 1)
+        if problem.train and not structure.replaced:
+            hidden = build.call(torch.where, empty, q, 0.0)
+            fixed = build.call("detach", hidden)
+            change = self._empty_rows_gradient(build, problem, fixed, k, v)
+            own = build.call(torch.sub, hidden, fixed)
+            change = build.call(torch.add, change, self._through_query(build, problem, own, k, v))
+            mean = build.call(torch.add, mean, change)
+        return build.call(torch.where, empty, mean, result)
+
     def _empty_rows_gradient(
         self, build: Builder, problem: Problem, hidden: fx.Node, k: fx.Node, v: fx.Node
     ) -> fx.Node:
@@ -90,24 +167,37 @@ class Emitter:
             hidden: the queries of these rows, zeros elsewhere, detached.
             k, v: keys and values with their own heads or with those of q.
         """
-        heads, shared = problem.q.shape[1], build.value(k).shape[1]
-        rows = problem.q.shape[2]
-        count = problem.k.shape[2]
+        matrix = self._score_change(build, problem, k, v)
+        zeros = build.call(torch.sub, matrix, build.call("detach", matrix))
+        return self._per_head(build, problem, hidden, zeros)
+
+    def _through_query(
+        self, build: Builder, problem: Problem, own: fx.Node, k: fx.Node, v: fx.Node
+    ) -> fx.Node:
+        """The same for the gradient into q: `own` is zero, with the gradient of the queries."""
+        return self._per_head(
+            build, problem, own, build.call("detach", self._score_change(build, problem, k, v))
+        )
+
+    def _score_change(self, build: Builder, problem: Problem, k: fx.Node, v: fx.Node) -> fx.Node:
+        """By how much the result of an empty row changes with its query: scale / n * k^T (v - mean)."""
         fixed = build.call("detach", v)
         centred = build.call(torch.sub, fixed, build.call(torch.mean, fixed, -2, True))
         matrix = build.call(torch.matmul, build.call("transpose", k, -2, -1), centred)
-        grouped = not known_true(heads == shared)
-        if grouped:
-            batch, dim = problem.q.shape[0], problem.q.shape[3]
-            hidden = build.call("reshape", hidden, (batch, shared, heads // shared * rows, dim))
+        count = problem.k.shape[2]
         scale = problem.scale if problem.scale is not None else float(problem.q.shape[-1]) ** -0.5
         share = scale / count if isinstance(count, int) else build.call(operator.truediv, scale, count)
-        matrix = build.call(torch.mul, matrix, share)
-        zeros = build.call(torch.sub, matrix, build.call("detach", matrix))
-        change = build.call(torch.matmul, hidden, zeros)
-        if grouped:
-            change = build.call("reshape", change, (batch, heads, rows, problem.v.shape[-1]))
-        return change
+        return build.call(torch.mul, matrix, share)
+
+    def _per_head(self, build: Builder, problem: Problem, rows: fx.Node, matrix: fx.Node) -> fx.Node:
+        """rows @ matrix, where several heads of the rows may share one of the matrices."""
+        heads, shared = problem.q.shape[1], build.value(matrix).shape[1]
+        if known_true(heads == shared):
+            return build.call(torch.matmul, rows, matrix)
+        batch, length, dim = problem.q.shape[0], problem.q.shape[2], problem.q.shape[3]
+        rows = build.call("reshape", rows, (batch, shared, heads // shared * length, dim))
+        found = build.call(torch.matmul, rows, matrix)
+        return build.call("reshape", found, (batch, heads, length, problem.v.shape[-1]))
 
     def _call(
         self, build: Builder, problem: Problem, kernel: str, q: fx.Node, k: fx.Node, v: fx.Node,
@@ -135,7 +225,7 @@ class Emitter:
         kwargs: dict[str, Any] = {
             "attn_mask": mask,
             "dropout_p": problem.dropout,
-            "is_causal": problem.causal,
+            "is_causal": problem.causal and problem.sink is None,
         }
         if problem.scale is not None:
             kwargs["scale"] = problem.scale

@@ -10,7 +10,7 @@ import torch
 from ... import config, tables
 from ..._inductor import hint, known_true
 from ...fusion import LeftToStock
-from . import torch_ops
+from . import flex, torch_ops
 from .problem import Problem
 
 
@@ -19,7 +19,7 @@ class Choice:
     """What to emit.
 
     Attributes:
-        kernel: "sdpa" (its own choice of backend) or "efficient".
+        kernel: "sdpa" (its own choice of backend), "efficient" or "flex".
         grouped: whether k and v keep their own heads.
         text: for reports.
     """
@@ -40,13 +40,31 @@ def choose(problem: Problem, unfused: bool) -> Choice:
     Raises:
         LeftToStock: no fused kernel takes it, or none is measured to be faster.
     """
-    fits = available(problem)
+    structure = problem.structure
+    if structure is not None and structure.number is not None and not structure.never_empty:
+        if problem.q.value.device.type in flex.LIMITED:
+            # What gives these rows their value would stand behind the kernel, where it may not be.
+            problem.structure = None
+    unable = flex.takes(problem)
+    if problem.stages and unable:
+        raise LeftToStock(f"a function of the scores ({problem.stages[-1][0].function}): {unable}")
+    flexible = not unable and (
+        problem.structure is not None or not _has_mask(problem) or problem.stages != []
+    )
+    if problem.stages or (config.attention_kernel == "flex" and flexible):
+        fits: tuple[str, ...] = ("flex",)
+    else:
+        fits = available(problem)
+        if flexible and config.attention_kernel == "auto" and _is_sparse(problem):
+            fits += ("flex",)
     grouped = _has_groups(problem)
-    if grouped and not available(problem, grouped=True):
+    if grouped and "flex" not in fits and not available(problem, grouped=True):
         grouped = False
-    text = _text(problem, grouped)
+    if config.attention_kernel == "flex" and fits == ("flex",):
+        return Choice("flex", grouped, _text(problem, grouped, "flex"))
     if config.policy == "always" or not unfused:
-        return Choice("sdpa", grouped, text)
+        kernel = "flex" if fits == ("flex",) else "sdpa"
+        return Choice(kernel, grouped, _text(problem, grouped, kernel))
     if not fits:
         raise LeftToStock(f"no fused kernel takes this attention ({_why_math(problem)})")
     verdict = tables.attention(
@@ -62,7 +80,17 @@ def choose(problem: Problem, unfused: bool) -> Choice:
     )
     if verdict.kernel is None:
         raise LeftToStock(verdict.reason, "INDUCTOR_FUSIONS_POLICY=always fuses whatever is proved")
-    return Choice(verdict.kernel, grouped and verdict.kernel == "sdpa", f"{text}{verdict.note}")
+    grouped = grouped and verdict.kernel != "efficient"
+    return Choice(verdict.kernel, grouped, f"{_text(problem, grouped, verdict.kernel)}{verdict.note}")
+
+
+def _has_mask(problem: Problem) -> bool:
+    return bool(problem.terms) or problem.attn_mask is not None
+
+
+def _is_sparse(problem: Problem) -> bool:
+    """Whether the mask is a structure of which whole blocks may be hidden, and SDPA has no name for it."""
+    return problem.structure is not None and problem.structure.visible is not True and not problem.causal
 
 
 def _has_groups(problem: Problem) -> bool:
@@ -147,12 +175,23 @@ def _why_math(problem: Problem) -> str:
     return "its dtype, head dim or strides"
 
 
-def _text(problem: Problem, grouped: bool) -> str:
-    parts = ["sdpa"]
-    if problem.causal:
+def _text(problem: Problem, grouped: bool, kernel: str) -> str:
+    parts = [kernel if kernel == "flex" else "sdpa"]
+    parts += [stage.function for stage, _, _ in problem.stages]
+    structure = problem.structure
+    if kernel == "flex":
+        if structure is not None and structure.visible is not True:
+            parts.append(f"block mask: {structure.kind}")
+        if structure is None and _has_mask(problem):
+            parts.append("dense mask")
+        if structure is not None and structure.biases:
+            parts.append("bias in score_mod")
+    elif problem.causal:
         parts.append("is_causal")
-    elif problem.terms or problem.attn_mask is not None:
+    elif _has_mask(problem):
         parts.append(f"mask: {problem.mask_kind}")
+    if problem.sink is not None:
+        parts.append("sink")
     if grouped:
         parts.append("enable_gqa")
     return ", ".join(parts)

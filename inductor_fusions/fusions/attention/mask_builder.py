@@ -23,10 +23,12 @@ from torch import fx
 from ... import config
 from ..._inductor import known_true
 from ...fusion import LeftToStock, Rejected
-from . import torch_ops
+from . import predicates, torch_ops
 from .builder import Builder
+from .flex import BlockMasks
 from .masks import may_hide_rows
 from .problem import Problem
+from .structure import Structure
 
 #: Added where a query sees no key: scores drown in it, and exp2(x * log2(e)) does not overflow.
 DROWNED = -1e30
@@ -58,6 +60,17 @@ class MaskMemo:
     """Masks already built in a graph, so that layers share them."""
 
     masks: dict[Any, Mask] = field(default_factory=dict)
+    blocks: BlockMasks = field(default_factory=BlockMasks)
+    empty: dict[Any, fx.Node] = field(default_factory=dict)
+
+    def empty_rows(self, build: Builder, problem: Problem, structure: Structure, region: int) -> fx.Node:
+        """Which queries see no key, as (batch or 1, 1, q_len, 1)."""
+        shape = (*problem.q.shape[:3], problem.k.shape[2])
+        key = (repr(structure.visible), repr(shape), region)
+        if key not in self.empty:
+            seen = predicates.whole(build, structure.visible, shape, problem.q.value.device)
+            self.empty[key] = build.call(torch.logical_not, build.call(torch.any, seen, -1, True))
+        return self.empty[key]
 
 
 def build_mask(build: Builder, problem: Problem, memo: MaskMemo, region: int) -> Mask:
@@ -110,7 +123,8 @@ class _Terms:
 
     def __init__(self, build: Builder, problem: Problem) -> None:
         self.build, self.problem = build, problem
-        self.finite = config.empty_rows != "ignore"
+        # With a sink, a row that sees no key gives all its weight to the sink.
+        self.finite = config.empty_rows != "ignore" and problem.sink is None
         self.keep: fx.Node | None = None  # what no fill hides
         self.hiding: fx.Node | None = None  # sum of what may hide a whole row, fills written in
         self.plain: list[tuple[fx.Node, bool]] = []  # other biases, and whether a fill came after

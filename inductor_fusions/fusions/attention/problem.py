@@ -16,10 +16,11 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...fusion import Rejected
-from . import torch_ops
+from . import structure, torch_ops
 from .masks import Interpreter, classify, constant_over, negation, visibility
 from .operands import Operand, alignment, product, regroup, same_shape, unrepeated
-from .recognise import Attention, Term
+from .recognise import Attention, Stage, Term
+from .structure import Structure
 
 
 @dataclass
@@ -35,6 +36,11 @@ class Problem:
         causal: key j is seen by query i exactly where j <= i, and nothing else hides it.
         terms: what is left of biases and fills, each with its operand on (batch, heads, q, k).
         attn_mask: the mask of a user's SDPA call, passed on as it is.
+        stages: functions of the scores, each with its biases as (factor, operand) and its operand; the first
+            one is applied to `first_scale * q @ k^T`, and `scale` is what multiplies the last one.
+        sink: a logit of each row, on (batch, heads, q or 1, 1), and what it is multiplied by.
+        structure: the mask as a predicate, where all of it is one.
+        output: the node whose users read the result.
         dtype: dtype of the kernel (that of autocast, where it is on).
         out_shape: shape of (*out_lead, q_len, v_dim), before `out_dims`.
         train: whether a gradient flows into q, k or v.
@@ -55,6 +61,22 @@ class Problem:
     scalers: list[tuple[str, Operand | fx.Node]] = field(default_factory=list)
     attn_mask: fx.Node | None = None
     train: bool = False
+    stages: list[tuple[Stage, list[tuple[float, Operand]], Operand | None]] = field(default_factory=list)
+    sink: tuple[Operand, float] | None = None
+    structure: Structure | None = None
+    output: fx.Node | None = None
+
+    @property
+    def bare_output(self) -> bool:
+        """Whether the result goes into products as it is, with nothing pointwise behind the kernel."""
+        found = torch_ops.tensor(self.output)
+        return found is not None and found.dtype == self.dtype and _feeds_products(self.output)
+
+    @property
+    def first_scale(self) -> Any:
+        """What q @ k^T is multiplied by."""
+        scale = self.stages[0][0].scale if self.stages else self.scale
+        return float(self.q.shape[-1]) ** -0.5 if scale is None else scale
 
     @property
     def groups(self) -> Any:
@@ -63,6 +85,10 @@ class Problem:
     @property
     def mask_kind(self) -> str:
         """Kind of mask, as the tables of measurements name it."""
+        functions = "".join(f"{stage.function} " for stage, _, _ in self.stages)
+        if functions or self.sink is not None:
+            hidden = self.structure.kind if self.structure is not None else "dense" if self.terms else ""
+            return f"{functions}{'sink ' if self.sink is not None else ''}{hidden}".strip()
         if self.causal:
             return "causal"
         masks = [operand.shape for _, operand in self.terms]
@@ -115,12 +141,15 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         k, v = _moved(k, site.lead, target), _moved(v, site.out_lead, target)
         full_k, full_v = _whole(k, target), _whole(v, target)
         short_k, short_v = few_heads(k, v, target)
-    terms = _remaining_terms(site, interpreter)
-    causal = terms is None
+    remaining = _remaining_terms(site, interpreter)
+    causal = remaining is None
+    terms = [(t, _term_operand(t, target, interpreter)) for t in remaining or []]
     scalers: list[tuple[str, Operand | fx.Node]] = []
-    for kind, node, stage in site.scalers:
+    for kind, node, stage in site.stages[0].scalers if site.stages else site.scalers:
         operand = Operand.of(node)
         scalers.append((kind, node if operand is None else _moved(operand, stage, target)))
+    if any(stage.scalers for stage in site.stages[1:]) or (site.stages and site.scalers):
+        raise Rejected("a tensor scale is applied after a function of the scores")
     return Problem(
         q=q,
         k=short_k,
@@ -130,13 +159,64 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         scale=site.scale,
         dropout=site.dropout,
         causal=causal,
-        terms=[(t, _term_operand(t, target, interpreter)) for t in terms or []],
+        terms=terms,
         dtype=dtype,
         out_shape=(*site.out_lead, site.q.shape[-2], site.v.shape[-1]),
         out_dims=site.out_dims,
         scalers=scalers,
         train=_needs_grad(site.q.node, site.k.node, site.v.node),
+        stages=[_stage(stage, target, interpreter) for stage in site.stages],
+        sink=_sink(site, target, interpreter),
+        structure=_structure(causal, terms, site, target, interpreter),
+        output=site.output,
     )
+
+
+def _feeds_products(node: fx.Node | None) -> bool:
+    """Whether a value is read by matrix products and by nothing else, through views and transposes."""
+    for user in node.users if node is not None else ():
+        op = torch_ops.read(user)
+        if op is None:
+            if user.op != "output":
+                return False
+        elif op.name in torch_ops.VIEWS | torch_ops.TRANSPOSES | {"contiguous", "to", "detach"}:
+            before, after = torch_ops.tensor(node), torch_ops.tensor(user)
+            if before is None or after is None or before.dtype != after.dtype:
+                return False
+            if not _feeds_products(user):
+                return False
+        elif op.name not in ("linear", "matmul", "bmm"):
+            return False
+    return True
+
+
+def _stage(
+    stage: Stage, target: Sequence[Any], interpreter: Interpreter
+) -> tuple[Stage, list[tuple[float, Operand]], Operand | None]:
+    if any(term.fill is not None or term.floor is not None for term in stage.terms):
+        raise Rejected(f"scores are masked before {stage.function}")
+    biases = [(term.factor, _term_operand(term, target, interpreter)) for term in stage.terms]
+    operand = None if stage.operand is None else _term_operand(stage.operand, target, interpreter)
+    return stage, biases, operand
+
+
+def _sink(site: Attention, target: Sequence[Any], interpreter: Interpreter) -> tuple[Operand, float] | None:
+    if site.sink is None:
+        return None
+    return _term_operand(site.sink.term, target, interpreter), site.sink.term.factor
+
+
+def _structure(
+    causal: bool,
+    terms: list[tuple[Term, Operand]],
+    site: Attention,
+    target: Sequence[Any],
+    interpreter: Interpreter,
+) -> Structure | None:
+    if causal:
+        return Structure(structure.CAUSAL, None, True, [], True)
+    shape = (*target, site.q.shape[-2], site.k.shape[-2])
+    return structure.find(terms, shape, interpreter, site.product.graph) if len(target) == 2 else None
 
 
 def _needs_grad(*nodes: fx.Node) -> bool:

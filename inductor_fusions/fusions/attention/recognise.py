@@ -5,7 +5,8 @@ downwards to the product with the values, into the normal form
 
     out = dropout(softmax(scale * q @ k^T + sum(biases), where fills do not hide)) @ v
 
-Whatever stands on the way and is not part of that form rejects the site, with the reason.
+with, in between, functions of a score (`Stage`: the softcap is one) and an attention sink. Whatever stands on
+the way and is not part of that form rejects the site, with the reason.
 """
 
 from __future__ import annotations
@@ -55,16 +56,64 @@ class Term:
     depth: float | None = None
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A function of the scores on their way to the softmax: function(scale * scores + sum(terms)).
+
+    Attributes:
+        scale, scalers, terms: as in `Attention`, before the function.
+        function: name in `SCORE_FUNCTIONS`, or "mul", "div" (by `operand`), "where" (`operand` is the
+            condition under which `numbers[0]` replaces a score), "where_not".
+        numbers: arguments of the function after the score.
+        operand: a tensor that varies over queries or keys.
+    """
+
+    scale: float
+    scalers: list[tuple[str, fx.Node, tuple[Any, ...]]]
+    terms: list[Term]
+    function: str
+    numbers: tuple[float | None, ...] = ()
+    operand: Term | None = None
+
+
+#: Functions of one score, of which a kernel can be told.
+SCORE_FUNCTIONS = {
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "relu": torch.relu,
+    "abs": torch.abs,
+    "exp": torch.exp,
+    "clamp": torch.clamp,
+    "pow": torch.pow,
+}
+
+
+@dataclass(frozen=True)
+class Sink:
+    """A column concatenated to the scores before the softmax and dropped after it.
+
+    Attributes:
+        term: the column: its node, leading dims and factor.
+        first: whether it comes before the keys.
+    """
+
+    term: Term
+    first: bool
+
+
 @dataclass
 class Attention:
     """One attention in the normal form.
 
     Attributes:
         q, k, v: operands of shape (*lead, length, dim); leads of k and v broadcast to that of q.
+        stages: functions of the scores, in order; what follows is applied after the last one.
         scale: number that the scores are multiplied by.
         scalers: tensors, constant over queries and keys, that q is multiplied ("mul") or divided
             ("div") by, with the lead of their stage.
         terms: biases and fills, from the product to the softmax.
+        sink: a logit of each row that takes weight and has no value.
+        below_sink: number of terms that are applied before the sink is there.
         lead: leading dims of the product; `softmax_lead` and `out_lead` those at the softmax and at
             the product with v.
         out_dims: the result (*out_lead, q_len, v_dim) is permuted by this to give `output`.
@@ -80,6 +129,9 @@ class Attention:
     scale: float = 1.0
     scalers: list[tuple[str, fx.Node, tuple[Any, ...]]] = field(default_factory=list)
     terms: list[Term] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+    sink: Sink | None = None
+    below_sink: int = 0
     dropout: float = 0.0
     v: Operand | None = None
     output: fx.Node | None = None
@@ -134,6 +186,9 @@ def recognise(softmax: fx.Node, interpreter: Interpreter) -> Attention:
     site = upwards.walk(op.input, softmax, 1.0, [])
     site = replace(site, softmax=softmax, softmax_lead=tuple(scores.shape[:-2]), readers=upwards.readers)
     site.chain.append(softmax)
+    site.chain.extend(upwards.row_maxima)
+    if site.sink is not None and len(site.terms) > site.below_sink:
+        raise Rejected("a mask or a bias is added to an attention sink as well")
     _downwards(site)
     own = {*site.chain, site.output}
     for reader in site.readers:
@@ -162,6 +217,7 @@ class _Upwards:
     def __init__(self, interpreter: Interpreter) -> None:
         self.interpreter = interpreter
         self.readers: list[fx.Node] = []
+        self.row_maxima: set[fx.Node] = set()  # subtracted again, which a softmax does not see
 
     def walk(
         self, node: Any, user: fx.Node, factor: float, scalers: list[tuple[str, fx.Node, tuple[Any, ...]]]
@@ -176,7 +232,7 @@ class _Upwards:
         if op is None or scores is None or scores.dim() < 2:
             raise Rejected("no product of queries and keys was found above the softmax")
         for other in node.users:
-            if other is user and not reads_metadata(other, node):
+            if (other is user and not reads_metadata(other, node)) or other in self.row_maxima:
                 continue
             if not reads_metadata(other, node):
                 raise Rejected(f"the scores are used elsewhere, by {other.name}")
@@ -222,11 +278,51 @@ class _Upwards:
     def _neg(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
         return self._up(op, op.input, -factor, scalers)
 
-    def _tanh(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
-        raise Rejected("a softcap (tanh on the scores) needs flex attention")
+    def _function(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+        """A function of one score, such as the tanh of a softcap."""
+        arguments = [op["exponent"]] if op.name == "pow" else []
+        numbers = tuple(self._number(argument) for argument in arguments)
+        if None in numbers or op.name == "exp" or op.input is op["exponent"]:
+            raise Rejected(f"{op.name} stands between the product of q and k and the softmax")
+        return self._stage(op, op.input, op.name, numbers, None, factor, scalers)
+
+    _tanh = _sigmoid = _relu = _abs = _pow = _function
+
+    def _stage(
+        self, op: Op, scores: Any, function: str, numbers: tuple[float | None, ...], operand: Term | None,
+        factor: float, scalers: Any,
+    ) -> Attention:  # fmt: skip
+        if scalers:
+            raise Rejected(f"a tensor scale is applied after {op.name}")
+        site = self._up(op, scores, 1.0, [])
+        if site.sink is not None:
+            raise Rejected(f"{op.name} is applied to an attention sink")
+        stage = Stage(site.scale, site.scalers, site.terms, function, numbers, operand)
+        site.stages.append(stage)
+        site.scale, site.scalers, site.terms = factor, [], []
+        return site
 
     def _cat(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
-        raise Rejected("an attention sink (cat on the scores) needs flex attention")
+        parts, dim = op["tensors"], torch_ops.concrete(op["dim"] or 0)
+        result = tensor(op.node)
+        if not isinstance(parts, (list, tuple)) or len(parts) != 2 or result is None:
+            raise Rejected("the scores are concatenated with more than one tensor")
+        if not isinstance(dim, int) or dim % result.dim() != result.dim() - 1 or scalers:
+            raise Rejected("the scores are concatenated over another dim than the keys")
+        first, second = (tensor(part) for part in parts)
+        if first is None or second is None:
+            raise Rejected("the scores are concatenated with something that is no tensor")
+        before = known_true(first.shape[-1] == 1) and not known_true(second.shape[-1] == 1)
+        scores, sink = (parts[1], parts[0]) if before else (parts[0], parts[1])
+        column = tensor(sink)
+        if column is None or not known_true(column.shape[-1] == 1) or column.dim() < 2:
+            raise Rejected("the scores are concatenated with more than one column")
+        site = self._up(op, scores, factor, [])
+        if site.sink is not None:
+            raise Rejected("the scores have two attention sinks")
+        site.sink = Sink(Term(sink, lead, factor=factor), before)
+        site.below_sink = len(site.terms)
+        return site
 
     def _mul(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
         return self._scaled(op, [(op.input, op["other"]), (op["other"], op.input)], lead, factor, scalers)
@@ -249,7 +345,8 @@ class _Upwards:
             if scale is None:
                 raise Rejected("the scale is neither a number nor a tensor")
             if any(not known_true(size == 1) for size in scale.shape[-2:]):
-                raise Rejected("the scores are multiplied by a tensor that varies over queries or keys")
+                varying = Term(other, lead)
+                return self._stage(op, scores, op.name, (), varying, factor, scalers)
             if not scale.is_floating_point() and scale.dim() > 0:
                 raise Rejected("the scores are scaled by a tensor of integers")
             return self._up(op, scores, factor, [*scalers, (op.name, other, lead)])
@@ -300,6 +397,8 @@ class _Upwards:
         second = {id(scores): which for scores, _, which in sides}
 
         def try_side(scores: Any, other: Any) -> Attention:
+            if sign < 0 and alpha == 1 and self._is_row_maximum(other, scores):
+                return self._up(op, scores, factor, scalers)
             # add(x, y, alpha) is x + alpha * y: with the scores second, alpha scales them.
             bias_factor, score_factor = (sign * alpha, 1.0) if second[id(scores)] else (1.0, float(alpha))
             site = self._up(op, scores, factor * score_factor, scalers)
@@ -314,6 +413,32 @@ class _Upwards:
             return site
 
         return self._either(op, [(scores, other) for scores, other, _ in sides], try_side)
+
+    def _is_row_maximum(self, node: Any, scores: Any) -> bool:
+        """Whether a node holds the largest score of each row, and serves for nothing else."""
+        own, current = [], node
+        while isinstance(current, fx.Node):
+            op = read(current)
+            if op is None or len(current.users) != 1:
+                return False
+            own.append(current)
+            if op.name in ("amax", "max"):
+                dim, keep = op["dim"], op["keepdim"]
+                if op.name == "max" and dim is None:  # x.max(-1, True)
+                    dim, keep = op["other"], keep if not op.rest else op.rest[0]
+                dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+                result = tensor(node)
+                last = isinstance(dim, int) and result is not None and dim % result.dim() == result.dim() - 1
+                if op.input is not scores or not last or keep is not True:
+                    return False
+                self.row_maxima.update(own)
+                return True
+            picks = op.name == "getattr" and current.args[1] == "values"
+            picks |= op.name == "getitem" and op["index"] == 0
+            if not picks and op.name != "detach":
+                return False
+            current = op.input
+        return False
 
     def _where(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
         if op["other"] is None:
@@ -342,30 +467,36 @@ class _Upwards:
         number = self._number(fill)
         if number is None:
             raise Rejected("masked scores are replaced by a tensor that is not a known number")
-        if not is_fill(number * factor):
-            raise Rejected(f"masked scores are replaced by {number * factor:g}, which does not hide a key")
-        if scalers:
-            raise Rejected("a tensor scale is applied after a mask")
         mask = tensor(condition)
         if mask is None or mask.dtype != torch.bool:
             raise Rejected("the condition of a mask is no boolean tensor")
+        if not is_fill(number * factor):
+            function = "where" if hides else "where_not"
+            return self._stage(op, scores, function, (number,), Term(condition, lead), factor, scalers)
+        if scalers:
+            raise Rejected("a tensor scale is applied after a mask")
         site = self._up(op, scores, factor, scalers)
         site.terms.append(Term(condition, lead, fill=number * factor, hides=hides))
         return site
 
     def _clamp(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
-        floor = self._number(op["min"])
-        if op["max"] is not None:
-            raise Rejected("the scores are clamped")
+        floor, ceiling = (None if op[name] is None else self._number(op[name]) for name in ("min", "max"))
+        if (floor is None) != (op["min"] is None) or (ceiling is None) != (op["max"] is None):
+            raise Rejected("the scores are clamped to tensors")
+        if ceiling is not None or floor is None or not is_fill(floor * factor):
+            return self._stage(op, op.input, "clamp", (floor, ceiling), None, factor, scalers)
         return self._floored(op, op.input, floor, factor, scalers)
 
     def _maximum(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
-        return self._floored(op, op.input, self._number(op["other"]), factor, scalers)
+        floor = self._number(op["other"])
+        if floor is None:
+            raise Rejected("the scores are clamped to a tensor")
+        if not is_fill(floor * factor):
+            return self._stage(op, op.input, "clamp", (floor, None), None, factor, scalers)
+        return self._floored(op, op.input, floor, factor, scalers)
 
-    def _floored(self, op: Op, scores: Any, floor: float | None, factor: float, scalers: Any) -> Attention:
+    def _floored(self, op: Op, scores: Any, floor: float, factor: float, scalers: Any) -> Attention:
         """max(scores, a number so low that only hidden scores are below it)."""
-        if floor is None or not is_fill(floor * factor):
-            raise Rejected("the scores are clamped")
         site = self._up(op, scores, factor, scalers)
         low = floor * factor
         site.terms = [
@@ -375,6 +506,7 @@ class _Upwards:
         return site
 
     _max = _maximum
+    _clamp_min = _clamp_max = _clamp
 
     def _baddbmm(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
         beta, alpha = (
@@ -446,7 +578,7 @@ def _dropout_p(op: Op) -> float:
 
 def _downwards(site: Attention) -> None:
     """Read from the softmax down to the product with the values, into `site`."""
-    node = site.softmax
+    node, dropped = site.softmax, False
     while True:
         users = [u for u in node.users if not reads_metadata(u, node)]
         site.readers.extend(u for u in node.users if reads_metadata(u, node))
@@ -466,6 +598,11 @@ def _downwards(site: Attention) -> None:
             raise Rejected(f"{op.name}_ changes the attention weights")
         if op.input is not node:
             raise Rejected(f"{op.name} stands between the softmax and the product with v")
+        if site.sink is not None and not dropped and _drops_column(op, site.sink.first):
+            dropped = True
+            site.chain.append(user)
+            node = user
+            continue
         before, after = tensor(node), tensor(user)
         if op.name == "dropout":
             p = _dropout_p(op)
@@ -484,6 +621,8 @@ def _downwards(site: Attention) -> None:
             raise Rejected(f"{op.name} stands between the softmax and the product with v")
         site.chain.append(user)
         node = user
+    if site.sink is not None and not dropped:
+        raise Rejected("the scores are concatenated with a column that stays among the weights")
     weights = tensor(node)
     assert weights is not None
     site.output = user
@@ -508,6 +647,23 @@ def _downwards(site: Attention) -> None:
         (*site.out_lead, weights.shape[-2], site.v.shape[-1])
     )):  # fmt: skip
         raise Rejected("the product with v broadcasts the weights")
+
+
+def _drops_column(op: Op, first: bool) -> bool:
+    """Whether an operation is `weights[..., :-1]`, or `weights[..., 1:]` for the first column."""
+    before = tensor(op.input)
+    wanted = slice(1, None, None) if first else slice(None, -1, None)
+    if before is None:
+        return False
+    if op.name == "getitem":
+        index = op["index"] if isinstance(op["index"], tuple) else (op["index"],)
+        whole = all(i is Ellipsis or i == slice(None) for i in index[:-1])
+        return whole and (index[0] is Ellipsis or len(index) == before.dim()) and index[-1] == wanted
+    if op.name == "narrow":
+        dim, start, length = op["dim"], op["start"], op["length"]
+        last = isinstance(dim, int) and dim % before.dim() == before.dim() - 1
+        return last and start == int(first) and known_true(length == before.shape[-1] - 1)
+    return False
 
 
 # -- einsum ---------------------------------------------------------------------------------------

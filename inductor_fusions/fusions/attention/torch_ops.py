@@ -26,12 +26,15 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "mul": ("input", "other"),
     "div": ("input", "other"),
     "neg": ("input",),
-    "tanh": ("input",),
+    "tanh": ("input",), "sigmoid": ("input",), "relu": ("input",), "abs": ("input",), "exp": ("input",),
+    "pow": ("input", "exponent"),
     "min": ("input", "other"),
     "max": ("input", "other"),
     "minimum": ("input", "other"),
     "maximum": ("input", "other"),
-    "clamp": ("input", "min", "max"),
+    "amax": ("input", "dim", "keepdim"),
+    "clamp": ("input", "min", "max"), "clamp_min": ("input", "min"), "clamp_max": ("input", "max"),
+    "cat": ("tensors", "dim"),
     # products
     "matmul": ("input", "other"),
     "bmm": ("input", "other"),
@@ -82,7 +85,8 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "contiguous": ("input",), "clone": ("input",), "detach": ("input",), "alias": ("input",),
     "lift_fresh_copy": ("input",), "lift_fresh": ("input",),
     "repeat_interleave": ("input", "repeats", "dim"), "repeat": ("input",),
-    "select": ("input", "dim", "index"), "slice": ("input", "dim", "start", "end", "step"),
+    "select": ("input", "dim", "index"), "narrow": ("input", "dim", "start", "length"),
+    "slice": ("input", "dim", "start", "end", "step"),
     # casts
     "to": ("input",), "type_as": ("input",), "type": ("input",), "_to_copy": ("input",),
     "convert_element_type": ("input",),
@@ -98,7 +102,8 @@ _SYNONYMS = {
     "or": "bitwise_or", "invert": "bitwise_not", "not": "bitwise_not", "inv": "bitwise_not",
     "__and__": "bitwise_and", "__or__": "bitwise_or", "__invert__": "bitwise_not",
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne",
-    "_safe_softmax": "safe_softmax", "type_as": "type_as", "clip": "clamp", "clamp_min": "clamp_min",
+    "_safe_softmax": "safe_softmax", "type_as": "type_as", "clip": "clamp",
+    "concat": "cat", "concatenate": "cat", "absolute": "abs",
 }  # fmt: skip
 
 VIEWS = frozenset(

@@ -16,7 +16,19 @@ from . import views  # registers its rules
 from .dependence import constant_over, may_hide_rows
 from .interpreter import Interpreter
 from .proofs import MaskClass, classify, is_fill, reduce, visibility
-from .values import Affine, And, Bool, Element, NonNegative, Not, Or, Unknown, conjunction, negation
+from .values import (
+    Affine,
+    And,
+    Bool,
+    Element,
+    NonNegative,
+    Not,
+    Or,
+    Unknown,
+    conjunction,
+    negation,
+    substitute,
+)
 
 __all__ = [
     "Affine",
@@ -36,6 +48,7 @@ __all__ = [
     "may_hide_rows",
     "negation",
     "reduce",
+    "substitute",
     "views",
     "visibility",
 ]

@@ -1,0 +1,296 @@
+"""Emits flex attention: a score_mod and a mask_mod as graphs, and a block mask computed in the graph.
+
+The call is the higher-order operation of torch/_higher_order_ops/flex_attention.py, as Dynamo writes it
+for `torch.nn.attention.flex_attention`. AOTAutograd derives its backward, gradients of captured tensors
+included, and Inductor has a Triton template for it (on a CPU a C++ one, for inference alone).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._inductor import flex_attention_op, flex_block_mask, known_true
+from ...fusion import Rejected
+from .builder import Builder
+from .masks import Bool
+from .operands import Operand
+from .predicates import BlockWriter, Writer
+from .problem import Problem
+from .recognise import SCORE_FUNCTIONS, Stage
+from .structure import BATCH, HEAD, KEY, QUERY
+
+#: Side of a block: the one that `create_block_mask` takes by default.
+BLOCK = 128
+
+
+#: Devices whose template (codegen/cpp_flex_attention_template.py) is for inference alone, returns no
+#: logsumexp, and raises where the scheduler fuses a pointwise operation behind it.
+LIMITED = frozenset({"cpu"})
+
+#: No blocks of a kind.
+NONE: tuple[Any, Any] = (None, None)
+
+
+class Body:
+    """The graph of a mod: a function of one score, or of one (batch, head, query, key).
+
+    Args:
+        outer: adds nodes to the graph around it.
+        scored: whether the first argument is the score.
+    """
+
+    def __init__(self, outer: Builder, scored: bool) -> None:
+        self.outer, self.graph = outer, fx.Graph()
+        self.score = self.graph.placeholder("score") if scored else None
+        names = {BATCH: "b", HEAD: "h", QUERY: "q_idx", KEY: "kv_idx"}
+        self.index: dict[int, fx.Node] = {dim: self.graph.placeholder(name) for dim, name in names.items()}
+        self.captured: list[fx.Node] = []
+        self._held: dict[fx.Node, fx.Node] = {}
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        if isinstance(target, str):
+            return self.graph.call_method(target, args, kwargs)
+        return self.graph.call_function(target, args, kwargs)
+
+    def number(self, size: Any) -> Any:
+        """A number; a symbolic one is captured."""
+        found = self.outer.number(size)
+        return self.capture(found) if isinstance(found, fx.Node) else found
+
+    def capture(self, node: fx.Node) -> fx.Node:
+        """A value of the outer graph, as an argument of the mod."""
+        if node not in self._held:
+            last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+            with self.graph.inserting_after(last):
+                self._held[node] = self.graph.placeholder(f"captured_{len(self.captured)}")
+            self.captured.append(node)
+        return self._held[node]
+
+    def load(self, node: fx.Node, index: list[Any]) -> Any:
+        """The element of an outer tensor. A dim of size 1 is dropped: mods index with tensors alone."""
+        shape = self.outer.value(node).shape
+        kept = [d for d, size in enumerate(shape) if not known_true(size == 1)]
+        if len(kept) < len(shape):
+            node = self.outer.call("reshape", node, tuple(shape[d] for d in kept))
+        if not kept:
+            return self.capture(node)
+        found = [index[d] for d in kept]
+        if not all(isinstance(i, fx.Node) for i in found):
+            raise Rejected("a mask reads one fixed element of a tensor")
+        return self.call(operator.getitem, self.capture(node), tuple(found))
+
+    def load_operand(self, operand: Operand) -> Any:
+        """The element of a tensor on (batch, heads, queries, keys) for this score."""
+        node = self.outer.build(operand)
+        return self.load(node, [self.index[dim] for dim in (BATCH, HEAD, QUERY, KEY)])
+
+    def finish(self, result: Any, name: str) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+        """The body as an attribute of the outer graph, and what it captures."""
+        self.graph.output(result)
+        owner = self.outer.graph.owning_module
+        assert owner is not None
+        count = 0
+        while hasattr(owner, f"{name}_{count}"):
+            count += 1
+        name = f"{name}_{count}"
+        setattr(owner, name, fx.GraphModule({}, self.graph))
+        with self.outer.graph.inserting_before(self.outer.before):
+            node = self.outer.graph.get_attr(name)
+        return node, tuple(self.captured)
+
+
+@dataclass
+class BlockMasks:
+    """Block masks already built in a graph: the layers of a model share them."""
+
+    masks: dict[Any, tuple[fx.Node, ...]] = field(default_factory=dict)
+
+    def of(
+        self,
+        build: Builder,
+        visible: Bool,
+        shape: Sequence[Any],
+        device: torch.device,
+        train: bool,
+        region: int,
+    ) -> tuple[fx.Node, ...]:
+        key: Any = (visible, tuple(shape[-2:]), device, train, region)
+        try:
+            hash(key)
+        except TypeError:  # a symbolic size
+            key = (repr(visible), repr(shape[-2:]), device, train, region)
+        if key not in self.masks:
+            self.masks[key] = _block_mask(build, visible, shape, device, train)
+        return self.masks[key]
+
+
+def _block_mask(
+    build: Builder, visible: Bool, shape: Sequence[Any], device: torch.device, train: bool
+) -> tuple[fx.Node, ...]:
+    """Which blocks of keys each block of queries reads, partly and wholly, and for training the reverse."""
+    writer = BlockWriter(build, shape, (BLOCK, BLOCK), device)
+    blocks = writer.blocks(visible)
+    whole = writer.whole_blocks()
+    none = build.call(operator.and_, whole, False)
+    some = build.call(operator.or_, none, blocks.some)
+    full = build.call(operator.and_, build.call(operator.and_, whole, blocks.all), some)
+    part = build.call(operator.and_, some, build.call(torch.logical_not, full))
+    nodes: list[fx.Node] = []
+    for transposed in (False, True) if train else (False,):
+        for dense in (part, full):
+            dense = build.call("to", dense, torch.int32)
+            if transposed:
+                dense = build.call("transpose", dense, -1, -2)
+            count = build.call("to", build.call(torch.sum, dense, -1), torch.int32)
+            order = build.call(torch.argsort, dense, dim=-1, descending=True, stable=True)
+            nodes += [count, build.call("contiguous", build.call("to", order, torch.int32))]
+    return tuple(nodes)
+
+
+def emit(
+    build: Builder, problem: Problem, memo: BlockMasks, region: int, q: fx.Node, k: fx.Node, v: fx.Node,
+    dense: fx.Node | None, lse: bool,
+) -> tuple[fx.Node, fx.Node | None]:  # fmt: skip
+    """The call, as (result, logsumexp of the natural logarithm or None).
+
+    Args:
+        build: adds the nodes.
+        problem: what to compute; its structure is the mask, its stages and biases the score_mod.
+        memo, region: block masks of this graph, and the autocast or no_grad region of the site.
+        q, k, v: operands of one dtype, k and v with heads of their own.
+        dense: what is left of the mask, as SDPA would take it.
+        lse: whether the logsumexp is wanted.
+    """
+    body = Body(build, scored=True)
+    score = _score(build, body, problem, dense)
+    score_mod, score_captured = body.finish(score, "score_mod")
+    mask = Body(build, scored=False)
+    blocks: tuple[fx.Node, ...] = ()
+    if problem.structure is None or problem.structure.visible is True:
+        seen: Any = mask.call("new_ones", mask.index[BATCH], (), dtype=torch.bool)
+    else:
+        seen = Writer(mask, mask.index, mask.load).condition(problem.structure.visible)
+        shape = (*problem.q.shape[:3], problem.k.shape[2])
+        blocks = memo.of(
+            build, problem.structure.visible, shape, problem.q.value.device, problem.train, region
+        )
+    mask_mod, mask_captured = mask.finish(seen, "mask_mod")
+    lengths = (build.number(problem.q.shape[2]), build.number(problem.k.shape[2]))
+    block_mask = _as_tuple(build, problem, lengths, blocks, mask_mod)
+    scale = problem.first_scale
+    with build.graph.inserting_before(build.before):
+        node = build.graph.call_function(
+            flex_attention_op(),
+            (q, k, v, score_mod, block_mask, scale, _options(problem, lse), score_captured, mask_captured),
+        )
+        out = build.graph.call_function(operator.getitem, (node, 0))
+        stats = build.graph.call_function(operator.getitem, (node, 1)) if lse else None
+    for each in (node, out, stats):
+        if each is not None:
+            each.meta["stack_trace"] = build.before.meta.get("stack_trace", "")
+    shape = (*problem.q.shape[:3], problem.v.shape[-1])
+    out.meta["example_value"] = problem.q.value.new_empty(shape, dtype=problem.dtype)
+    if stats is None:
+        return out, None
+    stats.meta["example_value"] = problem.q.value.new_empty(shape[:3], dtype=torch.float32)
+    return out, build.call(torch.mul, stats, math.log(2.0))  # the kernel counts in powers of two
+
+
+def _score(build: Builder, body: Body, problem: Problem, dense: fx.Node | None) -> Any:
+    """What becomes of q . k * scale on its way to the softmax."""
+    score: Any = body.score
+    for position, (stage, terms, operand) in enumerate(problem.stages):
+        if position and stage.scale != 1.0:
+            score = body.call(torch.mul, score, stage.scale)
+        for factor, term in terms:
+            score = body.call(torch.add, score, _scaled(body, body.load_operand(term), factor))
+        score = _apply(body, stage, score, operand)
+    if problem.stages and problem.scale != 1.0:
+        score = body.call(torch.mul, score, problem.scale)
+    structure = problem.structure
+    for bias, bias_operand in structure.biases if structure is not None else []:
+        score = body.call(torch.add, score, _scaled(body, body.load_operand(bias_operand), bias.factor))
+    if dense is not None:
+        found = body.load(dense, [body.index[dim] for dim in (BATCH, HEAD, QUERY, KEY)])
+        if build.value(dense).dtype == torch.bool:
+            score = body.call(torch.where, found, score, -math.inf)
+        else:
+            score = body.call(torch.add, score, _scaled(body, found, 1.0))
+    return score
+
+
+def _scaled(body: Body, value: Any, factor: float) -> Any:
+    value = body.call("to", value, torch.float32)
+    return value if factor == 1.0 else body.call(torch.mul, value, factor)
+
+
+def _apply(body: Body, stage: Stage, score: Any, operand: Operand | None) -> Any:
+    if operand is not None:
+        other = body.load_operand(operand)
+        if stage.function in ("where", "where_not"):
+            fill = body.call(torch.full_like, score, stage.numbers[0])
+            first, second = (fill, score) if stage.function == "where" else (score, fill)
+            return body.call(torch.where, other, first, second)
+        return body.call(
+            torch.mul if stage.function == "mul" else torch.div, score, _scaled(body, other, 1.0)
+        )
+    return body.call(SCORE_FUNCTIONS[stage.function], score, *stage.numbers)
+
+
+def _as_tuple(
+    build: Builder, problem: Problem, lengths: tuple[Any, Any], blocks: tuple[fx.Node, ...], mask_mod: fx.Node
+) -> tuple[Any, ...]:
+    if blocks:
+        rows, full, columns, full_columns = (
+            (blocks[i], blocks[i + 1]) if i < len(blocks) else NONE for i in range(0, 8, 2)
+        )
+        return flex_block_mask(lengths, rows, full, columns, full_columns, BLOCK, mask_mod)
+    device = problem.q.value.device
+    one = build.call(torch.ones, (1, 1, 1), dtype=torch.int32, device=device)
+    zero = build.call(torch.zeros, (1, 1, 1, 1), dtype=torch.int32, device=device)
+    columns = (one, zero) if problem.train else NONE
+    return flex_block_mask(lengths, (one, zero), NONE, columns, NONE, None, mask_mod)
+
+
+def _options(problem: Problem, lse: bool) -> dict[str, Any]:
+    """Options of the kernel, as `torch.nn.attention.flex_attention` sets them."""
+    structure = problem.structure
+    return {
+        "PRESCALE_QK": False,
+        "ROWS_GUARANTEED_SAFE": structure is None or structure.never_empty,
+        "BLOCKS_ARE_CONTIGUOUS": False,
+        "WRITE_DQ": True,
+        "OUTPUT_LOGSUMEXP": problem.train or lse,
+        "OUTPUT_MAX": False,
+    }
+
+
+def takes(problem: Problem) -> str:
+    """Why flex attention does not take a problem; empty where it does."""
+    device = problem.q.value.device.type
+    dims = (problem.q.shape[3], problem.v.shape[3])
+    if problem.dropout > 0:
+        return "flex attention has no dropout"
+    if device not in ("cpu", "cuda"):
+        return f"flex attention has no kernel for {device}"
+    if device in LIMITED:
+        if problem.train:
+            return "flex attention has no backward on a CPU"
+        if problem.sink is not None:
+            return "flex attention gives no logsumexp on a CPU"
+        if not problem.bare_output:
+            return "flex attention on a CPU cannot be followed by pointwise operations"
+    if not all(isinstance(dim, int) and dim >= 16 for dim in dims):
+        return "flex attention takes head dims from 16 on"
+    if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"flex attention does not take {problem.dtype}"
+    if not isinstance(problem.first_scale, (int, float)):
+        return "flex attention takes a scale that is a number"
+    return ""

@@ -1,0 +1,258 @@
+"""Masks that are known as predicates: what a kernel that skips blocks, or knows windows, can be told.
+
+The terms of an attention are brought together into one predicate over (batch, head, query, key), where
+all of them can be read. The predicate may hold elements of tensors (the padding of a batch, the document
+of a token), as long as none of them is a whole (query, key) matrix: such a mask is data, and is passed on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from ..._inductor import known_true
+from .masks import (
+    Affine,
+    And,
+    Bool,
+    Element,
+    Interpreter,
+    NonNegative,
+    Not,
+    Or,
+    Unknown,
+    conjunction,
+    may_hide_rows,
+    negation,
+    reduce,
+    substitute,
+    visibility,
+)
+from .operands import Operand
+from .recognise import Term
+
+BATCH, HEAD, QUERY, KEY = -4, -3, -2, -1
+
+Terms = list[tuple[Term, Operand]]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A mask as a predicate.
+
+    Attributes:
+        visible: whether a query sees a key, over the dims (BATCH, HEAD, QUERY, KEY).
+        number: what hidden scores are, or become by an addition; None where SDPA decides what a row is
+            that sees no key (zero).
+        replaced: whether hidden scores are replaced by `number`, so that no gradient flows into them.
+        biases: what else is added to the scores.
+        never_empty: whether every query is proved to see a key.
+    """
+
+    visible: Bool
+    number: float | None
+    replaced: bool
+    biases: Terms
+    never_empty: bool
+
+    @property
+    def conjuncts(self) -> tuple[Bool, ...]:
+        return self.visible.operands if isinstance(self.visible, And) else (self.visible,)
+
+    @property
+    def kind(self) -> str:
+        """Name of the class, for tables and reports: causal, window, padding and data, joined by +."""
+        names = {self._kind_of(part) for part in self.conjuncts}
+        order = ("causal", "window", "pad", "document", "blocks")
+        return "+".join(name for name in order if name in names)
+
+    def _kind_of(self, part: Bool) -> str:
+        if is_causal(part):
+            return "causal"
+        if window(part) is not None:
+            return "window"
+        if depends_only_on(part, {BATCH, KEY}):
+            return "pad"
+        return "document" if any(True for _ in elements(part)) else "blocks"
+
+    @property
+    def window(self) -> int | None:
+        """Number of keys that a query of a causal sliding window sees, where the mask is exactly that."""
+        sizes = [window(part) for part in self.conjuncts if not is_causal(part)]
+        if len(sizes) != 1 or len(self.conjuncts) != 2:
+            return None
+        return sizes[0]
+
+
+CAUSAL = NonNegative(Affine(0, ((QUERY, 1), (KEY, -1))))
+
+
+def is_causal(part: Bool) -> bool:
+    """Whether a condition says key <= query."""
+    return part == CAUSAL
+
+
+def window(part: Bool) -> int | None:
+    """w where a condition says query - key < w, with a fixed number w."""
+    if not isinstance(part, NonNegative) or part.value.coeffs != ((QUERY, -1), (KEY, 1)):
+        return None
+    const = part.value.const
+    return const + 1 if isinstance(const, int) and const >= 0 else None
+
+
+def find(
+    terms: Terms, shape: Sequence[Any], interpreter: Interpreter, graph: fx.Graph, sdpa: bool = False
+) -> Structure | None:
+    """The structure of the mask of an attention, or None where part of it is data.
+
+    Args:
+        terms: what is left of biases and fills.
+        shape: (batch, heads, q_len, kv_len).
+        interpreter: reads the conditions.
+        graph: where code for the mask will be; elements of tensors of other graphs cannot be used.
+        sdpa: whether the terms are the mask of an SDPA call.
+    """
+    parts: list[Bool] = []
+    biases: Terms = []
+    numbers: set[float] = set()
+    for term, operand in terms:
+        found = _predicate(term, interpreter)
+        if found is None:
+            if term.fill is not None or term.floor is not None or may_hide_rows(term.node):
+                return None
+            biases.append((term, operand))
+            continue
+        if len(term.lead) != 2 and not depends_only_on(found[0], {QUERY, KEY}):
+            return None
+        parts.append(found[0])
+        numbers.add(found[1])
+    if not parts:
+        return Structure(True, None, True, biases, True) if biases else None
+    if len(numbers) != 1:
+        return None
+    visible = reduce(conjunction(parts), shape)
+    if not is_usable(visible, graph):
+        return None
+    number = numbers.pop()
+    fills = [term.fill is not None for term, _ in terms if term.fill is not None or term.depth is not None]
+    return Structure(
+        visible=visible,
+        number=None if sdpa or not math.isfinite(number) else number,
+        replaced=all(fills),
+        biases=biases,
+        never_empty=_never_empty(visible, shape),
+    )
+
+
+def _predicate(term: Term, interpreter: Interpreter) -> tuple[Bool, float] | None:
+    """What a term lets through, and what it makes of the rest."""
+    if term.fill is None:
+        return visibility(interpreter.read(term.node), term.factor) if term.floor is None else None
+    seen = interpreter.boolean(term.node)
+    if seen is None:
+        return None
+    return negation(seen) if term.hides else seen, term.fill
+
+
+def is_usable(part: Bool, graph: fx.Graph) -> bool:
+    """Whether code can be written for a condition, and says more than a matrix of data would."""
+    return (
+        not any(True for _ in _unknowns(part))
+        and _has_fixed_slopes(part)
+        and all(
+            element.node.graph is graph
+            and not (_depends_on(element, QUERY) and _depends_on(element, KEY))
+            and not (_depends_on(element, HEAD))
+            for element in elements(part)
+        )
+    )
+
+
+def _has_fixed_slopes(part: Any) -> bool:
+    if isinstance(part, Affine):
+        return all(isinstance(c, int) for _, c in part.coeffs)
+    if isinstance(part, NonNegative):
+        return _has_fixed_slopes(part.value) and all(_has_fixed_slopes(e) for e in part.value.elements)
+    if isinstance(part, Element):
+        return all(_has_fixed_slopes(index) for index in part.index)
+    if isinstance(part, Not):
+        return _has_fixed_slopes(part.operand)
+    return not isinstance(part, (And, Or)) or all(map(_has_fixed_slopes, part.operands))
+
+
+def elements(part: Any) -> Iterator[Element]:
+    """Every element of a tensor in a value."""
+    if isinstance(part, Element):
+        yield part
+        for index in part.index:
+            yield from elements(index)
+    elif isinstance(part, Affine):
+        for atom in part.elements:
+            yield from elements(atom)
+    elif isinstance(part, NonNegative):
+        yield from elements(part.value)
+    elif isinstance(part, Not):
+        yield from elements(part.operand)
+    elif isinstance(part, (And, Or)):
+        for operand in part.operands:
+            yield from elements(operand)
+
+
+def _unknowns(part: Bool) -> Iterator[Unknown]:
+    if isinstance(part, Unknown):
+        yield part
+    elif isinstance(part, Not):
+        yield from _unknowns(part.operand)
+    elif isinstance(part, (And, Or)):
+        for operand in part.operands:
+            yield from _unknowns(operand)
+
+
+def _dims(part: Any) -> Iterator[int]:
+    """The dims whose index a value depends on."""
+    if isinstance(part, Affine):
+        for atom, _ in part.coeffs:
+            if isinstance(atom, int):
+                yield atom
+            else:
+                yield from _dims(atom)
+    elif isinstance(part, Element):
+        for index in part.index:
+            yield from _dims(index)
+    elif isinstance(part, NonNegative):
+        yield from _dims(part.value)
+    elif isinstance(part, Not):
+        yield from _dims(part.operand)
+    elif isinstance(part, (And, Or)):
+        for operand in part.operands:
+            yield from _dims(operand)
+
+
+def _depends_on(part: Any, dim: int) -> bool:
+    return dim in _dims(part)
+
+
+def depends_only_on(part: Any, dims: set[int]) -> bool:
+    """Whether a value depends on the indices of these dims alone."""
+    return set(_dims(part)) <= dims
+
+
+def _never_empty(visible: Bool, shape: Sequence[Any]) -> bool:
+    """Whether each query sees itself, or the first key."""
+    own = Affine(0, ((QUERY, 1),))
+    tries = [Affine(0)]
+    if known_true(shape[KEY] >= shape[QUERY]):
+        tries.append(own)
+    for key in tries:
+
+        def index(dim: int, key: Affine = key) -> Affine:
+            return key if dim == KEY else Affine(0, ((dim, 1),))
+
+        seen = substitute(visible, index)
+        if isinstance(seen, (bool, NonNegative, And, Or, Not)) and reduce(seen, shape) is True:
+            return True
+    return False

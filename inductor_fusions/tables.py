@@ -35,6 +35,7 @@ class Verdict:
     kernel: str | None
     reason: str = ""
     note: str = ""
+    measured: bool = False  # whether there are rows for shapes like this
 
 
 def folder() -> Any:
@@ -99,7 +100,8 @@ def attention(
         device: where it runs.
         dtype: dtype of q, k and v.
         mask: "none", "causal", "pad" (varies over keys), "bias_batch" (and queries), "bias" (and heads),
-            "bias_full" (and the batch); the last two end in "_grad" where the mask takes a gradient.
+            "bias_full" (and the batch); the last two end in "_grad" where the mask takes a gradient. Or a
+            class that flex attention is told, such as "causal+window", "causal+pad", "tanh causal".
         train: whether there is a backward.
         batch_heads, q_len, kv_len, head_dim: sizes; batch times heads of q.
         candidates: kernels that take it.
@@ -128,9 +130,11 @@ def attention(
         if mean > gain:
             best, gain = kernel, mean
     if best is None or gain < MARGIN:
-        return Verdict(None, f"no kernel is measured to be faster than stock on {name} at this shape")
+        return Verdict(
+            None, f"no kernel is measured to be faster than stock on {name} at this shape", measured=True
+        )
     by = "" if best == "sdpa" else f" ({best})"
-    return Verdict(best, note=f"{by}, {gain:.2f}x measured")
+    return Verdict(best, note=f"{by}, {gain:.2f}x measured", measured=True)
 
 
 def _distance(wanted: Sequence[int], measured: Sequence[int]) -> float:

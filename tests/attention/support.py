@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from inductor_fusions import testing
+from inductor_fusions import config, testing
+from inductor_fusions.fusions.attention import flex
 
 #: Sizes that differ from each other, and of which no product is another one of them.
 BATCH, HEADS, Q_LEN, KV_LEN, DIM = 2, 3, 7, 13, 16
@@ -75,6 +78,27 @@ def unfused(fn: Function, inputs: Sequence[Any] | Mapping[str, Any], reason: str
     """Assert that the one candidate in `fn` is left alone for `reason`, and that the result is right."""
     seen = check(fn, inputs, fused=0, reason=reason, **options)
     assert len(seen.sites) == 1, seen.sites
+
+
+#: Reason of a case that only flex attention can express.
+FLEX = "no backward on a CPU"
+
+
+@contextlib.contextmanager
+def flex_everywhere(kernel: str = "auto") -> Iterator[None]:
+    """Flex attention as on a GPU: with a backward, a logsumexp and whatever comes behind it.
+
+    Inductor's template for a CPU has none of them; the graphs are run without it.
+    """
+    with mock.patch.object(flex, "LIMITED", frozenset()), config.patch(attention_kernel=kernel):
+        yield
+
+
+def through_flex(fn: Function, inputs: Sequence[Any] | Mapping[str, Any], **options: Any) -> testing.Checked:
+    """Assert that the one candidate is left alone on a CPU in training, and is flex attention elsewhere."""
+    unfused(fn, inputs, FLEX, **options)
+    with flex_everywhere():
+        return check(fn, inputs, kernel="flex", **options)
 
 
 def sdpa(run: testing.Capture) -> torch.fx.Node:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import flex_attention_op, flex_block_mask, known_true
+from ..._inductor import flex_attention_op, flex_block_mask, flex_on_cpu, known_true
 from ...fusion import Rejected
 from .builder import Builder
 from .masks import Bool
@@ -283,6 +283,8 @@ def takes(problem: Problem) -> str:
     if device in LIMITED:
         if problem.train:
             return "flex attention has no backward on a CPU"
+        if not flex_on_cpu():
+            return "flex attention needs a CPU with vector instructions that Inductor writes"
         if problem.sink is not None:
             return "flex attention gives no logsumexp on a CPU"
         if not problem.bare_output:

@@ -29,72 +29,119 @@ class Choice:
     text: str
 
 
-def choose(problem: Problem, unfused: bool) -> Choice:
-    """The cheapest kernel that takes the problem.
+def choose(problem: Problem) -> Choice:
+    """The cheapest kernel for an attention that is spelled out.
 
     Args:
         problem: what to compute.
-        unfused: whether the site is spelled out now; else it is an SDPA call whose mask or repeated heads
-            go away, which is never slower.
 
     Raises:
         LeftToStock: no fused kernel takes it, or none is measured to be faster.
     """
-    structure = problem.structure
-    if structure is not None and structure.number is not None and not structure.never_empty:
-        if problem.q.value.device.type in flex.LIMITED:
-            # What gives these rows their value would stand behind the kernel, where it may not be.
-            problem.structure = None
-    unable = flex.takes(problem)
-    if problem.stages and unable:
-        raise LeftToStock(f"a function of the scores ({problem.stages[-1][0].function}): {unable}")
-    flexible = not unable and (
-        problem.structure is not None or not _has_mask(problem) or problem.stages != []
-    )
-    if problem.stages or (config.attention_kernel == "flex" and flexible):
+    flexible = _flexible(problem)
+    if problem.stages:
+        unable = flex.takes(problem)
+        if unable:
+            raise LeftToStock(f"a function of the scores ({problem.stages[-1][0].function}): {unable}")
         fits: tuple[str, ...] = ("flex",)
+    elif flexible and config.attention_kernel == "flex":
+        return _choice("flex", problem)
     else:
         fits = available(problem)
-        if flexible and config.attention_kernel == "auto" and _is_sparse(problem):
+        if flexible and _is_sparse(problem) and config.attention_kernel == "auto":
             fits += ("flex",)
-    grouped = _has_groups(problem)
-    if grouped and "flex" not in fits and not available(problem, grouped=True):
-        grouped = False
-    if config.attention_kernel == "flex" and fits == ("flex",):
-        return Choice("flex", grouped, _text(problem, grouped, "flex"))
-    if config.policy == "always" or not unfused:
-        kernel = "flex" if fits == ("flex",) else "sdpa"
-        return Choice(kernel, grouped, _text(problem, grouped, kernel))
+    if config.policy == "always":
+        return _choice("flex" if "flex" in fits and _preferred(problem) else "sdpa", problem)
     if not fits:
         raise LeftToStock(f"no fused kernel takes this attention ({_why_math(problem)})")
-    verdict = tables.attention(
-        device=problem.q.value.device,
-        dtype=problem.dtype,
-        mask=problem.mask_kind + ("_grad" if _mask_needs_grad(problem) else ""),
-        train=problem.train,
-        batch_heads=hint(problem.q.shape[0] * problem.q.shape[1]),
-        q_len=hint(problem.q.shape[2]),
-        kv_len=hint(problem.k.shape[2]),
-        head_dim=hint(problem.q.shape[3]),
-        candidates=fits,
-    )
+    verdict = _measured(problem, fits)
     if verdict.kernel is None:
         raise LeftToStock(verdict.reason, "INDUCTOR_FUSIONS_POLICY=always fuses whatever is proved")
-    grouped = grouped and verdict.kernel != "efficient"
-    return Choice(verdict.kernel, grouped, f"{_text(problem, grouped, verdict.kernel)}{verdict.note}")
+    return _choice(verdict.kernel, problem, verdict.note)
+
+
+def choose_for_call(problem: Problem, changed: bool) -> Choice:
+    """The kernel for a call of SDPA.
+
+    Args:
+        problem: what to compute.
+        changed: whether its mask or its repeated heads go away, which is never slower.
+
+    Raises:
+        LeftToStock: the call as it is is the fastest that is known.
+    """
+    reason = "already an SDPA call; nothing was proved of its mask"
+    if _is_sparse(problem) and _flexible(problem) and config.attention_kernel != "sdpa":
+        if config.attention_kernel == "flex" or (config.policy == "always" and _preferred(problem)):
+            return _choice("flex", problem)
+        verdict = _measured(problem, ("sdpa", "flex"))
+        if verdict.kernel == "flex":
+            return _choice("flex", problem, verdict.note)
+        assert problem.structure is not None
+        reason = (
+            f"already an SDPA call; flex attention for its mask ({problem.structure.kind}): {verdict.reason}"
+        )
+        if verdict.kernel == "sdpa":
+            reason = (
+                f"already an SDPA call, the fastest kernel measured for its mask ({problem.structure.kind})"
+            )
+    if not changed:
+        raise LeftToStock(reason)
+    return _choice("sdpa", problem)
+
+
+def _choice(kernel: str, problem: Problem, note: str = "") -> Choice:
+    grouped = not known_true(problem.k.shape[1] == problem.q.shape[1])
+    if grouped and kernel != "flex":
+        grouped = kernel == "sdpa" and bool(available(problem, grouped=True))
+    return Choice(kernel, grouped, _text(problem, grouped, kernel) + note)
+
+
+def _measured(problem: Problem, candidates: tuple[str, ...]) -> tables.Verdict:
+    """What the table of the device says: by the class of the mask, else by its shape."""
+    suffix = "_grad" if _mask_needs_grad(problem) else ""
+    names = [problem.mask_kind]
+    if _is_sparse(problem) and not problem.stages and problem.sink is None:
+        assert problem.structure is not None
+        names.insert(0, problem.structure.kind)
+    for name in names:
+        verdict = tables.attention(
+            device=problem.q.value.device,
+            dtype=problem.dtype,
+            mask=name + suffix,
+            train=problem.train,
+            batch_heads=hint(problem.q.shape[0] * problem.q.shape[1]),
+            q_len=hint(problem.q.shape[2]),
+            kv_len=hint(problem.k.shape[2]),
+            head_dim=hint(problem.q.shape[3]),
+            candidates=candidates,
+        )
+        if verdict.kernel is not None or verdict.measured:
+            break
+    return verdict
 
 
 def _has_mask(problem: Problem) -> bool:
     return bool(problem.terms) or problem.attn_mask is not None
 
 
+def _flexible(problem: Problem) -> bool:
+    """Whether flex attention takes a problem whose mask it can be told."""
+    limited = problem.q.value.device.type in flex.LIMITED
+    structure = problem.structure
+    if limited and structure is not None and structure.number is not None and not structure.never_empty:
+        # What gives rows without a key their value would stand behind the kernel, where it may not be.
+        problem.structure = None
+    return not flex.takes(problem) and (problem.structure is not None or not _has_mask(problem))
+
+
+def _preferred(problem: Problem) -> bool:
+    return bool(problem.stages) or problem.q.value.device.type not in flex.LIMITED
+
+
 def _is_sparse(problem: Problem) -> bool:
     """Whether the mask is a structure of which whole blocks may be hidden, and SDPA has no name for it."""
     return problem.structure is not None and problem.structure.visible is not True and not problem.causal
-
-
-def _has_groups(problem: Problem) -> bool:
-    return not known_true(problem.k.shape[1] == problem.q.shape[1])
 
 
 def available(problem: Problem, grouped: bool = False) -> tuple[str, ...]:

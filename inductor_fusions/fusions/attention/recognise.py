@@ -29,7 +29,8 @@ _PRODUCTS = frozenset({"matmul", "bmm", "einsum"})
 _SOFTMAXES = frozenset({"softmax", "_softmax"})
 #: Operations through which a softmax may still reach a product; only to tell attention from other softmaxes.
 _BETWEEN = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
-    "dropout", "mul", "div", "add", "expand", "where", "masked_fill", "getitem", "slice", "nan_to_num",
+    "dropout", "mul", "div", "add", "expand", "where", "masked_fill", "getitem", "slice", "narrow",
+    "nan_to_num",
 }  # fmt: skip
 
 
@@ -75,6 +76,9 @@ class Stage:
     numbers: tuple[float | None, ...] = ()
     operand: Term | None = None
 
+
+#: A backward computes weights anew from the logsumexp, which must not lose the digits of the scores.
+LARGEST_SCORE = 1e3
 
 #: Functions of one score, of which a kernel can be told.
 SCORE_FUNCTIONS = {
@@ -470,6 +474,8 @@ class _Upwards:
         mask = tensor(condition)
         if mask is None or mask.dtype != torch.bool:
             raise Rejected("the condition of a mask is no boolean tensor")
+        if not is_fill(number * factor) and not abs(number * factor) <= LARGEST_SCORE:
+            raise Rejected(f"masked scores are replaced by {number * factor:g}, in which others drown")
         if not is_fill(number * factor):
             function = "where" if hides else "where_not"
             return self._stage(op, scores, function, (number,), Term(condition, lead), factor, scalers)

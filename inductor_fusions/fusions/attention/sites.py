@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,13 +11,14 @@ from torch import fx
 
 from ..._inductor import fake_mode_of, is_batched, is_body_of_dynamo, known_true, suppress_guards
 from ...fusion import Candidate, LeftToStock, Rejected
-from . import emit, kernels, torch_ops
+from . import emit, kernels, structure, torch_ops
 from .aliasing import Mutations, name_overwritten_values
 from .mask_builder import MaskMemo, check_empty_rows
 from .masks import Interpreter, classify, visibility
 from .operands import Operand
 from .problem import Problem, few_heads, pose, same_problem_shapes
-from .recognise import Attention, recognise, softmaxes
+from .recognise import Attention, Term, recognise, softmaxes
+from .structure import Structure
 
 SDPA = torch._C._nn.scaled_dot_product_attention
 
@@ -138,7 +140,7 @@ class HandWritten(Candidate):
             if not same_problem_shapes(problem):
                 raise Rejected("q, k and v do not have the shapes of an attention")
             check_empty_rows(problem)
-            self.choice = kernels.choose(problem, unfused=True)
+            self.choice = kernels.choose(problem)
 
     def rewrite(self) -> str:
         assert self.site is not None and self.problem is not None and self.choice is not None
@@ -171,7 +173,7 @@ class SdpaCall(Candidate):
             raise Rejected("inside torch.vmap, whose values have a hidden dim")
         with suppress_guards(self.scope.fake_mode), torch.no_grad():
             self.problem = self._pose()
-            self.choice = kernels.choose(self.problem, unfused=False)
+            self.choice = kernels.choose_for_call(self.problem, self.changed)
 
     def _pose(self) -> Problem:
         op = torch_ops.read(self.anchor)
@@ -198,20 +200,34 @@ class SdpaCall(Candidate):
         few_k, few_v = k, v
         if known_true(q.shape[1] == k.shape[1]):
             few_k, few_v = few_heads(k, v, q.shape[:2])
+        shape = (*q.shape[:-1], k.shape[-2])
         problem = Problem(
             q=q, k=few_k, v=few_v, full_k=k, full_v=v, scale=scale, dropout=float(dropout),
             causal=causal, terms=[], dtype=out.dtype, out_shape=tuple(out.shape),
             out_dims=tuple(range(out.dim())), attn_mask=mask,
             train=any((t := torch_ops.tensor(op[n])) is not None and t.requires_grad
                       for n in ("query", "key", "value")),
+            structure=self._structure(mask, shape) if isinstance(mask, fx.Node) else None,
+            output=self.anchor,
         )  # fmt: skip
-        self.changed = changed
         self.was_grouped = bool(op["enable_gqa"])
-        if not changed and not known_true(few_k.shape[1] != k.shape[1]):
+        self.changed = changed or known_true(few_k.shape[1] != k.shape[1])
+        if not self.changed and problem.structure is None:
             if mask is None:
                 raise LeftToStock("already an SDPA call without a mask")
             raise LeftToStock("already an SDPA call; nothing was proved of its mask")
         return problem
+
+    def _structure(self, mask: fx.Node, shape: tuple[Any, ...]) -> Structure | None:
+        """The mask as a predicate. SDPA gives zeros where a boolean mask hides every key of a row."""
+        tensor, operand = torch_ops.tensor(mask), Operand.of(mask)
+        if tensor is None or operand is None or tensor.dim() > 4 or tensor.requires_grad:
+            return None
+        boolean = tensor.dtype == torch.bool
+        fill = -math.inf if boolean else None
+        term = Term(mask, tuple(shape[:2]), fill=fill, hides=False)
+        found = structure.find([(term, operand)], shape, self.scope.interpreter, self.scope.graph)
+        return None if found is None or found.visible is True else found
 
     def _classify(self, mask: fx.Node, shape: tuple[Any, ...]) -> Any:
         tensor = torch_ops.tensor(mask)
@@ -225,10 +241,9 @@ class SdpaCall(Candidate):
     def rewrite(self) -> str:
         assert self.problem is not None and self.choice is not None
         emitter = self.scope.emitter(self.anchor)
+        grouped = self.choice.grouped or self.was_grouped
         with suppress_guards(self.scope.fake_mode):
-            emitter.emit(
-                self.problem, self.anchor, self.choice.kernel, self.choice.grouped or self.was_grouped
-            )
+            emitter.emit(self.problem, self.anchor, self.choice.kernel, grouped)
         emit.erase_chain(self.scope.graph, [self.anchor])
         return self.choice.text
 

@@ -46,8 +46,8 @@ class Structure:
 
     Attributes:
         visible: whether a query sees a key, over the dims (BATCH, HEAD, QUERY, KEY).
-        number: what hidden scores are, or become by an addition; None where SDPA decides what a row is
-            that sees no key (zero).
+        number: what hidden scores are, or become by an addition; None for -inf, where a row that sees no key
+            is zero.
         replaced: whether hidden scores are replaced by `number`, so that no gradient flows into them.
         biases: what else is added to the scores.
         never_empty: whether every query is proved to see a key.
@@ -104,9 +104,7 @@ def window(part: Bool) -> int | None:
     return const + 1 if isinstance(const, int) and const >= 0 else None
 
 
-def find(
-    terms: Terms, shape: Sequence[Any], interpreter: Interpreter, graph: fx.Graph, sdpa: bool = False
-) -> Structure | None:
+def find(terms: Terms, shape: Sequence[Any], interpreter: Interpreter, graph: fx.Graph) -> Structure | None:
     """The structure of the mask of an attention, or None where part of it is data.
 
     Args:
@@ -114,7 +112,6 @@ def find(
         shape: (batch, heads, q_len, kv_len).
         interpreter: reads the conditions.
         graph: where code for the mask will be; elements of tensors of other graphs cannot be used.
-        sdpa: whether the terms are the mask of an SDPA call.
     """
     parts: list[Bool] = []
     biases: Terms = []
@@ -141,7 +138,7 @@ def find(
     fills = [term.fill is not None for term, _ in terms if term.fill is not None or term.depth is not None]
     return Structure(
         visible=visible,
-        number=None if sdpa or not math.isfinite(number) else number,
+        number=number if math.isfinite(number) else None,
         replaced=all(fills),
         biases=biases,
         never_empty=_never_empty(visible, shape),

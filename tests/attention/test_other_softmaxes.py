@@ -1,44 +1,10 @@
-"""What only flex attention can express is left alone, and says so."""
+"""Softmaxes that are no attention, or attention in other words, and values that are overwritten."""
 
 from __future__ import annotations
 
 import torch
 
-from tests.attention.support import HEADS, KV_LEN, Q_LEN, cases, check, qkv, rand, scored, unfused
-
-SOFTCAPS = {
-    "tanh": lambda s, m: torch.tanh(s / 5.0) * 5.0,
-    "tanh, method": lambda s, m: (s / 5.0).tanh() * 5.0,
-    "tanh in place": lambda s, m: (s / 5.0).tanh_() * 5.0,
-    "with a mask": lambda s, m: 5.0 * torch.tanh(s * 0.2) + m,
-    "inside a mask": lambda s, m: torch.tanh((s + m).clamp(min=-50.0)),
-    "three steps": lambda s, m: (lambda t: torch.tanh(t) * 30.0)(s / 30.0) + m,
-}
-
-
-@cases(SOFTCAPS)
-def test_softcap(case) -> None:
-    unfused(scored(lambda s, m: case(s * 0.3, m)), (*qkv(), torch.randn(Q_LEN, KV_LEN)), "needs flex")
-
-
-def test_sink() -> None:
-    """A learned score that takes its share of each row's weight (GPT-OSS)."""
-
-    def fn(q, k, v, sinks):
-        scores = q @ k.transpose(-1, -2) * 0.3
-        sinks = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
-        scores = torch.cat([scores, sinks], dim=-1)
-        weights = torch.softmax(scores - scores.max(dim=-1, keepdim=True).values, dim=-1)
-        return weights[..., :-1] @ v
-
-    check(fn, (*qkv(), rand(HEADS)), fused=0)
-
-    def plain(q, k, v, sinks):
-        scores = q @ k.transpose(-1, -2) * 0.3
-        sinks = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
-        return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1] @ v
-
-    check(plain, (*qkv(), rand(HEADS)), fused=0, reason="needs flex")
+from tests.attention.support import HEADS, KV_LEN, Q_LEN, cases, check, qkv, rand
 
 
 def test_softmax_off_by_one() -> None:

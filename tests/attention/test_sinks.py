@@ -1,0 +1,120 @@
+"""Attention sinks: a column concatenated to the scores, and dropped after the softmax."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inductor_fusions import testing
+from tests.attention.support import BATCH, HEADS, Q_LEN, cases, check, flex_everywhere, qkv, rand, visible
+
+LOWEST = torch.finfo(torch.float32).min
+
+#: The weight of a sink is exp(sink - logsumexp): one eps of a logsumexp of 5 is 5 eps of the weight.
+SLACK = 6.0
+
+
+def attention(mask=lambda scores: scores, join=None, drop=None, change=lambda scores: scores):
+    """Attention with a sink for each head."""
+
+    def fn(q, k, v, sinks):
+        scores = mask(q @ k.transpose(-1, -2) * 0.3)
+        column = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+        scores = change((join or (lambda s, c: torch.cat([s, c], dim=-1)))(scores, column))
+        weights = torch.softmax(scores, dim=-1)
+        return (drop or (lambda w: w[..., :-1]))(weights) @ v
+
+    return fn
+
+
+def causal(scores):
+    rows, keys = (torch.arange(n) for n in scores.shape[-2:])
+    return scores.masked_fill(keys > rows[:, None], LOWEST)
+
+
+def window(scores):
+    rows, keys = (torch.arange(n) for n in scores.shape[-2:])
+    seen = (keys <= rows[:, None]) & (keys > rows[:, None] - 4)
+    return scores + torch.where(seen, 0.0, LOWEST)
+
+
+SPELLINGS = {
+    "plain": attention(),
+    "minus the maximum": attention(change=lambda s: s - s.max(dim=-1, keepdim=True).values),
+    "minus the maximum, positional": attention(change=lambda s: s - s.max(-1, True)[0]),
+    "minus the maximum, detached": attention(change=lambda s: s - s.amax(-1, keepdim=True).detach()),
+    "first": attention(join=lambda s, c: torch.cat((c, s), -1), drop=lambda w: w[..., 1:]),
+    "narrow": attention(drop=lambda w: w.narrow(-1, 0, w.shape[-1] - 1)),
+    "all dims": attention(drop=lambda w: w[:, :, :, :-1]),
+    "concat": attention(join=lambda s, c: torch.concat([s, c], axis=-1)),
+    "scaled together": attention(change=lambda s: s * 0.5),
+    "causal": attention(causal),
+    "window": attention(window),
+}
+
+
+@cases(SPELLINGS)
+def test_spelling(case) -> None:
+    length = 13
+    inputs = (*qkv(length, length), rand(HEADS))
+    check(case, inputs, kernel="sink", slack=SLACK)
+    with flex_everywhere("flex"):
+        check(case, inputs, kernel="flex", slack=SLACK)
+
+
+NOT_A_SINK = {
+    "the first key is dropped": (attention(drop=lambda w: w[..., 1:]), "stands between the softmax"),
+    "the last key is dropped": (attention(join=lambda s, c: torch.cat((c, s), -1)), "stands between"),
+    "of two columns": (
+        attention(join=lambda s, c: torch.cat([s, c, c], -1), drop=lambda w: w[..., :-2]),
+        "more than one",
+    ),
+    "masked as well": (
+        attention(change=lambda s: s.masked_fill(torch.ones(s.shape[-1]).cumsum(0) > 9, LOWEST)),
+        "added to an attention sink as well",
+    ),
+    "capped as well": (attention(change=lambda s: torch.tanh(s)), "applied to an attention sink"),
+    "over the queries": (
+        attention(join=lambda s, c: torch.cat([s, s[..., :1, :]], -2), drop=lambda w: w[..., :-1, :]),
+        "another dim than the keys",
+    ),
+}
+
+
+@cases(NOT_A_SINK)
+def test_not_a_sink(case) -> None:
+    fn, reason = case
+    inputs = (*qkv(grad=False), rand(HEADS, grad=False))
+    run = testing.capture(fn, *inputs, policy="always", backend=testing.EAGER_AFTER_PASSES)
+    assert [s.verdict for s in run.sites] == ["rejected"]
+    assert reason in run.sites[0].reason
+    torch.testing.assert_close(run.outputs, fn(*inputs))
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "flex"])
+def test_rows_that_see_no_key(kernel: str) -> None:
+    """The sink takes all their weight."""
+    mask = visible(BATCH, 1, Q_LEN, 13)
+    mask[0, :, 3] = False
+
+    def fn(q, k, v, sinks, mask):
+        return attention(lambda s: s.masked_fill(~mask, LOWEST))(q, k, v, sinks)
+
+    with flex_everywhere(kernel):
+        check(fn, (*qkv(), rand(HEADS), mask), slack=SLACK)
+
+
+def test_grouped_heads() -> None:
+    def fn(q, k, v, sinks):
+        return attention(causal)(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), sinks)
+
+    inputs = (*qkv(9, 9, heads=4, kv_heads=2), rand(4))
+    for kernel in ("sdpa", "flex"):
+        with flex_everywhere(kernel):
+            check(fn, inputs, kernel="sink", slack=SLACK)
+
+
+def test_small_sink_weight() -> None:
+    """Where the sink takes next to nothing its gradient keeps its digits."""
+    with flex_everywhere("flex"):
+        check(attention(), (*qkv(33, 200), rand(HEADS) - 8.0), kernel="flex", slack=SLACK)

@@ -1,6 +1,7 @@
 """Turn measurements into the tables that the package reads: `configs/devices/<device>.json`.
 
     python -m bench.device_table bench/results/attention_h200.json --name nvidia_h200
+    python -m bench.device_table bench/results/{attention,flex}_h200.json --name nvidia_h200
 
 A row keeps its shape and, for each kernel, the gain over stock: the smaller one of the gain in wall time
 (launches included) and of the gain on the device alone. Rows that were too large for stock are dropped.
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 #: Kernels that the package can emit; SDPA chooses flash and cuDNN by itself.
-KERNELS = ("sdpa", "efficient")
+KERNELS = ("sdpa", "efficient", "flex")
 #: Masks of the measurements that the package does not tell from another kind.
 SAME_KIND = {
     "window": "bias_full",
@@ -30,7 +31,7 @@ def gains(row: dict[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     for kernel in KERNELS:
         # In inference SDPA's own choice is the one that counts; the backward is where they differ.
-        if kernel != "sdpa" and not row["train"]:
+        if kernel == "efficient" and not row["train"]:
             continue
         ratios = []
         times: dict[str, float]
@@ -44,12 +45,26 @@ def gains(row: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+def merged(files: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several files of one device as one, with the header of the first.
+
+    Raises:
+        SystemExit: they were measured on different devices, or with different versions of torch.
+    """
+    first = files[0]
+    for other in files[1:]:
+        for name in ("device", "torch"):
+            if other[name] != first[name]:
+                raise SystemExit(f"{name} differs: {first[name]} and {other[name]}")
+    return {**first, "rows": [row for file in files for row in file["rows"]]}
+
+
 def table(measured: dict[str, Any]) -> dict[str, Any]:
     """The table of one file of measurements."""
     rows = []
     for row in measured["rows"]:
         gain = gains(row)
-        if gain:
+        if gain and not row.get("call"):  # the gain over a call is another one
             kept: dict[str, Any] = {key: row[key] for key in SHAPE}
             kept["mask"] = SAME_KIND.get(kept["mask"], kept["mask"])
             rows.append({**kept, "gain": gain})
@@ -70,10 +85,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("measurements", type=Path)
+    parser.add_argument("measurements", type=Path, nargs="+")
     parser.add_argument("--name", required=True, help="the device's name in configs/devices")
     arguments = parser.parse_args()
-    data = table(json.loads(arguments.measurements.read_text()))
+    data = table(merged([json.loads(file.read_text()) for file in arguments.measurements]))
     target = Path("configs/devices") / f"{arguments.name}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     write(target, data)

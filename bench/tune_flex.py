@@ -1,0 +1,384 @@
+"""Measure flex attention against stock and SDPA, for masks that are predicates and functions of the scores.
+
+Each case is an attention written out as models write it, from q, k, v laid out [batch, length, heads,
+head_dim]. It is compiled three times: by stock `torch.compile`, and with the attention fusion held to each
+of its kernels (`INDUCTOR_FUSIONS_ATTENTION_KERNEL`), so that what is measured is what the fusion emits:
+
+    unfused   stock
+    sdpa      SDPA with the mask as a dense tensor (a sink as one more key); absent for a function of scores
+    flex      flex attention, with its block mask computed in every call
+
+`call` stands for a call of SDPA that has the mask as a boolean tensor: its stock is that call.
+
+Cases: the classes of `inductor_fusions/fusions/attention/structure.py`.
+
+    causal+window    a sliding window
+    causal+pad       a quarter of the keys is padding, at the end of each sample
+    causal+document  sixteen documents
+    tanh causal      a softcap; also with a window, and alone
+    sink causal      a sink for each head; also with a window
+
+A row has the form of those of `bench.tune_attention`, and goes into the table of a device with them:
+
+    python -m bench.tune_flex --out bench/results/flex_h200.json --budget 500
+    python -m bench.device_table bench/results/{attention,flex}_h200.json --name nvidia_h200
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import re
+import time
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from bench.common import (
+    DTYPES,
+    Budget,
+    Json,
+    Progress,
+    Results,
+    environment,
+    error_limit,
+    fresh_cache,
+    interleave,
+    one_line,
+    peak_bytes,
+    relative_error,
+)
+
+REFERENCE_BYTES = 2**30
+"""The float64 reference covers as many heads of the first sample as keep its scores under this."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One attention to measure; `window` is the number of keys that a query sees, 0 for all."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    dtype: str
+    mask: str
+    train: bool
+    window: int = 0
+    call: bool = False
+
+    @property
+    def key(self) -> str:
+        """How `--only` and the progress name it."""
+        kind = self.mask + (f" w{self.window}" if self.window else "") + (" call" if self.call else "")
+        return (
+            f"{self.dtype} {kind} "
+            f"b{self.batch} h{self.heads}/{self.kv_heads} s{self.q_len} d{self.head_dim} "
+            f"{'train' if self.train else 'infer'}"
+        )
+
+
+def row(
+    batch: int, heads: int, kv_heads: int, length: int, dim: int, mask: str, window: int = 0
+) -> list[Row]:
+    """One shape in inference and in training; where SDPA can be called with the mask, that call as well."""
+    calls = (False, True) if mask in ("causal+window", "causal+pad", "causal+document") else (False,)
+    return [
+        Row(batch, heads, kv_heads, length, length, dim, "bfloat16", mask, train, window, call)
+        for call in calls
+        for train in (False, True)
+    ]
+
+
+def cuda_rows() -> list[Row]:
+    """The grid for a GPU, the most important rows first."""
+    rows: list[Row] = []
+    rows += row(2, 16, 8, 4096, 256, "tanh causal")  # Gemma-2
+    rows += row(2, 16, 8, 4096, 256, "tanh causal+window", 4096)
+    rows += row(2, 64, 8, 4096, 64, "sink causal+window", 128)  # gpt-oss
+    rows += row(2, 64, 8, 4096, 64, "sink causal")
+    rows += row(1, 32, 8, 8192, 128, "causal+window", 1024)  # Mistral
+    rows += row(4, 32, 8, 2048, 64, "causal+pad")  # Llama-1B
+    rows += row(2, 32, 8, 8192, 64, "causal+pad")
+    rows += row(1, 32, 8, 8192, 64, "causal+document")
+    rows += row(4, 32, 8, 2048, 128, "causal+pad")
+    rows += row(1, 32, 8, 32768, 128, "causal+window", 1024)
+    rows += row(4, 16, 8, 1024, 256, "tanh causal")
+    rows += row(2, 64, 8, 1024, 64, "sink causal+window", 128)
+    rows += row(4, 32, 8, 2048, 128, "causal+window", 512)
+    rows += row(4, 32, 8, 512, 64, "causal+pad")
+    rows += row(4, 32, 8, 512, 128, "causal+document")
+    rows += row(8, 16, 16, 512, 64, "tanh")
+    return rows
+
+
+def cpu_rows() -> list[Row]:
+    """The same axes, in sizes that take a second or two."""
+    rows = [
+        *row(1, 8, 4, 512, 64, "tanh causal"),
+        *row(1, 8, 4, 256, 64, "tanh"),
+        *row(1, 8, 8, 1024, 64, "tanh causal"),
+    ]
+    rows += [*row(1, 8, 4, 512, 64, "sink causal"), *row(1, 8, 4, 1024, 64, "causal+window", 128)]
+    return [Row(**{**asdict(r), "dtype": d}) for r in rows for d in ("float32", "bfloat16") if not r.train]
+
+
+# One attention ----------------------------------------------------------------------------------------
+
+
+def visible(row: Row, data: torch.Tensor) -> torch.Tensor | None:
+    """Which keys are seen, (batch or 1, 1, q_len, kv_len); `data` holds padding or document numbers."""
+    i = torch.arange(row.q_len, device=data.device)[:, None]
+    j = torch.arange(row.kv_len, device=data.device)[None, :]
+    seen = None
+    if "causal" in row.mask:
+        seen = (j <= i)[None, None]
+    if "window" in row.mask:
+        seen = seen & (j > i - row.window)  # type: ignore[operator]
+    if "pad" in row.mask:
+        seen = seen & (data != 0)[:, None, None, :]  # type: ignore[operator]
+    if "document" in row.mask:
+        seen = seen & (data[:, None, :, None] == data[:, None, None, :])  # type: ignore[operator]
+    return seen
+
+
+def attention(row: Row) -> Callable[..., torch.Tensor]:
+    """The attention of a row, (q, k, v, data, sinks) -> [batch, length, heads * head_dim]."""
+    scale, groups = row.head_dim**-0.5, row.heads // row.kv_heads
+
+    def fn(q, k, v, data, sinks):  # type: ignore[no-untyped-def]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        seen = visible(row, data)
+        if row.call:
+            out = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=groups > 1)
+            return out.transpose(1, 2).flatten(2)
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        scores = (q @ k.transpose(2, 3)) * scale
+        if "tanh" in row.mask:
+            scores = torch.tanh(scores / 50.0) * 50.0
+        if seen is not None:
+            lowest = max(torch.finfo(q.dtype).min, torch.finfo(torch.float32).min)
+            scores = scores + torch.where(seen, 0.0, lowest).to(q.dtype)
+        if "sink" in row.mask:
+            column = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)
+            scores = torch.cat([scores, column], -1)
+            scores = scores - scores.max(-1, keepdim=True).values
+        weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+        weights = weights[..., :-1] if "sink" in row.mask else weights
+        return (weights @ v).transpose(1, 2).flatten(2)
+
+    return fn
+
+
+def inputs_of(row: Row, device: str) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The arguments of a row's attention, and a cotangent."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(DTYPES[row.dtype])
+
+    q = normal(row.batch, row.q_len, row.heads, row.head_dim)
+    k, v = (normal(row.batch, row.kv_len, row.kv_heads, row.head_dim) for _ in range(2))
+    sinks = normal(row.heads)
+    positions = torch.arange(row.kv_len, device=device).expand(row.batch, -1)
+    data = positions * 16 // row.kv_len
+    if "pad" in row.mask:
+        lengths = torch.linspace(row.kv_len / 2, row.kv_len, row.batch, device=device).long()
+        data = (positions < lengths[:, None]).long()
+    if row.train:
+        for leaf in (q, k, v, sinks):
+            leaf.requires_grad_()
+    return [q, k, v, data.contiguous(), sinks], normal(row.batch, row.q_len, row.heads * row.head_dim)
+
+
+def run(
+    row: Row, fn: Callable[..., torch.Tensor], inputs: list[torch.Tensor], cotangent: torch.Tensor
+) -> list[torch.Tensor]:
+    """The output, and the gradients in training."""
+    out = fn(*inputs)
+    leaves = [x for x in inputs if x.requires_grad]
+    if not row.train:
+        return [out]
+    grads = torch.autograd.grad(out, leaves, cotangent, allow_unused=True)
+    return [out.detach(), *(g for g in grads if g is not None)]
+
+
+def errors(row: Row, found: list[torch.Tensor], inputs: list[torch.Tensor], cotangent: torch.Tensor) -> float:
+    """Worst relative error against float64, of the first sample and the heads that share the first keys.
+
+    A sink's gradient sums over the batch, so it is left to the tests.
+    """
+    groups = row.heads // row.kv_heads
+    rows = max(1, min(row.q_len, REFERENCE_BYTES // (8 * row.kv_len * groups)))
+    if row.train and rows < row.q_len:
+        rows = row.q_len  # gradients of keys need every query
+        groups = max(1, min(groups, REFERENCE_BYTES // (8 * row.kv_len * row.q_len)))
+    small = Row(**{**asdict(row), "batch": 1, "heads": groups, "kv_heads": 1, "call": False})
+    q, k, v, data, sinks = (x.detach() for x in inputs)
+    wide = [
+        q[:1, :, :groups].double(),
+        k[:1, :, :1].double(),
+        v[:1, :, :1].double(),
+        data[:1],
+        sinks[:groups].double(),
+    ]
+    if row.train:
+        for leaf in (wide[0], wide[1], wide[2]):
+            leaf.requires_grad_()
+    dim = row.head_dim
+    exact = run(small, _in_double(small), wide, cotangent[:1, :, : groups * dim].double())
+    whole = groups == row.heads // row.kv_heads
+    pairs = [(found[0][:1, :, : groups * dim], exact[0])]
+    if row.train:
+        pairs.append((found[1][:1, :, :groups], exact[1]))
+    if row.train and whole:
+        pairs += [(found[i][:1, :, :1], exact[i]) for i in (2, 3)]
+    return max(relative_error(x, y) for x, y in pairs)
+
+
+def _in_double(row: Row) -> Callable[..., torch.Tensor]:
+    written_out = attention(row)
+
+    def fn(*inputs: torch.Tensor) -> torch.Tensor:
+        with _float64_softmax():
+            return written_out(*inputs)
+
+    return fn
+
+
+@contextlib.contextmanager
+def _float64_softmax() -> Iterator[None]:
+    """The reference has no cast to float32."""
+    softmax = F.softmax
+    F.softmax = lambda x, dim, dtype=None: softmax(x, dim)  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        F.softmax = softmax
+
+
+# Measuring ----------------------------------------------------------------------------------------------
+
+
+def candidates(row: Row) -> dict[str, dict[str, object]]:
+    """Settings of the package under which a row is compiled."""
+    found: dict[str, dict[str, object]] = {"unfused": {"enabled": False}}
+    if not row.call and "tanh" not in row.mask:
+        found["sdpa"] = {"policy": "always", "attention_kernel": "sdpa"}
+    found["flex"] = {"policy": "always", "attention_kernel": "flex"}
+    return found
+
+
+def measure(row: Row, device: str, quick: bool) -> Json:
+    """Compile, check and time every candidate of a row."""
+    from inductor_fusions import config, reporting
+
+    result: Json = {
+        name: {} for name in ("times_us", "spread", "peak_mib", "error", "kernels", "wrong", "skipped")
+    }
+    inputs, cotangent = inputs_of(row, device)
+    calls: dict[str, Callable[[], object]] = {}
+    start = time.monotonic()
+    torch._dynamo.reset()
+    for name, settings in candidates(row).items():
+        compiled = torch.compile(_named(attention(row), name), dynamic=False)
+        try:
+            with fresh_cache(), config.patch(settings), reporting.isolated() as seen:
+                found = run(row, compiled, inputs, cotangent)
+            sites = [site.kernel for site in seen if site.verdict == "fused"]
+            if name != "unfused" and not any(site.startswith(name) for site in sites):
+                reasons = [site.reason for site in seen]
+                result["skipped"][name] = "; ".join(reasons) or "no candidate was seen"
+                continue
+            result["kernels"][name] = sites or ["stock"]
+            result["error"][name] = errors(row, found, inputs, cotangent)
+            del found
+            call = _call(row, compiled, inputs, cotangent)
+            peak = peak_bytes(call, device)
+            if peak is not None:
+                result["peak_mib"][name] = round(peak / 2**20, 1)
+            calls[name] = call
+        except torch.OutOfMemoryError:
+            result["skipped"][name] = "out of memory"
+        except Exception as error:
+            result["skipped"][name] = one_line(error)
+    result["compile_s"] = round(time.monotonic() - start, 2)
+    limit = error_limit(result["error"].get("unfused"), DTYPES[row.dtype])
+    for name in [n for n in calls if n != "unfused" and not result["error"][n] <= limit]:
+        result["wrong"][name] = f"error {result['error'][name]:.2e}, allowed {limit:.2e}"
+    rounds, block = (3, 1e-3) if quick else (12, 4e-3 if device == "cuda" else 3e-2)
+    for name, timing in interleave(calls, device, rounds, block).items() if calls else ():
+        result["times_us"][name] = round(timing.median * 1e6, 2)
+        result["spread"][name] = round(timing.spread, 4)
+    calls.clear()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return result
+
+
+def _named(fn: Callable[..., torch.Tensor], name: str) -> Callable[..., torch.Tensor]:
+    """A copy with code of its own: Dynamo keeps what it compiled by code object."""
+    assert isinstance(fn, types.FunctionType)
+    code = fn.__code__.replace(co_name=name)
+    return types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
+
+
+def _call(
+    row: Row, fn: Callable[..., torch.Tensor], inputs: list[torch.Tensor], cotangent: torch.Tensor
+) -> Callable[[], object]:
+    return lambda: run(row, fn, inputs, cotangent)
+
+
+def describe(result: Json) -> str:
+    """A row's outcome in a few words."""
+    times = result["times_us"]
+    text = " ".join(f"{name} {value:.0f}" for name, value in sorted(times.items(), key=lambda x: x[1]))
+    for what in ("wrong", "skipped"):
+        text += "".join(f" {what}: {name} ({why})" for name, why in result[what].items())
+    return text
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.tune_flex", description=__doc__.split("\n\n")[0])
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--out", type=Path, required=True, help="JSON file; rows that it has are skipped")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
+    parser.add_argument("--only", type=re.compile, help="only rows whose name matches this expression")
+    parser.add_argument("--budget", type=float, help="seconds after which no row is started")
+    parser.add_argument("--quick", action="store_true", help="3 blocks of 1 ms, to try the script")
+    parser.add_argument("--list", action="store_true", help="name the rows and stop")
+    options = parser.parse_args()
+    rows = [r for r in (cuda_rows() if options.device == "cuda" else cpu_rows())]
+    rows = [r for r in rows if not options.only or options.only.search(r.key)]
+    if options.list:
+        print(*(r.key for r in rows), f"{len(rows)} rows", sep="\n")
+        return
+    budget, slowest = Budget(options.budget), 10.0
+    results = Results(options.out, environment(options.device, "bench.tune_flex"), key=lambda r: r["key"])
+    todo = [r for r in rows if r.key not in results]
+    with Progress(len(todo)) as progress:
+        for each in todo:
+            if budget.left < 1.5 * slowest:
+                break
+            started = time.monotonic()
+            progress.say(each.key)
+            result = measure(each, options.device, options.quick)
+            results.append({"key": each.key, **asdict(each), **result})
+            progress.step(f"{each.key}: {describe(result)}")
+            slowest = max(slowest, time.monotonic() - started)
+    print(
+        f"{len(results.rows)} rows in {options.out}, {len(todo) - progress.done} left, {budget.elapsed:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -62,7 +62,7 @@ unit: $(READY) ## the tests alone
 	echo "$(PY) -m pytest $$*"; $(PY) -m pytest "$$@"
 
 bench: $(READY_BENCH) ## the benchmarks, stock beside fused
-	$(PY) -m pytest bench --benchmark-only $(BENCH_ARGS)
+	$(PY) -m pytest bench --benchmark-only --benchmark-columns=median,iqr,rounds $(BENCH_ARGS)
 
 clean: ## remove caches and build outputs; $(VENV) stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

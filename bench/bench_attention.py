@@ -34,6 +34,15 @@ CASES = [
 ]
 
 
+def run(function: Any, row: tune.Row, inputs: tune.Inputs) -> tune.Tensors:
+    """Output, and in training the gradients, of one call."""
+    with torch.set_grad_enabled(row.train):
+        out = function(*inputs.arguments("unfused"))
+        found = torch.autograd.grad(out, inputs.leaves(row), inputs.cotangent) if row.train else ()
+    synchronize(DEVICE)
+    return (out, *found)
+
+
 @functools.lru_cache(maxsize=1)
 def compiled(row: tune.Row) -> tuple[dict[str, Callable[[], tune.Tensors]], dict[str, tune.Json], int]:
     """(variant -> a call of it, variant -> errors against float64, number of sites that were fused)."""
@@ -45,16 +54,11 @@ def compiled(row: tune.Row) -> tuple[dict[str, Callable[[], tune.Tensors]], dict
     calls, errors = {}, {}
     for variant in ("stock", "fused"):
 
-        def attention(*args: torch.Tensor) -> torch.Tensor:
+        def attention(*args: torch.Tensor) -> torch.Tensor:  # one of its own for each variant
             return tune.unfused(row, *args)
 
-        def call(function: Any = torch.compile(attention, fullgraph=True, dynamic=False)) -> tune.Tensors:
-            with torch.set_grad_enabled(row.train):
-                out = function(*inputs.arguments("unfused"))
-                found = torch.autograd.grad(out, inputs.leaves(row), inputs.cotangent) if row.train else ()
-            synchronize(DEVICE)
-            return (out, *found)
-
+        function = torch.compile(attention, fullgraph=True, dynamic=False)
+        call = functools.partial(run, function, row, inputs)
         # A cache would serve code without a report of what was fused.
         with (
             torch._inductor.config.patch(force_disable_caches=True),

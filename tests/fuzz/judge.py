@@ -16,12 +16,14 @@ SLACK = 64.0
 def runs(program: Program) -> list[torch.Tensor] | None:
     """The inputs, if the program runs eagerly and gives numbers, forward and backward."""
     try:
-        outputs = program.function()(*(x.clone() for x in program.tensors()))
+        leaves = program.tensors()
+        outputs = program.function()(*(x.clone() for x in leaves))
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         sum(x.double().sum() for x in outputs).backward()
     except (RuntimeError, IndexError):
         return None
-    return program.tensors() if all(bool(x.isfinite().all()) for x in outputs) else None
+    values = [*outputs, *(x.grad for x in leaves if x.grad is not None)]
+    return program.tensors() if all(bool(x.isfinite().all()) for x in values) else None
 
 
 def judge(program: Program) -> None:

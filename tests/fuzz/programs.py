@@ -372,7 +372,7 @@ class AttentionWriter:
                 "torch.mul(scores, 0.5)",
                 "scores / torch.sqrt(torch.tensor(8.0))",
                 "-scores",
-                "2.0 / scores.exp()",
+                "2.0 / (scores.abs() + 1.0)",
             ),
             "bias": lambda: self.bias(),
             "fill": lambda: self.fill(FILL),

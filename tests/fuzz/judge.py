@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import assume, reject
 
-from inductor_fusions import config, testing
+from inductor_fusions import testing
+from tests.attention.support import flex_everywhere
 from tests.fuzz.programs import Program
 
 #: Of float32's eps, on top of 1.5 times the error of the unfused program: sums of terms that cancel, and
@@ -35,7 +36,7 @@ def judge(program: Program) -> None:
     inputs = runs(program)
     assume(inputs is not None)
     assert inputs is not None
-    with config.patch(policy="always"):
+    with flex_everywhere(program.kernel):
         testing.check(program.function(), inputs, fused=None, slack=SLACK, backend=testing.EAGER_AFTER_PASSES)
 
 
@@ -55,7 +56,8 @@ def judge_mask(program: Program, mask: Program) -> None:
         reject()
     batch, heads, q, k = *expected.shape[:-1], inputs[1].shape[2]
     seen = torch.broadcast_to(seen, (batch, heads, q, k))
-    run = testing.capture(program.function(), *inputs, backend=testing.EAGER_AFTER_PASSES)
+    with flex_everywhere(program.kernel):
+        run = testing.capture(program.function(), *inputs, backend=testing.EAGER_AFTER_PASSES)
     failed = [site for site in run.sites if site.verdict == "failed"]
     assert not failed, failed
     for call in run.calls("scaled_dot_product_attention"):

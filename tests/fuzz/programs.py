@@ -44,11 +44,12 @@ _number = itertools.count()
 
 @dataclass(frozen=True)
 class Program:
-    """A function in source text, with its inputs."""
+    """A function in source text, with its inputs; `kernel` is what the fusion is to take."""
 
     inputs: tuple[Input, ...]
     lines: tuple[str, ...]
     result: str
+    kernel: str = "auto"
 
     @property
     def source(self) -> str:
@@ -63,8 +64,10 @@ class Program:
         )
         return (
             "import torch\nimport torch.nn.functional as F\n\nfrom inductor_fusions import testing\n"
-            f"from tests.fuzz.programs import Input\n\n\n{self.source}\n\ninputs = [\n{made}\n]\n"
-            "testing.check(program, inputs, fused=None, slack=64.0, backend=testing.EAGER_AFTER_PASSES)\n"
+            "from tests.attention.support import flex_everywhere\nfrom tests.fuzz.programs import Input\n\n\n"
+            f"{self.source}\n\ninputs = [\n{made}\n]\nwith flex_everywhere({self.kernel!r}):\n"
+            "    testing.check(\n        program, inputs, fused=None, slack=64.0, "
+            "backend=testing.EAGER_AFTER_PASSES\n    )\n"
         )
 
     def function(self) -> Callable[..., Any]:
@@ -81,7 +84,7 @@ class Program:
         return [i.make(n) for n, i in enumerate(self.inputs)]
 
     def __repr__(self) -> str:  # what hypothesis prints
-        return f"Program:\n{self.source}{self.inputs}"
+        return f"Program ({self.kernel}):\n{self.source}{self.inputs}"
 
 
 class Writer:
@@ -106,7 +109,8 @@ class Writer:
         self.lines.append(text)
 
     def program(self, result: str) -> Program:
-        return Program(tuple(self.inputs), tuple(self.lines), result)
+        kernel = self.pick("auto", "auto", "flex")
+        return Program(tuple(self.inputs), tuple(self.lines), result, kernel)
 
 
 # Masks -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from tests.fuzz import programs
 from tests.fuzz.__main__ import fuzz, written
 from tests.fuzz.judge import judge, judge_mask
 
-quick = settings(max_examples=100, suppress_health_check=list(HealthCheck), print_blob=False)
+quick = settings(max_examples=80, suppress_health_check=list(HealthCheck), print_blob=False)
 
 
 @quick
@@ -20,7 +20,7 @@ def test_attentions(program: programs.Program) -> None:
     judge(program)
 
 
-@settings(quick, max_examples=150)
+@settings(quick, max_examples=100)
 @given(programs.masked())
 def test_masks(pair: tuple[programs.Program, programs.Program]) -> None:
     judge_mask(*pair)

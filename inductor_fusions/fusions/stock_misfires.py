@@ -229,40 +229,52 @@ def inverse(dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(dims.index(i) for i in range(len(dims)))
 
 
-def permutations(product: fx.Node, index: int, is_key: bool) -> Iterator[Candidate]:
-    """The permutation of one operand of a product, if a pattern would read it wrongly."""
+Chain = tuple[fx.Node, fx.Node, list[tuple[int, ...]]]
+
+
+def permutations_of(product: fx.Node, index: int) -> Chain | None:
+    """(last node, input, steps) of the permutations, in a row, of one operand of a product."""
     if name_of(product) not in ("matmul", "bmm") or len(product.args) <= index:
-        return
+        return None
     node = product.args[index]
     while isinstance(node, fx.Node) and permutation_of(node) is None:
         below = node.args[0] if node.args else None
         before, after = value(below), value(node)
         if before is None or after is None or before.dim() != after.dim():
-            return
+            return None
         if name_of(node) not in _TRANSPARENT:
-            return
+            return None
         node = below
     if not isinstance(node, fx.Node):
-        return
+        return None
     steps: list[tuple[int, ...]] = []
     source = node
     while (found := permutation_of(source)) is not None:
         source = found[0]
         steps.insert(0, found[1])
-    rank = len(steps[0])
-    if rank not in (3, 4):
+    return (node, source, steps) if len(steps[0]) in (3, 4) else None
+
+
+def permuted(product: fx.Node, output: fx.Node) -> Iterator[Candidate]:
+    """The permutations of q, k and v that a pattern would read wrongly. Every pattern wants one of k."""
+    if permutations_of(product, 1) is None:
         return
-    identity = tuple(range(rank))
-    swap = (*identity[:-2], rank - 1, rank - 2)
-    known = [swap] if is_key else []
-    if rank == 4:
-        known.insert(0, _HEADS)
-    whole = identity
-    for dims in steps:
-        whole = composed(whole, dims)
-    wanted = standard(whole, known, identity)
-    if steps != wanted:
-        yield Permutation(node, source, wanted)
+    for node, index, is_key in ((product, 0, False), (product, 1, True), (output, 1, False)):
+        found = permutations_of(node, index)
+        if found is None:
+            continue
+        last, source, steps = found
+        rank = len(steps[0])
+        identity = tuple(range(rank))
+        known: list[tuple[int, ...]] = [_HEADS] if rank == 4 else []
+        if is_key:
+            known.append((*identity[:-2], rank - 1, rank - 2))
+        whole = identity
+        for dims in steps:
+            whole = composed(whole, dims)
+        wanted = standard(whole, known, identity)
+        if steps != wanted:
+            yield Permutation(last, source, wanted)
 
 
 def standard(
@@ -293,9 +305,7 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
         for each in between(node, product):
             if name_of(each) in ("add", "iadd") and each.kwargs.get("alpha", 1) != 1:
                 yield Alpha(each, None)
-        yield from permutations(product, 0, is_key=False)
-        yield from permutations(product, 1, is_key=True)
-        yield from permutations(output, 1, is_key=False)
+        yield from permuted(product, output)
         if dims != (rank - 1,):
             yield Sum(node, source, dims) if name_of(node) == "sum" else Softmax(node, source, dims[0])
 

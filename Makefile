@@ -13,6 +13,7 @@ JOBS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+FUZZ_ARGS ?=
 
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
@@ -38,7 +39,7 @@ tool = $(2)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint typecheck unit bench clean
+.PHONY: help demo test lint typecheck unit bench fuzz clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,7 +63,10 @@ unit: $(READY) ## the tests alone
 	echo "$(PY) -m pytest $$*"; $(PY) -m pytest "$$@"
 
 bench: $(READY_BENCH) ## the benchmarks, stock beside fused
-	$(PY) -m pytest bench --benchmark-only $(BENCH_ARGS)
+	$(PY) -m pytest bench --benchmark-only --benchmark-columns=median,iqr,rounds $(BENCH_ARGS)
+
+fuzz: $(READY) ## random programs for hours; FUZZ_ARGS='--examples 500 --seed 1' for less
+	$(PY) -m tests.fuzz $(FUZZ_ARGS)
 
 clean: ## remove caches and build outputs; $(VENV) stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

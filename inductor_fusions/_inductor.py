@@ -108,6 +108,9 @@ def when_inductor_loads(callback: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _AfterImport("torch._inductor.config", callback))
 
 
+#: What `passes` calls at the end of its import, where that import is what brought Inductor in.
+postponed: list[Callable[[], None]] = []
+
 #: Inductor's config hook of each stage.
 HOOKS = {"pre_grad": "pre_grad_custom_pass", "post_grad": "post_grad_custom_pre_pass"}
 

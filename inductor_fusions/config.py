@@ -5,6 +5,7 @@
 | `enabled` | `INDUCTOR_FUSIONS` | 0, 1 | 1 |
 | `attention` | `INDUCTOR_FUSIONS_ATTENTION` | 0, 1 | 1 |
 | `attention_kernel` | `INDUCTOR_FUSIONS_ATTENTION_KERNEL` | auto, sdpa, flex | auto |
+| `stock_misfires` | `INDUCTOR_FUSIONS_STOCK_MISFIRES` | 0, 1 | 1 |
 | `policy` | `INDUCTOR_FUSIONS_POLICY` | profitable, always | profitable |
 | `empty_rows` | `INDUCTOR_FUSIONS_EMPTY_ROWS` | keep, stock, ignore | keep |
 | `strict` | `INDUCTOR_FUSIONS_STRICT` | 0, 1 | 0 |
@@ -37,6 +38,9 @@ attention: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_ATTENT
 #: it can, whatever is measured.
 attention_kernel: str = Config(default="auto", env_name_default="INDUCTOR_FUSIONS_ATTENTION_KERNEL")
 
+#: Graphs that Inductor's own attention patterns misread are written in a way that they do not.
+stock_misfires: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_STOCK_MISFIRES")
+
 #: "profitable" fuses where a measurement says that it pays; "always" fuses whatever is proved.
 policy: str = Config(default="profitable", env_name_default="INDUCTOR_FUSIONS_POLICY")
 
@@ -55,6 +59,7 @@ def variables() -> dict[str, tuple[str, ...]]:
         "INDUCTOR_FUSIONS": ("0", "1"),
         "INDUCTOR_FUSIONS_ATTENTION": ("0", "1"),
         "INDUCTOR_FUSIONS_ATTENTION_KERNEL": ("auto", "sdpa", "flex"),
+        "INDUCTOR_FUSIONS_STOCK_MISFIRES": ("0", "1"),
         "INDUCTOR_FUSIONS_POLICY": ("profitable", "always"),
         "INDUCTOR_FUSIONS_EMPTY_ROWS": ("keep", "stock", "ignore"),
         "INDUCTOR_FUSIONS_STRICT": ("0", "1"),

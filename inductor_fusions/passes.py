@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from . import config, reporting, tables
+from . import _inductor, config, reporting, tables
 from ._inductor import CustomGraphPass, is_body_of_dynamo, trace_artifact
 from .fusion import Candidate, Fusion, LeftToStock, Rejected
 
@@ -150,3 +150,7 @@ def _erase_new(graph: fx.Graph, known: set[fx.Node]) -> None:
     for node in reversed(list(graph.nodes)):
         if node not in known and not node.users:
             graph.erase_node(node)
+
+
+while _inductor.postponed:
+    _inductor.postponed.pop()()

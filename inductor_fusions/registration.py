@@ -58,13 +58,16 @@ def enabled() -> bool:
 def _install() -> None:
     """Put a pass of ours last into each hook that lacks one."""
     global _waiting
-    from . import fusions
-    from .passes import FusionPass
+    from . import fusions, passes
 
     with _lock:
         _waiting = False
         if not _wanted:
             return
+        if not hasattr(passes, "FusionPass"):  # it is its own import that brings Inductor in
+            _inductor.postponed.append(_install)
+            return
+        FusionPass = passes.FusionPass
         missing = _inductor.missing_hook()
         if missing is not None:
             _warn_once(f"torch {torch.__version__} has no config.{missing}; no fusion is registered")

@@ -33,7 +33,8 @@ def test_uuid_is_stable() -> None:
 
 
 TOGGLES = {
-    "enabled": False, "attention": False, "policy": "always", "empty_rows": "ignore", "strict": True,
+    "enabled": False, "attention": False, "attention_kernel": "flex", "stock_misfires": False,
+    "policy": "always", "empty_rows": "ignore", "strict": True,
 }  # fmt: skip
 
 

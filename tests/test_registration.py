@@ -315,6 +315,18 @@ def test_import_before_inductor() -> None:
     assert out.split() == ["False", "True"]
 
 
+def test_passes_that_bring_inductor_in() -> None:
+    """The module of the passes imports Inductor, whose import installs the passes."""
+    out = fresh(
+        "import torch, inductor_fusions\n"
+        "from inductor_fusions import passes\n"
+        "from torch._inductor import config\n"
+        "print(isinstance(config.pre_grad_custom_pass, passes.FusionPass))\n"
+        "print(isinstance(config.post_grad_custom_pre_pass, passes.FusionPass))\n"
+    )
+    assert out.split() == ["True", "True"]
+
+
 def test_disable_before_inductor() -> None:
     out = fresh(
         "import torch, inductor_fusions\n"

@@ -32,7 +32,7 @@ def inputs() -> list[torch.Tensor]:
 
 
 def compile_with_passes(fn) -> None:
-    with config.patch(policy="always"):
+    with config.patch(policy="always", stock_misfires=False):
         torch._dynamo.reset()
         torch.compile(fn, backend=testing._AfterPasses([]))(*inputs())
 

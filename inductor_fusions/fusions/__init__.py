@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..fusion import Fusion
-from . import attention
+from . import attention, stock_misfires
 
-#: Every fusion, in the order in which it is applied within its stage.
-ALL: tuple[Fusion, ...] = (attention.FUSION,)
+#: Every fusion, in the order in which it is applied within its stage. What attention has fused is out of the
+#: reach of stock's patterns, so their misfires are looked for last.
+ALL: tuple[Fusion, ...] = (attention.FUSION, stock_misfires.FUSION)

@@ -71,7 +71,8 @@ def check(fn: Function, inputs: Sequence[Any] | Mapping[str, Any], **options: An
     """
     wide = options.get("dtype", torch.float32) == torch.float32
     defaults = {"backend": testing.EAGER_AFTER_PASSES, "slack": 2.0 if wide else 1.0}
-    return testing.check(fn, inputs, **{**defaults, **options})
+    with config.patch(stock_misfires=False):  # a softmax over another dim is one site, not two
+        return testing.check(fn, inputs, **{**defaults, **options})
 
 
 def unfused(fn: Function, inputs: Sequence[Any] | Mapping[str, Any], reason: str, **options: Any) -> None:

@@ -1,0 +1,350 @@
+"""Keeps Inductor's own attention patterns from graphs that they read wrongly.
+
+Those patterns ignore some constants of the operations that they match: the dim of a softmax, the order of a
+permutation, `alpha` of an addition. A graph that differs from attention in nothing but such a constant is
+replaced by attention, and the result is silently wrong (pytorch#196468, #195320). Each of them is brought
+here to an equal form that means to the pattern what it means to everybody else:
+
+| graph | equal form |
+|---|---|
+| `softmax(x, dim)`, not over the last dim | over the last dim, between two transposes |
+| `e / e.sum(dim, keepdim=True)`, not over the last dim | a sum without `keepdim`, then `unsqueeze` |
+| `add(x, y, alpha=a)` | `add(x, a * y)` |
+| q, k or v permuted otherwise than by the pattern | several permutations, the last ones as it assumes them |
+
+Views cost nothing, and a factor is computed in the kernel of the addition. Only what lies between two matrix
+products is touched, and attention that is fused before has none of it left.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._inductor import fake_mode_of, is_batched, suppress_guards
+from ..fusion import Candidate, Fusion, Rejected
+
+#: How far from a softmax its two products are looked for.
+REACH = 24
+
+_PRODUCTS = {"matmul", "bmm", "__matmul__", "einsum", "mm", "baddbmm"}
+#: What may stand between a permutation and the product that reads it, and leaves its dims where they are.
+_TRANSPARENT = {"contiguous", "clone", "expand", "to", "float", "half", "bfloat16", "mul", "truediv", "div"}
+_PERMUTES = {"transpose", "permute", "swapaxes", "swapdims", "t", "movedim", "moveaxis", "getattr"}
+#: The dims that stock's patterns take every permutation to have: heads brought forward, k transposed.
+_HEADS = (0, 2, 1, 3)
+
+
+def name_of(node: Any) -> str:
+    """The operation of a call node, in whatever spelling, or ""."""
+    if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
+        return ""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name.split("::")[1]
+    else:
+        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return name.strip("_") if name != "__matmul__" else "matmul"
+
+
+def value(node: Any) -> torch.Tensor | None:
+    """The fake tensor of a node, or None."""
+    found = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def reaches_product(node: fx.Node, neighbours: Callable[[fx.Node], Sequence[fx.Node]]) -> fx.Node | None:
+    """The nearest matrix product upwards or downwards of `node`, within `REACH` nodes."""
+    seen, edge = {node}, [node]
+    while edge and len(seen) < REACH:
+        following: list[fx.Node] = []
+        for each in edge:
+            for other in neighbours(each):
+                if name_of(other) in _PRODUCTS:
+                    return other
+                if other not in seen:
+                    seen.add(other)
+                    following.append(other)
+        edge = following
+    return None
+
+
+def inputs_of(node: fx.Node) -> list[fx.Node]:
+    return list(node.all_input_nodes)
+
+
+def users_of(node: fx.Node) -> list[fx.Node]:
+    return list(node.users)
+
+
+class Respelled(Candidate):
+    """An operation that is written in another way.
+
+    Args:
+        anchor: the node.
+        source: its input.
+    """
+
+    def __init__(self, anchor: fx.Node, source: Any) -> None:
+        self.anchor, self.source = anchor, source
+
+    def guard(self) -> None:
+        if is_batched(value(self.anchor)):
+            raise Rejected("inside torch.vmap, whose values have a hidden dim")
+
+    def replace(self, result: fx.Node) -> None:
+        """Put `result`, which is the same tensor, in the place of the anchor."""
+        if result is not self.source:
+            result.meta = dict(self.anchor.meta)
+        self.anchor.replace_all_uses_with(result)
+        self.anchor.graph.erase_node(self.anchor)
+
+    def dtype_option(self) -> dict[str, Any]:
+        """`dtype=` where the result has another dtype than the input."""
+        before, after = value(self.source), value(self.anchor)
+        assert before is not None and after is not None
+        return {} if before.dtype == after.dtype else {"dtype": after.dtype}
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new node at the insertion point, with its value."""
+        node = self.anchor.graph.create_node(
+            "call_method" if isinstance(target, str) else "call_function", target, args, kwargs
+        )
+        mode = fake_mode_of(self.anchor.graph)
+        given = fx.map_arg((args, kwargs), lambda n: n.meta.get("example_value", n.meta.get("val")))
+        with suppress_guards(mode), torch.no_grad() if mode is None else mode:
+            function = getattr(torch.Tensor, target) if isinstance(target, str) else target
+            result = function(*given[0], **given[1])
+        key = "val" if "val" in self.anchor.meta else "example_value"
+        node.meta = {**self.anchor.meta, key: result}
+        return node
+
+    def rewrite(self) -> str:
+        raise NotImplementedError
+
+
+class Softmax(Respelled):
+    """A softmax that is not over the last dim."""
+
+    def __init__(self, anchor: fx.Node, source: Any, dim: int) -> None:
+        super().__init__(anchor, source)
+        self.dim = dim
+
+    def rewrite(self) -> str:
+        with self.anchor.graph.inserting_before(self.anchor):
+            turned = self.call("transpose", self.source, self.dim, -1)
+            weights = self.call(torch.softmax, turned, -1, **self.dtype_option())
+            self.replace(self.call("transpose", weights, self.dim, -1))
+        return f"softmax over dim {self.dim} between transposes"
+
+
+class Sum(Respelled):
+    """The sum of a softmax that is written out, not over the last dim."""
+
+    def __init__(self, anchor: fx.Node, source: Any, dims: tuple[int, ...]) -> None:
+        super().__init__(anchor, source)
+        self.dims = dims
+
+    def rewrite(self) -> str:
+        with self.anchor.graph.inserting_before(self.anchor):
+            result = self.call(torch.sum, self.source, list(self.dims), **self.dtype_option())
+            for dim in self.dims:
+                result = self.call("unsqueeze", result, dim)
+            self.replace(result)
+        return f"sum over dims {list(self.dims)} without keepdim"
+
+
+class Alpha(Respelled):
+    """An addition with a factor for its second operand."""
+
+    def guard(self) -> None:
+        super().guard()
+        if value(self.anchor) is None or len(self.anchor.args) + ("other" in self.anchor.kwargs) != 2:
+            raise Rejected("the operands of the addition are not known")
+
+    def rewrite(self) -> str:
+        node = self.anchor
+        operands: list[Any] = [*node.args, node.kwargs.get("other")]
+        first, other = operands[:2]
+        alpha: Any = node.kwargs["alpha"]
+        tensor, result = value(other), value(node)
+        assert result is not None
+        with node.graph.inserting_before(node):
+            if tensor is not None and tensor.dtype != result.dtype:  # add casts first
+                other = self.call("to", other, result.dtype)
+            scaled = self.call(operator.mul, other, alpha) if isinstance(other, fx.Node) else other * alpha
+        node.args = (first, scaled)
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k not in ("alpha", "other")}
+        return "alpha multiplied out"
+
+
+class Permutation(Respelled):
+    """A permutation of q, k or v that the pattern would take for another one."""
+
+    def __init__(self, anchor: fx.Node, source: fx.Node, steps: list[tuple[int, ...]]) -> None:
+        super().__init__(anchor, source)
+        self.steps = steps
+
+    def rewrite(self) -> str:
+        result = self.source
+        with self.anchor.graph.inserting_before(self.anchor):
+            for dims in self.steps:
+                result = self.call("permute", result, dims)
+            self.replace(result)
+        return f"permuted by {' then '.join(map(str, self.steps)) or 'nothing'}"
+
+
+def permutation_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]] | None:
+    """(input, dims) of a transpose or permute of any spelling: result dim i is input dim `dims[i]`."""
+    if name_of(node) not in _PERMUTES or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    source, result = node.args[0], value(node)
+    tensor = value(source)
+    if tensor is None or result is None or tensor.dim() != result.dim():
+        return None
+    if name_of(node) == "getattr" and node.args[1] not in ("T", "mT", "H", "mH"):
+        return None
+    # Asked of a tensor whose sizes tell its dims apart.
+    probe = torch.empty(tuple(range(2, 2 + tensor.dim())), device="meta")
+    try:
+        turned: Any = getattr(probe, str(node.args[1])) if name_of(node) == "getattr" else None
+        if turned is None:
+            function: Any = getattr(torch.Tensor, name_of(node))
+            turned = function(probe, *node.args[1:], **node.kwargs)
+    except (TypeError, RuntimeError, AttributeError):
+        return None
+    return source, tuple(size - 2 for size in turned.shape)
+
+
+def composed(first: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:
+    """One permutation for two in a row."""
+    return tuple(first[i] for i in then)
+
+
+def inverse(dims: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(dims.index(i) for i in range(len(dims)))
+
+
+Chain = tuple[fx.Node, fx.Node, list[tuple[int, ...]]]
+
+
+def permutations_of(product: fx.Node, index: int) -> Chain | None:
+    """(last node, input, steps) of the permutations, in a row, of one operand of a product."""
+    if name_of(product) not in ("matmul", "bmm") or len(product.args) <= index:
+        return None
+    node = product.args[index]
+    while isinstance(node, fx.Node) and permutation_of(node) is None:
+        below = node.args[0] if node.args else None
+        before, after = value(below), value(node)
+        if before is None or after is None or before.dim() != after.dim():
+            return None
+        if name_of(node) not in _TRANSPARENT:
+            return None
+        node = below
+    if not isinstance(node, fx.Node):
+        return None
+    steps: list[tuple[int, ...]] = []
+    source = node
+    while (found := permutation_of(source)) is not None:
+        source = found[0]
+        steps.insert(0, found[1])
+    return (node, source, steps) if len(steps[0]) in (3, 4) else None
+
+
+def permuted(product: fx.Node, output: fx.Node) -> Iterator[Candidate]:
+    """The permutations of q, k and v that a pattern would read wrongly. Every pattern wants one of k."""
+    if permutations_of(product, 1) is None:
+        return
+    for node, index, is_key in ((product, 0, False), (product, 1, True), (output, 1, False)):
+        found = permutations_of(node, index)
+        if found is None:
+            continue
+        last, source, steps = found
+        rank = len(steps[0])
+        identity = tuple(range(rank))
+        known: list[tuple[int, ...]] = [_HEADS] if rank == 4 else []
+        if is_key:
+            known.append((*identity[:-2], rank - 1, rank - 2))
+        whole = identity
+        for dims in steps:
+            whole = composed(whole, dims)
+        wanted = standard(whole, known, identity)
+        if steps != wanted:
+            yield Permutation(last, source, wanted)
+
+
+def standard(
+    whole: tuple[int, ...], known: list[tuple[int, ...]], identity: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    """`whole` as steps of which the last ones are those of `known`, as many as the pattern may see."""
+    steps: list[tuple[int, ...]] = []
+    rest = whole
+    for last in reversed(known):
+        if rest == identity:
+            break
+        # rest = before, then last
+        rest = composed(rest, inverse(last))
+        steps.insert(0, last)
+    return steps if rest == identity else [rest, *steps]
+
+
+def candidates(graph: fx.Graph) -> Iterator[Candidate]:
+    """What stock's patterns would read wrongly, around each softmax between two products."""
+    for node in list(graph.nodes):
+        found = reduction_of(node)
+        if found is None:
+            continue
+        source, dims, rank = found
+        product, output = reaches_product(node, inputs_of), reaches_product(node, users_of)
+        if product is None or output is None:
+            continue
+        for each in between(node, product):
+            if name_of(each) in ("add", "iadd") and each.kwargs.get("alpha", 1) != 1:
+                yield Alpha(each, None)
+        yield from permuted(product, output)
+        if dims != (rank - 1,):
+            yield Sum(node, source, dims) if name_of(node) == "sum" else Softmax(node, source, dims[0])
+
+
+def reduction_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...], int] | None:
+    """(input, dims, rank) of a softmax, or of the sum of one that is written out."""
+    name = name_of(node)
+    if name not in ("softmax", "special_softmax", "sum"):
+        return None
+    source = node.args[0] if node.args else node.kwargs.get("input")
+    tensor = value(source)
+    if not isinstance(source, fx.Node) or tensor is None or tensor.dim() < 3 or value(node) is None:
+        return None
+    given = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+    if name == "sum":
+        keeps = node.kwargs.get("keepdim", node.args[2] if len(node.args) > 2 else False)
+        if name_of(source) != "exp" or keeps is not True:
+            return None
+    dims = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    if not dims or not all(isinstance(dim, int) for dim in dims):
+        return None
+    return source, tuple(sorted(dim % tensor.dim() for dim in dims)), tensor.dim()
+
+
+def between(node: fx.Node, product: fx.Node) -> list[fx.Node]:
+    """The nodes that lead from a product to `node`, the latter left out."""
+    found: list[fx.Node] = []
+    edge = [node]
+    while edge and len(found) < REACH:
+        for other in edge.pop().all_input_nodes:
+            if other is not product and other not in found and name_of(other) not in _PRODUCTS:
+                found.append(other)
+                edge.append(other)
+    return found
+
+
+FUSION = Fusion(
+    name="stock_misfires",
+    stage="pre_grad",
+    summary="graphs that stock's attention patterns misread, to equal ones that they do not",
+    recognise=candidates,
+)

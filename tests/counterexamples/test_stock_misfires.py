@@ -1,0 +1,216 @@
+"""Graphs that stock Inductor takes for attention, and silently computes as such (pytorch#196468, #195320)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import inductor_fusions
+from inductor_fusions import config, testing
+from inductor_fusions.fusions import stock_misfires
+
+pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+
+#: Versions of torch whose patterns misread the cases below.
+MISFIRES = ("2.11", "2.12", "2.13")
+
+
+def tensors(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Random leaves."""
+    return [torch.randn(shape).requires_grad_() for shape in shapes]
+
+
+def four(size: int = 4) -> list[torch.Tensor]:
+    """q, k, v and a bias of sizes so equal that a wrong reading has the right shape."""
+    return tensors(*[(2, size, 8, 8)] * 4)
+
+
+def written_out(scores: Any, dim: Any) -> Any:
+    e = torch.exp(scores - scores.amax(dim, keepdim=True))
+    return e / e.sum(dim, keepdim=True)
+
+
+def attention(q: Any, k: Any, v: Any, dim: int = -1) -> Any:
+    return torch.softmax(q @ k / 3.0, dim=dim) @ v
+
+
+#: name -> (function, inputs, number of sites that are respelled)
+CASES: dict[str, tuple[Callable[..., Any], Callable[[], Any], int]] = {
+    "softmax over the queries": (lambda q, k, v, b: attention(q, k.mT, v, -2), four, 1),
+    "softmax over the heads": (lambda q, k, v, b: attention(q, k.mT, v, 1), four, 1),
+    "softmax over the batch": (lambda q, k, v, b: attention(q, k.mT, v, 0), four, 1),
+    "softmax over the queries, written out": (
+        lambda q, k, v, b: written_out(q @ k.mT / 3.0, -2) @ v, four, 1,
+    ),
+    "softmax over queries and keys": (
+        lambda q, k, v, b: written_out(q @ k.mT / 3.0, (-2, -1)) @ v, four, 1,
+    ),
+    "addition with a factor": (
+        lambda q, k, v, b: torch.softmax(torch.add(q @ k.mT / 3.0, b, alpha=0.3), -1) @ v, four, 1,
+    ),
+    "addition with a factor, in place": (
+        lambda q, k, v, b: torch.softmax((q @ k.mT / 3.0).add_(b, alpha=2), -1) @ v, four, 1,
+    ),
+    "k not transposed": (lambda q, k, v, b: attention(q, k.permute(0, 1, 2, 3), v), four, 1),
+    "k not transposed, all sizes equal": (  # pytorch#195282: stock raises
+        lambda q, k, v: attention(q, k.permute(0, 1, 2, 3), v), lambda: tensors(*[(8, 8, 8, 8)] * 3), 1,
+    ),
+    "k turned otherwise, 3-D": (
+        lambda q, k, v: torch.bmm(torch.softmax(torch.bmm(q, k.permute(2, 0, 1)), -1), v),
+        lambda: tensors(*[(8, 8, 8)] * 3), 1,
+    ),
+    "q turned otherwise": (
+        lambda q, k, v, b: attention(q.permute(0, 3, 2, 1), k.transpose(1, 2).mT, v.transpose(1, 2)),
+        lambda: four(8), 1,
+    ),
+    "v turned otherwise": (
+        lambda q, k, v, b: attention(q.transpose(1, 2), k.transpose(1, 2).mT, v.permute(0, 3, 2, 1)),
+        lambda: four(8), 1,
+    ),
+    "k turned twice": (
+        lambda q, k, v, b: attention(q.transpose(1, 2), k.permute(0, 3, 2, 1).mT, v.transpose(1, 2)),
+        lambda: four(8), 1,
+    ),
+    "attention": (lambda q, k, v, b: torch.softmax(q @ k.mT / 3.0 + b, -1) @ v, four, 0),
+    "attention, heads brought forward": (
+        lambda q, k, v, b: attention(q.transpose(1, 2), k.permute(0, 2, 1, 3).mT, v.movedim(2, 1)),
+        four, 0,
+    ),
+}  # fmt: skip
+NAMES = list(CASES)
+
+
+def error(found: torch.Tensor | None, true: torch.Tensor) -> float:
+    assert found is not None
+    return float((found.double() - true).norm() / true.norm())
+
+
+def errors(name: str, train: bool, **options: Any) -> tuple[float, testing.Capture]:
+    """The worst error of output and gradients against float64, and the run."""
+    function, make, _ = CASES[name]
+    torch.manual_seed(0)
+    inputs = make()
+    run = testing.capture(function, *inputs, train=train, policy="profitable", **options)
+    doubles = [x.detach().double().requires_grad_(train) for x in inputs]
+    true = function(*doubles)
+    found = [error(run.outputs, true.detach())]
+    if train:
+        grads = torch.autograd.grad(true, doubles, run.cotangents[0].double(), allow_unused=True)
+        found += [error(run.grads[str(i)], g) for i, g in enumerate(grads) if g is not None]
+    return max(found), run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inference(name: str) -> None:
+    """As Inductor compiles it, under the default policy."""
+    worst, _ = errors(name, train=False)
+    assert worst < 1e-6
+
+
+@pytest.mark.parametrize("name", ["softmax over the queries", "k not transposed", "addition with a factor"])
+def test_training(name: str) -> None:
+    worst, _ = errors(name, train=True)
+    assert worst < 1e-6
+
+
+@pytest.mark.skipif(not torch.__version__.startswith(MISFIRES), reason="this torch has other patterns")
+@pytest.mark.parametrize("name", ["softmax over the heads", "k not transposed", "addition with a factor"])
+def test_stock_is_wrong(name: str) -> None:
+    """Without the respelling the result is wrong, so that the tests above can fail."""
+    with config.patch(stock_misfires=False, attention=False):
+        worst, run = errors(name, train=False)
+    assert worst > 0.1 and not run.sites
+    with config.patch(attention=False):
+        worst, run = errors(name, train=False)
+    assert worst < 1e-6 and len(run.fused) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_training_all(name: str) -> None:
+    with config.patch(attention=False):
+        worst, _ = errors(name, train=True)
+    assert worst < 1e-6
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", NAMES)
+def test_equal(name: str, dynamic: bool | None) -> None:
+    """The respelled graph itself, forward and backward, and what the report says."""
+    with config.patch(attention=False):
+        worst, run = errors(name, train=True, backend=testing.EAGER_AFTER_PASSES, dynamic=dynamic)
+    assert worst < 1e-6
+    assert [site.fusion for site in run.sites] == ["stock_misfires"] * CASES[name][2]
+    assert all(site.verdict == "fused" and site.source for site in run.sites)
+
+
+def test_dtypes() -> None:
+    """A factor of an operand that the addition casts, and a softmax that casts."""
+
+    def scores(q: Any, k: Any, v: Any, b: Any) -> Any:
+        added = torch.add(q @ k.mT, b, alpha=2)
+        return torch.softmax(added, 1, dtype=torch.float64).to(v.dtype) @ v
+
+    q, k, v, _ = four()
+    bias = torch.randint(-3, 3, (2, 4, 8, 8))
+    with config.patch(attention=False):
+        run = testing.capture(scores, q, k, v, bias, backend=testing.EAGER_AFTER_PASSES)
+    assert len(run.fused) == 2
+    torch.testing.assert_close(run.outputs, scores(q, k, v, bias).detach())
+
+
+def test_not_between_products() -> None:
+    """A softmax over another dim that is no part of an attention is left as it is."""
+
+    def function(x: Any, w: Any) -> Any:
+        return torch.softmax(x, 0).sum(0), torch.add(x, w, alpha=2), torch.softmax(x @ w, 1)
+
+    run = testing.capture(function, *tensors((4, 4, 4), (4, 4, 4)), backend=testing.EAGER_AFTER_PASSES)
+    assert not [site for site in run.sites if site.fusion == "stock_misfires"]
+
+
+def test_in_vmap() -> None:
+    def function(x: Any) -> Any:
+        return torch.vmap(lambda q: torch.softmax(q @ q.mT, 0) @ q)(x)
+
+    (x,) = tensors((2, 3, 4, 4))
+    run = testing.capture(function, x, backend=testing.EAGER_AFTER_PASSES)
+    torch.testing.assert_close(run.outputs, function(x).detach())
+    assert not [site for site in run.sites if site.verdict == "failed"]
+
+
+@pytest.mark.parametrize(
+    ("whole", "rank", "steps"),
+    [
+        ((0, 1, 2, 3), 4, []),
+        ((0, 1, 3, 2), 4, [(0, 1, 3, 2)]),
+        ((0, 2, 3, 1), 4, [(0, 2, 1, 3), (0, 1, 3, 2)]),
+        ((0, 2, 1), 3, [(0, 2, 1)]),
+        ((2, 0, 1), 3, [(2, 1, 0), (0, 2, 1)]),
+    ],
+)
+def test_standard_steps(whole: tuple[int, ...], rank: int, steps: list[tuple[int, ...]]) -> None:
+    identity = tuple(range(rank))
+    known = [(0, 2, 1, 3), (0, 1, 3, 2)] if rank == 4 else [(0, 2, 1)]
+    assert stock_misfires.standard(whole, known, identity) == steps
+
+
+def test_steps_make_the_whole() -> None:
+    """For every permutation: the steps are it, and none of those that a pattern may see is another."""
+    known = [(0, 2, 1, 3), (0, 1, 3, 2)]
+    for whole in itertools.permutations(range(4)):
+        made = (0, 1, 2, 3)
+        steps = stock_misfires.standard(whole, known, made)
+        for step in steps:
+            made = stock_misfires.composed(made, step)
+        assert made == whole
+        seen = min(len(steps), len(known))
+        assert steps[len(steps) - seen :] == known[len(known) - seen :]
+
+
+def test_toggle_is_listed() -> None:
+    assert "INDUCTOR_FUSIONS_STOCK_MISFIRES" in inductor_fusions.config.variables()

@@ -1,0 +1,271 @@
+"""Graphs that other matchers got wrong or missed, each named after its issue.
+
+A fused result must be about as exact as the unfused one, forward and backward; a graph that is no attention
+must be left alone, with a reason. Issues of pytorch/pytorch where no other project is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inductor_fusions import config, testing
+from tests.attention.support import additive, check, qkv, rand, through_flex, visible
+
+HALF_SLACK = 8.0  # a fused backward reads an output that was rounded
+
+
+@dataclass(frozen=True)
+class Case:
+    """One graph: what it computes, on which inputs, and what must become of it."""
+
+    function: Callable[..., Any]
+    inputs: Callable[[], Any]
+    fused: int = 1
+    reason: str | None = None
+    dynamic: bool | None = None
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+
+
+def same(length: int = 8, heads: int = 8, dim: int = 8) -> list[torch.Tensor]:
+    """q, k and v of sizes so equal that a wrong reading has the right shape."""
+    return list(qkv(length, length, batch=8, heads=heads, dim=dim))
+
+
+def softmax(scores: Any, dim: int = -1) -> Any:
+    return torch.softmax(scores, dim=dim)
+
+
+def scores_of(q: Any, k: Any) -> Any:
+    return q @ k.transpose(-2, -1)
+
+
+def with_tensor_scale(q: Any, k: Any, v: Any) -> Any:
+    return softmax(scores_of(q, k) / torch.sqrt(torch.tensor(q.shape[-1] * 3.0))) @ v
+
+
+def sliced_buffer(q: Any, k: Any, v: Any, buffer: Any) -> Any:
+    """GPT-2: a triangle for the longest sequence, of which a part is taken."""
+    q_len, kv_len = q.shape[-2], k.shape[-2]
+    seen = buffer[:, :, kv_len - q_len : kv_len, :kv_len]
+    lowest = torch.full([], torch.finfo(q.dtype).min, dtype=q.dtype)
+    return softmax(torch.where(seen, scores_of(q, k) / math.sqrt(q.shape[-1]), lowest)) @ v
+
+
+def out_argument(q: Any, k: Any, v: Any, *, out: Any) -> Any:
+    return softmax(scores_of(q, k) + out) @ v
+
+
+def cloned(q: Any, k: Any, v: Any) -> Any:
+    q, k, v = q.clone(), k.clone(), v.clone()
+    return softmax((scores_of(q, k) * 0.3).clone()).clone().contiguous() @ v
+
+
+def late_mask(q: Any, k: Any, v: Any, x: Any) -> Any:
+    """The bias is computed after the product that it is added to."""
+    scores = scores_of(q, k)
+    bias = torch.tanh(x) * 2
+    return softmax(scores + bias) @ v
+
+
+def late_value(q: Any, k: Any, v: Any, x: Any) -> Any:
+    """The values are computed after the softmax."""
+    weights = softmax(scores_of(q, k) * 0.3)
+    return weights @ (v * torch.sigmoid(x))
+
+
+def merged(x: Any, weight: Any) -> Any:
+    """q, k and v are slices of one product: they do not lie next to each other."""
+    batch, length, width = x.shape
+    q, k, v = (x @ weight).split(width, dim=-1)
+    q, k, v = (t.view(batch, length, 4, -1).transpose(1, 2) for t in (q, k, v))
+    out = softmax(scores_of(q, k) / math.sqrt(q.shape[-1])) @ v
+    return out.transpose(1, 2).reshape(batch, length, width)
+
+
+def head_dim_scale(q: Any, k: Any, v: Any) -> Any:
+    return softmax(scores_of(q, k) / q.shape[-1] ** 0.5) @ v
+
+
+def mask_of(*shape: int) -> torch.Tensor:
+    return additive(visible(*shape), -1e4)
+
+
+CASES = {
+    "196468 softmax over the queries": Case(
+        lambda q, k, v: softmax(scores_of(q, k) / 3, -2) @ v, same, 0, "the softmax is over dim"
+    ),
+    "196468 softmax over the heads": Case(
+        lambda q, k, v: softmax(scores_of(q, k) / 3, 1) @ v, same, 0, "the softmax is over dim"
+    ),
+    "195320 k permuted, not transposed": Case(
+        lambda q, k, v: softmax(q @ k.permute(0, 1, 2, 3) / 3) @ v, same, 1
+    ),
+    "195282 k of a batch of one, heads and keys exchanged": Case(
+        lambda q, k, v: softmax(q[:1] @ k[:1].permute(0, 2, 3, 1) / 3) @ v[:1], same, 1
+    ),
+    "191260 k permuted, three dims": Case(
+        lambda q, k, v: torch.bmm(softmax(torch.bmm(q[0], k[0].permute(2, 0, 1))), v[0]), same, 1
+    ),
+    "174049 a scale that is not the default": Case(
+        lambda q, k, v: softmax(scores_of(q, k) * 0.05) @ v, qkv
+    ),
+    "151098 a scale given to SDPA, whose mask goes away": Case(
+        lambda q, k, v: F.scaled_dot_product_attention(
+            q, k, v, attn_mask=torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool), scale=0.05
+        ),
+        qkv,
+    ),
+    "191203 a scale that is a tensor": Case(with_tensor_scale, qkv),
+    "195782 the mask comes first": Case(
+        lambda q, k, v, m: softmax(m + scores_of(q, k) * 0.3) @ v, lambda: [*qkv(), mask_of(2, 1, 7, 13)]
+    ),
+    "194444 the root of a symbolic head dim": Case(head_dim_scale, qkv, dynamic=True),
+    "111190 symbolic sizes": Case(
+        lambda q, k, v, m: softmax(scores_of(q, k) * 0.3 + m) @ v,
+        lambda: [*qkv(), mask_of(2, 1, 1, 13)], dynamic=True,
+    ),
+    "119911 clones on the way": Case(cloned, qkv),
+    "119760 a sliced buffer as the mask": Case(
+        sliced_buffer, lambda: [*qkv(5, 9), torch.ones(1, 1, 16, 16, dtype=torch.bool).tril()]
+    ),
+    "137229 an argument named out": Case(
+        out_argument, lambda: dict(zip("qkv", qkv(), strict=True)) | {"out": rand(1, 3, 7, 13)}
+    ),
+    "197832 a tuple of one": Case(lambda q, k, v: (softmax(scores_of(q, k) * 0.3) @ v,), qkv),
+    "162019 a bias that is computed late": Case(late_mask, lambda: [*qkv(), rand(1, 3, 7, 13)]),
+    "148751 values that are computed late": Case(late_value, lambda: [*qkv(), rand(2, 3, 13, 16)]),
+    "194194 q, k and v split from one product": Case(merged, lambda: [rand(2, 9, 32), rand(32, 96)]),
+    "unsloth 1265 a bias": Case(
+        lambda q, k, v, b: softmax(scores_of(q, k) * 0.3 + b) @ v, lambda: [*qkv(), rand(1, 3, 7, 13)]
+    ),
+}  # fmt: skip
+
+
+def test_tensorrt_llm_4789_softcap() -> None:
+    """A softcap is fused where flex attention has a backward, and left with a reason where it has none."""
+    through_flex(lambda q, k, v: softmax(torch.tanh(scores_of(q, k) / 50) * 50) @ v, qkv(), slack=4.0)
+
+
+#: Masks that are nearly causal: TensorRT-LLM's matcher drops whatever stands there for is_causal.
+NEARLY_CAUSAL = {
+    "one more key": lambda q, k: torch.ones(q, k, dtype=torch.bool).tril(1),
+    "one key less": lambda q, k: torch.ones(q, k, dtype=torch.bool).tril(-1) | torch.eye(q, k).bool()[0],
+    "the other triangle": lambda q, k: torch.ones(q, k, dtype=torch.bool).triu(),
+    "a window": lambda q, k: torch.ones(q, k, dtype=torch.bool).tril().triu(-3),
+    "all but one": lambda q, k: torch.ones(q, k, dtype=torch.bool).tril() & (torch.arange(k) != 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_upstream(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
+    slack = 4.0 if dtype == torch.float32 else HALF_SLACK
+    check(
+        case.function, case.inputs(), fused=case.fused, reason=case.reason, dynamic=case.dynamic,
+        dtype=dtype, slack=slack,
+    )  # fmt: skip
+
+
+#: Where what Inductor makes of the graph matters: layouts, the order of nodes, stock's own patterns.
+COMPILED = ["151098", "194444", "162019", "194194"]
+#: Where stock is wrong, or raises: test_stock_misfires.py has these compiled.
+MISREAD = ("196468", "195320", "195282", "191260")
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n.split()[0] in COMPILED])
+def test_upstream_compiled(name: str) -> None:
+    case = CASES[name]
+    check(case.function, case.inputs(), fused=case.fused, dynamic=case.dynamic, backend="inductor", slack=4.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [n for n in CASES if not n.startswith(MISREAD)])
+def test_upstream_compiled_all(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
+    check(
+        case.function, case.inputs(), fused=case.fused, dynamic=case.dynamic, dtype=dtype,
+        backend="inductor", slack=HALF_SLACK,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("spelled", ["written out", "sdpa"])
+@pytest.mark.parametrize("name", NEARLY_CAUSAL)
+def test_nearly_causal(name: str, spelled: str) -> None:
+    """A mask is dropped by proof only."""
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        mask = NEARLY_CAUSAL[name](q.shape[-2], k.shape[-2])
+        if spelled == "sdpa":
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return softmax((scores_of(q, k) * 0.25).masked_fill(~mask, -1e9)) @ v
+
+    run = check(attention, qkv(9, 9), fused=None, slack=4.0).ours
+    assert not any(call.kwargs.get("is_causal") for call in run.calls("scaled_dot_product_attention"))
+
+
+def test_vllm_48324_integers() -> None:
+    """Integers have no softmax and no fused kernel; the casts around them are a part of the graph."""
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return softmax((q @ k.transpose(-2, -1)).float() * 0.1) @ v
+
+    q, k = torch.randint(-3, 4, (2, 3, 7, 8)), torch.randint(-3, 4, (2, 3, 13, 8))
+    check(attention, (q, k, rand(2, 3, 13, 8)), fused=0)
+
+
+def test_195784_half_and_a_wide_mask() -> None:
+    """float16 q, k and v, and a float32 mask: the sum of both is float32 in the unfused model."""
+
+    def attention(q: Any, k: Any, v: Any, m: Any) -> Any:
+        return softmax(scores_of(q, k) * 0.3 + m).to(v.dtype) @ v
+
+    q, k, v = (t.detach().half().requires_grad_() for t in qkv())
+    check(attention, (q, k, v, mask_of(2, 1, 7, 13)), fused=None, slack=HALF_SLACK)
+
+
+def test_vllm_55720_a_pass_without_patterns() -> None:
+    """After an import, something is fused: no pass is empty in silence."""
+    testing.assert_fusions(
+        lambda q, k, v: softmax(scores_of(q, k) * 0.3) @ v, qkv(), backend=testing.EAGER_AFTER_PASSES
+    )
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_unsloth_2319_dropout(p: float) -> None:
+    """Dropout on the weights switches nothing off in silence: it is fused, or left with a reason."""
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return F.dropout(softmax(scores_of(q, k) * 0.3), p) @ v
+
+    for policy in ("always", "profitable"):
+        run = testing.capture(attention, *qkv(), backend=testing.EAGER_AFTER_PASSES, policy=policy)
+        assert [bool(s.reason) or s.verdict == "fused" for s in run.sites] == [True]
+    assert run.sites[0].verdict == "left to stock"
+
+
+def test_192042_uuid_knows_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    from inductor_fusions import fusions, passes
+
+    found = set()
+    for rank in "0", "1":
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        found.add(passes.FusionPass("pre_grad", fusions.ALL).uuid())
+    assert len(found) == 1
+
+
+def test_53366_toggles_are_in_the_key() -> None:
+    from inductor_fusions import fusions, passes
+
+    before = passes.FusionPass("pre_grad", fusions.ALL).uuid()
+    with config.patch(empty_rows="ignore"):
+        assert passes.FusionPass("pre_grad", fusions.ALL).uuid() != before

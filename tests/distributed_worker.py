@@ -1,0 +1,121 @@
+"""One process of `tests/test_distributed.py`: a small Llama under torch's engines, one after the other.
+
+The first rank writes a JSON file: engine -> "" or what was wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import inductor_fusions
+from inductor_fusions import config, fusions, passes
+from tests import blocks
+
+COLUMNS = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj")
+#: How many attentions there are.
+BLOCKS = 1
+ROWS = ("attention.o_proj", "mlp.down_proj")
+
+
+def tensor_parallel(model: Any, mesh: Any) -> Any:
+    plan = {name: ColwiseParallel() for name in COLUMNS} | {name: RowwiseParallel() for name in ROWS}
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+def wrapped(engine: str, size: int) -> Any:
+    """(a compiled model under an engine, whether each rank has samples of its own)."""
+    model = blocks.model(BLOCKS)
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    model.to(device)
+    mesh = init_device_mesh(device, (size,))
+    if engine == "ddp":
+        return DistributedDataParallel(torch.compile(model)), True
+    if engine == "ddp_outside":
+        return torch.compile(DistributedDataParallel(model)), True
+    if engine == "fsdp":
+        for block in model.blocks:
+            block.compile()
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh), True
+    assert engine == "tp"
+    model = tensor_parallel(model, mesh)
+    for block in model.blocks:
+        block.compile()
+    return model, False
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def problems(engine: str, device: str) -> str:
+    """What is wrong on this rank: a result that is not that of one process, or a site that was not fused."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    inductor_fusions.clear()
+    torch._dynamo.reset()
+    counters.clear()
+    with config.patch(policy="always"):
+        model, own_samples = wrapped(engine, size)
+        x = blocks.batch(4).to(device)
+        out = model(x.chunk(size)[rank] if own_samples else x)
+        out.square().mean().backward()
+    report = inductor_fusions.report()
+
+    alone = blocks.model(BLOCKS).to(device)
+    expected = alone(x)
+    expected.square().mean().backward()
+    grads = dict(alone.named_parameters())
+    expected = expected.chunk(size)[rank] if own_samples else expected
+    found = {"the output": (whole(out), expected)}
+    for name, parameter in model.named_parameters():
+        name = name.replace("module.", "").replace("_orig_mod.", "")
+        found[name] = (whole(parameter.grad), grads[name].grad)
+    wrong = [name for name, pair in found.items() if not torch.allclose(*pair, rtol=1e-4, atol=1e-5)]
+
+    # Each rank fuses the same, and calls it by the same name.
+    said: list[Any] = [None] * size
+    sites = [(site.verdict, site.kernel, site.reason) for site in report]
+    dist.all_gather_object(said, (passes.FusionPass("pre_grad", fusions.ALL).uuid(), sites))
+    text = f"not equal: {wrong}. " if wrong else ""
+    text += "" if all(other == said[0] for other in said) else f"the ranks differ: {said}. "
+    fused = counters["inductor"]["fusions_attention"]  # also where a cache served what another engine made
+    return text + ("" if fused == BLOCKS and not report.count("failed") else f"{fused} fused: {report}")
+
+
+def main(backend: str, result: str, *engines: str) -> None:
+    dist.init_process_group(backend)
+    device = "cpu"
+    if backend == "nccl":
+        device = f"cuda:{dist.get_rank()}"
+        torch.cuda.set_device(device)
+    results: dict[str, str] = {}
+    for engine in engines:
+        said: list[Any] = [None] * dist.get_world_size()
+        try:
+            mine = problems(engine, device)
+        except Exception:
+            mine = traceback.format_exc()
+        dist.all_gather_object(said, mine)
+        results[engine] = "\n".join(filter(None, said))
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -33,6 +33,7 @@ def test_uuid_is_stable() -> None:
 
 
 TOGGLES = {
+    "max": "3", "skip": "another",
     "enabled": False, "attention": False, "policy": "always", "empty_rows": "ignore", "strict": True,
 }  # fmt: skip
 

@@ -132,9 +132,9 @@ def _shrink(model_config: Any, layers: int) -> None:
             setattr(model_config, name, layers)
     for name in ("layer_types", "mlp_layer_types", "depths"):
         value = getattr(model_config, name, None)
-        if isinstance(value, list) and name == "depths":
-            model_config.depths = [min(depth, layers) for depth in value]
-        elif isinstance(value, list):
+        if isinstance(value, (list, tuple)) and name == "depths":
+            model_config.depths = type(value)(min(depth, layers) for depth in value)
+        elif isinstance(value, (list, tuple)):
             setattr(model_config, name, value[:layers])
     for value in list(vars(model_config).values()):
         if hasattr(value, "to_diff_dict"):  # a configuration inside, such as the text part's

@@ -7,6 +7,9 @@ pyproject.toml has no way to add one mapped folder to the packages that are foun
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["inductor_fusions", "inductor_fusions.*"]), "inductor_fusions.configs"],
+    packages=[
+        *find_packages(include=["inductor_fusions", "inductor_fusions.*", "inductor_fusions_hooks"]),
+        "inductor_fusions.configs",
+    ],
     package_dir={"inductor_fusions.configs": "configs"},
 )

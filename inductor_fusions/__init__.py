@@ -3,12 +3,14 @@
 >>> import inductor_fusions
 >>> compiled = torch.compile(model)
 
-Nothing else is needed. `inductor_fusions.report()` says what was fused and why the rest was not;
-`INDUCTOR_FUSIONS=0` switches it off (see `inductor_fusions.config` for each toggle).
+Nothing else is needed. `inductor_fusions.report()` says what was fused and why the rest was not,
+`explain(model, *args)` says it of a model that is not compiled yet, `verify(model, *args)` measures the
+errors; `INDUCTOR_FUSIONS=0` switches it off (see `inductor_fusions.config` for each toggle).
 """
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 try:
     from . import config
@@ -21,7 +23,42 @@ except ValueError as error:  # of an environment variable: one line, where the c
 from .registration import disable, enable, enabled
 from .reporting import Report, Site, clear, report
 
+if TYPE_CHECKING:
+    from .explaining import Explanation, explain
+    from .verifying import Verification, verify
+
 __version__ = "0.1.0"
-__all__ = ["Report", "Site", "__version__", "clear", "config", "disable", "enable", "enabled", "report"]
+__all__ = [
+    "Explanation",
+    "Report",
+    "Site",
+    "Verification",
+    "__version__",
+    "clear",
+    "config",
+    "disable",
+    "enable",
+    "enabled",
+    "explain",
+    "report",
+    "verify",
+]
+
+#: Public names whose modules are imported when they are first used.
+_LATER = {
+    "Explanation": "explaining",
+    "Verification": "verifying",
+    "explain": "explaining",
+    "verify": "verifying",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_LATER[name]}", __name__), name)
+
 
 enable()

@@ -9,13 +9,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
+import logging
 import re
 import sys
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
+from pathlib import Path
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +35,10 @@ __all__ = [
     "HOOKS",
     "Config",
     "CustomGraphPass",
+    "artifact_log",
+    "bisected_away",
+    "cache_folder",
+    "compile_apart",
     "compile_counters",
     "fake_mode_of",
     "flex_attention_op",
@@ -36,8 +46,11 @@ __all__ = [
     "flex_on_cpu",
     "fresh_compile",
     "get_hook",
+    "inductor",
     "install_config_module",
     "known_true",
+    "passes_only",
+    "rename",
     "suppress_guards",
     "torch_version",
     "trace_artifact",
@@ -108,8 +121,15 @@ def when_inductor_loads(callback: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _AfterImport("torch._inductor.config", callback))
 
 
-#: What `passes` calls at the end of its import, where that import is what brought Inductor in.
-postponed: list[Callable[[], None]] = []
+#: What waits until the module of the passes is imported: its own import may be what imports Inductor.
+deferred: list[Callable[[], None]] = []
+
+
+def run_deferred() -> None:
+    """Call what waited for the module of the passes."""
+    while deferred:
+        deferred.pop()()
+
 
 #: Inductor's config hook of each stage.
 HOOKS = {"pre_grad": "pre_grad_custom_pass", "post_grad": "post_grad_custom_pre_pass"}
@@ -293,6 +313,24 @@ def trace_artifact(name: str, payload: Callable[[], str]) -> None:
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=payload)
 
 
+def artifact_log(module: str, name: str) -> logging.Logger | None:
+    """The log that TORCH_LOGS="<name>" switches on, or None where it is off or its name is not registered.
+
+    The name is registered while torch is imported, by the entry point in the group "torch.backends", from
+    torch 2.13 on.
+    """
+    from torch._logging import _internal as logs
+
+    if name not in logs.log_registry.artifact_names or not logs.log_state.is_artifact_enabled(name):
+        return None
+    return logs.getArtifactLogger(module, name)
+
+
+def rename(node: fx.Node, name: str) -> None:
+    """Give a node another name, made unique in its graph."""
+    node._rename(name)
+
+
 # -- compiling for tests --------------------------------------------------------------------------
 
 
@@ -338,3 +376,164 @@ def flex_on_cpu() -> bool:
     """Whether Inductor's C++ template of flex attention compiles here: it is written in vector code."""
     isa = importlib.import_module("torch._inductor.cpu_vec_isa").pick_vec_isa()
     return bool(isa) and torch.cpu._is_avx2_supported() and sys.platform != "darwin"
+
+
+@contextlib.contextmanager
+def compile_apart() -> Iterator[Callable[..., Any]]:
+    """Gives a `compile(fn, backend, dynamic)` whose work leaves no trace, and that finds none.
+
+    Caches on disk are neither read nor written. The code that Dynamo keeps for the caller stays; what is
+    added inside goes at the end, as do counters and what Dynamo remembers of sizes. Random number generators
+    go on as if nothing had been drawn.
+
+    A backend is told apart by identity: it must be an object that is made for this use.
+    """
+    from torch._dynamo import config as dynamo_config
+    from torch._dynamo import convert_frame, pgo
+    from torch._dynamo.utils import counters
+
+    kept_before: dict[CodeType, set[int]] = {}
+    counted = {name: Counter(values) for name, values in counters.items()}
+    sizes = pgo._CODE_STATE
+    limits = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
+    options: dict[str, Any] = {}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        options["isolate_recompiles"] = True
+
+    def note(code: CodeType, new_code: CodeType) -> None:
+        # The hook runs before the new entry is kept.
+        kept_before.setdefault(code, {id(entry.guard_manager) for entry in _entries(code)})
+
+    def compile(fn: Callable[..., Any], backend: Any, dynamic: bool | None = None) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return fn(*args, **kwargs)
+
+        # Dynamo keeps what it compiled with the code of the outermost function: this one, which is new.
+        call.__code__ = call.__code__.replace()
+        compiled: Callable[..., Any] = torch.compile(call, backend=backend, dynamic=dynamic, **options)
+        return compiled
+
+    hook = convert_frame.register_bytecode_hook(note)
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    pgo._CODE_STATE = defaultdict(pgo.CodeState)
+    try:
+        with (
+            warnings.catch_warnings(),
+            _config().patch(force_disable_caches=True),
+            dynamo_config.patch(limits),
+            torch.compiler.set_stance("default"),
+            torch.random.fork_rng(devices),
+        ):
+            warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
+            yield compile
+    finally:
+        hook.remove()
+        for code, known in kept_before.items():
+            for entry in _entries(code):
+                if id(entry.guard_manager) not in known:
+                    _drop(entry)
+        pgo._CODE_STATE = sizes
+        counters.clear()
+        counters.update(counted)
+
+
+def _entries(code: CodeType) -> list[Any]:
+    """What Dynamo has compiled for a code object."""
+    from torch._dynamo import eval_frame
+
+    return list(eval_frame._debug_get_cache_entry_list(code))
+
+
+def _drop(entry: Any) -> None:
+    """As Dynamo does when an object that the compiled code depends on goes away."""
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    manager, gone = entry.guard_manager, DeletedGuardManagerWrapper("compiled apart")
+    if isinstance(manager, DeletedGuardManagerWrapper) or manager.extra_state is None:
+        return
+    # Its arguments changed after 2.13; where none of these fits, the entry stays, and matches nothing.
+    for arguments in ((entry, gone), (entry, gone, manager), (gone, manager)):
+        with contextlib.suppress(TypeError):
+            manager.extra_state.invalidate(*arguments)
+            return
+
+
+def inductor() -> Callable[..., Any]:
+    """A backend, equal to no other, that is Inductor."""
+
+    def backend(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        stock: Any = importlib.import_module("torch._inductor.compile_fx")
+        return stock.compile_fx(graph, example_inputs)  # type: ignore[no-any-return]
+
+    return backend
+
+
+def passes_only() -> Callable[..., Any]:
+    """A backend, equal to no other, that is Inductor up to its last pass and then runs aten operations.
+
+    Every decision of a fusion is taken in a pass, so this shows them all without generating code.
+    """
+
+    def lower(graph: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        from torch._inductor.virtualized import V
+        from torch.fx import GraphModule
+
+        stock: Any = importlib.import_module("torch._inductor.compile_fx")
+        functorch: Any = importlib.import_module("functorch.compile")
+        runs = GraphModule(graph, copy.deepcopy(graph.graph))
+        mode = fake_mode_of(graph.graph)
+        with contextlib.ExitStack() as stack:
+            if mode is not None:
+                stack.enter_context(V.set_fake_mode(mode))
+            stock.view_to_reshape(graph)
+            stock._recursive_post_grad_passes(graph, is_inference=bool(options.get("is_inference")))
+        return functorch.make_boxed_func(runs.forward)  # type: ignore[no-any-return]
+
+    def backend(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        stock: Any = importlib.import_module("torch._inductor.compile_fx")
+        return stock.compile_fx(graph, example_inputs, inner_compile=lower)  # type: ignore[no-any-return]
+
+    return backend
+
+
+# -- caches and bisecting -------------------------------------------------------------------------
+
+
+def cache_folder() -> Path | None:
+    """Where Inductor keeps what it compiled, or None where it is told to keep nothing."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    config = _config()
+    if config.force_disable_caches or not config.fx_graph_cache:
+        return None
+    return Path(cache_dir())
+
+
+#: Our part of Inductor, as torch's compiler bisector calls it.
+BISECTED = "inductor_fusions"
+
+
+def join_bisector() -> None:
+    """Let torch's compiler bisector try Inductor without some of the fused sites, before anything else."""
+    from torch._inductor import compiler_bisector as bisector
+
+    parts = bisector.BACKENDS["inductor"]
+    if not any(part.name == BISECTED for part in parts):
+        parts.insert(0, bisector.BisectSubsystem(BISECTED))
+
+
+def bisecting() -> bool:
+    """Whether torch's compiler bisector looks for one of our sites now."""
+    bisector = sys.modules.get("torch._inductor.compiler_bisector")
+    if bisector is None or not bisector.CompilerBisector.bisection_enabled:
+        return False
+    return bool(bisector.CompilerBisector.get_subsystem() == BISECTED)
+
+
+def bisected_away(describe: Callable[[], str]) -> bool:
+    """Whether torch's compiler bisector wants this site unfused."""
+    if not bisecting():
+        return False
+    from torch._inductor.compiler_bisector import CompilerBisector
+
+    return bool(CompilerBisector.disable_subsystem("inductor", BISECTED, describe))

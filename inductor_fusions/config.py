@@ -9,6 +9,8 @@
 | `policy` | `INDUCTOR_FUSIONS_POLICY` | profitable, always | profitable |
 | `empty_rows` | `INDUCTOR_FUSIONS_EMPTY_ROWS` | keep, stock, ignore | keep |
 | `strict` | `INDUCTOR_FUSIONS_STRICT` | 0, 1 | 0 |
+| `skip` | `INDUCTOR_FUSIONS_SKIP` | names with commas | none |
+| `max` | `INDUCTOR_FUSIONS_MAX` | a number | all |
 
 `inductor_fusions.config.patch(attention=False)` changes them for a region, as with torch's own configs;
 as there, a value that is assigned holds for the thread that assigned it.
@@ -52,6 +54,12 @@ empty_rows: str = Config(default="keep", env_name_default="INDUCTOR_FUSIONS_EMPT
 #: An exception in a fusion is raised instead of leaving the site unfused.
 strict: bool = Config(default=False, env_name_default="INDUCTOR_FUSIONS_STRICT")
 
+#: Names of fusions that are off, with commas; for those of other packages, which have no toggle here.
+skip: str = Config(default="", env_name_default="INDUCTOR_FUSIONS_SKIP")
+
+#: Only so many sites of a process are fused, the first ones; None: all. Caches are bypassed.
+max: str | None = Config(default=None, env_name_default="INDUCTOR_FUSIONS_MAX")
+
 
 def variables() -> dict[str, tuple[str, ...]]:
     """Every environment variable of the package, with the values that it takes."""
@@ -63,6 +71,8 @@ def variables() -> dict[str, tuple[str, ...]]:
         "INDUCTOR_FUSIONS_POLICY": ("profitable", "always"),
         "INDUCTOR_FUSIONS_EMPTY_ROWS": ("keep", "stock", "ignore"),
         "INDUCTOR_FUSIONS_STRICT": ("0", "1"),
+        "INDUCTOR_FUSIONS_SKIP": ("names with commas",),
+        "INDUCTOR_FUSIONS_MAX": ("a number",),
     }
 
 
@@ -75,7 +85,7 @@ def check_environment() -> None:
     known = variables()
     for name, takes in known.items():
         value = os.environ.get(name)
-        if value is not None and value not in takes:
+        if value is not None and not _takes(takes, value):
             raise ValueError(f"{name} takes {' or '.join(takes)}, not {value!r}")
     for name in os.environ:
         if name.startswith("INDUCTOR_FUSIONS") and name not in known:
@@ -83,6 +93,23 @@ def check_environment() -> None:
             warnings.warn(
                 f"{name} is not a variable of inductor_fusions; the nearest is {near[0]}", stacklevel=3
             )
+
+
+def _takes(takes: tuple[str, ...], value: str) -> bool:
+    return value in takes or (takes == ("a number",) and value.isdecimal()) or takes == ("names with commas",)
+
+
+def is_on(fusion: str) -> bool:
+    """Whether a fusion runs: neither the master switch, nor its own toggle, nor `skip` has it off."""
+    this = sys.modules[__name__]
+    skipped = [name.strip() for name in str(this.skip).split(",")]
+    return bool(this.enabled and getattr(this, fusion, True) and fusion not in skipped)
+
+
+def most_sites() -> int | None:
+    """How many sites of this process may be fused, or None for all."""
+    count = sys.modules[__name__].max
+    return None if count is None else int(count)
 
 
 check_environment()

@@ -61,6 +61,13 @@ class Candidate(ABC):
         """Shapes and dtypes for reports: name -> text."""
         return {}
 
+    def savings(self) -> dict[str, int]:
+        """What the fused site need not do, estimated for one forward: "bytes" of memory traffic, "flops".
+
+        Asked after `guard`, before `rewrite`.
+        """
+        return {}
+
 
 @dataclass(frozen=True)
 class Fusion:
@@ -71,9 +78,13 @@ class Fusion:
         stage: which graph it reads.
         summary: one line on what it turns into what.
         recognise: yields the candidates of one graph, in graph order.
+        before, after: names of fusions of the same stage that run later or earlier than this one. Names that
+            do not exist are ignored.
     """
 
     name: str
     stage: Stage
     summary: str
     recognise: Callable[[fx.Graph], Iterable[Candidate]]
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import logging
+import uuid
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -13,11 +15,15 @@ from typing import Any
 
 from torch import fx
 
-from . import _inductor, config, reporting, tables
+from . import _inductor, config, containment, reporting, tables, watching
 from ._inductor import CustomGraphPass, is_body_of_dynamo, trace_artifact
 from .fusion import Candidate, Fusion, LeftToStock, Rejected
+from .sites import Report, Site
 
 log = logging.getLogger(__name__)
+
+#: Name of the log of sites that were not fused: TORCH_LOGS="fusion_misses".
+MISSES = "fusion_misses"
 
 
 class FusionPass(CustomGraphPass):
@@ -25,66 +31,96 @@ class FusionPass(CustomGraphPass):
 
     Args:
         stage: "pre_grad" or "post_grad".
-        fusions: the fusions of that stage, in order.
+        fusions: the fusions of that stage, in order; or what gives them, which is called when the pass is
+            first used: Inductor may not be imported yet, and a fusion of another package may need it.
         before: a pass that the hook held before and that runs first (torch 2.11 and 2.12, where a
             hook holds a single callable).
     """
 
     def __init__(
-        self, stage: str, fusions: tuple[Fusion, ...], before: Callable[..., Any] | None = None
+        self,
+        stage: str,
+        fusions: tuple[Fusion, ...] | Callable[[], tuple[Fusion, ...]],
+        before: Callable[..., Any] | None = None,
     ) -> None:
-        self.stage, self.fusions, self.before = stage, fusions, before
+        self.stage, self.before = stage, before
+        self._fusions = fusions
+
+    @property
+    def fusions(self) -> tuple[Fusion, ...]:
+        """The fusions of the stage, in order."""
+        if callable(self._fusions):
+            self._fusions = self._fusions()
+        return self._fusions
 
     def __call__(self, graph: fx.Graph) -> None:
         if self.before is not None:
             self.before(graph)
         if not config.enabled:
             return
+        owner = graph.owning_module
+        if self.stage == "pre_grad" and not is_body_of_dynamo(graph):
+            reporting.begin()
+        watcher = watching.current()
+        if watcher is not None:
+            watcher.begins(self.stage, graph)
+        sites: list[Site] = []
+        for fusion in self.fusions:
+            if config.is_on(fusion.name):
+                sites += apply(fusion, graph, len(sites))
+                # A graph that was broken is replaced by the copy from before.
+                graph = owner.graph if isinstance(owner, fx.GraphModule) else graph
+        if watcher is not None:
+            watcher.ends(self.stage, graph, sites)
         if self.stage == "post_grad":
-            reporting.flush_counts()
-        elif not is_body_of_dynamo(graph):
-            reporting.forget_counts()
-        sites = [site for fusion in self.fusions if _is_on(fusion.name) for site in apply(fusion, graph)]
+            reporting.flush(graph, sites)
+        else:
+            reporting.hold(sites)
         if sites:
-            trace_artifact("inductor_fusions", lambda: reporting.Report(sites).to_json())
+            trace_artifact("inductor_fusions", lambda: Report(sites).to_json())
 
     def uuid(self) -> Any:
         """Everything that the outcome of the pass depends on beside the graph.
 
-        None, which makes Inductor bypass its cache, where a pass that was there before has none.
+        None, which makes Inductor bypass its cache, where the outcome depends on what was compiled before,
+        where a fusion has no source to hash, and where a pass that was there before has no uuid.
         """
         before = None
         if self.before is not None:
             before = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
             if before is None:
                 return None
+        code = code_digest(self.fusions)
+        if code is None or config.most_sites() is not None or _inductor.bisecting():
+            return None
         toggles = config.get_config_copy()
         state = json.dumps(
             [self.stage, [f.name for f in self.fusions], toggles, tables.digest()], default=str
         )
-        return hashlib.sha256(f"{code_digest(self.fusions)}{state}{before!r}".encode()).hexdigest()
+        return hashlib.sha256(f"{code}{state}{before!r}".encode()).hexdigest()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
         return self  # configs are copied when they are saved
 
     def __reduce__(self) -> tuple[Any, ...]:
         # torch 2.11 pickles the value of a pre-grad hook into its cache key.
-        return (str, (f"{self.stage}:{self.uuid()}",))
-
-
-def _is_on(name: str) -> bool:
-    return bool(getattr(config, name, True))
+        return (str, (f"{self.stage}:{self.uuid() or uuid.uuid4()}",))
 
 
 @functools.lru_cache
-def code_digest(fusions: tuple[Fusion, ...]) -> str:
-    """Hash of every source file of the package, of third parties' fusions, and of the versions."""
+def code_digest(fusions: tuple[Fusion, ...]) -> str | None:
+    """Hash of every source file of the package, of third parties' fusions, and of the versions.
+
+    None where the source of a third party's fusion is not to be found.
+    """
     package = Path(__file__).parent
     files = sorted(path for path in package.rglob("*") if path.suffix in (".py", ".jinja"))
     for fusion in fusions:
-        path = Path(fusion.recognise.__code__.co_filename) if hasattr(fusion.recognise, "__code__") else None
-        if path is not None and package not in path.parents and path.exists():
-            files.append(path)
+        if containment.is_foreign(fusion):
+            found = containment.sources(fusion)
+            if not found:
+                return None
+            files += found
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.name.encode())
@@ -97,60 +133,145 @@ def code_digest(fusions: tuple[Fusion, ...]) -> str:
     return digest.hexdigest()
 
 
-def apply(fusion: Fusion, graph: fx.Graph) -> list[reporting.Site]:
+def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
     """Apply one fusion to every candidate in `graph` and return their sites.
 
-    A fusion that raises leaves its site as it was; `config.strict` raises instead.
+    A fusion that raises leaves its site as it was; `config.strict` raises instead. Where a fusion of another
+    package breaks the graph, all that it did is undone: the graph's module has a copy from before.
+
+    Args:
+        fusion: what to apply.
+        graph: changed in place.
+        first: number of the first site in this graph.
     """
-    sites: list[reporting.Site] = []
+    sites: list[Site] = []
+    copy: containment.Copy | None = None
+    broken = ""
     try:
         for candidate in fusion.recognise(graph):
-            sites.append(_fuse(fusion, candidate))
+            if copy is None and containment.is_foreign(fusion):
+                copy = containment.Copy(graph)
+            site = _fuse(fusion, candidate, first + len(sites))
+            sites.append(site)
+            if copy is not None and site.verdict == "failed":
+                break
+        if copy is not None and any(site.verdict in ("fused", "failed") for site in sites):
+            broken = copy.problem()
     except Exception as error:
         if config.strict:
             raise
         log.warning("%s: recognising raised %r; the rest of this graph is left as it is", fusion.name, error)
         log.info("traceback", exc_info=True)
+        broken = copy.problem() if copy is not None else ""
+    finally:
+        if copy is not None and (broken or any(site.verdict == "failed" for site in sites)):
+            copy.restore()
+            _undo(fusion, sites, broken)
+        for site in sites:
+            _tell(site)
+    if broken and config.strict:
+        raise RuntimeError(f"{fusion.name} broke the graph: {broken}")
     return sites
 
 
-def _fuse(fusion: Fusion, candidate: Candidate) -> reporting.Site:
+def _undo(fusion: Fusion, sites: list[Site], broken: str) -> None:
+    """Every site of a fusion that spoiled a graph counts as failed."""
+    why = f"the graph was broken: {broken}" if broken else "another site of this fusion raised in this graph"
+    undone = [site for site in sites if site.verdict == "fused"]
+    for site in undone:
+        site.verdict, site.reason, site.kernel, site.saved = "failed", why, "", {}
+    if broken:
+        log.warning(
+            "%s broke a graph (%s); all that it did there is undone, at %d sites",
+            fusion.name,
+            broken,
+            len(undone),
+        )
+
+
+def _fuse(fusion: Fusion, candidate: Candidate, number: int) -> Site:
     anchor = candidate.anchor
     graph = anchor.graph  # of the candidate: it may be the body of a nested region
-    site = reporting.Site(fusion.name, "fused", anchor.name, source=reporting.source_line(anchor))
-    known = set(graph.nodes)
+    site = Site(
+        fusion.name, "fused", anchor.name,
+        source=reporting.source_line(anchor), module=reporting.module_path(anchor),
+    )  # fmt: skip
+    known = dict.fromkeys(graph.nodes)
     try:
         site.details = candidate.describe()
         candidate.guard()
+        if not _wanted(site):
+            raise LeftToStock("it is not among the first sites: INDUCTOR_FUSIONS_MAX, or torch's bisector")
+        site.saved = candidate.savings()
         site.kernel = candidate.rewrite()
     except Rejected as miss:
         site.verdict = "left to stock" if isinstance(miss, LeftToStock) else "rejected"
-        site.reason, site.hint = miss.reason, miss.hint
+        site.reason, site.hint, site.saved = miss.reason, miss.hint, {}
         _erase_new(graph, known)
     except Exception as error:
         if config.strict:
+            reporting.record(site)
             raise
         _erase_new(graph, known)
-        site.verdict, site.reason = "failed", repr(error)
+        site.verdict, site.reason, site.saved = "failed", repr(error), {}
         log.warning(
             "%s raised %r at %s; the site is left as it was", fusion.name, error, site.source or site.node
         )
         log.info("traceback", exc_info=True)
     else:
-        log.info("%s", site)
-    if site.verdict != "fused":
-        log.info("%s", site)
-    reporting.record(site)
-    reporting.count(fusion.name, site.verdict)
+        _mark(site, fusion, graph, known, number)
     return site
 
 
-def _erase_new(graph: fx.Graph, known: set[fx.Node]) -> None:
+_count = itertools.count()
+
+
+def count_from_one() -> None:
+    """Start again to count the sites that INDUCTOR_FUSIONS_MAX allows."""
+    global _count
+    _count = itertools.count()
+
+
+def _wanted(site: Site) -> bool:
+    """Whether a site may be fused as far as those who look for a wrong one go."""
+    most = config.most_sites()
+    if most is not None and next(_count) >= most:
+        return False
+    return not _inductor.bisected_away(lambda: f"{site.fusion} at {site.source or site.node}")
+
+
+def _mark(site: Site, fusion: Fusion, graph: fx.Graph, known: dict[fx.Node, None], number: int) -> None:
+    """Make the nodes of a fused site known by their names and to those who read the graph later."""
+    added = [node for node in graph.nodes if node not in known]
+    calls = [node for node in added if node.op == "call_function"]
+    for node in calls:
+        if fusion.stage == "pre_grad":
+            node.meta["custom"] = {**node.meta.get("custom", {}), reporting.TAG: number}
+    # The comments in Inductor's output code and its provenance tables name these nodes.
+    main = [node for node in calls if "attention" in node.name or "inductor_fusions" in str(node.target)]
+    for node in main or calls[-1:]:
+        _inductor.rename(node, f"inductor_fusions_{fusion.name}_{node.name}")
+    watcher = watching.current()
+    if watcher is not None:
+        present = set(graph.nodes)
+        watcher.fused(site, [node for node in known if node not in present], added)
+
+
+def _tell(site: Site) -> None:
+    """Into the report, the counters and the logs."""
+    reporting.record(site)
+    misses = _inductor.artifact_log(__name__, MISSES) if site.verdict != "fused" else None
+    if misses is not None:
+        misses.debug("%s", site)
+    else:
+        log.info("%s", site)
+
+
+def _erase_new(graph: fx.Graph, known: dict[fx.Node, None]) -> None:
     """Remove the nodes that an abandoned rewrite left behind."""
     for node in reversed(list(graph.nodes)):
         if node not in known and not node.users:
             graph.erase_node(node)
 
 
-while _inductor.postponed:
-    _inductor.postponed.pop()()
+_inductor.run_deferred()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 import threading
 import warnings
 from typing import Any
@@ -58,22 +60,22 @@ def enabled() -> bool:
 def _install() -> None:
     """Put a pass of ours last into each hook that lacks one."""
     global _waiting
-    from . import fusions, passes
+    half = sys.modules.get(f"{__package__}.passes")
+    if half is not None and not hasattr(half, "FusionPass"):
+        _inductor.deferred.append(_install)
+        return
+    from .passes import FusionPass
 
     with _lock:
         _waiting = False
         if not _wanted:
             return
-        if not hasattr(passes, "FusionPass"):  # it is its own import that brings Inductor in
-            _inductor.postponed.append(_install)
-            return
-        FusionPass = passes.FusionPass
         missing = _inductor.missing_hook()
         if missing is not None:
             _warn_once(f"torch {torch.__version__} has no config.{missing}; no fusion is registered")
             return
         for stage in _inductor.HOOKS:
-            ours = tuple(fusion for fusion in fusions.ALL if fusion.stage == stage)
+            ours = functools.partial(_fusions_of, stage)
 
             def add(held: list[Any], stage: str = stage, ours: Any = ours) -> list[Any]:
                 if any(isinstance(item, FusionPass) for item in held):
@@ -83,6 +85,13 @@ def _install() -> None:
                 return [FusionPass(stage, ours, before=held[0] if held else None)]
 
             _inductor.update_hook(stage, add)
+        _inductor.join_bisector()
+
+
+def _fusions_of(stage: str) -> Any:
+    from . import registry
+
+    return registry.of(stage)
 
 
 def _remove() -> None:

@@ -1,169 +1,336 @@
-"""What was fused, and why not: one `Site` for each candidate that a pass met."""
+"""The sites of this process: recorded by the passes, and found again where a cache served the code."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import logging
+import os
 import re
+import sys
+import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from torch import fx
 
 from . import _inductor
+from .sites import SCHEMA, Report, Site, Verdict
 
-Verdict = Literal["fused", "rejected", "left to stock", "failed"]
+__all__ = ["Report", "Site", "Verdict", "clear", "isolated", "report"]
+
+log = logging.getLogger(__name__)
+
+#: What a cache entry counts for the records of a graph: this and their key. Inductor counts it again
+#: when it serves the entry, which is all that we hear of it.
+RECORD = "fusions_record_"
 
 
 @dataclass
-class Site:
-    """One candidate and what became of it.
+class _Entry:
+    """A site of this process.
 
     Attributes:
-        fusion: name of the fusion.
-        verdict: "fused"; "rejected" (a predicate failed); "left to stock" (it would not pay);
-            "failed" (the fusion raised, the graph was left as it was).
-        reason: why it was not fused, in words; "" where it was.
-        hint: what to change, or "".
-        kernel: what a fused site became.
-        source: the user's line, as "file:line in function: text".
-        node: name of the node in Dynamo's graph.
-        details: shapes and dtypes, name -> text.
+        attempt: (compile, attempt) of Dynamo.
+        batch: key of the records that it is the first site of; "" for the others.
     """
 
-    fusion: str
-    verdict: Verdict
-    node: str
-    reason: str = ""
-    hint: str = ""
-    kernel: str = ""
-    source: str = ""
-    details: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        what = self.kernel if self.verdict == "fused" else self.reason
-        return f"{self.fusion}: {self.verdict} ({what}) at {self.source or self.node}"
+    attempt: tuple[str, int] | None
+    site: Site
+    batch: str = ""
 
 
-@dataclass
-class Report:
-    """The sites of every compile since the start of the process or the last `clear()`."""
-
-    sites: list[Site] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.sites)
-
-    def __iter__(self) -> Iterator[Site]:
-        return iter(self.sites)
-
-    def count(self, verdict: Verdict = "fused", fusion: str | None = None) -> int:
-        """Number of sites with this verdict, of one fusion or of all."""
-        return sum(s.verdict == verdict and fusion in (None, s.fusion) for s in self.sites)
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain data: {"schema": 1, "sites": [...]}."""
-        return {"schema": 1, "sites": [asdict(site) for site in self.sites]}
-
-    def to_json(self) -> str:
-        """`to_dict()` as JSON."""
-        return json.dumps(self.to_dict(), indent=1)
-
-    def __str__(self) -> str:
-        if not self.sites:
-            return "inductor_fusions: no candidate was seen"
-        rows = Counter(
-            (s.fusion, s.verdict, s.kernel if s.verdict == "fused" else s.reason, s.source)
-            for s in self.sites
-        )
-        lines = []
-        for (fusion, verdict, what, source), count in rows.items():
-            lines.append(f"{count:4d} x {fusion}: {verdict}: {what}\n         {source}")
-        return "\n".join(lines)
+_lock = threading.RLock()
+_entries: list[_Entry] = []
+#: Of each of the records: how often it was counted up to the last `clear()`, at the last look, and before
+#: somebody cleared the counters.
+_seen: Counter[str] = Counter()
+_last: Counter[str] = Counter()
+_cleared: Counter[str] = Counter()
 
 
-_lock = threading.Lock()
-_sites: list[tuple[tuple[str, int] | None, Site]] = []
-
-
-def record(site: Site) -> None:
-    """Keep a site for `report()`; those of an attempt that Dynamo has abandoned go."""
-    attempt = _inductor.trace_id()
-    with _lock:
-        while attempt is not None and attempt[1] > 0 and _sites:
-            last = _sites[-1][0]
-            if last is None or last[0] != attempt[0] or last[1] >= attempt[1]:
-                break
-            _sites.pop()
-        _sites.append((attempt, site))
+# -- reading --------------------------------------------------------------------------------------
 
 
 def report() -> Report:
-    """Every site seen by the compiles of this process, in order."""
-    with _lock:
-        return Report([site for _, site in _sites])
+    """Every site of the compiles of this process, in order.
 
-
-@contextlib.contextmanager
-def isolated() -> Iterator[list[Site]]:
-    """Collect the sites of the compiles inside in a list of their own, which is filled at the end."""
-    collected: list[Site] = []
+    Where Inductor's cache had the compiled code, no pass ran; the sites are those of the compile that filled
+    it, at the end of the list.
+    """
     with _lock:
-        outside = list(_sites)
-        _sites.clear()
-    try:
-        yield collected
-    finally:
-        with _lock:
-            collected.extend(site for _, site in _sites)
-            _sites[:] = [*outside, *_sites]
+        unknown = _restore()
+        return Report([entry.site for entry in _entries], unknown)
 
 
 def clear() -> None:
     """Forget the sites recorded so far."""
     with _lock:
-        _sites.clear()
+        _entries.clear()
+        _seen.clear()
+        _seen.update(_counted())
 
 
-_pending = threading.local()
+@contextlib.contextmanager
+def isolated(keep: bool = True) -> Iterator[list[Site]]:
+    """Collect the sites of the compiles inside in a list of their own, which is filled at the end.
 
-
-def count(fusion: str, verdict: Verdict) -> None:
-    """Count a site in `torch._dynamo.utils.counters["inductor_fusions"]`, and see `flush_counts`."""
-    _inductor.compile_counters()["inductor_fusions"][f"{fusion}_{verdict.replace(' ', '_')}"] += 1
-    if verdict == "fused":
-        waiting = getattr(_pending, "counts", None) or Counter()
-        waiting[fusion] += 1
-        _pending.counts = waiting
-
-
-def forget_counts() -> None:
-    """Drop what was counted since the last flush: a new graph begins, or an attempt was abandoned."""
-    _pending.counts = Counter()
-
-
-def flush_counts() -> None:
-    """Count fused sites as `counters["inductor"]["fusions_<name>"]`.
-
-    Called while Inductor compiles a graph: what it counts then is kept with the cache entry and
-    counted again when a warm cache serves it, where no pass runs.
+    Args:
+        keep: whether they are in `report()` as well.
     """
-    counters = _inductor.compile_counters()
-    for fusion, number in (getattr(_pending, "counts", None) or {}).items():
-        counters["inductor"][f"fusions_{fusion}"] += number
-    forget_counts()
+    collected: list[Site] = []
+    with _lock:
+        outside = list(_entries)
+        _entries.clear()
+        _state.quiet += 1
+    try:
+        yield collected
+    finally:
+        with _lock:
+            _state.quiet -= 1
+            collected.extend(entry.site for entry in _entries)
+            _entries[:] = [*outside, *(_entries if keep else [])]
 
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<text>.*)')
+# -- recording ------------------------------------------------------------------------------------
+
+
+def record(site: Site) -> None:
+    """Keep a site for `report()` and count it; those of an attempt that Dynamo has abandoned go."""
+    attempt = _inductor.trace_id()
+    with _lock:
+        while attempt is not None and attempt[1] > 0 and _entries:
+            last = _entries[-1].attempt
+            if last is None or last[0] != attempt[0] or last[1] >= attempt[1]:
+                break
+            _entries.pop()
+        _entries.append(_Entry(attempt, site))
+    verdict = site.verdict.replace(" ", "_")
+    _inductor.compile_counters()["inductor_fusions"][f"{site.fusion}_{verdict}"] += 1
+
+
+class _Pending(threading.local):
+    """The sites of the graph that is compiled by this thread, until Inductor compiles what became of it."""
+
+    def __init__(self) -> None:
+        self.sites: list[Site] = []
+        self.flushed = True
+
+
+class _State:
+    """What was said once."""
+
+    quiet = 0
+    fused = False
+    warned = False
+
+
+_pending = _Pending()
+_state = _State()
+
+
+def begin() -> None:
+    """A new graph begins, or an abandoned attempt starts again."""
+    _pending.sites, _pending.flushed = [], True
+
+
+def hold(sites: Sequence[Site]) -> None:
+    """Keep the sites of a pre-grad graph for `flush`."""
+    if sites:
+        _pending.sites = [*_pending.sites, *sites]
+        _pending.flushed = False
+        _seal(sites)
+
+
+def flush(graph: fx.Graph, own: Sequence[Site]) -> None:
+    """Hand the sites to the cache entry of the graph that Inductor compiles now.
+
+    What is counted under `counters["inductor"]` while a graph is compiled is kept with its cache entry and
+    counted again when a cache serves it: the number of fused sites, `fusions_<name>`, and a key to the
+    records of all sites, which are a file beside the cache.
+
+    Args:
+        graph: what became of the pre-grad graph, or of its backward.
+        own: the sites of this graph itself.
+    """
+    _name_backends(graph, _pending.sites)
+    batches = [] if _pending.flushed else [_pending.sites]
+    _pending.flushed = True
+    if own:
+        _seal(own)
+        batches.append(list(own))
+    counters = _inductor.compile_counters()["inductor"]
+    for sites in batches:
+        for site in sites:
+            if site.verdict == "fused":
+                counters[f"fusions_{site.fusion}"] += 1
+        counters[RECORD + _key(sites)] += 1
+        _write(sites)
+    if batches:
+        _warn_if_nothing([site for sites in batches for site in sites])
+
+
+def _seal(sites: Sequence[Site]) -> None:
+    """Note which records these sites are, so that they are not read again."""
+    with _lock:
+        entry = next((e for e in reversed(_entries) if e.site is sites[0]), None)
+        if entry is not None:
+            entry.batch = _key(sites)
+
+
+def _key(sites: Sequence[Site]) -> str:
+    """Key of records: a hash of what was decided in the pass (backends are known later)."""
+    plain = [{**asdict(site), "backend": ""} for site in sites]
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]
+
+
+_SDPA = re.compile(r"_scaled_dot_product_(?:fused_)?(\w+?)_attention")
+
+
+def _name_backends(graph: fx.Graph, sites: Sequence[Site]) -> None:
+    """Tell the fused sites which operation Inductor got for them."""
+    if not any(site.verdict == "fused" and not site.backend for site in sites):
+        return
+    for node in graph.nodes:
+        tag = node.meta.get("custom", {}).get(TAG) if node.op == "call_function" else None
+        if not isinstance(tag, int) or tag >= len(sites) or sites[tag].backend:
+            continue
+        name = getattr(node.target, "__name__", str(node.target))
+        found = _SDPA.match(name)
+        if found is not None:
+            sites[tag].backend = found[1]
+        elif name.startswith("flex_attention"):
+            sites[tag].backend = "flex"
+        elif name.startswith("_softmax"):
+            sites[tag].backend = "math"
+
+
+#: In `node.meta["custom"]` of a node that a fusion made, the number of its site in the graph. AOTAutograd
+#: copies it to the operations that the node becomes, forward and backward.
+TAG = "inductor_fusions"
+
+
+# -- records beside the cache ---------------------------------------------------------------------
+
+
+def _path(key: str) -> Path | None:
+    folder = _inductor.cache_folder()
+    return None if folder is None else folder / "inductor_fusions" / key[:2] / f"{key}.json"
+
+
+def _write(sites: Sequence[Site]) -> None:
+    path = _path(_key(sites))
+    if path is None or path.exists():
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+            file.write(Report(list(sites)).to_json())
+        os.replace(file.name, path)
+    except OSError as error:
+        log.debug("the records of a graph are not kept: %s", error)
+
+
+def _read(key: str) -> list[Site] | None:
+    path = _path(key)
+    try:
+        values = json.loads(path.read_text()) if path is not None else {}
+        if values.get("schema") != SCHEMA:
+            return None
+        return [Site.from_dict(site) for site in values["sites"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _counted() -> Counter[str]:
+    """How many times each of the records was counted in this process.
+
+    Whoever clears the counters starts at zero again: what was there at the last look is added.
+    """
+    if "torch._dynamo.utils" not in sys.modules:  # then nothing was compiled
+        return Counter()
+    counters = _inductor.compile_counters().get("inductor", {})
+    now = Counter({n.removeprefix(RECORD): c for n, c in counters.items() if n.startswith(RECORD)})
+    for key, before in _last.items():
+        if now[key] < before:
+            _cleared[key] += before
+    _last.clear()
+    _last.update(now)
+    return now + _cleared
+
+
+def _restore() -> int:
+    """Append the sites of graphs that a cache served; the number of those that nothing is known of."""
+    unknown = 0
+    here = Counter(entry.batch for entry in _entries if entry.batch)
+    for key, count in _counted().items():
+        missing = count - _seen[key] - here[key]
+        sites = _read(key) if missing > 0 else None
+        for _ in range(missing):
+            if sites is None:
+                unknown += 1
+                continue
+            for i, site in enumerate(sites):
+                _entries.append(_Entry(None, Site.from_dict(asdict(site)), "" if i else key))
+    return unknown
+
+
+# -- where nothing was fused ----------------------------------------------------------------------
+
+
+def _warn_if_nothing(sites: Sequence[Site]) -> None:
+    """Say once that a model has candidates and none was fused, and how to see why.
+
+    What is left to stock without a hint is as good as it can be: an SDPA call without a mask, say.
+    """
+    if _state.fused or _state.warned or _state.quiet:
+        return
+    _state.fused = any(site.verdict == "fused" for site in sites)
+    missed = [site for site in sites if site.verdict != "left to stock" or site.hint]
+    if _state.fused or not missed:
+        return
+    _state.warned = True
+    reasons = Counter(site.reason for site in missed)
+    most, count = reasons.most_common(1)[0]
+    program = Path((sys.argv or [""])[0])
+    command = "print(inductor_fusions.report())"
+    if program.suffix == ".py" and program.is_file():
+        command = f"python -m inductor_fusions run --report {program}"
+    log.warning(
+        "none of %d sites was fused; %d of them: %s. To see each: %s",
+        len(sites), count, most, command,
+    )  # fmt: skip
+
+
+# -- where a node comes from ----------------------------------------------------------------------
+
+_FRAME = re.compile(
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)(?:\n {4}\s*(?P<text>[^\n]*))?'
+)
 
 
 def source_line(node: fx.Node) -> str:
     """The innermost user line that made `node`, as "file:line in function: text"."""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    frames = [frame for frame in frames if frame["file"] != _inductor.__file__]
     if not frames:
         return ""
     last = frames[-1]
-    return f"{last['file']}:{last['line']} in {last['function']}: {last['text'].strip()}"
+    where = f"{last['file']}:{last['line']} in {last['function']}"
+    return f"{where}: {last['text'].strip()}" if last["text"] else where
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the module whose forward made `node`, from the compiled one on: "layers.3.attention"."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    # L['self'].layers[3].attention, L['self']._modules['layers']._modules['3'], L['fn'].layers.3
+    path = re.sub(r"^[LG]\['[^']*'\]", "", path)
+    path = re.sub(r"\._modules\['([^']*)'\]|\['?([^'\]]*)'?\]", r".\1\2", path)
+    return path.strip(".")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,19 +18,27 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from . import _inductor, config, reporting
-from .reporting import Site
+from . import _inductor, budget, config, reporting
+from .reporting import Report, Site
+from .runs import Exact, Inputs, cast, run, split
+from .sites import table, text
 
-__all__ = ["EAGER_AFTER_PASSES", "Capture", "Checked", "assert_fusions", "capture", "check"]
+__all__ = [
+    "EAGER_AFTER_PASSES",
+    "Capture",
+    "Checked",
+    "assert_close_to_eager",
+    "assert_counts",
+    "assert_fusions",
+    "capture",
+    "check",
+]
 
 #: Name of a backend that runs the passes on Dynamo's graph and then the graph as it is, without
 #: Inductor's code generation. It shows verdicts and numbers of pre-grad fusions in a fraction of the time.
 EAGER_AFTER_PASSES = "eager_after_passes"
-
-Inputs = Sequence[Any] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,7 @@ def capture(
     how: Any = _AfterPasses(graphs) if backend == EAGER_AFTER_PASSES else backend
     with _inductor.fresh_compile(), config.patch(policy=policy), reporting.isolated() as sites:
         compiled = torch.compile(fn, dynamic=dynamic, backend=how)
-        outputs, grads, used = _run(compiled, fn, args, kwargs, train, cotangents)
+        outputs, grads, used = run(compiled, fn, args, kwargs, train, cotangents)
     return Capture(outputs, grads, sites, graphs, used)
 
 
@@ -157,12 +164,24 @@ def assert_fusions(
         AssertionError: with every site, its verdict and its reason.
     """
     wanted = {"attention": 1} if expected is None else dict(expected)
-    positional, keywords = _split(args)
-    run = capture(fn, *positional, train=train, dynamic=dynamic, policy=policy, backend=backend, **keywords)
-    found = Counter(site.fusion for site in run.fused)
-    if +found != +Counter(wanted):
-        raise AssertionError(f"fused {dict(found) or 'nothing'}, expected {wanted}\n{_listed(run.sites)}")
-    return run
+    positional, keywords = split(args)
+    captured = capture(
+        fn, *positional, train=train, dynamic=dynamic, policy=policy, backend=backend, **keywords
+    )
+    assert_counts(captured.sites, wanted)
+    return captured
+
+
+def assert_counts(sites: Sequence[Site], expected: Mapping[str, int]) -> None:
+    """Assert how many of these sites each fusion fused; one that is not named must have fused nothing.
+
+    Raises:
+        AssertionError: with every site, its verdict and its reason.
+    """
+    found = Counter(site.fusion for site in sites if site.verdict == "fused")
+    if +found != +Counter(dict(expected)):
+        what = f"fused {dict(found) or 'nothing'}, expected {dict(expected)}"
+        raise AssertionError(f"{what}\n{_listed(sites)}")
 
 
 def check(
@@ -216,13 +235,13 @@ def check(
     Raises:
         AssertionError: with every error and every site.
     """
-    positional, keywords = _split(inputs)
+    positional, keywords = split(inputs)
     if dtype is not None:
-        positional, keywords = _cast((positional, keywords), dtype)
+        positional, keywords = cast((positional, keywords), dtype)
         fn = copy.deepcopy(fn).to(dtype) if isinstance(fn, nn.Module) else fn
     with config.patch(enabled=False):
         if backend == EAGER_AFTER_PASSES:
-            outputs, grads, cotangents = _run(fn, fn, positional, keywords, train, None)
+            outputs, grads, cotangents = run(fn, fn, positional, keywords, train, None)
             stock = Capture(outputs, grads, [], [], cotangents)
         else:
             stock = capture(
@@ -234,68 +253,69 @@ def check(
     )  # fmt: skip
     exact = fn if reference is None else reference
     exact = copy.deepcopy(exact).double() if isinstance(exact, nn.Module) else exact
-    wide, wide_keywords = _cast((positional, keywords), torch.float64)
+    wide, wide_keywords = cast((positional, keywords), torch.float64)
     doubled = [c.double() for c in stock.cotangents]
-    with _Exact():
-        true = Capture(*_run(exact, exact, wide, wide_keywords, train, doubled)[:2], [])
+    with Exact():
+        true = Capture(*run(exact, exact, wide, wide_keywords, train, doubled)[:2], [])
 
     problems = _site_problems(ours.sites, fused, reason, kernel)
-    rows = _paired(ours, stock, true)
-    largest = max((float(z.double().norm()) for name, _, _, z in rows if name in ours.grads), default=0.0)
-    errors: dict[str, tuple[float, float]] = {}
-    vanishing = set()
-    for name, x, y, z in rows:
-        if not x.is_floating_point():
-            if not torch.equal(x, y):
-                problems.append(f"{name} is not that of stock")
-            continue
-        norm = float(z.double().norm())
-        if name in ours.grads and norm < 1e-6 * largest:
-            vanishing.add(name)
-            norm = largest
-        errors[name] = _error(x, z, norm), _error(y, z, norm)
-    worst = max((theirs for _, theirs in errors.values()), default=0.0)
-    for name, x, _, _ in rows:
-        if name not in errors:
-            continue
-        mine, theirs = errors[name]
-        theirs = worst if name in vanishing else theirs
-        budget = factor * theirs + slack * torch.finfo(x.dtype).eps
-        if not mine <= budget:  # also where it is NaN
-            what = f"gradient of {name}" if name in ours.grads else name
-            problems.append(f"{what}: error {mine:.2e}, stock {theirs:.2e}, budget {budget:.2e}")
+    compared = budget.compare(ours, stock, true, factor, slack)
+    problems += budget.problems(compared)
+    errors = {error.name: (error.ours, error.stock) for error in compared}
     if problems:
-        table = "\n".join(f"  {n}: ours {a:.2e}, stock {b:.2e}" for n, (a, b) in errors.items())
-        raise AssertionError("\n".join([*problems, "errors against float64:", table, _listed(ours.sites)]))
+        lines = "\n".join(f"  {n}: ours {a:.2e}, stock {b:.2e}" for n, (a, b) in errors.items())
+        raise AssertionError("\n".join([*problems, "errors against float64:", lines, _listed(ours.sites)]))
     return Checked(ours, stock, errors)
 
 
-# -- running --------------------------------------------------------------------------------------
+def assert_close_to_eager(
+    fn: Callable[..., Any],
+    args: Inputs = (),
+    *,
+    train: bool = True,
+    factor: float = budget.FACTOR,
+    slack: float = 4.0,
+    dynamic: bool | None = None,
+    policy: str = "always",
+    keywords: Mapping[str, Any] | None = None,
+) -> Capture:
+    """Assert that `fn` compiled with the fusions is about as exact as `fn` run eagerly.
+
+    As in `check`, with eager in the place of stock, and a wider budget: a compile rounds elsewhere.
+
+    Args:
+        fn: a function or a module, which draws no random numbers.
+        args: its arguments, positional (a sequence) or by keyword (a mapping).
+        train: gradients as well.
+        factor, slack: an error may be `factor` times that of eager plus `slack` eps of its dtype.
+        dynamic, policy: as in `capture`.
+        keywords: keyword arguments beside positional ones.
+
+    Returns:
+        The compiled run.
+
+    Raises:
+        AssertionError: with every error and every site.
+    """
+    positional, named = split(args)
+    keywords = {**named, **(keywords or {})}
+    outputs, grads, cotangents = run(fn, fn, positional, keywords, train, None)
+    ours = capture(
+        fn, *positional, train=train, dynamic=dynamic, policy=policy, cotangents=cotangents, **keywords
+    )
+    exact = copy.deepcopy(fn).double() if isinstance(fn, nn.Module) else fn
+    wide, wide_keywords = cast((positional, keywords), torch.float64)
+    with Exact():
+        true = run(exact, exact, wide, wide_keywords, train, [c.double() for c in cotangents])
+    compared = budget.compare(ours, budget.Values(outputs, grads), budget.Values(*true[:2]), factor, slack)
+    found = _site_problems(ours.sites, None, None, None) + budget.problems(compared)
+    if found:
+        lines = "\n".join(f"  {e.name}: compiled {e.ours:.2e}, eager {e.stock:.2e}" for e in compared)
+        raise AssertionError("\n".join([*found, "errors against float64:", lines, _listed(ours.sites)]))
+    return ours
 
 
-class _Exact(TorchFunctionMode):
-    """Computes in float64 whatever floating dtype is asked for: in casts, of factories, by default."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
-            func = torch.Tensor.double
-        kwargs = {name: self._wide(value) for name, value in (kwargs or {}).items()}
-        return func(*map(self._wide, args), **kwargs)
-
-    @staticmethod
-    def _wide(value: Any) -> Any:
-        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
-
-    def __enter__(self) -> Any:
-        self._default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        torch.set_default_dtype(self._default)
+# -- running the passes alone ----------------------------------------------------------------------
 
 
 class _AfterPasses:
@@ -334,122 +354,7 @@ def _value(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
-def _run(
-    run: Callable[..., Any],
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    train: bool,
-    cotangents: Sequence[torch.Tensor] | None,
-) -> tuple[Any, dict[str, torch.Tensor | None], tuple[torch.Tensor, ...]]:
-    """(outputs, gradients, cotangents) of `run`, which is `fn` or `fn` compiled."""
-    args, kwargs = _copied((tuple(args), dict(kwargs)), train)
-    if not train:
-        with torch.no_grad():
-            return run(*args, **kwargs), {}, ()
-    leaves = _leaves(fn, args, kwargs)
-    outputs = run(*args, **kwargs)
-    tensors = [
-        leaf
-        for leaf in pytree.tree_leaves(outputs)
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.requires_grad
-    ]
-    if cotangents is None:
-        cotangents = [_cotangent(i, tensor) for i, tensor in enumerate(tensors)]
-    if len(cotangents) != len(tensors):
-        raise AssertionError(f"{len(tensors)} outputs require a gradient, not {len(cotangents)}")
-    grads: dict[str, torch.Tensor | None] = dict.fromkeys(leaves)
-    if tensors and leaves:
-        given = [c.to(t.dtype) for c, t in zip(cotangents, tensors, strict=True)]
-        found = torch.autograd.grad(tensors, list(leaves.values()), given, allow_unused=True)
-        grads = dict(zip(leaves, found, strict=True))
-    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs), grads, tuple(cotangents)
-
-
-def _cotangent(index: int, tensor: torch.Tensor) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 + index)
-    values = torch.randn(tensor.shape, dtype=torch.float64, generator=generator)
-    return values.to(tensor.device, tensor.dtype)
-
-
-def _leaves(fn: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
-    """The tensors to differentiate with respect to, by name."""
-    found: dict[str, torch.Tensor] = {}
-    for where in (list(args), kwargs):
-        for path, leaf in pytree.tree_flatten_with_path(where)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                found[".".join(_step(key) for key in path)] = leaf
-    if isinstance(fn, nn.Module):
-        found.update((name, p) for name, p in fn.named_parameters() if p.requires_grad)
-    return found
-
-
-def _step(key: Any) -> str:
-    """One step of a path in a tree of arguments: an index, a key or a field."""
-    named = [getattr(key, name) for name in ("idx", "key", "name") if hasattr(key, name)]
-    return str(named[0] if named else key)
-
-
-def _copied(tree: Any, train: bool) -> Any:
-    """The same tree with copies of its tensors, as leaves; one tensor given twice stays one."""
-    memo: dict[int, torch.Tensor] = {}
-
-    def one(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in memo:
-            with torch.no_grad():
-                data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                storage = tensor.untyped_storage().clone()
-                data.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-            for name in [name for name in vars(tensor) if name.startswith("_dynamo_")]:  # marked dynamic
-                setattr(data, name, getattr(tensor, name))
-            memo[id(tensor)] = data.requires_grad_(train and tensor.requires_grad)
-        return memo[id(tensor)]
-
-    return pytree.tree_map_only(torch.Tensor, one, tree)
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    def one(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point() or tensor.dtype == dtype:
-            return tensor
-        return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
-
-    return pytree.tree_map_only(torch.Tensor, one, tree)
-
-
-def _split(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-
-
-# -- comparing ------------------------------------------------------------------------------------
-
-
-def _paired(
-    ours: Capture, stock: Capture, true: Capture
-) -> list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(name, ours, stock, reference) of every output and gradient."""
-    outputs = ours.tensors, stock.tensors, true.tensors
-    if len({len(tensors) for tensors in outputs}) != 1:
-        raise AssertionError(f"different numbers of outputs: {[len(tensors) for tensors in outputs]}")
-    found = []
-    for i, (x, y, z) in enumerate(zip(*outputs, strict=True)):
-        if x.shape != y.shape or x.dtype != y.dtype:
-            raise AssertionError(
-                f"output {i} is {x.dtype} {tuple(x.shape)}, of stock {y.dtype} {tuple(y.shape)}"
-            )
-        found.append((f"output[{i}]", x, y, z))
-    for name in ours.grads:
-        triple = [run.grads[name] for run in (ours, stock, true)]
-        shown = next((t for t in triple if t is not None), None)
-        if shown is not None:
-            x, y, z = (torch.zeros_like(shown) if t is None else t for t in triple)
-            found.append((name, x, y, z))
-    return found
-
-
-def _error(x: torch.Tensor, true: torch.Tensor, norm: float) -> float:
-    """Distance from the reference in the Euclidean norm, relative to `norm` where that is not zero."""
-    return float((x.double() - true.double()).norm()) / (norm if norm > 0 and math.isfinite(norm) else 1.0)
+# -- what is wrong ---------------------------------------------------------------------------------
 
 
 def _site_problems(
@@ -467,7 +372,7 @@ def _site_problems(
 
 
 def _listed(sites: Sequence[Site]) -> str:
-    return "\n".join(["sites:", *(f"  {site}" for site in sites)]) if sites else "no candidate was seen"
+    return f"sites:\n{text(table(sites), width=180)}{Report(list(sites)).summary()}"
 
 
 def _target_name(node: fx.Node) -> str:

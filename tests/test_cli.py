@@ -141,6 +141,32 @@ def test_env_shows_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     }
 
 
+def test_env_shows_assigned_toggles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INDUCTOR_FUSIONS_STRICT", "1")
+    with config.patch(policy="always"):
+        toggles = {toggle["name"]: toggle for toggle in run_json("env")["toggles"]}
+    assert (toggles["policy"]["value"], toggles["policy"]["from"]) == ("always", "assigned")
+    assert (toggles["strict"]["value"], toggles["strict"]["from"]) == (0, "assigned")
+    assert toggles["attention"]["from"] == "default"
+
+
+def test_list_shows_gains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the tables alone: shapes that were measured, and what was gained where it pays."""
+    devices = tmp_path / "devices"
+    devices.mkdir()
+    rows = [{"gain": {"sdpa": gain, "efficient": 0.5}} for gain in (0.9, 1.5, 2.0, 4.0)]
+    (devices / "cpu.json").write_text(json.dumps({"schema": tables.SCHEMA, "attention": rows}))
+    monkeypatch.setattr(tables, "folder", lambda: tmp_path)
+    tables.load.cache_clear()
+    try:
+        (row,) = [row for row in run_json("list")["fusions"] if row["name"] == "attention"]
+        text = run("list")
+    finally:
+        tables.load.cache_clear()
+    assert row["gains"] == {"cpu": {"shapes": 4, "pays": 3, "median": 2.0, "best": 4.0}}
+    assert "2.00x, up to 4.00x, at 3 of 4 shapes" in text
+
+
 def test_list() -> None:
     found = run_json("list")["fusions"]
     assert [row["name"] for row in found] == [fusion.name for fusion in ALL]
@@ -202,6 +228,33 @@ def test_explain_folder(tmp_path: Path) -> None:
     assert [site["verdict"] for site in found["sites"]] == ["fused"]
 
 
+def test_explain_page(tiny: str, tmp_path: Path) -> None:
+    with config.patch(policy="always"):
+        run("explain", f"{tiny}:make", "--html", "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.startswith("<!DOCTYPE html>") and "Attention: 1 fused" in page
+
+
+def test_explain_model_type() -> None:
+    """A model type of transformers, with its default configuration and random weights."""
+    pytest.importorskip("transformers")
+    with config.patch(policy="always"):
+        found = run_json(
+            "explain", "albert", "--layers", "1", "--seq", "8", "--attn", "eager", "--batch", "1"
+        )
+    assert [site["verdict"] for site in found["sites"]] == ["fused"]
+    assert found["title"] == "AlbertModel" and found["facts"]["policy"] == "always"
+
+
+def test_explain_refuses_what_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what to do, before anything is built."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 10)
+    assert "--layers 2" in refuse(monkeypatch, capsys, "explain", "BertConfig")
+
+
 def test_explain_reports_a_model_that_does_not_run(tiny: str) -> None:
     done = CliRunner().invoke(cli.app, ["explain", f"{tiny}:wrong_shapes"])
     assert done.exit_code == 1
@@ -229,6 +282,7 @@ def test_explain_reports_a_model_that_does_not_run(tiny: str) -> None:
         (["list", "--yaml"], "yaml"),
         (["demo", "--device", "abacus"], "abacus"),
         (["demo", "--json", "no/such/folder.json"], "no/such"),
+        (["explain", "tiny_models:make", "--html", "no/such/page.html"], "no/such"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -273,7 +327,9 @@ def test_module_runs_the_command_line() -> None:
     assert (toggle["value"], toggle["from"]) == (0, "environment")
 
 
-@pytest.mark.parametrize("command", [[], ["env"], ["list"], ["demo"], ["explain"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [[], ["env"], ["list"], ["demo"], ["explain"], ["run"], ["bisect"]], ids=" ".join
+)
 def test_help_names_the_exit_codes(command: list[str]) -> None:
     assert "Exit codes" in run(*command, "--help")
 

@@ -32,6 +32,8 @@ def start(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
         ("INDUCTOR_FUSIONS_POLICY", "never", "profitable or always"),
         ("INDUCTOR_FUSIONS_EMPTY_ROWS", "1", "keep or stock or ignore"),
         ("INDUCTOR_FUSIONS_STRICT", "yes", "0 or 1"),
+        ("INDUCTOR_FUSIONS_MAX", "-1", "a number"),
+        ("INDUCTOR_FUSIONS_MAX", "few", "a number"),
     ],
 )
 def test_value_that_is_not_understood(name: str, value: str, takes: str) -> None:

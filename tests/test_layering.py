@@ -24,20 +24,29 @@ PRIVATE_TORCH_USERS = {"_inductor"}
 
 # Each top-level module (or sub-package) and those it may import. "public" is the package itself,
 # `from inductor_fusions import explain`. Everything may import _version. A new module needs a row.
-BASE = {"config", "reporting", "tables", "_inductor"}
+BASE = {"config", "reporting", "sites", "tables", "_inductor"}
 LAYERS = {
     "_version": set(),
     "_inductor": set(),
     "config": {"_inductor"},
-    "reporting": {"config", "_inductor"},
+    "sites": set(),
+    "reporting": {"config", "sites", "_inductor"},
+    "watching": set(),
+    "runs": set(),
+    "budget": set(),
     "tables": {"config", "_inductor"},
     "fusion": BASE,
     "fusions": {"fusion"} | BASE,
-    "passes": {"fusion"} | BASE,
-    "registration": {"passes", "fusions", "config", "reporting", "_inductor"},
-    "__init__": {"registration", "testing", "fusion", "fusions"} | BASE,
-    "testing": {"public", "registration", "fusion", "fusions"} | BASE,
-    "cli": {"public", "demo", "testing", "fusion", "fusions"} | BASE,
+    "containment": {"fusion", "_inductor"},
+    "passes": {"fusion", "containment", "watching"} | BASE,
+    "registry": {"fusion", "fusions", "config"},
+    "registration": {"passes", "registry", "fusions", "config", "reporting", "_inductor"},
+    "__init__": {"registration", "testing", "explaining", "verifying", "fusion", "fusions"} | BASE,
+    "explaining": {"runs", "watching"} | BASE,
+    "verifying": {"runs", "budget"} | BASE,
+    "bisecting": {"sites"},
+    "testing": {"public", "registration", "fusion", "fusions", "runs", "budget"} | BASE,
+    "cli": {"public", "demo", "explaining", "bisecting", "registry", "testing", "fusion", "fusions"} | BASE,
     "demo": {"public", "testing", "fusion"} | BASE,
     "__main__": {"cli"},
 }

@@ -34,7 +34,7 @@ def test_uuid_is_stable() -> None:
 
 TOGGLES = {
     "enabled": False, "attention": False, "attention_kernel": "flex", "stock_misfires": False,
-    "policy": "always", "empty_rows": "ignore", "strict": True,
+    "max": "3", "skip": "another", "policy": "always", "empty_rows": "ignore", "strict": True,
 }  # fmt: skip
 
 

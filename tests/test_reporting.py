@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import inductor_fusions
-from inductor_fusions import Report, Site, config, testing
+from inductor_fusions import Report, Site, _inductor, config, passes, reporting, testing
 
 ROOT = Path(inductor_fusions.__file__).parents[1]
 
@@ -73,8 +73,10 @@ def test_text() -> None:
     for fn in (attention, attention, over_queries):
         compile_with_passes(fn)
     text = str(inductor_fusions.report())
-    assert "2 x attention: fused: sdpa" in text
-    assert "1 x attention: rejected: the softmax is over dim" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["2", "attention", "fused", "sdpa"] in [row[:4] for row in rows]
+    assert ["1", "attention", "rejected", "the", "softmax"] in [row[:5] for row in rows]
+    assert text.endswith("2 fused, 1 rejected")
 
 
 def test_json() -> None:
@@ -128,11 +130,12 @@ torch.compile(f)(q, k, v)
 """
 
 
-def start(**variables: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+def start(program: str = PROGRAM, first: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program, with one more folder in front of the path."""
+    path = os.pathsep.join(filter(None, [first, str(ROOT), os.environ.get("PYTHONPATH", "")]))
     env = {**os.environ, "PYTHONPATH": path, "INDUCTOR_FUSIONS_POLICY": "always", **variables}
     env["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
-    command = [sys.executable, "-c", PROGRAM]
+    command = [sys.executable, "-c", program]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
 
 
@@ -159,3 +162,212 @@ def test_silent() -> None:
     done = start()
     assert (done.returncode, done.stdout) == (0, "")
     assert "inductor_fusions" not in done.stderr
+
+
+# -- short names for TORCH_LOGS -------------------------------------------------------------------
+
+TWO = """
+import sys, torch
+print("inductor_fusions" in sys.modules)
+import inductor_fusions
+from inductor_fusions import testing
+for dim in -1, -2:
+    f = lambda q, k, v: torch.softmax(q @ k.mT, dim) @ v
+    torch.compile(f, backend=testing._AfterPasses([]))(*torch.randn(3, 1, 2, 4, 8).unbind(0))
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> str:
+    """A folder in which the package looks installed, with the entry points of pyproject.toml."""
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = []
+    for group, entries in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
+    info = tmp_path / "inductor_fusions-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: inductor_fusions\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "fused", "missed"), [("+fusions", True, True), ("fusion_misses", False, True)]
+)
+def test_short_names(names: str, fused: bool, missed: bool, installed: str) -> None:
+    """From torch 2.13 on. Importing torch alone does not import the package."""
+    if _inductor.torch_version() < (2, 13):
+        pytest.skip("torch loads the names too late")
+    done = start(TWO, installed, TORCH_LOGS=names)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "False\n"
+    assert ("attention: fused (sdpa" in done.stderr) is fused
+    assert ("attention: rejected (the softmax" in done.stderr) is missed
+    assert done.stderr.count("rejected") == 1
+
+
+def test_entry_points_change_nothing_else(installed: str) -> None:
+    done = start("import sys, torch; print('inductor_fusions' in sys.modules)", installed)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+
+
+def test_names_that_cannot_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without this registry is not broken by it."""
+    from torch._logging import _internal as logs
+
+    from inductor_fusions_hooks import torch_logs
+
+    monkeypatch.delattr(logs, "register_artifact")
+    with pytest.warns(UserWarning, match="long name"):
+        torch_logs.register()
+
+
+# -- once, where nothing was fused ----------------------------------------------------------------
+
+
+@pytest.fixture
+def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process."""
+    for name in ("fused", "warned"):
+        monkeypatch.setattr(reporting._state, name, False)
+
+
+def missed(hint: str = "", verdict: str = "rejected") -> Site:
+    return Site("attention", verdict, "n", reason="because", hint=hint)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, *graphs: list[Site]) -> list[str]:
+    caplog.clear()
+    for sites in graphs:
+        reporting._warn_if_nothing(sites)
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_nothing_fused_is_said_once(unsaid: None, caplog: pytest.LogCaptureFixture) -> None:
+    (said,) = warnings_of(caplog, [], [missed(), missed()], [missed()])
+    assert said.startswith("none of 2 sites was fused; 2 of them: because. To see each: ")
+
+
+@pytest.mark.parametrize(
+    "graphs",
+    [
+        [[]],
+        [[missed(verdict="left to stock")]],  # as good as it can be
+        [[Site("attention", "fused", "n")], [missed()]],
+        [[missed(), Site("attention", "fused", "n")]],
+    ],
+)
+def test_nothing_to_say(graphs: list, unsaid: None, caplog: pytest.LogCaptureFixture) -> None:
+    assert warnings_of(caplog, *graphs) == []
+
+
+def test_left_to_stock_with_a_hint_is_said(unsaid: None, caplog: pytest.LogCaptureFixture) -> None:
+    assert warnings_of(caplog, [missed("set a variable", "left to stock")])
+
+
+def test_said_by_a_compile(unsaid: None, caplog: pytest.LogCaptureFixture, tmp_path: Path,
+                           monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """With the command that explains it, for the script that runs."""
+    script = tmp_path / "train.py"
+    script.touch()
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    torch.compile(over_queries, backend=_inductor.passes_only())(*inputs())
+    (record,) = [r for r in caplog.records if r.name == "inductor_fusions.reporting"]
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().endswith(f"python -m inductor_fusions run --report {script}")
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+def test_names_in_the_output_code() -> None:
+    """The call of the fused kernel names the fusion and its node."""
+    from torch._inductor.utils import run_and_get_code
+
+    with config.patch(policy="always"), torch._inductor.config.patch(force_disable_caches=True):
+        _, (code,) = run_and_get_code(torch.compile(attention), *inputs())
+    (line,) = [line for line in code.splitlines() if "Source Nodes: [inductor_fusions_attention" in line]
+    following = code[code.index(line) :].splitlines()[1]
+    assert "_scaled_dot_product_" in following
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("L['self'].layers.3.attention", "layers.3.attention"),
+        ("L['self']._modules['layers']._modules['3'].attention", "layers.3.attention"),
+        ("L['fn'].layers[3].attention", "layers.3.attention"),
+        ("L['self']", ""),
+        ("G['model'].encoder", "encoder"),
+    ],
+)
+def test_module_path(path: str, said: str) -> None:
+    node = torch.fx.Graph().placeholder("x")
+    node.meta["nn_module_stack"] = {"0": ("L['self']", object), "1": (path, object)}
+    assert reporting.module_path(node) == said
+
+
+def test_source_line() -> None:
+    """The innermost frame of the user's, also where its text is not known."""
+    node = torch.fx.Graph().placeholder("x")
+    assert reporting.source_line(node) == ""
+    node.meta["stack_trace"] = (
+        '  File "a.py", line 1, in f\n    g(x)\n  File "b.py", line 2, in g\n    x + 1\n'
+    )
+    assert reporting.source_line(node) == "b.py:2 in g: x + 1"
+    node.meta["stack_trace"] = (
+        '  File "a.py", line 1, in f\n    g(x)\n  File "<stdin>", line 2, in <lambda>\n'
+    )
+    assert reporting.source_line(node) == "<stdin>:2 in <lambda>"
+    own = (
+        f'  File "<stdin>", line 2, in f\n  File "{_inductor.__file__}", line 9, in call\n    return fn(x)\n'
+    )
+    node.meta["stack_trace"] = own
+    assert reporting.source_line(node) == "<stdin>:2 in f"
+
+
+# -- cost -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_cost_when_nobody_looks(monkeypatch: pytest.MonkeyPatch, fresh_cache: None) -> None:
+    """All reporting together takes less than 1% of a compile with code generation, files included."""
+    import time
+
+    spent = [0.0]
+    inside = [False]
+
+    def timed(fn):
+        def call(*args, **kwargs):
+            if inside[0]:
+                return fn(*args, **kwargs)
+            inside[0], start = True, time.perf_counter()
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                spent[0] += time.perf_counter() - start
+                inside[0] = False
+
+        return call
+
+    for module, names in (
+        (reporting, ("begin", "hold", "flush", "source_line", "module_path")),
+        (passes, ("_mark", "_tell", "trace_artifact")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, timed(getattr(module, name)))
+
+    def deep(x):
+        for _ in range(24):
+            x = x + torch.relu(attention(x, x + 1, x - 1)) * 2
+        return x
+
+    inductor_fusions.clear()
+    with config.patch(policy="always"):
+        start = time.perf_counter()
+        torch.compile(deep)(torch.randn(1, 2, 5, 8))
+        whole = time.perf_counter() - start
+    assert inductor_fusions.report().count() == 24
+    print(f"{1e3 * spent[0]:.1f} ms of {whole:.1f} s: {spent[0] / whole:.2%}")
+    assert 0 < spent[0] < 0.01 * whole

@@ -107,7 +107,9 @@ def test_assert_fusions() -> None:
         testing.assert_fusions(refused, inputs(), **cheap)
     message = str(caught.value)
     assert "expected {'attention': 1}" in message
-    assert "rejected (the softmax is over dim -2" in message
+    (row,) = [line.split() for line in message.splitlines() if "rejected  " in line]
+    assert row[:4] == ["1", "attention", "rejected", "the"]
+    assert "the softmax is over dim -2" in message
     assert "in refused" in message
     with pytest.raises(AssertionError, match="expected"):
         testing.assert_fusions(attention, inputs(), {}, **cheap)

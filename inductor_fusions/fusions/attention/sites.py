@@ -11,7 +11,7 @@ from torch import fx
 
 from ..._inductor import fake_mode_of, is_batched, is_body_of_dynamo, known_true, suppress_guards
 from ...fusion import Candidate, LeftToStock, Rejected
-from . import emit, kernels, structure, torch_ops
+from . import emit, kernels, savings, structure, torch_ops
 from .aliasing import Mutations, name_overwritten_values
 from .mask_builder import MaskMemo, check_empty_rows
 from .masks import Interpreter, classify, visibility
@@ -142,6 +142,10 @@ class HandWritten(Candidate):
             check_empty_rows(problem)
             self.choice = kernels.choose(problem)
 
+    def savings(self) -> dict[str, int]:
+        assert self.site is not None and self.problem is not None
+        return savings.of_hand_written(self.problem, self.site.product)
+
     def rewrite(self) -> str:
         assert self.site is not None and self.problem is not None and self.choice is not None
         site, output = self.site, self.site.output
@@ -237,6 +241,11 @@ class SdpaCall(Candidate):
             return classify(None, shape)
         read = visibility(self.scope.interpreter.read(mask))
         return classify(read[0] if read is not None else None, shape)
+
+    def savings(self) -> dict[str, int]:
+        op = torch_ops.read(self.anchor)
+        assert op is not None and self.problem is not None
+        return savings.of_sdpa_call(self.problem, op["attn_mask"])
 
     def rewrite(self) -> str:
         assert self.problem is not None and self.choice is not None

@@ -1,0 +1,145 @@
+"""Finding the fused site that changes what a script does."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from .sites import SCHEMA, Site
+
+
+class By(str, Enum):
+    """What tells a wrong run from a right one."""
+
+    exit = "exit"
+    output = "output"
+
+
+class Nothing(Exception):
+    """There is no such site, and why."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The site that changes the result.
+
+    Attributes:
+        number: it is the so-many-th fused site of the process; with one less the result is right.
+        sites: fused sites in all.
+        site: which it is.
+    """
+
+    number: int
+    sites: int
+    site: Site
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "schema": SCHEMA, "found": True, "number": self.number, "sites": self.sites,
+            "site": asdict(self.site),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return (
+            f"site {self.number} of {self.sites} changes the result:\n{self.site}\n"
+            f"INDUCTOR_FUSIONS_MAX={self.number - 1} gives the right one, INDUCTOR_FUSIONS_MAX={self.number} "
+            "the wrong one"
+        )
+
+
+@dataclass(frozen=True)
+class _Run:
+    code: int
+    output: str
+    fused: list[Site]
+
+
+def bisect(
+    script: Sequence[str],
+    arguments: Sequence[str],
+    by: By = By.exit,
+    rtol: float = 1e-2,
+    say: Callable[[str], None] = lambda line: None,
+) -> Found:
+    """Run a script with only the first fused sites, and halve their number.
+
+    Args:
+        script: a file, or "-m" and a module.
+        arguments: of the script.
+        by: what tells a wrong run.
+        rtol: with `By.output`, how far numbers on stdout may be apart, relatively.
+        say: is told of each run.
+
+    Raises:
+        Nothing: no site changes the result.
+    """
+    reference = _run(script, arguments, 0)
+
+    def right(run: _Run) -> bool:
+        if by is By.exit:
+            return run.code == 0
+        return run.code == reference.code and same_numbers(run.output, reference.output, rtol)
+
+    say(f"no site fused: exit code {reference.code}")
+    if not right(reference):
+        raise Nothing(
+            f"the script fails without any fusion (exit code {reference.code}): no site is to blame"
+        )
+    whole = _run(script, arguments, sys.maxsize)
+    total = len(whole.fused)
+    say(f"{total} sites fused: {'right' if right(whole) else 'wrong'}")
+    if right(whole):
+        raise Nothing(f"the result is right with all {total} sites fused: there is nothing to find")
+    if total == 0:
+        raise Nothing("the result differs although nothing was fused: it is not the fusions")
+    low, high, last = 0, total, whole  # right with `low` sites, wrong with `high`
+    while high - low > 1:
+        middle = (low + high) // 2
+        run = _run(script, arguments, middle)
+        good = right(run)
+        say(f"{middle} sites fused: {'right' if good else 'wrong'}")
+        if good:
+            low = middle
+        else:
+            high, last = middle, run
+    if len(last.fused) < high:
+        raise Nothing("the script does not fuse the same sites in each run: make it deterministic")
+    return Found(high, total, last.fused[high - 1])
+
+
+def _run(script: Sequence[str], arguments: Sequence[str], most: int) -> _Run:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", __package__, "run", "--json", str(report), *script, *arguments]
+        env = {**os.environ, "INDUCTOR_FUSIONS_MAX": str(most)}
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        try:
+            sites = [Site.from_dict(site) for site in json.loads(report.read_text("utf-8"))["sites"]]
+        except (OSError, ValueError):
+            raise Nothing(f"the script ended without a report: {done.stderr.strip()[-300:]}") from None
+    return _Run(done.returncode, done.stdout, [site for site in sites if site.verdict == "fused"])
+
+
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\bnan\b|\binf\b)")
+
+
+def same_numbers(output: str, reference: str, rtol: float) -> bool:
+    """Whether two texts have the same numbers, up to a relative distance, in the same places."""
+    ours, theirs = _NUMBER.findall(output), _NUMBER.findall(reference)
+    if len(ours) != len(theirs):
+        return False
+    return all(
+        a == b or math.isclose(float(a), float(b), rel_tol=rtol, abs_tol=1e-12)
+        for a, b in zip(ours, theirs, strict=True)
+    )

@@ -1,0 +1,131 @@
+"""The error budget: what a fused result may differ from float64, measured by what the unfused one does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+#: An error may be this many times that of stock,
+FACTOR = 1.5
+#: plus this many eps of its dtype: one is for rounding the result itself.
+SLACK = 1.0
+#: A gradient this small beside the largest one is nothing but rounding.
+VANISHING = 1e-6
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far one tensor is from float64.
+
+    Attributes:
+        name: "output[i]", or the name of a gradient.
+        gradient: whether it is one.
+        ours, stock: relative errors, in the Euclidean norm, with the fusions and without.
+        budget: what `ours` may be.
+        problem: what is wrong with it, or "".
+    """
+
+    name: str
+    gradient: bool
+    ours: float
+    stock: float
+    budget: float
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Values:
+    """Outputs of a run, and gradients by name."""
+
+    outputs: Any
+    grads: Mapping[str, torch.Tensor | None]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor of `outputs`, in order."""
+        return [leaf for leaf in pytree.tree_leaves(self.outputs) if isinstance(leaf, torch.Tensor)]
+
+
+def compare(ours: Any, stock: Any, true: Any, factor: float = FACTOR, slack: float = SLACK) -> list[Error]:
+    """The error of every output and gradient, and its budget.
+
+        ||x - ref|| / ||ref||  <=  factor * (the same for stock)  +  slack * eps(dtype of x)
+
+    A gradient that vanishes in exact arithmetic (that of a key's bias, say) is nothing but rounding in every
+    run: its error is taken relative to the largest gradient, and its budget is that of the least exact
+    tensor. What is not floating point must be that of stock.
+
+    Args:
+        ours, stock, true: runs with the fusions, without them, and in float64, each with the attributes
+            `tensors` and `grads` of `Values`.
+
+    Raises:
+        AssertionError: where the outputs differ in number, shape or dtype.
+    """
+    rows = _paired(ours, stock, true)
+    largest = max((_norm(z) for name, _, _, z in rows if name in ours.grads), default=0.0)
+    measured = []
+    for name, x, y, z in rows:
+        gradient = name in ours.grads
+        if not x.is_floating_point():
+            problem = "" if torch.equal(x, y) else f"{name} is not that of stock"
+            if problem:
+                measured.append((name, gradient, x, math.nan, math.nan, False, problem))
+            continue
+        norm = _norm(z)
+        vanishes = gradient and norm < VANISHING * largest
+        norm = largest if vanishes else norm
+        measured.append((name, gradient, x, _error(x, z, norm), _error(y, z, norm), vanishes, ""))
+    worst = max((row[4] for row in measured if not row[6]), default=0.0)
+    found = []
+    for name, gradient, x, mine, theirs, vanishes, problem in measured:
+        if problem:
+            found.append(Error(name, gradient, mine, theirs, 0.0, problem))
+            continue
+        allowed = worst if vanishes else theirs
+        budget = factor * allowed + slack * torch.finfo(x.dtype).eps
+        if not mine <= budget:  # also where it is NaN
+            what = f"gradient of {name}" if gradient else name
+            problem = f"{what}: error {mine:.2e}, stock {allowed:.2e}, budget {budget:.2e}"
+        found.append(Error(name, gradient, mine, theirs, budget, problem))
+    return found
+
+
+def problems(errors: Sequence[Error]) -> list[str]:
+    """What is over budget, in words."""
+    return [error.problem for error in errors if error.problem]
+
+
+def _paired(ours: Any, stock: Any, true: Any) -> list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(name, ours, stock, reference) of every output and gradient."""
+    outputs = ours.tensors, stock.tensors, true.tensors
+    if len({len(tensors) for tensors in outputs}) != 1:
+        raise AssertionError(f"different numbers of outputs: {[len(tensors) for tensors in outputs]}")
+    found = []
+    for i, (x, y, z) in enumerate(zip(*outputs, strict=True)):
+        if x.shape != y.shape or x.dtype != y.dtype:
+            raise AssertionError(
+                f"output {i} is {x.dtype} {tuple(x.shape)}, of stock {y.dtype} {tuple(y.shape)}"
+            )
+        found.append((f"output[{i}]", x, y, z))
+    for name in ours.grads:
+        triple = [run.grads[name] for run in (ours, stock, true)]
+        shown = next((t for t in triple if t is not None), None)
+        if shown is not None:
+            x, y, z = (torch.zeros_like(shown) if t is None else t for t in triple)
+            found.append((name, x, y, z))
+    return found
+
+
+def _norm(x: torch.Tensor) -> float:
+    return float(x.double().norm())
+
+
+def _error(x: torch.Tensor, true: torch.Tensor, norm: float) -> float:
+    """Distance from the reference, relative to `norm` where that is not zero."""
+    return float((x.double() - true.double()).norm()) / (norm if norm > 0 and math.isfinite(norm) else 1.0)

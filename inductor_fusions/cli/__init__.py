@@ -1,0 +1,58 @@
+"""The command line: `python -m inductor_fusions`, also installed as `inductor-fusions`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from .common import EXIT_CODES, PROG, one_line
+
+app = typer.Typer(
+    name=PROG,
+    help="Fused kernels for stock torch.compile: what is installed, what it does to a model and why, scripts "
+    "with the fusions on, and a demo.",
+    epilog=EXIT_CODES.replace("; 2", "; 1 what was asked for did not hold (see each command); 2"),
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """The console entry point: mistakes of the user's are one line on stderr, without a traceback."""
+    try:
+        code = app(prog_name=PROG, standalone_mode=False)
+    except BrokenPipeError:  # the reader of the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except (KeyboardInterrupt, typer.Abort):
+        print(f"{PROG}: interrupted", file=sys.stderr)
+        code = 130
+    except Exception as error:
+        # Typer's own errors; their base class has no public name that all versions share.
+        if not hasattr(error, "format_message"):
+            raise
+        print(f"{PROG}: {one_line(error.format_message())}", file=sys.stderr)
+        code = getattr(error, "exit_code", 2)
+    sys.exit(code)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit
+
+
+# The commands add themselves to `app`, in the order of --help.
+from . import environment, explaining, running, demoing  # noqa: E402, F401, I001

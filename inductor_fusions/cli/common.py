@@ -1,0 +1,101 @@
+"""What the commands share: options, mistakes of the user's, and how things are printed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PROG = "inductor-fusions"
+EXIT_CODES = (
+    "Exit codes: 0 done; 2 a wrong argument, environment variable or model, said in one line on stderr."
+)
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+class UserError(typer.BadParameter):
+    """A mistake of the user's: shown as one line, exit code 2."""
+
+    def format_message(self) -> str:
+        return str(self.message)
+
+
+class Device(str, Enum):
+    """Where to run."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+def find_device(wanted: Device) -> torch.device:
+    """The device that is meant."""
+    available = torch.cuda.is_available()
+    if wanted is Device.cuda and not available:
+        raise UserError("--device cuda: torch finds no CUDA device")
+    if wanted is Device.auto:
+        wanted = Device.cuda if available else Device.cpu
+    return torch.device(wanted.value)
+
+
+@contextlib.contextmanager
+def calm() -> Iterator[None]:
+    """Without the warnings of torch and transformers about models that are only looked at."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
+        yield
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {one_line(str(error))}"
+
+
+def one_line(text: str, limit: int = 300) -> str:
+    """Text without line breaks, and not endless."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def table(*columns: str, header: bool = True) -> Any:
+    """An empty table for `rich`."""
+    from rich.table import Table
+
+    found = Table(show_header=header)
+    for column in columns:
+        found.add_column(column, overflow="fold")
+    return found
+
+
+def console() -> Console:
+    """Where tables go: as wide as the terminal, and wide enough for a table where there is none."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=160)
+
+
+def print_json(data: dict[str, Any]) -> None:
+    """JSON on stdout."""
+    print(json.dumps(data, indent=1))
+
+
+def writable(path: os.PathLike[str] | None, option: str) -> None:
+    """Refuse a file that cannot be written before the work is done for it.
+
+    Raises:
+        UserError: its folder does not exist.
+    """
+    folder = os.path.dirname(os.path.abspath(path)) if path is not None else ""
+    if path is not None and not os.path.isdir(folder):
+        raise UserError(f"{option}: there is no folder {os.path.dirname(path)}")

@@ -1,0 +1,187 @@
+"""`env` and `list`: what there is."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from .. import __version__, _inductor, config, registry, tables
+from ..fusion import Fusion
+from . import app
+from .common import EXIT_CODES, Device, JsonFlag, console, find_device, print_json
+from .common import table as table_of
+
+PACKAGE = __name__.partition(".")[0]
+
+
+@app.command(epilog=EXIT_CODES)
+def env(as_json: JsonFlag = False) -> None:
+    """Show versions, devices, the hooks really installed, the toggles in force and the tables found."""
+    found = environment()
+    if as_json:
+        print_json(found)
+        return
+    table = table_of("", "", header=False)
+    for name, version in found["versions"].items():
+        table.add_row(name, version or "not installed")
+    for device in found["devices"]:
+        table.add_row("device", device)
+    table.add_section()
+    for stage, hook in found["hooks"].items():
+        table.add_row(f"{stage} ({hook['hook']})", ", ".join(hook["passes"]) or "nothing installed")
+    if not found["enabled"]:
+        table.add_row("", "the fusions are off")
+    table.add_section()
+    for toggle in found["toggles"]:
+        table.add_row(toggle["variable"], f"{toggle['value']}  ({toggle['from']})")
+    table.add_section()
+    tuned = found["tables"]
+    for entry in tuned["files"]:
+        table.add_row(entry["file"], f"{entry['rows']} rows" if entry["usable"] else "not usable")
+    own = "found" if tuned["found"] else "none: attention written by hand is left to stock here"
+    table.add_row(f"for this device: {tuned['device']}.json", own)
+    console().print(table)
+
+
+def environment() -> dict[str, Any]:
+    """What `env` shows, as plain data."""
+    versions: dict[str, str | None] = {"inductor_fusions": __version__, "torch": str(torch.__version__)}
+    versions |= {name: _version(name) for name in ("triton", "transformers", "peft")}
+    versions["python"] = platform.python_version()
+    device = find_device(Device.auto)
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        devices = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(count)]
+    else:
+        devices = [f"cpu {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"]
+    hooks = {
+        stage: {"hook": hook, "passes": [_describe_pass(item) for item in _inductor.get_hook(stage)]}
+        for stage, hook in _inductor.HOOKS.items()
+    }
+    name = tables.device_name(device)
+    return {
+        "schema": 1,
+        "versions": versions,
+        "devices": devices,
+        "enabled": bool(config.enabled),
+        "hooks": hooks,
+        "toggles": _toggles(),
+        "tables": {"device": name, "found": tables.load(name) is not None, "files": _table_files()},
+    }
+
+
+def _describe_pass(item: Any) -> str:
+    kind = type(item)
+    if kind.__module__.partition(".")[0] == PACKAGE:
+        names = ", ".join(fusion.name for fusion in item.fusions)
+        return f"{kind.__name__}: {names or 'no fusion in this stage yet'}"
+    return getattr(item, "__qualname__", f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _toggles() -> list[dict[str, Any]]:
+    found = []
+    toggles: Any = config  # install_config_module() gives it methods that mypy does not see
+    defaults = {name: toggles._config[name].default for name in toggles.get_config_copy()}
+    defaults = {name: int(value) if isinstance(value, bool) else value for name, value in defaults.items()}
+    for name, value in toggles.get_config_copy().items():
+        if name.startswith("_") or not name.islower():  # what else the module holds
+            continue
+        variable = _variable(name)
+        shown = int(value) if isinstance(value, bool) else value  # as the variable takes it
+        given = os.environ.get(variable)
+        source = "default" if given is None else "environment"
+        if str(shown) != (str(defaults[name]) if given is None else given) and value is not None:
+            source = "assigned"
+        found.append({"name": name, "variable": variable, "value": shown, "from": source})
+    return found
+
+
+def _variable(toggle: str) -> str:
+    """The environment variable of a toggle."""
+    return "INDUCTOR_FUSIONS" if toggle == "enabled" else f"INDUCTOR_FUSIONS_{toggle.upper()}"
+
+
+def _table_files() -> list[dict[str, Any]]:
+    devices = tables.folder() / "devices"
+    if not devices.is_dir():
+        return []
+    names = sorted(entry.name for entry in devices.iterdir() if entry.name.endswith(".json"))
+    loaded = {name: tables.load(name.removesuffix(".json")) for name in names}
+    return [
+        {
+            "file": f"{devices.name}/{name}",
+            "usable": table is not None,
+            "rows": len((table or {}).get("attention", ())),
+        }
+        for name, table in loaded.items()
+    ]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@app.command("list", epilog=EXIT_CODES)
+def list_fusions(as_json: JsonFlag = False) -> None:
+    """List the fusions: what each matches, its toggle, where it was measured and what it brought there."""
+    found = [_describe_fusion(fusion) for fusion in registry.of()]
+    problems = [
+        {"name": entry.name, "package": entry.package, "problem": entry.problem}
+        for entry in registry.foreign()
+        if entry.problem
+    ]
+    if as_json:
+        print_json({"schema": 1, "fusions": found, "not_loaded": problems})
+        return
+    table = table_of("fusion", "stage", "toggle", "what it does", "measured gain of the shapes where it pays")
+    for row in found:
+        name = f"{row['name']}\n({row['package']})" if row["package"] else row["name"]
+        toggle = f"{row['variable']}  ({'on' if row['on'] else 'off'})"
+        gains = [
+            f"{device}: {g['median']:.2f}x, up to {g['best']:.2f}x, at {g['pays']} of {g['shapes']} shapes"
+            for device, g in row["gains"].items()
+        ]
+        table.add_row(name, row["stage"], toggle, row["summary"], "\n".join(gains) or "not measured")
+    for problem in problems:
+        table.add_row(
+            f"{problem['name']}\n({problem['package']})", "", "", f"not loaded: {problem['problem']}"
+        )
+    console().print(table)
+
+
+def _describe_fusion(fusion: Fusion) -> dict[str, Any]:
+    own = hasattr(config, fusion.name)
+    package = next((e.package for e in registry.foreign() if fusion in e.fusions), "")
+    return {
+        "name": fusion.name,
+        "package": package,
+        "stage": fusion.stage,
+        "variable": _variable(fusion.name) if own else f"INDUCTOR_FUSIONS_SKIP={fusion.name}",
+        "on": config.is_on(fusion.name),
+        "summary": fusion.summary,
+        "gains": {device: gains for device in _devices() if (gains := _gains(device, fusion.name))},
+    }
+
+
+def _devices() -> list[str]:
+    """Every device with a table, this one first."""
+    names = [entry["file"].rpartition("/")[2].removesuffix(".json") for entry in _table_files()]
+    return sorted(names, key=lambda name: (name != tables.device_name(find_device(Device.auto)), name))
+
+
+def _gains(device: str, fusion: str) -> dict[str, Any]:
+    """What a fusion was measured to bring on a device: shapes, of those where it pays, and times."""
+    rows = (tables.load(device) or {}).get(fusion, ())
+    best = [max(row["gain"].values(), default=0.0) for row in rows if isinstance(row.get("gain"), dict)]
+    pays = [gain for gain in best if gain >= tables.MARGIN]
+    if not pays:
+        return {}
+    return {"shapes": len(best), "pays": len(pays), "median": statistics.median(pays), "best": max(pays)}

@@ -1,0 +1,127 @@
+"""`explain`: what becomes of a model, and why."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from .. import config
+from ..explaining import Explanation
+from ..explaining import explain as explain_model
+from ..sites import groups
+from . import app
+from .common import (
+    PROG,
+    Device,
+    JsonFlag,
+    UserError,
+    calm,
+    console,
+    describe,
+    find_device,
+    print_json,
+    writable,
+)
+from .models import Attention, Precision, from_callable, from_hugging_face, to_dtype
+
+
+@app.command(
+    epilog="Exit codes: 0 explained, whatever was fused; 1 the model does not run; 2 a wrong argument, "
+    "environment variable or model. Mistakes are said in one line on stderr."
+)
+def explain(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A Hugging Face model type (bert), a configuration class (BertConfig), a folder with "
+            "config.json, or module:callable that returns (model, kwargs of its forward).",
+        ),
+    ],
+    attn: Annotated[
+        Attention | None, typer.Option(help="Attention of a Hugging Face model; default: the model's own.")
+    ] = None,
+    train: Annotated[bool, typer.Option("--train", help="A training step: forward and backward.")] = False,
+    dtype: Annotated[
+        Precision | None, typer.Option(help="Dtype of the weights; default: bfloat16 on a GPU, else float32.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of a Hugging Face model's input.")] = 2,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of a Hugging Face model's input.")] = 128,
+    padded: Annotated[bool, typer.Option("--padded", help="Give a padding mask.")] = False,
+    no_cache: Annotated[
+        bool,
+        typer.Option("--no-cache", help="Call a decoder with use_cache=False; default: the model's own."),
+    ] = False,
+    dynamic: Annotated[bool, typer.Option("--dynamic", help="Compile with dynamic=True.")] = False,
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="At most this many layers in each stack of a Hugging Face model."),
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Where; auto takes a GPU if there is one.")] = Device.auto,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a page with the graphs before and after as well."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Say of each candidate of a model what became of it and why.
+
+    The model has random weights and nothing is downloaded. All passes of torch.compile run, and no code is
+    generated.
+    """
+    where = find_device(device)
+    writable(html, "--html")
+    precision = dtype or (Precision.bfloat16 if where.type == "cuda" else Precision.float32)
+    with calm():
+        if ":" in model and not Path(model).exists():
+            module, kwargs = from_callable(model)
+        else:
+            module, kwargs = from_hugging_face(model, attn, batch, seq, padded, layers)
+            if no_cache:
+                kwargs["use_cache"] = False
+            module = module.to(getattr(torch, precision.value))
+            kwargs = {k: to_dtype(x, getattr(torch, precision.value)) for k, x in kwargs.items()}
+        module = module.to(where).train(train)
+        kwargs = {k: x.to(where) if isinstance(x, torch.Tensor) else x for k, x in kwargs.items()}
+        found = _explained(module, kwargs, train, dynamic)
+    if html is not None:
+        found.to_html(html)
+    if as_json:
+        print_json({**found.to_dict(), "model": model, "groups": _rows(found)})
+        return
+    out = console()
+    if found.sites:
+        out.print(found)
+    if not config.enabled:
+        out.print("The fusions are off: INDUCTOR_FUSIONS=0.")
+    out.print(f"{model}: {found.summary()}", markup=False, highlight=False)
+
+
+def _explained(model: torch.nn.Module, kwargs: dict[str, Any], train: bool, dynamic: bool) -> Explanation:
+    given = {name: value for name, value in kwargs.items() if name in ("train", "dynamic", "fn")}
+    if given:
+        raise UserError(f"an argument of the model must not be called {next(iter(given))}")
+    try:
+        return explain_model(model, train=train, dynamic=True if dynamic else None, **kwargs)
+    except Exception as error:
+        print(f"{PROG}: the model does not compile or run: {describe(error)}", file=sys.stderr)
+        raise typer.Exit(1) from error
+
+
+def _rows(found: Explanation) -> list[dict[str, Any]]:
+    """Sites that say the same, with their number."""
+    return [
+        {
+            "count": count,
+            "fusion": same[0].fusion,
+            "verdict": same[0].verdict,
+            "kernel_or_reason": same[0].kernel if same[0].verdict == "fused" else same[0].reason,
+            "hint": same[0].hint,
+            "source": same[0].source,
+        }
+        for count, same in groups(found.sites)
+    ]

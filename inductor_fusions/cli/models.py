@@ -1,0 +1,170 @@
+"""Models to look at: by the name of a configuration, with random weights, or as `module:callable`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .common import UserError, describe
+
+
+class Attention(str, Enum):
+    """The attention of a Hugging Face model."""
+
+    eager = "eager"
+    sdpa = "sdpa"
+
+
+class Precision(str, Enum):
+    """A dtype of weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def need_transformers() -> Any:
+    """The package transformers."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise UserError("transformers is not installed: pip install 'inductor_fusions[models]'") from error
+
+
+def from_callable(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """What `module:callable` returns."""
+    module_name, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        make: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            make = getattr(make, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"cannot import {name}: {error}") from error
+    except Exception as error:
+        raise UserError(f"importing {module_name} raised {describe(error)}") from error
+    try:
+        made = make()
+    except Exception as error:
+        raise UserError(f"{name}() raised {describe(error)}") from error
+    match made:
+        case (torch.nn.Module() as model, dict(kwargs)):
+            return model, kwargs
+    raise UserError(f"{name}() must return (a torch.nn.Module, a dict of keyword arguments)")
+
+
+_LAYER_COUNTS = (
+    "num_hidden_layers",
+    "num_layers",
+    "num_decoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "n_layer",
+    "n_layers",
+)
+
+
+def from_hugging_face(
+    name: str, attn: Attention | None, batch: int, seq: int, padded: bool, layers: int | None
+) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A model with random weights and its inputs, by the name of a configuration or a folder."""
+    transformers = need_transformers()
+    try:
+        model_config = _configuration(transformers, name)
+        if layers is not None:
+            _shrink(model_config, layers)
+        limit = getattr(model_config, "max_position_embeddings", None)
+        if isinstance(limit, int) and seq > limit > 0:
+            raise UserError(f"--seq {seq}: {name} takes at most {limit} tokens")
+        options = {"attn_implementation": attn.value} if attn is not None else {}
+        _check_size(transformers, model_config, name)
+        torch.manual_seed(0)
+        model: Any = transformers.AutoModel.from_config(model_config, **options)
+        return model, _hugging_face_inputs(model, batch, seq, padded)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{name}: transformers cannot build it: {describe(error)}") from error
+
+
+def _configuration(transformers: Any, name: str) -> Any:
+    """The configuration that a name means; nothing is downloaded."""
+    if Path(name).exists():
+        return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+    if name.endswith("Config") and hasattr(transformers, name):
+        return getattr(transformers, name)()
+    if name in transformers.CONFIG_MAPPING:
+        return transformers.AutoConfig.for_model(name)
+    try:  # a model whose configuration is in the local cache
+        return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError):
+        raise UserError(
+            f"{name} is neither a configuration class of transformers {transformers.__version__} "
+            "(such as BertConfig), nor a model type (bert), nor a folder with config.json, nor in the local "
+            "cache, nor module:callable"
+        ) from None
+
+
+def _check_size(transformers: Any, model_config: Any, name: str) -> None:
+    """Refuse a model that does not fit into memory."""
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(model_config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 4 * count > 0.6 * memory:
+        raise UserError(
+            f"{name} has {count / 1e9:.1f} billion parameters, {4 * count / 2**30:.0f} GiB: give --layers 2"
+        )
+
+
+def _shrink(model_config: Any, layers: int) -> None:
+    """At most this many layers in each stack of a configuration and of those inside it."""
+    for name in _LAYER_COUNTS:
+        count = getattr(model_config, name, None)
+        if isinstance(count, int) and count > layers:
+            setattr(model_config, name, layers)
+    for name in ("layer_types", "mlp_layer_types", "depths"):
+        value = getattr(model_config, name, None)
+        if isinstance(value, (list, tuple)) and name == "depths":
+            model_config.depths = type(value)(min(depth, layers) for depth in value)
+        elif isinstance(value, (list, tuple)):
+            setattr(model_config, name, value[:layers])
+    for value in list(vars(model_config).values()):
+        if hasattr(value, "to_diff_dict"):  # a configuration inside, such as the text part's
+            _shrink(value, layers)
+
+
+def _hugging_face_inputs(model: Any, batch: int, seq: int, padded: bool) -> dict[str, Any]:
+    model_config, name = model.config, model.main_input_name
+    text = model_config.get_text_config()
+    vision = getattr(model_config, "vision_config", model_config)
+    inputs: dict[str, Any] = {}
+    if name == "input_ids":
+        inputs["input_ids"] = torch.randint(3, text.vocab_size, (batch, seq))
+        if padded:
+            lengths = torch.linspace((seq + 1) // 2, seq, batch).long()
+            inputs["attention_mask"] = (torch.arange(seq) < lengths[:, None]).long()
+    if name == "pixel_values" or hasattr(model_config, "vision_config"):
+        size = vision.image_size
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        inputs["pixel_values"] = torch.randn(batch, getattr(vision, "num_channels", 3), height, width)
+    if name == "input_features":
+        inputs[name] = torch.randn(batch, model_config.num_mel_bins, 2 * model_config.max_source_positions)
+    if name == "input_values":
+        inputs[name] = torch.randn(batch, 400 * seq)
+    if getattr(model_config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = torch.randint(3, text.vocab_size, (batch, seq))
+    if not inputs:
+        raise UserError(f"inputs of kind {name} are not known here: use module:callable")
+    return inputs
+
+
+def to_dtype(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

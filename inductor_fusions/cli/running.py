@@ -1,0 +1,131 @@
+"""`run` and `bisect`: scripts of the user's, unchanged."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated
+
+import typer
+
+from .. import bisecting, reporting
+from . import app
+from .common import PROG, JsonFlag, UserError, console, print_json, writable
+
+#: What follows the script is the script's.
+REST = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@app.command(
+    context_settings=REST,
+    epilog="Under a launcher: torchrun -m inductor_fusions run train.py, accelerate launch "
+    "-m inductor_fusions run train.py. Exit codes: those of the script; 1 it raised; 2 a wrong argument.",
+)
+def run(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or with -m a module.")],
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Say on stderr at the end what became of each candidate.")
+    ] = False,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the same as JSON at the end.")
+    ] = None,
+) -> None:
+    """Run a training or inference script as it is, with the fusions on.
+
+    As `python SCRIPT ARGS` and `python -m MODULE ARGS` do it; the script needs no line more. Processes that
+    it starts do not inherit it.
+    """
+    writable(as_json, "--json")
+    if not module and not Path(script).is_file():
+        raise UserError(f"there is no file {script}")
+    sys.argv = [script, *context.args]
+    sys.path[0] = os.getcwd() if module else str(Path(script).resolve().parent)
+    try:
+        if module:
+            _check_module(script)
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
+    except UserError:
+        raise
+    except Exception as error:
+        traceback.print_exception(type(error), error, _of_script(error.__traceback__))
+        raise typer.Exit(1) from None
+    finally:
+        found = reporting.report()
+        if as_json is not None:
+            as_json.write_text(found.to_json() + "\n", "utf-8")
+        if report:
+            print(found, file=sys.stderr)
+
+
+def _check_module(name: str) -> None:
+    import importlib.util
+
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError) as error:
+        raise UserError(f"there is no module {name}: {error}") from error
+    if found is None:
+        raise UserError(f"there is no module {name}")
+
+
+def _of_script(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the first frame of the script on."""
+    start = trace
+    while start is not None:
+        name = start.tb_frame.f_code.co_filename
+        if name != __file__ and "runpy" not in name:
+            return start
+        start = start.tb_next
+    return trace
+
+
+@app.command(
+    context_settings=REST,
+    epilog="Exit codes: 0 the site is found; 1 there is none: the script does the same with every fusion and "
+    "with none; 2 a wrong argument.",
+)
+def bisect(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or with -m a module.")],
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
+    by: Annotated[
+        bisecting.By,
+        typer.Option(
+            help="What tells a wrong run: 'exit' a code other than 0; 'output' numbers on stdout that are "
+            "not those of a run without fusions."
+        ),
+    ] = bisecting.By.exit,
+    rtol: Annotated[float, typer.Option(min=0.0, help="How far numbers may be apart, relatively.")] = 1e-2,
+    as_json: JsonFlag = False,
+) -> None:
+    """Find the fused site that changes what a script does.
+
+    Runs the script again and again with INDUCTOR_FUSIONS_MAX, so that only the first sites are fused, and
+    halves the range each time.
+    """
+    if not module and not Path(script).is_file():
+        raise UserError(f"there is no file {script}")
+
+    def say(line: str) -> None:
+        print(f"{PROG}: {line}", file=sys.stderr)
+
+    try:
+        found = bisecting.bisect(["-m", script] if module else [script], context.args, by, rtol, say)
+    except bisecting.Nothing as nothing:
+        if as_json:
+            print_json({"schema": 1, "found": False, "why": str(nothing)})
+        else:
+            console().print(str(nothing), markup=False, highlight=False)
+        raise typer.Exit(1) from None
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        console().print(str(found), markup=False, highlight=False)

@@ -1,0 +1,156 @@
+"""Fusions of other packages: where their source is, and how what they break is undone."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from ._inductor import fake_mode_of, suppress_guards
+from .fusion import Fusion
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+def is_foreign(fusion: Fusion) -> bool:
+    """Whether a fusion is not one of this package."""
+    return _module(fusion).partition(".")[0] != _PACKAGE
+
+
+def _module(fusion: Fusion) -> str:
+    function = inspect.unwrap(fusion.recognise)
+    return str(getattr(function, "__module__", None) or type(function).__module__)
+
+
+def sources(fusion: Fusion) -> list[Path]:
+    """Every Python file of the package of a fusion, or the one file of a module outside a package."""
+    name = _module(fusion)
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if file is None or not Path(file).is_file():
+        return []
+    top = importlib.util.find_spec(name.partition(".")[0])
+    if top is None or not top.origin or Path(top.origin).name != "__init__.py":
+        return [Path(file)]
+    return sorted(Path(top.origin).parent.rglob("*.py"))
+
+
+class Copy:
+    """A graph, and those of its nested bodies, as they are now."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.module = graph.owning_module
+        self.graphs: list[tuple[fx.GraphModule, fx.Graph]] = []
+        if isinstance(self.module, fx.GraphModule):
+            for module in self.module.modules():
+                if isinstance(module, fx.GraphModule):
+                    self.graphs.append((module, copy.deepcopy(module.graph)))
+        self.inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
+        self.outputs = _outputs(graph)
+        self.known = {node: node.args for node in graph.nodes}
+        self.graph = graph
+
+    def problem(self) -> str:
+        """What is wrong with the graph now, or ""."""
+        for module, _ in self.graphs:
+            try:
+                module.graph.lint()
+            except Exception as error:
+                return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if [node.name for node in self.graph.nodes if node.op == "placeholder"] != self.inputs:
+            return "its inputs are not those from before"
+        return self._wrong_value() or ("" if _outputs(self.graph) == self.outputs else "its outputs differ")
+
+    def _wrong_value(self) -> str:
+        """The first changed node that cannot be computed, or does not give what it says that it gives."""
+        mode = fake_mode_of(self.graph)
+        if mode is None:
+            return ""
+        with suppress_guards(mode), mode:
+            for node in self.graph.nodes:
+                before = self.known.get(node)
+                if before == node.args or node.op not in ("call_function", "call_method", "output"):
+                    continue
+                for old, new in zip(_nodes(before), _nodes(node.args), strict=False):
+                    # A smaller value may broadcast, so that what is computed from it looks right.
+                    if None not in (_shape(old), _shape(new)) and _shape(old) != _shape(new):
+                        return f"{new.name} has the shape {_shape(new)}, and {old.name} had {_shape(old)}"
+                if node.op == "output":
+                    continue
+                key = "example_value" if "example_value" in node.meta or "val" not in node.meta else "val"
+                try:
+                    value = _compute(node)
+                except _Unknown:
+                    continue
+                except Exception as error:
+                    return f"{node.name} raises {type(error).__name__}: {' '.join(str(error).split())}"
+                said = node.meta.get(key)
+                if said is None:
+                    node.meta[key] = value
+                elif _kind(said) != _kind(value):
+                    return f"{node.name} is {_kind(value)}, and was {_kind(said)}"
+        return ""
+
+    def restore(self) -> None:
+        """Put the copies in place."""
+        # Dynamo reads the inputs of the graph that it has handed out, once more.
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        for node in placeholders:
+            if node.name not in self.inputs:
+                for user in list(node.users):
+                    user.replace_input_with(node, placeholders[-1])
+                self.graph.erase_node(node)
+        for module, graph in self.graphs:
+            module.graph = graph
+
+
+class _Unknown(Exception):
+    """An input has no value to compute with."""
+
+
+def _compute(node: fx.Node) -> Any:
+    def value(argument: fx.Node) -> Any:
+        for key in ("example_value", "val"):
+            if key in argument.meta:
+                return argument.meta[key]
+        raise _Unknown
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+    with torch.no_grad():
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+
+def _nodes(arguments: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(arguments, found.append)
+    return found
+
+
+def _shape(node: fx.Node) -> list[Any] | None:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return list(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _outputs(graph: fx.Graph) -> Any:
+    """Shape, dtype and device of each output."""
+    node = next((node for node in graph.nodes if node.op == "output"), None)
+    if node is None:
+        return None
+    return fx.node.map_arg(node.args, lambda n: _kind(n.meta.get("example_value", n.meta.get("val"))))
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {list(value.shape)} on {value.device}".removeprefix("torch.")
+    if isinstance(value, (list, tuple)):
+        return [_kind(item) for item in value]
+    return type(value).__name__

@@ -1,0 +1,161 @@
+"""`explain()`: what the fusions make of a model, and why, without compiling it for real."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import _inductor, config, reporting, watching
+from ..runs import own_buffers, run
+from ..sites import SCHEMA, Report, Site, Verdict, table, text
+from .graphs import Line, Pair, Recorder
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Explanation", "Line", "Pair", "explain"]
+
+
+@dataclass
+class Explanation:
+    """What became of every candidate of a model: print it, or open its page.
+
+    Attributes:
+        sites: each candidate, in the order of the graphs.
+        title: name of the function or of the module's class.
+        train: whether the backward was compiled as well.
+        facts: versions, device and policy, name -> text.
+        seconds: how long the passes and the compile around them took.
+        graphs: every graph with candidates, before and after.
+    """
+
+    sites: list[Site]
+    title: str = ""
+    train: bool = False
+    facts: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    graphs: list[Pair] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.sites)
+
+    @property
+    def report(self) -> Report:
+        """The sites as a `Report`."""
+        return Report(list(self.sites))
+
+    def count(self, verdict: Verdict = "fused", fusion: str | None = None) -> int:
+        """Number of sites with this verdict, of one fusion or of all."""
+        return self.report.count(verdict, fusion)
+
+    def summary(self) -> str:
+        """One line: "12 fused, 3 rejected"."""
+        return self.report.summary()
+
+    def __rich__(self) -> Table:
+        return table(self.sites)
+
+    def __str__(self) -> str:
+        rows = text(table(self.sites)) if self.sites else ""
+        return f"{rows}{self.title}: {self.summary()}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: that of `Report.to_dict()`, with "title", "train", "facts" and "seconds"."""
+        return {
+            "schema": SCHEMA,
+            "title": self.title,
+            "train": self.train,
+            "facts": dict(self.facts),
+            "seconds": round(self.seconds, 3),
+            "sites": self.report.to_dict()["sites"],
+        }
+
+    def to_json(self) -> str:
+        """`to_dict()` as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """One page that needs nothing else: the sites, and the graphs before and after.
+
+        Args:
+            path: where it is written as well.
+
+        Returns:
+            The page.
+        """
+        from .page import render
+
+        page = render(self)
+        if path is not None:
+            Path(path).write_text(page, "utf-8")
+        return page
+
+
+def explain(
+    fn: Callable[..., Any],
+    *args: Any,
+    train: bool = False,
+    dynamic: bool | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """Say of every candidate of a model what `torch.compile` makes of it, and why.
+
+    All passes of Inductor run, and the model runs once; no code is generated, because no decision depends on
+    it. The caller's compiled code, caches, counters, random state, reports and buffers stay as they are.
+
+    Args:
+        fn: a function or a module; not compiled.
+        args: its arguments; tensors are copied first.
+        train: the backward as well, of every floating output that requires a gradient.
+        dynamic: as in `torch.compile`.
+        kwargs: keyword arguments of `fn`.
+
+    Returns:
+        The sites, and the graphs.
+
+    Raises:
+        Exception: whatever `fn` raises.
+    """
+    fn = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))  # of a compiled one
+    recorder = Recorder()
+    start = time.perf_counter()
+    with (
+        _inductor.compile_apart() as compile,
+        reporting.isolated(keep=False) as sites,
+        watching.by(recorder),
+        own_buffers(fn),
+    ):
+        run(compile(fn, _inductor.passes_only(), dynamic), fn, args, kwargs, train)
+    return Explanation(
+        sites=sites,
+        title=type(fn).__name__ if isinstance(fn, torch.nn.Module) else getattr(fn, "__name__", repr(fn)),
+        train=train,
+        facts=_facts(fn, (args, kwargs)),
+        seconds=time.perf_counter() - start,
+        graphs=[pair for pair in recorder.pairs if pair.sites],
+    )
+
+
+def _facts(fn: Callable[..., Any], inputs: Any) -> dict[str, str]:
+    from torch.utils import _pytree as pytree
+
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    if isinstance(fn, torch.nn.Module):
+        tensors += list(fn.parameters())
+    devices = dict.fromkeys(str(tensor.device) for tensor in tensors)
+    facts = {"torch": str(torch.__version__), "device": ", ".join(devices) or "cpu"}
+    if any(tensor.is_cuda for tensor in tensors):
+        facts["device"] += f" ({torch.cuda.get_device_name()})"
+    facts["policy"] = str(config.policy)
+    if not config.enabled:
+        facts["fusions"] = "off: INDUCTOR_FUSIONS=0"
+    return facts

@@ -1,0 +1,164 @@
+"""Running a function once, with and without gradients, without a trace in its arguments."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+Inputs = Sequence[Any] | Mapping[str, Any]
+Outcome = tuple[Any, dict[str, torch.Tensor | None], tuple[torch.Tensor, ...]]
+
+
+class Exact(TorchFunctionMode):
+    """Computes in float64 whatever floating dtype is asked for: in casts, of factories, by default."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
+            func = torch.Tensor.double
+        kwargs = {name: self._wide(value) for name, value in (kwargs or {}).items()}
+        return func(*map(self._wide, args), **kwargs)
+
+    @staticmethod
+    def _wide(value: Any) -> Any:
+        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+    def __enter__(self) -> Any:
+        self._default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.set_default_dtype(self._default)
+
+
+def run(
+    call: Callable[..., Any],
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    train: bool,
+    cotangents: Sequence[torch.Tensor] | None = None,
+) -> Outcome:
+    """Run once, on copies of the arguments.
+
+    Args:
+        call: what is run: `fn`, or `fn` compiled.
+        fn: whose parameters are differentiated.
+        args, kwargs: its arguments.
+        train: differentiate as well; else everything runs without gradients.
+        cotangents: one for each floating output that requires a gradient, instead of random ones (the same
+            at each call).
+
+    Returns:
+        Outputs, gradients by name (see `leaves`), and the cotangents.
+    """
+    args, kwargs = copied((tuple(args), dict(kwargs)), train)
+    if not train:
+        with torch.no_grad():
+            return call(*args, **kwargs), {}, ()
+    differentiated = leaves(fn, args, kwargs)
+    with torch.enable_grad():
+        outputs = call(*args, **kwargs)
+    tensors = [
+        leaf
+        for leaf in pytree.tree_leaves(outputs)
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.requires_grad
+    ]
+    if cotangents is None:
+        cotangents = [_cotangent(i, tensor) for i, tensor in enumerate(tensors)]
+    if len(cotangents) != len(tensors):
+        raise AssertionError(f"{len(tensors)} outputs require a gradient, not {len(cotangents)}")
+    grads: dict[str, torch.Tensor | None] = dict.fromkeys(differentiated)
+    if tensors and differentiated:
+        given = [c.to(t.dtype) for c, t in zip(cotangents, tensors, strict=True)]
+        found = torch.autograd.grad(tensors, list(differentiated.values()), given, allow_unused=True)
+        grads = dict(zip(differentiated, found, strict=True))
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs), grads, tuple(cotangents)
+
+
+def _cotangent(index: int, tensor: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 + index)
+    values = torch.randn(tensor.shape, dtype=torch.float64, generator=generator)
+    return values.to(tensor.device, tensor.dtype)
+
+
+def leaves(fn: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
+    """The tensors to differentiate with respect to: inputs by position ("0", "1.key") or by keyword,
+    parameters of a module by their name."""
+    found: dict[str, torch.Tensor] = {}
+    for where in (list(args), kwargs):
+        for path, leaf in pytree.tree_flatten_with_path(where)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                found[".".join(_step(key) for key in path)] = leaf
+    if isinstance(fn, nn.Module):
+        found.update((name, p) for name, p in fn.named_parameters() if p.requires_grad)
+    return found
+
+
+def _step(key: Any) -> str:
+    """One step of a path in a tree of arguments: an index, a key or a field."""
+    named = [getattr(key, name) for name in ("idx", "key", "name") if hasattr(key, name)]
+    return str(named[0] if named else key)
+
+
+def copied(tree: Any, train: bool) -> Any:
+    """The same tree with copies of its tensors, as leaves; one tensor given twice stays one."""
+    memo: dict[int, torch.Tensor] = {}
+
+    def one(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in memo:
+            with torch.no_grad():
+                data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                storage = tensor.untyped_storage().clone()
+                data.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+            for name in [name for name in vars(tensor) if name.startswith("_dynamo_")]:  # marked dynamic
+                setattr(data, name, getattr(tensor, name))
+            memo[id(tensor)] = data.requires_grad_(train and tensor.requires_grad)
+        return memo[id(tensor)]
+
+    return pytree.tree_map_only(torch.Tensor, one, tree)
+
+
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    """The same tree with its floating tensors in another dtype."""
+
+    def one(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            return tensor
+        return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
+
+    return pytree.tree_map_only(torch.Tensor, one, tree)
+
+
+def split(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of inputs given as a sequence or as a mapping."""
+    return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+
+
+@contextlib.contextmanager
+def own_buffers(fn: Callable[..., Any]) -> Iterator[None]:
+    """A module that is run inside works on copies of its buffers: running statistics stay as they were."""
+    if not isinstance(fn, nn.Module):
+        yield
+        return
+    memo: dict[int, torch.Tensor] = {}
+    kept = []
+    for module in fn.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                kept.append((module, name, buffer))
+                module._buffers[name] = memo.setdefault(id(buffer), buffer.detach().clone())
+    try:
+        yield
+    finally:
+        for module, name, buffer in kept:
+            module._buffers[name] = buffer

@@ -1,0 +1,215 @@
+"""`verify()`: outputs and gradients of a model, fused and unfused, against float64."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from . import _inductor, budget, config, reporting
+from .budget import Error, Values
+from .runs import Exact, cast, own_buffers, run
+from .sites import SCHEMA, Site, text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Row", "Verification", "verify"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compile with some of the fusions.
+
+    Attributes:
+        fusions: those that were on.
+        sites: the candidates that it met.
+        errors: of each output and gradient, with their budgets.
+    """
+
+    fusions: tuple[str, ...]
+    sites: list[Site]
+    errors: list[Error]
+
+    @property
+    def fused(self) -> int:
+        """Number of fused sites."""
+        return sum(site.verdict == "fused" for site in self.sites)
+
+    @property
+    def problems(self) -> list[str]:
+        """What is over budget, and which sites failed, in words."""
+        failed = [f"a fusion raised: {site.reason}" for site in self.sites if site.verdict == "failed"]
+        return failed + budget.problems(self.errors)
+
+    def worst(self, gradient: bool) -> Error | None:
+        """The output, or the gradient, that is nearest to its budget or furthest over it."""
+        errors = [error for error in self.errors if error.gradient is gradient]
+        return max(
+            errors, key=lambda e: (bool(e.problem), e.ours / e.budget if e.budget else 0.0), default=None
+        )
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found: print it, or ask whether it is `ok`.
+
+    Attributes:
+        title: name of the function or of the module's class.
+        rows: with every fusion, and where more than one fused something, with each alone.
+    """
+
+    title: str
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is within its budget and no fusion raised. Also where nothing was fused."""
+        return not any(row.problems for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: {"schema": 1, "ok": ..., "rows": [...]}."""
+        rows = [
+            {
+                "fusions": list(row.fusions),
+                "fused": row.fused,
+                "problems": row.problems,
+                "errors": [asdict(error) for error in row.errors],
+                "sites": [asdict(site) for site in row.sites],
+            }
+            for row in self.rows
+        ]
+        return {"schema": SCHEMA, "ok": self.ok, "title": self.title, "rows": rows}
+
+    def to_json(self) -> str:
+        """`to_dict()` as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def verdict(self) -> str:
+        """One line."""
+        if not self.ok:
+            return f"{self.title}: WRONG, {sum(len(row.problems) for row in self.rows)} problems"
+        if not any(row.fused for row in self.rows):
+            return f"{self.title}: nothing was fused, so there is nothing to be wrong"
+        return f"{self.title}: ok, {self.rows[0].fused} sites fused"
+
+    def __rich__(self) -> Table:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for name in ("fusions on", "sites fused", "worst", "error", "stock's", "budget", "verdict"):
+            table.add_column(name, justify="left" if name in ("fusions on", "worst", "verdict") else "right")
+        for row in self.rows:
+            shown = [error for gradient in (False, True) if (error := row.worst(gradient)) is not None]
+            for i, error in enumerate(shown):
+                name = f"gradient of {error.name}" if error.gradient else error.name
+                numbers = [f"{value:.1e}" for value in (error.ours, error.stock, error.budget)]
+                first = (", ".join(row.fusions), str(row.fused)) if i == 0 else ("", "")
+                said = "[red]over budget" if error.problem else "[green]ok"
+                table.add_row(*first, name, *numbers, said)
+        return table
+
+    def __str__(self) -> str:
+        problems = [problem for row in self.rows for problem in row.problems]
+        return "\n".join([text(self.__rich__()).rstrip(), *problems, self.verdict()])
+
+
+def verify(
+    fn: Callable[..., Any],
+    *args: Any,
+    train: bool = True,
+    policy: str | None = None,
+    factor: float = budget.FACTOR,
+    slack: float = budget.SLACK,
+    dynamic: bool | None = None,
+    **kwargs: Any,
+) -> Verification:
+    """Measure the errors of a model with the fusions and without, against float64.
+
+    The model is compiled without the fusions, with all of them, and where more than one fused something with
+    each alone; and a copy of it runs in float64, eagerly. Each error may be `factor` times that of the
+    unfused compile plus `slack` eps of its dtype. Compiled code, caches, counters and buffers of the caller
+    stay as they are.
+
+    Args:
+        fn: a function or a module. It must not draw random numbers: with dropout, call `eval()` first, which
+            leaves the gradients.
+        args: its arguments; tensors are copied first.
+        train: gradients as well, of the inputs and parameters that require one.
+        policy: "always" or "profitable"; None: that of `inductor_fusions.config`.
+        factor, slack: the budget.
+        dynamic: as in `torch.compile`.
+        kwargs: keyword arguments of `fn`.
+
+    Returns:
+        Errors, sites and verdict.
+
+    Raises:
+        ValueError: `fn` draws random numbers.
+    """
+    fn = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))
+    title = type(fn).__name__ if isinstance(fn, nn.Module) else getattr(fn, "__name__", repr(fn))
+
+    def compiled(cotangents: Sequence[torch.Tensor] | None = None) -> tuple[Any, list[Site]]:
+        with (
+            _inductor.compile_apart() as compile,
+            reporting.isolated(keep=False) as sites,
+            own_buffers(fn),
+        ):
+            outcome = run(compile(fn, _inductor.inductor(), dynamic), fn, args, kwargs, train, cotangents)
+        return outcome, sites
+
+    _refuse_random(fn, args, kwargs)
+    with config.patch(enabled=False):
+        (outputs, grads, cotangents), _ = compiled()
+    stock = Values(outputs, grads)
+    true = _exact(fn, args, kwargs, train, cotangents)
+
+    def measured(skip: str = "") -> tuple[list[Site], list[Error]]:
+        chosen = config.policy if policy is None else policy
+        with config.patch(enabled=True, policy=chosen, skip=skip):
+            (outputs, grads, _), sites = compiled(cotangents)
+        return sites, budget.compare(Values(outputs, grads), stock, true, factor, slack)
+
+    sites, errors = measured(str(config.skip))
+    fused = list(dict.fromkeys(site.fusion for site in sites if site.verdict == "fused"))
+    rows = [Row(tuple(fused) or ("all",), sites, errors)]
+    if len(fused) > 1:
+        for name in fused:
+            others = ",".join([str(config.skip), *(other for other in fused if other != name)])
+            rows.append(Row((name,), *measured(others)))
+    return Verification(title, rows)
+
+
+def _exact(
+    fn: Callable[..., Any], args: Any, kwargs: Any, train: bool, cotangents: Sequence[torch.Tensor]
+) -> Values:
+    """A copy of `fn` in float64, run eagerly."""
+    exact = copy.deepcopy(fn).double() if isinstance(fn, nn.Module) else fn
+    wide, wide_keywords = cast((args, kwargs), torch.float64)
+    with Exact():
+        outputs, grads, _ = run(exact, exact, wide, wide_keywords, train, [c.double() for c in cotangents])
+    return Values(outputs, grads)
+
+
+def _refuse_random(fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    before = _random_state()
+    with own_buffers(fn), torch.random.fork_rng():
+        run(fn, fn, args, kwargs, train=False)
+        drawn = not all(map(torch.equal, before, _random_state()))
+    if drawn:
+        raise ValueError(
+            "the model draws random numbers, so no two runs are alike: without dropout, after model.eval(), "
+            "its outputs and gradients can be compared"
+        )
+
+
+def _random_state() -> list[torch.Tensor]:
+    states = [torch.random.get_rng_state()]
+    return states + (torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])

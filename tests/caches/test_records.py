@@ -1,0 +1,131 @@
+"""report() where a cache served the compiled code, so that no pass ran."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import inductor_fusions
+from inductor_fusions import config, reporting
+
+ROOT = Path(inductor_fusions.__file__).parents[1]
+
+PROGRAM = """
+import json, sys
+import torch
+import inductor_fusions
+from torch._dynamo.utils import counters
+
+def attention(q, k, v):
+    return torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1) @ v
+
+def refused(q, k, v):
+    return torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-2) @ v
+
+for fn in attention, refused:
+    torch.compile(fn)(*(torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))).sum().backward()
+report = inductor_fusions.report()
+print(json.dumps({
+    "hits": counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"],
+    "unknown": report.unknown,
+    "sites": report.to_dict()["sites"],
+}))
+"""
+
+
+def start(cache: Path) -> dict:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    env = {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    env["INDUCTOR_FUSIONS_POLICY"] = "always"
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_second_process(tmp_path: Path) -> None:
+    """It hits the cache and reports what the first one did; without the records it says so."""
+    first, second = start(tmp_path), start(tmp_path)
+    assert not first["hits"] and second["hits"]
+    assert [site["verdict"] for site in first["sites"]] == ["fused", "rejected"]
+    assert first["sites"][0]["backend"]
+    assert second["sites"] == first["sites"] and not second["unknown"]
+    shutil.rmtree(tmp_path / "inductor_fusions")
+    third = start(tmp_path)
+    assert third["sites"] == [] and third["unknown"] == 2
+
+
+def attention(q, k, v):
+    return torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1) @ v
+
+
+def compile_anew() -> None:
+    torch._dynamo.reset()
+    with config.patch(policy="always"):
+        torch.compile(attention)(*(torch.randn(1, 2, 4, 8) for _ in range(3)))
+
+
+def test_same_process(fresh_cache: None) -> None:
+    """Once for each compile, whether a pass ran or a cache served it."""
+    inductor_fusions.clear()
+    for count in (1, 2, 3):
+        compile_anew()
+        assert inductor_fusions.report().count() == count
+        assert len(inductor_fusions.report()) == count  # asking twice changes nothing
+    assert counters["inductor"]["fusions_attention"] == 3
+    inductor_fusions.clear()
+    assert len(inductor_fusions.report()) == 0
+    compile_anew()
+    assert inductor_fusions.report().count() == 1
+    counters.clear()
+    assert inductor_fusions.report().count() == 1
+    compile_anew()
+    assert inductor_fusions.report().count() == 2
+
+
+def site(reason: str = "") -> inductor_fusions.Site:
+    return inductor_fusions.Site("attention", "rejected", "n", reason=reason)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": 2, "sites": []}', '{"schema": 1}'])
+def test_broken_record(content: str, fresh_cache: None) -> None:
+    """Is no record: the report says that it does not know, and nothing raises."""
+    inductor_fusions.clear()
+    sites = [site("one")]
+    reporting._write(sites)
+    path = reporting._path(reporting._key(sites))
+    assert path is not None and path.is_file()
+    counters["inductor"][reporting.RECORD + reporting._key(sites)] += 2
+    assert len(inductor_fusions.report()) == 2
+    inductor_fusions.clear()
+    path.write_text(content)
+    counters["inductor"][reporting.RECORD + reporting._key(sites)] += 1
+    found = inductor_fusions.report()
+    assert (len(found), found.unknown) == (0, 1)
+    assert "from a cache that does not say" in str(found)
+
+
+def test_key() -> None:
+    """Other sites, other records; the backend is known later and counts not."""
+    ours = site("one")
+    key = reporting._key([ours])
+    ours.backend = "flash"
+    assert reporting._key([ours]) == key
+    assert reporting._key([site("two")]) != key and reporting._key([ours, ours]) != key
+
+
+def test_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "inductor_fusions").write_text("a file where the folder would be")
+    monkeypatch.setattr(reporting._inductor, "cache_folder", lambda: tmp_path)
+    reporting._write([site()])
+    assert (tmp_path / "inductor_fusions").is_file()

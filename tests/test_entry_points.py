@@ -1,0 +1,340 @@
+"""Fusions of other packages: found, ordered, in the cache key, and contained where they break things."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx
+
+import inductor_fusions
+from inductor_fusions import _inductor, config, containment, passes, registry, testing
+from inductor_fusions.fusion import Candidate, Fusion, Rejected
+
+ROOT = Path(inductor_fusions.__file__).parents[1]
+
+
+def nothing(graph: fx.Graph) -> Iterator[Candidate]:
+    yield from ()
+
+
+def fusion(name: str, recognise: Callable = nothing, **order: tuple[str, ...]) -> Fusion:
+    return Fusion(name, "pre_grad", f"{name} does nothing", recognise, **order)
+
+
+# -- order ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "order"),
+    [
+        ([("a", {}), ("b", {}), ("c", {})], "abc"),
+        ([("a", {}), ("b", {}), ("c", {"before": ("a",)})], "bca"),
+        ([("a", {"after": ("c",)}), ("b", {}), ("c", {})], "bca"),
+        ([("a", {"after": ("c",)}), ("b", {"after": ("a",)}), ("c", {})], "cab"),
+        ([("a", {"before": ("nobody",)}), ("b", {"after": ("nobody",)})], "ab"),
+    ],
+)
+def test_order(given: list, order: str) -> None:
+    found = registry.ordered(fusion(name, **options) for name, options in given)
+    assert "".join(f.name for f in found) == order
+
+
+def test_order_that_cannot_be(caplog: pytest.LogCaptureFixture) -> None:
+    found = registry.ordered([fusion("a", before=("b",)), fusion("b", before=("a",))])
+    assert [f.name for f in found] == ["a", "b"]
+    assert "before each other" in caplog.text
+
+
+# -- containment ----------------------------------------------------------------------------------
+
+
+class Rewrite(Candidate):
+    """Replaces x * sigmoid(x) as `rewrite` of the test says."""
+
+    def __init__(self, anchor: fx.Node, how: Callable[[fx.Node], object]) -> None:
+        self.anchor, self.how = anchor, how
+
+    def guard(self) -> None:
+        if self.anchor.target is not torch.sigmoid:
+            raise Rejected("no sigmoid")
+
+    def rewrite(self) -> str:
+        self.how(self.anchor)
+        return "another"
+
+
+def rewriting(how: Callable[[fx.Node], object]) -> Fusion:
+    def recognise(graph: fx.Graph) -> Iterator[Candidate]:
+        for node in list(graph.nodes):
+            if node.target is torch.sigmoid:
+                yield Rewrite(node, how)
+
+    return fusion("foreign", recognise)
+
+
+def call(node: fx.Node, target: Callable, *args: object) -> fx.Node:
+    with node.graph.inserting_before(node):
+        return node.graph.call_function(target, args)
+
+
+def right(node: fx.Node) -> None:
+    half = call(node, torch.tanh, call(node, torch.mul, node.args[0], 0.5))
+    node.replace_all_uses_with(call(node, torch.add, call(node, torch.mul, half, 0.5), 0.5))
+    node.graph.erase_node(node)
+
+
+def raises(node: fx.Node) -> None:
+    right(node)
+    raise RuntimeError("on purpose")
+
+
+def wrong_shape(node: fx.Node) -> None:
+    node.replace_all_uses_with(call(node, torch.sum, call(node, torch.sigmoid, node.args[0])))
+
+
+def wrong_dtype(node: fx.Node) -> None:
+    node.replace_all_uses_with(call(node, torch.Tensor.double, call(node, torch.sigmoid, node.args[0])))
+
+
+def wrong_argument(node: fx.Node) -> None:
+    node.replace_all_uses_with(call(node, torch.matmul, node.args[0], 3))
+
+
+def wrong_order(node: fx.Node) -> None:
+    """The new node stands after what reads it."""
+    graph = node.graph
+    with graph.inserting_before(next(n for n in graph.nodes if n.op == "output")):
+        new = graph.call_function(torch.sigmoid, node.args)
+    node.replace_all_uses_with(new)
+
+
+def wrong_inputs(node: fx.Node) -> None:
+    with node.graph.inserting_before(next(iter(node.graph.nodes))):
+        node.replace_all_uses_with(node.graph.placeholder("another"))
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fusion], None]:
+    """Makes a fusion run after those of the package."""
+
+    def add(new: Fusion) -> None:
+        (held,) = [item for item in _inductor.get_hook("pre_grad") if isinstance(item, passes.FusionPass)]
+        monkeypatch.setattr(held, "_fusions", (*held.fusions, new))
+
+    return add
+
+
+def model(q, k, v):
+    gate = torch.sigmoid(q)
+    return torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1) @ v * gate * torch.sigmoid(v)
+
+
+def inputs() -> list[torch.Tensor]:
+    return [torch.randn(1, 2, 5, 8) for _ in range(3)]
+
+
+def run(fn: Callable = model) -> testing.Capture:
+    """Compiled with the passes alone: the result must be right whatever the fusion did."""
+    args = inputs()
+    found = testing.capture(fn, *args, backend=testing.EAGER_AFTER_PASSES)
+    torch.testing.assert_close(found.outputs, fn(*args))
+    return found
+
+
+def test_right_fusion(only: Callable) -> None:
+    only(rewriting(right))
+    found = run()
+    assert [(s.fusion, s.verdict) for s in found.sites] == [
+        ("attention", "fused"),
+        ("foreign", "fused"),
+        ("foreign", "fused"),
+    ]
+    assert len(found.calls("tanh")) == 2 and not found.calls("sigmoid")
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (raises, "on purpose"),
+        (wrong_shape, "has the shape []"),
+        (wrong_dtype, "float64"),
+        (wrong_argument, "matmul"),
+        (wrong_order, "used before it has been defined"),
+        (wrong_inputs, "inputs"),
+    ],
+)
+def test_broken_fusion_is_undone(
+    how: Callable, says: str, only: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And named, and the others of the package stay."""
+    only(rewriting(how))
+    found = run()
+    assert [site.verdict for site in found.sites if site.fusion == "attention"] == ["fused"]
+    failed = [site for site in found.sites if site.fusion == "foreign"]
+    assert failed and {site.verdict for site in failed} == {"failed"}
+    assert says in " ".join(site.reason for site in failed)
+    assert "foreign" in caplog.text
+    assert len(found.calls("sigmoid")) == 2 and len(found.calls("scaled_dot_product_attention")) == 1
+    assert not found.calls("tanh")
+
+
+def test_raises_while_it_looks(only: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    def recognise(graph: fx.Graph) -> Iterator[Candidate]:
+        for node in list(graph.nodes):
+            if node.target is torch.sigmoid:
+                yield Rewrite(node, right)
+                wrong_order(next(n for n in graph.nodes if n.target is torch.sigmoid))
+                raise RuntimeError("on purpose")
+
+    only(fusion("foreign", recognise))
+    found = run()
+    assert [site.verdict for site in found.sites] == ["fused", "failed"]
+    assert len(found.calls("sigmoid")) == 2
+    assert "on purpose" in caplog.text
+
+
+def test_strict_raises(only: Callable) -> None:
+    only(rewriting(wrong_shape))
+    with config.patch(strict=True), pytest.raises(Exception, match="foreign broke the graph"):
+        run()
+
+
+def test_nested_body_is_restored(only: Callable) -> None:
+    """A fusion that changes the body of a checkpointed region, and then breaks."""
+
+    def recognise(graph: fx.Graph) -> Iterator[Candidate]:
+        bodies = [m for m in graph.owning_module.modules() if isinstance(m, fx.GraphModule)]
+        for body in bodies:
+            for node in list(body.graph.nodes):
+                if node.target is torch.sigmoid:
+                    yield Rewrite(node, raises)
+
+    def fn(q, k, v):
+        return torch.utils.checkpoint.checkpoint(model, q, k, v, use_reentrant=False)
+
+    only(fusion("foreign", recognise))
+    found = run(fn)
+    assert {site.verdict for site in found.sites if site.fusion == "foreign"} == {"failed"}
+    assert not found.calls("tanh") and len(found.calls("sigmoid")) == 2
+
+
+def test_skip(only: Callable) -> None:
+    only(rewriting(right))
+    with config.patch(skip="another, foreign"):
+        assert {site.fusion for site in run().sites} == {"attention"}
+
+
+# -- source ---------------------------------------------------------------------------------------
+
+
+def test_what_is_foreign() -> None:
+    assert containment.is_foreign(fusion("a"))
+    assert not any(containment.is_foreign(f) for f in registry.fusions.ALL)
+
+
+def test_without_source_nothing_is_cached() -> None:
+    namespace: dict = {"__name__": "typed_in"}
+    exec("def recognise(graph): return []", namespace)
+    unknown = fusion("a", namespace["recognise"])
+    assert containment.sources(unknown) == []
+    assert passes.FusionPass("pre_grad", (unknown,)).uuid() is None
+
+
+MODULE = """
+import torch
+from inductor_fusions.fusion import Candidate, Fusion
+from . import helper
+
+class Site(Candidate):
+    def __init__(self, anchor):
+        self.anchor = anchor
+    def guard(self):
+        pass
+    def rewrite(self):
+        graph = self.anchor.graph
+        with graph.inserting_before(self.anchor):
+            new = graph.call_function(torch.nn.functional.silu, (self.anchor.args[0],))
+        self.anchor.replace_all_uses_with(new)
+        return "silu"
+
+def recognise(graph):
+    return [Site(node) for node in graph.nodes if node.target is torch.relu]
+
+FUSION = Fusion("swish", "pre_grad", "relu to silu, wrong on purpose", recognise, before=("attention",))
+"""
+
+PROGRAM = """
+import torch
+import inductor_fusions
+from inductor_fusions import registry, _inductor
+import torch._inductor.config
+print([fusion.name for fusion in registry.of("pre_grad")])
+print([(entry.name, entry.package, entry.problem) for entry in registry.foreign()])
+(held,) = [item for item in _inductor.get_hook("pre_grad")]
+print(held.uuid())
+found = inductor_fusions.explain(torch.relu, torch.ones(2))
+print([(site.fusion, site.verdict) for site in found])
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder on the path with an installed package that has a fusion."""
+    package = tmp_path / "swish_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "helper.py").write_text("VALUE = 1\n")
+    (package / "fusions.py").write_text(MODULE)
+    info = tmp_path / "swish_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: swish-package\nVersion: 1.0\n")
+    entries = "[inductor_fusions.fusions]\nswish = swish_package.fusions:FUSION\n"
+    (info / "entry_points.txt").write_text(entries)
+    return tmp_path
+
+
+def start(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    env = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **variables}
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_entry_point(installed: Path) -> None:
+    """Found, put where it wants to be, run; and every file of its package is in the cache key."""
+    done = start(installed)
+    names, loaded, uuid, verdicts = done.stdout.splitlines()
+    assert names == "['swish', 'attention']", done.stderr
+    assert loaded == "[('swish', 'swish-package', '')]"
+    assert verdicts == "[('swish', 'fused')]"
+    (installed / "swish_package" / "helper.py").write_text("VALUE = 2\n")
+    again = start(installed).stdout.splitlines()
+    assert again[2] != uuid and again[0] == names
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("raise RuntimeError('on purpose')", "on purpose"),
+        ("FUSION = 3", "it is a int, not a Fusion"),
+        ("pass", "FUSION"),
+        (MODULE.replace('"swish", "pre_grad"', '"swish", "first"'), "stage 'first'"),
+        (MODULE.replace('Fusion("swish"', 'Fusion("attention"'), "already"),
+    ],
+    ids=["raises", "no-fusion", "no-name", "no-stage", "same-name"],
+)
+def test_entry_point_that_does_not_load(text: str, says: str, installed: Path) -> None:
+    """It is named in a warning, and everything else works."""
+    (installed / "swish_package" / "fusions.py").write_text(text)
+    done = start(installed)
+    assert done.returncode == 0, done.stderr
+    names, loaded, _, _ = done.stdout.splitlines()
+    assert names == "['attention']" and says in loaded
+    assert "the fusion swish of swish-package is not loaded" in done.stderr and says in done.stderr

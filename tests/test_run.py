@@ -1,0 +1,256 @@
+"""`run` and `bisect`: scripts as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import inductor_fusions
+from inductor_fusions import Site, bisecting, cli, config, passes, testing
+
+ROOT = Path(inductor_fusions.__file__).parents[1]
+
+#: Compiles six attentions, with the passes alone, and says what it was started with.
+SCRIPT = """
+import sys
+import torch
+
+def main():
+    import helper
+    fn = torch.compile(helper.model, backend=helper.backend())
+    torch.manual_seed(0)
+    loss = fn(*torch.randn(3, 1, 2, 5, 8).unbind(0)).sum().item()
+    print(__name__, sys.argv[1:], helper.fused())
+    print("loss", loss * (1.5 if helper.fused() >= 4 else 1.0))
+    sys.exit(3 if "--fail" in sys.argv and helper.fused() >= 4 else 0)
+
+if __name__ == "__main__":
+    main()
+"""
+
+HELPER = """
+import sys
+import torch
+
+def model(q, k, v):
+    for _ in range(6):
+        q = torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1) @ v
+    return q
+
+def fused():
+    ours = sys.modules.get("inductor_fusions")
+    return ours.report().count() if ours else 0
+
+def backend():
+    if "inductor_fusions" not in sys.modules:
+        return "eager"
+    from inductor_fusions import testing
+    return testing._AfterPasses([])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "helper.py").write_text(HELPER)
+    (tmp_path / "raises.py").write_text("def f():\n    raise KeyError('on purpose')\nf()\n")
+    return tmp_path
+
+
+def start(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    env = {**os.environ, "PYTHONPATH": path, "INDUCTOR_FUSIONS_POLICY": "always"}
+    command = [sys.executable, *(launcher or ("-m",)), "inductor_fusions", *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_run_script(folder: Path) -> None:
+    """As `python train.py` does it, with its own options, from another folder, and a report at the end."""
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    done = start(elsewhere, "run", "--report", "--json", "report.json", "../train.py", "--json", "-m", "x")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "__main__ ['--json', '-m', 'x'] 6"
+    assert "6 fused" in done.stderr and "helper.py" in done.stderr
+    data = json.loads((elsewhere / "report.json").read_text())
+    assert data["schema"] == 1 and [site["verdict"] for site in data["sites"]] == ["fused"] * 6
+
+
+def test_run_module(folder: Path) -> None:
+    done = start(folder, "run", "-m", "train", "--lr", "3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "__main__ ['--lr', '3'] 6"
+    assert done.stderr == ""
+
+
+def test_exit_code_and_traceback(folder: Path) -> None:
+    """Those of the script; the traceback begins with its first line."""
+    assert start(folder, "run", "train.py", "--fail").returncode == 3
+    done = start(folder, "run", "raises.py")
+    assert done.returncode == 1
+    assert "KeyError: 'on purpose'" in done.stderr and "raises.py" in done.stderr
+    assert "runpy" not in done.stderr and "running.py" not in done.stderr and "typer" not in done.stderr
+
+
+@pytest.mark.slow
+def test_under_torchrun(folder: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m")
+    done = start(folder, "run", "train.py", "--lr", "3", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert "__main__ ['--lr', '3'] 6" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "no_such.py"], "there is no file no_such.py"),
+        (["run", "-m", "no_such_module"], "there is no module no_such_module"),
+        (["run"], "SCRIPT"),
+        (["run", "--json", "no/such/r.json", "train.py"], "--json: there is no folder no/such"),
+        (["bisect", "no_such.py"], "there is no file no_such.py"),
+        (["bisect", "--by", "magic", "train.py"], "magic"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_line(
+    arguments: list[str],
+    says: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["inductor-fusions", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert (exit.value.code, out, err.count("\n")) == (2, "", 1)
+    assert says in err
+
+
+# -- INDUCTOR_FUSIONS_MAX -------------------------------------------------------------------------
+
+
+def six(q, k, v):
+    import torch
+
+    for _ in range(6):
+        q = torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1) @ v
+    return q
+
+
+def verdicts() -> list[str]:
+    import torch
+
+    passes.count_from_one()
+    run = testing.capture(six, *torch.randn(3, 1, 2, 5, 8).unbind(0), backend=testing.EAGER_AFTER_PASSES)
+    return [site.verdict for site in run.sites]
+
+
+@pytest.mark.parametrize("most", [0, 1, 4, 100])
+def test_first_sites_alone(most: int) -> None:
+    with config.patch(max=str(most)):
+        found = verdicts()
+    assert found == ["fused"] * min(most, 6) + ["left to stock"] * max(6 - most, 0)
+
+
+def test_caches_are_bypassed() -> None:
+    """What is fused depends on what was compiled before."""
+    ours = passes.FusionPass("pre_grad", ())
+    assert ours.uuid() is not None
+    with config.patch(max="2"):
+        assert ours.uuid() is None
+        assert ours.__reduce__() != ours.__reduce__()  # in the key of torch 2.11
+
+
+def test_bisector_of_torch() -> None:
+    """Our sites are a part of Inductor that torch's own bisector tries, and the first one."""
+    from torch._inductor.compiler_bisector import CompilerBisector
+
+    def right() -> bool:
+        # The backends before Inductor have no passes.
+        return CompilerBisector.get_backend() != "inductor" or verdicts().count("fused") < 4
+
+    result = CompilerBisector.do_bisect(right)
+    assert (result.backend, result.subsystem, result.bisect_number) == ("inductor", "inductor_fusions", 3)
+    assert "attention at" in result.debug_info
+
+
+# -- bisect ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Replaces the processes by a function of the number of sites; what it was asked is recorded."""
+
+    def replace(total: int, run: Callable[[int], tuple[int, str]]) -> list[int]:
+        asked: list[int] = []
+
+        def simulate(script: object, arguments: object, most: int) -> bisecting._Run:
+            asked.append(most)
+            count = min(most, total)
+            return bisecting._Run(*run(count), [Site("attention", "fused", f"n{i}") for i in range(count)])
+
+        monkeypatch.setattr(bisecting, "_run", simulate)
+        return asked
+
+    return replace
+
+
+@pytest.mark.parametrize("total", [1, 2, 7, 24])
+def test_every_site_is_found(total: int, simulated: Callable) -> None:
+    for wrong in range(1, total + 1):
+        asked = simulated(total, lambda count, wrong=wrong: (int(count >= wrong), ""))
+        found = bisecting.bisect(["train.py"], [])
+        assert (found.number, found.sites, found.site.node) == (wrong, total, f"n{wrong - 1}")
+        assert len(asked) <= 2 + total.bit_length()
+
+
+def test_by_output(simulated: Callable) -> None:
+    simulated(8, lambda count: (0, f"step 1 loss {2.0 + (1.0 if count >= 5 else 1e-4 * count)}"))
+    assert bisecting.bisect(["train.py"], [], bisecting.By.output).number == 5
+
+
+@pytest.mark.parametrize(
+    ("total", "run", "says"),
+    [
+        (3, lambda count: (1, ""), "fails without any fusion"),
+        (3, lambda count: (0, ""), "right with all 3 sites"),
+    ],
+)
+def test_nothing_to_find(total: int, run: Callable, says: str, simulated: Callable, tmp_path: Path) -> None:
+    simulated(total, run)
+    with pytest.raises(bisecting.Nothing, match=says):
+        bisecting.bisect(["train.py"], [])
+    script = tmp_path / "train.py"
+    script.write_text("")
+    done = CliRunner().invoke(cli.app, ["bisect", "--json", str(script)])
+    assert done.exit_code == 1
+    assert json.loads(done.stdout)["found"] is False
+
+
+def test_numbers() -> None:
+    same = bisecting.same_numbers
+    assert same("loss 1.000 at 3", "loss 1.001 at 3", 1e-2)
+    assert not same("loss 1.0", "loss 1.1", 1e-2)
+    assert not same("loss 1.0", "loss 1.0 2.0", 1e-2)
+    assert not same("loss nan", "loss 1.0", 1e-2)
+    assert same("nan", "nan", 1e-2)
+
+
+@pytest.mark.slow
+def test_bisect_script(folder: Path) -> None:
+    """The fourth of six sites makes this script fail."""
+    done = start(folder, "bisect", "--json", "train.py", "--fail")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["found"], found["number"], found["sites"]) == (True, 4, 6)
+    assert found["site"]["fusion"] == "attention" and "helper.py" in found["site"]["source"]
+    assert "3 sites fused: right" in done.stderr

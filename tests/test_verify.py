@@ -1,0 +1,142 @@
+"""verify(): the errors of a model with the fusions and without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import fx, nn
+
+import inductor_fusions
+from inductor_fusions import _inductor, config, verify
+from inductor_fusions.fusion import Candidate, Fusion
+
+
+def attention(q, k, v):
+    return torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1) @ v
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return {"out": attention(q, k, v) * torch.sigmoid(x), "length": torch.tensor(x.shape[-1])}
+
+
+def inputs() -> list[torch.Tensor]:
+    return [torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3)]
+
+
+class Scaled(Candidate):
+    """A rewrite of sigmoid that is wrong by a factor."""
+
+    def __init__(self, anchor: fx.Node, factor: float) -> None:
+        self.anchor, self.factor = anchor, factor
+
+    def guard(self) -> None: ...
+
+    def rewrite(self) -> str:
+        graph = self.anchor.graph
+        with graph.inserting_before(self.anchor):
+            call = graph.call_function(torch.sigmoid, self.anchor.args)
+            call.meta["example_value"] = self.anchor.meta["example_value"]
+            scaled = graph.call_function(torch.mul, (call, self.factor))
+            scaled.meta["example_value"] = self.anchor.meta["example_value"]
+        self.anchor.replace_all_uses_with(scaled)
+        graph.erase_node(self.anchor)
+        return "scaled"
+
+
+def scaling(factor: float) -> Fusion:
+    def recognise(graph: fx.Graph) -> Iterator[Candidate]:
+        for node in list(graph.nodes):
+            if node.target is torch.sigmoid:
+                yield Scaled(node, factor)
+
+    return Fusion("scaling", "pre_grad", "sigmoid to a multiple of it", recognise)
+
+
+@pytest.fixture
+def with_fusion(monkeypatch: pytest.MonkeyPatch):
+    """Adds a fusion to those that run."""
+
+    def add(fusion: Fusion) -> None:
+        (held,) = [item for item in _inductor.get_hook("pre_grad") if hasattr(item, "fusions")]
+        monkeypatch.setattr(held, "_fusions", (*held.fusions, fusion))
+
+    return add
+
+
+def test_right() -> None:
+    model = Model()
+    found = verify(model, torch.randn(2, 5, 8, requires_grad=True), policy="always")
+    assert found.ok and found.verdict() == "Model: ok, 1 sites fused"
+    (row,) = found.rows
+    assert row.fusions == ("attention",) and row.fused == 1 and row.problems == []
+    assert {error.name for error in row.errors} == {"output[0]", "0", "qkv.weight", "qkv.bias"}
+    assert all(0 < error.ours <= error.budget < 1e-5 for error in row.errors)
+    assert model.calls == 0
+    text = str(found)
+    assert "attention" in text and "gradient of" in text and text.endswith(found.verdict())
+
+
+def test_inference() -> None:
+    found = verify(attention, *inputs(), train=False, policy="always")
+    assert {error.name for error in found.rows[0].errors} == {"output[0]"}
+    assert found.rows[0].worst(gradient=True) is None
+
+
+def test_nothing_fused() -> None:
+    with config.patch(attention=False):
+        found = verify(attention, *inputs(), policy="always")
+    assert found.ok and "nothing was fused" in found.verdict()
+
+
+def test_wrong_fusion_is_found(with_fusion) -> None:
+    """With both on it is wrong; with each alone one sees which it is."""
+    with_fusion(scaling(1.001))
+    found = verify(Model(), torch.randn(2, 5, 8), policy="always")
+    assert not found.ok and "WRONG" in found.verdict()
+    both, alone, wrong = found.rows
+    assert both.fusions == ("attention", "scaling") and both.problems
+    assert alone.fusions == ("attention",) and not alone.problems
+    assert wrong.fusions == ("scaling",) and wrong.problems
+    assert wrong.worst(gradient=False).ours == pytest.approx(1e-3, rel=0.05)
+    assert "over budget" in str(found) and "output[0]: error" in str(found)
+
+
+def test_budget() -> None:
+    """A budget that not even rounding keeps."""
+    found = verify(attention, *inputs(), policy="always", factor=0.0, slack=0.0)
+    assert not found.ok and len(found.rows[0].problems) == 4
+
+
+def test_json() -> None:
+    data = json.loads(verify(attention, *inputs(), policy="always").to_json())
+    assert (data["schema"], data["ok"], data["title"]) == (1, True, "attention")
+    (row,) = data["rows"]
+    assert row["fusions"] == ["attention"] and row["fused"] == 1
+    assert {"name", "gradient", "ours", "stock", "budget", "problem"} == set(row["errors"][0])
+
+
+def test_random_numbers_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    with pytest.raises(ValueError, match=r"model\.eval\(\)"):
+        verify(model, torch.randn(2, 4))
+    assert verify(model.eval(), torch.randn(2, 4)).ok
+
+
+def test_leaves_no_trace() -> None:
+    given = inputs()
+    known, state = inductor_fusions.report().sites, torch.get_rng_state()
+    verify(attention, *given, policy="always")
+    assert inductor_fusions.report().sites == known
+    assert torch.equal(torch.get_rng_state(), state)
+    assert config.policy == "profitable" and config.enabled

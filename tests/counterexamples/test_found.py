@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.attention.support import check, qkv
-
-NEGATIVE = "the CPU kernel gives NaN for is_causal=True with a negative scale: negate q instead"
 
 
 def triangle(length: int) -> torch.Tensor:
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
-@pytest.mark.xfail(strict=True, reason=NEGATIVE)
 def test_negative_scale_of_a_causal_attention() -> None:
     def attention(q: Any, k: Any, v: Any) -> Any:
         scores = (q @ k.mT * -0.4).masked_fill(~triangle(q.shape[-2]), -1e9)
@@ -26,7 +22,6 @@ def test_negative_scale_of_a_causal_attention() -> None:
     check(attention, qkv(9, 9), slack=4.0)
 
 
-@pytest.mark.xfail(strict=True, reason=NEGATIVE)
 def test_negative_scale_of_a_call_whose_mask_is_causal() -> None:
     def attention(q: Any, k: Any, v: Any) -> Any:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=triangle(q.shape[-2]), scale=-0.4)

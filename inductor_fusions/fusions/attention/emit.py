@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,6 +53,9 @@ class Emitter:
             by = build.build(operand) if isinstance(operand, Operand) else operand
             scaled = build.call(torch.div if kind == "div" else torch.mul, q, by)
             q = build.to(scaled, build.value(q).dtype)
+        if problem.causal and isinstance(problem.scale, (int, float)) and problem.scale < 0:
+            # The CPU kernel multiplies the -inf of what it hides by the scale.
+            q, problem = build.call(torch.neg, q), replace(problem, scale=-problem.scale)
         k = build.build(problem.k if grouped else problem.full_k)
         v = build.build(problem.v if grouped else problem.full_v)
         correction = None

@@ -27,6 +27,20 @@ def _expand(read: Interpreter, op: torch_ops.Op) -> Value:
     return read.read(op.input)  # dims count from the right, and an expanded dim had one index
 
 
+@rule("repeat")
+def _repeat(read: Interpreter, op: torch_ops.Op) -> Value:
+    """Repeats of dims of size 1, which is what `expand` does as well."""
+    source = torch_ops.tensor(op.input)
+    given = torch_ops.concrete(op["repeats"] if op["repeats"] is not None else op.rest)
+    times = given[0] if len(given) == 1 and isinstance(given[0], (list, tuple)) else given
+    if source is None or not isinstance(times, (list, tuple)) or len(times) < source.dim():
+        return None
+    pairs = zip(reversed(source.shape), reversed(times), strict=False)
+    if all(known_true(size == 1) or known_true(count == 1) for size, count in pairs):
+        return read.read(op.input)
+    return None
+
+
 @rule(*torch_ops.VIEWS)
 def _view(read: Interpreter, op: torch_ops.Op) -> Value:
     """A view that only adds and removes dims of size 1."""

@@ -10,6 +10,9 @@ what it takes of the chip.
     for kernel in code.kernels:
         print(kernel.name, compile_kernel(kernel.source, 90))
 
+`interpret` runs the generated code on the CPU with Triton's interpreter, in a process that was started with
+TRITON_INTERPRET=1, for numbers in float16 and float32 (bfloat16 would be silently wrong there).
+
 What it cannot show: launches, races, and anything that Inductor finds out by running a kernel.
 """
 
@@ -19,6 +22,8 @@ import ast
 import contextlib
 import functools
 import importlib
+import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -145,10 +150,12 @@ class Generated:
     Attributes:
         modules: forward first, then backward.
         outputs: what the function returned on the CPU.
+        grads: gradients of its inputs and parameters that require one, in order.
     """
 
     modules: list[Module] = field(default_factory=list)
     outputs: Any = None
+    grads: tuple[torch.Tensor | None, ...] = ()
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -176,6 +183,7 @@ def generate(
     config: Mapping[str, Any] | None = None,
     prefer: Callable[[str], float] | None = None,
     change: Callable[[fx.Graph], None] | None = None,
+    interpreted: bool = False,
 ) -> Generated:
     """Compile `fn` as if its tensors were on a CUDA device.
 
@@ -190,6 +198,7 @@ def generate(
             choice wins.
         change: called with each graph of aten operations before Inductor gets it, to replace what was
             decomposed for the CPU.
+        interpreted: compute the outputs and gradients with the generated code, by `interpret`.
 
     Returns:
         The code of each graph.
@@ -199,7 +208,7 @@ def generate(
     from torch._inductor import config as inductor_config
 
     found = Generated()
-    inner = functools.partial(_inner_compile, found, arch, prefer, change, dict(config or {}))
+    inner = functools.partial(_inner_compile, found, arch, prefer, change, dict(config or {}), interpreted)
     backend = functools.partial(compile_fx.compile_fx, inner_compile=inner)
     torch._dynamo.reset()
     with inductor_config.patch(force_disable_caches=True), _no_parallel_compile():
@@ -212,7 +221,7 @@ def generate(
                 leaves += list(fn.parameters()) if isinstance(fn, torch.nn.Module) else []
                 wanted = [t for t in leaves if t.requires_grad and t.is_leaf]
                 ones = [torch.ones_like(t) for t in tensors]
-                torch.autograd.grad(tensors, wanted, ones, allow_unused=True)
+                found.grads = torch.autograd.grad(tensors, wanted, ones, allow_unused=True)
         found.outputs = outputs
     torch._dynamo.reset()
     return found
@@ -224,6 +233,7 @@ def _inner_compile(
     prefer: Callable[[str], float] | None,
     change: Callable[[fx.Graph], None] | None,
     config: dict[str, Any],
+    interpreted: bool,
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     **kwargs: Any,
@@ -247,9 +257,12 @@ def _inner_compile(
             __file__="generated", call=None, runner=types.SimpleNamespace(call=None, partitions=None)
         )
 
-    with _stubs(DEVICES[arch], prefer), _stub_module_load(keep), _config_patch(config):
-        with contextlib.suppress(_Done):
-            compile_fx.compile_fx_inner(moved, inputs, cudagraphs=None, **kwargs)
+    stubs = _stubs(DEVICES[arch], prefer), _stub_module_load(keep), _config_patch(config)
+    with stubs[0], stubs[1], stubs[2], contextlib.suppress(_Done):
+        compile_fx.compile_fx_inner(moved, inputs, cudagraphs=None, **kwargs)
+    if interpreted:
+        written = found.modules[-1]
+        return make_boxed_func(lambda *values: interpret(written, values))
     return make_boxed_func(gm.forward)
 
 
@@ -311,11 +324,9 @@ def _on_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.Grap
     for module in moved.modules():
         if isinstance(module, fx.GraphModule):
             _rewrite_devices(module)
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     inputs = [
-        move(node.meta["val"] if "val" in node.meta else value)
-        for node, value in zip(
-            (n for n in gm.graph.nodes if n.op == "placeholder"), example_inputs, strict=True
-        )
+        move(node.meta.get("val", given)) for node, given in zip(placeholders, example_inputs, strict=True)
     ]
     _propagate(moved, mode, inputs)
     return moved, inputs
@@ -463,6 +474,79 @@ def _stub_driver(device: Device) -> Iterator[None]:
     active = mock.patch.object(type(driver), "active", property(lambda self: Driver()), create=True)
     with active, mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None):
         yield
+
+
+# Numbers ---------------------------------------------------------------------------------------------
+
+
+def interpret(module: Module, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Run generated code on CPU tensors with Triton's interpreter.
+
+    Args:
+        module: the code.
+        inputs: the inputs of its graph, in order: CPU tensors of float16, float32 or integers.
+
+    Raises:
+        RuntimeError: the process was not started with TRITON_INTERPRET=1.
+        ValueError: an input is bfloat16, on which the interpreter computes nonsense.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("start the process with TRITON_INTERPRET=1")
+    if any(isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 for value in inputs):
+        raise ValueError("Triton's interpreter has no bfloat16")
+    wrapper = module.wrapper
+    for gpu, cpu in _ON_CPU.items():
+        wrapper = wrapper.replace(gpu, cpu)
+    scope: dict[str, Any] = {"_Launcher": _Launcher, "__name__": "generated"}
+    exec(compile(wrapper, "generated", "exec"), scope)
+    return tuple(scope["call"](list(inputs)))
+
+
+#: What a wrapper has of the GPU, and what stands for it.
+_ON_CPU = {
+    "from torch._C import _cuda_getCurrentRawStream as get_raw_stream": "get_raw_stream = lambda i: 0",
+    "empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda": "",
+    "empty_strided_cuda(": "empty_strided_cpu(",
+    "with torch.cuda._DeviceGuard(0):": "if True:",
+    "torch.cuda.set_device(0)": "pass",
+    "async_compile.triton(": "_Launcher(",
+    "async_compile.wait(globals())": "",
+}
+
+
+_TANH = """
+
+@triton.jit
+def _tanh(x):
+    return 2 * tl.sigmoid(2 * x) - 1
+"""
+
+
+class _Launcher:
+    """A kernel of generated code; `run` is the interpreter."""
+
+    def __init__(self, name: str, source: str, device_str: str = "cuda") -> None:
+        # The interpreter's libdevice returns None.
+        source = source.replace("libdevice.tanh(", "_tanh(").replace("libdevice.", "tl.math.")
+        with _stubs(DEVICES[90], None):
+            self.autotuner = _load(source + _TANH)
+
+    def run(self, *arguments: Any, stream: int = 0, **kwargs: Any) -> None:
+        """Launch it over its whole grid, in its first configuration."""
+        from torch._inductor.runtime.triton_heuristics import GridExpr
+
+        autotuner = self.autotuner
+        config, kernel = autotuner.configs[0], autotuner.fn
+        extra = autotuner.inductor_meta.get("extra_launcher_args", [])
+        names = [name for name in kernel.arg_names if name not in config.kwargs]
+        scope = dict(zip([*names, *extra], arguments, strict=True))
+        expressions = GridExpr.from_meta(autotuner.inductor_meta, config)
+        exec("\n".join(expressions.prefix), scope)
+        grid = tuple(
+            eval(str(e), scope) for e in (expressions.x_grid, expressions.y_grid, expressions.z_grid)
+        )
+        if 0 not in grid:
+            kernel[grid](*arguments[: len(names)], **config.kwargs)
 
 
 # Machine code ----------------------------------------------------------------------------------------
@@ -630,10 +714,8 @@ def _ptxas(ptx: str, arch: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        done = subprocess.run(
-            [_ptxas_path(arch), "-v", f"--gpu-name=sm_{arch}{suffix}", str(path), "-o", str(path.with_suffix(".o"))],
-            capture_output=True, text=True, timeout=600,
-        )  # fmt: skip
+        command = [_ptxas_path(arch), "-v", f"--gpu-name=sm_{arch}{suffix}", str(path), "-o", f"{path}.o"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if done.returncode != 0:
         raise RuntimeError(f"ptxas refused the kernel for sm_{arch}:\n{done.stderr}")
     return done.stdout + done.stderr

@@ -5,6 +5,9 @@
 | `enabled` | `INDUCTOR_FUSIONS` | 0, 1 | 1 |
 | `attention` | `INDUCTOR_FUSIONS_ATTENTION` | 0, 1 | 1 |
 | `attention_kernel` | `INDUCTOR_FUSIONS_ATTENTION_KERNEL` | auto, sdpa, flex | auto |
+| `qkv` | `INDUCTOR_FUSIONS_QKV` | 0, 1 | 1 |
+| `gated_mlp` | `INDUCTOR_FUSIONS_GATED_MLP` | 0, 1 | 1 |
+| `linear_epilogue` | `INDUCTOR_FUSIONS_LINEAR_EPILOGUE` | 0, 1 | 1 |
 | `policy` | `INDUCTOR_FUSIONS_POLICY` | profitable, always | profitable |
 | `empty_rows` | `INDUCTOR_FUSIONS_EMPTY_ROWS` | keep, stock, ignore | keep |
 | `strict` | `INDUCTOR_FUSIONS_STRICT` | 0, 1 | 0 |
@@ -36,6 +39,14 @@ attention: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_ATTENT
 #: "auto" takes the cheapest kernel that computes an attention; "sdpa" and "flex" take that one wherever
 #: it can, whatever is measured.
 attention_kernel: str = Config(default="auto", env_name_default="INDUCTOR_FUSIONS_ATTENTION_KERNEL")
+#: Linears that share an input, and their gradients, to one matrix product.
+qkv: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_QKV")
+
+#: act(x @ Wg) * (x @ Wu) to one kernel.
+gated_mlp: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_GATED_MLP")
+
+#: A linear and the activation behind it to one kernel.
+linear_epilogue: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_LINEAR_EPILOGUE")
 
 #: "profitable" fuses where a measurement says that it pays; "always" fuses whatever is proved.
 policy: str = Config(default="profitable", env_name_default="INDUCTOR_FUSIONS_POLICY")
@@ -55,6 +66,9 @@ def variables() -> dict[str, tuple[str, ...]]:
         "INDUCTOR_FUSIONS": ("0", "1"),
         "INDUCTOR_FUSIONS_ATTENTION": ("0", "1"),
         "INDUCTOR_FUSIONS_ATTENTION_KERNEL": ("auto", "sdpa", "flex"),
+        "INDUCTOR_FUSIONS_QKV": ("0", "1"),
+        "INDUCTOR_FUSIONS_GATED_MLP": ("0", "1"),
+        "INDUCTOR_FUSIONS_LINEAR_EPILOGUE": ("0", "1"),
         "INDUCTOR_FUSIONS_POLICY": ("profitable", "always"),
         "INDUCTOR_FUSIONS_EMPTY_ROWS": ("keep", "stock", "ignore"),
         "INDUCTOR_FUSIONS_STRICT": ("0", "1"),

@@ -33,6 +33,7 @@ LAYERS = {
     "tables": {"config", "_inductor"},
     "fusion": BASE,
     "fusions": {"fusion"} | BASE,
+    "ops": {"fusions"},
     "passes": {"fusion"} | BASE,
     "registration": {"passes", "fusions", "config", "reporting", "_inductor"},
     "__init__": {"registration", "testing", "fusion", "fusions"} | BASE,

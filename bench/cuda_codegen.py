@@ -241,7 +241,7 @@ def _inner_compile(
     from functorch.compile import make_boxed_func
     from torch._inductor import compile_fx
 
-    moved, inputs = _on_cuda(gm, example_inputs)
+    moved, inputs = on_cuda(gm, example_inputs)
     if change is not None:
         for module in moved.modules():
             if isinstance(module, fx.GraphModule):
@@ -257,7 +257,7 @@ def _inner_compile(
             __file__="generated", call=None, runner=types.SimpleNamespace(call=None, partitions=None)
         )
 
-    stubs = _stubs(DEVICES[arch], prefer), _stub_module_load(keep), _config_patch(config)
+    stubs = pretended(DEVICES[arch], prefer), _stub_module_load(keep), _config_patch(config)
     with stubs[0], stubs[1], stubs[2], contextlib.suppress(_Done):
         compile_fx.compile_fx_inner(moved, inputs, cudagraphs=None, **kwargs)
     if interpreted:
@@ -301,8 +301,8 @@ def _no_parallel_compile() -> Iterator[None]:
 # Moving a graph --------------------------------------------------------------------------------------
 
 
-def _on_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:
-    """A copy of a graph with everything on cuda:0, and fake inputs for it."""
+def on_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:
+    """A copy of a graph with everything on a device ("cuda:0"), and fake inputs for it."""
     import copy
 
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -396,8 +396,13 @@ def _forget_answers() -> None:
 
 
 @contextlib.contextmanager
-def _stubs(device: Device, prefer: Callable[[str], float] | None) -> Iterator[None]:
-    """Everything that Inductor asks of the device is answered from `device`."""
+def pretended(device: Device, prefer: Callable[[str], float] | None = None) -> Iterator[None]:
+    """Inside, everything that Inductor asks of the CUDA device is answered from `device`.
+
+    Args:
+        device: one of `DEVICES`.
+        prefer: as in `generate`.
+    """
     from torch._dynamo import device_interface
     from torch._inductor import select_algorithm
 
@@ -528,7 +533,7 @@ class _Launcher:
     def __init__(self, name: str, source: str, device_str: str = "cuda") -> None:
         # The interpreter's libdevice returns None.
         source = source.replace("libdevice.tanh(", "_tanh(").replace("libdevice.", "tl.math.")
-        with _stubs(DEVICES[90], None):
+        with pretended(DEVICES[90], None):
             self.autotuner = _load(source + _TANH)
 
     def run(self, *arguments: Any, stream: int = 0, **kwargs: Any) -> None:
@@ -614,7 +619,7 @@ def compile_kernel(source: str, arch: int = 90) -> list[MachineCode]:
     from triton.backends.compiler import GPUTarget
 
     device = DEVICES[arch]
-    with _stubs(device, None):
+    with pretended(device, None):
         autotuner = _load(source)
         found = []
         for config in autotuner.configs:
@@ -655,7 +660,7 @@ def compile_function(
     import triton
     from triton.backends.compiler import GPUTarget
 
-    with _stubs(DEVICES[arch], None):
+    with pretended(DEVICES[arch], None):
         attributes = {(list(signature).index(name),): [["tt.divisibility", 16]] for name in aligned}
         binary = triton.compile(
             triton.compiler.ASTSource(fn, dict(signature), dict(constants), attributes),

@@ -18,6 +18,8 @@ from .block_mm.normal_form import (
     leaves,
     mul,
     product,
+    same,
+    tensor,
     value,
 )
 from .block_mm.op import ACTIVATIONS
@@ -44,7 +46,7 @@ def _read(expression: Any) -> tuple[str, Product, Product] | None:
     first, second = pair
     for gate, up in ((first, second), (second, first)):
         for name in ACTIVATIONS:
-            if name and mul(activation(name, gate), up) == expression:
+            if name and same(mul(activation(name, gate), up), expression):
                 gate_product, up_product = product(gate), product(up)
                 if gate_product is not None and up_product is not None:
                     return name, gate_product, up_product
@@ -95,7 +97,7 @@ class GatedPair(Candidate):
         ends, found, waiting = {p.node for p in self.pair}, set(), [self.anchor]
         while waiting:
             node = waiting.pop()
-            if node not in found:
+            if node not in found and tensor(node) is not None:
                 found.add(node)
                 waiting += [] if node in ends else node.all_input_nodes
         return found

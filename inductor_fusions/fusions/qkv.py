@@ -7,6 +7,7 @@ Backward: the gradient of that input, a sum of products; and those of the weight
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -29,7 +30,7 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     for operand in ("a", "b"):
         for group in _sharing(products(graph), operand):
             while len(group) >= 2:
-                candidate = SharedOperand(graph, group[:MOST_PRODUCTS])
+                candidate = SharedOperand(graph, group[:MOST_PRODUCTS], operand)
                 yield candidate
                 group = [*candidate.left_over, *group[MOST_PRODUCTS:]]
 
@@ -51,8 +52,9 @@ class SharedOperand(Candidate):
         left_over: members that were not fused with the others, and may be fused with each other.
     """
 
-    def __init__(self, graph: fx.Graph, group: Sequence[Product]) -> None:
-        self.graph, self.group = graph, list(group)
+    def __init__(self, graph: fx.Graph, group: Sequence[Product], operand: str) -> None:
+        first = getattr(group[0], operand)
+        self.graph, self.group = graph, [replace(p, **{operand: first}) for p in group]
         self.anchor = group[0].node
         self.left_over: list[Product] = []
         self.place: Place | None = None
@@ -135,10 +137,8 @@ class SumOfProducts(Candidate):
         self.sizes = emit.sizes_of(root, self.sum.inner)
         order = Order(self.graph)
         # As early as can be: the operands of a sum are larger than the sum, as a rule.
-        last = max((p.node for p in terms), key=order.index.__getitem__)
-        rest = self.sum.rest
-        if rest is None or order.index[rest] < order.index[last]:
-            self.place = Place(last, (), ())
+        operands = [x for p in terms for x in (p.a, p.b)]
+        self.place = order.earliest([*operands, *([self.sum.rest] if self.sum.rest is not None else [])])
         order.check_memory(terms, self.place, [root])
         self.kernel = guards.kernel([terms])
 

@@ -8,13 +8,15 @@ import torch
 from torch import fx
 
 from ... import config
-from ..._inductor import known_true
+from ..._inductor import known_true, max_autotune
 from ...fusion import LeftToStock, Rejected
 from .heuristics import Problem, choose, describe, of_operands
 from .normal_form import Product, identity, value
 
 #: Bulk copies and vector loads take 16 bytes at a time.
 ALIGNMENT = 16
+#: Kinds of problems for which the products one by one, which autotuning compares with, are what stock does.
+MEASURED_WHILE_COMPILING = frozenset({"shared_a", "shared_b", "gated", "linear"})
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -127,7 +129,10 @@ def kernel(groups: Sequence[Sequence[Product]], gated: bool = False) -> str:
         LeftToStock: none pays, or their sizes are not known.
     """
     posed = problem(groups, gated)
-    if config.policy != "always" and None in posed.rows:
-        raise LeftToStock("the number of rows is symbolic: what pays for one may not pay for another")
+    if config.policy != "always":
+        if posed.tokens is None:
+            raise LeftToStock("the number of rows is symbolic: what pays for one may not pay for another")
+        if max_autotune() and posed.kind in MEASURED_WHILE_COMPILING:
+            return f"block_mm or stock, whichever autotuning finds faster, {describe(posed)}"
     choice = choose(posed, value(groups[0][0].node).device)
     return f"block_mm, {choice.config.template} {describe(posed)}{choice.note}"

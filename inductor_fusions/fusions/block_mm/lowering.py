@@ -71,6 +71,9 @@ class Call:
         self.bias = dict(zip(bias_groups, bias, strict=True))
         self.groups, self.scales = list(groups), list(scales)
         self.activations, self.gated, self.dtype = list(activations), gated, dtype
+        # The operands in memory, for a kernel.
+        self.left: list[Any] = []
+        self.right: list[Any] = []
 
     def kernel(self) -> list[Any] | None:
         """One kernel; None where stock's own are measured to be faster, or nothing may be measured.
@@ -89,7 +92,7 @@ class Call:
         if self.gated and not template.can_gate(structure):
             raise Rejected("the two sides of the gate are computed differently")
         problem = heuristics.of_operands(
-            [(_sizes(x), _strides(x)) for x in self.a], [(_sizes(x), _strides(x)) for x in self.b],
+            [(_sizes(x), _strides(x)) for x in self.left], [(_sizes(x), _strides(x)) for x in self.right],
             self.groups, self.gated, self.a[0].get_dtype(),
             [(f.a.name, f.b.name) for f in structure.factors],
         )  # fmt: skip
@@ -99,7 +102,7 @@ class Call:
             configs = heuristics.candidates(problem, arch)
         else:
             configs = [heuristics.choose(problem, device).config]
-        shapes = [(_sizes(self.a[p])[0], _sizes(self.b[p])[1]) for p in self._first()]
+        shapes = [(_sizes(self.left[p])[0], _sizes(self.right[p])[1]) for p in self._first()]
         return _inductor.lower_to_template(
             name="block_mm",
             inputs=operands,
@@ -151,8 +154,7 @@ class Call:
 
     def _structure(self) -> tuple[list[tuple[str, Any]], template.Structure]:
         """The distinct inputs of the kernel by name, and what it computes."""
-        self.a = _inductor.realize(self.a)
-        self.b = _inductor.realize(self.b)
+        self.left, self.right = _inductor.realize(self.a), _inductor.realize(self.b)
         names: dict[Any, str] = {}
         inputs: list[tuple[str, Any]] = []
 
@@ -165,7 +167,7 @@ class Call:
 
         factors = []
         for p, group in enumerate(self.groups):
-            left, right = self.a[p], self.b[p]
+            left, right = self.left[p], self.right[p]
             k = _sizes(left)[1]
             factors.append(
                 template.Factor(
@@ -179,8 +181,8 @@ class Call:
             )
         biases: list[tuple[str, bool] | None] = [None] * len(self.activations)
         for group, offset in self.bias.items():
-            (self.bias[group],) = _inductor.realize([offset])
-            biases[group] = (name("C", self.bias[group]), len(self.bias[group].get_size()) == 2)
+            (held,) = _inductor.realize([offset])
+            biases[group] = (name("C", held), len(held.get_size()) == 2)
         outputs = () if self.gated else tuple(f"Y{g}" for g in range(1, len(self.activations)))
         structure = template.Structure(
             (*(n for n, _ in inputs), *outputs), tuple(factors), tuple(biases),

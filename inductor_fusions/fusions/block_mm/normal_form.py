@@ -6,6 +6,7 @@ between two reshapes. Reshapes and casts are looked through, so that two spellin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -154,7 +155,7 @@ class Expressions:
     def of(self, node: Any, depth: int = 24) -> Any:
         """The expression of a node; None where it is no pointwise function of products."""
         if isinstance(node, (int, float)) and not isinstance(node, bool):
-            return _number(node)
+            return float(node)
         if not isinstance(node, fx.Node) or depth == 0 or tensor(node) is None:
             return None
         if node not in self._known:
@@ -200,9 +201,21 @@ def _combine(target: Any, operands: list[Any]) -> Any:
     return None
 
 
-def _number(x: float) -> float:
-    # Two spellings of sqrt(2 / pi) differ in the last digits.
-    return float(f"{float(x):.6g}")
+def same(first: Any, second: Any) -> bool:
+    """Whether two expressions are equal, but for the last digits of their numbers: sqrt(2 / pi) is
+    spelled with more of them or with fewer."""
+    if isinstance(first, float) and isinstance(second, float):
+        return math.isclose(first, second, rel_tol=1e-5)
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        return len(first) == len(second) and all(same(x, y) for x, y in zip(first, second, strict=True))
+    return bool(first == second)
+
+
+def _form(expression: Any) -> str:
+    """An expression without its numbers, to sort by."""
+    if isinstance(expression, tuple):
+        return f"{expression[0]}({','.join(_form(part) for part in expression[1:])})"
+    return "#" if isinstance(expression, float) else repr(expression)
 
 
 def _flat(name: str, *operands: Any) -> Any:
@@ -214,10 +227,10 @@ def _flat(name: str, *operands: Any) -> Any:
     neutral = 1.0 if name == "mul" else 0.0
     total = neutral
     for number in numbers:
-        total = _number(total * number if name == "mul" else total + number)
-    if total != neutral or not rest:
+        total = total * number if name == "mul" else total + number
+    if not math.isclose(total, neutral, rel_tol=1e-9, abs_tol=1e-12) or not rest:
         rest.append(total)
-    return rest[0] if len(rest) == 1 else (name, *sorted(rest, key=repr))
+    return rest[0] if len(rest) == 1 else (name, *sorted(rest, key=_form))
 
 
 def mul(*operands: Any) -> Any:
@@ -244,10 +257,10 @@ def activation(name: str, x: Any) -> Any:
     if name == "silu":
         return mul(x, sigmoid(x))
     if name == "gelu":
-        return mul(0.5, x, _flat("add", 1.0, ("erf", mul(_number(0.5**0.5), x))))
+        return mul(0.5, x, _flat("add", 1.0, ("erf", mul(0.5**0.5, x))))
     if name == "gelu_tanh":
         cubic = _flat("add", x, mul(0.044715, x, x, x))
-        return mul(0.5, x, _flat("add", 1.0, ("tanh", mul(_number(0.7978845608028654), cubic))))
+        return mul(0.5, x, _flat("add", 1.0, ("tanh", mul(math.sqrt(2 / math.pi), cubic))))
     return x
 
 

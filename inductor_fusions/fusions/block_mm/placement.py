@@ -83,6 +83,15 @@ class Order:
         by_order = at.__getitem__
         return Place(before, tuple(sorted(hoisted, key=by_order)), tuple(sorted(sunk, key=by_order)))
 
+    def earliest(self, operands: Iterable[fx.Node]) -> Place:
+        """The first place where all operands are there."""
+        operands = list(operands)
+        position = max(self.index[through(operand, VIEWS)] for operand in operands) + 1
+        hoisted = {n for operand in operands for n in _chain(operand) if self.index[n] >= position}
+        while self.nodes[position] in hoisted or self.nodes[position].op == "placeholder":
+            position += 1
+        return Place(self.nodes[position], tuple(sorted(hoisted, key=self.index.__getitem__)), ())
+
     def check_memory(
         self, products: Sequence[Product], place: Place, outputs: Sequence[fx.Node] | None = None
     ) -> None:
@@ -104,6 +113,10 @@ class Order:
         after = {node: birth for node, birth in births.items() if node not in set(members) - set(made)}
         after.update(dict.fromkeys(made, position))
         reads = {through(x, VIEWS) for p in products for x in (p.a, p.b, p.bias) if x is not None}
+        for node in [
+            n for n in after if n not in reads and set(readers(n)) and set(readers(n)) <= set(members)
+        ]:
+            del after[node]  # another spelling of an operand
         deaths = {node: self._death(node) for node in {*births, *after, *reads}}
         later = dict(deaths)
         for node in reads & births.keys():

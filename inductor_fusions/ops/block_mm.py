@@ -41,7 +41,8 @@ def block_mm(
     Raises:
         ValueError: the arguments do not fit together.
     """
-    groups = list(range(len(a))) if groups is None else list(groups)
+    # Dynamo may have made them symbolic.
+    groups = list(range(len(a))) if groups is None else [int(g) for g in groups]
     count = groups[-1] + 1 if groups else 0
     given = {} if bias is None else {g: t for g, t in enumerate(bias) if t is not None}
     if bias is not None and len(bias) != count:

@@ -230,6 +230,8 @@ def candidates(problem: Problem, arch: int) -> list[Config]:
         for block_n in (16, 32, 64):
             for block_k in (128, 256):
                 for warps, stages in ((4, 3), (4, 5), (2, 4), (8, 4)):
+                    if warps == 8 and block_n == 16:
+                        continue  # too little for each warp: registers spill
                     found.append(Config("tiled", block_m, block_n, block_k, warps, stages))
     elif arch >= 90 and problem.dtype != torch.float32 and _bulk_copies(problem):
         for block_m, block_n, warps, stages, parts in (

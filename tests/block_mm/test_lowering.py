@@ -16,7 +16,7 @@ import torch._inductor.config
 from bench import cuda_codegen
 from inductor_fusions import config, disable, enable, ops, passes
 from inductor_fusions.fusions.block_mm import heuristics, template
-from tests.block_mm.support import POST_GRAD, GatedMLP, Linears, rand
+from tests.block_mm.support import POST_GRAD, GatedMLP, Linears, rand, run
 
 
 def generate(fn: Any, args: tuple[Any, ...], **options: Any) -> cuda_codegen.Generated:
@@ -167,8 +167,6 @@ def test_table(tokens: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"block_mm": [row(8, 1.5), row(64, 1.2), row(256, 0.9), row(4096, 1.1), row(32, 9.0, k=[96, 96])]}
     monkeypatch.setattr(heuristics.tables, "load", lambda name: table)
     model = Linears(64, (64, 32)).bfloat16()
-    from tests.block_mm.support import run
-
     seen = run(model, (rand(tokens, 64),), policy="profitable")
     assert len(seen.calls()) == (0 if says else 1)
     assert says in "".join(seen.reasons("qkv"))
@@ -178,8 +176,6 @@ def test_table(tokens: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_old_device() -> None:
     model = Linears(64, (64, 32)).bfloat16()
-    from tests.block_mm.support import run
-
     old = cuda_codegen.Device("NVIDIA V100", (7, 0), 80, 98304, 2**34, 2**22)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(cuda_codegen.DEVICES, 70, old)  # type: ignore[arg-type]

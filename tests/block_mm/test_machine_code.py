@@ -22,14 +22,15 @@ ARCHS = sorted(cuda_codegen.DEVICES)
 
 def problem(kind: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Problem:
     """Problems of real models, by the kind that tables call them."""
-    three, two = (0, 1, 2), (0, 1)
+    three, two, nt = (0, 1, 2), (0, 1), ("nt",) * 3
+    qkv = (4096, 1024, 1024)
     return {
-        "shared_a": Problem((tokens,) * 3, (4096, 1024, 1024), (4096,) * 3, three, ("nt",) * 3, dtype, False, "a"),
-        "gated": Problem((tokens,) * 2, (8192,) * 2, (2048,) * 2, two, ("nt",) * 2, dtype, True, "a"),
-        "shared_b": Problem((4096, 1024), (4096,) * 2, (tokens,) * 2, two, ("tn",) * 2, dtype, False, "b"),
+        "shared_a": Problem((tokens,) * 3, qkv, (4096,) * 3, three, nt, dtype, False, "a"),
+        "gated": Problem((tokens,) * 2, (8192,) * 2, (2048,) * 2, two, nt[:2], dtype, True, "a"),
+        "shared_b": Problem(qkv[:2], (4096,) * 2, (tokens,) * 2, two, ("tn",) * 2, dtype, False, "b"),
         "sum": Problem((tokens,), (4096,), (4096, 1024, 1024), (0, 0, 0), ("nn",) * 3, dtype),
         "linear": Problem((tokens,), (3072,), (768,), (0,), ("nt",), dtype),
-    }[kind]  # fmt: skip
+    }[kind]
 
 
 def code(posed: Problem, chosen: Config | None, arch: int) -> cuda_codegen.MachineCode:

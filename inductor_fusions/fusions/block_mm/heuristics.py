@@ -230,8 +230,6 @@ def candidates(problem: Problem, arch: int) -> list[Config]:
         for block_n in (16, 32, 64):
             for block_k in (128, 256):
                 for warps, stages in ((4, 3), (4, 5), (2, 4), (8, 4)):
-                    if warps == 8 and block_n == 16:
-                        continue  # too little for each warp: registers spill
                     found.append(Config("tiled", block_m, block_n, block_k, warps, stages))
     elif arch >= 90 and problem.dtype != torch.float32 and _bulk_copies(problem):
         for block_m, block_n, warps, stages, parts in (
@@ -248,7 +246,21 @@ def candidates(problem: Problem, arch: int) -> list[Config]:
             (128, 128, 64, 8, 3), (64, 128, 64, 4, 3),
         ):  # fmt: skip
             found.append(Config("tiled", block_m, block_n, block_k, warps, stages))
-    return [c for c in dict.fromkeys(found) if shared_bytes(c, problem) <= SHARED_LIMIT[arch]]
+    return [
+        c
+        for c in dict.fromkeys(found)
+        if shared_bytes(c, problem) <= SHARED_LIMIT[arch] and _fits_registers(c, problem)
+    ]
+
+
+def _fits_registers(choice: Config, problem: Problem) -> bool:
+    """Whether the accumulators and the tiles of one step leave a thread without spills, as compiled."""
+    if choice.template == "tiled" and choice.block_m >= 64:
+        if choice.block_k > 128 or (choice.num_warps == 8 and choice.block_n == 16):
+            return False
+    columns = choice.block_n * (2 if problem.gated else 1)
+    held = choice.block_m * columns // (32 * choice.num_warps)
+    return held <= (128 if choice.template == "persistent" else 64)
 
 
 #: Shared memory of one thread block, in bytes.

@@ -345,13 +345,27 @@ def _rewrite_devices(module: fx.GraphModule) -> None:
 def _propagate(module: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> None:
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+    def move(value: Any) -> Any:
+        with mode:
+            return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda:0")
+
     class Prop(FakeTensorProp):
+        def run_node(self, n: fx.Node) -> Any:
+            before = n.meta.get("val")
+            try:
+                return super().run_node(n)
+            except RuntimeError:
+                # Where C++ wants a guard of a device that this build of torch has not: as on the CPU.
+                if before is None:
+                    raise
+                n.meta["val"] = pytree.tree_map_only(torch.Tensor, move, before)
+                return n.meta["val"]
+
         def fetch_attr(self, target: str) -> Any:
             value = super().fetch_attr(target)
             if not isinstance(value, torch.Tensor):
                 return value
-            with self._mode:
-                return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda:0")
+            return move(value)
 
     Prop(module, mode=mode).propagate_dont_convert_inputs(*inputs)
 

@@ -355,7 +355,12 @@ def register_lowering_when_loaded(op: Any, lower: Callable[..., Any]) -> None:
         if op not in lowering.lowerings:
             lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
-    _when_loaded("torch._inductor.lowering", register)
+    # Inductor may be in the middle of importing its lowerings; it imports the others later.
+    for name in ("torch._inductor.lowering", "torch._inductor.graph", "torch._inductor.compile_fx"):
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if not getattr(spec, "_initializing", False):
+            _when_loaded(name, register)
+            return
 
 
 def passes_installed() -> bool:

@@ -39,6 +39,7 @@ attention: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_ATTENT
 #: "auto" takes the cheapest kernel that computes an attention; "sdpa" and "flex" take that one wherever
 #: it can, whatever is measured.
 attention_kernel: str = Config(default="auto", env_name_default="INDUCTOR_FUSIONS_ATTENTION_KERNEL")
+
 #: Linears that share an input, and their gradients, to one matrix product.
 qkv: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_QKV")
 

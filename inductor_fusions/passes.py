@@ -45,6 +45,8 @@ class FusionPass(CustomGraphPass):
         elif not is_body_of_dynamo(graph):
             reporting.forget_counts()
         sites = [site for fusion in self.fusions if _is_on(fusion.name) for site in apply(fusion, graph)]
+        if self.stage == "post_grad":
+            reporting.flush_counts()
         if sites:
             trace_artifact("inductor_fusions", lambda: reporting.Report(sites).to_json())
 

@@ -33,8 +33,8 @@ def test_uuid_is_stable() -> None:
 
 
 TOGGLES = {
-    "enabled": False, "attention": False, "qkv": False, "gated_mlp": False, "linear_epilogue": False,
-    "policy": "always", "empty_rows": "ignore", "strict": True,
+    "enabled": False, "attention": False, "attention_kernel": "flex", "qkv": False, "gated_mlp": False,
+    "linear_epilogue": False, "policy": "always", "empty_rows": "ignore", "strict": True,
 }  # fmt: skip
 
 

@@ -140,6 +140,16 @@ def test_uuid_covers_the_text_of_templates(name: str, monkeypatch: pytest.Monkey
     assert uuid() == before
 
 
+def test_fused_sites_are_counted() -> None:
+    """Those of each graph, while Inductor compiles it: a cache entry restores what was counted then."""
+    from torch._dynamo.utils import counters
+
+    before = counters["inductor"]["fusions_qkv"]
+    with torch.no_grad():
+        generate(Linears(64, (64, 32)).bfloat16(), (rand(16, 64),))
+    assert counters["inductor"]["fusions_qkv"] == before + 1
+
+
 def row(tokens: int, gain: float, **changes: Any) -> dict[str, Any]:
     """A row of a table, for linears of 64 columns -> 64 + 32."""
     chosen = heuristics.Config("tiled", 16, 32, 64, 4, 2).to_json() if gain > 1 else None

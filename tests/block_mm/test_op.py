@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from inductor_fusions import ops
 from inductor_fusions.fusions.block_mm.op import BLOCK_MM
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -93,6 +99,29 @@ def test_compiled_on_the_cpu() -> None:
 
     for ours, eager in zip(torch.compile(fn)(x, w, v, c), fn(x, w, v, c), strict=True):
         torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import inductor_fusions, torch._inductor.lowering",
+        "import torch._inductor.lowering, inductor_fusions.ops",
+        "from inductor_fusions import ops; import torch; torch.compile(torch.sin)(torch.ones(3))",
+        "import inductor_fusions.ops, torch._inductor.graph",
+    ],
+)
+def test_lowering_is_registered_whatever_is_imported_first(first: str) -> None:
+    code = f"{first}\n" + (
+        "import torch, sys\n"
+        "from torch._inductor import lowering\n"
+        "print(torch.ops.inductor_fusions.block_mm.default in lowering.lowerings)"
+    )
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.stdout.split()[-1:] == ["True"], done.stderr
 
 
 @pytest.mark.parametrize(

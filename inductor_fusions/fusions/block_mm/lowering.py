@@ -176,7 +176,7 @@ class Call:
                     template.Operand(name("B", right), _inner(right, 0)),
                     self.scales[p],
                     k if isinstance(k, int) else None,
-                    _precision(left.get_dtype(), p > 0 and groups_repeat(self.groups, p)),
+                    _precision(left.get_dtype(), p > 0 and _repeats(self.groups, p)),
                 )
             )
         biases: list[tuple[str, bool] | None] = [None] * len(self.activations)
@@ -217,7 +217,7 @@ def stock_products(
     return run
 
 
-def groups_repeat(groups: Sequence[int], p: int) -> bool:
+def _repeats(groups: Sequence[int], p: int) -> bool:
     """Whether a product is not the first of its group."""
     return groups[p] == groups[p - 1]
 
@@ -265,23 +265,21 @@ def _inner(x: Any, dim: int) -> bool:
 
 
 def _variant(
-    config: heuristics.Config, structure: template.Structure, arch: int, device: torch.device
+    chosen: heuristics.Config, structure: template.Structure, arch: int, device: torch.device
 ) -> _inductor.Variant:
-    chosen = config
-    if config.template == "persistent" and arch < 90:
+    if chosen.template == "persistent" and arch < 90:
         raise Rejected("the device has no bulk tensor copies")
     meta: dict[str, Any] = {
         "BLOCK_M": chosen.block_m,
         "BLOCK_N": chosen.block_n,
         "GROUP_M": chosen.group_m,
         "ACC_TYPE": "tl.float32",
-        "GATED": structure.gated,
     }
-    if config.template == "persistent":
+    if chosen.template == "persistent":
         meta["SUBTILES"] = chosen.subtiles
         meta["NUM_SMS"] = torch.cuda.get_device_properties(device).multi_processor_count
     return _inductor.Variant(
-        source=template.source(config.template, structure, chosen.block_k),
+        source=template.source(chosen.template, structure, chosen.block_k),
         meta=meta,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,

@@ -7,6 +7,7 @@ on it.
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,6 +75,9 @@ for name, kernel in (("tiled", TILED), ("persistent", PERSISTENT)):
     CASES[f"{name} gated adapters"] = replace(
         base, columns=(40, 40), inner=(64, 8), scales=(1.0, 0.5), activations=("silu", ""), gated=True
     )
+CASES["tiled odd sizes"] = Case(7, (61,), (33, 17), TILED, bias="row")
+CASES["tiled odd sizes nn"] = Case(7, (61,), (33, 17), TILED, layout="nn", bias="row")
+CASES["tiled odd sizes tt"] = Case(7, (61,), (33, 17), TILED, layout="tt")
 CASES["persistent in two parts"] = replace(
     CASES["persistent qkv bias"], config=replace(PERSISTENT, subtiles=2)
 )
@@ -139,7 +143,8 @@ def error(case: Case) -> float:
 if __name__ == "__main__":
     torch.set_float32_matmul_precision("high")
     found: dict[str, Any] = {}
-    for name, case in CASES.items():
+    wanted = sys.argv[1:] or list(CASES)
+    for name, case in ((name, CASES[name]) for name in wanted):
         try:
             found[name] = error(case)
         except Exception as problem:

@@ -121,6 +121,36 @@ def test_without_the_passes_there_is_no_kernel() -> None:
     assert not module.kernels and module.extern_calls == ["extern_kernels.mm"] * 2
 
 
+@pytest.mark.parametrize("width", [60, 64])
+def test_direct_call_with_odd_strides(width: int) -> None:
+    """Bulk copies would read them wrongly: the products one by one."""
+
+    def fn(x: Any, w: Any, v: Any) -> Any:
+        return ops.block_mm([x, x], [w.t(), v.t()])
+
+    with torch.no_grad():
+        module = generate(fn, (rand(400, width), rand(256, width), rand(256, width))).forward
+    assert bool(module.kernels) == (width == 64)
+    assert len(module.extern_calls) == (0 if width == 64 else 2)
+
+
+@pytest.mark.parametrize(("rank", "one"), [(16, True), (512, False)])
+def test_direct_call_with_a_float32_adapter(rank: int, one: bool) -> None:
+    """A second product of another dtype is in the kernel where it is one more step of it."""
+
+    def fn(x: Any, w: Any, h: Any, b: Any) -> Any:
+        return ops.block_mm([x, h], [w.t(), b], groups=[0, 0], scales=[1.0, 2.0])
+
+    wide = torch.float32
+    args = (rand(400, 64), rand(256, 64), rand(400, rank, dtype=wide), rand(rank, 256, dtype=wide))
+    with torch.no_grad():
+        module = generate(fn, args).forward
+    assert (not module.extern_calls) is one
+    if one:
+        (found,) = cuda_codegen.compile_kernel(module.kernels[0].source, 90)
+        assert found.fits and found.uses_wgmma, found
+
+
 @pytest.mark.parametrize("name", ["tiled.py.jinja", "persistent.py.jinja", "activations.py.jinja"])
 def test_uuid_covers_the_text_of_templates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's own key does not: a changed template would be served stale."""

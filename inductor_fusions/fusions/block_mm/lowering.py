@@ -12,7 +12,7 @@ import torch
 
 from ... import _inductor
 from ...fusion import Rejected
-from . import heuristics, template
+from . import guards, heuristics, template
 from .op import BLOCK_MM
 
 log = logging.getLogger(__name__)
@@ -88,6 +88,7 @@ class Call:
             raise Rejected(f"there is no kernel for devices of type {device.type}")
         if len(self.groups) > MOST_PRODUCTS or 0.0 in self.scales:
             raise Rejected(f"more than {MOST_PRODUCTS} products, or one that is multiplied by 0")
+        self._check_dtypes()
         operands, structure = self._structure()
         if self.gated and not template.can_gate(structure):
             raise Rejected("the two sides of the gate are computed differently")
@@ -102,6 +103,10 @@ class Call:
             configs = heuristics.candidates(problem, arch)
         else:
             configs = [heuristics.choose(problem, device).config]
+        if not all(_aligned(x) for x in (*self.left, *self.right)):
+            configs = [chosen for chosen in configs if chosen.template != "persistent"]
+            if not configs:
+                raise Rejected("bulk copies need strides that are multiples of 16 bytes")
         shapes = [(_sizes(self.left[p])[0], _sizes(self.right[p])[1]) for p in self._first()]
         return _inductor.lower_to_template(
             name="block_mm",
@@ -112,6 +117,15 @@ class Call:
             variants=[_variant(config, structure, arch, device) for config in configs],
             stock=self._stock(structure) if autotune else None,
         )
+
+    def _check_dtypes(self) -> None:
+        first = self.a[0].get_dtype()
+        for p, left in enumerate(self.a):
+            if left.get_dtype() not in guards.DTYPES:
+                raise Rejected(f"matrices of dtype {left.get_dtype()}")
+            inner = _inductor.static(left.get_size()[1])
+            if left.get_dtype() != first and not (_repeats(self.groups, p) and _small(inner)):
+                raise Rejected("products of another dtype that are not adapters of a small rank")
 
     def one_by_one(self) -> list[Any]:
         """The products as stock lowers them, each by itself."""
@@ -215,6 +229,18 @@ def stock_products(
     text = f"{names}{products}"
     run.__name__ = f"stock_products_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     return run
+
+
+def _small(size: Any) -> bool:
+    """Whether a product is one more step of a kernel whose steps were chosen for another dtype."""
+    return isinstance(size, int) and size <= 64
+
+
+def _aligned(x: Any) -> bool:
+    """Whether bulk copies can read a matrix."""
+    per_load = guards.ALIGNMENT // x.get_dtype().itemsize
+    numbers = [*(s for s in _strides(x) if s != 1), _inductor.static(x.get_layout().offset)]
+    return all(isinstance(n, int) and n % per_load == 0 for n in numbers)
 
 
 def _repeats(groups: Sequence[int], p: int) -> bool:

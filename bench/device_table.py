@@ -72,11 +72,21 @@ def table(measured: dict[str, Any]) -> dict[str, Any]:
     return {"schema": 1, **header, "attention": rows}
 
 
+def kept(path: Path) -> list[dict[str, Any]]:
+    """The rows for linears that a table has; `bench.tune_projections` writes them."""
+    found: list[dict[str, Any]] = json.loads(path.read_text()).get("block_mm", []) if path.exists() else []
+    return found
+
+
 def write(path: Path, data: dict[str, Any]) -> None:
     """JSON with one measured row a line, so that diffs can be read."""
-    head = {key: value for key, value in data.items() if key != "attention"}
-    lines = ",\n".join("  " + json.dumps(row) for row in data["attention"])
-    text = json.dumps(head, indent=1)[:-2] + ',\n "attention": [\n' + lines + "\n ]\n}\n"
+    sections = {key: value for key, value in data.items() if isinstance(value, list)}
+    head = {key: value for key, value in data.items() if key not in sections}
+    text = json.dumps(head, indent=1)[:-2]
+    for name, rows in sections.items():
+        lines = ",\n".join("  " + json.dumps(row) for row in rows)
+        text += f',\n "{name}": [\n{lines}\n ]'
+    text += "\n}\n"
     json.loads(text)
     path.write_text(text)
 
@@ -91,7 +101,7 @@ def main() -> None:
     data = table(merged([json.loads(file.read_text()) for file in arguments.measurements]))
     target = Path("configs/devices") / f"{arguments.name}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    write(target, data)
+    write(target, {**data, **({"block_mm": rows} if (rows := kept(target)) else {})})
     print(f"{len(data['attention'])} rows in {target}")
 
 

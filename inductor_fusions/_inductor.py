@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import hashlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -35,6 +37,7 @@ __all__ = [
     "HOOKS",
     "Config",
     "CustomGraphPass",
+    "Variant",
     "artifact_log",
     "bisected_away",
     "cache_folder",
@@ -115,10 +118,14 @@ def inductor_loaded() -> bool:
 
 def when_inductor_loads(callback: Callable[[], None]) -> None:
     """Call `callback` now if Inductor's config is imported, else as soon as it is."""
-    if inductor_loaded():
+    _when_loaded("torch._inductor.config", callback)
+
+
+def _when_loaded(module: str, callback: Callable[[], None]) -> None:
+    if module in sys.modules:
         callback()
     else:
-        sys.meta_path.insert(0, _AfterImport("torch._inductor.config", callback))
+        sys.meta_path.insert(0, _AfterImport(module, callback))
 
 
 #: What waits until the module of the passes is imported: its own import may be what imports Inductor.
@@ -537,3 +544,174 @@ def bisected_away(describe: Callable[[], str]) -> bool:
     from torch._inductor.compiler_bisector import CompilerBisector
 
     return bool(CompilerBisector.disable_subsystem("inductor", BISECTED, describe))
+
+
+# -- lowering operations of ours ------------------------------------------------------------------
+
+
+def register_lowering_when_loaded(op: Any, lower: Callable[..., Any]) -> None:
+    """Register `lower` as Inductor's lowering of an operation of ours, once Inductor has its own."""
+
+    def register() -> None:
+        lowering = importlib.import_module("torch._inductor.lowering")
+        if op not in lowering.lowerings:
+            lowering.register_lowering(op, type_promotion_kind=None)(lower)
+
+    # Inductor may be in the middle of importing its lowerings; it imports the others later.
+    for name in ("torch._inductor.lowering", "torch._inductor.graph", "torch._inductor.compile_fx"):
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if not getattr(spec, "_initializing", False):
+            _when_loaded(name, register)
+            return
+
+
+def passes_installed() -> bool:
+    """Whether a pass of ours is in the post-grad hook: only then do caches know of our kernels."""
+    return any(type(held).__module__.startswith("inductor_fusions.") for held in get_hook("post_grad"))
+
+
+def max_autotune() -> bool:
+    """Whether Inductor chooses between matrix products by measuring them."""
+    return bool(_config().max_autotune or _config().max_autotune_gemm)
+
+
+def call_lowering(op: Any, *args: Any) -> Any:
+    """What Inductor makes of an operation."""
+    lowering = importlib.import_module("torch._inductor.lowering")
+    return lowering.lowerings[op](*args)
+
+
+def realize(values: Sequence[Any]) -> list[Any]:
+    """The same values in memory, with strides that stay as they are."""
+    ir = importlib.import_module("torch._inductor.ir")
+    found = []
+    for value in values:
+        value = ir.ExternKernel.realize_input(value)
+        value.freeze_layout()
+        found.append(value)
+    return found
+
+
+def value_key(value: Any) -> tuple[Any, ...]:
+    """Equal for two values of Inductor that are one matrix in memory."""
+    layout = value.get_layout()
+    return (value.get_name(), tuple(layout.size), tuple(layout.stride), layout.offset)
+
+
+def static(size: Any) -> Any:
+    """A size of Inductor's as an int, where it is one."""
+    return int(size) if getattr(size, "is_Integer", isinstance(size, int)) else size
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One configuration of a kernel template.
+
+    Attributes:
+        source: what Inductor's TritonTemplate takes.
+        meta: constants of the kernel.
+        num_warps, num_stages: as Triton has them.
+        outputs: arguments of the kernel, at its end, that are outputs beside the first.
+    """
+
+    source: str
+    meta: dict[str, Any]
+    num_warps: int
+    num_stages: int
+    outputs: tuple[str, ...]
+
+
+def lower_to_template(
+    name: str,
+    inputs: Sequence[tuple[str, Any]],
+    shapes: Sequence[tuple[Any, Any]],
+    dtype: torch.dtype,
+    device: torch.device,
+    variants: Sequence[Variant],
+    stock: Callable[..., torch.Tensor] | None,
+) -> list[Any] | None:
+    """One Triton kernel with one or several outputs.
+
+    Args:
+        name: of the kernel.
+        inputs: its arguments by name, in memory.
+        shapes: of its outputs, which are row-major.
+        dtype, device: of its outputs.
+        variants: its configurations; the fastest is taken where there are several.
+        stock: what does the same without it, on tensors that are `inputs` and outputs: where
+            given, it is measured as well.
+
+    Returns:
+        The outputs; None where `stock` is faster.
+    """
+    ir = importlib.import_module("torch._inductor.ir")
+    select = importlib.import_module("torch._inductor.select_algorithm")
+    lowering = importlib.import_module("torch._inductor.lowering")
+    layout = ir.FixedLayout(device, dtype, list(shapes[0]), [shapes[0][1], 1])
+    more = [
+        lowering.empty_strided(list(shape), [shape[1], 1], dtype=dtype, device=device) for shape in shapes[1:]
+    ]
+    nodes = [*(value for _, value in inputs), *more]
+    call_sizes = [size for shape in shapes for size in shape]
+    choices: list[Any] = []
+    for variant in variants:
+        _template(name, variant.source).maybe_append_choice(
+            choices, input_nodes=tuple(nodes), layout=layout, call_sizes=call_sizes,
+            num_warps=variant.num_warps, num_stages=variant.num_stages, **variant.meta,
+        )  # fmt: skip
+    if not choices:
+        return None
+    if stock is not None:
+        choices.append(_extern(stock).bind(tuple(nodes), layout))
+    chosen = select.autotune_select_algorithm(name, choices, nodes, layout, return_multi_template=False)
+    output = chosen[0] if isinstance(chosen, tuple) else chosen
+    buffer = output.data.data
+    if not isinstance(buffer, ir.TritonTemplateBuffer):
+        return None
+    # Not given to the template itself: torch 2.11 lets only its own operations write into inputs.
+    writes = [ir.MutationOutput(ir.NoneLayout(device=device), value, buffer) for value in more]
+    if writes:
+        buffer.mutated_inputs = more
+        if hasattr(buffer, "mutation_outputs"):
+            buffer.mutation_outputs = [*buffer.mutation_outputs, *writes]
+        else:
+            buffer.outputs = [*buffer.outputs, *writes]
+    return [output, *more]
+
+
+def _grid() -> Any:
+    select = importlib.import_module("torch._inductor.select_algorithm")
+
+    @select.SymbolicGridFn  # type: ignore[untyped-decorator]
+    def grid(*sizes_and_meta: Any, cdiv: Any, min: Any) -> tuple[Any, int, int]:
+        *sizes, meta = sizes_and_meta
+        pairs = list(zip(sizes[::2], sizes[1::2], strict=True))
+        tiles = sum(cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]) for m, n in pairs)
+        return (min(tiles, meta["NUM_SMS"]) if "NUM_SMS" in meta else tiles, 1, 1)
+
+    return grid
+
+
+_templates: dict[tuple[str, str], Any] = {}
+
+
+def _template(name: str, source: str) -> Any:
+    """The TritonTemplate of a source; its registry wants each name once."""
+    if (name, source) not in _templates:
+        select = importlib.import_module("torch._inductor.select_algorithm")
+        unique = f"{name}_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
+        _templates[name, source] = select.TritonTemplate(name=unique, grid=_grid(), source=source)
+    return _templates[name, source]
+
+
+_externs: dict[Any, Any] = {}
+
+
+def _extern(function: Callable[..., torch.Tensor]) -> Any:
+    """An eager function as a choice of autotuning."""
+    if function not in _externs:
+        select = importlib.import_module("torch._inductor.select_algorithm")
+        _externs[function] = select.ExternKernelChoice(
+            function, name=f"{function.__name__}", has_out_variant=False
+        )
+    return _externs[function]

@@ -6,6 +6,9 @@
 | `attention` | `INDUCTOR_FUSIONS_ATTENTION` | 0, 1 | 1 |
 | `attention_kernel` | `INDUCTOR_FUSIONS_ATTENTION_KERNEL` | auto, sdpa, flex | auto |
 | `stock_misfires` | `INDUCTOR_FUSIONS_STOCK_MISFIRES` | 0, 1 | 1 |
+| `qkv` | `INDUCTOR_FUSIONS_QKV` | 0, 1 | 1 |
+| `gated_mlp` | `INDUCTOR_FUSIONS_GATED_MLP` | 0, 1 | 1 |
+| `linear_epilogue` | `INDUCTOR_FUSIONS_LINEAR_EPILOGUE` | 0, 1 | 1 |
 | `policy` | `INDUCTOR_FUSIONS_POLICY` | profitable, always | profitable |
 | `empty_rows` | `INDUCTOR_FUSIONS_EMPTY_ROWS` | keep, stock, ignore | keep |
 | `strict` | `INDUCTOR_FUSIONS_STRICT` | 0, 1 | 0 |
@@ -43,6 +46,15 @@ attention_kernel: str = Config(default="auto", env_name_default="INDUCTOR_FUSION
 #: Graphs that Inductor's own attention patterns misread are written in a way that they do not.
 stock_misfires: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_STOCK_MISFIRES")
 
+#: Linears that share an input, and their gradients, to one matrix product.
+qkv: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_QKV")
+
+#: act(x @ Wg) * (x @ Wu) to one kernel.
+gated_mlp: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_GATED_MLP")
+
+#: A linear and the activation behind it to one kernel.
+linear_epilogue: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_LINEAR_EPILOGUE")
+
 #: "profitable" fuses where a measurement says that it pays; "always" fuses whatever is proved.
 policy: str = Config(default="profitable", env_name_default="INDUCTOR_FUSIONS_POLICY")
 
@@ -68,6 +80,9 @@ def variables() -> dict[str, tuple[str, ...]]:
         "INDUCTOR_FUSIONS_ATTENTION": ("0", "1"),
         "INDUCTOR_FUSIONS_ATTENTION_KERNEL": ("auto", "sdpa", "flex"),
         "INDUCTOR_FUSIONS_STOCK_MISFIRES": ("0", "1"),
+        "INDUCTOR_FUSIONS_QKV": ("0", "1"),
+        "INDUCTOR_FUSIONS_GATED_MLP": ("0", "1"),
+        "INDUCTOR_FUSIONS_LINEAR_EPILOGUE": ("0", "1"),
         "INDUCTOR_FUSIONS_POLICY": ("profitable", "always"),
         "INDUCTOR_FUSIONS_EMPTY_ROWS": ("keep", "stock", "ignore"),
         "INDUCTOR_FUSIONS_STRICT": ("0", "1"),

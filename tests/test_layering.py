@@ -37,6 +37,7 @@ LAYERS = {
     "tables": {"config", "_inductor"},
     "fusion": BASE,
     "fusions": {"fusion"} | BASE,
+    "ops": {"fusions"},
     "containment": {"fusion", "_inductor"},
     "passes": {"fusion", "containment", "watching"} | BASE,
     "registry": {"fusion", "fusions", "config"},

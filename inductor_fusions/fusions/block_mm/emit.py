@@ -1,0 +1,119 @@
+"""Puts `block_mm` into a graph in place of the products that it computes."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._inductor import fake_mode_of, suppress_guards
+from ...fusion import Rejected
+from .normal_form import Product, value
+from .op import BLOCK_MM
+from .placement import Place
+
+
+def insert(
+    graph: fx.Graph,
+    place: Place,
+    anchor: fx.Node,
+    groups: Sequence[Sequence[Product]],
+    activations: Sequence[str] | None = None,
+    gated: bool = False,
+    dtype: torch.dtype | None = None,
+) -> list[fx.Node]:
+    """Add the operation and its outputs to a graph, used by nothing yet.
+
+    Args:
+        graph: the graph.
+        place: where it goes; views are moved as it says.
+        anchor: the node whose source line the new nodes get.
+        groups: the products of each group. At most one of a group has a bias.
+        activations: of each group; none by default.
+        gated: as in `op`.
+        dtype: of the outputs; that of the first product by default.
+
+    Returns:
+        One node for each output.
+    """
+    for node in place.hoisted:
+        place.before.prepend(node)
+    products = [(index, p) for index, group in enumerate(groups) for p in group]
+    biases = [(index, p.bias) for index, p in products if p.bias is not None]
+    arguments: tuple[Any, ...] = (
+        [p.a for _, p in products],
+        [p.b for _, p in products],
+        [bias for _, bias in biases],
+        [index for index, _ in biases],
+        [index for index, _ in products],
+        [p.scale for _, p in products],
+        ",".join(activations or [""] * len(groups)),
+        gated,
+        dtype or value(products[0][1].node).dtype,
+    )
+    call = _call(graph, place.before, anchor, BLOCK_MM, *arguments)
+    outputs = [
+        _call(graph, place.before, anchor, operator.getitem, call, index)
+        for index in range(len(call.meta["val"]))
+    ]
+    for node in place.sunk:
+        place.before.prepend(node)
+    return outputs
+
+
+def sizes_of(node: fx.Node, inner: Iterable[fx.Node]) -> list[Any]:
+    """The sizes of a node as arguments.
+
+    Args:
+        node: the node.
+        inner: nodes in front of it, among which there is a reshape to its sizes if they are symbolic.
+
+    Raises:
+        Rejected: they are symbolic, and no such reshape is there.
+    """
+    sizes = list(value(node).shape)
+    if all(isinstance(size, int) for size in sizes):
+        return sizes
+    for other in inner:
+        if other.target in _WITH_SIZES and [str(s) for s in value(other).shape] == [str(s) for s in sizes]:
+            return list(other.args[1])  # type: ignore[arg-type]
+    raise Rejected("no reshape names the symbolic sizes of the result")
+
+
+_WITH_SIZES = (torch.ops.aten.reshape.default, torch.ops.aten.view.default)
+
+
+def reshaped(graph: fx.Graph, before: fx.Node, node: fx.Node, sizes: list[Any], anchor: fx.Node) -> fx.Node:
+    """`node` with other sizes, if it has others."""
+    if [str(s) for s in value(node).shape] == [str(s) for s in sizes]:
+        return node
+    return _call(graph, before, anchor, torch.ops.aten.reshape.default, node, sizes)
+
+
+def _call(graph: fx.Graph, before: fx.Node, anchor: fx.Node, target: Any, *args: Any) -> fx.Node:
+    with graph.inserting_before(before):
+        node = graph.call_function(target, args)
+    if "stack_trace" in anchor.meta:
+        node.meta["stack_trace"] = anchor.meta["stack_trace"]
+    mode = fake_mode_of(graph)
+    values = fx.node.map_arg(args, lambda n: n.meta["val"])
+    with suppress_guards(mode), mode if mode is not None else contextlib.nullcontext():
+        node.meta["val"] = target(*values)
+    return node
+
+
+def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
+    """Let every user of `old` use `new`, and remove what nothing uses any more."""
+    old.replace_all_uses_with(new)
+    dead = [old]
+    while dead:
+        node = dead.pop()
+        if node.users or node.op != "call_function":
+            continue
+        inputs = node.all_input_nodes
+        graph.erase_node(node)
+        dead += inputs

@@ -1,0 +1,138 @@
+"""Whether products may become a block GEMM, and whether it pays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from ... import config
+from ..._inductor import known_true, max_autotune
+from ...fusion import LeftToStock, Rejected
+from .heuristics import Problem, choose, describe, of_operands
+from .normal_form import Product, identity, value
+
+#: Bulk copies and vector loads take 16 bytes at a time.
+ALIGNMENT = 16
+#: Kinds of problems for which the products one by one, which autotuning compares with, are what stock does.
+MEASURED_WHILE_COMPILING = frozenset({"shared_a", "shared_b", "gated", "linear"})
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check_device(node: fx.Node) -> None:
+    """Leave every device but CUDA to stock.
+
+    Raises:
+        LeftToStock: it is another one.
+    """
+    device = value(node).device
+    if device.type == "cpu":
+        raise LeftToStock("on the CPU, where the library's matrix products are left as they are")
+    if device.type != "cuda" or torch.version.hip is not None:
+        raise LeftToStock(f"there is no kernel for devices of type {device.type}")
+
+
+def check_operands(nodes: Sequence[fx.Node]) -> None:
+    """Refuse matrices that the kernels cannot read.
+
+    Raises:
+        Rejected: a dtype, a size or a stride.
+    """
+    first = value(nodes[0])
+    for node in nodes:
+        found = value(node)
+        if found.dtype not in DTYPES:
+            raise Rejected(f"matrices of dtype {_name(found.dtype)}")
+        if found.dtype != first.dtype:
+            raise Rejected(f"matrices of dtypes {_name(first.dtype)} and {_name(found.dtype)}")
+        if found.device != first.device:
+            raise Rejected("matrices on two devices")
+    if first.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+        raise LeftToStock(
+            "float32 without TF32: the products of the library are as fast",
+            'torch.set_float32_matmul_precision("high")',
+        )
+    for node in nodes:
+        _check_layout(value(node))
+
+
+def _check_layout(matrix: torch.Tensor) -> None:
+    per_load = ALIGNMENT // matrix.dtype.itemsize
+    rows, columns = matrix.shape
+    along, across = (1, 0) if known_true(matrix.stride(1) == 1) else (0, 1)
+    if not known_true(matrix.stride(along) == 1):
+        raise Rejected("a matrix whose elements are not next to each other in either direction")
+    size, stride = (rows, columns)[along], matrix.stride(across)
+    for what, number in (("size", size), ("stride", stride), ("offset", matrix.storage_offset())):
+        if not known_true(number % per_load == 0):
+            raise Rejected(
+                f"a matrix with the {what} {number}, which is not a multiple of {per_load}",
+                f"pad it to a multiple of {per_load}",
+            )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def text(node: fx.Node) -> str:
+    """Dtype and shape, for reports."""
+    found = value(node)
+    return f"{_name(found.dtype)}{[int(s) if isinstance(s, int) else str(s) for s in found.shape]}"
+
+
+def check_products(products: Sequence[Product]) -> None:
+    """Refuse products that the kernels do not take.
+
+    Raises:
+        Rejected: see `check_operands`; or a width that is not a multiple of 16 bytes.
+        LeftToStock: a device without kernels.
+    """
+    check_device(products[0].node)
+    check_operands([operand for p in products for operand in (p.a, p.b)])
+    for p in products:
+        found = value(p.node)
+        per_load = ALIGNMENT // found.dtype.itemsize
+        if found.dtype not in DTYPES:
+            raise Rejected(f"a product of dtype {_name(found.dtype)}")
+        if not known_true(found.shape[1] % per_load == 0):
+            raise Rejected(
+                f"{found.shape[1]} columns, which is not a multiple of {per_load}",
+                f"pad the weight to a multiple of {per_load}",
+            )
+        if p.bias is not None and not value(p.bias).is_floating_point():
+            raise Rejected("a bias that is not floating point")
+
+
+def problem(groups: Sequence[Sequence[Product]], gated: bool = False) -> Problem:
+    """The sizes of a block GEMM of these products."""
+    flat = [(index, p) for index, group in enumerate(groups) for p in group]
+
+    def shape(node: fx.Node) -> tuple[tuple[object, ...], tuple[object, ...]]:
+        return tuple(value(node).shape), tuple(value(node).stride())
+
+    return of_operands(
+        [shape(p.a) for _, p in flat],
+        [shape(p.b) for _, p in flat],
+        [index for index, _ in flat],
+        gated,
+        value(flat[0][1].a).dtype,
+        [(identity(p.a), identity(p.b)) for _, p in flat],
+    )
+
+
+def kernel(groups: Sequence[Sequence[Product]], gated: bool = False) -> str:
+    """Which kernel the products get, for the report.
+
+    Raises:
+        LeftToStock: none pays, or their sizes are not known.
+    """
+    posed = problem(groups, gated)
+    if config.policy != "always":
+        if posed.tokens is None:
+            raise LeftToStock("the number of rows is symbolic: what pays for one may not pay for another")
+        if max_autotune() and posed.kind in MEASURED_WHILE_COMPILING:
+            return f"block_mm or stock, whichever autotuning finds faster, {describe(posed)}"
+    choice = choose(posed, value(groups[0][0].node).device)
+    return f"block_mm, {choice.config.template} {describe(posed)}{choice.note}"

@@ -1,0 +1,309 @@
+"""Which kernel a block GEMM gets on a device, and whether it is measured to pay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from ... import config, tables
+from ...fusion import LeftToStock
+
+Template = Literal["tiled", "persistent"]
+
+#: How far apart two measured numbers of rows may be for one between them to count as covered.
+BRACKET = 8
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The sizes of a block GEMM.
+
+    Attributes:
+        rows: M of each group; None where it is symbolic.
+        columns: N of each group.
+        inner: K of each product; None where it is symbolic.
+        groups: group of each product.
+        layouts: of each product, two letters: whether a and b have their elements in order ("n", along
+            the last dim) or are transposed ("t", along the first).
+        dtype: of the operands of the first product.
+        gated: whether the two groups are multiplied.
+        shared: "a" or "b" where all products have that operand in common, else "".
+    """
+
+    rows: tuple[int | None, ...]
+    columns: tuple[int, ...]
+    inner: tuple[int | None, ...]
+    groups: tuple[int, ...]
+    layouts: tuple[str, ...]
+    dtype: torch.dtype
+    gated: bool = False
+    shared: str = ""
+
+    @property
+    def kind(self) -> str:
+        """What tables call it: "gated", "shared_a", "shared_b", "sum", "linear", or "mixed"."""
+        count = self.groups[-1] + 1
+        if self.gated:
+            return "gated"
+        if count == 1:
+            return "linear" if len(self.groups) == 1 else "sum"
+        if len(self.groups) == count and self.shared:
+            return f"shared_{self.shared}"
+        return "mixed"
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What a row of a table must agree in. Rows of a shared a, K of a shared b, are left open."""
+        open_inner = self.kind == "shared_b"
+        return {
+            "kind": self.kind,
+            "n": list(self.columns),
+            "m": list(self.rows) if open_inner else None,
+            "k": None if open_inner else list(self.inner),
+            "layout": list(self.layouts),
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+
+    @property
+    def tokens(self) -> int | None:
+        """The size that differs from call to call: rows, or K where the gradient of weights is computed."""
+        return self.inner[0] if self.kind == "shared_b" else self.rows[0]
+
+
+@dataclass(frozen=True)
+class Config:
+    """One configuration of a template.
+
+    Attributes:
+        template: "tiled" (a tile for each thread block) or "persistent" (bulk tensor copies, a thread
+            block for each multiprocessor).
+        block_m, block_n, block_k: the tile.
+        num_warps, num_stages: as Triton has them.
+        group_m: tiles in M that are neighbours in time.
+        subtiles: parts in which a tile is stored.
+    """
+
+    template: Template
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    subtiles: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """As tables have it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a device gets for a problem.
+
+    Attributes:
+        config: the kernel.
+        note: for the report: where it comes from.
+    """
+
+    config: Config
+    note: str
+
+
+def capability(device: torch.device) -> int:
+    """Compute capability as one number: 80, 90, 100."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def choose(problem: Problem, device: torch.device) -> Choice:
+    """The kernel for a problem.
+
+    Raises:
+        LeftToStock: no measurement says that one pays, and the policy asks for that.
+    """
+    if capability(device) < 80:
+        raise LeftToStock("the device is older than compute capability 8.0")
+    try:
+        return measured(problem, device)
+    except LeftToStock:
+        if config.policy != "always":
+            raise
+    return Choice(default(problem, capability(device)), ", not measured")
+
+
+def measured(problem: Problem, device: torch.device) -> Choice:
+    """What the table of a device says.
+
+    A row counts for its own number of rows; two rows count for those between them where both are faster
+    than stock and not further apart than a factor of 8.
+
+    Raises:
+        LeftToStock: nothing that holds for this problem, or that it does not pay.
+    """
+    name = tables.device_name(device)
+    table = tables.load(name)
+    if table is None:
+        raise LeftToStock(f"no measurements for the device {name}")
+    tokens = problem.tokens
+    if tokens is None:
+        raise LeftToStock("the number of rows is not known when the kernel is chosen")
+    known = sorted(
+        (row for row in table.get("block_mm", []) if _matches(row, problem)), key=lambda row: row["tokens"]
+    )
+    below = [row for row in known if row["tokens"] <= tokens]
+    above = [row for row in known if row["tokens"] >= tokens]
+    if not below or not above or above[0]["tokens"] > BRACKET * below[-1]["tokens"]:
+        raise LeftToStock(f"not measured on {name}: {describe(problem)}")
+    around = (below[-1], above[0])
+    gain = min(row["gain"] for row in around)
+    if gain < tables.MARGIN or any(row["config"] is None for row in around):
+        raise LeftToStock(f"not measured to be faster than stock on {name} at this shape")
+    nearest = min(around, key=lambda row: abs(math.log2(row["tokens"] / tokens)))
+    return Choice(Config(**nearest["config"]), f", {gain:.2f}x measured")
+
+
+def _matches(row: dict[str, Any], problem: Problem) -> bool:
+    return all(row[name] == wanted for name, wanted in problem.key.items())
+
+
+def describe(problem: Problem) -> str:
+    """A problem in words: "2048 x (4096 -> 4096 + 1024 + 1024), bfloat16"."""
+    inner = problem.inner if problem.kind == "sum" else dict.fromkeys(problem.inner)
+    rows = " + ".join(_text(m) for m in dict.fromkeys(problem.rows))
+    sizes = f"{' + '.join(_text(k) for k in inner)} -> {' + '.join(_text(n) for n in problem.columns)}"
+    return f"{rows} x ({sizes}), {str(problem.dtype).removeprefix('torch.')}"
+
+
+def _text(size: int | None) -> str:
+    return "?" if size is None else str(size)
+
+
+def default(problem: Problem, arch: int) -> Config:
+    """A configuration that fits every device of an architecture; it is not tuned.
+
+    Args:
+        problem: what is computed.
+        arch: 80, 90, 100.
+    """
+    rows = [512 if m is None else m for m in problem.rows]
+    wide = problem.dtype == torch.float32
+    most = max(rows)
+    if most <= 64:
+        block_m = max(16, 1 << (most - 1).bit_length())
+        block_k = 64 if wide else 128
+        stages = 3 if wide or block_m == 64 else 4
+        return Config("tiled", block_m, 32, block_k, 4, stages)
+    if arch >= 90 and not wide and _bulk_copies(problem):
+        small = tiles(problem, 128, 256) < 100
+        if problem.gated:
+            return Config("persistent", 128, 64 if small else 128, 64, 8, 3, subtiles=1)
+        if small:
+            return Config("persistent", 128, 128, 64, 8, 4)
+        return Config("persistent", 128, 256, 64, 8, 3, subtiles=2)
+    if wide or problem.gated or most <= 256:
+        return Config("tiled", 64, 64, 32, 4, 3)
+    return Config("tiled", 128, 128, 32, 8, 3)
+
+
+def _bulk_copies(problem: Problem) -> bool:
+    """Whether the persistent template takes it: bulk copies know their sizes in advance."""
+    return None not in problem.inner
+
+
+def tiles(problem: Problem, block_m: int, block_n: int) -> int:
+    """Number of tiles of a problem."""
+    groups = list(zip(problem.rows, problem.columns, strict=True))[: 1 if problem.gated else None]
+    return sum(-(-(512 if m is None else m) // block_m) * -(-n // block_n) for m, n in groups)
+
+
+def candidates(problem: Problem, arch: int) -> list[Config]:
+    """Configurations worth measuring, for tuning and for `max_autotune`."""
+    most = max(512 if m is None else m for m in problem.rows)
+    found = [default(problem, arch)]
+    if most <= 64:
+        block_m = max(16, 1 << (most - 1).bit_length())
+        for block_n in (16, 32, 64):
+            for block_k in (128, 256):
+                for warps, stages in ((4, 3), (4, 5), (2, 4), (8, 4)):
+                    found.append(Config("tiled", block_m, block_n, block_k, warps, stages))
+    elif arch >= 90 and problem.dtype != torch.float32 and _bulk_copies(problem):
+        for block_m, block_n, warps, stages, parts in (
+            (128, 256, 8, 3, 2), (128, 256, 8, 3, 1), (128, 128, 8, 4, 1), (128, 128, 4, 4, 1),
+            (64, 256, 4, 4, 1), (64, 128, 4, 4, 1), (128, 64, 4, 4, 1), (256, 128, 8, 3, 2),
+        ):  # fmt: skip
+            if problem.gated and block_n == 256:
+                continue
+            for group_m in (8, 16):
+                found.append(Config("persistent", block_m, block_n, 64, warps, stages, group_m, parts))
+    if 64 < most <= 1024 or arch < 90:
+        for block_m, block_n, block_k, warps, stages in (
+            (64, 64, 64, 4, 4), (64, 32, 128, 4, 4), (32, 64, 128, 4, 4), (128, 64, 64, 4, 3),
+            (128, 128, 64, 8, 3), (64, 128, 64, 4, 3),
+        ):  # fmt: skip
+            found.append(Config("tiled", block_m, block_n, block_k, warps, stages))
+    return [
+        c
+        for c in dict.fromkeys(found)
+        if shared_bytes(c, problem) <= SHARED_LIMIT[arch] and _fits_registers(c, problem)
+    ]
+
+
+def _fits_registers(choice: Config, problem: Problem) -> bool:
+    """Whether the accumulators and the tiles of one step leave a thread without spills, as compiled."""
+    if choice.template == "tiled" and choice.block_m >= 64:
+        if choice.block_k > 128 or (choice.num_warps == 8 and choice.block_n == 16):
+            return False
+    columns = choice.block_n * (2 if problem.gated else 1)
+    held = choice.block_m * columns // (32 * choice.num_warps)
+    return held <= (128 if choice.template == "persistent" else 64)
+
+
+#: Shared memory of one thread block, in bytes.
+SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448}
+
+
+def shared_bytes(choice: Config, problem: Problem) -> int:
+    """About what a configuration needs of shared memory for the tiles that are under way."""
+    columns = choice.block_n * (2 if problem.gated else 1)
+    return (choice.block_m + columns) * choice.block_k * problem.dtype.itemsize * choice.num_stages
+
+
+def of_operands(
+    a: Sequence[Any], b: Sequence[Any], groups: Sequence[int], gated: bool, dtype: torch.dtype, names: Any
+) -> Problem:
+    """A problem from (sizes, strides) of its operands.
+
+    Args:
+        a, b: of each product: ((rows, columns), (strides)).
+        groups: group of each product.
+        gated: whether the groups are multiplied.
+        dtype: of the operands.
+        names: of each product: what tells its operands apart, a pair.
+    """
+
+    def number(size: Any) -> int | None:
+        return size if isinstance(size, int) else None
+
+    first = [list(groups).index(group) for group in range(groups[-1] + 1)]
+    shared = "a" if len({pair[0] for pair in names}) == 1 else ""
+    shared = shared or ("b" if len({pair[1] for pair in names}) == 1 else "")
+    return Problem(
+        rows=tuple(number(a[p][0][0]) for p in first),
+        columns=tuple(number(b[p][0][1]) or 0 for p in first),
+        inner=tuple(number(left[0][1]) for left in a),
+        groups=tuple(groups),
+        layouts=tuple(_letter(left) + _letter(right) for left, right in zip(a, b, strict=True)),
+        dtype=dtype,
+        gated=gated,
+        shared=shared,
+    )
+
+
+def _letter(operand: Any) -> str:
+    (_, _), (_, last) = operand
+    return "n" if last == 1 else "t"

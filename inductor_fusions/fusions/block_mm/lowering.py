@@ -1,0 +1,313 @@
+"""`inductor_fusions::block_mm` in Inductor: one kernel, or the products one by one."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ... import _inductor
+from ...fusion import Rejected
+from . import guards, heuristics, template
+from .op import BLOCK_MM
+
+log = logging.getLogger(__name__)
+
+#: The products that one kernel takes at most: its code grows with them.
+MOST_PRODUCTS = 8
+
+
+def register() -> None:
+    """Tell Inductor of the lowering, now or as soon as it is imported."""
+    _inductor.register_lowering_when_loaded(BLOCK_MM, lower)
+
+
+def lower(
+    a: Sequence[Any],
+    b: Sequence[Any],
+    bias: Sequence[Any],
+    bias_groups: Sequence[int],
+    groups: Sequence[int],
+    scales: Sequence[float],
+    activations: str,
+    gated: bool,
+    dtype: torch.dtype,
+) -> list[Any]:
+    """The outputs, as Inductor's values."""
+    call = Call(a, b, bias, bias_groups, groups, scales, activations.split(","), gated, dtype)
+    try:
+        outputs = call.kernel()
+    except Rejected as miss:
+        log.info("block_mm is computed product by product: %s", miss.reason)
+        outputs = None
+    return call.one_by_one() if outputs is None else outputs
+
+
+class Call:
+    """One call of the operation while it is lowered.
+
+    Args:
+        a, b, bias, bias_groups, groups, scales, activations, gated, dtype: as in `op`, with Inductor's
+            values for tensors.
+    """
+
+    def __init__(
+        self,
+        a: Sequence[Any],
+        b: Sequence[Any],
+        bias: Sequence[Any],
+        bias_groups: Sequence[int],
+        groups: Sequence[int],
+        scales: Sequence[float],
+        activations: Sequence[str],
+        gated: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        self.a, self.b = list(a), list(b)
+        self.bias = dict(zip(bias_groups, bias, strict=True))
+        self.groups, self.scales = list(groups), list(scales)
+        self.activations, self.gated, self.dtype = list(activations), gated, dtype
+        # The operands in memory, for a kernel.
+        self.left: list[Any] = []
+        self.right: list[Any] = []
+
+    def kernel(self) -> list[Any] | None:
+        """One kernel; None where stock's own are measured to be faster, or nothing may be measured.
+
+        Raises:
+            Rejected: there is no kernel for it.
+        """
+        if not _inductor.passes_installed():
+            raise Rejected("the passes are not installed, so caches would not know of the kernel")
+        device = self.a[0].get_device()
+        if device.type != "cuda":
+            raise Rejected(f"there is no kernel for devices of type {device.type}")
+        if len(self.groups) > MOST_PRODUCTS or 0.0 in self.scales:
+            raise Rejected(f"more than {MOST_PRODUCTS} products, or one that is multiplied by 0")
+        self._check_dtypes()
+        operands, structure = self._structure()
+        if self.gated and not template.can_gate(structure):
+            raise Rejected("the two sides of the gate are computed differently")
+        problem = heuristics.of_operands(
+            [(_sizes(x), _strides(x)) for x in self.left], [(_sizes(x), _strides(x)) for x in self.right],
+            self.groups, self.gated, self.a[0].get_dtype(),
+            [(f.a.name, f.b.name) for f in structure.factors],
+        )  # fmt: skip
+        arch = heuristics.capability(device)
+        autotune = _inductor.max_autotune()
+        if autotune:
+            configs = heuristics.candidates(problem, arch)
+        else:
+            configs = [heuristics.choose(problem, device).config]
+        if not all(_aligned(x) for x in (*self.left, *self.right)):
+            configs = [chosen for chosen in configs if chosen.template != "persistent"]
+            if not configs:
+                raise Rejected("bulk copies need strides that are multiples of 16 bytes")
+        shapes = [(_sizes(self.left[p])[0], _sizes(self.right[p])[1]) for p in self._first()]
+        return _inductor.lower_to_template(
+            name="block_mm",
+            inputs=operands,
+            shapes=shapes[:1] if self.gated else shapes,
+            dtype=self.dtype,
+            device=device,
+            variants=[_variant(config, structure, arch, device) for config in configs],
+            stock=self._stock(structure) if autotune else None,
+        )
+
+    def _check_dtypes(self) -> None:
+        first = self.a[0].get_dtype()
+        for p, left in enumerate(self.a):
+            if left.get_dtype() not in guards.DTYPES:
+                raise Rejected(f"matrices of dtype {left.get_dtype()}")
+            inner = _inductor.static(left.get_size()[1])
+            if left.get_dtype() != first and not (_repeats(self.groups, p) and _small(inner)):
+                raise Rejected("products of another dtype that are not adapters of a small rank")
+
+    def one_by_one(self) -> list[Any]:
+        """The products as stock lowers them, each by itself."""
+        aten = torch.ops.aten
+        call = _inductor.call_lowering
+        outputs = []
+        for group, activation in enumerate(self.activations):
+            total: Any = None
+            offset: Any = self.bias.get(group)
+            members = [p for p, owner in enumerate(self.groups) if owner == group]
+            plain = len(members) == 1 and self.scales[members[0]] == 1 and offset is not None
+            if plain and self.a[members[0]].get_dtype() == offset.get_dtype() == self.dtype:
+                total = call(aten.addmm.default, offset, self.a[members[0]], self.b[members[0]])
+                offset = None
+            else:
+                for p in members:
+                    product = call(aten.mm.default, self.a[p], self.b[p])
+                    if self.scales[p] != 1:
+                        product = call(aten.mul.Tensor, product, self.scales[p])
+                    total = product if total is None else call(aten.add.Tensor, total, product)
+            if offset is not None:
+                total = call(aten.add.Tensor, self._wide(total), self._wide(offset))
+            if activation:
+                total = _activate(activation, self._wide(total))
+            outputs.append(total)
+        if self.gated:
+            outputs = [call(aten.mul.Tensor, self._wide(outputs[0]), self._wide(outputs[1]))]
+        return [self._cast(y, self.dtype) for y in outputs]
+
+    def _wide(self, x: Any) -> Any:
+        return x if x.get_dtype() == torch.float64 else self._cast(x, torch.float32)
+
+    def _cast(self, x: Any, dtype: torch.dtype) -> Any:
+        if x.get_dtype() == dtype:
+            return x
+        return _inductor.call_lowering(torch.ops.prims.convert_element_type.default, x, dtype)
+
+    def _first(self) -> list[int]:
+        return [self.groups.index(group) for group in range(self.groups[-1] + 1)]
+
+    def _structure(self) -> tuple[list[tuple[str, Any]], template.Structure]:
+        """The distinct inputs of the kernel by name, and what it computes."""
+        self.left, self.right = _inductor.realize(self.a), _inductor.realize(self.b)
+        names: dict[Any, str] = {}
+        inputs: list[tuple[str, Any]] = []
+
+        def name(kind: str, value: Any) -> str:
+            key = _inductor.value_key(value)
+            if (kind, key) not in names:
+                names[kind, key] = f"{kind}{sum(k == kind for k, _ in names)}"
+                inputs.append((names[kind, key], value))
+            return names[kind, key]
+
+        factors = []
+        for p, group in enumerate(self.groups):
+            left, right = self.left[p], self.right[p]
+            k = _sizes(left)[1]
+            factors.append(
+                template.Factor(
+                    group,
+                    template.Operand(name("A", left), _inner(left, 1)),
+                    template.Operand(name("B", right), _inner(right, 0)),
+                    self.scales[p],
+                    k if isinstance(k, int) else None,
+                    _precision(left.get_dtype(), p > 0 and _repeats(self.groups, p)),
+                )
+            )
+        biases: list[tuple[str, bool] | None] = [None] * len(self.activations)
+        for group, offset in self.bias.items():
+            (held,) = _inductor.realize([offset])
+            biases[group] = (name("C", held), len(held.get_size()) == 2)
+        outputs = () if self.gated else tuple(f"Y{g}" for g in range(1, len(self.activations)))
+        structure = template.Structure(
+            (*(n for n, _ in inputs), *outputs), tuple(factors), tuple(biases),
+            tuple(self.activations), outputs, self.gated,
+        )  # fmt: skip
+        return inputs, structure
+
+    def _stock(self, structure: template.Structure) -> Callable[..., torch.Tensor]:
+        """The products one by one, on the tensors that the kernel gets."""
+        products = tuple((f.a.name, f.b.name) for f in structure.factors)
+        return stock_products(structure.names, products)
+
+
+@functools.cache
+def stock_products(
+    names: tuple[str, ...], products: tuple[tuple[str, str], ...]
+) -> Callable[..., torch.Tensor]:
+    """A function that does the products of a kernel with the library's own.
+
+    Args:
+        names: the tensors that it is called with.
+        products: pairs of them.
+    """
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        given = dict(zip(names, tensors, strict=True))
+        results = [given[a] @ given[b] for a, b in products]
+        return results[0]
+
+    text = f"{names}{products}"
+    run.__name__ = f"stock_products_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return run
+
+
+def _small(size: Any) -> bool:
+    """Whether a product is one more step of a kernel whose steps were chosen for another dtype."""
+    return isinstance(size, int) and size <= 64
+
+
+def _aligned(x: Any) -> bool:
+    """Whether bulk copies can read a matrix."""
+    per_load = guards.ALIGNMENT // x.get_dtype().itemsize
+    numbers = [*(s for s in _strides(x) if s != 1), _inductor.static(x.get_layout().offset)]
+    return all(isinstance(n, int) and n % per_load == 0 for n in numbers)
+
+
+def _repeats(groups: Sequence[int], p: int) -> bool:
+    """Whether a product is not the first of its group."""
+    return groups[p] == groups[p - 1]
+
+
+def _precision(dtype: torch.dtype, later: bool) -> str:
+    """How float32 is multiplied: as torch is told to; an adapter beside a product of 16 bits exactly."""
+    if dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return "tf32x3" if later else "ieee"
+
+
+def _activate(name: str, x: Any) -> Any:
+    aten, call = torch.ops.aten, _inductor.call_lowering
+    if name == "relu":
+        return call(aten.relu.default, x)
+    if name == "sigmoid":
+        return call(aten.sigmoid.default, x)
+    if name == "silu":
+        return call(aten.mul.Tensor, x, call(aten.sigmoid.default, x))
+    half = call(aten.mul.Tensor, x, 0.5)
+    if name == "gelu":
+        inner = call(aten.erf.default, call(aten.mul.Tensor, x, 0.5**0.5))
+    else:
+        cubic = call(aten.mul.Tensor, call(aten.mul.Tensor, call(aten.mul.Tensor, x, x), x), 0.044715)
+        inner = call(aten.mul.Tensor, call(aten.add.Tensor, x, cubic), 0.7978845608028654)
+        inner = call(aten.tanh.default, inner)
+    return call(aten.mul.Tensor, half, call(aten.add.Tensor, inner, 1))
+
+
+def _sizes(x: Any) -> tuple[Any, ...]:
+    return tuple(_inductor.static(size) for size in x.get_size())
+
+
+def _strides(x: Any) -> tuple[Any, ...]:
+    return tuple(_inductor.static(stride) for stride in x.get_stride())
+
+
+def _inner(x: Any, dim: int) -> bool:
+    strides, other = _strides(x), 1 - dim
+    if strides[dim] == 1:
+        return True
+    if strides[other] != 1:
+        raise Rejected("a matrix whose elements are not next to each other in either direction")
+    return False
+
+
+def _variant(
+    chosen: heuristics.Config, structure: template.Structure, arch: int, device: torch.device
+) -> _inductor.Variant:
+    if chosen.template == "persistent" and arch < 90:
+        raise Rejected("the device has no bulk tensor copies")
+    meta: dict[str, Any] = {
+        "BLOCK_M": chosen.block_m,
+        "BLOCK_N": chosen.block_n,
+        "GROUP_M": chosen.group_m,
+        "ACC_TYPE": "tl.float32",
+    }
+    if chosen.template == "persistent":
+        meta["SUBTILES"] = chosen.subtiles
+        meta["NUM_SMS"] = torch.cuda.get_device_properties(device).multi_processor_count
+    return _inductor.Variant(
+        source=template.source(chosen.template, structure, chosen.block_k),
+        meta=meta,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        outputs=structure.outputs,
+    )

@@ -1,0 +1,352 @@
+"""The products of a post-grad graph, and what is computed from them, in a normal form.
+
+The graph is functional aten. A product is `mm` or `addmm`; linears on inputs of more dims are products
+between two reshapes. Reshapes and casts are looked through, so that two spellings of one value are one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+#: Views that keep the elements in their order.
+RESHAPES = frozenset(
+    {
+        aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.squeeze.default,
+        aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.alias.default,
+    }
+)  # fmt: skip
+#: Every view: no memory of its own, and free to stand elsewhere.
+VIEWS = RESHAPES | {
+    aten.permute.default, aten.t.default, aten.transpose.int, aten.slice.Tensor, aten.select.int,
+    aten.expand.default, aten.detach.default,
+}  # fmt: skip
+CASTS = frozenset({torch.ops.prims.convert_element_type.default, aten._to_copy.default})
+
+
+@dataclass(frozen=True)
+class Product:
+    """`scale * a @ b (+ bias)`, one node of the graph.
+
+    Attributes:
+        node: the mm or addmm.
+        a, b: its operands, matrices of one dtype.
+        bias: what is added: shape (N,) or (M, N); or None.
+        scale: factor of the product.
+    """
+
+    node: fx.Node
+    a: fx.Node
+    b: fx.Node
+    bias: fx.Node | None = None
+    scale: float = 1.0
+
+
+def tensor(node: Any) -> torch.Tensor | None:
+    """The fake value of a node, if it is a tensor."""
+    found = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def value(node: fx.Node) -> torch.Tensor:
+    """The fake value of a node that is known to be a tensor."""
+    found = tensor(node)
+    assert found is not None, node
+    return found
+
+
+def product(node: Any) -> Product | None:
+    """Read an mm or an addmm."""
+    if not isinstance(node, fx.Node) or tensor(node) is None:
+        return None
+    if node.target is aten.mm.default and len(node.args) == 2 and not node.kwargs:
+        a, b = _nodes(node)
+        return Product(node, a, b)
+    if node.target is not aten.addmm.default or len(node.args) != 3:
+        return None
+    bias, a, b = _nodes(node)
+    scale, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
+    if not isinstance(scale, (int, float)) or not isinstance(beta, (int, float)) or beta != 1:
+        return None
+    out, offset = value(node), value(bias)
+    whole = offset.dim() == 2 and all(_same(x, y) for x, y in zip(offset.shape, out.shape, strict=True))
+    if not whole and not (offset.dim() == 1 and _same(offset.shape[0], out.shape[1])):
+        return None
+    return Product(node, a, b, bias, float(scale))
+
+
+def _nodes(node: fx.Node) -> list[fx.Node]:
+    return [argument for argument in node.args if isinstance(argument, fx.Node)]
+
+
+def products(graph: fx.Graph) -> list[Product]:
+    """Every product of a graph, in its order."""
+    return [found for node in graph.nodes if (found := product(node)) is not None]
+
+
+def _same(first: Any, second: Any) -> bool:
+    return str(first) == str(second)
+
+
+def through(node: fx.Node, targets: frozenset[Any] | set[Any]) -> fx.Node:
+    """The first node upstream that is no operation of `targets`, each on one tensor."""
+    while node.op == "call_function" and node.target in targets and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def identity(node: fx.Node) -> tuple[Any, ...]:
+    """A key that two nodes have in common where they hold the same matrix.
+
+    Reshapes fall away, since they keep the elements in their order; what is left is a source, the casts
+    it went through, and the shape.
+    """
+    casts: list[torch.dtype] = []
+    shape = tuple(str(size) for size in value(node).shape)
+    base: Any = node
+    while base.op == "call_function" and isinstance(base.args[0] if base.args else None, fx.Node):
+        if base.target in CASTS:
+            if not casts or casts[-1] != value(base).dtype:
+                casts.append(value(base).dtype)
+        elif base.target not in RESHAPES:
+            break
+        base = base.args[0]
+    if base.op == "call_function" and base.target in (aten.permute.default, aten.t.default):
+        dims = tuple(base.args[1]) if len(base.args) > 1 else (1, 0)
+        return ("permute", dims, identity(base.args[0]), tuple(casts), shape)
+    return (base, tuple(casts), shape)
+
+
+def readers(node: fx.Node, targets: frozenset[Any] | set[Any] = VIEWS) -> Iterator[fx.Node]:
+    """The users of a value and of its views."""
+    for user in node.users:
+        if user.op == "call_function" and user.target in targets and user.args[0] is node:
+            yield from readers(user, targets)
+        else:
+            yield user
+
+
+# -- pointwise expressions ------------------------------------------------------------------------
+
+_MUL, _ADD, _DIV = (aten.mul.Tensor, aten.mul.Scalar), (aten.add.Tensor, aten.add.Scalar), aten.div.Tensor
+_UNARY = {
+    aten.relu.default: "relu", aten.erf.default: "erf", aten.tanh.default: "tanh", aten.exp.default: "exp",
+}  # fmt: skip
+
+
+class Expressions:
+    """Pointwise expressions over the products of a graph, in a form that does not depend on spelling.
+
+    An expression is a number, a product's node, or a tuple ("mul" | "add", sorted operands) or
+    ("recip" | "relu" | "erf" | "tanh" | "exp", operand). Products and sums are flat. Casts between floating
+    dtypes and reshapes fall away: what they round is kept exact.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[fx.Node, Any] = {}
+
+    def of(self, node: Any, depth: int = 24) -> Any:
+        """The expression of a node; None where it is no pointwise function of products."""
+        if isinstance(node, (int, float)) and not isinstance(node, bool):
+            return float(node)
+        if not isinstance(node, fx.Node) or depth == 0 or tensor(node) is None:
+            return None
+        if node not in self._known:
+            self._known[node] = self._read(node, depth)
+        return self._known[node]
+
+    def _read(self, node: fx.Node, depth: int) -> Any:
+        if product(node) is not None:
+            return node
+        if node.op != "call_function":
+            return None
+        if node.target in RESHAPES:
+            return self.of(node.args[0], depth - 1)
+        if node.target in CASTS:
+            both = value(node).dtype, value(node.args[0]).dtype  # type: ignore[arg-type]
+            return self.of(node.args[0], depth - 1) if all(d.is_floating_point for d in both) else None
+        if node.kwargs:
+            return None
+        operands = [self.of(argument, depth - 1) for argument in node.args]
+        if not operands or any(operand is None for operand in operands):
+            return None
+        return _combine(node.target, operands)
+
+
+def _combine(target: Any, operands: list[Any]) -> Any:
+    if target in _MUL and len(operands) == 2:
+        return mul(*operands)
+    if target in _ADD and len(operands) == 2:
+        return _flat("add", *operands)
+    if target is _DIV and len(operands) == 2:
+        return mul(operands[0], recip(operands[1]))
+    if len(operands) == 1:
+        if target is aten.neg.default:
+            return mul(-1.0, operands[0])
+        if target is aten.sigmoid.default:
+            return sigmoid(operands[0])
+        if target is aten.reciprocal.default:
+            return recip(operands[0])
+        if target in _UNARY:
+            return (_UNARY[target], operands[0])
+    if target is aten.pow.Tensor_Scalar and operands[1] in (2.0, 3.0):
+        return mul(*[operands[0]] * int(operands[1]))
+    return None
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two expressions are equal, but for the last digits of their numbers: sqrt(2 / pi) is
+    spelled with more of them or with fewer."""
+    if isinstance(first, float) and isinstance(second, float):
+        return math.isclose(first, second, rel_tol=1e-5)
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        return len(first) == len(second) and all(same(x, y) for x, y in zip(first, second, strict=True))
+    return bool(first == second)
+
+
+def _form(expression: Any) -> str:
+    """An expression without its numbers, to sort by."""
+    if isinstance(expression, tuple):
+        return f"{expression[0]}({','.join(_form(part) for part in expression[1:])})"
+    return "#" if isinstance(expression, float) else repr(expression)
+
+
+def _flat(name: str, *operands: Any) -> Any:
+    parts: list[Any] = []
+    for operand in operands:
+        parts += operand[1:] if isinstance(operand, tuple) and operand[0] == name else [operand]
+    numbers = [part for part in parts if isinstance(part, float)]
+    rest = [part for part in parts if not isinstance(part, float)]
+    neutral = 1.0 if name == "mul" else 0.0
+    total = neutral
+    for number in numbers:
+        total = total * number if name == "mul" else total + number
+    if not math.isclose(total, neutral, rel_tol=1e-9, abs_tol=1e-12) or not rest:
+        rest.append(total)
+    return rest[0] if len(rest) == 1 else (name, *sorted(rest, key=_form))
+
+
+def mul(*operands: Any) -> Any:
+    """The product of expressions."""
+    return _flat("mul", *operands)
+
+
+def recip(x: Any) -> Any:
+    """1 / x."""
+    return 1 / x if isinstance(x, float) and x else ("recip", x)
+
+
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + exp(-x))."""
+    return recip(_flat("add", 1.0, ("exp", mul(-1.0, x))))
+
+
+def activation(name: str, x: Any) -> Any:
+    """The expression of an activation of `op.ACTIVATIONS`."""
+    if name == "relu":
+        return ("relu", x)
+    if name == "sigmoid":
+        return sigmoid(x)
+    if name == "silu":
+        return mul(x, sigmoid(x))
+    if name == "gelu":
+        return mul(0.5, x, _flat("add", 1.0, ("erf", mul(0.5**0.5, x))))
+    if name == "gelu_tanh":
+        cubic = _flat("add", x, mul(0.044715, x, x, x))
+        return mul(0.5, x, _flat("add", 1.0, ("tanh", mul(math.sqrt(2 / math.pi), cubic))))
+    return x
+
+
+def leaves(expression: Any) -> set[fx.Node]:
+    """The products in an expression."""
+    if isinstance(expression, fx.Node):
+        return {expression}
+    if isinstance(expression, tuple):
+        return {leaf for part in expression[1:] for leaf in leaves(part)}
+    return set()
+
+
+# -- sums of products -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum of products, and at most one more term.
+
+    Attributes:
+        root: the node that holds it.
+        terms: products with the factor of each in `scale`, and none of them used elsewhere.
+        rest: what else is added, of the shape of `root`; or None.
+        inner: the nodes between the products and the root.
+    """
+
+    root: fx.Node
+    terms: tuple[Product, ...]
+    rest: fx.Node | None
+    inner: tuple[fx.Node, ...]
+
+
+def sum_of_products(root: fx.Node) -> Sum | None:
+    """Read a tree of additions whose leaves are products, but for one at most."""
+    if root.target is not aten.add.Tensor or root.kwargs or not _floating(root):
+        return None
+    terms: list[Product] = []
+    rest: list[fx.Node] = []
+    inner: list[fx.Node] = []
+
+    def visit(node: fx.Node, scale: float) -> None:
+        if not _only_read_here(node) and node is not root:
+            rest.append(node)
+            return
+        found = product(node)
+        if found is not None and found.bias is None and found.scale == 1:
+            terms.append(Product(node, found.a, found.b, None, scale))
+            return
+        if node.op == "call_function" and _floating(node):
+            if node.target is aten.add.Tensor and not node.kwargs and scale == 1:
+                if all(_full(argument, node) for argument in node.args):
+                    inner.append(node)
+                    for argument in node.args:
+                        visit(argument, scale)  # type: ignore[arg-type]
+                    return
+            if node.target in RESHAPES or (node.target in CASTS and _widens(node)):
+                inner.append(node)
+                visit(node.args[0], scale)  # type: ignore[arg-type]
+                return
+            if node.target in _MUL and isinstance(node.args[1], (int, float)):
+                inner.append(node)
+                visit(node.args[0], scale * float(node.args[1]))  # type: ignore[arg-type]
+                return
+        rest.append(node if scale == 1 else root)
+
+    visit(root, 1.0)
+    if root in rest or len(rest) > 1 or len(terms) < 2:
+        return None
+    return Sum(root, tuple(terms), rest[0] if rest else None, tuple(n for n in inner if n is not root))
+
+
+def _only_read_here(node: fx.Node) -> bool:
+    return len(node.users) == 1
+
+
+def _floating(node: Any) -> bool:
+    found = tensor(node)
+    return found is not None and found.is_floating_point()
+
+
+def _full(argument: Any, node: fx.Node) -> bool:
+    """Whether an operand has the shape of the result: nothing is broadcast."""
+    found = tensor(argument)
+    return found is not None and [str(s) for s in found.shape] == [str(s) for s in value(node).shape]
+
+
+def _widens(cast: fx.Node) -> bool:
+    inner = tensor(cast.args[0])
+    return inner is not None and inner.dtype.itemsize <= value(cast).dtype.itemsize

@@ -1,0 +1,223 @@
+"""The operation `inductor_fusions::block_mm`: kernel for eager mode, fake kernel, gradient and FLOPs.
+
+In a graph it stands for the one kernel that `lowering` makes of it. The outputs are separate dense
+tensors: the views of one packed buffer would keep all of it in memory for as long as one of them is
+used, which for a value that is saved for the backward costs more than the unfused products do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+#: Activations by name; each is computed in float32.
+ACTIVATIONS: dict[str, Any] = {
+    "": lambda x: x,
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+@torch.library.custom_op("inductor_fusions::block_mm", mutates_args=())
+def _block_mm(
+    a: list[Tensor],
+    b: list[Tensor],
+    bias: list[Tensor],
+    bias_groups: list[int],
+    groups: list[int],
+    scales: list[float],
+    activations: str,
+    gated: bool,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    names = activations.split(",")
+    check(a, b, bias, bias_groups, groups, scales, names, gated)
+    return composite(a, b, bias, bias_groups, groups, scales, names, gated, dtype)
+
+
+#: What graphs call. Its activations are one string, with commas between: a schema has no list of strings.
+BLOCK_MM: Any = torch.ops.inductor_fusions.block_mm.default
+
+
+def check(
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    bias_groups: Sequence[int],
+    groups: Sequence[int],
+    scales: Sequence[float],
+    activations: Sequence[str],
+    gated: bool,
+) -> None:
+    """Refuse arguments that do not fit together.
+
+    Raises:
+        ValueError: says which.
+    """
+    if not (len(a) == len(b) == len(groups) == len(scales)) or not a:
+        raise ValueError("block_mm needs one a, b, group and scale for each product, and a product")
+    if list(groups) != sorted(groups) or set(groups) != set(range(groups[-1] + 1)):
+        raise ValueError(f"the groups of block_mm must be 0, 1, ... in order, not {list(groups)}")
+    count = groups[-1] + 1
+    if len(activations) != count:
+        raise ValueError(f"block_mm needs one activation for each of its {count} groups")
+    if len(bias) != len(bias_groups) or not set(bias_groups) <= set(groups):
+        raise ValueError("block_mm needs a group for each bias")
+    if len(set(bias_groups)) != len(bias_groups):
+        raise ValueError("a group of block_mm has one bias")
+    if gated and count != 2:
+        raise ValueError(f"a gated block_mm has two groups, not {count}")
+    unknown = set(activations) - set(ACTIVATIONS)
+    if unknown:
+        raise ValueError(f"block_mm has no activation {unknown.pop()!r}; there are {sorted(ACTIVATIONS)}")
+    for left, right in zip(a, b, strict=True):
+        if left.dim() != 2 or right.dim() != 2:
+            raise ValueError("the operands of block_mm are matrices")
+        if not (left.is_floating_point() and left.dtype == right.dtype):
+            raise ValueError("the operands of a product of block_mm have one floating dtype")
+        torch._check(left.shape[1] == right.shape[0], lambda: "inner sizes of block_mm differ")
+
+
+def composite(
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    bias_groups: Sequence[int],
+    groups: Sequence[int],
+    scales: Sequence[float],
+    activations: Sequence[str],
+    gated: bool,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """The same by the operations of torch."""
+    outputs = []
+    offsets = dict(zip(bias_groups, bias, strict=True))
+    for group, activation in enumerate(activations):
+        total: Tensor | None = None
+        for left, right, owner, scale in zip(a, b, groups, scales, strict=True):
+            if owner != group:
+                continue
+            product = left @ right
+            product = product if scale == 1 else product * scale
+            total = product if total is None else total + product
+        assert total is not None
+        if group in offsets:
+            total = _wide(total) + _wide(offsets[group])
+        if activation or gated:
+            total = ACTIVATIONS[activation](_wide(total))
+        outputs.append(total)
+    if gated:
+        outputs = [outputs[0] * outputs[1]]
+    return [y.to(dtype).contiguous() for y in outputs]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+@_block_mm.register_fake
+def _fake(
+    a: list[Tensor],
+    b: list[Tensor],
+    bias: list[Tensor],
+    bias_groups: list[int],
+    groups: list[int],
+    scales: list[float],
+    activations: str,
+    gated: bool,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    check(a, b, bias, bias_groups, groups, scales, activations.split(","), gated)
+    first = [groups.index(group) for group in range(groups[-1] + 1)]
+    shapes = [(a[p].shape[0], b[p].shape[1]) for p in first]
+    return [a[0].new_empty(shape, dtype=dtype) for shape in (shapes[:1] if gated else shapes)]
+
+
+# -- gradient -------------------------------------------------------------------------------------
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    a, b, bias, ctx.bias_groups, ctx.groups, ctx.scales, activations, ctx.gated, ctx.dtype = inputs
+    ctx.activations = activations.split(",")
+    ctx.products = len(a)
+    ctx.save_for_backward(*a, *b, *bias)
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    saved, count = list(ctx.saved_tensors), ctx.products
+    a, b, bias = saved[:count], saved[count : 2 * count], saved[2 * count :]
+    outer = _outer_grads(ctx, a, b, bias, grads)
+    da: list[Tensor | None] = [None] * count
+    db: list[Tensor | None] = [None] * count
+    for p, (group, scale) in enumerate(zip(ctx.groups, ctx.scales, strict=True)):
+        dy = outer[group]
+        if dy is None:
+            continue
+        dy = (dy if scale == 1 else dy * scale).to(a[p].dtype)
+        da[p], db[p] = dy @ b[p].t(), a[p].t() @ dy
+    dbias: list[Tensor | None] = []
+    for offset, group in zip(bias, ctx.bias_groups, strict=True):
+        dy = outer[group]
+        dbias.append(None if dy is None else (dy.sum(0) if offset.dim() == 1 else dy).to(offset.dtype))
+    # An empty list of numbers looks like a list of tensors, which wants a list of gradients.
+    no_offsets: list[Any] | None = None if ctx.bias_groups else []
+    return da, db, dbias, no_offsets, None, None, None, None, None
+
+
+def _outer_grads(
+    ctx: Any, a: list[Tensor], b: list[Tensor], bias: list[Tensor], grads: list[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradient of each group before its activation."""
+    if not ctx.gated and not any(ctx.activations):
+        return list(grads)
+    if ctx.gated and grads[0] is None:
+        return [None, None]
+    plain = "," * (len(ctx.activations) - 1)
+    inner = BLOCK_MM(a, b, bias, ctx.bias_groups, ctx.groups, ctx.scales, plain, False, ctx.dtype)
+    inner = [_wide(y) for y in inner]
+    if not ctx.gated:
+        return [
+            None if dy is None else _act_backward(name, _wide(dy), y)
+            for name, dy, y in zip(ctx.activations, grads, inner, strict=True)
+        ]
+    assert grads[0] is not None
+    dy = _wide(grads[0])
+    first, second = (ACTIVATIONS[name](y) for name, y in zip(ctx.activations, inner, strict=True))
+    return [
+        _act_backward(ctx.activations[0], dy * second, inner[0]),
+        _act_backward(ctx.activations[1], dy * first, inner[1]),
+    ]
+
+
+def _act_backward(name: str, dy: Tensor, x: Tensor) -> Tensor:
+    aten = torch.ops.aten
+    if name == "relu":
+        return aten.threshold_backward(dy, x, 0)  # type: ignore[no-any-return]
+    if name == "sigmoid":
+        return aten.sigmoid_backward(dy, torch.sigmoid(x))  # type: ignore[no-any-return]
+    if name == "silu":
+        return aten.silu_backward(dy, x)  # type: ignore[no-any-return]
+    if name in ("gelu", "gelu_tanh"):
+        how = "tanh" if name == "gelu_tanh" else "none"
+        return aten.gelu_backward(dy, x, approximate=how)  # type: ignore[no-any-return]
+    return dy
+
+
+_block_mm.register_autograd(_backward, setup_context=_setup)
+
+
+# -- FLOPs ----------------------------------------------------------------------------------------
+
+
+@register_flop_formula(torch.ops.inductor_fusions.block_mm)
+def flops(a_shapes: Any, b_shapes: Any, *args: Any, **kwargs: Any) -> int:
+    """Two for each multiplication and addition of the products."""
+    return sum(2 * left[0] * left[1] * right[1] for left, right in zip(a_shapes, b_shapes, strict=True))

@@ -1,0 +1,223 @@
+"""Where one operation can stand for several products: after all operands, before all readers.
+
+Views cost nothing and move with it; nothing else moves. So no cycle is ever made, and no computation
+changes its place but the products themselves. What lives longer for it is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._inductor import hint
+from ...fusion import Rejected
+from .normal_form import CASTS, VIEWS, Product, readers, tensor, through, value
+
+aten = torch.ops.aten
+
+#: Operations that read and write memory themselves; loops of Inductor's own are fused away around them.
+_KERNELS = frozenset(
+    {
+        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
+        aten.convolution.default,
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the operation goes.
+
+    Attributes:
+        before: the node in front of which it is inserted.
+        hoisted: views of operands that come to stand in front of it, in order.
+        sunk: views of results that come to stand behind it, in order.
+    """
+
+    before: fx.Node
+    hoisted: tuple[fx.Node, ...]
+    sunk: tuple[fx.Node, ...]
+
+
+class Order:
+    """The order of a graph's nodes, as it is now."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes = list(graph.nodes)
+        self.index = {node: i for i, node in enumerate(self.nodes)}
+
+    def find(self, products: Sequence[Product], others: Iterable[fx.Node] = ()) -> Place:
+        """Where one operation can stand for `products`.
+
+        Args:
+            products: what it computes.
+            others: operands that it has beside those of the products.
+
+        Raises:
+            Rejected: nowhere.
+        """
+        at = self.index
+        members = {p.node for p in products}
+        operands = [x for p in products for x in (p.a, p.b, p.bias) if x is not None] + list(others)
+        roots = [through(operand, VIEWS) for operand in operands]
+        if members & set(roots):
+            raise Rejected("one of the products is an operand of another")
+        earliest = max(at[root] for root in roots) + 1
+        latest = min((at[user] for p in products for user in readers(p.node)), default=len(self.nodes) - 1)
+        if earliest > latest:
+            raise Rejected(
+                "the result of one product is used before the operands of another are there",
+                "compute the linears on one input next to each other",
+            )
+        first = min(at[node] for node in members)
+        position = min(max(first, earliest), latest)
+        hoisted = {n for operand in operands for n in _chain(operand) if at[n] >= position}
+        while self.nodes[position] in hoisted:
+            position += 1
+        before = self.nodes[position]
+        sunk = {n for p in products for n in _views_of(p.node) if at[n] < position}
+        by_order = at.__getitem__
+        return Place(before, tuple(sorted(hoisted, key=by_order)), tuple(sorted(sunk, key=by_order)))
+
+    def earliest(self, operands: Iterable[fx.Node]) -> Place:
+        """The first place where all operands are there."""
+        operands = list(operands)
+        position = max(self.index[through(operand, VIEWS)] for operand in operands) + 1
+        hoisted = {n for operand in operands for n in _chain(operand) if self.index[n] >= position}
+        while self.nodes[position] in hoisted or self.nodes[position].op == "placeholder":
+            position += 1
+        return Place(self.nodes[position], tuple(sorted(hoisted, key=self.index.__getitem__)), ())
+
+    def check_memory(
+        self, products: Sequence[Product], place: Place, outputs: Sequence[fx.Node] | None = None
+    ) -> None:
+        """Refuse where values would live longer at a time of peak memory.
+
+        Args:
+            products: as in `find`.
+            place: what it returned.
+            outputs: the nodes whose values are made there: the products themselves by default. Products
+                that are not among them are never stored.
+
+        Raises:
+            Rejected: the peak over the graph would grow.
+        """
+        at, position = self.index, self.index[place.before]
+        members = [p.node for p in products]
+        made = list(members if outputs is None else outputs)
+        births = self._births()
+        after = {node: birth for node, birth in births.items() if node not in set(members) - set(made)}
+        after.update(dict.fromkeys(made, position))
+        reads = {through(x, VIEWS) for p in products for x in (p.a, p.b, p.bias) if x is not None}
+        for node in [
+            n for n in after if n not in reads and set(readers(n)) and set(readers(n)) <= set(members)
+        ]:
+            del after[node]  # another spelling of an operand
+        deaths = {node: self._death(node) for node in {*births, *after, *reads}}
+        later = dict(deaths)
+        for node in reads & births.keys():
+            others = [at[user] for user in readers(node) if user not in members]
+            later[node] = max([position, *others])
+        if self._peak(after, later) > self._peak(births, deaths):
+            raise Rejected("all results at once would need more memory than one after the other")
+
+    def _births(self) -> dict[fx.Node, int]:
+        """When each stored value is made, in the unfused graph.
+
+        Inductor computes pointwise values of one size in one loop where they read the same, so these
+        are there as soon as the first of them is.
+        """
+        births: dict[fx.Node, int] = {}
+        loops: list[tuple[int, str, set[fx.Node]]] = []
+        for node in self.nodes:
+            if not _is_stored(node):
+                continue
+            birth = self.index[node]
+            if _is_pointwise(node):
+                sources = _sources(node)
+                ready = max((births.get(s, self.index[s]) for s in sources), default=0)
+                size = str(value(node).numel())
+                joined = [at for at, other, read in loops if other == size and read & sources and at >= ready]
+                birth = min([birth, *joined])
+                loops.append((birth, size, sources))
+            births[node] = birth
+        return births
+
+    def _death(self, node: fx.Node) -> int:
+        return max((self.index[user] for user in readers(node)), default=self.index[node])
+
+    def _peak(self, births: dict[fx.Node, int], deaths: dict[fx.Node, int]) -> int:
+        change = [0] * (len(self.nodes) + 2)
+        for node, birth in births.items():
+            size = _bytes(node)
+            change[birth] += size
+            change[max(deaths[node], birth) + 1] -= size
+        peak = live = 0
+        for step in change:
+            live += step
+            peak = max(peak, live)
+        return peak
+
+
+def _chain(operand: fx.Node) -> list[fx.Node]:
+    found = []
+    while operand.op == "call_function" and operand.target in VIEWS:
+        found.append(operand)
+        operand = operand.args[0]  # type: ignore[assignment]
+    return found
+
+
+def _views_of(node: fx.Node) -> list[fx.Node]:
+    found = []
+    for user in node.users:
+        if user.op == "call_function" and user.target in VIEWS:
+            found += [user, *_views_of(user)]
+    return found
+
+
+def _is_stored(node: fx.Node) -> bool:
+    """Whether the value of a node is surely in memory: kernels make it, read it, or it is returned."""
+    if node.op != "call_function" or tensor(node) is None or node.target in VIEWS:
+        return False
+    return _is_kernel(node) or any(_is_kernel(user) or user.op == "output" for user in readers(node))
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return node.op == "call_function" and (torch.Tag.pointwise in tags or node.target in CASTS)
+
+
+def _sources(node: fx.Node) -> set[fx.Node]:
+    """What a pointwise value is computed from, in one loop."""
+    found: set[fx.Node] = set()
+    waiting, seen = [through(x, VIEWS) for x in node.all_input_nodes], set()
+    while waiting:
+        source = waiting.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        if _is_pointwise(source) and not _is_stored(source):
+            waiting += [through(x, VIEWS) for x in source.all_input_nodes]
+        else:
+            found.add(source)
+    return found
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    target: Any = node.target
+    name = getattr(target, "namespace", "")
+    return target in _KERNELS or name not in ("aten", "prims", "_operator") or "scaled_dot" in str(target)
+
+
+def _bytes(node: fx.Node) -> int:
+    found = value(node)
+    count = 1
+    for size in found.shape:
+        count *= hint(size)
+    return count * found.dtype.itemsize

@@ -1,0 +1,198 @@
+"""Renders the kernel templates for the structure of one block GEMM."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A matrix that a product reads.
+
+    Attributes:
+        name: of the kernel's argument; equal operands have one.
+        inner: whether its elements lie next to each other along K.
+    """
+
+    name: str
+    inner: bool
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One product, as a template sees it.
+
+    Attributes:
+        group: which group it is summed into.
+        a, b: its operands.
+        scale: its factor, not 0.
+        size: K; None where it is symbolic.
+        precision: of `tl.dot`: "tf32", "tf32x3" or "ieee"; only float32 depends on it.
+    """
+
+    group: int
+    a: Operand
+    b: Operand
+    scale: float
+    size: int | None
+    precision: str
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a rendered template depends on, beside its configuration.
+
+    Attributes:
+        names: the kernel's arguments, in order: operands, biases, further outputs.
+        factors: the products.
+        biases: of each group: (name, whether it has rows), or None.
+        activations: of each group.
+        outputs: of each group from the second on: name of its output. Empty where gated.
+        gated: whether the two groups are multiplied.
+    """
+
+    names: tuple[str, ...]
+    factors: tuple[Factor, ...]
+    biases: tuple[tuple[str, bool] | None, ...]
+    activations: tuple[str, ...]
+    outputs: tuple[str, ...]
+    gated: bool
+
+    @property
+    def groups(self) -> int:
+        """Their number."""
+        return len(self.activations)
+
+
+@dataclass
+class _Step:
+    """One loop over K: a product, or two of a gated pair side by side."""
+
+    index: int
+    a: str
+    a_inner: bool
+    b_inner: bool
+    block_k: int
+    precision: str
+    left: list[str]
+    right: list[str]
+    dots: list[dict[str, str]]
+    a_mask: str = ""
+    b_mask: str = ""
+    factors: list[tuple[str, float]] = field(default_factory=list)
+
+
+def can_gate(structure: Structure) -> bool:
+    """Whether the products of a gated pair run side by side: the same steps over the same sizes."""
+    first, second = ([f for f in structure.factors if f.group == g] for g in (0, 1))
+    return len(first) == len(second) and all(
+        (x.a.inner, x.b.inner, x.size, x.precision) == (y.a.inner, y.b.inner, y.size, y.precision)
+        for x, y in zip(first, second, strict=True)
+    )
+
+
+def source(template: str, structure: Structure, block_k: int) -> str:
+    """The text that Inductor's templates take.
+
+    Args:
+        template: "tiled" or "persistent".
+        structure: what is computed.
+        block_k: most of K that one step takes.
+    """
+    text: str = (
+        _environment()
+        .get_template(f"{template}.py.jinja")
+        .render(names=structure.names, groups=_groups(structure, block_k))
+    )
+    return text
+
+
+@functools.cache
+def _environment() -> Any:
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER),
+        undefined=jinja2.StrictUndefined,
+        block_start_string="[%",
+        block_end_string="%]",
+        variable_start_string="<<",
+        variable_end_string=">>",
+        comment_start_string="{#-",
+        comment_end_string="-#}",
+        keep_trailing_newline=True,
+    )
+
+
+def _groups(structure: Structure, block_k: int) -> list[dict[str, Any]]:
+    owners = [(0, 1)] if structure.gated else [(g,) for g in range(structure.groups)]
+    found = []
+    for index, members in enumerate(owners):
+        factors = [[f for f in structure.factors if f.group == g] for g in members]
+        accumulators = []
+        for position, group in enumerate(members):
+            bias = structure.biases[group]
+            accumulators.append(
+                {
+                    "name": "acc" if position == 0 else "acc_1",
+                    "bias": bias[0] if bias else "",
+                    "bias_rows": bool(bias and bias[1]),
+                    "activation": structure.activations[group],
+                }
+            )
+        first = factors[0][0]
+        found.append(
+            {
+                "index": index,
+                "a": first.a.name,
+                "b": first.b.name,
+                "accumulators": accumulators,
+                "steps": _steps(index, factors, block_k),
+                "output": "" if index == 0 else structure.outputs[index - 1],
+            }
+        )
+    return found
+
+
+def _steps(group: int, factors: Sequence[Sequence[Factor]], block_k: int) -> list[_Step]:
+    steps = []
+    for index, side_by_side in enumerate(zip(*factors, strict=True)):
+        first = side_by_side[0]
+        size = first.size
+        block = block_k if size is None else min(block_k, max(16, 1 << (size - 1).bit_length()))
+        step = _Step(
+            index=index,
+            a=first.a.name,
+            a_inner=first.a.inner,
+            b_inner=first.b.inner,
+            block_k=block,
+            precision=first.precision,
+            left=list(dict.fromkeys(f.a.name for f in side_by_side)),
+            right=list(dict.fromkeys(f.b.name for f in side_by_side)),
+            dots=[
+                {"acc": "acc" if i == 0 else "acc_1", "a": f.a.name, "b": f.b.name}
+                for i, f in enumerate(side_by_side)
+            ],
+        )
+        rest = [] if size is not None and size % block == 0 else ["{} < K - k"]
+        a_masks = [text.format("rk[None, :]") for text in rest]
+        b_masks = [text.format("rk[:, None]") for text in rest]
+        if not step.a_inner:
+            a_masks.append(f"rm[:, None] < M_{group}")
+        if not step.b_inner:
+            b_masks.append(f"rn[None, :] < N_{group}")
+        step.a_mask = " & ".join(f"({text})" for text in a_masks)
+        step.b_mask = " & ".join(f"({text})" for text in b_masks)
+        for i, f in enumerate(side_by_side):
+            # The accumulator is kept in units of the next product's scale, and ends in units of 1.
+            following = factors[i][index + 1].scale if index + 1 < len(factors[i]) else 1.0
+            if f.scale != following:
+                step.factors.append(("acc" if i == 0 else "acc_1", f.scale / following))
+        steps.append(step)
+    return steps

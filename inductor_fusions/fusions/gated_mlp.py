@@ -1,0 +1,120 @@
+"""`act(x @ Wg) * (x @ Wu)` as one block GEMM with two accumulators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..fusion import Candidate, Fusion, Rejected
+from .block_mm import emit, guards
+from .block_mm.normal_form import (
+    Expressions,
+    Product,
+    activation,
+    identity,
+    leaves,
+    mul,
+    product,
+    same,
+    tensor,
+    value,
+)
+from .block_mm.op import ACTIVATIONS
+from .block_mm.placement import Order, Place
+
+
+def candidates(graph: fx.Graph) -> Iterator[Candidate]:
+    """Every product of an activation of one linear with another linear on the same input."""
+    expressions = Expressions()
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is torch.ops.aten.mul.Tensor:
+            found = _read(expressions.of(node))
+            if found is not None:
+                yield GatedPair(graph, node, *found)
+
+
+def _read(expression: Any) -> tuple[str, Product, Product] | None:
+    """(activation, gate, up) of an expression that is nothing else."""
+    if not isinstance(expression, tuple) or expression[0] not in ("mul", "recip"):
+        return None
+    pair = leaves(expression)
+    if len(pair) != 2:
+        return None
+    first, second = pair
+    for gate, up in ((first, second), (second, first)):
+        for name in ACTIVATIONS:
+            if name and same(mul(activation(name, gate), up), expression):
+                gate_product, up_product = product(gate), product(up)
+                if gate_product is not None and up_product is not None:
+                    return name, gate_product, up_product
+    return None
+
+
+class GatedPair(Candidate):
+    """One gate and what it multiplies."""
+
+    def __init__(self, graph: fx.Graph, root: fx.Node, name: str, gate: Product, up: Product) -> None:
+        self.graph, self.anchor = graph, root
+        self.name, self.pair = name, (gate, up)
+        self.place = Place(root, (), ())
+        self.sizes: list[Any] = []
+        self.kernel = ""
+
+    def describe(self) -> dict[str, str]:
+        gate, up = self.pair
+        return {
+            "input": guards.text(gate.a),
+            "weights": f"{guards.text(gate.b)}, {guards.text(up.b)}",
+            "activation": self.name,
+        }
+
+    def guard(self) -> None:
+        gate, up = self.pair
+        guards.check_products(self.pair)
+        if identity(gate.a) != identity(up.a):
+            raise Rejected("the gate and what it multiplies are linears of different inputs")
+        if list(value(gate.node).shape) != list(value(up.node).shape):
+            raise Rejected("the gate is broadcast over what it multiplies")
+        if value(gate.b).stride() != value(up.b).stride():
+            raise Rejected("the two weights lie in memory differently")
+        if list(value(self.anchor).shape)[-1] != value(gate.node).shape[1]:
+            raise Rejected("the result has other columns than the linears")
+        inside = self._inside()
+        if any(user not in inside for node in inside - {self.anchor} for user in node.users):
+            raise Rejected(
+                "the linears are used elsewhere as well: a backward needs them",
+                "in training, the two linears become one operation (see qkv)",
+            )
+        self.sizes = emit.sizes_of(self.anchor, inside)
+        Order(self.graph).check_memory(self.pair, self.place, [self.anchor])
+        self.kernel = guards.kernel([[gate], [up]], gated=True)
+
+    def _inside(self) -> set[fx.Node]:
+        """The nodes from the two linears to the root."""
+        ends, found, waiting = {p.node for p in self.pair}, set(), [self.anchor]
+        while waiting:
+            node = waiting.pop()
+            if node not in found and tensor(node) is not None:
+                found.add(node)
+                waiting += [] if node in ends else node.all_input_nodes
+        return found
+
+    def rewrite(self) -> str:
+        root, (gate, up) = self.anchor, self.pair
+        up = Product(up.node, gate.a, up.b, up.bias, up.scale)
+        (output,) = emit.insert(
+            self.graph, self.place, root, [[gate], [up]], [self.name, ""], True, value(root).dtype
+        )
+        emit.replace(self.graph, root, emit.reshaped(self.graph, root, output, self.sizes, root))
+        return f"{self.kernel}, {self.name}"
+
+
+FUSION = Fusion(
+    name="gated_mlp",
+    stage="post_grad",
+    summary="act(x @ Wg) * (x @ Wu) to one kernel, for silu, gelu, relu and sigmoid",
+    recognise=candidates,
+)

@@ -1,0 +1,162 @@
+"""Linears that share an operand, and sums of linears, as one block GEMM.
+
+Forward: the projections of one input (QKV, gate and up, the keys and values of all decoder layers).
+Backward: the gradient of that input, a sum of products; and those of the weights, which share the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from ..fusion import Candidate, Fusion, Rejected
+from .block_mm import emit, guards
+from .block_mm.lowering import MOST_PRODUCTS
+from .block_mm.normal_form import Product, Sum, identity, products, sum_of_products, value
+from .block_mm.placement import Order, Place
+
+
+def candidates(graph: fx.Graph) -> Iterator[Candidate]:
+    """Sums first, since a sum needs no memory for its terms; then what shares a, then what shares b."""
+    inside: set[fx.Node] = set()
+    for node in reversed(list(graph.nodes)):
+        found = None if node in inside else sum_of_products(node)
+        if found is not None:
+            inside.update(found.inner)
+            yield SumOfProducts(graph, found)
+    for operand in ("a", "b"):
+        for group in _sharing(products(graph), operand):
+            while len(group) >= 2:
+                candidate = SharedOperand(graph, group[:MOST_PRODUCTS], operand)
+                yield candidate
+                group = [*candidate.left_over, *group[MOST_PRODUCTS:]]
+
+
+def _sharing(found: Sequence[Product], operand: str) -> list[list[Product]]:
+    """The products with one operand in common, two or more of them, in graph order."""
+    key: Callable[[Product], Any] = lambda p: identity(getattr(p, operand))  # noqa: E731
+    groups: dict[Any, list[Product]] = {}
+    for p in found:
+        if value(p.a).device.type != "meta":
+            groups.setdefault((key(p), value(p.a).dtype), []).append(p)
+    return [group for group in groups.values() if len(group) >= 2]
+
+
+class SharedOperand(Candidate):
+    """Two or more products with a left or a right operand in common.
+
+    Attributes:
+        left_over: members that were not fused with the others, and may be fused with each other.
+    """
+
+    def __init__(self, graph: fx.Graph, group: Sequence[Product], operand: str) -> None:
+        first = getattr(group[0], operand)
+        self.graph, self.group = graph, [replace(p, **{operand: first}) for p in group]
+        self.anchor = group[0].node
+        self.left_over: list[Product] = []
+        self.place: Place | None = None
+        self.kernel = ""
+
+    def describe(self) -> dict[str, str]:
+        first = self.group[0]
+        return {
+            "input": guards.text(first.a),
+            "weights": ", ".join(guards.text(p.b) for p in self.group),
+        }
+
+    def guard(self) -> None:
+        guards.check_device(self.anchor)
+        fit, reason = [], None
+        for p in self.group:
+            try:
+                guards.check_products([p])
+            except Rejected as miss:
+                reason = reason or miss
+            else:
+                fit.append(p)
+        if len(fit) < 2:
+            assert reason is not None
+            raise reason
+        chosen = self._longest(fit)
+        self.kernel = guards.kernel([[p] for p in chosen])
+        self.left_over = [p for p in fit if p not in chosen]
+        self.group = chosen
+
+    def _longest(self, fit: list[Product]) -> list[Product]:
+        """As many of the first products as one operation can compute."""
+        order, reason = Order(self.graph), None
+        for count in range(len(fit), 1, -1):
+            try:
+                self.place = order.find(fit[:count])
+                order.check_memory(fit[:count], self.place)
+            except Rejected as miss:
+                reason = reason or miss
+            else:
+                return fit[:count]
+        # The first stands in the way of the others, perhaps.
+        self.left_over = fit[1:]
+        assert reason is not None
+        raise reason
+
+    def rewrite(self) -> str:
+        assert self.place is not None
+        outputs = emit.insert(self.graph, self.place, self.anchor, [[p] for p in self.group])
+        for p, output in zip(self.group, outputs, strict=True):
+            emit.replace(self.graph, p.node, output)
+        return self.kernel
+
+
+class SumOfProducts(Candidate):
+    """A sum whose terms are products, but for one at most."""
+
+    def __init__(self, graph: fx.Graph, found: Sum) -> None:
+        self.graph, self.sum = graph, found
+        self.anchor = found.root
+        self.place = Place(found.root, (), ())
+        self.sizes: list[Any] = []
+        self.kernel = ""
+
+    def describe(self) -> dict[str, str]:
+        return {"terms": ", ".join(f"{guards.text(p.a)} @ {guards.text(p.b)}" for p in self.sum.terms)}
+
+    def guard(self) -> None:
+        terms, root = self.sum.terms, self.anchor
+        guards.check_products(terms)
+        if len(terms) > MOST_PRODUCTS:
+            raise Rejected(f"a sum of more than {MOST_PRODUCTS} products")
+        first = value(terms[0].node).shape
+        if any([str(s) for s in value(p.node).shape] != [str(s) for s in first] for p in terms):
+            raise Rejected("terms of different shapes")
+        if str(value(root).shape[-1]) != str(first[1]):
+            raise Rejected("the sum has other columns than its terms")
+        if self.sum.rest is not None and any(not isinstance(size, int) for size in first):
+            raise Rejected("a sum of symbolic size that has a term which is no product")
+        self.sizes = emit.sizes_of(root, self.sum.inner)
+        order = Order(self.graph)
+        # As early as can be: the operands of a sum are larger than the sum, as a rule.
+        operands = [x for p in terms for x in (p.a, p.b)]
+        self.place = order.earliest([*operands, *([self.sum.rest] if self.sum.rest is not None else [])])
+        order.check_memory(terms, self.place, [root])
+        self.kernel = guards.kernel([terms])
+
+    def rewrite(self) -> str:
+        terms, root, before = list(self.sum.terms), self.sum.root, self.place.before
+        if self.sum.rest is not None:
+            first = terms[0]
+            rows = list(value(first.node).shape)
+            rest = emit.reshaped(self.graph, before, self.sum.rest, rows, root)
+            terms[0] = Product(first.node, first.a, first.b, rest, first.scale)
+        (output,) = emit.insert(self.graph, self.place, root, [terms], dtype=value(root).dtype)
+        emit.replace(self.graph, root, emit.reshaped(self.graph, root, output, self.sizes, root))
+        return self.kernel
+
+
+FUSION = Fusion(
+    name="qkv",
+    stage="post_grad",
+    summary="linears that share an input, and their gradients, to one block GEMM",
+    recognise=candidates,
+)

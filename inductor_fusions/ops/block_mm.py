@@ -1,0 +1,62 @@
+"""`block_mm` with keyword arguments and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..fusions.block_mm.op import BLOCK_MM
+
+
+def block_mm(
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: Sequence[torch.Tensor | None] | None = None,
+    *,
+    groups: Sequence[int] | None = None,
+    scales: Sequence[float] | None = None,
+    activations: Sequence[str] | None = None,
+    gated: bool = False,
+    dtype: torch.dtype | None = None,
+) -> list[torch.Tensor]:
+    """Several sums of matrix products as one operation.
+
+        y[g] = activation_g(sum of scale_p * a[p] @ b[p] over the products p of group g, + bias[g])
+
+    Args:
+        a: left operand of each product, shape (M, K). Operands of a group have the same M.
+        b: right operand of each product, shape (K, N).
+        bias: one for each group: None, shape (N,), or shape (M, N). Default: none has one.
+        groups: group of each product: 0, 1, ..., in order. Default: each product is a group of its own.
+        scales: factor of each product. Default 1.
+        activations: one for each group: "", "relu", "sigmoid", "silu", "gelu" (erf) or "gelu_tanh".
+            Default: none.
+        gated: two groups of the same shape give one output, y[0] * y[1].
+        dtype: floating dtype of the outputs. Default: that of the first operand.
+
+    Returns:
+        The outputs, row-major: one for each group; one alone where `gated`.
+
+    Raises:
+        ValueError: the arguments do not fit together.
+    """
+    # Dynamo may have made them symbolic.
+    groups = list(range(len(a))) if groups is None else [int(g) for g in groups]
+    count = groups[-1] + 1 if groups else 0
+    given = {} if bias is None else {g: t for g, t in enumerate(bias) if t is not None}
+    if bias is not None and len(bias) != count:
+        raise ValueError(f"block_mm takes one bias (or None) for each of its {count} groups, not {len(bias)}")
+    return list(
+        BLOCK_MM(
+            list(a),
+            list(b),
+            list(given.values()),
+            list(given),
+            groups,
+            [1.0] * len(a) if scales is None else [float(s) for s in scales],
+            "," * (count - 1) if activations is None else ",".join(activations),
+            gated,
+            a[0].dtype if dtype is None else dtype,
+        )
+    )

@@ -1,0 +1,152 @@
+"""Runs generated kernels in Triton's interpreter, and prints their errors as JSON.
+
+For a process of its own, started with TRITON_INTERPRET=1: what Triton defines when it is imported depends
+on it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._inductor.config
+
+from bench import cuda_codegen
+from inductor_fusions import config, ops
+from inductor_fusions.fusions.block_mm import heuristics
+from inductor_fusions.fusions.block_mm.op import composite
+
+TILED = heuristics.Config("tiled", 16, 32, 32, 4, 2, group_m=2)
+PERSISTENT = heuristics.Config("persistent", 32, 32, 32, 4, 2, group_m=2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One block GEMM.
+
+    Attributes:
+        rows: M, of every group.
+        inner: K of each product of a group.
+        columns: N of each group.
+        config: the kernel.
+        layout: of the operands: "nt" (as linears have them), "nn", "tn" (as gradients of weights) or "tt".
+        bias: "", "row" or "whole".
+        activations: of each group.
+    """
+
+    rows: int
+    inner: tuple[int, ...]
+    columns: tuple[int, ...]
+    config: heuristics.Config
+    layout: str = "nt"
+    bias: str = ""
+    activations: tuple[str, ...] = ()
+    gated: bool = False
+    scales: tuple[float, ...] = (1.0,)
+    dtype: torch.dtype = torch.float16
+    tail: bool = False
+    dynamic: bool = False
+
+
+CASES: dict[str, Case] = {}
+for name, kernel in (("tiled", TILED), ("persistent", PERSISTENT)):
+    base = Case(37, (64,), (64, 16, 40), kernel)
+    CASES |= {
+        f"{name} qkv": base,
+        f"{name} qkv bias": replace(base, bias="row"),
+        f"{name} one row": replace(base, rows=1),
+        f"{name} K is no multiple of the step": replace(base, inner=(72,)),
+        f"{name} nn": replace(base, layout="nn", inner=(72,)),
+        f"{name} tn": replace(base, rows=40, layout="tn", inner=(72,)),
+        f"{name} tt": replace(base, rows=40, layout="tt", inner=(72,)),
+        f"{name} sum": replace(base, inner=(64, 40, 16), columns=(64,), scales=(1.0, 0.5, -2.0)),
+        f"{name} adapters": replace(base, inner=(64, 8), scales=(1.0, 0.25), bias="row"),
+        f"{name} residual": replace(base, columns=(64,), bias="whole", activations=("relu",)),
+        f"{name} tail": replace(base, columns=(64,), tail=True),
+        f"{name} dynamic": replace(base, dynamic=True, tail=True),
+        f"{name} tf32": replace(base, dtype=torch.float32, bias="row"),
+    }
+    for act in ("silu", "gelu", "gelu_tanh", "relu", "sigmoid"):
+        CASES[f"{name} gated {act}"] = replace(base, columns=(40, 40), activations=(act, ""), gated=True)
+    CASES[f"{name} gated adapters"] = replace(
+        base, columns=(40, 40), inner=(64, 8), scales=(1.0, 0.5), activations=("silu", ""), gated=True
+    )
+CASES["tiled odd sizes"] = Case(7, (61,), (33, 17), TILED, bias="row")
+CASES["tiled odd sizes nn"] = Case(7, (61,), (33, 17), TILED, layout="nn", bias="row")
+CASES["tiled odd sizes tt"] = Case(7, (61,), (33, 17), TILED, layout="tt")
+CASES["persistent in two parts"] = replace(
+    CASES["persistent qkv bias"], config=replace(PERSISTENT, subtiles=2)
+)
+CASES["persistent in four parts with a tail"] = replace(
+    CASES["persistent tail"], config=replace(PERSISTENT, block_n=64, subtiles=4), columns=(104,)
+)
+CASES["more tiles than multiprocessors"] = replace(
+    CASES["persistent qkv"],
+    rows=333,
+    columns=(256, 136, 8),
+    config=replace(PERSISTENT, block_m=16, block_n=16),
+)
+
+
+def operands(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """a and b of each product, and the biases."""
+    torch.manual_seed(0)
+
+    def matrix(rows: int, columns: int, letter: str) -> torch.Tensor:
+        shape = (rows, columns) if letter == "n" else (columns, rows)
+        made = (torch.randn(shape) / 4).to(case.dtype)
+        return made if letter == "n" else made.t()
+
+    left = [matrix(case.rows, k, case.layout[0]) for k in case.inner]
+    a, b = [], []
+    for n in case.columns:
+        a += left
+        b += [matrix(k, n, case.layout[1]) for k in case.inner]
+    shapes = {"": [], "row": [(n,) for n in case.columns], "whole": [(case.rows, n) for n in case.columns]}
+    return a, b, [torch.randn(shape).to(case.dtype) for shape in shapes[case.bias]]
+
+
+def error(case: Case) -> float:
+    """The largest relative error of an output against float64."""
+    a, b, bias = operands(case)
+    count = len(case.columns)
+    groups = [g for g in range(count) for _ in case.inner]
+    scales = list(case.scales) * count if len(case.scales) == len(case.inner) else [1.0] * len(a)
+    activations = list(case.activations) or [""] * count
+
+    def fn(a: Any, b: Any, bias: Any) -> Any:
+        found = ops.block_mm(
+            a, b, bias or None, groups=groups, scales=scales, activations=activations, gated=case.gated
+        )
+        return [torch.relu(y) * 2 + 1 for y in found] if case.tail else found
+
+    heuristics.default = lambda problem, arch: case.config  # type: ignore[assignment]
+    if case.dynamic:
+        torch._dynamo.mark_dynamic(a[0], 0)
+    with torch.no_grad(), config.patch(policy="always", strict=True):
+        made = cuda_codegen.generate(fn, (a, b, bias), interpreted=True)
+    (module,) = made.modules
+    assert sum(kernel.is_template for kernel in module.kernels) == 1, module.wrapper
+    assert not module.extern_calls
+    assert case.dynamic == ("ks0" in module.kernels[0].source)
+    wide = [[t.double() for t in tensors] for tensors in (a, b, bias)]
+    exact = composite(*wide, list(range(len(bias))), groups, scales, activations, case.gated, torch.float64)
+    exact = [torch.relu(y) * 2 + 1 for y in exact] if case.tail else exact
+    assert [y.shape for y in made.outputs] == [y.shape for y in exact]
+    return max(float((x.double() - y).norm() / y.norm()) for x, y in zip(made.outputs, exact, strict=True))
+
+
+if __name__ == "__main__":
+    torch.set_float32_matmul_precision("high")
+    found: dict[str, Any] = {}
+    wanted = sys.argv[1:] or list(CASES)
+    for name, case in ((name, CASES[name]) for name in wanted):
+        try:
+            found[name] = error(case)
+        except Exception as problem:
+            found[name] = repr(problem)[:2000]
+    print(json.dumps(found))

@@ -1,0 +1,130 @@
+"""act(x @ Wg) * (x @ Wu): every activation in every spelling, and what is near it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inductor_fusions import config
+from tests.block_mm.support import GatedMLP, check, rand
+
+
+def gelu_new(x: Any) -> Any:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+ACTIVATIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "silu": ("silu", F.silu),
+    "silu by hand": ("silu", lambda x: x * torch.sigmoid(x)),
+    "silu by exp": ("silu", lambda x: x / (1 + torch.exp(-x))),
+    "silu in float32": ("silu", lambda x: F.silu(x.float()).to(x.dtype)),
+    "gelu": ("gelu", F.gelu),
+    "gelu by hand": ("gelu", lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))),
+    "gelu tanh": ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")),
+    "gelu new": ("gelu_tanh", gelu_new),
+    "relu": ("relu", F.relu),
+    "sigmoid": ("sigmoid", torch.sigmoid),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation(name: str) -> None:
+    expected, act = ACTIVATIONS[name]
+    seen = check(GatedMLP(act).bfloat16(), (rand(2, 16, 64),))
+    (call,) = seen.calls()
+    assert call.args[6] == f"{expected}," and call.args[7] is True
+    assert seen.products() == 1 and seen.fused("gated_mlp") == 1
+
+
+def test_bias() -> None:
+    (call,) = check(GatedMLP(F.silu, bias=True).bfloat16(), (rand(2, 16, 64),)).calls()
+    assert list(call.args[3]) == [0, 1]
+
+
+def test_gate_on_the_right() -> None:
+    def fn(x: Any, w: Any, v: Any) -> Any:
+        return F.linear(x, v) * F.silu(F.linear(x, w))
+
+    w, v = rand(32, 64), rand(32, 64)
+    (call,) = check(fn, (rand(16, 64), w, v)).calls()
+    assert call.args[6] == "silu,"
+
+
+def test_dynamic_rows() -> None:
+    assert len(check(GatedMLP(F.silu).bfloat16(), (rand(2, 7, 64),), dynamic=True).calls()) == 1
+
+
+#: Near misses: x, w, v -> a value that is not act(x w) * (x v) with an activation that is known.
+NEAR: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "another slope": lambda x, w, v: (x @ w) * torch.sigmoid(1.702 * (x @ w)) * (x @ v),
+    "another constant": lambda x, w, v: 0.5 * (x @ w) * (1 + torch.erf((x @ w) * 0.7)) * (x @ v),
+    "half of gelu": lambda x, w, v: (x @ w) * (1 + torch.erf((x @ w) / math.sqrt(2.0))) * (x @ v),
+    "a sum": lambda x, w, v: F.silu(x @ w) + (x @ v),
+    "tanh": lambda x, w, v: torch.tanh(x @ w) * (x @ v),
+    "leaky": lambda x, w, v: F.leaky_relu(x @ w) * (x @ v),
+    "both activated": lambda x, w, v: F.silu(x @ w) * F.silu(x @ v),
+    "a factor more": lambda x, w, v: 2 * F.silu(x @ w) * (x @ v),
+    "the negative": lambda x, w, v: F.silu(-(x @ w)) * (x @ v),
+}
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_near_miss(name: str) -> None:
+    seen = check(NEAR[name], (rand(16, 64), rand(64, 32), rand(64, 32)), budget=2.0)
+    assert not seen.fused("gated_mlp")
+    assert not any(call.args[7] for call in seen.calls())
+
+
+def test_different_inputs() -> None:
+    def fn(x: Any, y: Any, w: Any, v: Any) -> Any:
+        return F.silu(x @ w) * (y @ v)
+
+    seen = check(fn, (rand(16, 64), rand(16, 64), rand(64, 32), rand(64, 32)))
+    assert seen.reasons("gated_mlp") == ["the gate and what it multiplies are linears of different inputs"]
+
+
+def test_broadcast_gate() -> None:
+    def fn(x: Any, w: Any, v: Any) -> Any:
+        return torch.sigmoid(x @ w) * (x @ v)
+
+    seen = check(fn, (rand(16, 64), rand(64, 1), rand(64, 32)))
+    assert not seen.fused("gated_mlp") and len(seen.reasons("gated_mlp")) == 1
+
+
+def test_gate_that_is_returned() -> None:
+    def fn(x: Any, w: Any, v: Any) -> Any:
+        gate = F.silu(x @ w)
+        return gate, gate * (x @ v)
+
+    seen = check(fn, (rand(16, 64), rand(64, 32), rand(64, 32)))
+    assert "used elsewhere" in seen.reasons("gated_mlp")[0]
+    assert seen.fused("qkv") == 1
+
+
+def test_training() -> None:
+    """The backward needs the linears: they become one operation with two outputs."""
+    seen = check(GatedMLP(F.silu).bfloat16(), (rand(2, 16, 64),), train=True, budget=2.0)
+    assert "a backward needs them" in seen.reasons("gated_mlp")[0]
+    (call,) = seen.calls(0)
+    assert call.args[7] is False and len(call.args[0]) == 2
+    assert any(list(c.args[4]) == [0, 0] for c in seen.calls(1))
+
+
+def test_odd_width() -> None:
+    def fn(x: Any, w: Any, v: Any) -> Any:
+        return F.silu(x @ w) * (x @ v)
+
+    seen = check(fn, (rand(16, 64), rand(64, 36), rand(64, 36)))
+    assert "not a multiple of 8" in seen.reasons("gated_mlp")[0]
+
+
+def test_toggle() -> None:
+    """Without it, the two linears are still linears of one input."""
+    with config.patch(gated_mlp=False):
+        seen = check(GatedMLP(F.silu).bfloat16(), (rand(2, 16, 64),))
+    assert seen.fused("gated_mlp") == 0 and seen.fused("qkv") == 1

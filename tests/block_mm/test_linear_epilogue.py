@@ -1,0 +1,64 @@
+"""A linear and the activation behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inductor_fusions import config
+from tests.block_mm.support import check, rand
+
+TAILS: dict[str, Callable[..., Any]] = {
+    "relu": lambda x, w, b, y: F.relu(F.linear(x, w, b)),
+    "gelu": lambda x, w, b, y: F.gelu(F.linear(x, w)),
+    "sigmoid": lambda x, w, b, y: torch.sigmoid(F.linear(x, w) + 0.3 * y + b),
+    "tanh": lambda x, w, b, y: torch.tanh(F.linear(x, w, b)),
+}
+
+
+@pytest.mark.parametrize("name", TAILS)
+def test_tail(name: str) -> None:
+    """The tail stays in the graph, for Inductor's scheduler to fuse."""
+    args = (rand(2, 16, 64), rand(32, 64), rand(32), rand(2, 16, 32))
+    seen = check(TAILS[name], args, budget=2.0)
+    (call,) = seen.calls()
+    assert call.args[6] == "" and len(call.args[0]) == 1
+    assert seen.fused("linear_epilogue") == 1 and seen.products() == 0
+
+
+def test_training() -> None:
+    seen = check(TAILS["gelu"], (rand(16, 64), rand(32, 64), rand(32), rand(16, 32)), train=True, budget=2.0)
+    assert seen.fused("linear_epilogue") == 1
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, w: F.linear(x, w),
+        lambda x, w: F.linear(x, w) + 1,
+        lambda x, w: F.linear(x, w).sum(-1),
+        lambda x, w: F.linear(F.relu(x), w),
+    ],
+)
+def test_no_activation(fn: Callable[..., Any]) -> None:
+    seen = check(fn, (rand(16, 64), rand(32, 64)), budget=2.0)
+    assert not seen.sites
+
+
+def test_read_by_a_product() -> None:
+    def fn(x: Any, w: Any, v: Any) -> Any:
+        y = F.linear(x, w)
+        return F.relu(y), y @ v
+
+    seen = check(fn, (rand(16, 64), rand(32, 64), rand(32, 16)))
+    assert seen.reasons("linear_epilogue") == ["something that is not pointwise reads the linear as well"]
+
+
+def test_toggle() -> None:
+    with config.patch(linear_epilogue=False):
+        seen = check(TAILS["relu"], (rand(16, 64), rand(32, 64), rand(32), rand(16, 32)))
+    assert not seen.sites and not seen.calls()

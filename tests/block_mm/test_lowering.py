@@ -1,0 +1,224 @@
+"""What Inductor makes of the operation: the wrapper, autotuning, toggles, and caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+import torch._inductor.config
+
+from bench import cuda_codegen
+from inductor_fusions import config, disable, enable, ops, passes
+from inductor_fusions.fusions.block_mm import heuristics, template
+from tests.block_mm.support import POST_GRAD, GatedMLP, Linears, rand, run
+
+
+def generate(fn: Any, args: tuple[Any, ...], **options: Any) -> cuda_codegen.Generated:
+    with config.patch(policy=options.pop("policy", "always"), strict=True):
+        return cuda_codegen.generate(fn, args, **options)
+
+
+def test_no_weight_is_copied() -> None:
+    """One kernel, three outputs, and nothing else in memory."""
+    model = Linears(64, (64, 32, 32), (True, False, True)).bfloat16()
+    with torch.no_grad():
+        module = generate(model, (rand(2, 16, 64),)).forward
+    assert len(module.launches) == 1 and not module.extern_calls
+    assert module.wrapper.count("= empty_strided_cuda(") == 3
+
+
+def test_tail_is_fused_into_the_kernel() -> None:
+    def fn(x: Any, w: Any, b: Any, y: Any) -> Any:
+        return torch.sigmoid(F.linear(x, w) + 0.3 * y + b)
+
+    with torch.no_grad():
+        module = generate(fn, (rand(32, 64), rand(32, 64), rand(32), rand(32, 32))).forward
+    assert len(module.launches) == 1 and module.kernels[0].is_template
+    assert module.wrapper.count("= empty_strided_cuda(") == 1
+
+
+def test_reader_of_two_outputs_is_another_kernel() -> None:
+    """Fused into the epilogue of one, it would read the other before that is written."""
+
+    def fn(x: Any, w: Any, v: Any) -> Any:
+        y, z = x @ w, x @ v
+        return y, z, F.silu(y) * z
+
+    with torch.no_grad(), config.patch(gated_mlp=False):
+        module = generate(fn, (rand(32, 64), rand(64, 32), rand(64, 32))).forward
+    assert [kernel.is_template for kernel in module.kernels] == [True, False]
+
+
+def test_fewer_kernels_in_a_training_step() -> None:
+    model, x = GatedMLP(F.silu).bfloat16(), rand(2, 64, 64)
+
+    def launched(code: cuda_codegen.Generated) -> int:
+        return sum(len(m.launches) + len(m.extern_calls) for m in code.modules)
+
+    ours = launched(generate(model, (x,), train=True))
+    with config.patch(enabled=False):
+        stock = launched(generate(model, (x,), train=True))
+    assert ours <= stock - 2
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_switched_off_is_stock(train: bool) -> None:
+    """Each toggle off gives the code of stock, and so does a policy without measurements."""
+    model, x = GatedMLP(F.silu).bfloat16(), rand(2, 64, 64)
+
+    def text(**options: Any) -> list[str]:
+        with torch.set_grad_enabled(train):
+            made = generate(model, (x,), train=train, **options)
+        kernels = [kernel.source.split("@triton.jit")[1] for kernel in made.kernels]
+        return kernels + [call for module in made.modules for call in module.extern_calls]
+
+    with config.patch(enabled=False):
+        stock = text()
+    with config.patch(qkv=False, gated_mlp=False, linear_epilogue=False):
+        assert text() == stock
+    assert text(policy="profitable") == stock
+    assert text() != stock
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_autotuning_decides(ours: bool) -> None:
+    """With max_autotune our kernels compete with the library's products, and the faster one is taken."""
+    model = Linears(512, (512, 128, 128), (True, False, True)).bfloat16()
+    options = {
+        "config": {"max_autotune": True},
+        "prefer": lambda name: 1.0 if ("block_mm" in name) == ours and "triton_mm" not in name else 2.0,
+        "policy": "profitable",
+    }
+    with torch.no_grad():
+        module = generate(model, (rand(400, 512),), **options).forward
+    if ours:
+        assert len(module.launches) == 1 and not module.extern_calls
+    else:
+        assert module.extern_calls == ["extern_kernels.addmm", "extern_kernels.mm", "extern_kernels.addmm"]
+        assert not module.launches and module.wrapper.count("= empty_strided_cuda(") == 3
+
+
+def test_without_the_passes_there_is_no_kernel() -> None:
+    """Caches would not know of it: `disable()` leaves a direct call to the products one by one."""
+
+    def fn(x: Any, w: Any, v: Any) -> Any:
+        return ops.block_mm([x, x], [w, v])
+
+    args = (rand(32, 64), rand(64, 32), rand(64, 32))
+    with torch.no_grad():
+        assert generate(fn, args).forward.kernels[0].is_template
+        disable()
+        try:
+            module = generate(fn, args).forward
+        finally:
+            enable()
+    assert not module.kernels and module.extern_calls == ["extern_kernels.mm"] * 2
+
+
+@pytest.mark.parametrize("width", [60, 64])
+def test_direct_call_with_odd_strides(width: int) -> None:
+    """Bulk copies would read them wrongly: the products one by one."""
+
+    def fn(x: Any, w: Any, v: Any) -> Any:
+        return ops.block_mm([x, x], [w.t(), v.t()])
+
+    with torch.no_grad():
+        module = generate(fn, (rand(400, width), rand(256, width), rand(256, width))).forward
+    assert bool(module.kernels) == (width == 64)
+    assert len(module.extern_calls) == (0 if width == 64 else 2)
+
+
+@pytest.mark.parametrize(("rank", "one"), [(16, True), (512, False)])
+def test_direct_call_with_a_float32_adapter(rank: int, one: bool) -> None:
+    """A second product of another dtype is in the kernel where it is one more step of it."""
+
+    def fn(x: Any, w: Any, h: Any, b: Any) -> Any:
+        return ops.block_mm([x, h], [w.t(), b], groups=[0, 0], scales=[1.0, 2.0])
+
+    wide = torch.float32
+    args = (rand(400, 64), rand(256, 64), rand(400, rank, dtype=wide), rand(rank, 256, dtype=wide))
+    with torch.no_grad():
+        module = generate(fn, args).forward
+    assert (not module.extern_calls) is one
+    if one:
+        (found,) = cuda_codegen.compile_kernel(module.kernels[0].source, 90)
+        assert found.fits and found.uses_wgmma, found
+
+
+@pytest.mark.parametrize("name", ["tiled.py.jinja", "persistent.py.jinja", "activations.py.jinja"])
+def test_uuid_covers_the_text_of_templates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's own key does not: a changed template would be served stale."""
+    path = template.FOLDER / name
+    assert path.is_file()
+
+    def uuid() -> Any:
+        passes.code_digest.cache_clear()
+        return passes.FusionPass("post_grad", POST_GRAD).uuid()
+
+    before, read = uuid(), Path.read_bytes
+    monkeypatch.setattr(
+        Path, "read_bytes", lambda self: read(self) + b" " if self.name == name else read(self)
+    )
+    assert uuid() != before
+    monkeypatch.undo()
+    assert uuid() == before
+
+
+def test_fused_sites_are_counted() -> None:
+    """Those of each graph, while Inductor compiles it: a cache entry restores what was counted then."""
+    from torch._dynamo.utils import counters
+
+    before = counters["inductor"]["fusions_qkv"]
+    with torch.no_grad():
+        generate(Linears(64, (64, 32)).bfloat16(), (rand(16, 64),))
+    assert counters["inductor"]["fusions_qkv"] == before + 1
+
+
+def row(tokens: int, gain: float, **changes: Any) -> dict[str, Any]:
+    """A row of a table, for linears of 64 columns -> 64 + 32."""
+    chosen = heuristics.Config("tiled", 16, 32, 64, 4, 2).to_json() if gain > 1 else None
+    wanted = heuristics.Problem(
+        (tokens,) * 2, (64, 32), (64,) * 2, (0, 1), ("nt",) * 2, torch.bfloat16, False, "a"
+    )
+    return {**wanted.key, "tokens": tokens, "gain": gain, "config": chosen, **changes}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        (4, "not measured on"),
+        (8, ""),
+        (32, ""),
+        (64, ""),
+        (100, "not measured to be faster"),
+        (256, "not measured to be faster"),
+        (1024, "not measured on"),
+        (4096, ""),
+    ],
+)
+def test_table(tokens: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shape between two rows that pay, not further apart than 8 times, is covered; others are not."""
+    table = {"block_mm": [row(8, 1.5), row(64, 1.2), row(256, 0.9), row(4096, 1.1), row(32, 9.0, k=[96, 96])]}
+    monkeypatch.setattr(heuristics.tables, "load", lambda name: table)
+    model = Linears(64, (64, 32)).bfloat16()
+    seen = run(model, (rand(tokens, 64),), policy="profitable")
+    assert len(seen.calls()) == (0 if says else 1)
+    assert says in "".join(seen.reasons("qkv"))
+    if not says:
+        assert "measured" in seen.sites[0].kernel
+
+
+def test_old_device() -> None:
+    model = Linears(64, (64, 32)).bfloat16()
+    old = cuda_codegen.Device("NVIDIA V100", (7, 0), 80, 98304, 2**34, 2**22)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(cuda_codegen.DEVICES, 70, old)  # type: ignore[arg-type]
+        assert run(model, (rand(16, 64),), arch=70).reasons("qkv") == [
+            "the device is older than compute capability 8.0"
+        ]

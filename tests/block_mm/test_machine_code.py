@@ -1,0 +1,138 @@
+"""Every kernel compiles to machine code that does not spill, fits, and uses what the chip has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import torch._inductor.config
+
+from bench import cuda_codegen
+from inductor_fusions import config, ops, tables
+from inductor_fusions.fusions.block_mm import heuristics
+from inductor_fusions.fusions.block_mm.heuristics import Config, Problem
+
+ARCHS = sorted(cuda_codegen.DEVICES)
+
+
+def problem(kind: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Problem:
+    """Problems of real models, by the kind that tables call them."""
+    three, two, nt = (0, 1, 2), (0, 1), ("nt",) * 3
+    qkv = (4096, 1024, 1024)
+    return {
+        "shared_a": Problem((tokens,) * 3, qkv, (4096,) * 3, three, nt, dtype, False, "a"),
+        "gated": Problem((tokens,) * 2, (8192,) * 2, (2048,) * 2, two, nt[:2], dtype, True, "a"),
+        "shared_b": Problem(qkv[:2], (4096,) * 2, (tokens,) * 2, two, ("tn",) * 2, dtype, False, "b"),
+        "sum": Problem((tokens,), (4096,), (4096, 1024, 1024), (0, 0, 0), ("nn",) * 3, dtype),
+        "linear": Problem((tokens,), (3072,), (768,), (0,), ("nt",), dtype),
+    }[kind]
+
+
+def code(posed: Problem, chosen: Config | None, arch: int) -> cuda_codegen.MachineCode:
+    """The machine code of a problem in one configuration, or in the default one."""
+
+    def matrix(rows: int, columns: int, letter: str) -> torch.Tensor:
+        made = torch.empty((rows, columns) if letter == "n" else (columns, rows), dtype=posed.dtype)
+        return made if letter == "n" else made.t()
+
+    a, b = [], []
+    for p, group in enumerate(posed.groups):
+        m, k, n = posed.rows[group], posed.inner[p], posed.columns[group]
+        assert m is not None and k is not None
+        same_a = posed.shared == "a" and p
+        same_b = posed.shared == "b" and p
+        a.append(a[0] if same_a else matrix(m, k, posed.layouts[p][0]))
+        b.append(b[0] if same_b else matrix(k, n, posed.layouts[p][1]))
+    activations = ["silu", ""] if posed.gated else None
+
+    def fn(a: Any, b: Any) -> Any:
+        return ops.block_mm(a, b, groups=posed.groups, gated=posed.gated, activations=activations)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        if chosen is not None:
+            patch.setattr(heuristics, "choose", lambda problem, device: heuristics.Choice(chosen, ""))
+        with config.patch(policy="always", strict=True):
+            made = cuda_codegen.generate(fn, (a, b), arch=arch)
+    (kernel,) = made.kernels
+    assert kernel.is_template
+    (found,) = cuda_codegen.compile_kernel(kernel.source, arch)
+    return found
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("tokens", [1, 64, 4096])
+@pytest.mark.parametrize("kind", ["shared_a", "gated", "shared_b", "sum", "linear"])
+def test_default(kind: str, tokens: int, arch: int) -> None:
+    if kind == "shared_b" and tokens != 4096:
+        pytest.skip("gradients of weights have many tokens")
+    found = code(problem(kind, tokens), None, arch)
+    assert found.fits, found
+    assert found.uses_mma
+    if arch == 90 and tokens == 4096:
+        assert found.uses_wgmma and found.uses_tma
+    if arch == 80:
+        assert not found.uses_tma
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("tokens", [16, 1024])
+def test_default_in_float32(tokens: int, arch: int) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        found = code(problem("shared_a", tokens, torch.float32), None, arch)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found.fits and found.uses_mma, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "chosen"),
+    [
+        (kind, candidate)
+        for kind, tokens in (("shared_a", 16), ("shared_a", 4096), ("gated", 4096), ("sum", 4096))
+        for candidate in heuristics.candidates(problem(kind, tokens), 90)
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(str(v) for v in value.to_json().values()),
+)
+def test_candidate(kind: str, chosen: Config) -> None:
+    """What tuning tries on Hopper does not spill."""
+    tokens = 16 if chosen.template == "tiled" and chosen.block_m == 16 else 4096
+    found = code(problem(kind, tokens), chosen, 90)
+    assert found.fits, found
+
+
+def shipped() -> Iterator[tuple[str, Any]]:
+    """Every configuration of the tables, with its row."""
+    for entry in sorted((tables.folder() / "devices").iterdir(), key=lambda e: str(e)):
+        table = tables.load(entry.name.removesuffix(".json")) if entry.name.endswith(".json") else None
+        for row in (table or {}).get("block_mm", []):
+            if row["config"] is not None:
+                yield entry.name, row
+
+
+def test_shipped_tables() -> None:
+    """Every configuration that a table names compiles for its own shape, without spilling."""
+    for name, row in shipped():
+        wide = {"shared_a": "a", "gated": "a", "shared_b": "b"}.get(row["kind"], "")
+        tokens, count = row["tokens"], len(row["n"])
+        products = len(row["layout"])
+        posed = Problem(
+            rows=tuple(row["m"] or [tokens] * count),
+            columns=tuple(row["n"]),
+            inner=tuple(row["k"] or [tokens] * products),
+            groups=tuple(range(count)) if products == count else (0,) * products,
+            layouts=tuple(row["layout"]),
+            dtype=getattr(torch, row["dtype"]),
+            gated=row["kind"] == "gated",
+            shared=wide,
+        )
+        arch = 10 * row["capability"][0] + row["capability"][1]
+        found = code(posed, Config(**row["config"]), arch)
+        assert found.fits, f"{name}: {row}: {found}"

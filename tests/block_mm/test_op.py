@@ -1,0 +1,142 @@
+"""The operation itself: meaning, fake kernel, gradient, FLOPs, and arguments that do not fit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from inductor_fusions import ops
+from inductor_fusions.fusions.block_mm.op import BLOCK_MM
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64).requires_grad_()
+
+
+def arguments(kind: str) -> tuple[Any, ...]:
+    """One call of each kind: a, b, bias, bias_groups, groups, scales, activations, gated, dtype."""
+    x, y, w, v = leaf(5, 8), leaf(5, 4), leaf(6, 8), leaf(4, 6)
+    wide = torch.float64
+    return {
+        "two groups": ([x, x], [w.t(), leaf(8, 3)], [leaf(6)], [0], [0, 1], [1.0, 2.0], ",silu", False, wide),
+        "gated": ([x, x], [w.t(), leaf(8, 6)], [leaf(6)], [1], [0, 1], [1.0, 1.0], "gelu_tanh,", True, wide),
+        "sum": ([x, y], [w.t(), v], [leaf(5, 6)], [0], [0, 0], [1.0, 0.5], "relu", False, wide),
+        "no bias": ([x], [w.t()], [], [], [0], [1.0], "sigmoid", False, wide),
+        "gelu": ([x], [w.t()], [], [], [0], [1.0], "gelu", False, wide),
+        "rows differ": ([x, y.t()], [w.t(), leaf(5, 2)], [], [], [0, 1], [1.0, 1.0], ",", False, wide),
+    }[kind]
+
+
+KINDS = ["two groups", "gated", "sum", "no bias", "gelu", "rows differ"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_opcheck(kind: str) -> None:
+    torch.library.opcheck(BLOCK_MM, arguments(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient(kind: str) -> None:
+    a, b, bias, *rest = arguments(kind)
+    flat = [t.detach().clone().requires_grad_() for t in (*a, *b, *bias)]
+
+    def call(*tensors: torch.Tensor) -> Any:
+        n = len(a)
+        return BLOCK_MM(list(tensors[:n]), list(tensors[n : 2 * n]), list(tensors[2 * n :]), *rest)
+
+    assert torch.autograd.gradcheck(call, flat)
+
+
+def test_meaning() -> None:
+    x, y, w, v, u, c = leaf(5, 8), leaf(5, 4), leaf(8, 6), leaf(4, 6), leaf(8, 3), leaf(6)
+    first, second = ops.block_mm(
+        [x, y, x], [w, v, u], [c, None], groups=[0, 0, 1], scales=[1.0, 0.5, 2.0], activations=["relu", ""]
+    )
+    torch.testing.assert_close(first, torch.relu(x @ w + 0.5 * (y @ v) + c))
+    torch.testing.assert_close(second, 2.0 * (x @ u))
+
+
+def test_outputs_are_dense_and_separate() -> None:
+    """Where one is kept for a backward, the others are not kept with it."""
+    x = torch.randn(5, 8)
+    outputs = ops.block_mm([x, x], [torch.randn(6, 8).t(), torch.randn(3, 8).t()])
+    assert [t.stride() for t in outputs] == [(6, 1), (3, 1)]
+    assert outputs[0].untyped_storage().data_ptr() != outputs[1].untyped_storage().data_ptr()
+
+
+def test_dtype() -> None:
+    x, w = torch.randn(5, 8), torch.randn(8, 6)
+    (y,) = ops.block_mm([x], [w], dtype=torch.bfloat16)
+    torch.testing.assert_close(y, (x @ w).bfloat16())
+
+
+def test_flops() -> None:
+    x = torch.randn(5, 8)
+    with FlopCounterMode(display=False) as counter:
+        ops.block_mm([x, x], [torch.randn(8, 6), torch.randn(8, 3)])
+    assert counter.get_total_flops() == 2 * 5 * 8 * 9
+
+
+def test_compiled_on_the_cpu() -> None:
+    """Without a kernel for the device, it is computed product by product."""
+    x, w, v, c = (torch.randn(s) for s in ((5, 8), (8, 6), (8, 6), (6,)))
+
+    def fn(x: Any, w: Any, v: Any, c: Any) -> Any:
+        return [
+            *ops.block_mm([x, x], [w, v], [c, None], activations=["gelu_tanh", ""], gated=True),
+            *ops.block_mm([x, x], [w, v], [None, c], groups=[0, 1], scales=[2.0, 1.0]),
+            *ops.block_mm([x, x], [w, v], groups=[0, 0], activations=["gelu"]),
+        ]
+
+    for ours, eager in zip(torch.compile(fn)(x, w, v, c), fn(x, w, v, c), strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import inductor_fusions, torch._inductor.lowering",
+        "import torch._inductor.lowering, inductor_fusions.ops",
+        "from inductor_fusions import ops; import torch; torch.compile(torch.sin)(torch.ones(3))",
+        "import inductor_fusions.ops, torch._inductor.graph",
+    ],
+)
+def test_lowering_is_registered_whatever_is_imported_first(first: str) -> None:
+    code = f"{first}\n" + (
+        "import torch, sys\n"
+        "from torch._inductor import lowering\n"
+        "print(torch.ops.inductor_fusions.block_mm.default in lowering.lowerings)"
+    )
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.stdout.split()[-1:] == ["True"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"groups": [0, 2]}, "in order"),
+        ({"groups": [1, 0]}, "in order"),
+        ({"groups": [0]}, "for each product"),
+        ({"activations": ["softmax", ""]}, "no activation 'softmax'"),
+        ({"activations": ["relu"]}, "one activation for each"),
+        ({"bias": [None]}, "one bias"),
+        ({"gated": True, "groups": [0, 0]}, "has two groups"),
+    ],
+)
+def test_arguments_that_do_not_fit(change: dict[str, Any], says: str) -> None:
+    x, w = torch.randn(5, 8), torch.randn(8, 6)
+    with pytest.raises(ValueError, match=says):
+        ops.block_mm(**{"a": [x, x], "b": [w, w], **change})

@@ -1,0 +1,97 @@
+"""Sums of products: adapters, and gradients of a shared input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.block_mm.support import Linears, check, rand, run
+
+
+def test_adapter() -> None:
+    """x W + s (x A) B: the second product is in the same operation, with its scale."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        return x @ w + 0.25 * ((x @ a) @ b)
+
+    seen = check(fn, (rand(2, 16, 64), rand(64, 128), rand(64, 16), rand(16, 128)), train=True, budget=2.0)
+    (call,) = [c for c in seen.calls(0) if list(c.args[4]) == [0, 0]]
+    assert sorted(call.args[5]) == [0.25, 1.0]
+
+
+def test_three_terms_and_a_residual() -> None:
+    def fn(x: Any, y: Any, z: Any, w: Any, r: Any) -> Any:
+        return x @ w + (r + y @ w) + z @ w
+
+    args = (rand(16, 64), rand(16, 64), rand(16, 64), rand(64, 32), rand(16, 32))
+    (call,) = check(fn, args).calls()
+    assert len(call.args[0]) == 3 and len(call.args[2]) == 1
+
+
+def test_residual_of_more_dims() -> None:
+    def fn(x: Any, y: Any, w: Any, v: Any, r: Any) -> Any:
+        return (x @ w + y @ v) + r
+
+    args = (rand(2, 8, 64), rand(2, 8, 32), rand(64, 32), rand(32, 32), rand(2, 8, 32))
+    (call,) = check(fn, args).calls()
+    assert len(call.args[2]) == 1 and call.args[2][0].meta["val"].dim() == 2
+
+
+def test_a_term_that_is_used_elsewhere_stays() -> None:
+    def fn(x: Any, y: Any, w: Any, v: Any) -> Any:
+        first = x @ w
+        return first + y @ v, first
+
+    seen = check(fn, (rand(16, 64), rand(16, 32), rand(64, 32), rand(32, 32)))
+    assert not seen.calls() and not seen.sites
+
+
+def test_broadcast_term() -> None:
+    """A bias is no term: it is broadcast."""
+
+    def fn(x: Any, y: Any, w: Any, v: Any, b: Any) -> Any:
+        return x @ w + (y @ v + b)
+
+    args = (rand(16, 64), rand(16, 32), rand(64, 32), rand(32, 32), rand(32))
+    seen = check(fn, args, budget=2.0)
+    assert all(len(call.args[0]) == 1 for call in seen.calls())
+
+
+def test_terms_that_are_permuted() -> None:
+    def fn(x: Any, y: Any, w: Any, v: Any) -> Any:
+        return x @ w + (y @ v).t()
+
+    seen = check(fn, (rand(32, 64), rand(32, 64), rand(64, 32), rand(64, 32)))
+    assert not seen.calls()
+
+
+def test_subtraction_is_no_sum() -> None:
+    def fn(x: Any, y: Any, w: Any, v: Any) -> Any:
+        return x @ w - y @ v
+
+    seen = check(fn, (rand(16, 64), rand(16, 64), rand(64, 32), rand(64, 32)))
+    assert not seen.calls()
+
+
+def test_float32_adapter_on_a_16_bit_base() -> None:
+    """Dtypes that differ between products are left to stock, with that reason."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        return (x @ w + 2.0 * ((x.to(a.dtype) @ a) @ b)).to(x.dtype)
+
+    args = (rand(16, 64), rand(64, 32), rand(64, 16, dtype=torch.float32), rand(16, 32, dtype=torch.float32))
+    seen = run(fn, args)
+    assert not seen.calls()
+    assert any("dtypes" in reason for reason in seen.reasons("qkv"))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_gradient_of_a_shared_input(dynamic: bool) -> None:
+    class Both(Linears):
+        def forward(self, x: Any) -> Any:
+            return tuple(part(x).sigmoid() for part in self.parts)
+
+    seen = check(Both(64, (128, 32)).bfloat16(), (rand(6, 8, 64),), train=True, dynamic=dynamic, budget=2.0)
+    assert [0, 0] in [list(call.args[4]) for call in seen.calls(1)]

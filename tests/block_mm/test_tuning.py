@@ -1,0 +1,110 @@
+"""The tuning script: its grid, its candidates, and the tables that it writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from bench import device_table, tune_projections
+from bench.tune_projections import Row
+from inductor_fusions import tables
+from inductor_fusions.fusions.block_mm import heuristics
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = [
+    Row("shared_a", 12, (32,), (32, 16, 16)),
+    Row("gated", 12, (32,), (48, 48), activation="silu"),
+    Row("sum", 12, (32, 16), (48,)),
+    Row("shared_b", 24, (32,), (48, 16)),
+    Row("linear", 12, (32,), (48,), activation="gelu"),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.kind)
+def test_candidates_mean_the_same(row: Row) -> None:
+    operands = tune_projections.make(row, "cpu", 0)
+    wanted = [y.float() for y in tune_projections.unfused(row, operands.a, operands.b)]
+    ours = tune_projections.fused(row, operands.a, operands.b)
+    for x, y in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(x.float(), y, rtol=2e-2, atol=2e-2)
+    expected, cut = tune_projections.reference(row, operands)
+    for x, y in zip(expected, cut(wanted), strict=True):
+        torch.testing.assert_close(x.float(), y, rtol=2e-2, atol=2e-2)
+    limit = tune_projections.limit(row, [operands])(operands)
+    assert limit[0].numel() == sum((x @ w).numel() for x, w in zip(operands.a, operands.b, strict=True)) or (
+        row.kind == "sum" and limit[0].shape == ours[0].shape
+    )
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.kind)
+def test_kind_is_that_of_the_lowering(row: Row) -> None:
+    posed = tune_projections.problem(row, tune_projections.make(row, "cpu", 0))
+    assert posed.kind == row.kind and posed.tokens == row.tokens
+
+
+def test_grid() -> None:
+    keys = [row.key for row in tune_projections.grid()]
+    assert len(keys) == len(set(keys))
+    for wanted in (
+        "shared_a 4096->4096+1024+1024 m1 bfloat16",
+        "shared_a 768->768+768+768 m512 bfloat16",
+        "gated 4096->14336+14336 silu m8192 bfloat16",
+        "gated 2048->8192+8192 silu m2048 bfloat16",
+        "sum 4096+1024+1024->4096 m4096 bfloat16",
+    ):
+        assert wanted in keys
+
+
+def test_each_candidate_is_compiled() -> None:
+    """Dynamo must not hand the kernel of one configuration to the next, nor compile one again later."""
+    row, calls = ROWS[0], []
+    operands = tune_projections.make(row, "cpu", 0)
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    for _ in range(3):
+        calls.append(tune_projections.compiled(row, tune_projections.unfused, operands, backend="eager"))
+    assert counters["stats"]["unique_graphs"] == before + 3
+    for call in calls:
+        call(operands)
+    assert counters["stats"]["unique_graphs"] == before + 3
+
+
+def measured(row: Row, stock: float, autotuned: float, ours: float) -> dict[str, Any]:
+    posed = tune_projections.problem(row, tune_projections.make(row, "cpu", 0))
+    chosen = heuristics.default(posed, 90)
+    return {
+        "key": row.key, "tokens": row.tokens, "problem": posed.key, "best": "ours", "capability": [9, 0],
+        "config": chosen.to_json(), "times_us": {"stock": stock, "max_autotune": autotuned, "ours": ours},
+    }  # fmt: skip
+
+
+def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is found again, beside what was there; the faster stock is the baseline."""
+    target = tmp_path / "devices" / "nvidia_h200.json"
+    target.parent.mkdir()
+    shutil.copy(ROOT / "configs" / "devices" / "nvidia_h200.json", target)
+    attention = json.loads(target.read_text())["attention"]
+    rows = [measured(ROWS[0], 30.0, 20.0, 10.0), measured(ROWS[1], 30.0, 9.0, 10.0)]
+    tune_projections.write_table(target, rows)
+    tune_projections.write_table(target, [measured(ROWS[0], 30.0, 30.0, 10.0)])
+    data = json.loads(target.read_text())
+    assert data["attention"] == attention
+    gains = {row["kind"]: (row["gain"], row["config"] is not None) for row in data["block_mm"]}
+    assert gains == {"shared_a": (3.0, True), "gated": (0.9, False)}
+    assert device_table.kept(target) == data["block_mm"]
+
+    monkeypatch.setattr(tables, "folder", lambda: tmp_path)
+    monkeypatch.setattr(tables, "device_name", lambda device: "nvidia_h200")
+    tables.load.cache_clear()
+    try:
+        posed = tune_projections.problem(ROWS[0], tune_projections.make(ROWS[0], "cpu", 0))
+        choice = heuristics.measured(posed, torch.device("cuda"))
+        assert choice.config == heuristics.default(posed, 90) and "3.00x" in choice.note
+    finally:
+        tables.load.cache_clear()

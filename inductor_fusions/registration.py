@@ -64,6 +64,7 @@ def _install() -> None:
     if half is not None and not hasattr(half, "FusionPass"):
         _inductor.deferred.append(_install)
         return
+    from . import fusions  # noqa: F401  (registers the operations and their lowerings)
     from .passes import FusionPass
 
     with _lock:

@@ -347,4 +347,5 @@ FUSION = Fusion(
     stage="pre_grad",
     summary="graphs that stock's attention patterns misread, to equal ones that they do not",
     recognise=candidates,
+    after=("attention",),
 )

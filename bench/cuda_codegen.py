@@ -324,6 +324,9 @@ def on_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.Graph
     for module in moved.modules():
         if isinstance(module, fx.GraphModule):
             _rewrite_devices(module)
+            for node in module.graph.nodes if module is not moved else ():  # the body of an operation
+                if "val" in node.meta:
+                    node.meta["val"] = pytree.tree_map(move, node.meta["val"])
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     inputs = [
         move(node.meta.get("val", given)) for node, given in zip(placeholders, example_inputs, strict=True)
@@ -460,8 +463,33 @@ def pretended(device: Device, prefer: Callable[[str], float] | None = None) -> I
         stack.enter_context(
             mock.patch.object(selector, "make_precompile_fn", lambda *a, **k: lambda *b, **c: None)
         )
+        stack.enter_context(_no_copies())
         _forget_answers()
         stack.callback(_forget_answers)
+        yield
+
+
+@contextlib.contextmanager
+def _no_copies() -> Iterator[None]:
+    """Fakes on a CUDA device cannot be copied without the device; where a copy only serves its strides."""
+    from torch._inductor.fx_passes import reinplace
+
+    # Not an import: in the package, the name of the module is the operation.
+    flex: Any = sys.modules.get("torch._higher_order_ops.flex_attention")
+
+    def scattered(inp: torch.Tensor, src: Any, view_ops: Any) -> torch.Tensor:
+        return inp.new_empty_strided(inp.shape, inp.stride())
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(reinplace, "_inplace_generalized_scatter", scattered))
+        if flex is not None:
+            from torch._inductor.ir import get_fill_order
+
+            def permuted(out: torch.Tensor, strides: Any) -> torch.Tensor:
+                order = get_fill_order(strides)
+                return out.new_empty_strided(out.shape, flex._construct_strides(out.shape, order))
+
+            stack.enter_context(mock.patch.object(flex, "_permute_strides", permuted))
         yield
 
 

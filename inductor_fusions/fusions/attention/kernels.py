@@ -43,10 +43,10 @@ def choose(problem: Problem) -> Choice:
         unable = flex.takes(problem)
         if unable:
             raise LeftToStock(f"a function of the scores ({problem.stages[-1][0].function}): {unable}")
-        fits: tuple[str, ...] = ("flex",)
-    elif flexible and config.attention_kernel == "flex":
+    if flexible and config.attention_kernel == "flex":
         return _choice("flex", problem)
-    else:
+    fits: tuple[str, ...] = ("flex",)
+    if not problem.stages:
         fits = available(problem)
         if flexible and _is_sparse(problem) and config.attention_kernel == "auto":
             fits += ("flex",)

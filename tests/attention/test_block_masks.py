@@ -101,6 +101,24 @@ def test_call_of_sdpa(name: str, form: str) -> None:
     assert "already an SDPA call" in seen.sites[0].reason
 
 
+def test_call_of_sdpa_with_rows_that_see_no_key() -> None:
+    """An additive mask adds to the scores, so these rows send a gradient into q and k.
+
+    The kernel of SDPA on a CPU gets it wrong, so the reference is spelled out.
+    """
+
+    def mask(data: torch.Tensor) -> torch.Tensor:
+        return (causal() & (data != 0)[:, None, None, :]).expand(B, 1, S, S)
+
+    def fn(q, k, v, data):
+        added = torch.where(mask(data), 0.0, LOWEST)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, added)
+
+    with flex_everywhere("flex"):
+        seen = check(fn, (*qkv(S, S, heads=H), segments()), kernel="flex", reference=attention(mask))
+    assert max(ours for ours, _ in seen.errors.values()) < 2e-6
+
+
 @cases(CLASSES)
 def test_blocks(case) -> None:
     """What the intervals say is true: an empty block holds no visible pair, a full one no hidden pair."""

@@ -177,3 +177,17 @@ def test_dynamic_shapes() -> None:
 
     with flex_everywhere():
         check(fn, tuple(rand(2, n, HEADS * 16) for n in (7, 13, 13)), dynamic=True, kernel="flex")
+
+
+def test_overwritten_operand() -> None:
+    """The scores were multiplied by the matrix as it was, and got the bias as it was."""
+
+    def fn(q, k, v, decay):
+        decay, bias = decay * 1.0, decay * 0.5
+        scores = torch.tanh(q @ k.mT * 0.2 + bias) * decay
+        decay.zero_()
+        bias.zero_()
+        return torch.softmax(scores, -1) @ v + decay.sum() + bias.sum()
+
+    with flex_everywhere("flex"):
+        check(fn, (*qkv(grad=False), rand(Q_LEN, KV_LEN, grad=False)), fused=None, train=False)

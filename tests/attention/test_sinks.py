@@ -118,3 +118,16 @@ def test_small_sink_weight() -> None:
     """Where the sink takes next to nothing its gradient keeps its digits."""
     with flex_everywhere("flex"):
         check(attention(), (*qkv(33, 200), rand(HEADS) - 8.0), kernel="flex", slack=SLACK)
+
+
+def test_overwritten_sink() -> None:
+    """The scores have the sink as it was."""
+
+    def fn(q, k, v, sinks):
+        sinks = sinks * 1.0
+        scores = torch.cat([q @ k.mT, sinks.view(1, -1, 1, 1).expand(BATCH, -1, Q_LEN, -1)], -1)
+        sinks.zero_()
+        return torch.softmax(scores, -1)[..., :-1] @ v + sinks.sum()
+
+    with flex_everywhere("flex"):
+        check(fn, (*qkv(grad=False), rand(HEADS, grad=False)), fused=None, train=False, slack=SLACK)

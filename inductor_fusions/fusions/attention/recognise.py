@@ -145,6 +145,16 @@ class Attention:
     chain: list[fx.Node] = field(default_factory=list)
     readers: list[fx.Node] = field(default_factory=list)
 
+    def read_on_the_way(self) -> Iterator[fx.Node]:
+        """Every tensor that acts on the scores."""
+        parts: list[Stage | Attention] = [*self.stages, self]
+        for part in parts:
+            yield from (term.node for term in part.terms)
+            yield from (node for _, node, _ in part.scalers)
+        yield from (stage.operand.node for stage in self.stages if stage.operand is not None)
+        if self.sink is not None:
+            yield self.sink.term.node
+
 
 def softmaxes(graph: fx.Graph) -> Iterator[fx.Node]:
     """Every softmax whose result reaches a product: the candidates for attention."""

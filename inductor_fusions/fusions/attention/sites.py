@@ -130,8 +130,7 @@ class HandWritten(Candidate):
             assert site.output is not None and site.v is not None
             if self.scope.region(site.product) != self.scope.region(site.output):
                 raise Rejected("autocast changes, or grad mode does, between the two products")
-            inputs = [site.q.node, site.k.node, site.v.node, *(t.node for t in site.terms)]
-            inputs += [node for _, node, _ in site.scalers]
+            inputs = [site.q.node, site.k.node, site.v.node, *site.read_on_the_way()]
             own = {*site.chain, site.output}
             for node in inputs:
                 if self.scope.mutations.between(node, site.product, site.output, ignore=own):

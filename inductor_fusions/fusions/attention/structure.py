@@ -8,7 +8,7 @@ of a token), as long as none of them is a whole (query, key) matrix: such a mask
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from .masks import (
     substitute,
     visibility,
 )
-from .operands import Operand
+from .operands import Operand, same_shape
 from .recognise import Term
 
 BATCH, HEAD, QUERY, KEY = -4, -3, -2, -1
@@ -79,14 +79,6 @@ class Structure:
             return "pad"
         return "document" if any(True for _ in elements(part)) else "blocks"
 
-    @property
-    def window(self) -> int | None:
-        """Number of keys that a query of a causal sliding window sees, where the mask is exactly that."""
-        sizes = [window(part) for part in self.conjuncts if not is_causal(part)]
-        if len(sizes) != 1 or len(self.conjuncts) != 2:
-            return None
-        return sizes[0]
-
 
 CAUSAL = NonNegative(Affine(0, ((QUERY, 1), (KEY, -1))))
 
@@ -116,6 +108,7 @@ def find(terms: Terms, shape: Sequence[Any], interpreter: Interpreter, graph: fx
     parts: list[Bool] = []
     biases: Terms = []
     numbers: set[float] = set()
+    replaced = True
     for term, operand in terms:
         found = _predicate(term, interpreter)
         if found is None:
@@ -123,10 +116,11 @@ def find(terms: Terms, shape: Sequence[Any], interpreter: Interpreter, graph: fx
                 return None
             biases.append((term, operand))
             continue
-        if len(term.lead) != 2 and not depends_only_on(found[0], {QUERY, KEY}):
-            return None
+        if not same_shape(term.lead, shape[:2]) and not depends_only_on(found[0], {QUERY, KEY}):
+            return None  # its batch and heads are counted in another way
         parts.append(found[0])
         numbers.add(found[1])
+        replaced &= term.fill is not None
     if not parts:
         return Structure(True, None, True, biases, True) if biases else None
     if len(numbers) != 1:
@@ -135,11 +129,10 @@ def find(terms: Terms, shape: Sequence[Any], interpreter: Interpreter, graph: fx
     if not is_usable(visible, graph):
         return None
     number = numbers.pop()
-    fills = [term.fill is not None for term, _ in terms if term.fill is not None or term.depth is not None]
     return Structure(
         visible=visible,
         number=number if math.isfinite(number) else None,
-        replaced=all(fills),
+        replaced=replaced,
         biases=biases,
         never_empty=_never_empty(visible, shape),
     )
@@ -170,63 +163,42 @@ def is_usable(part: Bool, graph: fx.Graph) -> bool:
 
 
 def _has_fixed_slopes(part: Any) -> bool:
-    if isinstance(part, Affine):
-        return all(isinstance(c, int) for _, c in part.coeffs)
-    if isinstance(part, NonNegative):
-        return _has_fixed_slopes(part.value) and all(_has_fixed_slopes(e) for e in part.value.elements)
-    if isinstance(part, Element):
-        return all(_has_fixed_slopes(index) for index in part.index)
-    if isinstance(part, Not):
-        return _has_fixed_slopes(part.operand)
-    return not isinstance(part, (And, Or)) or all(map(_has_fixed_slopes, part.operands))
+    return all(
+        isinstance(c, int) for each in _within(part) if isinstance(each, Affine) for _, c in each.coeffs
+    )
 
 
 def elements(part: Any) -> Iterator[Element]:
     """Every element of a tensor in a value."""
-    if isinstance(part, Element):
-        yield part
-        for index in part.index:
-            yield from elements(index)
-    elif isinstance(part, Affine):
-        for atom in part.elements:
-            yield from elements(atom)
-    elif isinstance(part, NonNegative):
-        yield from elements(part.value)
-    elif isinstance(part, Not):
-        yield from elements(part.operand)
-    elif isinstance(part, (And, Or)):
-        for operand in part.operands:
-            yield from elements(operand)
+    return (each for each in _within(part) if isinstance(each, Element))
 
 
-def _unknowns(part: Bool) -> Iterator[Unknown]:
-    if isinstance(part, Unknown):
-        yield part
-    elif isinstance(part, Not):
-        yield from _unknowns(part.operand)
-    elif isinstance(part, (And, Or)):
-        for operand in part.operands:
-            yield from _unknowns(operand)
+def _unknowns(part: Any) -> Iterator[Unknown]:
+    return (each for each in _within(part) if isinstance(each, Unknown))
 
 
 def _dims(part: Any) -> Iterator[int]:
     """The dims whose index a value depends on."""
-    if isinstance(part, Affine):
-        for atom, _ in part.coeffs:
-            if isinstance(atom, int):
-                yield atom
-            else:
-                yield from _dims(atom)
-    elif isinstance(part, Element):
-        for index in part.index:
-            yield from _dims(index)
+    affine = (each for each in _within(part) if isinstance(each, Affine))
+    return (atom for each in affine for atom, _ in each.coeffs if isinstance(atom, int))
+
+
+def _within(part: Any) -> Iterator[Any]:
+    """A value and every value in it."""
+    yield part
+    inner: Iterable[Any] = ()
+    if isinstance(part, Element):
+        inner = part.index
+    elif isinstance(part, Affine):
+        inner = part.elements
     elif isinstance(part, NonNegative):
-        yield from _dims(part.value)
+        inner = (part.value,)
     elif isinstance(part, Not):
-        yield from _dims(part.operand)
+        inner = (part.operand,)
     elif isinstance(part, (And, Or)):
-        for operand in part.operands:
-            yield from _dims(operand)
+        inner = part.operands
+    for each in inner:
+        yield from _within(each)
 
 
 def _depends_on(part: Any, dim: int) -> bool:

@@ -38,6 +38,7 @@ def choose(problem: Problem) -> Choice:
     Raises:
         LeftToStock: no fused kernel takes it, or none is measured to be faster.
     """
+    _drop_structure_that_is_limited(problem)
     flexible = _flexible(problem)
     if problem.stages:
         unable = flex.takes(problem)
@@ -70,6 +71,7 @@ def choose_for_call(problem: Problem, changed: bool) -> Choice:
     Raises:
         LeftToStock: the call as it is is the fastest that is known.
     """
+    _drop_structure_that_is_limited(problem)
     reason = "already an SDPA call; nothing was proved of its mask"
     if _is_sparse(problem) and _flexible(problem) and config.attention_kernel != "sdpa":
         if config.attention_kernel == "flex" or (config.policy == "always" and _preferred(problem)):
@@ -125,13 +127,16 @@ def _has_mask(problem: Problem) -> bool:
     return bool(problem.terms) or problem.attn_mask is not None
 
 
-def _flexible(problem: Problem) -> bool:
-    """Whether flex attention takes a problem whose mask it can be told."""
+def _drop_structure_that_is_limited(problem: Problem) -> None:
+    """What gives rows without a key their value would stand behind flex attention, where it may not be."""
     limited = problem.q.value.device.type in flex.LIMITED
     structure = problem.structure
     if limited and structure is not None and structure.number is not None and not structure.never_empty:
-        # What gives rows without a key their value would stand behind the kernel, where it may not be.
         problem.structure = None
+
+
+def _flexible(problem: Problem) -> bool:
+    """Whether flex attention takes a problem whose mask it can be told."""
     return not flex.takes(problem) and (problem.structure is not None or not _has_mask(problem))
 
 

@@ -139,13 +139,9 @@ BOOL = (bool, NonNegative, Not, And, Or, Element, Unknown)
 
 def conjunction(operands: Sequence[Bool]) -> Bool:
     """The simplified And."""
-    flat: list[Bool] = []
-    for operand in operands:
-        for part in operand.operands if isinstance(operand, And) else (operand,):
-            if part is False:
-                return False
-            if part is not True and part not in flat:
-                flat.append(part)
+    flat = _flattened(operands, And)
+    if False in flat:
+        return False
     flat = [part for part in flat if not any(_implies(other, part) for other in flat if other is not part)]
     if not flat:
         return True
@@ -180,16 +176,22 @@ def negation(operand: Bool) -> Bool:
 
 def disjunction(operands: Sequence[Bool]) -> Bool:
     """The simplified Or."""
-    flat: list[Bool] = []
-    for operand in operands:
-        for part in operand.operands if isinstance(operand, Or) else (operand,):
-            if part is True:
-                return True
-            if part is not False and part not in flat:
-                flat.append(part)
+    flat = _flattened(operands, Or)
+    if True in flat:
+        return True
     if not flat:
         return False
     return flat[0] if len(flat) == 1 else Or(tuple(flat))
+
+
+def _flattened(operands: Sequence[Bool], join: type[And] | type[Or]) -> list[Bool]:
+    """The operands of one join: nested ones opened, each once, without the one that changes nothing."""
+    flat: list[Bool] = []
+    for operand in operands:
+        for part in operand.operands if isinstance(operand, join) else (operand,):
+            if part is not (join is And) and part not in flat:
+                flat.append(part)
+    return flat
 
 
 def as_bool(value: Value) -> Bool | None:

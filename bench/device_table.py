@@ -3,8 +3,9 @@
     python -m bench.device_table bench/results/attention_h200.json --name nvidia_h200
     python -m bench.device_table bench/results/{attention,flex}_h200.json --name nvidia_h200
 
-A row keeps its shape and, for each kernel, the gain over stock: the smaller one of the gain in wall time
-(launches included) and of the gain on the device alone. Rows that were too large for stock are dropped.
+A row keeps its shape, the tiles of flex attention that were fastest, and, for each kernel, the gain over
+stock: the smaller one of the gain in wall time (launches included) and of the gain on the device alone.
+Rows that were too large for stock are dropped.
 """
 
 from __future__ import annotations
@@ -64,10 +65,14 @@ def table(measured: dict[str, Any]) -> dict[str, Any]:
     rows = []
     for row in measured["rows"]:
         gain = gains(row)
-        if gain and not row.get("call"):  # the gain over a call is another one
+        if gain:
             kept: dict[str, Any] = {key: row[key] for key in SHAPE}
             kept["mask"] = SAME_KIND.get(kept["mask"], kept["mask"])
-            rows.append({**kept, "gain": gain})
+            # A training row repeats those of the forward that inference found.
+            options = {
+                n: v for n, v in row.get("options", {}).items() if n.startswith("bwd_") == row["train"]
+            }
+            rows.append({**kept, "gain": gain, **({"options": options} if options else {})})
     header = {key: measured[key] for key in ("device", "torch", "triton", "date") if key in measured}
     return {"schema": 1, **header, "attention": rows}
 

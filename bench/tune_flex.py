@@ -8,7 +8,9 @@ of its kernels (`INDUCTOR_FUSIONS_ATTENTION_KERNEL`), so that what is measured i
     sdpa      SDPA with the mask as a dense tensor (a sink as one more key); absent for a function of scores
     flex      flex attention, with its block mask computed in every call
 
-`call` stands for a call of SDPA that has the mask as a boolean tensor: its stock is that call.
+The tiles of flex attention (its `kernel_options`) are searched for each shape first: those of the forward in
+inference, those of the backward in training. `options` of a row are the fastest, with which `flex` is
+measured; `tiles_us` has what each of the others took.
 
 Cases: the classes of `inductor_fusions/fusions/attention/structure.py`.
 
@@ -29,12 +31,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import os
 import re
+import sys
 import time
 import types
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +60,7 @@ from bench.common import (
     peak_bytes,
     relative_error,
 )
+from bench.pool import FileLock, run_tasks
 
 REFERENCE_BYTES = 2**30
 """The float64 reference covers as many heads of the first sample as keep its scores under this."""
@@ -72,12 +80,11 @@ class Row:
     mask: str
     train: bool
     window: int = 0
-    call: bool = False
 
     @property
     def key(self) -> str:
         """How `--only` and the progress name it."""
-        kind = self.mask + (f" w{self.window}" if self.window else "") + (" call" if self.call else "")
+        kind = self.mask + (f" w{self.window}" if self.window else "")
         return (
             f"{self.dtype} {kind} "
             f"b{self.batch} h{self.heads}/{self.kv_heads} s{self.q_len} d{self.head_dim} "
@@ -88,11 +95,9 @@ class Row:
 def row(
     batch: int, heads: int, kv_heads: int, length: int, dim: int, mask: str, window: int = 0
 ) -> list[Row]:
-    """One shape in inference and in training; where SDPA can be called with the mask, that call as well."""
-    calls = (False, True) if mask in ("causal+window", "causal+pad", "causal+document") else (False,)
+    """One shape in inference and in training."""
     return [
-        Row(batch, heads, kv_heads, length, length, dim, "bfloat16", mask, train, window, call)
-        for call in calls
+        Row(batch, heads, kv_heads, length, length, dim, "bfloat16", mask, train, window)
         for train in (False, True)
     ]
 
@@ -101,7 +106,6 @@ def cuda_rows() -> list[Row]:
     """The grid for a GPU, the most important rows first."""
     rows: list[Row] = []
     rows += row(2, 16, 8, 4096, 256, "tanh causal")  # Gemma-2
-    rows += row(2, 16, 8, 4096, 256, "tanh causal+window", 4096)
     rows += row(2, 64, 8, 4096, 64, "sink causal+window", 128)  # gpt-oss
     rows += row(2, 64, 8, 4096, 64, "sink causal")
     rows += row(1, 32, 8, 8192, 128, "causal+window", 1024)  # Mistral
@@ -109,13 +113,19 @@ def cuda_rows() -> list[Row]:
     rows += row(2, 32, 8, 8192, 64, "causal+pad")
     rows += row(1, 32, 8, 8192, 64, "causal+document")
     rows += row(4, 32, 8, 2048, 128, "causal+pad")
-    rows += row(1, 32, 8, 32768, 128, "causal+window", 1024)
+    rows += row(2, 16, 8, 4096, 256, "tanh causal+window", 2048)
+    rows += row(1, 32, 8, 8192, 128, "causal+document")
+    rows += row(2, 16, 8, 4096, 256, "causal+window", 1024)  # Gemma-3
     rows += row(4, 16, 8, 1024, 256, "tanh causal")
     rows += row(2, 64, 8, 1024, 64, "sink causal+window", 128)
+    rows += row(2, 64, 8, 1024, 64, "sink causal")
+    rows += row(2, 32, 16, 4096, 128, "tanh causal")
     rows += row(4, 32, 8, 2048, 128, "causal+window", 512)
     rows += row(4, 32, 8, 512, 64, "causal+pad")
+    rows += row(4, 32, 8, 512, 128, "causal+pad")
     rows += row(4, 32, 8, 512, 128, "causal+document")
     rows += row(8, 16, 16, 512, 64, "tanh")
+    rows += row(1, 32, 8, 32768, 128, "causal+window", 1024)
     return rows
 
 
@@ -156,9 +166,6 @@ def attention(row: Row) -> Callable[..., torch.Tensor]:
     def fn(q, k, v, data, sinks):  # type: ignore[no-untyped-def]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         seen = visible(row, data)
-        if row.call:
-            out = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=groups > 1)
-            return out.transpose(1, 2).flatten(2)
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         scores = (q @ k.transpose(2, 3)) * scale
         if "tanh" in row.mask:
@@ -220,7 +227,7 @@ def errors(row: Row, found: list[torch.Tensor], inputs: list[torch.Tensor], cota
     if row.train and rows < row.q_len:
         rows = row.q_len  # gradients of keys need every query
         groups = max(1, min(groups, REFERENCE_BYTES // (8 * row.kv_len * row.q_len)))
-    small = Row(**{**asdict(row), "batch": 1, "heads": groups, "kv_heads": 1, "call": False})
+    small = Row(**{**asdict(row), "batch": 1, "heads": groups, "kv_heads": 1})
     q, k, v, data, sinks = (x.detach() for x in inputs)
     wide = [
         q[:1, :, :groups].double(),
@@ -264,22 +271,54 @@ def _float64_softmax() -> Iterator[None]:
         F.softmax = softmax
 
 
+# Tiles --------------------------------------------------------------------------------------------------
+
+Options = dict[str, Any]
+
+
+def tiles(row: Row) -> list[Options]:
+    """Kernel options to try: sizes of the tile, warps and stages.
+
+    On the forward in inference; on the backward in training, whose forward takes what inference found.
+    """
+    wide = row.head_dim > 128
+    if not row.train:
+        sizes = [(128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 2)]
+        if wide:
+            sizes = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3)]
+        names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+        return [{f"fwd_{n}": x for n, x in zip(names, size, strict=True)} for size in sizes]
+    pairs = [(64, 64, 4, 2), (32, 64, 4, 3), (64, 128, 8, 3), (64, 128, 8, 2)]
+    if wide:
+        pairs = [(64, 64, 8, 2), (32, 64, 8, 3), (32, 64, 8, 2)]
+    return [
+        {
+            "bwd_BLOCK_M1": m, "bwd_BLOCK_N1": n, "bwd_BLOCK_M2": n, "bwd_BLOCK_N2": m,
+            "bwd_num_warps": warps, "bwd_num_stages": stages,
+        }
+        for m, n, warps, stages in pairs
+    ]  # fmt: skip
+
+
 # Measuring ----------------------------------------------------------------------------------------------
 
 
-def candidates(row: Row) -> dict[str, dict[str, object]]:
-    """Settings of the package under which a row is compiled."""
-    found: dict[str, dict[str, object]] = {"unfused": {"enabled": False}}
-    if not row.call and "tanh" not in row.mask:
-        found["sdpa"] = {"policy": "always", "attention_kernel": "sdpa"}
-    found["flex"] = {"policy": "always", "attention_kernel": "flex"}
-    return found
+def candidates(row: Row, device: str, found: Options) -> dict[str, Json]:
+    """Settings of the package, and options of flex attention, under which a row is compiled."""
+    named: dict[str, Json] = {"unfused": {"settings": {"enabled": False}}}
+    if "tanh" not in row.mask:
+        named["sdpa"] = {"settings": {"policy": "always", "attention_kernel": "sdpa"}}
+    flex: Json = {"policy": "always", "attention_kernel": "flex"}
+    named["flex"] = {"settings": flex, "options": found}
+    if device == "cuda":
+        for options in tiles(row):
+            sizes = "x".join(str(x) for x in options.values())
+            named[f"flex {sizes}"] = {"settings": flex, "options": {**found, **options}}
+    return named
 
 
-def measure(row: Row, device: str, quick: bool) -> Json:
-    """Compile, check and time every candidate of a row."""
-    from inductor_fusions import config, reporting
-
+def measure(row: Row, device: str, quick: bool, lock: AbstractContextManager[Any], found: Options) -> Json:
+    """Compile, check and time every candidate of a row; `found` are options that are settled."""
     result: Json = {
         name: {} for name in ("times_us", "spread", "peak_mib", "error", "kernels", "wrong", "skipped")
     }
@@ -287,41 +326,118 @@ def measure(row: Row, device: str, quick: bool) -> Json:
     calls: dict[str, Callable[[], object]] = {}
     start = time.monotonic()
     torch._dynamo.reset()
-    for name, settings in candidates(row).items():
-        compiled = torch.compile(_named(attention(row), name), dynamic=False)
+    tried = candidates(row, device, found)
+    compiled: dict[str, Callable[..., torch.Tensor]] = {}
+    for name, how in tried.items():
+        fn = torch.compile(_named(attention(row), name.replace(" ", "_")), dynamic=False)
         try:
-            with fresh_cache(), config.patch(settings), reporting.isolated() as seen:
-                found = run(row, compiled, inputs, cotangent)
-            sites = [site.kernel for site in seen if site.verdict == "fused"]
-            if name != "unfused" and not any(site.startswith(name) for site in sites):
-                reasons = [site.reason for site in seen]
-                result["skipped"][name] = "; ".join(reasons) or "no candidate was seen"
-                continue
-            result["kernels"][name] = sites or ["stock"]
-            result["error"][name] = errors(row, found, inputs, cotangent)
-            del found
-            call = _call(row, compiled, inputs, cotangent)
-            peak = peak_bytes(call, device)
-            if peak is not None:
-                result["peak_mib"][name] = round(peak / 2**20, 1)
-            calls[name] = call
-        except torch.OutOfMemoryError:
-            result["skipped"][name] = "out of memory"
+            kernels = _compile(row, fn, inputs, cotangent, how)
         except Exception as error:
-            result["skipped"][name] = one_line(error)
+            result["skipped"][name] = _why(error)
+            continue
+        if isinstance(kernels, str):
+            result["skipped"][name] = kernels
+            continue
+        result["kernels"][name], compiled[name] = kernels, fn
     result["compile_s"] = round(time.monotonic() - start, 2)
-    limit = error_limit(result["error"].get("unfused"), DTYPES[row.dtype])
-    for name in [n for n in calls if n != "unfused" and not result["error"][n] <= limit]:
-        result["wrong"][name] = f"error {result['error'][name]:.2e}, allowed {limit:.2e}"
-    rounds, block = (3, 1e-3) if quick else (12, 4e-3 if device == "cuda" else 3e-2)
-    for name, timing in interleave(calls, device, rounds, block).items() if calls else ():
-        result["times_us"][name] = round(timing.median * 1e6, 2)
-        result["spread"][name] = round(timing.spread, 4)
+    with lock:
+        for name, fn in compiled.items():
+            try:
+                result["error"][name] = errors(row, run(row, fn, inputs, cotangent), inputs, cotangent)
+                call = _call(row, fn, inputs, cotangent)
+                peak = peak_bytes(call, device)
+                if peak is not None:
+                    result["peak_mib"][name] = round(peak / 2**20, 1)
+                calls[name] = call
+            except Exception as error:
+                result["skipped"][name] = _why(error)
+        limit = error_limit(result["error"].get("unfused"), DTYPES[row.dtype])
+        for name in [n for n in calls if n != "unfused" and not result["error"][n] <= limit]:
+            result["wrong"][name] = f"error {result['error'][name]:.2e}, allowed {limit:.2e}"
+        _time(calls, device, result, tried, quick)
     calls.clear()
+    del compiled
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
     return result
+
+
+def _compile(
+    row: Row,
+    fn: Callable[..., torch.Tensor],
+    inputs: list[torch.Tensor],
+    cotangent: torch.Tensor,
+    how: Json,
+) -> list[str] | str:
+    """Compile under settings; the kernels that were chosen, or why there is none."""
+    from inductor_fusions import config, reporting, tables
+
+    def chosen(**_: Any) -> Options:
+        return dict(how.get("options", {}))
+
+    with (
+        fresh_cache(),
+        config.patch(how["settings"]),
+        reporting.isolated() as seen,
+        mock.patch.object(tables, "flex_options", chosen),
+    ):
+        run(row, fn, inputs, cotangent)
+    wanted = how["settings"].get("attention_kernel")
+    kernels = [site.kernel for site in seen if site.verdict == "fused"]
+    if wanted and not any(kernel.startswith(wanted) for kernel in kernels):
+        return "; ".join(site.reason for site in seen) or "no candidate was seen"
+    return kernels or ["stock"]
+
+
+def _time(
+    calls: dict[str, Callable[[], object]], device: str, result: Json, tried: dict[str, Json], quick: bool
+) -> None:
+    """Find the fastest tiles in a first look, then time stock, SDPA and flex attention with these."""
+    rounds, block = (3, 1e-3) if quick else (12, 4e-3 if device == "cuda" else 3e-2)
+    tiled = [n for n in calls if n.startswith("flex") and n not in result["wrong"]]
+    look = interleave({n: calls[n] for n in tiled}, device, 3, block) if len(tiled) > 1 else {}
+    result["tiles_us"] = {n: round(t.median * 1e6, 2) for n, t in look.items()}
+    best = min(look, key=lambda n: look[n].median, default="flex")
+    result["options"] = tried[best].get("options", {})
+    for name in [n for n in calls if n.startswith("flex")]:
+        if name != best:
+            calls.pop(name)
+    if best != "flex" and best in calls:
+        calls["flex"] = calls.pop(best)
+        for values in (result["error"], result["peak_mib"], result["kernels"]):
+            if best in values:
+                values["flex"] = values[best]
+    for values in (result["error"], result["peak_mib"], result["kernels"], result["wrong"]):
+        for name in [n for n in values if n.startswith("flex ")]:
+            del values[name]
+    for name, timing in interleave(calls, device, rounds, block).items() if calls else ():
+        result["times_us"][name] = round(timing.median * 1e6, 2)
+        result["spread"][name] = round(timing.spread, 4)
+
+
+def _why(error: Exception) -> str:
+    return "out of memory" if isinstance(error, torch.OutOfMemoryError) else one_line(error)
+
+
+def work(task: tuple[list[Row], str, bool], lock: Path) -> tuple[list[Json], bool]:
+    """In a worker: the rows of one shape, inference before training."""
+    rows, device, quick = task
+    if device == "cuda":
+        import torch._inductor.config as inductor
+
+        inductor.compile_threads = 1  # the workers are parallel as it is
+    found: list[Json] = []
+    options: Options = {}
+    for each in rows:
+        try:
+            result = measure(each, device, quick, FileLock(lock), options)
+        except Exception as error:
+            found.append({"key": each.key, "failed": _why(error)})
+            break
+        options = {**options, **result["options"]}
+        found.append({"key": each.key, **asdict(each), **result})
+    return found, True
 
 
 def _named(fn: Callable[..., torch.Tensor], name: str) -> Callable[..., torch.Tensor]:
@@ -354,30 +470,41 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
     parser.add_argument("--only", type=re.compile, help="only rows whose name matches this expression")
     parser.add_argument("--budget", type=float, help="seconds after which no row is started")
+    parser.add_argument("--jobs", type=int, help="compiling processes")
     parser.add_argument("--quick", action="store_true", help="3 blocks of 1 ms, to try the script")
     parser.add_argument("--list", action="store_true", help="name the rows and stop")
     options = parser.parse_args()
-    rows = [r for r in (cuda_rows() if options.device == "cuda" else cpu_rows())]
+    rows = cuda_rows() if options.device == "cuda" else cpu_rows()
     rows = [r for r in rows if not options.only or options.only.search(r.key)]
     if options.list:
         print(*(r.key for r in rows), f"{len(rows)} rows", sep="\n")
         return
     budget, slowest = Budget(options.budget), 10.0
     results = Results(options.out, environment(options.device, "bench.tune_flex"), key=lambda r: r["key"])
-    todo = [r for r in rows if r.key not in results]
-    with Progress(len(todo)) as progress:
-        for each in todo:
-            if budget.left < 1.5 * slowest:
-                break
-            started = time.monotonic()
-            progress.say(each.key)
-            result = measure(each, options.device, options.quick)
-            results.append({"key": each.key, **asdict(each), **result})
-            progress.step(f"{each.key}: {describe(result)}")
-            slowest = max(slowest, time.monotonic() - started)
-    print(
-        f"{len(results.rows)} rows in {options.out}, {len(todo) - progress.done} left, {budget.elapsed:.0f} s"
-    )
+    shapes: dict[Json, list[Row]] = {}
+    for each in rows:
+        if each.key not in results:
+            shapes.setdefault(each.key.rsplit(" ", 1)[0], []).append(each)
+    tasks = [(same, options.device, options.quick) for same in shapes.values()]
+    jobs = options.jobs or (max(1, min(7, (os.cpu_count() or 2) // 2)) if options.device == "cuda" else 1)
+    failed = 0
+
+    def may_start() -> bool:
+        return budget.left > 1.5 * slowest
+
+    with Progress(sum(len(same) for same in shapes.values())) as progress:
+        for task, found in run_tasks(work, tasks, jobs, may_start, deadline=lambda: budget.left):
+            for result in found or [{"key": task[0][0].key, "failed": "the process died"}]:
+                progress.step(f"{result['key']}: {result.get('failed') or describe(result)}")
+                if "failed" in result:
+                    failed += 1
+                    continue
+                results.append(result)
+                slowest = max(slowest, result["compile_s"])
+    left = sum(len(same) for same in shapes.values()) - progress.done
+    print(f"{len(results.rows)} rows in {options.out}, {left} left, {failed} failed, {budget.elapsed:.0f} s")
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

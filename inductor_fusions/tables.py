@@ -76,6 +76,9 @@ def load(name: str) -> dict[str, Any] | None:
         rows = table["attention"]
         if not all(isinstance(gain, (int, float)) for row in rows for gain in row["gain"].values()):
             raise ValueError("a gain is no number")
+        options = [value for row in rows for value in row.get("options", {}).values()]
+        if not all(isinstance(value, int) and value > 0 for value in options):
+            raise ValueError("an option of flex attention is no positive number")
     except (ValueError, KeyError, TypeError) as error:
         log.warning("the table %s.json is not usable (%s); its device is left to stock", name, error)
         return None
@@ -135,6 +138,35 @@ def attention(
         )
     by = "" if best == "sdpa" else f" ({best})"
     return Verdict(best, note=f"{by}, {gain:.2f}x measured", measured=True)
+
+
+def flex_options(
+    *, device: torch.device, dtype: torch.dtype, mask: str, batch_heads: int, q_len: int, kv_len: int,
+    head_dim: int,
+) -> dict[str, int]:  # fmt: skip
+    """The tiles of flex attention that are measured to be fastest near a shape: its `kernel_options`.
+
+    Those of the forward are named `fwd_...`, those of the backward `bwd_...`. They fit the shared memory of
+    a device for one head dim and dtype, so only rows that agree in these count.
+
+    Args:
+        device, dtype, mask, batch_heads, q_len, kv_len, head_dim: as in `attention`.
+    """
+    table = load(device_name(device))
+    if table is None:
+        return {}
+    precision = str(dtype).removeprefix("torch.")
+    wanted = (batch_heads, q_len, kv_len, head_dim)
+    found: dict[str, int] = {}
+    near: list[tuple[bool, float, dict[str, int]]] = []
+    for row in table["attention"]:
+        if (row["dtype"], row["head_dim"]) == (precision, head_dim) and row.get("options"):
+            sizes = (row["batch"] * row["heads"], row["q_len"], row["kv_len"], row["head_dim"])
+            near.append((row["mask"] != mask, _distance(wanted, sizes), row["options"]))
+    for _, _, options in sorted(near, key=lambda item: item[:2]):
+        pass_of = {name[:4] for name in found}
+        found.update({name: value for name, value in options.items() if name[:4] not in pass_of})
+    return found
 
 
 def _distance(wanted: Sequence[int], measured: Sequence[int]) -> float:

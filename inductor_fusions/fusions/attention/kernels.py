@@ -102,11 +102,8 @@ def _choice(kernel: str, problem: Problem, note: str = "") -> Choice:
 def _measured(problem: Problem, candidates: tuple[str, ...]) -> tables.Verdict:
     """What the table of the device says: by the class of the mask, else by its shape."""
     suffix = "_grad" if _mask_needs_grad(problem) else ""
-    names = [problem.mask_kind]
-    if _is_sparse(problem) and not problem.stages and problem.sink is None:
-        assert problem.structure is not None
-        names.insert(0, problem.structure.kind)
-    for name in names:
+    names = [problem.flex_kind] if _is_sparse(problem) else []
+    for name in dict.fromkeys([*names, problem.mask_kind]):
         verdict = tables.attention(
             device=problem.q.value.device,
             dtype=problem.dtype,

@@ -83,6 +83,13 @@ class Problem:
         return self.q.shape[1] // self.k.shape[1]
 
     @property
+    def flex_kind(self) -> str:
+        """Kind of mask as flex attention is told it: the class of its structure, where it has one."""
+        if self.stages or self.sink is not None or self.structure is None or self.structure.visible is True:
+            return self.mask_kind
+        return self.structure.kind
+
+    @property
     def mask_kind(self) -> str:
         """Kind of mask, as the tables of measurements name it."""
         functions = "".join(f"{stage.function} " for stage, _, _ in self.stages)

@@ -302,6 +302,14 @@ def error_limit(unfused: float | None, dtype: torch.dtype) -> float:
     return 2 * eps if unfused is None else 1.5 * unfused + eps
 
 
+def is_fatal(error: BaseException) -> bool:
+    """Whether the process cannot use its device any more."""
+    accelerator_error = getattr(torch, "AcceleratorError", None)
+    if accelerator_error is not None and isinstance(error, accelerator_error):
+        return True
+    return "CUDA error" in str(error)
+
+
 def one_line(error: BaseException, length: int = 160) -> str:
     """An exception as one short line."""
     text = " ".join(str(error).split())

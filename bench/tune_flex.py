@@ -56,6 +56,7 @@ from bench.common import (
     error_limit,
     fresh_cache,
     interleave,
+    is_fatal,
     one_line,
     peak_bytes,
     relative_error,
@@ -63,7 +64,7 @@ from bench.common import (
 from bench.pool import FileLock, run_tasks
 
 REFERENCE_BYTES = 2**30
-"""The float64 reference covers as many heads of the first sample as keep its scores under this."""
+"""In training the float64 reference covers as many heads as keep the scores of a sample under this."""
 
 
 @dataclass(frozen=True)
@@ -217,15 +218,16 @@ def run(
     return [out.detach(), *(g for g in grads if g is not None)]
 
 
-def errors(row: Row, found: list[torch.Tensor], inputs: list[torch.Tensor], cotangent: torch.Tensor) -> float:
+Found = list[torch.Tensor]
+
+
+def reference(row: Row, inputs: Found, cotangent: torch.Tensor) -> Callable[[Found], float]:
     """Worst relative error against float64, of the first sample and the heads that share the first keys.
 
     A sink's gradient sums over the batch, so it is left to the tests.
     """
     groups = row.heads // row.kv_heads
-    rows = max(1, min(row.q_len, REFERENCE_BYTES // (8 * row.kv_len * groups)))
-    if row.train and rows < row.q_len:
-        rows = row.q_len  # gradients of keys need every query
+    if row.train:  # gradients of keys need every query
         groups = max(1, min(groups, REFERENCE_BYTES // (8 * row.kv_len * row.q_len)))
     small = Row(**{**asdict(row), "batch": 1, "heads": groups, "kv_heads": 1})
     q, k, v, data, sinks = (x.detach() for x in inputs)
@@ -242,12 +244,16 @@ def errors(row: Row, found: list[torch.Tensor], inputs: list[torch.Tensor], cota
     dim = row.head_dim
     exact = run(small, _in_double(small), wide, cotangent[:1, :, : groups * dim].double())
     whole = groups == row.heads // row.kv_heads
-    pairs = [(found[0][:1, :, : groups * dim], exact[0])]
-    if row.train:
-        pairs.append((found[1][:1, :, :groups], exact[1]))
-    if row.train and whole:
-        pairs += [(found[i][:1, :, :1], exact[i]) for i in (2, 3)]
-    return max(relative_error(x, y) for x, y in pairs)
+
+    def worst(found: Found) -> float:
+        pairs = [(found[0][:1, :, : groups * dim], exact[0])]
+        if row.train:
+            pairs.append((found[1][:1, :, :groups], exact[1]))
+        if row.train and whole:
+            pairs += [(found[i][:1, :, :1], exact[i]) for i in (2, 3)]
+        return max(relative_error(x, y) for x, y in pairs)
+
+    return worst
 
 
 def _in_double(row: Row) -> Callable[..., torch.Tensor]:
@@ -275,29 +281,35 @@ def _float64_softmax() -> Iterator[None]:
 
 Options = dict[str, Any]
 
+#: By head dim: rows and columns of a tile, warps, stages. Inductor's own come on top.
+FORWARD_TILES: dict[int, list[tuple[int, ...]]] = {
+    64: [(128, 64, 4, 3), (64, 64, 4, 3)],
+    128: [(64, 64, 4, 3), (128, 128, 8, 3)],
+    256: [(128, 64, 8, 2)],
+}
+#: Rows and columns of the tiles for keys and values, columns and rows of those for queries, warps, stages.
+BACKWARD_TILES: dict[int, list[tuple[int, ...]]] = {
+    64: [(64, 64, 64, 64, 4, 2)],
+    128: [(32, 64, 64, 32, 4, 3), (64, 64, 64, 64, 4, 2)],
+    256: [(64, 64, 64, 64, 8, 2)],
+}
+
 
 def tiles(row: Row) -> list[Options]:
     """Kernel options to try: sizes of the tile, warps and stages.
 
     On the forward in inference; on the backward in training, whose forward takes what inference found.
     """
-    wide = row.head_dim > 128
-    if not row.train:
-        sizes = [(128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 2)]
-        if wide:
-            sizes = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3)]
-        names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-        return [{f"fwd_{n}": x for n, x in zip(names, size, strict=True)} for size in sizes]
-    pairs = [(64, 64, 4, 2), (32, 64, 4, 3), (64, 128, 8, 3), (64, 128, 8, 2)]
-    if wide:
-        pairs = [(64, 64, 8, 2), (32, 64, 8, 3), (32, 64, 8, 2)]
-    return [
-        {
-            "bwd_BLOCK_M1": m, "bwd_BLOCK_N1": n, "bwd_BLOCK_M2": n, "bwd_BLOCK_N2": m,
-            "bwd_num_warps": warps, "bwd_num_stages": stages,
-        }
-        for m, n, warps, stages in pairs
-    ]  # fmt: skip
+    names: tuple[str, ...]
+    if row.train:
+        names = ("M1", "N1", "M2", "N2", "num_warps", "num_stages")
+        sizes = BACKWARD_TILES.get(row.head_dim, [])
+        return [
+            {f"bwd_{'BLOCK_' * (len(n) == 2)}{n}": x for n, x in zip(names, t, strict=True)} for t in sizes
+        ]
+    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+    sizes = FORWARD_TILES.get(row.head_dim, [])
+    return [{f"fwd_{n}": x for n, x in zip(names, t, strict=True)} for t in sizes]
 
 
 # Measuring ----------------------------------------------------------------------------------------------
@@ -333,6 +345,8 @@ def measure(row: Row, device: str, quick: bool, lock: AbstractContextManager[Any
         try:
             kernels = _compile(row, fn, inputs, cotangent, how)
         except Exception as error:
+            if is_fatal(error):
+                raise RuntimeError(f"{name}: {error}") from error
             result["skipped"][name] = _why(error)
             continue
         if isinstance(kernels, str):
@@ -341,15 +355,18 @@ def measure(row: Row, device: str, quick: bool, lock: AbstractContextManager[Any
         result["kernels"][name], compiled[name] = kernels, fn
     result["compile_s"] = round(time.monotonic() - start, 2)
     with lock:
+        worst = reference(row, inputs, cotangent)
         for name, fn in compiled.items():
             try:
-                result["error"][name] = errors(row, run(row, fn, inputs, cotangent), inputs, cotangent)
+                result["error"][name] = worst(run(row, fn, inputs, cotangent))
                 call = _call(row, fn, inputs, cotangent)
                 peak = peak_bytes(call, device)
                 if peak is not None:
                     result["peak_mib"][name] = round(peak / 2**20, 1)
                 calls[name] = call
             except Exception as error:
+                if is_fatal(error):
+                    raise RuntimeError(f"{name}: {error}") from error
                 result["skipped"][name] = _why(error)
         limit = error_limit(result["error"].get("unfused"), DTYPES[row.dtype])
         for name in [n for n in calls if n != "unfused" and not result["error"][n] <= limit]:
@@ -433,8 +450,7 @@ def work(task: tuple[list[Row], str, bool], lock: Path) -> tuple[list[Json], boo
         try:
             result = measure(each, device, quick, FileLock(lock), options)
         except Exception as error:
-            found.append({"key": each.key, "failed": _why(error)})
-            break
+            return [*found, {"key": each.key, "failed": _why(error)}], not is_fatal(error)
         options = {**options, **result["options"]}
         found.append({"key": each.key, **asdict(each), **result})
     return found, True
@@ -486,7 +502,7 @@ def main() -> None:
         if each.key not in results:
             shapes.setdefault(each.key.rsplit(" ", 1)[0], []).append(each)
     tasks = [(same, options.device, options.quick) for same in shapes.values()]
-    jobs = options.jobs or (max(1, min(7, (os.cpu_count() or 2) // 2)) if options.device == "cuda" else 1)
+    jobs = options.jobs or (max(1, (os.cpu_count() or 2) * 5 // 8) if options.device == "cuda" else 1)
     failed = 0
 
     def may_start() -> bool:

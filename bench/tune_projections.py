@@ -56,6 +56,7 @@ from bench.common import (
     environment,
     error_limit,
     interleave,
+    is_fatal,
     one_line,
     relative_error,
     synchronize,
@@ -409,14 +410,6 @@ def time_all(
     for name, timing in interleave(final, device, rounds, block).items():
         result["times_us"][name] = round(timing.median * 1e6 / len(sets), 3)
         result["spread"][name] = round(timing.spread, 4)
-
-
-def is_fatal(error: BaseException) -> bool:
-    """Whether the process cannot use its device any more."""
-    accelerator_error = getattr(torch, "AcceleratorError", None)
-    if accelerator_error is not None and isinstance(error, accelerator_error):
-        return True
-    return "CUDA error" in str(error)
 
 
 def set_up(device: str) -> None:

@@ -27,10 +27,10 @@ from .problem import Problem
 from .recognise import SCORE_FUNCTIONS, Stage
 from .structure import BATCH, HEAD, KEY, QUERY
 
+#: More blocks than any row has.
+MOST_BLOCKS = 2**30
 #: Side of a block: the one that `create_block_mask` takes by default.
 BLOCK = 128
-
-
 #: Devices whose template (codegen/cpp_flex_attention_template.py) is for inference alone, returns no
 #: logsumexp, and raises where the scheduler fuses a pointwise operation behind it.
 LIMITED = frozenset({"cpu"})
@@ -146,13 +146,29 @@ def _block_mask(
     nodes: list[fx.Node] = []
     for transposed in (False, True) if train else (False,):
         for dense in (part, full):
-            dense = build.call("to", dense, torch.int32)
             if transposed:
                 dense = build.call("transpose", dense, -1, -2)
-            count = build.call("to", build.call(torch.sum, dense, -1), torch.int32)
-            order = build.call(torch.argsort, dense, dim=-1, descending=True, stable=True)
-            nodes += [count, build.call("contiguous", build.call("to", order, torch.int32))]
+            length = shape[QUERY if transposed else KEY]
+            nodes += _ordered(build, dense, build.call(torch.arange, 0, length, BLOCK, device=device))
     return tuple(nodes)
+
+
+def _ordered(build: Builder, dense: fx.Node, starts: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """How many of each row's blocks are set, and their numbers first, then those of the others.
+
+    The place of each is counted, not found by `torch.argsort` as `create_block_mask` does it: a sort in
+    registers takes Triton half a minute to compile at 64 blocks.
+    """
+    number = build.call(torch.floor_divide, starts, BLOCK)
+    # Set blocks keep their numbers, the others come behind all of them.
+    rank = build.call(torch.where, dense, number, build.call(torch.add, number, MOST_BLOCKS))
+    before = build.call(torch.lt, build.call("unsqueeze", rank, -2), build.call("unsqueeze", rank, -1))
+    place = build.call(torch.sum, before, -1)
+    at = build.call(torch.eq, build.call("unsqueeze", place, -2), build.call("unsqueeze", number, -1))
+    order = build.call(torch.sum, build.call(torch.where, at, number, 0), -1)
+    count = build.call(torch.sum, dense, -1)
+    as_int = [build.call("to", node, torch.int32) for node in (count, order)]
+    return as_int[0], build.call("contiguous", as_int[1])
 
 
 def emit(

@@ -167,8 +167,29 @@ def _ordered(build: Builder, dense: fx.Node, starts: fx.Node) -> tuple[fx.Node, 
     at = build.call(torch.eq, build.call("unsqueeze", place, -2), build.call("unsqueeze", number, -1))
     order = build.call(torch.sum, build.call(torch.where, at, number, 0), -1)
     count = build.call(torch.sum, dense, -1)
-    as_int = [build.call("to", node, torch.int32) for node in (count, order)]
-    return as_int[0], build.call("contiguous", as_int[1])
+    return _dense_strides(build, count), _dense_strides(build, order)
+
+
+def _dense_strides(build: Builder, node: fx.Node) -> fx.Node:
+    """A tensor as int32, with the strides of a contiguous one in dims of size 1 as well.
+
+    The template (kernel/flex/templates/flex_attention.py.jinja) steps from sample to sample by the stride
+    of the heads, of which a mask has one; Inductor lays out a dim of size 1 as it comes, and that step would
+    go out of bounds. A call of `as_strided` pins the strides of what it is given.
+    """
+    node = build.call("contiguous", build.call("to", node, torch.int32))
+    sizes = [
+        size if isinstance(size, int) else build.call("size", node, dim)
+        for dim, size in enumerate(build.value(node).shape)
+    ]
+    strides: list[Any] = [1]
+    for size in sizes[:0:-1]:
+        last = strides[0]
+        if isinstance(size, int) and isinstance(last, int):
+            strides.insert(0, size * last)
+        else:
+            strides.insert(0, build.call(operator.mul, last, size))
+    return build.call(torch.as_strided, node, sizes, strides)
 
 
 def emit(
@@ -287,7 +308,8 @@ def _options(problem: Problem, lse: bool) -> dict[str, Any]:
     return {
         **_tiles(problem),
         "PRESCALE_QK": False,
-        "ROWS_GUARANTEED_SAFE": structure is None or structure.never_empty,
+        # Not only the row: its part in each block that is read must hold a key.
+        "ROWS_GUARANTEED_SAFE": structure is None or structure.visible is True,
         "BLOCKS_ARE_CONTIGUOUS": False,
         "WRITE_DQ": True,
         "OUTPUT_LOGSUMEXP": problem.train or lse,

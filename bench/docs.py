@@ -127,6 +127,12 @@ def ratio_text(row: Json, above: str, below: str) -> str:
     return f"{value:.2f} ± {value * math.hypot(*(part or 0.0 for part in parts)) / 2:.2f}"
 
 
+def time_text(row: Json, variant: str) -> str:
+    """The median time of a variant in ms, or that it ran out of memory."""
+    reason = str((row.get("failed") or {}).get(variant, ""))
+    return "out of memory" if "out of memory" in reason else number(get(row, "median_ms", variant), 2)
+
+
 def error(row: Json, variant: str, which: str) -> float | None:
     """Relative error of a variant against float64: of its output, its gradients or its worst gradient."""
     return get(row.get("error") or {}, variant, which)
@@ -134,8 +140,12 @@ def error(row: Json, variant: str, which: str) -> float | None:
 
 def sites(row: Json) -> str:
     """How many attentions were fused, of how many."""
-    found = row.get("sites") or {}
-    return f"{found.get('fused', 0)} of {found['total']}" if "total" in found else NONE
+    what: dict[str, int] | None = (row.get("sites") or {}).get("what")
+    if what is None:
+        return NONE
+    attention = {text: count for text, count in what.items() if text.startswith("attention: ")}
+    fused = sum(count for text, count in attention.items() if ": fused: " in text)
+    return f"{fused} of {sum(attention.values())}"
 
 
 def not_fused(row: Json) -> dict[str, int]:
@@ -174,8 +184,8 @@ def readme_table(data: Json) -> str:
         (
             str(row["name"]),
             sites(row),
-            number(get(row, "median_ms", "stock"), 2),
-            number(get(row, "median_ms", "fused"), 2),
+            time_text(row, "stock"),
+            time_text(row, "fused"),
             ratio_text(row, "stock", "fused"),
         )
         for row in chosen
@@ -214,7 +224,7 @@ def _compiles(rows: Sequence[Json]) -> list[list[float]]:
 def _times(rows: Sequence[Json]) -> str:
     columns = [
         "case",
-        "sites fused",
+        "attentions fused",
         "stock ms",
         "fused ms",
         "stock / fused",
@@ -228,12 +238,12 @@ def _times(rows: Sequence[Json]) -> str:
             (
                 str(row["name"]),
                 sites(row),
-                number(get(row, "median_ms", "stock"), 2),
-                number(get(row, "median_ms", "fused"), 2),
+                time_text(row, "stock"),
+                time_text(row, "fused"),
                 ratio_text(row, "stock", "fused"),
-                number(get(row, "median_ms", "limit"), 2),
+                time_text(row, "limit"),
                 ratio_text(row, "fused", "limit"),
-                number(get(row, "median_ms", "sdpa"), 2),
+                time_text(row, "sdpa"),
                 ratio_text(row, "fused", "sdpa"),
             )
             for row in rows
@@ -264,7 +274,7 @@ def _errors(rows: Sequence[Json]) -> str:
         value = error(row, variant, which)
         return NONE if value is None else f"{value:.4f}"
 
-    kinds = {"out": "output", "grad": "gradients", "worst_grad": "worst gradient"}
+    kinds = {"out": "output", "grad": "gradients", "worst_grad": "worst gradient", "tables_grad": "tables"}
     columns = ["case", *(f"{kind}, {name}" for kind in kinds.values() for name in ("stock", "fused"))]
     columns.append("within budget")
     words = {True: "yes", False: "no", None: "not compared"}
@@ -279,10 +289,14 @@ def _errors(rows: Sequence[Json]) -> str:
     note = (
         "Relative errors: the norm of the difference over the norm of the float64 result. `gradients` takes "
     )
-    note += "all parameters together, `worst gradient` the one parameter with the largest error. The budget "
+    note += (
+        "all parameters together, `worst gradient` the one parameter with the largest error, `tables` the "
+    )
+    note += "position tables, learned scales and sinks together. The budget "
     note += (
         f"allows {ERROR_FACTOR} times the error of stock plus eps of the dtype, for output and gradients. "
     )
+    note += "Where stock ran out of memory, the model without `torch.compile` takes its place. "
     note += "A case with dropout draws other random numbers than stock, so that it is not compared."
     return note + "\n\n" + table(columns, body)
 
@@ -299,7 +313,7 @@ def _losses(rows: Sequence[Json]) -> str:
         ("Error out of budget", lambda r: "output or gradients" if r.get("correct") is False else None),
         ("Worst single gradient over the same budget (relative error)", _worst_gradient),
         ("Recompiled while it was timed", lambda r: "timed all the same" if r.get("recompiled") else None),
-        ("A variant failed", lambda r: ", ".join(r.get("failed") or {}) or None),
+        ("A variant failed", _failed),
     ]
     for title, test in tests:
         found = [(str(row["name"]), text) for row in rows if (text := test(row)) is not None]
@@ -307,6 +321,12 @@ def _losses(rows: Sequence[Json]) -> str:
         lines.append(f"- {title}: {said}.")
     note = f"Ratios within {LEVEL:.0%} of 1 count as level. More memory or compile time than stock is told "
     return note + f"from {MORE - 1:.0%} on.\n\n" + "\n".join(lines)
+
+
+def _failed(row: Json) -> str | None:
+    found: Mapping[str, str] = row.get("failed") or {}
+    short = {n: "out of memory" if "out of memory" in text else text for n, text in found.items()}
+    return ", ".join(f"{name}: {text}" for name, text in short.items()) or None
 
 
 def _behind(row: Json, other: str) -> str | None:
@@ -433,8 +453,10 @@ PREFACE = """# Performance
 What was measured, with the cases that lose. [measuring.md](measuring.md) says how to repeat it.
 
 - **stock**: `torch.compile` without the package. **fused**: the same with it, under the default policy.
-- **by hand**: the model with an attention function that calls `scaled_dot_product_attention(is_causal=True,
-  enable_gqa=True)` and no mask built. It is what an expert can write, for Llama only.
+- **by hand**: for Llama, an attention function that calls `scaled_dot_product_attention(is_causal=True,
+  enable_gqa=True)` and no mask built. In `padded` cases that leaves the padding out: it is the time that a
+  batch without padding takes, a bound. For windows, documents, softcap and sinks it is stock on the same
+  model with `attn_implementation="flex_attention"`.
 - **sdpa path**: stock on the same model with `attn_implementation="sdpa"`, for cases with eager attention.
 - All variants of a case run in one process, in interleaved blocks whose order rotates. Times are medians.
   A spread after ± is half of both interquartile ranges, added in quadrature.

@@ -1,25 +1,29 @@
 """Whole Hugging Face models: stock `torch.compile` and the same with inductor_fusions, side by side.
 
-Models have the real configurations of `configs/models/` and random weights. Each case is measured in one
-process, in interleaved steps whose order rotates:
+The cases are in `bench/model_cases.py`. Each is measured in one process, in interleaved steps whose order
+rotates:
 
     stock   inductor_fusions switched off
     fused   inductor_fusions switched on, under its policy in force
     limit   where someone can write it by hand: for Llama, an attention function that calls
-            F.scaled_dot_product_attention(is_causal=True, enable_gqa=True), and no mask built
+            F.scaled_dot_product_attention(is_causal=True, enable_gqa=True), and no mask built; with padding
+            that is another function, the time of the unpadded one; for windows, documents, softcap and
+            sinks, Hugging Face's attn_implementation="flex_attention"
     sdpa    stock, on the same model with attn_implementation="sdpa", for cases with eager attention
 
 Correct before fast: each variant's output, and in training each parameter's gradient under a random
 cotangent, is compared with a float64 copy of the model, eager and uncompiled, on the first sample (for
-causal models on its first 1024 tokens, which do not depend on the rest). The check runs the very code that
-is timed. A fused result is correct if its error is at most 1.5 times that of stock, plus eps; the ratios
-of a wrong one are left out.
+causal models on its first 1024 tokens or two windows, which do not depend on the rest; with padding among
+them where the case has any). The check runs the very code that is timed. A fused result is correct if its
+error is at most 1.5 times that of stock, plus eps; the ratios of a wrong one are left out. Where stock is
+not there, because it ran out of memory or was not asked for, the uncompiled model takes its place.
 
 Compile times are those of the first step less one step, from empty caches; stock and fused take turns at
 going first. With `--compiles 3` both are compiled three times, and the median of the last two counts.
 
     python -m bench.models --out bench/results/models_h200.json --budget 580
     python -m bench.models --out bench/results/models_h200.json --only 'llama.*train'
+    python -m bench.models --out /tmp/flex.json --only gemma2 --set attention_kernel=flex
     python -m bench.models --quick --device cpu --out /tmp/try.json
 """
 
@@ -27,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import os
 import re
@@ -36,13 +39,13 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import inductor_fusions
 from bench.common import (
@@ -60,189 +63,30 @@ from bench.common import (
     relative_error,
     synchronize,
 )
+from bench.model_cases import (
+    BY_HAND,
+    CASES,
+    Case,
+    build,
+    compared_inputs,
+    first_tokens,
+    make_inputs,
+    model_config,
+    quick_case,
+    reference_tokens,
+    register_by_hand,
+    share_weights,
+    supports_sdpa,
+)
 
-CONFIGS = Path(__file__).parent.parent / "configs" / "models"
-CAUSAL = ("llama", "gpt2", "opt", "bloom")
-REFERENCE_TOKENS = 1024
-BY_HAND = "causal_by_hand"
 MODES = ("default", "reduce-overhead", "max-autotune")
 
 MARKERS = {"stock": "verbose_progress", "fused": "comment_origin", "limit": "debug_fusion", "sdpa": "debug"}
 """Dynamo shares compiled code between equal backends, and backends are equal if their options are. So each
 variant names one Inductor option of its own, at the value that it has anyway."""
 
-
-# Cases -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Case:
-    """One model under one load. `seq` is 0 for images."""
-
-    name: str
-    model: str
-    attn: str
-    batch: int
-    seq: int = 0
-    train: bool = False
-    padded: bool = False
-    mode: str = "default"
-    dropout: float = 0.0
-    use_cache: bool = False
-    dtype: str = "bfloat16"
-
-
-CASES = [
-    Case("llama-1b sdpa b1 s8192", "llama-1b", "sdpa", 1, 8192),
-    Case("llama-1b sdpa b1 s8192 train", "llama-1b", "sdpa", 1, 8192, train=True),
-    Case("bert-base eager padded b32 s512", "bert-base", "eager", 32, 512, padded=True),
-    Case("bert-base eager b32 s512 train", "bert-base", "eager", 32, 512, train=True),
-    Case("gpt2 eager b16 s1024", "gpt2", "eager", 16, 1024),
-    Case("llama-1b eager b4 s2048", "llama-1b", "eager", 4, 2048),
-    Case("bloom padded b8 s1024", "bloom", "eager", 8, 1024, padded=True),
-    Case("mpnet-base b32 s384", "mpnet-base", "eager", 32, 384),
-    Case("mpnet-base padded b32 s384", "mpnet-base", "eager", 32, 384, padded=True),
-    Case("opt eager padded b8 s1024", "opt", "eager", 8, 1024, padded=True),
-    Case("vit-base eager b64", "vit-base", "eager", 64),
-    Case("deberta-v2-base b8 s384", "deberta-v2-base", "eager", 8, 384),
-    Case("deberta-v2-base padded b8 s384", "deberta-v2-base", "eager", 8, 384, padded=True),
-    Case("t5-base encoder b16 s512", "t5-base-encoder", "eager", 16, 512),
-    Case("t5-base encoder padded b16 s512", "t5-base-encoder", "eager", 16, 512, padded=True),
-    Case("swin-tiny b64", "swin-tiny", "eager", 64),
-    Case("llama-1b sdpa b4 s2048", "llama-1b", "sdpa", 4, 2048),
-    Case("llama-1b sdpa b2 s2048 train", "llama-1b", "sdpa", 2, 2048, train=True),
-    Case("bert-base eager b1 s128", "bert-base", "eager", 1, 128),
-    Case("bert-base eager b1 s128 reduce-overhead", "bert-base", "eager", 1, 128, mode="reduce-overhead"),
-    Case(
-        "bert-base eager padded dropout b32 s512 train",
-        "bert-base",
-        "eager",
-        32,
-        512,
-        True,
-        True,
-        dropout=0.1,
-    ),
-    Case("llama-1b sdpa cache b4 s2048", "llama-1b", "sdpa", 4, 2048, use_cache=True),
-]
-
-
-def quick_case(case: Case) -> Case:
-    """The case in a size that a CPU runs in seconds."""
-    return replace(case, batch=min(case.batch, 2), seq=min(case.seq, 64))
-
-
-QUICK = {"num_hidden_layers": 2, "n_layer": 2, "num_layers": 2, "vocab_size": 1000, "image_size": 112}
-QUICK_SWIN = {"depths": [2, 2], "num_heads": [3, 6]}
-
-
-# Models ------------------------------------------------------------------------------------------------
-
-
-def model_config(case: Case, quick: bool) -> tuple[str, Json]:
-    """Class name and configuration values; every dropout is the case's."""
-    values: Json = json.loads((CONFIGS / f"{case.model}.json").read_text())
-    architecture = str(values.pop("architectures")[0])
-    for name, value in values.items():
-        if "drop" in name and isinstance(value, float):
-            values[name] = case.dropout
-    if quick:
-        values |= {name: value for name, value in QUICK.items() if name in values}
-        if "depths" in values:
-            values |= QUICK_SWIN
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            if values.get(name) is not None:
-                values[name] %= 3
-    return architecture, values
-
-
-def build(case: Case, attn: str, device: str, quick: bool) -> torch.nn.Module:
-    """The model with random weights, the same at each call."""
-    import transformers
-
-    architecture, values = model_config(case, quick)
-    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-    options = {"attn_implementation": attn, "dtype": getattr(torch, case.dtype)}
-    torch.manual_seed(0)
-    with torch.device(device):
-        if architecture == "T5EncoderModel":  # AutoModel would add the decoder
-            model = transformers.T5EncoderModel._from_config(config, **options)
-        else:
-            model = transformers.AutoModel.from_config(config, **options)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            # Biases start at zero and norms at one: a mistake in a bias would not show.
-            if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
-                parameter.add_(0.02 * torch.randn_like(parameter))
-    model.train(case.train)
-    built: torch.nn.Module = model
-    return built
-
-
-def supports_sdpa(model: torch.nn.Module) -> bool:
-    """Whether Hugging Face has this model on F.scaled_dot_product_attention."""
-    return bool(getattr(model, "_supports_sdpa", False))
-
-
-def share_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:
-    """Make `target` use the parameters and buffers of `source`, a model of the same structure."""
-    for name, module in target.named_modules():
-        twin = source.get_submodule(name)
-        module._parameters, module._buffers = twin._parameters, twin._buffers
-
-
-def register_by_hand() -> None:
-    """Register the attention that someone would write by hand for a causal model without padding."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
-    def attention(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        **_: Any,
-    ) -> tuple[torch.Tensor, None]:
-        out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=True
-        )
-        return out.transpose(1, 2).contiguous(), None
-
-    def no_mask(*_: Any, **__: Any) -> None:
-        return None
-
-    AttentionInterface.register(BY_HAND, attention)
-    AttentionMaskInterface.register(BY_HAND, no_mask)
-
-
-def make_inputs(case: Case, values: Json, device: str) -> dict[str, Any]:
-    """Keyword arguments of the model."""
-    generator = torch.Generator(device).manual_seed(1)
-    if not case.seq:
-        size = values["image_size"]
-        shape = (case.batch, values["num_channels"], size, size)
-        pixels = torch.randn(shape, generator=generator, device=device)
-        return {"pixel_values": pixels.to(getattr(torch, case.dtype))}
-    ids = torch.randint(3, values["vocab_size"], (case.batch, case.seq), generator=generator, device=device)
-    inputs: dict[str, Any] = {"input_ids": ids}
-    if case.padded:
-        lengths = torch.linspace(case.seq // 2, case.seq, case.batch, device=device).long()
-        keys = torch.arange(case.seq, device=device)
-        inputs["attention_mask"] = (keys < lengths[:, None]).long()
-    if values["model_type"] in CAUSAL:
-        inputs["use_cache"] = case.use_cache
-    return inputs
-
-
-def first_tokens(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """The inputs of the first sample, and of its first tokens where there are tokens."""
-    return {
-        name: x if not isinstance(x, torch.Tensor) else x[:1] if x.ndim != 2 else x[:1, :tokens]
-        for name, x in inputs.items()
-    }
+#: Parameters of biases, position tables and sinks, whose gradient is small beside that of the weights.
+TABLES = re.compile(r"sinks|relative|rel_embeddings|logit_scale|continuous_position_bias")
 
 
 # Variants ----------------------------------------------------------------------------------------------
@@ -316,9 +160,11 @@ def make_variants(
 ) -> dict[str, Variant]:
     """Every variant that the case has; all of them share one set of weights."""
     implementations = {"stock": case.attn, "fused": case.attn}
-    if case.model.startswith("llama"):
-        implementations["limit"] = BY_HAND
-    if case.attn == "eager" and supports_sdpa(model):
+    if case.by_hand:
+        implementations["limit"] = BY_HAND if case.by_hand == "causal" else case.by_hand
+    # The sdpa path of a model with softcap leaves it out.
+    softcap = getattr(model.config, "attn_logit_softcapping", None)
+    if case.attn == "eager" and supports_sdpa(model) and softcap is None:
         implementations["sdpa"] = "sdpa"
     variants: dict[str, Variant] = {}
     for name, attn in implementations.items():
@@ -333,6 +179,12 @@ def make_variants(
 
 
 # Correctness -------------------------------------------------------------------------------------------
+
+
+def total(parts: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """The norms of several tensors together, from pairs of norms."""
+    difference, norm = (math.hypot(*values) for values in zip(*parts, strict=True))
+    return difference, norm
 
 
 @dataclass
@@ -359,13 +211,17 @@ class Reference:
             found = parameters[name].grad
             found = torch.zeros_like(expected) if found is None else found.double()
             parts[name] = float((found - expected).norm()), float(expected.norm())
-        difference, norm = (math.hypot(*values) for values in zip(*parts.values(), strict=True))
+        difference, norm = total(parts.values())
         # A key's bias has no gradient in exact arithmetic: leave out what is only rounding.
         large = {
             name: d / size for name, (d, size) in parts.items() if size > 1e-3 * norm / len(parts) ** 0.5
         }
         worst = max(large, key=large.__getitem__)
         errors |= {"grad": difference / norm, "worst_grad": large[worst], "worst_grad_of": worst}
+        tables = [part for name, part in parts.items() if TABLES.search(name)]
+        if tables:
+            difference, norm = total(tables)
+            errors["tables_grad"] = difference / norm
         variant.model.zero_grad(set_to_none=True)
         return errors
 
@@ -374,11 +230,10 @@ def make_reference(
     case: Case, model: torch.nn.Module, inputs: dict[str, Any], device: str, quick: bool
 ) -> Reference:
     """Run the float64 copy, eager and uncompiled."""
-    copy = build(case, "eager", device, quick)
+    copy = build(case, "eager", device, quick, experts="eager")
     copy.load_state_dict(model.state_dict())
     copy = copy.double()
-    causal = model_config(case, quick)[1]["model_type"] in CAUSAL
-    inputs = first_tokens(inputs, REFERENCE_TOKENS if causal else max(1, case.seq))
+    inputs = first_tokens(inputs, reference_tokens(case, model_config(case, quick)[1]))
     inputs = {
         name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
         for name, x in inputs.items()
@@ -394,20 +249,62 @@ def make_reference(
     return Reference(output.detach(), cotangent, gradients)
 
 
-def check(case: Case, variants: dict[str, Variant], reference: Reference) -> tuple[Json, Json]:
-    """Errors of each variant, and the difference of each variant's whole output from that of stock."""
+def uncompiled(case: Case, model: torch.nn.Module, inputs: dict[str, Any], tokens: int) -> Variant:
+    """The model without torch.compile, on what is compared."""
+    return Variant("uncompiled", model, model, case, first_tokens(inputs, tokens))
+
+
+def check(
+    case: Case, variants: dict[str, Variant], reference: Reference, failed: Json, device: str
+) -> tuple[Json, Json]:
+    """Errors of each variant, and the difference of each variant's whole output from that of stock.
+
+    A variant that runs out of memory is taken out, and named in `failed`.
+    """
     errors: Json = {}
     differences: Json = {}
-    stock: torch.Tensor | None = None
-    for name, variant in variants.items():
+    stock: list[torch.Tensor] = []
+
+    def compare(name: str, variant: Variant) -> None:
         full = variant.output()
         kept = full.detach().clone()
         errors[name] = reference.compare(variant, full)
         if name == "stock":
-            stock = kept
-        elif stock is not None:
-            differences[name] = relative_error(kept, stock)
+            stock.append(kept)
+        elif stock:
+            differences[name] = relative_error(kept, stock[0])
+
+    for name, variant in list(variants.items()):
+        if name == "limit" and case.padded:
+            continue  # it leaves the padding out
+        attempt(name, partial(compare, name, variant), variants, failed, device)
     return errors, differences
+
+
+def attempt(
+    name: str, action: Callable[[], None], variants: dict[str, Variant], failed: Json, device: str
+) -> None:
+    """Run a variant; one that raises is taken out, with the reason in `failed`.
+
+    Raises:
+        Exception: the device is unusable after it.
+    """
+    try:
+        return action()
+    except Exception as error:
+        if "CUDA error" in str(error) and "ALLOC_FAILED" not in str(error):
+            raise
+        failed[name] = one_line(error, 300)
+    # Here the exception is gone, and with it the tensors that its frames hold.
+    variants.pop(name).model.zero_grad(set_to_none=True)
+    collect(device)
+
+
+def collect(device: str) -> None:
+    """Give unused memory back."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def is_correct(case: Case, errors: Json) -> bool | None:
@@ -415,10 +312,10 @@ def is_correct(case: Case, errors: Json) -> bool | None:
     if "fused" not in errors:
         return None
     dtype = getattr(torch, case.dtype)
-    stock = errors.get("stock", {})
+    unfused = errors.get("stock") or errors.get("uncompiled") or {}
     return all(
-        errors["fused"][n] <= error_limit(stock.get(n), dtype)
-        for n in ("out", "grad")
+        errors["fused"][n] <= error_limit(unfused.get(n), dtype)
+        for n in ("out", "grad", "tables_grad")
         if n in errors["fused"]
     )
 
@@ -430,9 +327,7 @@ def site_counts(sites: list[Any]) -> Json:
     """Verdicts, and what each fused site became or why another was not fused, with counts."""
     verdicts = Counter(str(getattr(site, "verdict", "?")) for site in sites)
     what = Counter(
-        f"{getattr(s, 'fusion', '?')}: {getattr(s, 'verdict', '?')}: "
-        f"{getattr(s, 'kernel', '') if getattr(s, 'verdict', '') == 'fused' else getattr(s, 'reason', '')}"
-        for s in sites
+        f"{getattr(s, 'fusion', '?')}: {getattr(s, 'verdict', '?')}: {getattr(s, 'what', '')}" for s in sites
     )
     return {**verdicts, "total": len(sites), "what": dict(what)}
 
@@ -474,14 +369,14 @@ def compile_variants(
         for name in order:
             if name in ("limit", "sdpa") and i + 1 < repeats:
                 continue
+            if name not in variants:
+                continue
             say(f"compiling {name}")
-            try:
+
+            def compile_once(name: str = name) -> None:
                 seconds.setdefault(name, []).append(variants[name].first_step(device))
-            except Exception as error:
-                if "CUDA error" in str(error):
-                    raise
-                failed[name] = one_line(error, 300)
-                del variants[name]
+
+            attempt(name, compile_once, variants, failed, device)
     return failed, seconds
 
 
@@ -512,14 +407,21 @@ def measure(case: Case, settings: Settings, fused_first: bool, say: Callable[[st
     row["difference_from_stock"] = {}
     if case.dropout == 0.0:
         say("checking")
-        reference = make_reference(case, model, inputs, device, quick)
-        errors, row["difference_from_stock"] = check(case, variants, reference)
+        compared = compared_inputs(case, values, inputs)
+        for variant in variants.values():
+            variant.inputs = compared
+        reference = make_reference(case, model, compared, device, quick)
+        collect(device)
+        errors, row["difference_from_stock"] = check(case, variants, reference, failed, device)
+        if "stock" not in errors and "fused" in errors:
+            plain = uncompiled(case, model, compared, reference.output.shape[1])
+            errors["uncompiled"] = reference.compare(plain, plain.output())
+        for variant in variants.values():
+            variant.inputs = inputs
         del reference
     row["error"] = errors
     row["correct"] = is_correct(case, errors)
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    collect(device)
 
     say("timing")
     from torch._dynamo.utils import counters
@@ -527,13 +429,17 @@ def measure(case: Case, settings: Settings, fused_first: bool, say: Callable[[st
     graphs = counters["stats"]["unique_graphs"]
     fixed = static_bytes(model, inputs)
     row["peak_gib"] = {}
-    for name, variant in variants.items():
+
+    def find_peak(name: str, variant: Variant) -> None:
         for _ in range(3):
             variant.step()
         model.zero_grad(set_to_none=True)
         peak = peak_bytes(variant.step, device)
         if peak is not None:
             row["peak_gib"][name] = round((peak + fixed) / 2**30, 4)
+
+    for name, variant in list(variants.items()):
+        attempt(name, partial(find_peak, name, variant), variants, failed, device)
     calls = {name: variant.step for name, variant in variants.items()}
     times = interleave(calls, device, settings.rounds, block_seconds=1e-2, max_calls=20) if calls else {}
     row["recompiled"] = counters["stats"]["unique_graphs"] != graphs
@@ -542,26 +448,22 @@ def measure(case: Case, settings: Settings, fused_first: bool, say: Callable[[st
     row["compiles_s"] = {n: [round(x - times[n].median, 2) for x in firsts[n]] for n in times}
     row["compile_s"] = {n: statistics.median(x[1:] or x) for n, x in row["compiles_s"].items()}
     pairs = [("stock", "fused"), ("fused", "limit"), ("fused", "sdpa"), ("stock", "limit")]
-    compared = {f"{a}/{b}": ratio(times, a, b) for a, b in pairs if row["correct"] is not False}
-    row["ratio"] = {name: value for name, value in compared.items() if value is not None}
+    ratios = {f"{a}/{b}": ratio(times, a, b) for a, b in pairs if row["correct"] is not False}
+    row["ratio"] = {name: value for name, value in ratios.items() if value is not None}
     return row
 
 
 def free(device: str) -> None:
     """Give the memory of the last case back."""
     torch._dynamo.reset()
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    collect(device)
 
 
-def warm_up(cases: list[Case], device: str) -> None:
-    """Compile a tiny inference and a tiny training step of the cases, so that no variant pays for what a
-    process does once."""
+def warm_up(device: str) -> None:
+    """Compile a tiny inference and a tiny training step, so that no variant pays for what a process does
+    once."""
     for train, names in ((False, ["stock", "fused"]), (True, ["fused"])):
-        case = next((quick_case(case) for case in cases if case.train == train), None)
-        if case is None:
-            continue
+        case = Case("warm-up", "bert-base", "eager", 2, 64, train=train)
         model = build(case, case.attn, device, quick=True)
         inputs = make_inputs(case, model_config(case, quick=True)[1], device)
         for variant in make_variants(case, model, inputs, names, device, quick=True).values():
@@ -572,18 +474,32 @@ def warm_up(cases: list[Case], device: str) -> None:
 # The command -------------------------------------------------------------------------------------------
 
 
+def attentions(row: Json) -> str:
+    """How many attentions were fused, of how many."""
+    found = [(text, n) for text, n in row["sites"].get("what", {}).items() if text.startswith("attention: ")]
+    return f"{sum(n for text, n in found if ': fused: ' in text)}/{sum(n for _, n in found)}"
+
+
+def kernels(row: Json) -> dict[str, int]:
+    """What each fused site became, with its number."""
+    what = row["sites"].get("what", {})
+    return {text.split(": fused: ", 1)[1]: n for text, n in what.items() if ": fused: " in text}
+
+
 def describe(row: Json) -> str:
     """A case's outcome in one line."""
     if "median_ms" not in row:
         return f"failed: {row['failed']}"
     text = " ".join(f"{name} {ms:.2f} ms" for name, ms in row["median_ms"].items())
     text += "".join(f", {name} {value:.3f}" for name, value in row["ratio"].items())
+    text += f", attention {attentions(row)}"
+    text += "".join(f", {n} x {kernel}" for kernel, n in kernels(row).items())
     if row["correct"] is False:
         text += ", WRONG"
     if row["recompiled"]:
         text += ", RECOMPILED while it was timed"
     if row["failed"]:
-        text += f", failed: {', '.join(row['failed'])}"
+        text += "".join(f", {name} failed: {reason}" for name, reason in row["failed"].items())
     return text + f" ({row['seconds']:.0f} s)"
 
 
@@ -604,7 +520,7 @@ def print_table(rows: list[Json]) -> None:
         ]
         return " ".join(f"{x:.1e}" for x in parts) or "-"
 
-    columns = ["case", "fused sites", "stock ms", "fused ms", "limit ms", "sdpa ms", "stock/fused"]
+    columns = ["case", "attentions fused", "stock ms", "fused ms", "limit ms", "sdpa ms", "stock/fused"]
     columns += [
         "fused/limit",
         "fused/sdpa",
@@ -618,12 +534,14 @@ def print_table(rows: list[Json]) -> None:
         table.add_column(column, justify="right" if i else "left", no_wrap=i == 0)
     for row in rows:
         verdict = {True: "ok", False: "WRONG", None: ""}[row["correct"]]
-        sites = row["sites"]
         ms = row["median_ms"]
         table.add_row(
             row["name"],
-            f"{sites.get('fused', 0)}/{sites.get('total', 0)}",
-            *(number(ms, name, 2) for name in ("stock", "fused", "limit", "sdpa")),
+            attentions(row),
+            *(
+                "no memory" if "out of memory" in row["failed"].get(name, "") else number(ms, name, 2)
+                for name in ("stock", "fused", "limit", "sdpa")
+            ),
             *(number(row["ratio"], name, 3) for name in ("stock/fused", "fused/limit", "fused/sdpa")),
             pair(row["peak_gib"], 2),
             pair(row["compile_s"], 1),
@@ -631,6 +549,24 @@ def print_table(rows: list[Json]) -> None:
             verdict,
         )
     Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def apply_settings(settings: Sequence[str]) -> None:
+    """Put toggles into the environment and start again: a backward is compiled in a thread of autograd,
+    which sees what the environment said at the import, and no assignment of this thread."""
+    wanted: dict[str, str] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        variable = "INDUCTOR_FUSIONS" if name == "enabled" else f"INDUCTOR_FUSIONS_{name.upper()}"
+        if not equals or variable not in inductor_fusions.config.variables():
+            raise SystemExit(
+                f"--set takes NAME=VALUE with a toggle of inductor_fusions.config, not {setting!r}"
+            )
+        wanted[variable] = value
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        os.environ.update(wanted)
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "bench.models", *sys.argv[1:]])
 
 
 def main() -> None:
@@ -657,7 +593,15 @@ def main() -> None:
     parser.add_argument(
         "--compiles", type=int, default=1, help="compile stock and fused so often; the first is left out"
     )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a toggle of inductor_fusions.config, for this run; repeatable",
+    )
     options = parser.parse_args()
+    apply_settings(options.set)
     warnings.filterwarnings("ignore", message=".*force_disable_caches")
     device: str = options.device
     quick: bool = options.quick
@@ -682,12 +626,12 @@ def main() -> None:
     register_by_hand()
     torch._dynamo.config.recompile_limit = 64
     todo = [case for case in cases if options.again or case.name not in results]
-    expected = {False: 15.0 if quick else 70.0, True: 20.0 if quick else 170.0}
+    expected = {False: 15.0 if quick else 50.0, True: 20.0 if quick else 80.0}
     failed: list[str] = []
     with Progress(len(todo)) as progress:
         if todo:
             progress.say("warming up")
-            warm_up(todo, device)
+            warm_up(device)
         for i, case in enumerate(todo):
             if budget.left < expected[case.train]:
                 progress.say(f"{case.name}: left for the next run, {budget.left:.0f} s are too few")

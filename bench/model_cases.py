@@ -1,0 +1,303 @@
+"""The models that `bench.models` measures: which, under which load, with which inputs.
+
+Models have the real configurations of `configs/models/` and random weights.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bench.common import Json
+
+CONFIGS = Path(__file__).parent.parent / "configs" / "models"
+CAUSAL = ("llama", "gpt2", "opt", "bloom", "gemma2", "gpt_oss", "mistral")
+#: A causal model is compared with float64 on so many tokens, or on twice its window where that is more.
+REFERENCE_TOKENS = 1024
+BY_HAND = "causal_by_hand"
+
+
+# Cases -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model under one load.
+
+    Attributes:
+        name: names the row.
+        model: file in `configs/models`, without the ending.
+        attn: the model's `attn_implementation`.
+        batch: samples.
+        seq: tokens of a sample; 0 for images.
+        train: a forward and a backward, instead of a forward.
+        padded: the batch has a padding mask: to the right, lengths spread from half of `seq` to `seq`, so
+            that three quarters of all tokens are real.
+        documents: so many documents of equal length are packed into each sample, as `position_ids` that
+            start again; 0: one, and no `position_ids`.
+        mode: mode of torch.compile.
+        dropout: rate of every dropout.
+        use_cache: the model returns a KV cache.
+        dtype: of weights and activations.
+        by_hand: the attention of the `limit` variant: "causal" (SDPA with is_causal and enable_gqa, and no
+            mask), "flex_attention" (that of Hugging Face), or "" for none.
+    """
+
+    name: str
+    model: str
+    attn: str
+    batch: int
+    seq: int = 0
+    train: bool = False
+    padded: bool = False
+    documents: int = 0
+    mode: str = "default"
+    dropout: float = 0.0
+    use_cache: bool = False
+    dtype: str = "bfloat16"
+    by_hand: str = ""
+
+
+#: Masks, scores and biases that SDPA alone cannot tell.
+STRUCTURED = [
+    Case("llama-1b sdpa padded b4 s2048", "llama-1b", "sdpa", 4, 2048, padded=True, by_hand="causal"),
+    Case("gemma2-8l eager b2 s4096", "gemma2-8l", "eager", 2, 4096, by_hand="flex_attention"),
+    Case("gpt-oss-8l eager b2 s4096", "gpt-oss-8l", "eager", 2, 4096, by_hand="flex_attention"),
+    Case("mistral-8l sdpa b1 s8192", "mistral-8l", "sdpa", 1, 8192, by_hand="flex_attention"),
+    Case("mistral-8l sdpa b1 s32768", "mistral-8l", "sdpa", 1, 32768, by_hand="flex_attention"),
+    Case(
+        "llama-1b sdpa packed b1 s8192 train",
+        "llama-1b",
+        "sdpa",
+        1,
+        8192,
+        train=True,
+        documents=16,
+        by_hand="flex_attention",
+    ),
+    Case(
+        "llama-1b sdpa padded b4 s2048 train",
+        "llama-1b",
+        "sdpa",
+        4,
+        2048,
+        train=True,
+        padded=True,
+        by_hand="causal",
+    ),
+    Case(
+        "gemma2-8l eager b2 s4096 train", "gemma2-8l", "eager", 2, 4096, train=True, by_hand="flex_attention"
+    ),
+    Case("llama-1b sdpa padded b2 s8192", "llama-1b", "sdpa", 2, 8192, padded=True, by_hand="causal"),
+    Case(
+        "llama-1b sdpa padded b2 s8192 train",
+        "llama-1b",
+        "sdpa",
+        2,
+        8192,
+        train=True,
+        padded=True,
+        by_hand="causal",
+    ),
+    Case("mistral-8l eager b1 s32768", "mistral-8l", "eager", 1, 32768),
+    Case("mistral-8l eager b1 s8192", "mistral-8l", "eager", 1, 8192),
+    Case("swinv2-tiny b64", "swinv2-tiny", "eager", 64),
+    Case(
+        "gpt-oss-8l eager b2 s4096 train",
+        "gpt-oss-8l",
+        "eager",
+        2,
+        4096,
+        train=True,
+        by_hand="flex_attention",
+    ),
+    Case("t5-base encoder b16 s512 train", "t5-base-encoder", "eager", 16, 512, train=True),
+    Case("swin-tiny b64 train", "swin-tiny", "eager", 64, train=True),
+    Case(
+        "mistral-8l sdpa b1 s8192 train", "mistral-8l", "sdpa", 1, 8192, train=True, by_hand="flex_attention"
+    ),
+]
+
+PLAIN = [
+    Case("llama-1b sdpa b1 s8192", "llama-1b", "sdpa", 1, 8192, by_hand="causal"),
+    Case("llama-1b sdpa b1 s8192 train", "llama-1b", "sdpa", 1, 8192, train=True, by_hand="causal"),
+    Case("bert-base eager padded b32 s512", "bert-base", "eager", 32, 512, padded=True),
+    Case("bert-base eager b32 s512 train", "bert-base", "eager", 32, 512, train=True),
+    Case("gpt2 eager b16 s1024", "gpt2", "eager", 16, 1024),
+    Case("llama-1b eager b4 s2048", "llama-1b", "eager", 4, 2048, by_hand="causal"),
+    Case("bloom padded b8 s1024", "bloom", "eager", 8, 1024, padded=True),
+    Case("mpnet-base b32 s384", "mpnet-base", "eager", 32, 384),
+    Case("mpnet-base padded b32 s384", "mpnet-base", "eager", 32, 384, padded=True),
+    Case("opt eager padded b8 s1024", "opt", "eager", 8, 1024, padded=True),
+    Case("vit-base eager b64", "vit-base", "eager", 64),
+    Case("deberta-v2-base b8 s384", "deberta-v2-base", "eager", 8, 384),
+    Case("deberta-v2-base padded b8 s384", "deberta-v2-base", "eager", 8, 384, padded=True),
+    Case("t5-base encoder b16 s512", "t5-base-encoder", "eager", 16, 512),
+    Case("t5-base encoder padded b16 s512", "t5-base-encoder", "eager", 16, 512, padded=True),
+    Case("swin-tiny b64", "swin-tiny", "eager", 64),
+    Case("llama-1b sdpa b4 s2048", "llama-1b", "sdpa", 4, 2048, by_hand="causal"),
+    Case("llama-1b sdpa b2 s2048 train", "llama-1b", "sdpa", 2, 2048, train=True, by_hand="causal"),
+    Case("bert-base eager b1 s128", "bert-base", "eager", 1, 128),
+    Case("bert-base eager b1 s128 reduce-overhead", "bert-base", "eager", 1, 128, mode="reduce-overhead"),
+    Case(
+        "bert-base eager padded dropout b32 s512 train",
+        "bert-base",
+        "eager",
+        32,
+        512,
+        True,
+        True,
+        dropout=0.1,
+    ),
+    Case("llama-1b sdpa cache b4 s2048", "llama-1b", "sdpa", 4, 2048, use_cache=True, by_hand="causal"),
+]
+
+CASES = [*STRUCTURED, *PLAIN]
+
+
+def quick_case(case: Case) -> Case:
+    """The case in a size that a CPU runs in seconds."""
+    return replace(case, batch=min(case.batch, 2), seq=min(case.seq, 64))
+
+
+QUICK = {"num_hidden_layers": 2, "n_layer": 2, "num_layers": 2, "vocab_size": 1000, "image_size": 112}
+QUICK |= {"sliding_window": 16, "intermediate_size": 512}
+QUICK_SWIN = {"depths": [2, 2], "num_heads": [3, 6]}
+
+
+# Models ------------------------------------------------------------------------------------------------
+
+
+def model_config(case: Case, quick: bool) -> tuple[str, Json]:
+    """Class name and configuration values; every dropout is the case's."""
+    values: Json = json.loads((CONFIGS / f"{case.model}.json").read_text())
+    architecture = str(values.pop("architectures")[0])
+    for name, value in values.items():
+        if "drop" in name and isinstance(value, float):
+            values[name] = case.dropout
+    if quick:
+        values |= {name: value for name, value in QUICK.items() if name in values}
+        if "depths" in values:
+            values |= QUICK_SWIN
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            if values.get(name) is not None:
+                values[name] %= 3
+    return architecture, values
+
+
+def build(case: Case, attn: str, device: str, quick: bool, experts: str | None = None) -> torch.nn.Module:
+    """The model with random weights, the same at each call; `experts` names the implementation of a mixture
+    of experts, instead of the default."""
+    import transformers
+
+    architecture, values = model_config(case, quick)
+    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    options = {"attn_implementation": attn, "dtype": getattr(torch, case.dtype)}
+    if experts is not None and "num_local_experts" in values:
+        options["experts_implementation"] = experts
+    torch.manual_seed(0)
+    with torch.device(device):
+        if architecture == "T5EncoderModel":  # AutoModel would add the decoder
+            model = transformers.T5EncoderModel._from_config(config, **options)
+        else:
+            model = transformers.AutoModel.from_config(config, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Biases start at zero and norms at one: a mistake in a bias would not show.
+            if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    model.train(case.train)
+    built: torch.nn.Module = model
+    return built
+
+
+def supports_sdpa(model: torch.nn.Module) -> bool:
+    """Whether Hugging Face has this model on F.scaled_dot_product_attention."""
+    return bool(getattr(model, "_supports_sdpa", False))
+
+
+def share_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    """Make `target` use the parameters and buffers of `source`, a model of the same structure."""
+    for name, module in target.named_modules():
+        twin = source.get_submodule(name)
+        module._parameters, module._buffers = twin._parameters, twin._buffers
+
+
+def register_by_hand() -> None:
+    """Register the attention that someone would write by hand for a causal model without padding."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    def no_mask(*_: Any, **__: Any) -> None:
+        return None
+
+    AttentionInterface.register(BY_HAND, attention)
+    AttentionMaskInterface.register(BY_HAND, no_mask)
+
+
+def make_inputs(case: Case, values: Json, device: str) -> dict[str, Any]:
+    """Keyword arguments of the model."""
+    generator = torch.Generator(device).manual_seed(1)
+    if not case.seq:
+        size = values["image_size"]
+        shape = (case.batch, values["num_channels"], size, size)
+        pixels = torch.randn(shape, generator=generator, device=device)
+        return {"pixel_values": pixels.to(getattr(torch, case.dtype))}
+    ids = torch.randint(3, values["vocab_size"], (case.batch, case.seq), generator=generator, device=device)
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if case.padded:
+        lengths = torch.linspace(case.seq // 2, case.seq, case.batch, device=device).long()
+        keys = torch.arange(case.seq, device=device)
+        inputs["attention_mask"] = (keys < lengths[:, None]).long()
+    if case.documents:
+        positions = torch.arange(case.seq, device=device) % (case.seq // case.documents)
+        inputs["position_ids"] = positions.expand(case.batch, -1).contiguous()
+    if values["model_type"] in CAUSAL:
+        inputs["use_cache"] = case.use_cache
+    return inputs
+
+
+def first_tokens(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The inputs of the first sample, and of its first tokens where there are tokens."""
+    return {
+        name: x if not isinstance(x, torch.Tensor) else x[:1] if x.ndim != 2 else x[:1, :tokens]
+        for name, x in inputs.items()
+    }
+
+
+def reference_tokens(case: Case, values: Json) -> int:
+    """How many tokens of the first sample are compared with float64: for causal models, which do not see
+    what comes after them, the first ones."""
+    if values["model_type"] not in CAUSAL:
+        return max(1, case.seq)
+    window = values.get("sliding_window") or 0
+    return min(case.seq, max(REFERENCE_TOKENS, 2 * window if window < case.seq else 0))
+
+
+def compared_inputs(case: Case, values: Json, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs of the same shapes whose first sample has padding among the tokens that are compared."""
+    if not case.padded:
+        return inputs
+    mask = inputs["attention_mask"].clone()
+    mask[0, 3 * reference_tokens(case, values) // 4 :] = 0
+    return {**inputs, "attention_mask": mask}

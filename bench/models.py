@@ -40,6 +40,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -58,6 +59,7 @@ from bench.common import (
     error_limit,
     fresh_cache,
     interleave,
+    is_fatal,
     one_line,
     peak_bytes,
     relative_error,
@@ -78,6 +80,7 @@ from bench.model_cases import (
     share_weights,
     supports_sdpa,
 )
+from bench.pool import FileLock, run_tasks
 
 MODES = ("default", "reduce-overhead", "max-autotune")
 
@@ -391,8 +394,14 @@ class Settings:
     compiles: int
 
 
-def measure(case: Case, settings: Settings, fused_first: bool, say: Callable[[str], None]) -> Json:
-    """Compile, check and time every variant of a case."""
+def measure(
+    case: Case,
+    settings: Settings,
+    fused_first: bool,
+    say: Callable[[str], None],
+    lock: AbstractContextManager[Any] | None = None,
+) -> Json:
+    """Compile, then under the lock check and time, every variant of a case."""
     device, quick = settings.device, settings.quick
     say("building")
     model = build(case, case.attn, device, quick)
@@ -402,7 +411,23 @@ def measure(case: Case, settings: Settings, fused_first: bool, say: Callable[[st
     failed, firsts = compile_variants(variants, settings.compiles, fused_first, device, say)
     row: Json = {"failed": failed}
     row["sites"] = site_counts(variants["fused"].sites) if "fused" in variants else {}
+    with lock or nullcontext():
+        _check_and_time(case, settings, model, values, inputs, variants, firsts, row, say)
+    return row
 
+
+def _check_and_time(
+    case: Case,
+    settings: Settings,
+    model: torch.nn.Module,
+    values: Json,
+    inputs: dict[str, Any],
+    variants: dict[str, Variant],
+    firsts: dict[str, list[float]],
+    row: Json,
+    say: Callable[[str], None],
+) -> None:
+    device, quick, failed = settings.device, settings.quick, row["failed"]
     errors: Json = {}
     row["difference_from_stock"] = {}
     if case.dropout == 0.0:
@@ -450,7 +475,27 @@ def measure(case: Case, settings: Settings, fused_first: bool, say: Callable[[st
     pairs = [("stock", "fused"), ("fused", "limit"), ("fused", "sdpa"), ("stock", "limit")]
     ratios = {f"{a}/{b}": ratio(times, a, b) for a, b in pairs if row["correct"] is not False}
     row["ratio"] = {name: value for name, value in ratios.items() if value is not None}
-    return row
+
+
+def set_up() -> None:
+    """Settings of a process that measures."""
+    warnings.filterwarnings("ignore", message=".*force_disable_caches")
+    register_by_hand()
+    torch._dynamo.config.recompile_limit = 64
+
+
+def work(task: tuple[Case, Settings, bool], path: Path) -> tuple[Json, bool]:
+    """In a worker: measure one case. The others compile meanwhile; the device is one's alone."""
+    case, settings, fused_first = task
+    set_up()
+    start = time.monotonic()
+    try:
+        row = measure(case, settings, fused_first, lambda text: None, FileLock(path))
+    except Exception as error:
+        return {"name": case.name, "raised": one_line(error, 300)}, not is_fatal(error)
+    row["seconds"] = round(time.monotonic() - start, 1)
+    free(settings.device)
+    return {**asdict(case), **row}, True
 
 
 def free(device: str) -> None:
@@ -585,6 +630,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=MODES, help="compile every case in this mode")
     parser.add_argument("--variants", default="stock,fused,limit,sdpa", help="which to measure")
     parser.add_argument("--rounds", type=int, default=24, help="interleaved blocks of each variant")
+    parser.add_argument("--jobs", type=int, default=1, help="processes: one has the device, others compile")
     parser.add_argument("--quick", action="store_true", help="2 layers, tiny inputs: to try the script")
     parser.add_argument(
         "--again", action="store_true", help="measure and replace cases that the file has too"
@@ -602,7 +648,6 @@ def main() -> None:
     )
     options = parser.parse_args()
     apply_settings(options.set)
-    warnings.filterwarnings("ignore", message=".*force_disable_caches")
     device: str = options.device
     quick: bool = options.quick
     wanted = tuple(options.variants.split(","))
@@ -621,18 +666,35 @@ def main() -> None:
         return
     header = environment(device, "bench.models")
     header["inductor_fusions"] = getattr(inductor_fusions, "__version__", None)
+    header["jobs"] = options.jobs
     header["settings"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith("INDUCTOR_FUSIONS")}
     results = Results(options.out, header, key=lambda row: str(row["name"]))
-    register_by_hand()
-    torch._dynamo.config.recompile_limit = 64
     todo = [case for case in cases if options.again or case.name not in results]
+    tasks = [(case, settings, i % 2 == 1) for i, case in enumerate(todo)]
     expected = {False: 15.0 if quick else 50.0, True: 20.0 if quick else 80.0}
     failed: list[str] = []
     with Progress(len(todo)) as progress:
-        if todo:
+
+        def done(case: Case, row: Json) -> None:
+            if "raised" in row:
+                progress.step(f"{case.name}: failed: {row['raised']}")
+                failed.append(case.name)
+            else:
+                results.append(row)
+                progress.step(f"{case.name}: {describe(row)}")
+
+        if options.jobs > 1:
+            died = {"raised": "the process died"}
+            for task, row in run_tasks(
+                work, tasks, options.jobs, lambda: budget.left > expected[True], deadline=lambda: budget.left
+            ):
+                done(task[0], row or died)
+            tasks = []
+        set_up()
+        if tasks:
             progress.say("warming up")
             warm_up(device)
-        for i, case in enumerate(todo):
+        for case, _, fused_first in tasks:
             if budget.left < expected[case.train]:
                 progress.say(f"{case.name}: left for the next run, {budget.left:.0f} s are too few")
                 continue
@@ -642,16 +704,13 @@ def main() -> None:
                 progress.say(f"{name}: {text}")
 
             try:
-                row = measure(case, settings, i % 2 == 1, say)
-            except Exception as error:
-                if "CUDA error" in str(error):
-                    raise
-                progress.step(f"{case.name}: failed: {one_line(error, 300)}")
-                failed.append(case.name)
-            else:
+                row = measure(case, settings, fused_first, say)
                 row["seconds"] = round(time.monotonic() - start, 1)
-                results.append({**asdict(case), **row})
-                progress.step(f"{case.name}: {describe(row)}")
+                done(case, {**asdict(case), **row})
+            except Exception as error:
+                if is_fatal(error):
+                    raise
+                done(case, {"raised": one_line(error, 300)})
             free(device)
     names = {case.name for case in cases}
     print_table([row for row in results.rows if row["name"] in names])

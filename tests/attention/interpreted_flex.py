@@ -1,0 +1,94 @@
+"""Runs flex attention's templates in Triton's interpreter, and prints their errors as JSON.
+
+For a process of its own, started with TRITON_INTERPRET=1: what Triton defines when it is imported depends
+on it. What is run is all that Inductor writes for a GPU: the block mask, the template, what is around it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch._dynamo
+
+from bench import cuda_codegen
+from inductor_fusions import config
+from tests.attention.support import flex_everywhere
+
+#: Two blocks of queries and of keys, the second not whole; several samples, which share no mask.
+B, H, S, D = 2, 2, 200, 16
+LOWEST = torch.finfo(torch.float32).min
+#: Most that an output or gradient may differ from float64, relatively: float32 has 1e-7.
+LIMIT = 3e-6
+
+
+def indices() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(S)[:, None], torch.arange(S)[None, :]
+
+
+def softmax(scores: torch.Tensor, seen: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(scores.masked_fill(~seen, LOWEST), -1) @ v
+
+
+def padding(q, k, v, data, sinks):
+    i, j = indices()
+    return softmax(q @ k.mT * 0.1, (j <= i) & (data[:, None, None, :] != 0), v)
+
+
+def window(q, k, v, data, sinks):
+    i, j = indices()
+    return softmax(q @ k.mT * 0.1, (j <= i) & (j > i - 70), v)
+
+
+def documents(q, k, v, data, sinks):
+    i, j = indices()
+    same = data[:, None, :, None] == data[:, None, None, :]
+    return softmax(q @ k.mT * 0.1, (j <= i) & same, v)
+
+
+def softcap(q, k, v, data, sinks):
+    i, j = indices()
+    return softmax(torch.tanh(q @ k.mT * 0.02) * 5.0, (j <= i) & (j > i - 70), v)
+
+
+def sink(q, k, v, data, sinks):
+    i, j = indices()
+    scores = (q @ k.mT * 0.1).masked_fill((j > i) | (j <= i - 70), LOWEST)
+    column = sinks.view(1, H, 1, 1).expand(B, -1, S, -1)
+    return torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1] @ v
+
+
+CASES = {f.__name__: f for f in (padding, window, documents, softcap, sink)}
+
+
+def errors(fn: Any, train: bool) -> list[float]:
+    """Relative errors of the output, and of the gradients in training."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(B, S, H, D).transpose(1, 2).detach().requires_grad_(train) for _ in range(3))
+    lengths = torch.tensor([110, S])
+    data = torch.where(torch.arange(S) < lengths[:, None], 1 + torch.arange(S) // 90, 0)
+    sinks = torch.randn(H, requires_grad=train)
+    with flex_everywhere("flex"), config.patch(strict=True):
+        made = cuda_codegen.generate(fn, (q, k, v, data, sinks), train=train, interpreted=True)
+    wide = [t.detach().double().requires_grad_(train) for t in (q, k, v, sinks)]
+    exact = fn(*wide[:3], data, wide[3])
+    found = [made.outputs]
+    expected = [exact.detach()]
+    if train:
+        grads = torch.autograd.grad(exact, wide, torch.ones_like(exact), allow_unused=True)
+        expected += [g for g in grads if g is not None]
+        found += [g for g in made.grads if g is not None]
+    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)]
+
+
+if __name__ == "__main__":
+    results: dict[str, Any] = {}
+    for name in sys.argv[1:]:
+        kind, _, mode = name.partition(" ")
+        try:
+            results[name] = errors(CASES[kind], mode == "train")
+        except Exception as problem:
+            results[name] = repr(problem)[:2000]
+    print(json.dumps(results))

@@ -55,6 +55,9 @@ gated_mlp: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_GATED_
 #: A linear and the activation behind it to one kernel.
 linear_epilogue: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_LINEAR_EPILOGUE")
 
+#: An index that many gathers read is computed once.
+stored_indices: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_STORED_INDICES")
+
 #: "profitable" fuses where a measurement says that it pays; "always" fuses whatever is proved.
 policy: str = Config(default="profitable", env_name_default="INDUCTOR_FUSIONS_POLICY")
 
@@ -83,6 +86,7 @@ def variables() -> dict[str, tuple[str, ...]]:
         "INDUCTOR_FUSIONS_QKV": ("0", "1"),
         "INDUCTOR_FUSIONS_GATED_MLP": ("0", "1"),
         "INDUCTOR_FUSIONS_LINEAR_EPILOGUE": ("0", "1"),
+        "INDUCTOR_FUSIONS_STORED_INDICES": ("0", "1"),
         "INDUCTOR_FUSIONS_POLICY": ("profitable", "always"),
         "INDUCTOR_FUSIONS_EMPTY_ROWS": ("keep", "stock", "ignore"),
         "INDUCTOR_FUSIONS_STRICT": ("0", "1"),

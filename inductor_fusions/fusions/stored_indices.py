@@ -1,0 +1,147 @@
+"""Indices that many gathers read, computed once.
+
+The relative positions of DeBERTa are buckets of a logarithm: some twenty operations on each (query, key).
+They are computed once in the model, but Inductor writes cheap-looking values that have several readers into
+each of these again: there every layer, head and sample takes the logarithm anew, and that is most of what
+its biases cost. An index that is smaller than what is gathered with it is put into memory here, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import _inductor
+from .._inductor import hint
+from ..fusion import Candidate, Fusion, LeftToStock
+from .block_mm.normal_form import CASTS, VIEWS, tensor, value
+
+aten = torch.ops.aten
+
+#: Operations that read a tensor at an index: position of the index, or of a list of them.
+_READERS = {
+    aten.gather.default: 2,
+    aten.index.Tensor: 1,
+    aten.embedding.default: 1,
+    aten.scatter_add.default: 2,
+}
+#: What takes many instructions.
+_COSTLY = frozenset(
+    {aten.log.default, aten.log2.default, aten.exp.default, aten.pow.Tensor_Scalar, aten.sqrt.default}
+)
+#: So many elements must be gathered for each element of the index: it is then read from the cache.
+REUSE = 8
+
+
+@torch.library.custom_op("inductor_fusions::stored", mutates_args=())
+def _stored(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@_stored.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+#: A copy that Inductor puts into memory instead of computing it again for each reader.
+STORED: Any = torch.ops.inductor_fusions.stored.default
+
+
+def _lower(x: Any) -> Any:
+    copy = _inductor.call_lowering(aten.clone.default, x)
+    copy.realize()
+    return copy
+
+
+_inductor.register_lowering_when_loaded(STORED, _lower)
+
+
+def candidates(graph: fx.Graph) -> Iterator[Candidate]:
+    """Every integer tensor that costly operations lead to, and that several operations are indexed with."""
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        position = _READERS.get(node.target)
+        if position is None:
+            continue
+        given = node.args[position]
+        for index in given if isinstance(given, (list, tuple)) else [given]:
+            for source in _sources(index) if isinstance(index, fx.Node) else ():
+                readers.setdefault(source, []).append(node)
+    for source, found in readers.items():
+        if len(found) > 1:
+            yield StoredIndices(graph, source, found)
+
+
+def _sources(index: fx.Node) -> set[fx.Node]:
+    """Casts from floating point to integers that an index is made of, behind costly operations."""
+    return {
+        node
+        for node in _chain(index)
+        if node.target in CASTS
+        and not value(node).is_floating_point()
+        and value(node.all_input_nodes[0]).is_floating_point()
+        and any(each.target in _COSTLY for each in _chain(node))
+    }
+
+
+def _chain(node: fx.Node) -> list[fx.Node]:
+    """A node and those that are computed into it, element by element."""
+    found, waiting = {node: None}, [node]
+    while waiting:
+        each = waiting.pop()
+        if each.op != "call_function" or not (_is_pointwise(each) or each.target in VIEWS):
+            continue
+        for other in each.all_input_nodes:
+            if other not in found and tensor(other) is not None:
+                found[other] = None
+                waiting.append(other)
+    return list(found)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in CASTS
+
+
+class StoredIndices(Candidate):
+    """An index and what reads with it."""
+
+    def __init__(self, graph: fx.Graph, source: fx.Node, readers: list[fx.Node]) -> None:
+        self.graph, self.anchor, self.readers = graph, source, readers
+
+    def describe(self) -> dict[str, str]:
+        found = value(self.anchor)
+        return {
+            "index": f"{found.dtype}{list(found.shape)}".removeprefix("torch."),
+            "read by": f"{len(self.readers)}",
+        }
+
+    def guard(self) -> None:
+        own = hint(value(self.anchor).numel())
+        gathered = sum(hint(value(reader).numel()) for reader in self.readers)
+        if gathered < REUSE * own:
+            raise LeftToStock(f"{gathered // max(own, 1)} elements are gathered for each of the index")
+
+    def savings(self) -> dict[str, int]:
+        own = hint(value(self.anchor).numel())
+        steps = sum(_is_pointwise(node) for node in _chain(self.anchor))
+        return {"flops": steps * (sum(hint(value(reader).numel()) for reader in self.readers) - own)}
+
+    def rewrite(self) -> str:
+        with self.graph.inserting_after(self.anchor):
+            copy = self.graph.call_function(STORED, (self.anchor,))
+        copy.meta.update(
+            {name: self.anchor.meta[name] for name in ("val", "stack_trace") if name in self.anchor.meta}
+        )
+        self.anchor.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+        return f"computed once for {len(self.readers)} operations"
+
+
+FUSION = Fusion(
+    name="stored_indices",
+    stage="post_grad",
+    summary="an index that many gathers read is computed once",
+    recognise=candidates,
+)

@@ -1,0 +1,76 @@
+"""Indices that many gathers read are computed once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from bench import cuda_codegen
+from inductor_fusions import explain, testing
+from inductor_fusions.fusions.stored_indices import STORED
+
+S, BUCKETS = 40, 16
+
+
+def buckets(relative: torch.Tensor) -> torch.Tensor:
+    far = (BUCKETS // 2 * torch.log(relative.abs() + 1.0) / math.log(S)).ceil()
+    return torch.where(relative.abs() < 4, relative, far * relative.sign()).to(torch.long)
+
+
+def layers(x: torch.Tensor, count: int = 2) -> torch.Tensor:
+    """Relative scores in several layers, as DeBERTa has them."""
+    i = torch.arange(S, device=x.device)
+    position = (buckets(i[:, None] - i[None, :]) + BUCKETS // 2).clamp(0, BUCKETS - 1)
+    for _ in range(count):
+        scores = torch.gather(x @ x.mT[..., :BUCKETS], -1, position.expand(x.shape[0], -1, -1))
+        x = torch.softmax(scores, -1) @ x
+    return x
+
+
+def sites(fn, *args, **kwargs):
+    return [site for site in explain(fn, *args, **kwargs).sites if site.fusion == "stored_indices"]
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_numbers(train: bool) -> None:
+    """Outputs and gradients are those of the unfused graph."""
+    x = torch.randn(8, S, 24, requires_grad=train)
+    checked = testing.check(layers, [x], fused=None, train=train)
+    assert next(site.verdict for site in checked.sites if site.fusion == "stored_indices") == "fused"
+
+
+def test_one_kernel_computes_it() -> None:
+    """On a GPU the logarithm is taken in one kernel, whatever the number of layers."""
+    code = cuda_codegen.generate(layers, (torch.randn(8, S, 24), 4))
+    assert sum("log" in kernel.source for kernel in code.forward.kernels) == 1
+
+
+def test_one_reader_is_left_alone() -> None:
+    """Without a second reader there is nothing to compute once."""
+    assert sites(layers, torch.randn(8, S, 24), 1) == []
+
+
+def test_few_elements_are_left_to_stock() -> None:
+    """An index as large as what it gathers is not worth the memory."""
+    (site,) = sites(layers, torch.randn(1, S, 24))
+    assert site.verdict == "left to stock" and "for each of the index" in site.reason
+
+
+def test_cheap_indices_are_left_alone() -> None:
+    """An index without costly operations is computed again faster than it is read."""
+
+    def fn(x):
+        i = torch.arange(S)
+        position = (i[:, None] - i[None, :]).clamp(0, BUCKETS - 1).expand(x.shape[0], -1, -1)
+        return torch.gather(x, -1, position) + torch.gather(x * 2, -1, position)
+
+    assert sites(fn, torch.randn(8, S, 24)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.float32])
+def test_operation(dtype: torch.dtype) -> None:
+    """The operation is what torch takes one to be."""
+    opcheck(STORED, (torch.arange(12).view(3, 4).t().to(dtype),))

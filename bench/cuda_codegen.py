@@ -178,6 +178,7 @@ def generate(
     args: Sequence[Any],
     *,
     train: bool = False,
+    run_backward: bool = True,
     arch: int = 90,
     dynamic: bool | None = None,
     config: Mapping[str, Any] | None = None,
@@ -191,6 +192,8 @@ def generate(
         fn: a function or a module, on the CPU.
         args: its arguments, CPU tensors among them; those that require a gradient are differentiated.
         train: run a backward, with ones as cotangents. Else nothing requires a gradient.
+        run_backward: False only compiles it, with the forward: uncompiled, that of flex attention takes
+            minutes on a CPU.
         arch: a key of `DEVICES`.
         dynamic: as in `torch.compile`.
         config: Inductor's config inside, such as {"max_autotune": True}.
@@ -204,6 +207,7 @@ def generate(
         The code of each graph.
     """
     import torch._dynamo
+    import torch._functorch.config
     from torch._inductor import compile_fx
     from torch._inductor import config as inductor_config
 
@@ -211,10 +215,11 @@ def generate(
     inner = functools.partial(_inner_compile, found, arch, prefer, change, dict(config or {}), interpreted)
     backend = functools.partial(compile_fx.compile_fx, inner_compile=inner)
     torch._dynamo.reset()
-    with inductor_config.patch(force_disable_caches=True), _no_parallel_compile():
+    eager_backward = torch._functorch.config.patch(force_non_lazy_backward_lowering=not run_backward)
+    with inductor_config.patch(force_disable_caches=True), _no_parallel_compile(), eager_backward:
         with torch.enable_grad() if train else torch.no_grad():
             outputs = torch.compile(fn, backend=backend, dynamic=dynamic)(*args)
-            if train:
+            if train and run_backward:
                 tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
                 tensors = [t for t in tensors if t.requires_grad]
                 leaves = [t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]

@@ -72,6 +72,8 @@ def table(measured: dict[str, Any]) -> dict[str, Any]:
             options = {
                 n: v for n, v in row.get("options", {}).items() if n.startswith("bwd_") == row["train"]
             }
+            if row["train"] and "gemm_backward" in row:
+                kept |= {name: row[name] for name in ("gemm_backward", "visible")}
             rows.append({**kept, "gain": gain, **({"options": options} if options else {})})
     header = {key: measured[key] for key in ("device", "torch", "triton", "date") if key in measured}
     return {"schema": 1, **header, "attention": rows}

@@ -295,6 +295,24 @@ BACKWARD_TILES: dict[int, list[tuple[int, ...]]] = {
 }
 
 
+#: Queries of a chunk, where the backward is made of products of the library.
+CHUNKS = (1024, 2048)
+
+
+def _may_chunk(row: Row) -> bool:
+    """Whether `fusions.flex_backward` is worth a try: wide heads, and a mask that is no data."""
+    return row.head_dim >= 256 and not {"pad", "document"} & set(row.mask.replace("+", " ").split())
+
+
+def visible_share(row: Row, data: torch.Tensor) -> float:
+    """The share of tiles, of a sixteenth of the lengths, of which something is visible."""
+    seen = visible(row, data)
+    if seen is None:
+        return 1.0
+    parts = F.adaptive_max_pool2d(seen[:1].float(), 16)
+    return round(float(parts.mean()), 4)
+
+
 def tiles(row: Row) -> list[Options]:
     """Kernel options to try: sizes of the tile, warps and stages.
 
@@ -304,7 +322,8 @@ def tiles(row: Row) -> list[Options]:
     if row.train:
         names = ("M1", "N1", "M2", "N2", "num_warps", "num_stages")
         sizes = BACKWARD_TILES.get(row.head_dim, [])
-        return [
+        chunks = [{"gemm_backward": n} for n in CHUNKS if _may_chunk(row) and n <= row.q_len]
+        return chunks + [
             {f"bwd_{'BLOCK_' * (len(n) == 2)}{n}": x for n, x in zip(names, t, strict=True)} for t in sizes
         ]
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
@@ -335,6 +354,7 @@ def measure(row: Row, device: str, quick: bool, lock: AbstractContextManager[Any
         name: {} for name in ("times_us", "spread", "peak_mib", "error", "kernels", "wrong", "skipped")
     }
     inputs, cotangent = inputs_of(row, device)
+    result["visible"] = visible_share(row, inputs[3])
     calls: dict[str, Callable[[], object]] = {}
     start = time.monotonic()
     torch._dynamo.reset()
@@ -390,14 +410,17 @@ def _compile(
     """Compile under settings; the kernels that were chosen, or why there is none."""
     from inductor_fusions import config, reporting, tables
 
+    options = how.get("options", {})
+
     def chosen(**_: Any) -> Options:
-        return dict(how.get("options", {}))
+        return {name: value for name, value in options.items() if name != "gemm_backward"}
 
     with (
         fresh_cache(),
         config.patch(how["settings"]),
         reporting.isolated() as seen,
         mock.patch.object(tables, "flex_options", chosen),
+        mock.patch.object(tables, "flex_backward", lambda **_: options.get("gemm_backward", 0)),
     ):
         run(row, fn, inputs, cotangent)
     wanted = how["settings"].get("attention_kernel")
@@ -416,7 +439,8 @@ def _time(
     look = interleave({n: calls[n] for n in tiled}, device, 3, block) if len(tiled) > 1 else {}
     result["tiles_us"] = {n: round(t.median * 1e6, 2) for n, t in look.items()}
     best = min(look, key=lambda n: look[n].median, default="flex")
-    result["options"] = tried[best].get("options", {})
+    result["options"] = dict(tried[best].get("options", {}))
+    result["gemm_backward"] = result["options"].pop("gemm_backward", 0)
     for name in [n for n in calls if n.startswith("flex")]:
         if name != best:
             calls.pop(name)

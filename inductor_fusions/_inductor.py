@@ -357,6 +357,29 @@ def flex_attention_op() -> Any:
     return importlib.import_module("torch._higher_order_ops.flex_attention").flex_attention
 
 
+def flex_backward_op() -> Any:
+    """The higher-order operation that computes the gradients of flex attention."""
+    return importlib.import_module("torch._higher_order_ops.flex_attention").flex_attention_backward
+
+
+def trace_decomposed(
+    fn: Callable[..., Any], values: Sequence[torch.Tensor], fake_mode: Any
+) -> fx.GraphModule:
+    """The operations that a function is made of, as a post-grad graph has them.
+
+    Args:
+        fn: a function of tensors that returns a tuple of tensors.
+        values: its arguments, fake tensors of `fake_mode`.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    decomposition = importlib.import_module("torch._inductor.decomposition")
+    with fake_mode, torch.no_grad(), suppress_guards(fake_mode):
+        traced = make_fx(fn, decomposition_table=decomposition.select_decomp_table())(*values)
+    traced.graph.eliminate_dead_code()
+    return traced
+
+
 def flex_block_mask(
     lengths: tuple[Any, Any], rows: Pair, full_rows: Pair, columns: Pair, full_columns: Pair,
     block: int | None, mask_mod: Any,

@@ -55,6 +55,9 @@ gated_mlp: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_GATED_
 #: A linear and the activation behind it to one kernel.
 linear_epilogue: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_LINEAR_EPILOGUE")
 
+#: The backward of flex attention to matrix products, for wide heads.
+flex_backward: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_FLEX_BACKWARD")
+
 #: An index that many gathers read is computed once.
 stored_indices: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_STORED_INDICES")
 
@@ -87,6 +90,7 @@ def variables() -> dict[str, tuple[str, ...]]:
         "INDUCTOR_FUSIONS_GATED_MLP": ("0", "1"),
         "INDUCTOR_FUSIONS_LINEAR_EPILOGUE": ("0", "1"),
         "INDUCTOR_FUSIONS_STORED_INDICES": ("0", "1"),
+        "INDUCTOR_FUSIONS_FLEX_BACKWARD": ("0", "1"),
         "INDUCTOR_FUSIONS_POLICY": ("profitable", "always"),
         "INDUCTOR_FUSIONS_EMPTY_ROWS": ("keep", "stock", "ignore"),
         "INDUCTOR_FUSIONS_STRICT": ("0", "1"),

@@ -169,6 +169,29 @@ def flex_options(
     return found
 
 
+def flex_backward(
+    *, device: torch.device, dtype: torch.dtype, batch_heads: int, q_len: int, kv_len: int, head_dim: int,
+    visible: float,
+) -> int:  # fmt: skip
+    """Into chunks of how many queries the backward of flex attention is cut; 0: its own template is faster.
+
+    Args:
+        device, dtype, batch_heads, q_len, kv_len, head_dim: as in `attention`.
+        visible: the share of the scores that the mask leaves, between 0 and 1.
+    """
+    table = load(device_name(device))
+    precision = str(dtype).removeprefix("torch.")
+    wanted = (batch_heads, q_len, kv_len, head_dim)
+    near: list[tuple[float, int]] = []
+    for row in table["attention"] if table is not None else ():
+        if (row["dtype"], row["head_dim"]) == (precision, head_dim) and "gemm_backward" in row:
+            sizes = (row["batch"] * row["heads"], row["q_len"], row["kv_len"], row["head_dim"])
+            apart = _distance(wanted, sizes) + abs(math.log2(max(visible, 1e-3) / row["visible"]))
+            near.append((apart, row["gemm_backward"]))
+    distance, chunk = min(near, default=(math.inf, 0))
+    return chunk if distance <= REACH else 0
+
+
 def _distance(wanted: Sequence[int], measured: Sequence[int]) -> float:
     """How far two shapes are apart: doublings of each size; beyond a full GPU, batch matters less."""
     parts = [abs(math.log2(max(a, 1) / max(b, 1))) for a, b in zip(wanted, measured, strict=True)]

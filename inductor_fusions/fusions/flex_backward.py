@@ -1,0 +1,318 @@
+"""The backward of flex attention as matrix products of the library, where that is measured to be faster.
+
+The template computes five products a block in one kernel and keeps two accumulators of a whole block of
+keys. At head dim 256 these fill the register file, and it runs at a third of what the library reaches. Here
+the queries go in chunks: for each, the products over the keys that it may see are calls of the library, and
+what lies between them (score_mod, mask_mod, their gradient) is one pointwise kernel. The scores of one chunk
+at a time are in memory.
+
+With s = q k^T * scale, t = score_mod(s), p = exp2(t / ln 2 - lse) and D = rowsum(dO * O):
+
+    dV = p^T dO,   dt = p (dO V^T - D),   ds = score_mod'(s) dt * scale,   dQ = ds K,   dK = ds^T Q
+
+(Dao, FlashAttention-2, arXiv 2307.08691, section 3.1.2; lse counts in powers of two, as in
+torch/_inductor/kernel/flex.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import tables
+from .._inductor import fake_mode_of, flex_backward_op, trace_decomposed
+from ..fusion import Candidate, Fusion, LeftToStock, Rejected
+from .block_mm.guards import text
+from .block_mm.normal_form import value
+
+aten = torch.ops.aten
+
+#: Parts into which lengths are cut to see which share of the scores may be visible.
+PARTS = 16
+
+Interval = tuple[float, float]
+
+
+def may_be_true(mask: fx.GraphModule, queries: Interval, keys: Interval) -> bool:
+    """Whether a mask_mod may let a query of a range see a key of a range, by interval arithmetic.
+
+    Args:
+        mask: (batch, head, query, key) -> bool, in operations of aten.
+        queries, keys: first and last index.
+    """
+    found: dict[fx.Node, Any] = {}
+    arguments = iter([None, None, queries, keys])
+    for node in mask.graph.nodes:
+        if node.op == "placeholder":
+            found[node] = next(arguments, None)
+        elif node.op == "output":
+            result = found.get(node.args[0])
+            return not isinstance(result, tuple) or bool(result[1])
+        else:
+            found[node] = _bounds(node, [found.get(a) if isinstance(a, fx.Node) else a for a in node.args])
+    return True
+
+
+def _bounds(node: fx.Node, args: list[Any]) -> Any:
+    """Least and greatest value of an operation, False and True being 0 and 1; None where unknown."""
+    name = str(getattr(node.target, "_overloadpacket", "")).removeprefix("aten.")
+    if name in ("full", "scalar_tensor", "new_full", "new_ones", "ones"):
+        numbers = {"full": args[1:2], "scalar_tensor": args[:1], "new_full": args[2:3]}.get(name, [1])
+        return (numbers[0], numbers[0]) if numbers and isinstance(numbers[0], (int, float)) else None
+    known = [(a, a) if isinstance(a, (int, float)) else a for a in args]
+    if any(isinstance(a, tuple) and len(a) != 2 for a in known):
+        return None
+    if name in ("bitwise_and", "logical_and", "bitwise_or", "logical_or") and len(known) == 2:
+        unknown = (0, 1)
+        (a, b), (c, d) = (k or unknown for k in known)
+        return (min(a, c), min(b, d)) if name.endswith("and") else (max(a, c), max(b, d))
+    if any(k is None for k in known) or not known:
+        return None
+    a, b = known[0]
+    if len(known) == 1:
+        return {"neg": (-b, -a), "logical_not": (1 - b, 1 - a), "bitwise_not": (1 - b, 1 - a)}.get(name)
+    if len(known) != 2:
+        return None
+    c, d = known[1]
+    return {
+        "add": (a + c, b + d),
+        "sub": (a - d, b - c),
+        "ge": (a >= d, b >= c),
+        "gt": (a > d, b > c),
+        "le": (b <= c, a <= d),
+        "lt": (b < c, a < d),
+        "eq": (a == b == c == d, a <= d and c <= b),
+    }.get(name)
+
+
+def candidates(graph: fx.Graph) -> Iterator[Candidate]:
+    """Every backward of flex attention."""
+    wanted = flex_backward_op()
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is wanted:
+            yield FlexBackward(graph, node)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What the backward is called with; torch/_higher_order_ops/flex_attention.py names them."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    grad_out: Any
+    grad_lse: Any
+    forward: Any
+    joint: Any
+    block_mask: Any
+    scale: Any
+    options: Any
+    score_captured: tuple[Any, ...] = ()
+    mask_captured: tuple[Any, ...] = ()
+
+
+class FlexBackward(Candidate):
+    """One backward of flex attention."""
+
+    def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
+        self.graph, self.anchor = graph, node
+        arguments: Any = node.args
+        self.given = Arguments(*arguments)
+        module = graph.owning_module
+        assert module is not None
+        mods = self.given.forward, self.given.joint, self.given.block_mask[-1]
+        self.mods: list[Any] = [module.get_submodule(mod.target) for mod in mods]
+        self.chunk = 0
+
+    def describe(self) -> dict[str, str]:
+        found = {name: getattr(self.given, name) for name in ("q", "k", "v")}
+        return {name: text(t) for name, t in found.items()}
+
+    def guard(self) -> None:
+        given = self.given
+        q, k, v = (value(t) for t in (given.q, given.k, given.v))
+        if not all(isinstance(size, int) for t in (q, k, v) for size in t.shape):
+            raise LeftToStock("its sizes are symbolic, and chunks are cut when it is compiled")
+        if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
+            raise LeftToStock("the template of flex attention, which is as fast there")
+        if q.shape[0] != k.shape[0]:
+            raise Rejected("keys that the samples of a batch share")
+        _, joint, mask = self.mods
+        gradients = next(iter(reversed(joint.graph.nodes))).args[0]
+        if any(g is not None for g in gradients[1:]):
+            raise LeftToStock("a captured tensor that needs a gradient")
+        if any("index" in str(node.target) for node in mask.graph.nodes):
+            raise LeftToStock("what its mask hides is data, which the template reads block by block")
+        self.chunk = tables.flex_backward(
+            device=q.device,
+            dtype=q.dtype,
+            batch_heads=q.shape[0] * q.shape[1],
+            q_len=q.shape[2],
+            kv_len=k.shape[2],
+            head_dim=q.shape[3],
+            visible=self._visible(),
+        )
+        if not self.chunk:
+            raise LeftToStock("the template of flex attention: nothing is measured to be faster there")
+
+    def _visible(self) -> float:
+        """The share of the scores that may be visible."""
+        lengths = [value(t).shape[2] for t in (self.given.q, self.given.k)]
+        edges = [[part * n // PARTS for part in range(PARTS + 1)] for n in lengths]
+        seen = sum(
+            may_be_true(self.mods[2], (a, b - 1), (c, d - 1))
+            for a, b in zip(edges[0], edges[0][1:], strict=False)
+            for c, d in zip(edges[1], edges[1][1:], strict=False)
+            if a < b and c < d
+        )
+        return seen / PARTS**2
+
+    def _keys(self, first: int, last: int) -> tuple[int, int]:
+        """First key, and the one behind the last, that some query of a chunk may see."""
+        length, step = value(self.given.k).shape[2], 128
+        seen = [
+            start
+            for start in range(0, length, step)
+            if may_be_true(self.mods[2], (first, last), (start, min(start + step, length) - 1))
+        ]
+        return (seen[0], min(seen[-1] + step, length)) if seen else (0, 0)
+
+    def rewrite(self) -> str:
+        given, mode = self.given, fake_mode_of(self.graph)
+        tensors = [given.q, given.k, given.v, given.out, given.lse, given.grad_out, given.grad_lse]
+        held = [*tensors, *given.score_captured, *given.mask_captured]
+        split = len(tensors), len(tensors) + len(given.score_captured)
+        present = [t for t in held if isinstance(t, fx.Node)]
+
+        def compute(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            left = iter(values)
+            every: list[Any] = [next(left) if isinstance(t, fx.Node) else t for t in held]
+            arguments: list[Any] = [*every[: split[0]], every[split[0] : split[1]], every[split[1] :]]
+            return self._gradients(*arguments)
+
+        traced = trace_decomposed(compute, [value(t) for t in present], mode)
+        places: dict[fx.Node, Any] = {}
+        inputs = iter(present)
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                places[node] = next(inputs)
+            elif node.op == "output":
+                outputs = [places[n] for n in node.args[0]]
+            elif node.op == "get_attr":
+                raise Rejected("a score_mod that holds a constant tensor")
+            else:
+                with self.graph.inserting_before(self.anchor):
+                    places[node] = self.graph.node_copy(node, places.__getitem__)
+                places[node].meta["stack_trace"] = self.anchor.meta.get("stack_trace", "")
+        for user in list(self.anchor.users):
+            position: Any = user.args[1]
+            if position < len(outputs):
+                user.replace_all_uses_with(outputs[position])
+                self.graph.erase_node(user)
+        if not self.anchor.users:
+            self.graph.erase_node(self.anchor)
+        return f"products in chunks of {self.chunk} queries"
+
+    def _gradients(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+        grad_out: torch.Tensor, grad_lse: torch.Tensor | None, scores: list[Any], masks: list[Any],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """dq, dk and dv. Query heads that share keys are rows of one product."""
+        forward, joint, mask = self.mods
+        batch, heads, q_len, dim = q.shape
+        shared, kv_len, width = k.shape[1], k.shape[2], v.shape[3]
+        groups = heads // shared
+
+        def rows(t: torch.Tensor, first: int, last: int) -> torch.Tensor:
+            """Queries of a chunk: (batch * shared, groups * queries, ...)."""
+            part = t[:, :, first:last].reshape(batch, shared, groups, last - first, *t.shape[3:])
+            return part.reshape(batch * shared, groups * (last - first), *t.shape[3:])
+
+        def index(count: int, place: int) -> torch.Tensor:
+            numbers = torch.arange(count, device=q.device, dtype=torch.int32)
+            return numbers.view([-1 if d == place else 1 for d in range(3)])
+
+        delta = (out.float() * grad_out.float()).sum(-1)
+        if grad_lse is not None:
+            delta = delta - grad_lse / math.log(2.0)
+        finite = torch.where(lse == -math.inf, 0.0, lse)
+        keys, values = (t.reshape(batch * shared, kv_len, t.shape[3]) for t in (k, v))
+        owner = index(batch * shared, 0)
+        dq: list[torch.Tensor] = []
+        parts: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
+        for first in range(0, q_len, self.chunk):
+            last = min(first + self.chunk, q_len)
+            low, high = self._keys(first, last - 1)
+            if low == high:
+                dq.append(torch.zeros_like(q[:, :, first:last]))
+                continue
+            count = last - first
+            own_q, own_grad = rows(q, first, last), rows(grad_out, first, last)
+            row = index(groups * count, 1)
+            where = (
+                owner // shared,
+                owner % shared * groups + row // count,
+                row % count + first,
+                index(high - low, 2) + low,
+            )
+            raw = torch.bmm(own_q, keys[:, low:high].transpose(1, 2)).float() * self.given.scale
+            seen = mask(*where, *masks)
+            log2 = forward(raw, *where, *scores) * (1 / math.log(2.0))
+            p = torch.where(seen, torch.exp2(log2 - rows(finite, first, last)[..., None]), 0.0)
+            change = torch.bmm(own_grad, values[:, low:high].transpose(1, 2)).float()
+            change = p * (change - rows(delta, first, last)[..., None])
+            change = joint(raw, *where, change, *scores)[0] * self.given.scale
+            change = torch.where(seen, change, 0.0).to(q.dtype)
+            p = p.to(q.dtype)
+            own_dq = torch.bmm(change, keys[:, low:high])
+            dq.append(own_dq.view(batch, heads, count, dim))
+            dk, dv = torch.bmm(change.transpose(1, 2), own_q), torch.bmm(p.transpose(1, 2), own_grad)
+            parts.append((low, high, dk, dv))
+        totals = [
+            self._total(
+                [(low, high, part[which]) for low, high, *part in parts],
+                (batch * shared, kv_len, size),
+                q.device,
+            )
+            for which, size in ((0, dim), (1, width))
+        ]
+        dk, dv = (t.view(batch, shared, kv_len, -1).to(q.dtype) for t in totals)
+        return torch.cat(dq, 2), dk, dv
+
+    def _total(
+        self,
+        parts: list[tuple[int, int, torch.Tensor]],
+        shape: tuple[int, int, int],
+        device: torch.device,
+    ) -> torch.Tensor:
+        """The sum of what the chunks give to each key, in float32.
+
+        Args:
+            parts: first key, the one behind the last, and what they get: (batch * shared, keys, size).
+            shape, device: of the sum.
+        """
+        edges = sorted({0, shape[1], *(e for low, high, _ in parts for e in (low, high))})
+        found = []
+        for first, last in itertools.pairwise(edges):
+            within = [(low, t) for low, high, t in parts if low <= first and last <= high]
+            total = sum(t[:, first - low : last - low].float() for low, t in within)
+            if not isinstance(total, torch.Tensor):  # keys that no query sees
+                total = torch.zeros((shape[0], last - first, shape[2]), device=device)
+            found.append(total)
+        return torch.cat(found, 1)
+
+
+FUSION = Fusion(
+    name="flex_backward",
+    stage="post_grad",
+    summary="the backward of flex attention to products of the library, for wide heads",
+    recognise=candidates,
+)

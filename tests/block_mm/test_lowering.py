@@ -100,7 +100,9 @@ def test_autotuning_decides(ours: bool) -> None:
     if ours:
         assert len(module.launches) == 1 and not module.extern_calls
     else:
-        assert module.extern_calls == ["extern_kernels.addmm", "extern_kernels.mm", "extern_kernels.addmm"]
+        # Some versions of torch choose between two forms of addmm.
+        products = [call.replace("bias_addmm", "addmm") for call in module.extern_calls]
+        assert products == ["extern_kernels.addmm", "extern_kernels.mm", "extern_kernels.addmm"]
         assert not module.launches and module.wrapper.count("= empty_strided_cuda(") == 3
 
 

@@ -169,6 +169,26 @@ def beyond_tested() -> bool:
     return torch_version() > NEWEST_TESTED
 
 
+def probe() -> None:
+    """Call what every compile needs of torch's private parts; raises what they raise."""
+    trace_id()
+    compile_counters()
+    cache_folder()
+    bisecting()
+    max_autotune()
+    for stage in HOOKS:
+        get_hook(stage)
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Tensors made inside are real ones on the CPU, whatever is being traced outside."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch.autocast("cpu", enabled=False):
+        yield
+
+
 # -- config hooks -------------------------------------------------------------------------------
 
 

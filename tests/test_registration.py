@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import subprocess
 import sys
@@ -31,7 +32,9 @@ def held(hook: str = HOOKS[0]) -> list:
     """The passes that a hook of Inductor's config runs, in order."""
     value = getattr(inductor_config, hook)
     passes_held = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
-    return [item for held in passes_held for item in (getattr(held, "before", None), held) if item is not None]
+    return [
+        item for held in passes_held for item in (getattr(held, "before", None), held) if item is not None
+    ]
 
 
 def ours(hook: str = HOOKS[0]) -> list:
@@ -307,10 +310,76 @@ def test_torch_that_is_too_old() -> None:
 
 
 def test_torch_that_is_newer_than_tested() -> None:
-    """One warning, and best effort."""
+    """A small attention is tried; one warning, and fusions are on."""
     count, text, hook = fresh(FRESH.format(version="2.99.0")).splitlines()
-    assert count == "1" and "newer" in text
+    assert count == "1" and "2.99.0 is newer than" in text and "fusions are on" in text
     assert "FusionPass" in hook
+
+
+BROKEN = {
+    "a private name is gone": "from inductor_fusions import _inductor\ndel _inductor.trace_id",
+    "other numbers": (
+        "def scaled_dot_product_attention(q, k, v, **_): return v * 2\n"
+        "torch._C._nn.scaled_dot_product_attention = scaled_dot_product_attention\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("breaking", BROKEN.values(), ids=BROKEN)
+def test_newer_torch_that_does_not_work(breaking: str) -> None:
+    """One warning, and everything is left as it was, however often one compiles."""
+    out = fresh(
+        "import warnings\nimport torch\ntorch.__version__ = '2.99.0'\n"
+        "import inductor_fusions\nimport torch._inductor.config\n"
+        f"{breaking}\n"
+        "inductor_fusions.config.policy = 'always'\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    first = lambda x: torch.softmax(x @ x.mT, -1) @ x\n"
+        "    for f in (first, lambda x: first(x) + 1):\n"
+        "        x = torch.randn(1, 2, 4, 8)\n"
+        "        torch.testing.assert_close(torch.compile(f)(x), f(x))\n"
+        "ours = [str(w.message) for w in caught if 'inductor_fusions' in str(w.message)]\n"
+        "print(len(ours), len(inductor_fusions.report().sites), *ours)\n"
+    )
+    assert out.startswith("1 0 ") and "nothing is fused" in out, out
+
+
+def test_newer_torch_without_what_is_installed_into() -> None:
+    """Inductor is imported all the same."""
+    out = fresh(
+        "import warnings\nimport torch\ntorch.__version__ = '2.99.0'\n"
+        "import inductor_fusions\nfrom inductor_fusions import _inductor\n"
+        "def gone(*_): raise AttributeError('user_override')\n"
+        "_inductor.update_hook = gone\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    f = lambda x: torch.softmax(x @ x.mT, -1) @ x\n"
+        "    x = torch.randn(1, 2, 4, 8)\n"
+        "    torch.testing.assert_close(torch.compile(f)(x), f(x))\n"
+        "print(*[str(w.message) for w in caught if 'inductor_fusions' in str(w.message)], sep='\\n')\n"
+    )
+    assert len(out.splitlines()) == 1 and "nothing is fused" in out and "user_override" in out
+
+
+def test_what_is_tried_is_fused() -> None:
+    """The small attention of the check is one that is recognised, also while something is traced."""
+    from inductor_fusions import registry, smoke
+
+    seen: list[str] = []
+
+    def spied(fusion: Fusion) -> Fusion:
+        def recognise(graph: torch.fx.Graph):
+            for candidate in fusion.recognise(graph):
+                rewrite = candidate.rewrite
+                candidate.rewrite = lambda rewrite=rewrite: seen.append(rewrite())
+                yield candidate
+
+        return dataclasses.replace(fusion, recognise=recognise)
+
+    with config.patch(policy="always"), torch.device("meta"), torch.autocast("cpu"):
+        assert smoke._attempt(tuple(map(spied, registry.of("pre_grad")))) == ""
+    assert any("causal" in kernel for kernel in seen)
 
 
 def test_import_before_inductor() -> None:

@@ -17,7 +17,7 @@ from .fusion import Fusion, Rejected
 def problem(stage: str, fusions: tuple[Fusion, ...]) -> str:
     """Why the fusions of a stage cannot be used with this torch, or "".
 
-    A torch that was tested has no problem. With a newer one, torch's private parts are called, and in the stage
+    A torch that was tested has none. With a newer one, torch's private parts are called, and in the stage
     "pre_grad" a small attention is fused and compared; one warning says how it went.
     """
     if not _inductor.beyond_tested():

@@ -292,6 +292,13 @@ def is_batched(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and bool(torch._C._functorch.is_batchedtensor(tensor))
 
 
+def unbatched(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of all samples behind a value inside torch.vmap."""
+    while torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def is_body_of_dynamo(graph: fx.Graph) -> bool:
     """Whether a graph is the body of a higher-order operation that Dynamo traced.
 

@@ -35,6 +35,8 @@ _PRODUCTS = {"matmul", "bmm", "__matmul__", "einsum", "mm", "baddbmm"}
 #: What may stand between a permutation and the product that reads it, and leaves its dims where they are.
 _TRANSPARENT = {"contiguous", "clone", "expand", "to", "float", "half", "bfloat16", "mul", "truediv", "div"}
 _PERMUTES = {"transpose", "permute", "swapaxes", "swapdims", "t", "movedim", "moveaxis", "getattr"}
+#: Attributes that transpose, as operations (torch 2.15).
+_ATTRIBUTES = {"numpy_T": "T", "mT": "mT", "mH": "mH", "matrix_H": "H"}
 #: The dims that stock's patterns take every permutation to have: heads brought forward, k transposed.
 _HEADS = (0, 2, 1, 3)
 
@@ -200,20 +202,22 @@ class Permutation(Respelled):
 
 def permutation_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]] | None:
     """(input, dims) of a transpose or permute of any spelling: result dim i is input dim `dims[i]`."""
-    if name_of(node) not in _PERMUTES or not node.args or not isinstance(node.args[0], fx.Node):
+    name = name_of(node)
+    if name not in {*_PERMUTES, *_ATTRIBUTES} or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source, result = node.args[0], value(node)
     tensor = value(source)
     if tensor is None or result is None or tensor.dim() != result.dim():
         return None
-    if name_of(node) == "getattr" and node.args[1] not in ("T", "mT", "H", "mH"):
+    attribute = str(node.args[1]) if name == "getattr" else _ATTRIBUTES.get(name)
+    if name == "getattr" and attribute not in _ATTRIBUTES.values():
         return None
     # Asked of a tensor whose sizes tell its dims apart.
     probe = torch.empty(tuple(range(2, 2 + tensor.dim())), device="meta")
     try:
-        turned: Any = getattr(probe, str(node.args[1])) if name_of(node) == "getattr" else None
+        turned: Any = getattr(probe, attribute) if attribute is not None else None
         if turned is None:
-            function: Any = getattr(torch.Tensor, name_of(node))
+            function: Any = getattr(torch.Tensor, name)
             turned = function(probe, *node.args[1:], **node.kwargs)
     except (TypeError, RuntimeError, AttributeError):
         return None

@@ -107,6 +107,9 @@ _SYNONYMS = {
     "concat": "cat", "concatenate": "cat", "absolute": "abs",
 }  # fmt: skip
 
+#: What `x.T` and the like are from torch 2.15 on, where they were getattr(x, "T") before.
+_ATTRIBUTES = {"numpy_T": "T", "mT": "mT", "mH": "mH", "matrix_H": "H"}
+
 VIEWS = frozenset(
     "view reshape flatten unflatten view_as reshape_as _unsafe_view squeeze unsqueeze".split()
 )  #: row-major order of elements is kept
@@ -189,6 +192,8 @@ def read(node: Any) -> Op | None:
         return None
     elif isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         name = _operator_name(target)
+        if name in _ATTRIBUTES and node.args:
+            return Op(node, "getattr", {"input": node.args[0], "name": _ATTRIBUTES[name]})
     else:
         known = _functions().get(target)  # type: ignore[arg-type]
         if known is None:
@@ -303,7 +308,7 @@ def permutation(op: Op) -> list[int] | None:
 
 
 def transposed_attribute(op: Op) -> list[int] | None:
-    """Dims of `x.T`, `x.mT`, spelled `getattr(x, "mT")` in the graph."""
+    """Dims of `x.T`, `x.mT`, read as `getattr(x, "mT")`."""
     source = tensor(op.input)
     if op.name != "getattr" or source is None:
         return None

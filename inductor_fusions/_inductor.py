@@ -238,6 +238,14 @@ def _as_value(stage: str, passes: list[Any]) -> Any:
     return tuple(passes)
 
 
+def patterns_ignore_the_scale() -> bool:
+    """Whether Inductor's attention patterns take any divisor of the scores for sqrt(head_dim).
+
+    Seen on 2.11; right on 2.13.
+    """
+    return torch_version() < (2, 13)
+
+
 # -- symbolic shapes and fake tensors -----------------------------------------------------------
 
 

@@ -774,9 +774,7 @@ def _ptxas(ptx: str, arch: int) -> str:
 
 
 def _ptxas_path(arch: int) -> str:
-    """The ptxas that Triton ships for an architecture."""
-    import triton.backends.nvidia
+    """The ptxas that Triton takes for an architecture."""
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    folder = Path(triton.backends.nvidia.__file__).parent / "bin"
-    newer = folder / "ptxas-blackwell"
-    return str(newer if arch >= 100 and newer.exists() else folder / "ptxas")
+    return str(get_ptxas(arch).path)

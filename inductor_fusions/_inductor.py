@@ -169,6 +169,26 @@ def beyond_tested() -> bool:
     return torch_version() > NEWEST_TESTED
 
 
+def probe() -> None:
+    """Call what every compile needs of torch's private parts; raises what they raise."""
+    trace_id()
+    compile_counters()
+    cache_folder()
+    bisecting()
+    max_autotune()
+    for stage in HOOKS:
+        get_hook(stage)
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Tensors made inside are real ones on the CPU, whatever is being traced outside."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch.autocast("cpu", enabled=False):
+        yield
+
+
 # -- config hooks -------------------------------------------------------------------------------
 
 
@@ -216,6 +236,14 @@ def _as_value(stage: str, passes: list[Any]) -> Any:
     if not hooks_hold_lists():
         raise ValueError(f"config.{HOOKS[stage]} of torch {torch.__version__} holds one pass")
     return tuple(passes)
+
+
+def patterns_ignore_the_scale() -> bool:
+    """Whether Inductor's attention patterns take any divisor of the scores for sqrt(head_dim).
+
+    Seen on 2.11; right on 2.13.
+    """
+    return torch_version() < (2, 13)
 
 
 # -- symbolic shapes and fake tensors -----------------------------------------------------------
@@ -270,6 +298,13 @@ def symbol_parts(expression: Any) -> tuple[str, tuple[Any, ...]]:
 def is_batched(tensor: Any) -> bool:
     """Whether a fake value lives inside torch.vmap, with a dim that its shape does not show."""
     return isinstance(tensor, torch.Tensor) and bool(torch._C._functorch.is_batchedtensor(tensor))
+
+
+def unbatched(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of all samples behind a value inside torch.vmap."""
+    while torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def is_body_of_dynamo(graph: fx.Graph) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from . import _inductor, config, containment, reporting, tables, watching
+from . import _inductor, config, containment, reporting, smoke, tables, watching
 from ._inductor import CustomGraphPass, is_body_of_dynamo, trace_artifact
 from .fusion import Candidate, Fusion, LeftToStock, Rejected
 from .sites import Report, Site
@@ -56,7 +56,7 @@ class FusionPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         if self.before is not None:
             self.before(graph)
-        if not config.enabled:
+        if not config.enabled or self._problem():
             return
         owner = graph.owning_module
         if self.stage == "pre_grad" and not is_body_of_dynamo(graph):
@@ -79,6 +79,10 @@ class FusionPass(CustomGraphPass):
         if sites:
             trace_artifact("inductor_fusions", lambda: Report(sites).to_json())
 
+    def _problem(self) -> str:
+        """Why nothing can be fused with this torch, or ""."""
+        return smoke.problem(self.stage, self.fusions)
+
     def uuid(self) -> Any:
         """Everything that the outcome of the pass depends on beside the graph.
 
@@ -95,7 +99,8 @@ class FusionPass(CustomGraphPass):
             return None
         toggles = config.get_config_copy()
         state = json.dumps(
-            [self.stage, [f.name for f in self.fusions], toggles, tables.digest()], default=str
+            [self.stage, [f.name for f in self.fusions], toggles, tables.digest(), self._problem()],
+            default=str,
         )
         return hashlib.sha256(f"{code}{state}{before!r}".encode()).hexdigest()
 

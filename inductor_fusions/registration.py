@@ -32,8 +32,6 @@ def enable() -> None:
     if problem is not None:
         _warn_once(problem)
         return
-    if _inductor.beyond_tested():
-        _warn_once(f"torch {torch.__version__} is newer than the versions tested; trying")
     with _lock:
         _wanted = True
         if not config.enabled or _waiting:
@@ -58,7 +56,22 @@ def enabled() -> bool:
 
 
 def _install() -> None:
-    """Put a pass of ours last into each hook that lacks one."""
+    """Put a pass of ours last into each hook that lacks one.
+
+    With a torch that is newer than those tested, what raises is a warning: it would break the import of
+    Inductor.
+    """
+    try:
+        _add_passes()
+    except Exception as error:
+        if not _inductor.beyond_tested():
+            raise
+        _warn_once(
+            f"torch {torch.__version__} is newer than the versions tested; nothing is fused ({error!r})"
+        )
+
+
+def _add_passes() -> None:
     global _waiting
     half = sys.modules.get(f"{__package__}.passes")
     if half is not None and not hasattr(half, "FusionPass"):

@@ -1,5 +1,7 @@
 """One process of `tests/test_distributed.py`: a small Llama under torch's engines, one after the other.
 
+An engine whose name ends in "lora" trains adapters of PEFT on the frozen model.
+
 The first rank writes a JSON file: engine -> "" or what was wrong.
 """
 
@@ -30,16 +32,43 @@ BLOCKS = 1
 ROWS = ("attention.o_proj", "mlp.down_proj")
 
 
+def made(engine: str) -> Any:
+    """The model of an engine, the same in each process."""
+    model = blocks.model(BLOCKS)
+    if not engine.endswith("lora"):
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    targets = [name.rpartition(".")[2] for name in (*COLUMNS, *ROWS)]
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+
+
+def blocks_of(model: Any) -> Any:
+    """The blocks of a model, with or without adapters."""
+    return getattr(model, "base_model", model).get_submodule("model.blocks" if is_peft(model) else "blocks")
+
+
+def is_peft(model: Any) -> bool:
+    return hasattr(model, "peft_config")
+
+
 def tensor_parallel(model: Any, mesh: Any) -> Any:
-    plan = {name: ColwiseParallel() for name in COLUMNS} | {name: RowwiseParallel() for name in ROWS}
-    for block in model.blocks:
+    plan: dict[str, Any] = {}
+    for name in COLUMNS:  # of an adapter the second matrix is split as the weight, the first is whole
+        parts = (f"{name}.base_layer", f"{name}.lora_B.default") if is_peft(model) else (name,)
+        plan |= {part: ColwiseParallel() for part in parts}
+    for name in ROWS:
+        parts = (f"{name}.base_layer", f"{name}.lora_A.default") if is_peft(model) else (name,)
+        plan |= {part: RowwiseParallel() for part in parts}
+    for block in blocks_of(model):
         parallelize_module(block, mesh, plan)
     return model
 
 
 def wrapped(engine: str, size: int) -> Any:
     """(a compiled model under an engine, whether each rank has samples of its own)."""
-    model = blocks.model(BLOCKS)
+    model = made(engine)
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     model.to(device)
     mesh = init_device_mesh(device, (size,))
@@ -47,14 +76,14 @@ def wrapped(engine: str, size: int) -> Any:
         return DistributedDataParallel(torch.compile(model)), True
     if engine == "ddp_outside":
         return torch.compile(DistributedDataParallel(model)), True
-    if engine == "fsdp":
-        for block in model.blocks:
+    if engine.startswith("fsdp"):
+        for block in blocks_of(model):
             block.compile()
             fully_shard(block, mesh=mesh)
         return fully_shard(model, mesh=mesh), True
-    assert engine == "tp"
+    assert engine.startswith("tp")
     model = tensor_parallel(model, mesh)
-    for block in model.blocks:
+    for block in blocks_of(model):
         block.compile()
     return model, False
 
@@ -76,7 +105,7 @@ def problems(engine: str, device: str) -> str:
         out.square().mean().backward()
     report = inductor_fusions.report()
 
-    alone = blocks.model(BLOCKS).to(device)
+    alone = made(engine).to(device)
     expected = alone(x)
     expected.square().mean().backward()
     grads = dict(alone.named_parameters())
@@ -84,7 +113,8 @@ def problems(engine: str, device: str) -> str:
     found = {"the output": (whole(out), expected)}
     for name, parameter in model.named_parameters():
         name = name.replace("module.", "").replace("_orig_mod.", "")
-        found[name] = (whole(parameter.grad), grads[name].grad)
+        if parameter.requires_grad:
+            found[name] = (whole(parameter.grad), grads[name].grad)
     wrong = [name for name, pair in found.items() if not torch.allclose(*pair, rtol=1e-4, atol=1e-5)]
 
     # Each rank fuses the same, and calls it by the same name.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,6 +15,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 ENGINES = ["ddp", "ddp_outside", "fsdp", "tp"]
+if importlib.util.find_spec("peft"):
+    ENGINES += ["fsdp_lora", "tp_lora"]
 
 
 def torchrun(backend: str, folder: Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import inductor_fusions
-from inductor_fusions import config, testing
+from inductor_fusions import config, ops, testing
 from tests import blocks
 
 RUN = """
@@ -54,26 +54,83 @@ def test_compiled_after_export(exported: torch.export.ExportedProgram) -> None:
     torch.testing.assert_close(run.outputs, expected, rtol=1e-4, atol=1e-5)
 
 
+#: Fewer seconds in the C++ compiler.
+QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}
+
+
+def elsewhere(package: Path, x: torch.Tensor, folder: Path) -> torch.Tensor:
+    """What a package gives in a process that cannot import the fusions."""
+    given, result = folder / "x.pt", folder / "y.pt"
+    torch.save(x, given)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(package), str(given), str(result)],
+        env=os.environ.copy(), cwd=folder, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: torch.Tensor = torch.load(result)
+    return found
+
+
 @pytest.mark.slow
 def test_package(exported: torch.export.ExportedProgram, tmp_path: Path) -> None:
     """Packaged with the fusions, loaded in a process that cannot import them."""
-    package, given, result = (tmp_path / name for name in ("block.pt2", "x.pt", "y.pt"))
-    options = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}
+    package = tmp_path / "block.pt2"
     inductor_fusions.clear()
     with config.patch(policy="always"):
-        torch._inductor.aoti_compile_and_package(
-            exported, package_path=str(package), inductor_configs=options
-        )
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(package), inductor_configs=QUICK)
     assert inductor_fusions.report().count("fused", "attention") == 1
     with zipfile.ZipFile(package) as archive:
         sources = [archive.read(name).decode() for name in archive.namelist() if name.endswith(".cpp")]
     assert any("_scaled_dot_product" in source for source in sources)
+    found = elsewhere(package, blocks.batch(5), tmp_path)
+    torch.testing.assert_close(found, blocks.model(1)(blocks.batch(5)).detach(), rtol=1e-4, atol=1e-5)
 
-    torch.save(blocks.batch(5), given)
+
+class Direct(torch.nn.Module):
+    """Calls an operation of the package itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (torch.nn.Parameter(torch.randn(8, 6)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = ops.block_mm([x, x], [self.left, self.right])
+        return first - second
+
+
+@pytest.mark.slow
+def test_package_of_an_operation_of_ours(tmp_path: Path) -> None:
+    """It is compiled to what torch has: the package needs nothing of ours."""
+    package, x = tmp_path / "direct.pt2", torch.randn(5, 8)
+    model = Direct().eval()
+    exported = torch.export.export(model, (x,))
+    assert "block_mm" in str(exported)
+    torch._inductor.aoti_compile_and_package(exported, package_path=str(package), inductor_configs=QUICK)
+    torch.testing.assert_close(elsewhere(package, x, tmp_path), model(x).detach())
+
+
+NOT_COMPILED = """
+import sys
+import torch
+
+try:
+    torch.export.load(sys.argv[1])
+except Exception as error:
+    print(type(error).__name__, error)
+import inductor_fusions
+x = torch.ones(5, 8)
+print(torch.export.load(sys.argv[1]).module()(x).shape == (5, 6))
+"""
+
+
+def test_exported_operation_of_ours_names_what_to_import(tmp_path: Path) -> None:
+    """Not compiled, a program keeps the operation; without the import, torch's warning names it."""
+    file = tmp_path / "direct.pt2"
+    torch.export.save(torch.export.export(Direct().eval(), (torch.randn(5, 8),)), file)
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(package), str(given), str(result)],
-        env=os.environ.copy(), cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        [sys.executable, "-c", NOT_COMPILED, str(file)],
+        env=os.environ.copy(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    expected = blocks.model(1)(blocks.batch(5)).detach()
-    torch.testing.assert_close(torch.load(result), expected, rtol=1e-4, atol=1e-5)
+    assert done.stdout.splitlines()[-1] == "True"
+    assert "RuntimeError" in done.stdout and "inductor_fusions" in done.stderr, done.stderr

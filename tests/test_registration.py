@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import subprocess
 import sys
@@ -17,15 +18,23 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import inductor_fusions
 from inductor_fusions import config, passes, testing
+from inductor_fusions._inductor import hooks_hold_lists
 from inductor_fusions.fusion import Fusion
 
 HOOKS = ("pre_grad_custom_pass", "post_grad_custom_pre_pass")
 
 
+#: Whether a hook takes several passes; where it does not, ours holds the one that was there before.
+LISTS = hooks_hold_lists()
+
+
 def held(hook: str = HOOKS[0]) -> list:
-    """The passes in a hook of Inductor's config."""
+    """The passes that a hook of Inductor's config runs, in order."""
     value = getattr(inductor_config, hook)
-    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+    passes_held = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+    return [
+        item for held in passes_held for item in (getattr(held, "before", None), held) if item is not None
+    ]
 
 
 def ours(hook: str = HOOKS[0]) -> list:
@@ -99,7 +108,8 @@ def test_any_order(order: str) -> None:
 def test_hook_is_restored() -> None:
     """What was there before is there again, as it was."""
     inductor_fusions.disable()
-    for value in (None, Other("a", []), [Other("a", []), Other("b", [])]):
+    several = [[Other("a", []), Other("b", [])]] if LISTS else []
+    for value in (None, Other("a", []), *several):
         inductor_config.pre_grad_custom_pass = value
         before = held()
         inductor_fusions.enable()
@@ -148,20 +158,22 @@ def test_others_before_and_after() -> None:
     """Passes that were there, and passes that come later, run as well, in order."""
     ran: list[str] = []
     inductor_fusions.disable()
-    inductor_config.pre_grad_custom_pass = Other("before", ran)
-    inductor_config.post_grad_custom_pre_pass = [Other("post before", ran)]
+    for hook, name in zip(HOOKS, ("pre", "post"), strict=True):
+        other = Other(f"{name} before", ran)
+        setattr(inductor_config, hook, [other] if LISTS and name == "post" else other)
     inductor_fusions.enable()
-    for hook, name in zip(HOOKS, ("after", "post after"), strict=True):
-        setattr(inductor_config, hook, [*held(hook), Other(name, ran)])
+    if LISTS:
+        for hook, name in zip(HOOKS, ("pre", "post"), strict=True):
+            setattr(inductor_config, hook, [*held(hook), Other(f"{name} after", ran)])
     inductor_fusions.clear()
     with config.patch(policy="always"):
         run_passes()
     assert inductor_fusions.report().count("fused") == 1
-    assert ran == ["before", "after", "post before", "post after"]
+    orders = ("before", "after") if LISTS else ("before",)
+    expected = [f"{stage} {order}" for stage in ("pre", "post") for order in orders]
+    assert ran == expected
     inductor_fusions.disable()
-    assert [item.name for hook in HOOKS for item in held(hook)] == [
-        "before", "after", "post before", "post after",
-    ]  # fmt: skip
+    assert [item.name for hook in HOOKS for item in held(hook)] == expected
 
 
 def test_overwritten_hook() -> None:
@@ -298,10 +310,76 @@ def test_torch_that_is_too_old() -> None:
 
 
 def test_torch_that_is_newer_than_tested() -> None:
-    """One warning, and best effort."""
+    """A small attention is tried; one warning, and fusions are on."""
     count, text, hook = fresh(FRESH.format(version="2.99.0")).splitlines()
-    assert count == "1" and "newer" in text
+    assert count == "1" and "2.99.0 is newer than" in text and "fusions are on" in text
     assert "FusionPass" in hook
+
+
+BROKEN = {
+    "a private name is gone": "from inductor_fusions import _inductor\ndel _inductor.trace_id",
+    "other numbers": (
+        "def scaled_dot_product_attention(q, k, v, **_): return v * 2\n"
+        "torch._C._nn.scaled_dot_product_attention = scaled_dot_product_attention\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("breaking", BROKEN.values(), ids=BROKEN)
+def test_newer_torch_that_does_not_work(breaking: str) -> None:
+    """One warning, and everything is left as it was, however often one compiles."""
+    out = fresh(
+        "import warnings\nimport torch\ntorch.__version__ = '2.99.0'\n"
+        "import inductor_fusions\nimport torch._inductor.config\n"
+        f"{breaking}\n"
+        "inductor_fusions.config.policy = 'always'\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    first = lambda x: torch.softmax(x @ x.mT, -1) @ x\n"
+        "    for f in (first, lambda x: first(x) + 1):\n"
+        "        x = torch.randn(1, 2, 4, 8)\n"
+        "        torch.testing.assert_close(torch.compile(f)(x), f(x))\n"
+        "ours = [str(w.message) for w in caught if 'inductor_fusions' in str(w.message)]\n"
+        "print(len(ours), len(inductor_fusions.report().sites), *ours)\n"
+    )
+    assert out.startswith("1 0 ") and "nothing is fused" in out, out
+
+
+def test_newer_torch_without_what_is_installed_into() -> None:
+    """Inductor is imported all the same."""
+    out = fresh(
+        "import warnings\nimport torch\ntorch.__version__ = '2.99.0'\n"
+        "import inductor_fusions\nfrom inductor_fusions import _inductor\n"
+        "def gone(*_): raise AttributeError('user_override')\n"
+        "_inductor.update_hook = gone\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    f = lambda x: torch.softmax(x @ x.mT, -1) @ x\n"
+        "    x = torch.randn(1, 2, 4, 8)\n"
+        "    torch.testing.assert_close(torch.compile(f)(x), f(x))\n"
+        "print(*[str(w.message) for w in caught if 'inductor_fusions' in str(w.message)], sep='\\n')\n"
+    )
+    assert len(out.splitlines()) == 1 and "nothing is fused" in out and "user_override" in out
+
+
+def test_what_is_tried_is_fused() -> None:
+    """The small attention of the check is one that is recognised, also while something is traced."""
+    from inductor_fusions import registry, smoke
+
+    seen: list[str] = []
+
+    def spied(fusion: Fusion) -> Fusion:
+        def recognise(graph: torch.fx.Graph):
+            for candidate in fusion.recognise(graph):
+                rewrite = candidate.rewrite
+                candidate.rewrite = lambda rewrite=rewrite: seen.append(rewrite())
+                yield candidate
+
+        return dataclasses.replace(fusion, recognise=recognise)
+
+    with config.patch(policy="always"), torch.device("meta"), torch.autocast("cpu"):
+        assert smoke._attempt(tuple(map(spied, registry.of("pre_grad")))) == ""
+    assert any("causal" in kernel for kernel in seen)
 
 
 def test_import_before_inductor() -> None:

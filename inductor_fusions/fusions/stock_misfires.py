@@ -1,9 +1,9 @@
 """Keeps Inductor's own attention patterns from graphs that they read wrongly.
 
 Those patterns ignore some constants of the operations that they match: the dim of a softmax, the order of a
-permutation, `alpha` of an addition. A graph that differs from attention in nothing but such a constant is
-replaced by attention, and the result is silently wrong (pytorch#196468, #195320). Each of them is brought
-here to an equal form that means to the pattern what it means to everybody else:
+permutation, `alpha` of an addition, a divisor. A graph that differs from attention in nothing but such a
+constant is replaced by attention, and the result is silently wrong (pytorch#196468, #195320). Each of them is
+brought here to an equal form that means to the pattern what it means to everybody else:
 
 | graph | equal form |
 |---|---|
@@ -11,6 +11,7 @@ here to an equal form that means to the pattern what it means to everybody else:
 | `e / e.sum(dim, keepdim=True)`, not over the last dim | a sum without `keepdim`, then `unsqueeze` |
 | `add(x, y, alpha=a)` | `add(x, a * y)` |
 | q, k or v permuted otherwise than by the pattern | several permutations, the last ones as it assumes them |
+| `scores / c`, or `q / c`, where c is not sqrt(head_dim) (torch 2.11) | `-(-scores / c)` |
 
 Views cost nothing, and a factor is computed in the kernel of the addition. Only what lies between two matrix
 products is touched, and attention that is fused before has none of it left.
@@ -18,6 +19,7 @@ products is touched, and attention that is fused before has none of it left.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._inductor import fake_mode_of, is_batched, suppress_guards
+from .._inductor import fake_mode_of, is_batched, patterns_ignore_the_scale, suppress_guards
 from ..fusion import Candidate, Fusion, Rejected
 
 #: How far from a softmax its two products are looked for.
@@ -35,6 +37,8 @@ _PRODUCTS = {"matmul", "bmm", "__matmul__", "einsum", "mm", "baddbmm"}
 #: What may stand between a permutation and the product that reads it, and leaves its dims where they are.
 _TRANSPARENT = {"contiguous", "clone", "expand", "to", "float", "half", "bfloat16", "mul", "truediv", "div"}
 _PERMUTES = {"transpose", "permute", "swapaxes", "swapdims", "t", "movedim", "moveaxis", "getattr"}
+#: Attributes that transpose, as operations (torch 2.15).
+_ATTRIBUTES = {"numpy_T": "T", "mT": "mT", "mH": "mH", "matrix_H": "H"}
 #: The dims that stock's patterns take every permutation to have: heads brought forward, k transposed.
 _HEADS = (0, 2, 1, 3)
 
@@ -182,6 +186,26 @@ class Alpha(Respelled):
         return "alpha multiplied out"
 
 
+class Divisor(Respelled):
+    """A division of the scores, or of q, that a pattern would take for one by sqrt(head_dim)."""
+
+    def guard(self) -> None:
+        super().guard()
+        self.source = self.anchor.args[0] if self.anchor.args else None  # those before may have replaced it
+        if not isinstance(self.source, fx.Node) or self.anchor.kwargs or len(self.anchor.args) != 2:
+            raise Rejected("the operands of the division are not known")
+        if name_of(self.anchor) == "itruediv" or str(self.anchor.target).endswith("_"):
+            if len(self.source.users) > 1 or name_of(self.source) not in _PRODUCTS:
+                raise Rejected("the scores are divided in place, and something else may read them")
+
+    def rewrite(self) -> str:
+        with self.anchor.graph.inserting_before(self.anchor):
+            turned = self.call(operator.neg, self.source)
+            divided = self.call(operator.truediv, turned, self.anchor.args[1])
+            self.replace(self.call(operator.neg, divided))
+        return "negated, divided, negated"
+
+
 class Permutation(Respelled):
     """A permutation of q, k or v that the pattern would take for another one."""
 
@@ -200,20 +224,22 @@ class Permutation(Respelled):
 
 def permutation_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]] | None:
     """(input, dims) of a transpose or permute of any spelling: result dim i is input dim `dims[i]`."""
-    if name_of(node) not in _PERMUTES or not node.args or not isinstance(node.args[0], fx.Node):
+    name = name_of(node)
+    if name not in {*_PERMUTES, *_ATTRIBUTES} or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source, result = node.args[0], value(node)
     tensor = value(source)
     if tensor is None or result is None or tensor.dim() != result.dim():
         return None
-    if name_of(node) == "getattr" and node.args[1] not in ("T", "mT", "H", "mH"):
+    attribute = str(node.args[1]) if name == "getattr" else _ATTRIBUTES.get(name)
+    if name == "getattr" and attribute not in _ATTRIBUTES.values():
         return None
     # Asked of a tensor whose sizes tell its dims apart.
     probe = torch.empty(tuple(range(2, 2 + tensor.dim())), device="meta")
     try:
-        turned: Any = getattr(probe, str(node.args[1])) if name_of(node) == "getattr" else None
+        turned: Any = getattr(probe, attribute) if attribute is not None else None
         if turned is None:
-            function: Any = getattr(torch.Tensor, name_of(node))
+            function: Any = getattr(torch.Tensor, name)
             turned = function(probe, *node.args[1:], **node.kwargs)
     except (TypeError, RuntimeError, AttributeError):
         return None
@@ -277,6 +303,36 @@ def permuted(product: fx.Node, output: fx.Node) -> Iterator[Candidate]:
             yield Permutation(last, source, wanted)
 
 
+def divided(softmax: fx.Node, product: fx.Node) -> Iterator[Candidate]:
+    """Divisions of the scores, and of q, by something else than sqrt(head_dim)."""
+    q = product.args[1 if name_of(product) in ("einsum", "baddbmm") else 0] if product.args else None
+    tensor = value(q)
+    size = tensor.shape[-1] if tensor is not None else None
+    for node in (*between(softmax, product), q):
+        if name_of(node) not in ("div", "truediv", "itruediv", "true_divide", "divide"):
+            continue
+        assert isinstance(node, fx.Node)
+        by = node.args[1] if len(node.args) > 1 else node.kwargs.get("other")
+        if isinstance(by, fx.Node) and value(by) is None:
+            continue  # a symbolic number, which no pattern has
+        number = constant(by)
+        if number is None or not isinstance(size, int) or not math.isclose(number, size**0.5, rel_tol=1e-6):
+            yield Divisor(node, None)
+
+
+def constant(number: Any) -> float | None:
+    """A number, also where it is wrapped in a tensor, and the square root of one."""
+    if isinstance(number, (int, float)):
+        return float(number)
+    if name_of(number) == "full" and len(number.args) > 1:
+        return constant(number.args[1])
+    if name_of(number) in ("tensor", "scalar_tensor", "to", "sqrt") and number.args:
+        inner = constant(number.args[0])
+        root = name_of(number) == "sqrt"
+        return inner if not root else None if inner is None or inner < 0 else math.sqrt(inner)
+    return None
+
+
 def standard(
     whole: tuple[int, ...], known: list[tuple[int, ...]], identity: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
@@ -305,9 +361,11 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
         for each in between(node, product):
             if name_of(each) in ("add", "iadd") and each.kwargs.get("alpha", 1) != 1:
                 yield Alpha(each, None)
+        divisions = list(divided(node, product)) if patterns_ignore_the_scale() else []
         yield from permuted(product, output)
         if dims != (rank - 1,):
             yield Sum(node, source, dims) if name_of(node) == "sum" else Softmax(node, source, dims[0])
+        yield from divisions
 
 
 def reduction_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...], int] | None:

@@ -43,6 +43,26 @@ def test_tail_is_fused_into_the_kernel() -> None:
     assert module.wrapper.count("= empty_strided_cuda(") == 1
 
 
+def test_kernel_that_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The products are computed one by one, and a warning says so; in strict mode it is raised."""
+
+    def broken(**_: Any) -> None:
+        raise TypeError("generate() takes no such argument")
+
+    monkeypatch.setattr("inductor_fusions._inductor.lower_to_template", broken)
+    model = Linears(64, (64, 32, 32), (False,) * 3).bfloat16()
+    with (
+        torch.no_grad(),
+        caplog.at_level("WARNING", logger="inductor_fusions"),
+        config.patch(policy="always"),
+    ):
+        module = cuda_codegen.generate(model, (rand(16, 64),)).forward
+    assert module.extern_calls == ["extern_kernels.mm"] * 3 and not module.launches
+    assert "takes no such argument" in caplog.text
+    with torch.no_grad(), pytest.raises(Exception, match="no such argument"):
+        generate(model, (rand(16, 64),))
+
+
 def test_reader_of_two_outputs_is_another_kernel() -> None:
     """Fused into the epilogue of one, it would read the other before that is written."""
 
@@ -100,7 +120,9 @@ def test_autotuning_decides(ours: bool) -> None:
     if ours:
         assert len(module.launches) == 1 and not module.extern_calls
     else:
-        assert module.extern_calls == ["extern_kernels.addmm", "extern_kernels.mm", "extern_kernels.addmm"]
+        # Some versions of torch choose between two forms of addmm.
+        products = [call.replace("bias_addmm", "addmm") for call in module.extern_calls]
+        assert products == ["extern_kernels.addmm", "extern_kernels.mm", "extern_kernels.addmm"]
         assert not module.launches and module.wrapper.count("= empty_strided_cuda(") == 3
 
 

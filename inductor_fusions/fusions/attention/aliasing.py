@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from ..._inductor import known_true, unbatched
 from . import torch_ops
 
 _MUTATING_FUNCTIONS = frozenset({"setitem", "__setitem__", "delitem", "set_", "copy_"})
@@ -61,6 +62,8 @@ def written(node: fx.Node) -> list[fx.Node]:
         return found
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     operation = torch_ops.read(node)
+    if operation is not None and adds_nothing(operation):
+        return []
     inplace = (operation is not None and operation.inplace) or node.kwargs.get("inplace") is True
     if not inplace and (operation is None or operation.name not in torch_ops.SIGNATURES):
         # Any other method or function that ends in one underscore, and setitem.
@@ -69,6 +72,18 @@ def written(node: fx.Node) -> list[fx.Node]:
         found.extend(_nodes(node.args[0]))
     found.extend(_nodes(node.kwargs.get("out")))
     return found
+
+
+def adds_nothing(operation: torch_ops.Op) -> bool:
+    """Whether an in-place operation leaves integers as they are: `x += 0`."""
+    value, other = torch_ops.tensor(operation.node), torch_ops.concrete(operation["other"])
+    return (
+        operation.name in ("add", "sub")
+        and value is not None
+        and not value.is_floating_point()
+        and isinstance(other, (int, torch.SymInt))
+        and known_true(other == 0)
+    )
 
 
 def name_overwritten_values(graph: fx.Graph) -> None:
@@ -103,7 +118,7 @@ def storage(node: fx.Node) -> object:
     if tensor is None:
         return None
     try:
-        return tensor.untyped_storage()._cdata
+        return unbatched(tensor).untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return None
 

@@ -447,7 +447,7 @@ class _Upwards:
                     return False
                 self.row_maxima.update(own)
                 return True
-            picks = op.name == "getattr" and current.args[1] == "values"
+            picks = op.name == "getattr" and op["name"] == "values"
             picks |= op.name == "getitem" and op["index"] == 0
             if not picks and op.name != "detach":
                 return False

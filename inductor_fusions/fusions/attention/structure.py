@@ -152,6 +152,7 @@ def is_usable(part: Bool, graph: fx.Graph) -> bool:
     """Whether code can be written for a condition, and says more than a matrix of data would."""
     return (
         not any(True for _ in _unknowns(part))
+        and all(dim < 0 for dim in _dims(part))
         and _has_fixed_slopes(part)
         and all(
             element.node.graph is graph

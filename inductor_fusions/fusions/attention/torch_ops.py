@@ -65,6 +65,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "tril": ("input", "diagonal"),
     "triu": ("input", "diagonal"),
     "cumsum": ("input", "dim"),
+    "index": ("input", "indices"),
     "diff": ("input", "n", "dim", "prepend", "append"),
     # constants
     "arange": (),
@@ -105,6 +106,9 @@ _SYNONYMS = {
     "_safe_softmax": "safe_softmax", "type_as": "type_as", "clip": "clamp",
     "concat": "cat", "concatenate": "cat", "absolute": "abs",
 }  # fmt: skip
+
+#: What `x.T` and the like are from torch 2.15 on, where they were getattr(x, "T") before.
+_ATTRIBUTES = {"numpy_T": "T", "mT": "mT", "mH": "mH", "matrix_H": "H"}
 
 VIEWS = frozenset(
     "view reshape flatten unflatten view_as reshape_as _unsafe_view squeeze unsqueeze".split()
@@ -186,17 +190,33 @@ def read(node: Any) -> Op | None:
         name = target
     elif node.op != "call_function":
         return None
-    elif isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name.split("::")[1]
+    elif isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        name = _operator_name(target)
+        if name in _ATTRIBUTES and node.args:
+            return Op(node, "getattr", {"input": node.args[0], "name": _ATTRIBUTES[name]})
     else:
         known = _functions().get(target)  # type: ignore[arg-type]
         if known is None:
-            return Op(node, getattr(target, "__name__", str(target)), {}, tuple(node.args))
+            return Op(node, _foreign_name(target), {}, tuple(node.args))
         name = known
     name, inplace = _canonical(name)
     if name == "dropout" and node.kwargs.get("inplace"):
         inplace = True
     return _bind(node, name, inplace)
+
+
+def _operator_name(target: Any) -> str:
+    """The name of an operator of torch; that of another library keeps its namespace."""
+    full = target._schema.name if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name
+    space, _, name = str(full).partition("::")
+    return name if space in ("aten", "prims") else str(full)
+
+
+def _foreign_name(target: Any) -> str:
+    """The name of a function that is not in the table; one that is not torch's keeps its module."""
+    module, name = getattr(target, "__module__", None), getattr(target, "__name__", str(target))
+    top = str(module or "torch").partition(".")[0]
+    return name if top in ("torch", "_operator", "builtins", "math") else f"{module}.{name}"
 
 
 def _canonical(name: str) -> tuple[str, bool]:
@@ -288,7 +308,7 @@ def permutation(op: Op) -> list[int] | None:
 
 
 def transposed_attribute(op: Op) -> list[int] | None:
-    """Dims of `x.T`, `x.mT`, spelled `getattr(x, "mT")` in the graph."""
+    """Dims of `x.T`, `x.mT`, read as `getattr(x, "mT")`."""
     source = tensor(op.input)
     if op.name != "getattr" or source is None:
         return None

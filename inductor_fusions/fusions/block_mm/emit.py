@@ -109,11 +109,12 @@ def _call(graph: fx.Graph, before: fx.Node, anchor: fx.Node, target: Any, *args:
 def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
     """Let every user of `old` use `new`, and remove what nothing uses any more."""
     old.replace_all_uses_with(new)
-    dead = [old]
+    # A node with two users is met twice.
+    dead = {old: None}
     while dead:
-        node = dead.pop()
+        node, _ = dead.popitem()
         if node.users or node.op != "call_function":
             continue
         inputs = node.all_input_nodes
         graph.erase_node(node)
-        dead += inputs
+        dead.update(dict.fromkeys(inputs))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ... import _inductor
+from ... import _inductor, config
 from ...fusion import Rejected
 from . import guards, heuristics, template
 from .op import BLOCK_MM
@@ -43,6 +43,12 @@ def lower(
         outputs = call.kernel()
     except Rejected as miss:
         log.info("block_mm is computed product by product: %s", miss.reason)
+        outputs = None
+    except Exception as error:
+        if config.strict:
+            raise
+        log.warning("the kernel of block_mm raised %r; it is computed product by product", error)
+        log.info("traceback", exc_info=True)
         outputs = None
     return call.one_by_one() if outputs is None else outputs
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...._inductor import known_true
+from ...._inductor import is_batched, known_true
 from .. import torch_ops
-from ..aliasing import Mutations
+from ..aliasing import Mutations, adds_nothing
 from .proofs import reduce
 from .values import (
     BOOL,
@@ -97,7 +97,7 @@ class Interpreter:
         if operation is None or not isinstance(known, torch.Tensor) or self.mutations.touch(node):
             return self._unknown(node)
         rule = RULES.get(operation.name)
-        if rule is None or operation.inplace:
+        if rule is None or (operation.inplace and not adds_nothing(operation)):
             return self._unknown(node)
         found = rule(self, operation)
         # An index of a dim of size 1 is 0, whatever the dim is expanded to later.
@@ -110,6 +110,8 @@ class Interpreter:
     def _unknown(self, node: fx.Node) -> Value:
         """A node as data: a condition, or an integer (a narrow one may wrap, a float is rounded)."""
         tensor = torch_ops.tensor(node)
+        if is_batched(tensor):
+            return None
         if tensor is None or tensor.dtype not in (torch.bool, torch.int32, torch.int64):
             return None
         if self.mutations.touch(node):

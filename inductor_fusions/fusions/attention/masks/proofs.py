@@ -87,16 +87,20 @@ def reduce(mask: Bool, shape: Sequence[Number]) -> Bool:
 
 
 def bounds(value: Affine, shape: Sequence[Number]) -> tuple[Number | None, Number | None]:
-    """Least and greatest value over the box 0 <= index[d] < shape[d]; None where a sign is unknown."""
+    """Least and greatest value over the box 0 <= index[d] < shape[d]; None where one is not known."""
     low = high = value.const
     for dim, c in value.coeffs:
         if not isinstance(dim, int) or -dim > len(shape):
             return None, None
+        if dim > 0:  # a sample of vmap: any number from 0 on
+            low = low if low is not None and known_true(c >= 0) else None
+            high = high if high is not None and known_true(c <= 0) else None
+            continue
         reach = c * (shape[dim] - 1)
         if known_true(c >= 0):
-            high = high + reach
+            high = None if high is None else high + reach
         elif known_true(c <= 0):
-            low = low + reach
+            low = None if low is None else low + reach
         else:
             return None, None
     return low, high

@@ -1,7 +1,7 @@
 """Values of the mask algebra: numbers and conditions as functions of indices.
 
 Everything is a function of the indices (..., q, k) of a tensor, whose dims are counted from the right
-(-1 is the key):
+(-1 is the key). Inside torch.vmap the number of a sample is an index as well, that of its level (1, 2, ...):
 
     Affine      const + sum(coeff * atom), an atom being the index of a dim or an element of a tensor
     condition   And / Or / Not over `affine >= 0` and over elements of boolean tensors
@@ -47,7 +47,7 @@ class Element:
         return cls(node, tuple(Affine(0) if is_unit(tensor, d) else identity(d) for d in dims))
 
 
-Atom = int | Element  # the index of a dim, or an element
+Atom = int | Element  # the index of a dim (negative), the sample of a level of vmap (positive), or an element
 
 
 def _order(item: tuple[Atom, Number]) -> tuple[Any, ...]:
@@ -317,13 +317,24 @@ def settled(condition: NonNegative) -> Bool:
     return condition
 
 
-def substitute(value: Value, index: Callable[[int], Affine | None]) -> Value:
-    """The value whose index[d] is given by `index(d)`; None where that is unknown."""
+def substitute(
+    value: Value, index: Callable[[int], Affine | None], samples: Mapping[int, Affine] | None = None
+) -> Value:
+    """The value whose index[d] is given by `index(d)`; None where that is unknown.
+
+    `samples` does the same for levels of vmap; those that it lacks stay as they are.
+    """
+    samples = samples or {}
+
+    def of_atom(atom: Atom) -> Affine | Element | None:
+        if isinstance(atom, Element):
+            return of_element(atom)
+        return index(atom) if atom < 0 else samples.get(atom, identity(atom))
 
     def of_affine(x: Affine) -> Affine | None:
         total = Affine(x.const)
         for atom, c in x.coeffs:
-            inner = index(atom) if isinstance(atom, int) else of_element(atom)
+            inner = of_atom(atom)
             if inner is None:
                 return None
             inner = affine(0, {inner: 1}) if isinstance(inner, Element) else inner
@@ -364,7 +375,7 @@ def substitute(value: Value, index: Callable[[int], Affine | None]) -> Value:
 
 
 def is_unit(tensor: torch.Tensor, dim: int) -> bool:
-    return -dim <= tensor.dim() and known_true(tensor.shape[dim] == 1)
+    return 0 < -dim <= tensor.dim() and known_true(tensor.shape[dim] == 1)
 
 
 def identity(dim: int) -> Affine:

@@ -10,7 +10,7 @@ from ...._inductor import known_true
 from .. import torch_ops
 from .interpreter import Interpreter, rank_of, rule
 from .proofs import bounds
-from .values import Affine, Value, affine, renamed, substitute
+from .values import Affine, Value, affine, identity, renamed, substitute
 
 
 @rule(*torch_ops.TRANSPOSES, "getattr")
@@ -86,6 +86,37 @@ def _getitem(read: Interpreter, op: torch_ops.Op) -> Value:
         return None
     index = op["index"]
     return _indexed(read, op, index if isinstance(index, tuple) else (index,))
+
+
+@rule("index")
+def _index(read: Interpreter, op: torch_ops.Op) -> Value:
+    """`aten.index`, which indexing is inside torch.vmap."""
+    source = torch_ops.tensor(op.input)
+    if source is None or not isinstance(op["indices"], (list, tuple)):
+        return None
+    return _gathered(read, read.read(op.input), source, tuple(op["indices"]))
+
+
+@rule("_add_batch_dim")
+def _into_vmap(read: Interpreter, op: torch_ops.Op) -> Value:
+    """torch.vmap takes a dim away: its index becomes that of a level of samples."""
+    given, rank = [torch_ops.concrete(x) for x in op.rest], rank_of(op.rest[0])
+    if len(given) != 3 or not all(isinstance(x, int) for x in given[1:]):
+        return None
+    dim, level = given[1] % rank, given[2]
+    places = {d - rank: d - (d > dim) - (rank - 1) for d in range(rank) if d != dim}
+    return substitute(read.read(op.rest[0]), renamed({**places, dim - rank: level}))
+
+
+@rule("_remove_batch_dim")
+def _out_of_vmap(read: Interpreter, op: torch_ops.Op) -> Value:
+    """The samples of a level of torch.vmap become a dim again."""
+    given, rank = [torch_ops.concrete(x) for x in op.rest], rank_of(op.node)
+    if len(given) != 4 or not all(isinstance(given[i], int) for i in (1, 3)):
+        return None
+    level, dim = given[1], given[3] % rank
+    places = {d - (rank - 1): d + (d >= dim) - rank for d in range(rank - 1)}
+    return substitute(read.read(op.rest[0]), renamed(places), {level: identity(dim - rank)})
 
 
 def _indexed(read: Interpreter, op: torch_ops.Op, index: tuple[Any, ...]) -> Value:

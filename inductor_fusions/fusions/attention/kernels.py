@@ -10,7 +10,7 @@ import torch
 from ... import config, tables
 from ..._inductor import hint, known_true
 from ...fusion import LeftToStock
-from . import flex, torch_ops
+from . import flex, short, torch_ops  # noqa: F401
 from .problem import Problem
 
 

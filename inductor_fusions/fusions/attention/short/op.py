@@ -97,13 +97,14 @@ def check(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Tensor], numbers: Seq
     if len(masks) != len(numbers):
         raise ValueError(f"short_attention takes one number for each of its {len(masks)} masks")
     whole = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    repeats = period(masks)
     for i, mask in enumerate(masks):
         if mask.dim() != 4:
             raise ValueError(f"masks[{i}] of short_attention is 4-D, not {mask.dim()}-D")
+    repeats = period(masks)
+    for i, mask in enumerate(masks):
         if not (mask.is_floating_point() or mask.dtype == torch.bool):
             raise ValueError(f"masks[{i}] of short_attention is floating or boolean, not {mask.dtype}")
-        if q.shape[0] % mask.shape[0] or repeats % mask.shape[0]:
+        if mask.shape[0] != q.shape[0] and (q.shape[0] % mask.shape[0] or repeats % mask.shape[0]):
             raise ValueError(
                 f"the first size of masks[{i}] of short_attention, {mask.shape[0]}, divides the batch "
                 f"({q.shape[0]}) and the largest first size of a mask ({repeats})"

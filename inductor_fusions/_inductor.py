@@ -759,7 +759,9 @@ def _template(name: str, source: str, grid: Callable[..., Any]) -> Any:
     if (name, source) not in _templates:
         select = importlib.import_module("torch._inductor.select_algorithm")
         unique = f"{name}_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
-        _templates[name, source] = select.TritonTemplate(name=unique, grid=_symbolic_grid(grid), source=source)
+        _templates[name, source] = select.TritonTemplate(
+            name=unique, grid=_symbolic_grid(grid), source=source
+        )
     return _templates[name, source]
 
 

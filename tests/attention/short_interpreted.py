@@ -1,6 +1,7 @@
 """Runs the kernels of short attention in Triton's interpreter, and prints their errors as JSON.
 
-For a process of its own, started with TRITON_INTERPRET=1: what Triton defines when it is imported depends on it.
+For a process of its own, started with TRITON_INTERPRET=1: what Triton defines when it is imported depends on
+it.
 """
 
 from __future__ import annotations
@@ -59,14 +60,17 @@ CASES: dict[str, Case] = {
     "odd sizes": replace(BASE, queries=5, keys=19, dim=24, v_dim=40),
     "causal": replace(BASE, causal=True),
     "slices of one tensor": replace(BASE, merged=True),
-    "several blocks of queries": replace(BASE, batch=1, queries=100, keys=70, masks=(("bias", 1, 1, 100, 70),)),
+    "several blocks of queries": replace(
+        BASE, batch=1, queries=100, keys=70, masks=(("bias", 1, 1, 100, 70),)
+    ),
     "windows": SWIN,
     "windows, two at a time": replace(SWIN, windows=2),
     "windows, four at a time": replace(SWIN, batch=20, windows=4),
     "windows of float32": replace(SWIN, dtype=torch.float32, windows=2),
     "bias of each sample": replace(BASE, masks=(("bias", 4, 2, 7, 7),)),
-    "bias of a row and of a column": replace(BASE, masks=(("bias", 1, 2, 1, 7), ("bias", 2, 1, 7, 1))),
-    "one number": replace(BASE, masks=(("bias", 1, 1, 1, 1),), numbers=(3.0,)),
+    "bias of a row": replace(BASE, masks=(("bias", 1, 2, 1, 7), ("bias", 2, 1, 1, 7))),
+    "bias of a column": replace(BASE, masks=(("fixed", 2, 1, 7, 1),)),  # a softmax does not see it
+    "one number": replace(BASE, masks=(("fixed", 1, 1, 1, 1),), numbers=(3.0,)),
     "factor": replace(BASE, masks=(("bias", 1, 2, 7, 7),), numbers=(-0.5,)),
     "padding": replace(BASE, masks=(("keep", 4, 1, 1, 7),)),
     "dynamic padding": replace(BASE, masks=(("keep", 4, 1, 1, 7),), dynamic=True),

@@ -38,9 +38,7 @@ def lower(
         (found,) = Call(q, k, v, masks, numbers, scale, causal).forward()
     except Rejected as miss:
         log.info("short_attention is computed without a kernel: %s", miss.reason)
-        return _inductor.call_eagerly(
-            op.SHORT_ATTENTION, q, k, v, list(masks), list(numbers), scale, causal
-        )
+        return _inductor.call_eagerly(op.SHORT_ATTENTION, q, k, v, list(masks), list(numbers), scale, causal)
     return found
 
 
@@ -84,6 +82,9 @@ class Call:
             raise Rejected("symbolic lengths, heads or head dims")
         if max(sizes[0][3], sizes[2][3]) > plan.MOST_DIM[self.dtype.itemsize]:
             raise Rejected(f"more than {plan.MOST_DIM[self.dtype.itemsize]} head dims")
+        most = plan.MOST_KEYS_IN_KERNEL[self.dtype.itemsize]
+        if max(sizes[0][2], sizes[1][2]) > most:
+            raise Rejected(f"more than {most} queries or keys of {self.dtype}")
         self.q, self.k, self.v, *self.masks = _inductor.realize([q, k, v, *masks])
         self.shape, self.kv_len, self.v_dim = sizes[0], sizes[1][2], sizes[2][3]
         self.numbers, self.scale, self.causal = list(numbers), float(scale), causal
@@ -91,9 +92,7 @@ class Call:
 
     def forward(self) -> list[Any]:
         """The result of one kernel."""
-        chosen = plan.forward(
-            self.shape, self.kv_len, self.v_dim, self.period, bool(self.masks), self.dtype
-        )
+        chosen = plan.forward(self.shape, self.kv_len, self.v_dim, self.period, bool(self.masks), self.dtype)
         blocks = math.ceil(self.shape[2] / chosen.block_m)
         inputs = [("Q", self.q), ("K", self.k), ("V", self.v), *self._named_masks()]
         shape = (*self.shape[:3], self.v_dim)
@@ -106,7 +105,10 @@ class Call:
         """The gradients, of one kernel."""
         (grad,) = _inductor.realize([grad])
         given = windows or plan.windows_of(self.shape, self.kv_len, self.period)
-        chosen = plan.backward(self.shape, self.kv_len, self.v_dim, given if self.masks else 1, self.dtype)
+        fills = any(mask.get_dtype() == torch.bool for mask in self.masks)
+        chosen = plan.backward(
+            self.shape, self.kv_len, self.v_dim, given if self.masks else 1, fills, self.dtype
+        )
         blocks = math.ceil(self.shape[2] / chosen.block_m)
         if blocks > 1 and chosen.windows > 1:
             raise Rejected("several blocks of queries, and samples")

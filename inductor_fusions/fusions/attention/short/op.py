@@ -1,6 +1,7 @@
-"""`inductor_fusions::short_attention` and its backward: kernels for eager mode, fake kernels, gradient, FLOPs.
+"""`inductor_fusions::short_attention` and its backward: eager and fake kernels, gradient, FLOPs.
 
-Nothing but the inputs is kept for the backward: a softmax over one tile is computed anew for less than reading it.
+Nothing but the inputs is kept for the backward: a softmax over one tile is computed anew for less than
+reading it.
 """
 
 from __future__ import annotations
@@ -78,9 +79,13 @@ def check(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Tensor], numbers: Seq
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
-            raise ValueError(f"{name} of short_attention is (batch, heads, length, dim), not {tensor.dim()}-D")
+            raise ValueError(
+                f"{name} of short_attention is (batch, heads, length, dim), not {tensor.dim()}-D"
+            )
         if not tensor.is_floating_point() or tensor.dtype != q.dtype:
-            raise ValueError(f"q, k and v of short_attention have one floating dtype; {name} is {tensor.dtype}")
+            raise ValueError(
+                f"q, k and v of short_attention have one floating dtype; {name} is {tensor.dtype}"
+            )
     for name, tensor in (("k", k), ("v", v)):
         for dim, size in ((0, "batch"), (1, "number of heads")):
             if tensor.shape[dim] != q.shape[dim]:
@@ -191,9 +196,7 @@ def _fake_backward(
     if windows:
         repeats = period(masks)
         parts = (q.shape[0] // repeats + windows - 1) // windows
-        made.append(
-            q.new_empty((parts, repeats, q.shape[1], q.shape[2], k.shape[2]), dtype=_score_dtype(q))
-        )
+        made.append(q.new_empty((parts, repeats, q.shape[1], q.shape[2], k.shape[2]), dtype=_score_dtype(q)))
     return made
 
 
@@ -248,7 +251,7 @@ def _scores_of(q: Any, k: Any) -> int:
 @register_flop_formula(torch.ops.inductor_fusions.short_attention)
 def forward_flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> int:
     """Two for each multiplication and addition of the two products."""
-    return 2 * _scores_of(q_shape, k_shape) * (q_shape[3] + v_shape[3])
+    return 2 * _scores_of(q_shape, k_shape) * int(q_shape[3] + v_shape[3])
 
 
 @register_flop_formula(torch.ops.inductor_fusions.short_attention_backward)
@@ -256,4 +259,4 @@ def backward_flops(
     grad_shape: Any, q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any
 ) -> int:
     """Two for each multiplication and addition of the five products."""
-    return 2 * _scores_of(q_shape, k_shape) * (3 * q_shape[3] + 2 * v_shape[3])
+    return 2 * _scores_of(q_shape, k_shape) * int(3 * q_shape[3] + 2 * v_shape[3])

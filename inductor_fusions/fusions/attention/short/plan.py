@@ -1,4 +1,5 @@
-"""Tiles of the kernels: how many queries a program takes at once, and how many samples one after the other."""
+"""Tiles of the kernels: how many queries a program takes at once, and how many samples one after the
+other."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ import torch
 
 #: Keys (and queries) of a head that one program holds at most.
 MOST_KEYS = 128
-#: Head dims that it holds at most, by the size of an element in bytes.
+#: Head dims that a kernel holds at most, by the size of an element in bytes.
 MOST_DIM = {2: 128, 4: 64}
+#: Keys (and queries), likewise.
+MOST_KEYS_IN_KERNEL = {2: MOST_KEYS, 4: 64}
 #: A program goes over several samples, with one sum of its masks, where that leaves so many programs.
 ENOUGH_PROGRAMS = 1024
 #: Samples that a program goes over at most.
@@ -66,8 +69,6 @@ def forward(
         dtype: of q.
     """
     rows, columns, wide = _tile(q_shape, kv_len, v_dim, dtype)
-    if dtype == torch.float32 and columns == MOST_KEYS:
-        rows = min(32, rows)
     windows = windows_of(q_shape, kv_len, period) if masked else 1
     warps = 4 if rows * columns >= 64 * 32 else 2 if rows * columns >= 32 * 32 else 1
     if wide:
@@ -75,10 +76,15 @@ def forward(
     return Plan(rows, columns, windows, warps, 2)
 
 
-def backward(q_shape: Sequence[Any], kv_len: int, v_dim: int, windows: int, dtype: torch.dtype) -> Plan:
-    """The tiles of the backward; `windows` is that of the gradient of the scores, or 1."""
+def backward(
+    q_shape: Sequence[Any], kv_len: int, v_dim: int, windows: int, fills: bool, dtype: torch.dtype
+) -> Plan:
+    """The tiles of the backward; `windows` is that of the gradient of the scores, or 1.
+
+    `fills` says whether masks replace scores: which ones is held in registers.
+    """
     rows, columns, wide = _tile(q_shape, kv_len, v_dim, dtype)
-    if wide and columns == MOST_KEYS:
+    if (wide or fills) and columns == MOST_KEYS:
         rows = min(32, rows)
     warps = 8 if columns == MOST_KEYS or (wide and columns == 64) else 4 if rows * columns >= 32 * 32 else 2
     return Plan(rows, columns, windows, warps, 1)

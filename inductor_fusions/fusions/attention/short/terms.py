@@ -40,10 +40,11 @@ def refused(problem: Problem) -> str:
     sizes = (*problem.q.shape[1:], *problem.k.shape[2:], problem.v.shape[3])
     if not all(isinstance(size, int) for size in sizes):
         return "symbolic lengths, heads or head dims"
-    if max(problem.q.shape[2], problem.k.shape[2]) > plan.MOST_KEYS:
-        return f"more than {plan.MOST_KEYS} queries or keys"
     if problem.dtype not in DTYPES:
         return f"no kernel for {problem.dtype}"
+    most = plan.MOST_KEYS_IN_KERNEL[problem.dtype.itemsize]
+    if max(problem.q.shape[2], problem.k.shape[2]) > most:
+        return f"more than {most} queries or keys"
     if max(problem.q.shape[3], problem.v.shape[3]) > plan.MOST_DIM[problem.dtype.itemsize]:
         return f"more than {plan.MOST_DIM[problem.dtype.itemsize]} head dims"
     if len(problem.terms) > MOST_MASKS // 2 or any(term.floor is not None for term, _ in problem.terms):

@@ -75,7 +75,7 @@ def _is_no_mask(term: Term, operand: Operand) -> bool:
 
 
 def _summands(term: Term, whole: Operand, problem: Problem) -> list[Operand]:
-    """What a bias is the sum of, where that is less to read: a bias of each head and a mask of each window."""
+    """What a bias is the sum of, where that is less to read: a bias of heads and a mask of windows."""
     op = torch_ops.read(term.node)
     if op is None or op.name != "add" or op.inplace or set(op.node.kwargs) - {"input", "other"}:
         return [whole]
@@ -109,8 +109,9 @@ def _repeat_together(problem: Problem) -> bool:
 
 
 def _part(node: fx.Node, lead: Sequence[Any], problem: Problem) -> Operand | None:
-    """A mask on (n, heads, q, k), where sample b has the mask b % n: one that is the same for all images is not
-    repeated for each of them.
+    """A mask on (n, heads, q, k), where sample b has the mask b % n.
+
+    One that is the same for all images is not repeated for each of them.
 
     Args:
         node: the mask, broadcastable to (*lead, q, k).

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 #: Kernels that the package can emit; SDPA chooses flash and cuDNN by itself.
-KERNELS = ("sdpa", "efficient", "flex")
+KERNELS = ("sdpa", "efficient", "flex", "short")
 #: Masks of the measurements that the package does not tell from another kind.
 SAME_KIND = {
     "window": "bias_full",
+    "window_grad": "bias_full_grad",
     "alibi": "bias_full",
     "bool4d": "bias_batch",
     "full_grad": "bias_full_grad",

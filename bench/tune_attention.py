@@ -9,6 +9,8 @@ them, and ends in `.transpose(1, 2).contiguous()`:
     sdpa        F.scaled_dot_product_attention, with the backend that PyTorch picks
     flash, efficient, cudnn
                 the same with one backend forced
+    short       `inductor_fusions.ops.short_attention`, up to 128 queries and keys; its masks are those of
+                unfused, not summed. With --plans, short_w4_t8 as well: 4 warps, 8 samples for a program
     *_repeat    with heads != kv_heads only: the same on K and V repeated to all heads (the others take
                 `enable_gqa`; unfused always repeats)
 
@@ -24,7 +26,8 @@ Masks:
     alibi       unfused: alibi [B * H, 1, K] in a baddbmm, then + [B, 1, Q, K] (BLOOM); others: their sum
                 [B, H, Q, K], made outside, since all layers share it
     window      unfused: + bias [1, H, Q, K], then + mask [windows, 1, Q, K] (Swin); others: their sum
-                over the batch, made inside, since the bias is each layer's own
+                over the batch, made inside, since the bias is each layer's own; window_grad: the same, and
+                the bias takes a gradient
 
 A row of the JSON holds the median time of each candidate in `times_us` and its interquartile range over
 the median in `spread`; `device_us` is the time on the device alone (launches queued beforehand), where a
@@ -53,10 +56,11 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -93,7 +97,9 @@ BACKENDS = {
     "efficient": (SDPBackend.EFFICIENT_ATTENTION, "_scaled_dot_product_efficient_attention"),
     "cudnn": (SDPBackend.CUDNN_ATTENTION, "_scaled_dot_product_cudnn_attention"),
 }
-TAKES_GRADIENT = ("bias_grad", "full_grad")
+TAKES_GRADIENT = ("bias_grad", "full_grad", "window_grad")
+SHORT = 128
+"""Queries and keys of an attention that `short` takes."""
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -159,7 +165,11 @@ def whole_models() -> list[Row]:
     rows += rows_of([(16, 12, 512, 64)], ["bias", "bias_grad"])  # T5
     swin = [(4096, 3, 49, 32), (1024, 6, 49, 32), (256, 12, 49, 32), (64, 24, 49, 32)]
     rows += rows_of(swin, ["bias", "bias_grad"])
-    rows += rows_of(swin[:3], ["window"])
+    rows += rows_of(swin[:3], ["window", "window_grad"])
+    second = [(4096, 3, 64, 32), (1024, 6, 64, 32), (256, 12, 64, 32), (64, 24, 64, 32)]  # Swin V2
+    rows += rows_of(second, ["bias", "bias_grad"])
+    rows += rows_of(second[:3], ["window", "window_grad"])
+    rows += rows_of([(64, 6, 50, 64), (64, 12, 50, 64), (8, 12, 50, 64)], ["none"])  # ViT, patches of 32
     rows += rows_of([(8, 16, 1024, 64)], ["bias_batch", "alibi"])  # OPT, BLOOM
     rows += rows_of([(32, 12, 384, 64)], ["bias", "bias_grad"])  # MPNet
     rows += rows_of([(8, 12, 384, 64)], ["bias_full", "full_grad"])  # DeBERTa
@@ -249,7 +259,7 @@ def unfused(
         scores = torch.matmul(q, k.transpose(2, 3)) * scale
         if row.mask == "bool4d":
             scores = torch.where(masks[0], scores, torch.finfo(scores.dtype).min)
-        elif row.mask == "window":
+        elif row.mask.startswith("window"):
             windows = masks[1].shape[0]
             scores = (scores + masks[0]).view(-1, windows, row.heads, row.q_len, row.kv_len)
             scores = (scores + masks[1][None]).view(-1, row.heads, row.q_len, row.kv_len)
@@ -268,7 +278,7 @@ def fused(
     if grouped and repeat:
         k, v = (repeat_kv(x, row.heads // row.kv_heads) for x in (k, v))
     mask = None
-    if row.mask == "window":
+    if row.mask.startswith("window"):
         mask = (
             (masks[0] + masks[1])[None].expand(row.batch // masks[1].shape[0], -1, -1, -1, -1).flatten(0, 1)
         )
@@ -280,6 +290,20 @@ def fused(
     return out.transpose(1, 2).contiguous()
 
 
+def short(row: Row, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
+    """The same as the operation of the package."""
+    from inductor_fusions import ops
+
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    given, numbers = list(masks), [1.0] * len(masks)
+    if row.mask == "alibi":
+        given[0] = masks[0].view(row.batch, row.heads, 1, row.kv_len)
+    elif row.mask == "bool4d":
+        numbers = [torch.finfo(q.dtype).min]
+    out = ops.short_attention(q, k, v, given, numbers=numbers, causal=row.mask == "causal")
+    return out.transpose(1, 2).contiguous()
+
+
 def additive(row: Row, masks: Tensors, batch: slice, heads: slice) -> torch.Tensor | None:
     """The mask of a slice as one additive float64 tensor. `masks` are those of `unfused`."""
     if not masks:
@@ -287,7 +311,7 @@ def additive(row: Row, masks: Tensors, batch: slice, heads: slice) -> torch.Tens
     if row.mask == "alibi":
         alibi = masks[0].view(row.batch, row.heads, 1, row.kv_len)
         return alibi[batch, heads].double() + masks[1][batch].double()
-    if row.mask == "window":
+    if row.mask.startswith("window"):
         chosen = torch.arange(row.batch, device=masks[0].device)[batch] % masks[1].shape[0]
         return masks[0][:, heads].double() + masks[1].double()[chosen]
     mask = masks[0]
@@ -328,11 +352,13 @@ class Inputs:
 
     def arguments(self, candidate: str) -> Tensors:
         """What a candidate is called with."""
-        return self.qkv + (self.unfused_masks if candidate == "unfused" else self.fused_masks)
+        if candidate == "unfused" or (candidate.startswith("short") and self.fused_masks):
+            return self.qkv + self.unfused_masks
+        return self.qkv + self.fused_masks
 
     def leaves(self, row: Row) -> Tensors:
         """What takes a gradient."""
-        return self.qkv + (self.unfused_masks if row.mask in TAKES_GRADIENT else ())
+        return self.qkv + (self.unfused_masks[:1] if row.mask in TAKES_GRADIENT else ())
 
     def nbytes(self) -> int:
         """Bytes of all of it."""
@@ -354,6 +380,7 @@ def mask_shapes(row: Row) -> tuple[tuple[int, ...], ...]:
         "full_grad": ((b, h, q, k),),
         "alibi": ((b * h, 1, k), (b, 1, q, k)),
         "window": ((1, h, q, k), (max(1, b // 64), 1, q, k)),
+        "window_grad": ((1, h, q, k), (max(1, b // 64), 1, q, k)),
     }
     return full[row.mask]
 
@@ -409,7 +436,7 @@ def fill(row: Row, inputs: Inputs, seed: int) -> None:
         last.zero_().masked_fill_(padding | future, lowest)
         alibi = first.view(row.batch, row.heads, 1, row.kv_len)
         inputs.fused_masks[0].copy_((alibi.float() + last.float()).clamp_(min=lowest))
-    elif row.mask == "window":
+    elif row.mask.startswith("window"):
         first.normal_(generator=generator)
         last.bernoulli_(0.3, generator=generator).mul_(-100)
     else:
@@ -486,12 +513,39 @@ class Candidate:
             return (out, *torch.autograd.grad(out, inputs.leaves(row), inputs.cotangent))
 
 
-def candidate_names(row: Row, device: str) -> list[str]:
-    """The candidates of a row."""
+def candidate_names(row: Row, device: str, plans: bool = False) -> list[str]:
+    """The candidates of a row; with `plans`, those of `short` with tiles of its own too."""
     names = ["sdpa", *BACKENDS] if device == "cuda" else ["sdpa"]
     if row.heads != row.kv_heads:
         names += [f"{name}_repeat" for name in names]
+    elif max(row.q_len, row.kv_len) <= SHORT:
+        names.append("short")
+        if plans:
+            names += [f"short_w{warps}_t{windows}" for warps in (1, 2, 4, 8) for windows in (1, 4, 8)]
     return ["unfused", *names]
+
+
+def with_plan(name: str) -> AbstractContextManager[Any]:
+    """Inside, the kernels of `short` have the warps and samples that the name says."""
+    if "_" not in name:
+        return nullcontext()
+    from inductor_fusions.fusions.attention.short import plan
+
+    warps, windows = (int(part[1:]) for part in name.split("_")[1:])
+    stack = ExitStack()
+    for each in ("forward", "backward"):
+        usual = getattr(plan, each)
+
+        def chosen(*args: Any, usual: Any = usual) -> Any:
+            return replace(usual(*args), num_warps=warps)
+
+        stack.enter_context(mock.patch.object(plan, each, chosen))
+
+    def several(q_shape: Sequence[int], kv_len: int, period: int) -> int:
+        return min(windows, q_shape[0] // period) if max(q_shape[2], kv_len) <= 64 else 1
+
+    stack.enter_context(mock.patch.object(plan, "windows_of", several))
+    return stack
 
 
 def compile_candidate(row: Row, name: str, inputs: Inputs) -> Candidate:
@@ -505,6 +559,8 @@ def compile_candidate(row: Row, name: str, inputs: Inputs) -> Candidate:
     backend = Backend()
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
+        if base == "short":
+            return short(row, q, k, v, *masks)
         return (
             unfused(row, q, k, v, *masks) if base == "unfused" else fused(row, bool(repeat), q, k, v, *masks)
         )
@@ -513,6 +569,8 @@ def compile_candidate(row: Row, name: str, inputs: Inputs) -> Candidate:
     chosen: AbstractContextManager[None] = nullcontext()
     if base in BACKENDS:
         chosen = sdpa_kernel([BACKENDS[base][0]])
+    elif base == "short":
+        chosen = with_plan(name)
     with chosen, torch.set_grad_enabled(row.train), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -569,8 +627,10 @@ def reference(row: Row, inputs: Inputs) -> tuple[list[torch.Tensor], Callable[[T
         if start == 0:
             results = [out.detach(), *gradients[:3]]
     if mask_gradients:
-        summed = row.mask == "bias_grad"
-        results.append(torch.stack(mask_gradients).sum(0) if summed else torch.cat(mask_gradients))
+        if row.mask == "full_grad":
+            results.append(torch.cat(mask_gradients))
+        else:
+            results.append(torch.stack([part.sum(0, keepdim=True) for part in mask_gradients]).sum(0))
 
     def cut(values: Tensors) -> list[torch.Tensor]:
         slices = [head_slices[0], *head_slices]
@@ -606,7 +666,9 @@ def worst(errors: Json) -> float:
     return float("nan") if any(x != x for x in values) else max(values)
 
 
-def measure(row: Row, device: str, quick: bool, lock: AbstractContextManager[Any]) -> Json:
+def measure(
+    row: Row, device: str, quick: bool, lock: AbstractContextManager[Any], plans: bool = False
+) -> Json:
     """Compile, check and time every candidate of a row."""
     torch._dynamo.reset()
     result: Json = {name: {} for name in ("times_us", "device_us", "spread", "peak_mib", "error", "errors")}
@@ -616,7 +678,7 @@ def measure(row: Row, device: str, quick: bool, lock: AbstractContextManager[Any
     sets = [inputs] if inputs.nbytes() > SMALL_INPUTS else [inputs, allocate(row, device)]
     start = time.monotonic()
     candidates: dict[str, Candidate] = {}
-    for name in candidate_names(row, device):
+    for name in candidate_names(row, device, plans):
         if name == "unfused" and row.score_bytes > UNFUSED_LIMIT:
             skipped[name] = f"the scores alone take {row.score_bytes / GIB:.1f} GiB"
             continue
@@ -689,18 +751,24 @@ def set_up(device: str) -> None:
 
     # AOTAutograd's cache does not know which SDPA backend is forced, and would mix the candidates up.
     functorch.enable_autograd_cache = False
+    # And Inductor's does not know of tiles that --plans asks for.
+    inductor.fx_graph_cache = False
+    from inductor_fusions import config
+
+    config.enabled = False
     functorch.force_non_lazy_backward_lowering = True
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+    torch._dynamo.config.recompile_limit = 32  # of one function, which each candidate compiles anew
     if device == "cuda":
         inductor.compile_threads = 1  # the workers are parallel as it is
 
 
-def work(task: tuple[Row, str, bool], lock: Path) -> tuple[Json | None, bool]:
+def work(task: tuple[Row, str, bool, bool], lock: Path) -> tuple[Json | None, bool]:
     """In a worker: measure one row."""
-    row, device, quick = task
+    row, device, quick, plans = task
     set_up(device)
     try:
-        return measure(row, device, quick, FileLock(lock)), True
+        return measure(row, device, quick, FileLock(lock), plans), True
     except Exception as error:
         return {"failed": one_line(error)}, not is_fatal(error)
 
@@ -757,6 +825,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, help="seconds after which no row is started")
     parser.add_argument("--jobs", type=int, help="compiling processes; 1 works in this process")
     parser.add_argument("--quick", action="store_true", help="3 blocks of 1 ms, to try the script")
+    parser.add_argument("--plans", action="store_true", help="measure `short` with other tiles as well")
     parser.add_argument("--again", action="store_true", help="measure and replace rows that the file has too")
     parser.add_argument("--list", action="store_true", help="name the rows and stop")
     options = parser.parse_args()
@@ -795,7 +864,7 @@ def main() -> None:
                     break
                 started = time.monotonic()
                 try:
-                    done(row, measure(row, device, options.quick, nullcontext()))
+                    done(row, measure(row, device, options.quick, nullcontext(), options.plans))
                 except Exception as error:
                     if is_fatal(error):
                         raise
@@ -803,7 +872,7 @@ def main() -> None:
                 slowest = max(slowest, time.monotonic() - started)
         else:
             os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-            tasks = [(row, device, options.quick) for row in todo]
+            tasks = [(row, device, options.quick, options.plans) for row in todo]
             for task, result in run_tasks(work, tasks, jobs, may_start, deadline=lambda: budget.left):
                 done(task[0], result)
                 if result and "failed" not in result:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
 import importlib.abc
 import importlib.machinery
@@ -94,7 +95,7 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if fullname != self.module:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        spec = importlib.util.find_spec(fullname)  # others may wait for the same module
         if spec is None or spec.loader is None:
             return spec
         self.loader, spec.loader = spec.loader, self
@@ -639,6 +640,12 @@ def call_lowering(op: Any, *args: Any) -> Any:
     return lowering.lowerings[op](*args)
 
 
+def call_eagerly(op: Any, *args: Any) -> Any:
+    """A call of an operation as it is, from generated code."""
+    lowering = importlib.import_module("torch._inductor.lowering")
+    return lowering.fallback_handler(op, add_to_fallback_set=False)(*args)
+
+
 def realize(values: Sequence[Any]) -> list[Any]:
     """The same values in memory, with strides that stay as they are."""
     ir = importlib.import_module("torch._inductor.ir")
@@ -702,19 +709,70 @@ def lower_to_template(
     Returns:
         The outputs; None where `stock` is faster.
     """
+    row_major = [Output("", shape, (shape[1], 1), dtype) for shape in shapes]
+    call_sizes = [size for shape in shapes for size in shape]
+    return _lower(name, inputs, row_major, device, _tiles, call_sizes, variants, stock)
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """An output of a kernel: its argument (the first has none), sizes, strides and dtype."""
+
+    name: str
+    size: Sequence[Any]
+    stride: Sequence[Any]
+    dtype: torch.dtype
+
+
+def lower_to_kernel(
+    name: str,
+    inputs: Sequence[tuple[str, Any]],
+    outputs: Sequence[Output],
+    device: torch.device,
+    grid: Callable[..., Any],
+    grid_sizes: Sequence[Any],
+    variant: Variant,
+) -> list[Any]:
+    """One Triton kernel with outputs of any layout and a grid of its own.
+
+    Args:
+        name: of the kernel.
+        inputs: its arguments by name, in memory.
+        outputs: its outputs; those after the first are its last arguments.
+        device: of its outputs.
+        grid: called with `grid_sizes`, the constants of the kernel, `cdiv` and `min`.
+        grid_sizes: sizes that the number of programs depends on.
+        variant: its source and configuration.
+    """
+    made = _lower(name, inputs, outputs, device, grid, grid_sizes, [variant], None)
+    assert made is not None
+    return made
+
+
+def _lower(
+    name: str,
+    inputs: Sequence[tuple[str, Any]],
+    outputs: Sequence[Output],
+    device: torch.device,
+    grid: Callable[..., Any],
+    call_sizes: Sequence[Any],
+    variants: Sequence[Variant],
+    stock: Callable[..., torch.Tensor] | None,
+) -> list[Any] | None:
     ir = importlib.import_module("torch._inductor.ir")
     select = importlib.import_module("torch._inductor.select_algorithm")
     lowering = importlib.import_module("torch._inductor.lowering")
-    layout = ir.FixedLayout(device, dtype, list(shapes[0]), [shapes[0][1], 1])
+    first = outputs[0]
+    layout = ir.FixedLayout(device, first.dtype, list(first.size), list(first.stride))
     more = [
-        lowering.empty_strided(list(shape), [shape[1], 1], dtype=dtype, device=device) for shape in shapes[1:]
+        lowering.empty_strided(list(out.size), list(out.stride), dtype=out.dtype, device=device)
+        for out in outputs[1:]
     ]
     nodes = [*(value for _, value in inputs), *more]
-    call_sizes = [size for shape in shapes for size in shape]
     choices: list[Any] = []
     for variant in variants:
-        _template(name, variant.source).maybe_append_choice(
-            choices, input_nodes=tuple(nodes), layout=layout, call_sizes=call_sizes,
+        _template(name, variant.source, grid).maybe_append_choice(
+            choices, input_nodes=tuple(nodes), layout=layout, call_sizes=list(call_sizes),
             num_warps=variant.num_warps, num_stages=variant.num_stages, **variant.meta,
         )  # fmt: skip
     if not choices:
@@ -737,28 +795,31 @@ def lower_to_template(
     return [output, *more]
 
 
-def _grid() -> Any:
+@functools.cache
+def _symbolic_grid(grid: Callable[..., Any]) -> Any:
     select = importlib.import_module("torch._inductor.select_algorithm")
+    return select.SymbolicGridFn(grid)
 
-    @select.SymbolicGridFn  # type: ignore[untyped-decorator]
-    def grid(*sizes_and_meta: Any, cdiv: Any, min: Any) -> tuple[Any, int, int]:
-        *sizes, meta = sizes_and_meta
-        pairs = list(zip(sizes[::2], sizes[1::2], strict=True))
-        tiles = sum(cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]) for m, n in pairs)
-        return (min(tiles, meta["NUM_SMS"]) if "NUM_SMS" in meta else tiles, 1, 1)
 
-    return grid
+def _tiles(*sizes_and_meta: Any, cdiv: Any, min: Any) -> tuple[Any, int, int]:
+    """The grid of a block GEMM."""
+    *sizes, meta = sizes_and_meta
+    pairs = list(zip(sizes[::2], sizes[1::2], strict=True))
+    tiles = sum(cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]) for m, n in pairs)
+    return (min(tiles, meta["NUM_SMS"]) if "NUM_SMS" in meta else tiles, 1, 1)
 
 
 _templates: dict[tuple[str, str], Any] = {}
 
 
-def _template(name: str, source: str) -> Any:
+def _template(name: str, source: str, grid: Callable[..., Any]) -> Any:
     """The TritonTemplate of a source; its registry wants each name once."""
     if (name, source) not in _templates:
         select = importlib.import_module("torch._inductor.select_algorithm")
         unique = f"{name}_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
-        _templates[name, source] = select.TritonTemplate(name=unique, grid=_grid(), source=source)
+        _templates[name, source] = select.TritonTemplate(
+            name=unique, grid=_symbolic_grid(grid), source=source
+        )
     return _templates[name, source]
 
 

@@ -1,4 +1,4 @@
-"""Operations of the package, for direct use: `inductor_fusions.ops.block_mm`.
+"""Operations of the package, for direct use: `inductor_fusions.ops.block_mm`, `short_attention`.
 
 The fusions put them into graphs; code of yours may call them as well, in eager mode and under
 `torch.compile`.
@@ -7,5 +7,6 @@ The fusions put them into graphs; code of yours may call them as well, in eager 
 from __future__ import annotations
 
 from .block_mm import block_mm
+from .short_attention import short_attention
 
-__all__ = ["block_mm"]
+__all__ = ["block_mm", "short_attention"]

@@ -18,6 +18,8 @@ from .builder import Builder, same
 from .mask_builder import Mask, MaskMemo, build_mask
 from .operands import Operand
 from .problem import Problem
+from .short import terms
+from .short.op import SHORT_ATTENTION
 from .structure import Structure
 
 
@@ -41,12 +43,12 @@ class Emitter:
             problem: what to compute.
             output: the node whose users read the result from now on.
             kernel: "sdpa" lets SDPA choose its backend; "efficient" calls that backend; "flex" calls
-                flex attention.
+                flex attention, "short" the operation of this package.
             grouped: give k and v with their own heads (enable_gqa), not repeated.
         """
         build = Builder(self.graph, output, self.fake_mode)
         mask = Mask(None)
-        if kernel != "flex" or problem.structure is None:
+        if kernel != "short" and (kernel != "flex" or problem.structure is None):
             mask = build_mask(build, problem, self.memo, self.region)
         q = build.build(problem.q)
         for kind, operand in problem.scalers:
@@ -65,7 +67,9 @@ class Emitter:
             hidden = build.call("detach", build.call(torch.where, mask.empty, q, 0.0))
             q = build.call(torch.sub, q, hidden)
             correction = self._empty_rows_gradient(build, problem, hidden, k, v)
-        if kernel == "flex":
+        if kernel == "short":
+            result = self._short(build, problem, q, k, v)
+        elif kernel == "flex":
             result = self._flex(build, problem, q, k, v, mask.node)
         else:
             if problem.sink is not None:
@@ -90,6 +94,17 @@ class Emitter:
             result = build.call("clone", result)  # the kernel keeps its result for the backward
         result.meta = {**output.meta, **{k: v for k, v in result.meta.items() if k != "example_value"}}
         output.replace_all_uses_with(result)
+
+    def _short(self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node) -> fx.Node:
+        """The masks one by one, in the order of the unfused graph: rows that see no key come out as there."""
+        masks, numbers = [], []
+        for operand, number, negated in terms.masks(problem):
+            mask = build.build(operand)
+            masks.append(build.call(torch.logical_not, mask) if negated else mask)
+            numbers.append(number)
+        q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
+        scale = float(problem.q.shape[-1]) ** -0.5 if problem.scale is None else float(problem.scale)
+        return build.call(SHORT_ATTENTION, q, k, v, masks, numbers, scale, problem.causal)
 
     def _flex(
         self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None

@@ -12,6 +12,7 @@ from ..._inductor import hint, known_true
 from ...fusion import LeftToStock
 from . import flex, torch_ops
 from .problem import Problem
+from .short import terms as short
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Choice:
     """What to emit.
 
     Attributes:
-        kernel: "sdpa" (its own choice of backend), "efficient" or "flex".
+        kernel: "sdpa" (its own choice of backend), "efficient", "flex" or "short".
         grouped: whether k and v keep their own heads.
         text: for reports.
     """
@@ -46,13 +47,18 @@ def choose(problem: Problem) -> Choice:
             raise LeftToStock(f"a function of the scores ({problem.stages[-1][0].function}): {unable}")
     if flexible and config.attention_kernel == "flex":
         return _choice("flex", problem)
+    is_short = config.attention_kernel in ("auto", "short") and not short.refused(problem)
+    if is_short and config.attention_kernel == "short":
+        return _choice("short", problem)
     fits: tuple[str, ...] = ("flex",)
     if not problem.stages:
         fits = available(problem)
         if flexible and _is_sparse(problem) and config.attention_kernel == "auto":
             fits += ("flex",)
+        if is_short:
+            fits += ("short",)
     if config.policy == "always":
-        return _choice("flex" if "flex" in fits and _preferred(problem) else "sdpa", problem)
+        return _choice(_proved(problem, fits), problem)
     if not fits:
         raise LeftToStock(f"no fused kernel takes this attention ({_why_math(problem)})")
     verdict = _measured(problem, fits)
@@ -90,6 +96,13 @@ def choose_for_call(problem: Problem, changed: bool) -> Choice:
     if not changed:
         raise LeftToStock(reason)
     return _choice("sdpa", problem)
+
+
+def _proved(problem: Problem, fits: tuple[str, ...]) -> str:
+    """The kernel where nothing is measured: SDPA is math where no fused kernel of it fits."""
+    if "flex" in fits and _preferred(problem):
+        return "flex"
+    return "short" if fits == ("short",) else "sdpa"
 
 
 def _choice(kernel: str, problem: Problem, note: str = "") -> Choice:
@@ -225,7 +238,7 @@ def _why_math(problem: Problem) -> str:
 
 
 def _text(problem: Problem, grouped: bool, kernel: str) -> str:
-    parts = [kernel if kernel == "flex" else "sdpa"]
+    parts = [kernel if kernel in ("flex", "short") else "sdpa"]
     parts += [stage.function for stage, _, _ in problem.stages]
     structure = problem.structure
     if kernel == "flex":

@@ -7,7 +7,7 @@ settled, and the mask algebra says what is left of the mask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +41,7 @@ class Problem:
         sink: a logit of each row, on (batch, heads, q or 1, 1), and what it is multiplied by.
         structure: the mask as a predicate, where all of it is one.
         output: the node whose users read the result.
+        overwritten: whether anything writes to the memory of a node, so that its value cannot be read anew.
         dtype: dtype of the kernel (that of autocast, where it is on).
         out_shape: shape of (*out_lead, q_len, v_dim), before `out_dims`.
         train: whether a gradient flows into q, k or v.
@@ -65,6 +66,7 @@ class Problem:
     sink: tuple[Operand, float] | None = None
     structure: Structure | None = None
     output: fx.Node | None = None
+    overwritten: Callable[[fx.Node], bool] = lambda node: True
 
     @property
     def bare_output(self) -> bool:
@@ -176,6 +178,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         sink=_sink(site, target, interpreter),
         structure=_structure(causal, terms, site, target, interpreter),
         output=site.output,
+        overwritten=interpreter.mutations.touch,
     )
 
 

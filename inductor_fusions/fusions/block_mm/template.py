@@ -106,7 +106,7 @@ def source(template: str, structure: Structure, block_k: int) -> str:
         block_k: most of K that one step takes.
     """
     text: str = (
-        _environment()
+        environment(FOLDER)
         .get_template(f"{template}.py.jinja")
         .render(names=structure.names, groups=_groups(structure, block_k))
     )
@@ -114,11 +114,12 @@ def source(template: str, structure: Structure, block_k: int) -> str:
 
 
 @functools.cache
-def _environment() -> Any:
+def environment(folder: Path) -> Any:
+    """What renders templates with << >> and [% %], and leaves {{ }} to Inductor."""
     import jinja2
 
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(FOLDER),
+        loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
         block_start_string="[%",
         block_end_string="%]",

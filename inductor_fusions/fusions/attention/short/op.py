@@ -1,0 +1,262 @@
+"""`inductor_fusions::short_attention` and its backward: eager and fake kernels, gradient, FLOPs.
+
+Nothing but the inputs is kept for the backward: a softmax over one tile is computed anew for less than
+reading it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .plan import MOST_KEYS
+
+
+@torch.library.custom_op("inductor_fusions::short_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    masks: list[Tensor],
+    numbers: list[float],
+    scale: float,
+    causal: bool,
+) -> Tensor:
+    check(q, k, v, masks, numbers)
+    weights = _scores(q, k, masks, numbers, scale, causal).softmax(-1)
+    return _result(q, v).copy_(weights @ v.to(weights.dtype))
+
+
+@torch.library.custom_op("inductor_fusions::short_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    masks: list[Tensor],
+    numbers: list[float],
+    scale: float,
+    causal: bool,
+    windows: int,
+) -> list[Tensor]:
+    """Gradients of q, k and v, and of the scores where `windows` is not 0.
+
+    The gradient of the scores is (parts, period, heads, queries, keys) in float32: each part is the sum over
+    `windows` samples that are a period apart (the last one over those that are left).
+    """
+    scores = _scores(q, k, masks, numbers, scale, causal)
+    weights = scores.softmax(-1)
+    wide = [t.to(scores.dtype) for t in (grad, q, k, v)]
+    grad, wide_q, wide_k, wide_v = wide
+    change = weights * (grad @ wide_v.mT - (weights * (grad @ wide_v.mT)).sum(-1, keepdim=True))
+    kept = _where_kept(change, masks)
+    made = [
+        _like(q).copy_(kept @ wide_k * scale),
+        _like(k).copy_(kept.mT @ wide_q * scale),
+        _like(v).copy_(weights.mT @ grad),
+    ]
+    if windows:
+        by_period = change.unflatten(0, (-1, period(masks)))
+        made.append(torch.stack([part.sum(0) for part in by_period.split(windows)]).to(_score_dtype(q)))
+    return made
+
+
+#: What graphs call.
+SHORT_ATTENTION: Any = torch.ops.inductor_fusions.short_attention.default
+SHORT_ATTENTION_BACKWARD: Any = torch.ops.inductor_fusions.short_attention_backward.default
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Tensor], numbers: Sequence[float]) -> None:
+    """Refuse arguments that do not fit together.
+
+    Raises:
+        ValueError: says which.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} of short_attention is (batch, heads, length, dim), not {tensor.dim()}-D"
+            )
+        if not tensor.is_floating_point() or tensor.dtype != q.dtype:
+            raise ValueError(
+                f"q, k and v of short_attention have one floating dtype; {name} is {tensor.dtype}"
+            )
+    for name, tensor in (("k", k), ("v", v)):
+        for dim, size in ((0, "batch"), (1, "number of heads")):
+            if tensor.shape[dim] != q.shape[dim]:
+                raise ValueError(
+                    f"{name} of short_attention has the {size} of q, {q.shape[dim]}, not {tensor.shape[dim]}"
+                )
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"k of short_attention has the head dim of q, {q.shape[3]}, not {k.shape[3]}")
+    if v.shape[2] != k.shape[2]:
+        raise ValueError(f"v of short_attention has the length of k, {k.shape[2]}, not {v.shape[2]}")
+    for name, length in (("q", q.shape[2]), ("k", k.shape[2])):
+        if length > MOST_KEYS:
+            raise ValueError(f"{name} of short_attention has at most {MOST_KEYS} rows, not {length}")
+    if len(masks) != len(numbers):
+        raise ValueError(f"short_attention takes one number for each of its {len(masks)} masks")
+    whole = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    for i, mask in enumerate(masks):
+        if mask.dim() != 4:
+            raise ValueError(f"masks[{i}] of short_attention is 4-D, not {mask.dim()}-D")
+    repeats = period(masks)
+    for i, mask in enumerate(masks):
+        if not (mask.is_floating_point() or mask.dtype == torch.bool):
+            raise ValueError(f"masks[{i}] of short_attention is floating or boolean, not {mask.dtype}")
+        if mask.shape[0] != q.shape[0] and (q.shape[0] % mask.shape[0] or repeats % mask.shape[0]):
+            raise ValueError(
+                f"the first size of masks[{i}] of short_attention, {mask.shape[0]}, divides the batch "
+                f"({q.shape[0]}) and the largest first size of a mask ({repeats})"
+            )
+        for dim in (1, 2, 3):
+            if mask.shape[dim] != 1 and mask.shape[dim] != whole[dim]:
+                raise ValueError(
+                    f"masks[{i}] of short_attention has {mask.shape[dim]} in dim {dim}, not 1 or {whole[dim]}"
+                )
+
+
+def period(masks: Sequence[Tensor]) -> Any:
+    """After how many samples the masks repeat."""
+    found: Any = 1
+    for mask in masks:
+        if mask.shape[0] > found:
+            found = mask.shape[0]
+    return found
+
+
+def _score_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _scores(
+    q: Tensor, k: Tensor, masks: Sequence[Tensor], numbers: Sequence[float], scale: float, causal: bool
+) -> Tensor:
+    """The masked scores, in float32 (float64 for float64)."""
+    dtype = _score_dtype(q)
+    scores = (q.to(dtype) @ k.to(dtype).mT) * scale
+    for mask, number in zip(masks, numbers, strict=True):
+        given = _repeated(mask, q.shape[0])
+        if mask.dtype == torch.bool:
+            scores = torch.where(given, scores, number)
+        else:
+            scores = scores + given.to(dtype) * number
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    return scores
+
+
+def _repeated(mask: Tensor, batch: int) -> Tensor:
+    """The mask of each sample: that of its number modulo the first size."""
+    return mask if mask.shape[0] == 1 else mask.repeat(batch // mask.shape[0], 1, 1, 1)
+
+
+def _where_kept(change: Tensor, masks: Sequence[Tensor]) -> Tensor:
+    """A gradient of scores where no mask has replaced them."""
+    for mask in masks:
+        if mask.dtype == torch.bool:
+            change = torch.where(_repeated(mask, change.shape[0]), change, 0.0)
+    return change
+
+
+def dense(batch: Any, heads: Any, length: Any, dim: Any) -> tuple[Any, ...]:
+    """Strides of (batch, heads, length, dim) whose heads lie beside each other, as projections want them."""
+    return (length * heads * dim, dim, heads * dim, 1)
+
+
+def _like(x: Tensor, dim: Any = None) -> Tensor:
+    shape = x.shape if dim is None else (*x.shape[:3], dim)
+    return x.new_empty_strided(shape, dense(*shape))
+
+
+def _result(q: Tensor, v: Tensor) -> Tensor:
+    return _like(q, v.shape[3])
+
+
+@_forward.register_fake
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, masks: list[Tensor], numbers: list[float], scale: float, causal: bool
+) -> Tensor:
+    check(q, k, v, masks, numbers)
+    return _result(q, v)
+
+
+@_backward.register_fake
+def _fake_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, masks: list[Tensor], numbers: list[float], scale: float,
+    causal: bool, windows: int,
+) -> list[Tensor]:  # fmt: skip
+    made = [_like(q), _like(k), _like(v)]
+    if windows:
+        repeats = period(masks)
+        parts = (q.shape[0] // repeats + windows - 1) // windows
+        made.append(q.new_empty((parts, repeats, q.shape[1], q.shape[2], k.shape[2]), dtype=_score_dtype(q)))
+    return made
+
+
+# -- gradient -------------------------------------------------------------------------------------
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, k, v, masks, ctx.numbers, ctx.scale, ctx.causal = inputs
+    ctx.save_for_backward(q, k, v, *masks)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    from .plan import windows_of
+
+    q, k, v, *masks = ctx.saved_tensors
+    wanted = list(ctx.needs_input_grad[3])
+    windows = windows_of(q.shape, k.shape[2], period(masks)) if any(wanted) else 0
+    dq, dk, dv, *change = SHORT_ATTENTION_BACKWARD(
+        grad, q, k, v, masks, ctx.numbers, ctx.scale, ctx.causal, windows
+    )
+    dmasks: list[Tensor | None] = [None] * len(masks)
+    if change:
+        total = change[0].sum(0)
+        for i in reversed(range(len(masks))):
+            if masks[i].dtype == torch.bool:
+                total = torch.where(_repeated(masks[i], total.shape[0]), total, 0.0)
+            elif wanted[i]:
+                dmasks[i] = _summed(total, masks[i].shape, ctx.numbers[i]).to(masks[i].dtype)
+    # An empty list of numbers looks like a list of tensors, which wants a list of gradients.
+    return dq, dk, dv, dmasks, None if masks else [], None, None
+
+
+def _summed(change: Tensor, shape: Sequence[Any], number: float) -> Tensor:
+    """The gradient of a mask from that of the scores of one period."""
+    if shape[0] != change.shape[0]:
+        change = change.unflatten(0, (-1, shape[0])).sum(0)
+    dims = [dim for dim in (1, 2, 3) if shape[dim] == 1 and change.shape[dim] != 1]
+    change = change.sum(dims, keepdim=True) if dims else change
+    return change if number == 1.0 else change * number
+
+
+_forward.register_autograd(_gradient, setup_context=_setup)
+
+
+# -- FLOPs ----------------------------------------------------------------------------------------
+
+
+def _scores_of(q: Any, k: Any) -> int:
+    return int(q[0] * q[1] * q[2] * k[2])
+
+
+@register_flop_formula(torch.ops.inductor_fusions.short_attention)
+def forward_flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> int:
+    """Two for each multiplication and addition of the two products."""
+    return 2 * _scores_of(q_shape, k_shape) * int(q_shape[3] + v_shape[3])
+
+
+@register_flop_formula(torch.ops.inductor_fusions.short_attention_backward)
+def backward_flops(
+    grad_shape: Any, q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any
+) -> int:
+    """Two for each multiplication and addition of the five products."""
+    return 2 * _scores_of(q_shape, k_shape) * int(3 * q_shape[3] + 2 * v_shape[3])

@@ -1,0 +1,392 @@
+"""Attention over short sequences: the operation, its kernels, and which attentions become it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from inductor_fusions import config, ops, testing
+from inductor_fusions.fusions.attention.short import plan, terms
+from inductor_fusions.fusions.attention.short.op import SHORT_ATTENTION, SHORT_ATTENTION_BACKWARD
+from tests.attention.short_interpreted import CASES as INTERPRETED
+from tests.attention.support import additive, cases, check, qkv, rand, scored, visible
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextlib.contextmanager
+def everywhere() -> Iterator[None]:
+    """The operation wherever it can be, on the CPU too."""
+    devices = mock.patch.object(terms, "DEVICES", frozenset({"cpu", "cuda"}))
+    with devices, config.patch(attention_kernel="short"):
+        yield
+
+
+# The operation -----------------------------------------------------------------------------------
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64).requires_grad_()
+
+
+def arguments(kind: str) -> tuple[Any, ...]:
+    """One call of each kind: q, k, v, masks, numbers, scale, causal."""
+    tensors = (leaf(4, 2, 3, 2), leaf(4, 2, 5, 2), leaf(4, 2, 5, 3))
+    bias, windows, row = leaf(1, 2, 3, 5), leaf(2, 1, 3, 5), leaf(4, 1, 1, 5)
+    keep = visible(2, 1, 3, 5)
+    masks, numbers = {
+        "plain": ([], []),
+        "masks of windows": ([bias, windows], [1.0, -2.0]),
+        "fill between biases": ([bias, keep, row], [1.0, -10.0, 1.0]),
+    }[kind]
+    return (*tensors, masks, numbers, 0.3, False)
+
+
+KINDS = ["plain", "masks of windows", "fill between biases"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_opcheck(kind: str) -> None:
+    given = arguments(kind)
+    torch.library.opcheck(SHORT_ATTENTION, given)
+    q, k, v, masks, *rest = given
+    fixed = [t.detach() for t in (torch.randn(4, 2, 3, 3).double(), q, k, v)]
+    torch.library.opcheck(SHORT_ATTENTION_BACKWARD, (*fixed, [m.detach() for m in masks], *rest, 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient(kind: str) -> None:
+    q, k, v, masks, *rest = arguments(kind)
+    floating = [m for m in masks if m.is_floating_point()]
+
+    def call(q: Any, k: Any, v: Any, *given: torch.Tensor) -> Any:
+        left = list(given)
+        return SHORT_ATTENTION(q, k, v, [left.pop(0) if m.is_floating_point() else m for m in masks], *rest)
+
+    assert torch.autograd.gradcheck(call, (q, k, v, *floating), fast_mode=True)
+
+
+def test_meaning() -> None:
+    q, k, v = (leaf(4, 2, 5, 3) for _ in range(3))
+    bias, keep = leaf(2, 2, 5, 5), visible(4, 1, 1, 5)
+    found = ops.short_attention(q, k, v, [bias, keep], causal=True)
+    scores = q @ k.mT * 3**-0.5 + bias.repeat(2, 1, 1, 1)
+    scores = scores.masked_fill(~keep, -math.inf).masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
+    torch.testing.assert_close(found, torch.softmax(scores, -1) @ v)
+
+
+def test_layout() -> None:
+    """Heads beside each other, so that a projection reads it without a copy."""
+    q, k, v = qkv(grad=False)
+    assert ops.short_attention(q, k, v).transpose(1, 2).is_contiguous()
+
+
+def test_flops() -> None:
+    q, k, v = qkv()
+    with FlopCounterMode(display=False) as counter:
+        ops.short_attention(q, k, v).sum().backward()
+    products = 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3]
+    assert counter.get_total_flops() == 7 * products
+
+
+def test_compiled_on_the_cpu() -> None:
+    """Without a kernel for the device, its own code runs, forward and backward."""
+    q, k, v = qkv()
+    bias = rand(1, 3, 7, 13)
+
+    def run(fn: Any) -> Any:
+        out = fn(q, k, v, bias)
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v, bias))
+
+    def fn(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return ops.short_attention(q, k, v, [bias])
+
+    for ours, eager in zip(run(torch.compile(fn)), run(fn), strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"q": torch.ones(4, 2, 3)}, "q of short_attention is .*not 3-D"),
+        ({"k": torch.ones(4, 2, 5, 8).half()}, "k is torch.float16"),
+        ({"k": torch.ones(4, 1, 5, 8)}, "k of short_attention has the number of heads of q, 2, not 1"),
+        ({"k": torch.ones(4, 2, 5, 4)}, "head dim of q, 8, not 4"),
+        ({"v": torch.ones(4, 2, 6, 8)}, "v of short_attention has the length of k, 5, not 6"),
+        ({"q": torch.ones(4, 2, 129, 8)}, "q of short_attention has at most 128 rows, not 129"),
+        ({"masks": [torch.ones(1, 1, 3, 5).int()]}, r"masks\[0\] .*floating or boolean, not torch.int32"),
+        ({"masks": [torch.ones(1, 1, 3, 4)]}, r"masks\[0\] of short_attention has 4 in dim 3, not 1 or 5"),
+        ({"masks": [torch.ones(3, 5)]}, r"masks\[0\] of short_attention is 4-D, not 2-D"),
+        ({"masks": [torch.ones(3, 1, 3, 5)]}, r"masks\[0\] of short_attention, 3, divides the batch"),
+        ({"masks": [torch.ones(1, 1, 3, 5)], "numbers": []}, "one number for each of its 1 masks"),
+    ],
+)
+def test_arguments_that_do_not_fit(change: dict[str, Any], says: str) -> None:
+    given = {"q": torch.ones(4, 2, 3, 8), "k": torch.ones(4, 2, 5, 8), "v": torch.ones(4, 2, 5, 8)}
+    with pytest.raises(ValueError, match=says):
+        ops.short_attention(**{**given, **change})
+
+
+# Its kernels -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, Any]:
+    """Errors of each case in Triton's interpreter, or what it raised."""
+    pytest.importorskip("triton")
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-m", "tests.attention.short_interpreted"]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_numbers(name: str, errors: dict[str, Any]) -> None:
+    """Half an ulp of float16, where it is the dtype of the result; float32 is multiplied exactly."""
+    found = errors[name]
+    assert isinstance(found, dict), found
+    case = INTERPRETED[name]
+    tensors = 1 if case.merged else 3
+    for key, error in found.items():
+        of_mask = key.startswith("grad") and int(key.split()[1]) >= tensors
+        exact = case.dtype == torch.float32 or of_mask
+        assert error < (2e-6 if exact else 5e-4), (key, found)
+
+
+SHAPES = {
+    "windows": ((4, 3, 49, 32), [("bias", 1, 3, 49, 49), ("fixed", 2, 1, 49, 49)], torch.bfloat16),
+    "windows, two at a time": (
+        (2048, 3, 49, 32), [("bias", 1, 3, 49, 49), ("fixed", 64, 1, 49, 49)], torch.bfloat16,
+    ),
+    "sentences": ((2, 12, 128, 64), [("keep", 2, 1, 1, 128)], torch.bfloat16),
+    "wide heads": ((2, 2, 128, 128), [("bias", 1, 2, 128, 128)], torch.bfloat16),
+    "odd": ((2, 2, 17, 80), [], torch.float16),
+    "float32": ((2, 2, 49, 32), [("bias", 1, 2, 49, 49)], torch.float32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_machine_code(shape: str, arch: int) -> None:
+    """One kernel each way, without a copy, that fits and does not spill."""
+    pytest.importorskip("triton")
+    from bench import cuda_codegen
+
+    (batch, heads, length, dim), kinds, dtype = SHAPES[shape]
+    if batch > 64 and arch != 90:
+        pytest.skip("one architecture is enough for the loop over samples")
+    # Few samples are computed here, by the same kernel.
+    several = mock.patch.object(plan, "windows_of", lambda *args: 2 if batch > 64 else 1)
+    batch = 256 if batch > 64 else batch
+    q, k, v = (
+        torch.randn(batch, length, heads, dim, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)
+    )
+    masks = [
+        torch.ones(size, dtype=torch.bool)
+        if kind == "keep"
+        else torch.zeros(size, dtype=dtype).requires_grad_(kind == "bias")
+        for kind, *size in kinds
+    ]
+
+    def fn(q: Any, k: Any, v: Any, *masks: Any) -> Any:
+        return ops.short_attention(q, k, v, masks).transpose(1, 2).flatten(2)
+
+    with several, config.patch(strict=True):
+        made = cuda_codegen.generate(fn, (q, k, v, *masks), train=True, arch=arch)
+    for module in made.modules:
+        assert not module.extern_calls
+        (kernel,) = [kernel for kernel in module.kernels if kernel.is_template]
+        copies = [name for name in module.launches if name != kernel.name and "sum" not in name]
+        assert not copies, module.launches
+        (found,) = cuda_codegen.compile_kernel(kernel.source, arch)
+        assert found.fits, str(found)
+        assert found.uses_mma or dtype == torch.float32
+
+
+# Who becomes it ----------------------------------------------------------------------------------
+
+LOWEST = torch.finfo(torch.float32).min
+BIAS = scored(lambda s, b: s * 0.3 + b)
+
+
+def windows(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
+    """A bias of each head, and a mask of each window that is the same for all images."""
+    count, length = mask.shape[0], mask.shape[-1]
+    scores = q @ k.mT * 0.3 + bias
+    scores = scores.view(-1, count, q.shape[1], length, length) + mask.unsqueeze(1).unsqueeze(0)
+    return torch.softmax(scores.view(-1, q.shape[1], length, length), -1) @ v
+
+
+def combined(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
+    """The same, where both are added up for every image first."""
+    count, length = mask.shape[0], mask.shape[-1]
+    mask = mask[None, :, None].expand(q.shape[0] // count, -1, -1, -1, -1).reshape(-1, 1, length, length)
+    return torch.softmax(q @ k.mT * 0.3 + (bias + mask), -1) @ v
+
+
+def window_inputs(batch: int = 6, count: int = 3, length: int = 7) -> tuple[torch.Tensor, ...]:
+    q, k, v = qkv(length, length, batch=batch)
+    mask = additive(visible(count, length, length), -100.0)
+    return q, k, v, rand(3, length, length).unsqueeze(0).detach().requires_grad_(), mask
+
+
+def masks_of(run: testing.Checked) -> list[tuple[int, ...]]:
+    """Shapes of the masks of the only call."""
+    (call,) = run.ours.calls("short_attention.default")
+    return [tuple(node.meta["example_value"].shape) for node in call.args[3]]
+
+
+FUSED: dict[str, tuple[Any, Any, list[tuple[int, ...]]]] = {
+    "plain": (scored(lambda s: s * 0.3), qkv, []),
+    "bias": (BIAS, lambda: (*qkv(), rand(3, 7, 13)), [(1, 3, 7, 13)]),
+    "windows": (windows, window_inputs, [(1, 3, 7, 7), (3, 1, 7, 7)]),
+    "windows that were added up": (combined, window_inputs, [(1, 3, 7, 7), (3, 1, 7, 7)]),
+    "one window": (windows, lambda: window_inputs(count=1), [(1, 3, 7, 7), (1, 1, 7, 7)]),
+    "padding": (BIAS, lambda: (*qkv(), additive(visible(2, 1, 1, 13))), [(2, 1, 1, 13)]),
+    "fill": (
+        scored(lambda s, m: torch.where(m, s, LOWEST)),
+        lambda: (*qkv(), visible(2, 1, 7, 13)),
+        [(2, 1, 7, 13)],
+    ),
+    "fill where hidden": (
+        scored(lambda s, m: s.masked_fill(m, LOWEST)),
+        lambda: (*qkv(), ~visible(2, 1, 7, 13)),
+        [(2, 1, 7, 13)],
+    ),
+    "fill before a bias": (
+        scored(lambda s, m, b: s.masked_fill(m, LOWEST) + b),
+        lambda: (*qkv(), ~visible(2, 1, 7, 13), rand(3, 7, 13)),
+        [(2, 1, 7, 13), (1, 3, 7, 13)],
+    ),
+}
+
+
+@cases(FUSED)
+def test_becomes_it(case: tuple[Any, Any, list[tuple[int, ...]]]) -> None:
+    fn, inputs, shapes = case
+    with everywhere():
+        run = check(fn, inputs(), kernel="short", fused=1)
+    assert masks_of(run) == shapes
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_rows_without_a_key(train: bool) -> None:
+    """A fill is applied as in the unfused graph, so such rows need no care."""
+    keep = visible(2, 1, 7, 13)
+    keep[:, :, 3] = False
+    with everywhere():
+        check(scored(lambda s, m: torch.where(m, s, LOWEST)), (*qkv(), keep), kernel="short", train=train)
+        check(BIAS, (*qkv(), additive(keep)), kernel="short", train=train)
+
+
+def test_mask_that_is_overwritten() -> None:
+    """What was added up is not read anew where its memory was written to."""
+
+    def fn(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
+        mask = mask * 1.0
+        total = bias + mask[None, :, None].expand(2, -1, -1, -1, -1).reshape(6, 1, 7, 7)
+        mask.zero_()
+        return torch.softmax(q @ k.mT * 0.3 + total, -1) @ v
+
+    with everywhere():
+        run = check(fn, window_inputs(), kernel="short", fused=1)
+    assert masks_of(run) == [(1, 3, 7, 7), (6, 1, 7, 7)]
+
+
+REFUSED = {
+    "too long": (scored(lambda s: s * 0.3), lambda: qkv(4, 65)),
+    "shared heads": (
+        lambda q, k, v: torch.softmax(q @ k.repeat_interleave(3, 1).mT, -1) @ v.repeat_interleave(3, 1),
+        lambda: qkv(kv_heads=1),
+    ),
+    "float64": (scored(lambda s: s * 0.3), lambda: qkv(dtype=torch.float64)),
+    "wide heads": (scored(lambda s: s * 0.3), lambda: qkv(dim=72)),
+}
+
+
+@cases(REFUSED)
+def test_does_not_become_it(case: tuple[Any, Any]) -> None:
+    fn, inputs = case
+    with everywhere():
+        run = testing.capture(fn, *inputs(), backend=testing.EAGER_AFTER_PASSES)
+    assert len(run.fused) == 1 and not run.calls("short_attention.default")
+
+
+def test_symbolic_lengths() -> None:
+    with everywhere():
+        check(BIAS, (*qkv(), additive(visible(2, 1, 1, 13))), kernel="sdpa", dynamic=True)
+
+
+def test_swin() -> None:
+    """Shifted windows of a whole model: no mask of every image is written."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("triton")
+    from bench import cuda_codegen
+
+    options = transformers.SwinConfig(
+        image_size=32,
+        patch_size=2,
+        embed_dim=16,
+        depths=[2],
+        num_heads=[2],
+        window_size=4,
+        drop_path_rate=0.0,
+    )
+    model = transformers.SwinModel._from_config(options, attn_implementation="eager").eval()
+    pixels = torch.randn(2, 3, 32, 32)
+    with everywhere():
+        check(model, (pixels,), kernel="short", fused=2)
+        with config.patch(strict=True), torch.no_grad():
+            made = cuda_codegen.generate(lambda x: model(x)[0], (pixels,))
+    found = [kernel for kernel in made.kernels if kernel.is_template]
+    assert len(found) == 2
+    assert ["MASK1" in kernel.source for kernel in found] == [False, True]
+    assert "// period" in found[1].source and "period = 16" in found[1].source
+
+
+# On a GPU ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("length", [7, 49, 64, 100, 128])
+def test_on_the_device(length: int, dtype: torch.dtype) -> None:
+    if length > plan.MOST_KEYS_IN_KERNEL[dtype.itemsize]:
+        pytest.skip("more keys than the kernel takes")
+
+    def fn(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
+        return windows(q, k, v, bias, mask)
+
+    q, k, v = (
+        torch.randn(64, length, 4, 32, device="cuda", dtype=dtype).transpose(1, 2).requires_grad_()
+        for _ in range(3)
+    )
+    bias = torch.randn(1, 4, length, length, device="cuda", dtype=dtype).requires_grad_()
+    mask = torch.where(torch.rand(16, length, length, device="cuda") < 0.3, -100.0, 0.0).to(dtype)
+    with config.patch(attention_kernel="short", policy="always"):
+        testing.check(fn, (q, k, v, bias, mask), kernel="short", fused=1)
+
+
+@pytest.mark.gpu
+def test_gradient_of_a_bias_repeats_bitwise() -> None:
+    q, k, v = (torch.randn(512, 4, 49, 32, device="cuda").bfloat16().requires_grad_() for _ in range(3))
+    bias = torch.randn(1, 4, 49, 49, device="cuda").requires_grad_()
+    call = torch.compile(lambda: ops.short_attention(q, k, v, [bias]).float().square().sum())
+    first = torch.autograd.grad(call(), (q, k, v, bias))
+    for _ in range(20):
+        for one, other in zip(torch.autograd.grad(call(), (q, k, v, bias)), first, strict=True):
+            assert torch.equal(one, other)

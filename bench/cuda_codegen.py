@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
+import ctypes
 import functools
 import importlib
 import importlib.util
@@ -113,11 +115,13 @@ class Module:
         wrapper: the Python module that launches the kernels.
         graph: the graph it was written for, after the post-grad passes.
         is_backward: whether it is a backward.
+        bytes_accessed: read and written by all kernels and extern calls, as Inductor counts them.
     """
 
     wrapper: str
     graph: fx.Graph
     is_backward: bool
+    bytes_accessed: int = 0
 
     @functools.cached_property
     def kernels(self) -> list[Kernel]:
@@ -244,7 +248,6 @@ def _inner_compile(
     **kwargs: Any,
 ) -> Any:
     from functorch.compile import make_boxed_func
-    from torch._inductor import compile_fx
 
     moved, inputs = on_cuda(gm, example_inputs)
     if change is not None:
@@ -252,23 +255,35 @@ def _inner_compile(
             if isinstance(module, fx.GraphModule):
                 change(module.graph)
                 module.recompile()
-    is_backward = bool(kwargs.get("is_backward"))
-    kwargs.pop("cudagraphs", None)
-
-    def keep(graph_lowering: Any, lines: Any) -> Any:
-        text = getattr(lines, "value", lines)
-        found.modules.append(Module(text, graph_lowering.orig_gm.graph, is_backward))
-        return types.SimpleNamespace(
-            __file__="generated", call=None, runner=types.SimpleNamespace(call=None, partitions=None)
-        )
-
-    stubs = pretended(DEVICES[arch], prefer), _stub_module_load(keep), _config_patch(config)
-    with stubs[0], stubs[1], stubs[2], contextlib.suppress(_Done):
-        compile_fx.compile_fx_inner(moved, inputs, cudagraphs=None, **kwargs)
+    with pretended(DEVICES[arch], prefer), _config_patch(config):
+        written = write(moved, inputs, **kwargs)
+    found.modules.append(written)
     if interpreted:
-        written = found.modules[-1]
         return make_boxed_func(lambda *values: interpret(written, values))
     return make_boxed_func(gm.forward)
+
+
+def write(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Module:
+    """What Inductor writes for a graph of aten operations; nothing of it is compiled or loaded.
+
+    Args:
+        gm: the graph, which the post-grad passes change.
+        inputs: fake tensors and sizes, as Inductor's inner compile gets them.
+        **kwargs: of the inner compile.
+    """
+    from torch._inductor import compile_fx
+
+    kwargs.pop("cudagraphs", None)
+    is_backward = bool(kwargs.get("is_backward"))
+    found: list[Module] = []
+
+    def keep(lowering: Any, lines: Any) -> None:
+        count = sum(node.get_read_write_buffers_sizes() for node in lowering.scheduler.nodes)
+        found.append(Module(getattr(lines, "value", lines), lowering.orig_gm.graph, is_backward, int(count)))
+
+    with _stub_module_load(keep), contextlib.suppress(_Done):
+        compile_fx.compile_fx_inner(gm, inputs, cudagraphs=None, **kwargs)
+    return found[-1]
 
 
 class _Done(BaseException):
@@ -276,7 +291,7 @@ class _Done(BaseException):
 
 
 @contextlib.contextmanager
-def _stub_module_load(keep: Callable[[Any, Any], Any]) -> Iterator[None]:
+def _stub_module_load(keep: Callable[[Any, Any], None]) -> Iterator[None]:
     from torch._inductor.graph import GraphLowering
 
     def stop(self: Any, lines: Any) -> Any:
@@ -308,10 +323,9 @@ def _no_parallel_compile() -> Iterator[None]:
 
 def on_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:
     """A copy of a graph with everything on a device ("cuda:0"), and fake inputs for it."""
-    import copy
-
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+    _register_guard()
     values = [n.meta.get("val") for n in gm.graph.nodes]
     leaves = [v for v in [*pytree.tree_leaves(values), *example_inputs] if isinstance(v, FakeTensor)]
     mode = leaves[0].fake_mode if leaves else FakeTensorMode()
@@ -323,9 +337,7 @@ def on_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.Graph
         with mode:
             return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
 
-    # Parameters and constants that the graph holds are only looked at, so fakes would do; but deep copies
-    # of fakes lose their mode. A shallow copy of the modules keeps them.
-    moved = copy.deepcopy(gm)
+    moved = copied(gm)
     for module in moved.modules():
         if isinstance(module, fx.GraphModule):
             _rewrite_devices(module)
@@ -338,6 +350,15 @@ def on_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.Graph
     ]
     _propagate(moved, mode, inputs)
     return moved, inputs
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph and of those inside it, with the same tensors: they are only looked at, and a deep copy
+    of a fake loses its mode."""
+    held = [*gm.parameters(), *gm.buffers()]
+    held += [t for module in gm.modules() for t in vars(module).values() if isinstance(t, torch.Tensor)]
+    moved: fx.GraphModule = copy.deepcopy(gm, {id(t): t for t in held})
+    return moved
 
 
 def _rewrite_devices(module: fx.GraphModule) -> None:
@@ -358,17 +379,6 @@ def _propagate(module: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> None
             return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda:0")
 
     class Prop(FakeTensorProp):
-        def run_node(self, n: fx.Node) -> Any:
-            before = n.meta.get("val")
-            try:
-                return super().run_node(n)
-            except RuntimeError:
-                # Where C++ wants a guard of a device that this build of torch has not: as on the CPU.
-                if before is None:
-                    raise
-                n.meta["val"] = pytree.tree_map_only(torch.Tensor, move, before)
-                return n.meta["val"]
-
         def fetch_attr(self, target: str) -> Any:
             value = super().fetch_attr(target)
             if not isinstance(value, torch.Tensor):
@@ -379,6 +389,30 @@ def _propagate(module: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> None
 
 
 # A device that does not exist ------------------------------------------------------------------------
+
+_GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+static const c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
+static const c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, &guard);
+"""
+
+
+@functools.cache
+def _register_guard() -> None:
+    """Let C++ switch to a CUDA device where there is none: many operations do so before they look at fakes."""
+    if torch.cuda.is_available():
+        return
+    root = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(prefix="cuda_codegen_") as folder:
+        source, library = Path(folder) / "guard.cpp", Path(folder) / "guard.so"
+        source.write_text(_GUARD)
+        command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O0", "-shared", "-fPIC", str(source)]
+        command += [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10", "-o", str(library)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        if done.returncode != 0:
+            raise RuntimeError(f"no guard of a CUDA device: {' '.join(command)}\n{done.stderr}")
+        ctypes.CDLL(str(library))
+
 
 #: Modules whose cached answers depend on the device.
 _CACHED_IN = (
@@ -468,33 +502,8 @@ def pretended(device: Device, prefer: Callable[[str], float] | None = None) -> I
         stack.enter_context(
             mock.patch.object(selector, "make_precompile_fn", lambda *a, **k: lambda *b, **c: None)
         )
-        stack.enter_context(_no_copies())
         _forget_answers()
         stack.callback(_forget_answers)
-        yield
-
-
-@contextlib.contextmanager
-def _no_copies() -> Iterator[None]:
-    """Fakes on a CUDA device cannot be copied without the device; where a copy only serves its strides."""
-    from torch._inductor.fx_passes import reinplace
-
-    # Not an import: in the package, the name of the module is the operation.
-    flex: Any = sys.modules.get("torch._higher_order_ops.flex_attention")
-
-    def scattered(inp: torch.Tensor, src: Any, view_ops: Any) -> torch.Tensor:
-        return inp.new_empty_strided(inp.shape, inp.stride())
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(reinplace, "_inplace_generalized_scatter", scattered))
-        if flex is not None:
-            from torch._inductor.ir import get_fill_order
-
-            def permuted(out: torch.Tensor, strides: Any) -> torch.Tensor:
-                order = get_fill_order(strides)
-                return out.new_empty_strided(out.shape, flex._construct_strides(out.shape, order))
-
-            stack.enter_context(mock.patch.object(flex, "_permute_strides", permuted))
         yield
 
 

@@ -353,8 +353,9 @@ def on_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.Graph
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph and of those inside it, with the same tensors: they are only looked at, and a deep copy
-    of a fake loses its mode."""
+    """A copy of a graph and of those inside it, with the same tensors.
+
+    They are only looked at, and a deep copy of a fake loses its mode."""
     held = [*gm.parameters(), *gm.buffers()]
     held += [t for module in gm.modules() for t in vars(module).values() if isinstance(t, torch.Tensor)]
     moved: fx.GraphModule = copy.deepcopy(gm, {id(t): t for t in held})
@@ -399,7 +400,7 @@ static const c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA
 
 @functools.cache
 def _register_guard() -> None:
-    """Let C++ switch to a CUDA device where there is none: many operations do so before they look at fakes."""
+    """Let C++ switch to a CUDA device where there is none, as many operations do before they see fakes."""
     if torch.cuda.is_available():
         return
     root = Path(torch.__file__).parent

@@ -8,17 +8,18 @@ training, in one dtype, compiled by one version of torch for one device. It hold
     extern    calls of other libraries, by name: matrix products, attention
     bytes     read and written by all of them, as Inductor counts them
 
-`INDUCTOR_FUSIONS_POLICY=always`: what is proved is fused, whatever a table of measurements says, so that a row
-changes with the code and with torch alone. CUDA is a device that does not exist (`bench.cuda_codegen`). There
-attention is decided as on a CPU, because that is settled before the graph is moved; attention calls are counted
-under one name, since which kernel SDPA takes is not known without a GPU.
+`INDUCTOR_FUSIONS_POLICY=always`: what is proved is fused, whatever a table of measurements says, so that a
+row changes with the code and with torch alone. CUDA is a device that does not exist (`bench.cuda_codegen`):
+attention is decided as on a CPU, because that is settled before the graph is moved there, and attention
+calls are counted under one name, since which kernel SDPA takes is not known without a GPU.
 
-A row is worse where a fusion has fewer sites, or where there are more kernels, extern calls or bytes; it is stale
-where it only gained. Rewriting the file accepts both, and the diff is what is reviewed.
+A row is worse where a fusion has fewer sites, or where there are more kernels, extern calls or bytes.
+Rewriting the file accepts that, and the diff is what is reviewed.
 
     python -m bench.ledger                  # rewrite the rows of this torch: make ledger
-    python -m bench.ledger --check          # exit 1, with the rows named, where one is worse or stale
-    python -m bench.ledger --check --quick  # one dtype, the models of QUICK: a minute; what the tests run
+    python -m bench.ledger --missing        # only add those of new models
+    python -m bench.ledger --check          # exit 1, with the rows named, where one is worse
+    python -m bench.ledger --check --quick  # one dtype, the models of QUICK: what the tests run
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import re
 import sys
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -45,7 +46,8 @@ from torch import fx
 
 import inductor_fusions
 from bench import cuda_codegen, models
-from bench.common import Json, Progress
+from bench.common import Json, Progress, one_line
+from bench.pool import run_tasks
 from inductor_fusions import reporting
 
 PATH = Path(__file__).with_name("ledger.json")
@@ -69,10 +71,24 @@ _WIDTHS = "hidden_size intermediate_size n_embd n_inner d_model d_ff ffn_dim wor
 
 @dataclass(frozen=True)
 class Entry:
-    """One model to compile: `name` is that of its rows."""
+    """One model to compile."""
 
-    name: str
     case: models.Case
+
+    @property
+    def name(self) -> str:
+        """As in the names of its rows."""
+        return f"{self.case.name} {self.mode} {self.case.dtype}"
+
+    @property
+    def mode(self) -> str:
+        """ "inference" or "training"."""
+        return "training" if self.case.train else "inference"
+
+    def header(self, device: str) -> Json:
+        """What names a row."""
+        names = {"model": self.case.name, "mode": self.mode, "dtype": self.case.dtype}
+        return {**names, "device": device, "torch": series()}
 
 
 def entries(quick: bool = False) -> list[Entry]:
@@ -86,9 +102,8 @@ def entries(quick: bool = False) -> list[Entry]:
         for train in trains:
             for dtype in DTYPES[:1] if quick else DTYPES:
                 small = replace(models.quick_case(case), name=load, train=train, dtype=dtype, mode="default")
-                name = f"{load} {'training' if train else 'inference'} {dtype}"
                 if not quick or load in QUICK:
-                    found.setdefault(name, Entry(name, small))
+                    found.setdefault(Entry(small).name, Entry(small))
     return list(found.values())
 
 
@@ -96,6 +111,8 @@ def narrow(case: models.Case, quick: bool) -> tuple[str, Json]:
     """The configuration of a case, in the sizes of its quick form, with few heads of the same head dim."""
     architecture, values = models_config(case, True)
     heads = next((values[n] for n in _HEADS if isinstance(values.get(n), int)), HEADS)
+    if "depths" in values:  # one stage, with and without shifted windows
+        values |= {"depths": [2], "num_heads": [HEADS], "embed_dim": 32 * HEADS}
     if heads > HEADS:
         for name in (*_HEADS, *_WIDTHS):
             if isinstance(values.get(name), int):
@@ -202,25 +219,189 @@ def extern_name(call: str) -> str:
     return name
 
 
-def measure(entry: Entry) -> dict[str, Json]:
-    """The rows of a model, by key."""
-    return {key(entry.name, device): each.row() for device, each in compiled(entry).items()}
-
-
 # The file ----------------------------------------------------------------------------------------------
 
 
 def versions() -> dict[str, str]:
-    """What rows are compared under: the versions of torch and of what writes the models' graphs."""
-    found = {name: metadata.version(name).partition("+")[0] for name in PACKAGES}
-    return {"torch": found.pop("torch"), **found}
+    """What decides the rows of a series of torch besides this package."""
+    return {name: metadata.version(name).partition("+")[0] for name in PACKAGES}
 
 
-def series(version: str) -> str:
-    """ "2.13.0+cpu" -> "2.13" """
-    return ".".join(version.split(".")[:2])
+def series() -> str:
+    """The torch of this process: "2.13"."""
+    return ".".join(str(torch.__version__).split(".")[:2])
 
 
-def key(name: str, device: str) -> str:
-    """The name of a row, without the version of torch."""
-    return f"{name} {device}"
+def measure(entry: Entry) -> list[Json]:
+    """The rows of a model: one for each device."""
+    found = compiled(entry)
+    return [{**entry.header(device), **each.row()} for device, each in found.items()]
+
+
+def key(row: Mapping[str, Any]) -> str:
+    """The name of a row."""
+    return " ".join(str(row[name]) for name in ("model", "mode", "dtype", "device", "torch"))
+
+
+def read(path: Path = PATH) -> tuple[dict[str, dict[str, str]], dict[str, Json]]:
+    """The versions of each series of torch, and the rows by key."""
+    if not path.exists():
+        return {}, {}
+    data = json.loads(path.read_text("utf-8"))
+    return data["versions"], {key(row): row for row in data["rows"]}
+
+
+def save(path: Path, known: Mapping[str, Mapping[str, str]], rows: Iterable[Json]) -> None:
+    """Write the file, a row a line, so that diffs can be read."""
+    head = json.dumps({"schema": 1, "versions": dict(sorted(known.items()))}, indent=1)
+    lines = ",\n".join("  " + json.dumps(row) for row in sorted(rows, key=key))
+    path.write_text(head[:-2] + ',\n "rows": [\n' + lines + "\n ]\n}\n", "utf-8")
+
+
+# Comparing ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a row of the ledger lost and gained."""
+
+    row: str
+    worse: tuple[str, ...] = ()
+    better: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.row}: " + "; ".join([*self.worse, *(f"{text} (a gain)" for text in self.better)])
+
+
+def compare(old: Json | None, new: Json) -> Change:
+    """What became of a row; one that the ledger lacks is worse, so that it is written down."""
+    name = key(new)
+    if old is None:
+        return Change(name, worse=("not in the ledger",))
+    worse, better = [], []
+    for fusion in sorted({*old["sites"], *new["sites"]}):
+        before, after = old["sites"].get(fusion, 0), new["sites"].get(fusion, 0)
+        if before != after:
+            (worse if after < before else better).append(f"{fusion}: {before} -> {after} sites fused")
+    for what, count in (("kernels", _kernels), ("extern calls", _extern), ("bytes", _bytes)):
+        before, after = count(old), count(new)
+        if before != after:
+            (worse if after > before else better).append(f"{what}: {before:,} -> {after:,}")
+    return Change(name, tuple(worse), tuple(better))
+
+
+def _kernels(row: Json) -> int:
+    return int(row["kernels"])
+
+
+def _extern(row: Json) -> int:
+    return sum(row["extern"].values())
+
+
+def _bytes(row: Json) -> int:
+    return int(row["bytes"])
+
+
+def unlike(known: Mapping[str, Mapping[str, str]]) -> str:
+    """Why the rows of this torch cannot be compared here; empty if they can."""
+    recorded, here = known.get(series()), versions()
+    if recorded is None:
+        return f"the ledger has no rows of torch {series()}"
+    other = [
+        f"{name} {here[name]}, not {recorded.get(name)}"
+        for name in PACKAGES
+        if here[name] != recorded.get(name)
+    ]
+    return f"other versions than the ledger's: {', '.join(other)}" if other else ""
+
+
+# The command -------------------------------------------------------------------------------------------
+
+
+def set_up(threads: int = 1) -> None:
+    """Settings of a process that measures."""
+    torch.set_num_threads(threads)
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    logging.getLogger("inductor_fusions").setLevel(logging.ERROR)
+
+
+def work(entry: Entry, lock: Path) -> tuple[list[Json] | str, bool]:
+    """In a worker: the rows of a model, or why there are none."""
+    set_up()
+    try:
+        return measure(entry), True
+    except Exception as error:
+        return one_line(error, 300), True
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.ledger", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument("--file", type=Path, default=PATH, help="the ledger; default: bench/ledger.json")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a row is worse")
+    parser.add_argument("--quick", action="store_true", help=f"one dtype of {', '.join(QUICK)}")
+    parser.add_argument("--only", type=re.compile, help="only models whose name matches this expression")
+    parser.add_argument("--missing", action="store_true", help="only rows that the ledger lacks")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--list", action="store_true", help="name the models and stop")
+    options = parser.parse_args()
+    known, rows = read(options.file)
+    todo = [each for each in entries(options.quick) if not options.only or options.only.search(each.name)]
+    if options.missing:
+        todo = [each for each in todo if any(key(each.header(device)) not in rows for device in DEVICES)]
+    if options.list:
+        print(*(each.name for each in todo), sep="\n")
+        return
+    different = unlike(known)
+    if different and options.check:
+        raise SystemExit(f"{different}: run python -m bench.ledger with this torch first")
+    whole = not (options.quick or options.only or options.missing)
+    if different and not whole and series() in known:
+        raise SystemExit(f"{different}: rewrite all rows of torch {series()}")
+    changes, failed = run(todo, rows, options.jobs)
+    for change in changes:
+        if change.worse or change.better:
+            print(("worse: " if change.worse else "gained: ") + str(change))
+    worse = sum(bool(change.worse) for change in changes)
+    gained = sum(bool(change.better) and not change.worse for change in changes)
+    print(f"{len(changes)} rows of torch {series()}: {worse} worse, {gained} gained")
+    for name, why in failed.items():
+        print(f"failed: {name}: {why}")
+    if not options.check and not failed:
+        known[series()] = versions()
+        kept = rows.values()
+        if whole:  # rows of models that are gone go
+            there = {key(each.header(device)) for each in todo for device in DEVICES}
+            kept = [row for name, row in rows.items() if row["torch"] != series() or name in there]
+        save(options.file, known, kept)
+        print(f"written: {options.file}")
+    elif gained and not worse:
+        print("make ledger writes the gains down, so that they cannot be lost unseen")
+    sys.exit(1 if failed or (worse and options.check) else 0)
+
+
+def run(todo: Sequence[Entry], rows: dict[str, Json], jobs: int) -> tuple[list[Change], dict[str, str]]:
+    """Measure models and put their rows in place of the old ones.
+
+    Returns:
+        What became of each row, and why models failed.
+    """
+    changes: list[Change] = []
+    failed: dict[str, str] = {}
+    with Progress(len(todo)) as progress:
+        for entry, answer in run_tasks(work, todo, jobs, lambda: True, lambda: float("inf")):
+            if not isinstance(answer, list):
+                failed[entry.name] = answer or "the process died"
+                progress.step(f"{entry.name}: {failed[entry.name]}")
+                continue
+            for row in answer:
+                changes.append(compare(rows.get(key(row)), row))
+                rows[key(row)] = row
+            progress.step(entry.name)
+    return sorted(changes, key=lambda change: change.row), failed
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,8 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 FUZZ_ARGS ?=
+GATE_ARGS ?=
+LEDGER_ARGS ?=
 
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
@@ -39,7 +41,7 @@ tool = $(2)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint typecheck unit bench fuzz clean
+.PHONY: help demo test lint typecheck unit bench gate ledger docs fuzz clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +66,15 @@ unit: $(READY) ## the tests alone
 
 bench: $(READY_BENCH) ## the benchmarks, stock beside fused
 	$(PY) -m pytest bench --benchmark-only --benchmark-columns=median,iqr,rounds $(BENCH_ARGS)
+
+gate: $(READY_BENCH) ## whole models and operations, stock beside fused; GATE_ARGS='--compare old.json'
+	$(PY) -m inductor_fusions bench $(GATE_ARGS)
+
+ledger: $(READY) ## count anew what is compiled for each model: bench/ledger.json
+	$(PY) -m bench.ledger $(LEDGER_ARGS)
+
+docs: $(READY) ## write what the results say into the documentation
+	$(PY) -m bench.docs
 
 fuzz: $(READY) ## random programs for hours; FUZZ_ARGS='--examples 500 --seed 1' for less
 	$(PY) -m tests.fuzz $(FUZZ_ARGS)

@@ -55,4 +55,4 @@ def _root(
 
 
 # The commands add themselves to `app`, in the order of --help.
-from . import environment, explaining, running, demoing  # noqa: E402, F401, I001
+from . import environment, explaining, running, demoing, benching  # noqa: E402, F401, I001

@@ -1,0 +1,479 @@
+"""What the suites of `python -m inductor_fusions bench` compile: operations and blocks.
+
+They are written as models write them. Whole models are those of `bench.models`.
+
+    attention     softmax(q @ kT + mask) @ v: the rows of `bench.tune_attention`
+    projections   linears that share an input, gated MLPs, a linear and its activation
+    lora          a frozen linear with a low-rank adapter
+    blocks        layers of an encoder and of a decoder
+
+Variants of a case:
+
+    stock      torch.compile
+    fused      the same with inductor_fusions, under its policy in force
+    autotuned  stock with max-autotune, where asked for
+    limit      what someone can write by hand: SDPA told that it is causal, one product on concatenated
+               weights, the frozen linear alone
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench import tune_attention as tune
+from bench.common import DTYPES, relative_error
+
+Tensors = tuple[torch.Tensor, ...]
+Errors = dict[str, float]
+
+
+class Work(Protocol):
+    """A case on a device: inputs, what is compiled, one step of it, and how its result is judged.
+
+    Attributes:
+        hands: variants besides stock, of their own source: "limit" where there is one.
+        sets: number of sets of inputs; small ones are taken in turn, so that caches do not hold them.
+        flops: floating-point operations of a step.
+        nbytes: bytes that a step has to read and write at least.
+    """
+
+    hands: tuple[str, ...]
+    sets: int
+    flops: float
+    nbytes: int
+
+    def function(self, variant: str) -> Callable[..., Any]:
+        """What is compiled."""
+
+    def step(self, variant: str, compiled: Callable[..., Any], which: int) -> Tensors:
+        """Outputs, and in training the gradients, on one of the sets."""
+
+    def errors(self, run: Callable[[], Tensors]) -> Errors:
+        """Relative errors against float64 of what a run on the first set gives."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case of a suite.
+
+    Attributes:
+        suite, name: what it is called.
+        dtype: a key of `bench.common.DTYPES`.
+        train: forward and backward, else the forward alone.
+        make: the work on a device.
+        line: cases of the same line differ in `length` alone, and make a curve over it.
+        quick: whether it is in the quick selection.
+    """
+
+    suite: str
+    name: str
+    dtype: str
+    train: bool
+    make: Callable[[str], Work]
+    line: str = ""
+    length: int = 0
+    quick: bool = False
+
+
+# Attention ---------------------------------------------------------------------------------------------
+
+
+class AttentionWork:
+    """A row of `bench.tune_attention`."""
+
+    def __init__(self, row: tune.Row, device: str) -> None:
+        self.row = row
+        first = tune.allocate(row, device)
+        self._inputs = [first] if first.nbytes() > tune.SMALL_INPUTS else [first, tune.allocate(row, device)]
+        for seed, inputs in enumerate(self._inputs):
+            tune.fill(row, inputs, seed)
+        self._expected: Any = None
+        self.sets = len(self._inputs)
+        self.hands = ("limit",)
+        products = 4.0 * row.batch * row.heads * row.q_len * row.kv_len * row.head_dim
+        self.flops = products * (3.5 if row.train else 1.0) * (0.5 if row.mask == "causal" else 1.0)
+        self.nbytes = sum(x.nbytes for x in first.qkv) + first.cotangent.nbytes
+        self.nbytes += sum(x.nbytes for x in first.fused_masks)
+        self.nbytes *= 2 if row.train else 1
+
+    def function(self, variant: str) -> Callable[..., torch.Tensor]:
+        return partial(tune.fused, self.row, False) if variant == "limit" else partial(tune.unfused, self.row)
+
+    def step(self, variant: str, compiled: Callable[..., torch.Tensor], which: int) -> Tensors:
+        row, inputs = self.row, self._inputs[which]
+        with torch.set_grad_enabled(row.train):
+            out = compiled(*inputs.arguments("sdpa" if variant == "limit" else "unfused"))
+            if not row.train:
+                return (out,)
+            return (out, *torch.autograd.grad(out, inputs.leaves(row), inputs.cotangent))
+
+    def errors(self, run: Callable[[], Tensors]) -> Errors:
+        if self._expected is None:
+            self._expected = tune.reference(self.row, self._inputs[0])
+        return tune.check(self.row, run, *self._expected)
+
+
+def attention(rows: Iterable[tune.Row], quick: bool = False, line: str = "") -> list[Case]:
+    """Cases of the attention suite; with a `line`, one curve over the key length."""
+    return [
+        Case("attention", f"attention {row.key}", row.dtype, row.train, partial(AttentionWork, row),
+             line, row.kv_len if line else 0, quick)
+        for row in rows
+    ]  # fmt: skip
+
+
+# Modules -----------------------------------------------------------------------------------------------
+
+
+class ModuleWork:
+    """A module, and where there is one the same written by hand with its weights.
+
+    Args:
+        make: the module.
+        by_hand: from the module, what someone would write for speed.
+        shape: of its one input, whose last dim is the width.
+        dtype: of weights and input.
+        train: whether there is a backward; parameters that require a gradient get one.
+        device: where.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], nn.Module],
+        by_hand: Callable[[Any], Callable[..., Any]] | None,
+        shape: Sequence[int],
+        dtype: str,
+        train: bool,
+        device: str,
+    ) -> None:
+        torch.manual_seed(0)
+        self.train = train
+        with torch.device(device):
+            self.module = make().to(DTYPES[dtype]).train(train)
+            inputs = [torch.randn(*shape, dtype=DTYPES[dtype], requires_grad=train) for _ in range(2)]
+        if not train:
+            self.module.requires_grad_(False)
+        size = inputs[0].nbytes + sum(p.nbytes for p in self.module.parameters())
+        self._inputs = inputs[:1] if size > tune.SMALL_INPUTS else inputs
+        self.sets = len(self._inputs)
+        self._by_hand = by_hand(self.module) if by_hand is not None else None
+        self.hands = ("limit",) if by_hand is not None else ()
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            outputs = _tuple(self.module(inputs[0]))
+        self._cotangents = [torch.randn_like(out) for out in outputs]
+        self.flops = float(counter.get_total_flops()) * (3 if train else 1)
+        self.nbytes = (size + sum(out.nbytes for out in outputs)) * (2 if train else 1)
+        self._expected: Tensors | None = None
+
+    def function(self, variant: str) -> Callable[..., Any]:
+        return self._by_hand if variant == "limit" and self._by_hand is not None else self.module
+
+    def _leaves(self, module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x, *(p for p in module.parameters() if p.requires_grad)]
+
+    def step(self, variant: str, compiled: Callable[..., Any], which: int) -> Tensors:
+        return self._step(compiled, self.module, self._inputs[which], self._cotangents)
+
+    def _step(
+        self,
+        function: Callable[..., Any],
+        module: nn.Module,
+        x: torch.Tensor,
+        cotangents: Sequence[torch.Tensor],
+    ) -> Tensors:
+        with torch.set_grad_enabled(self.train):
+            outputs = _tuple(function(x))
+            if not self.train:
+                return outputs
+            return (*outputs, *torch.autograd.grad(outputs, self._leaves(module, x), cotangents))
+
+    def errors(self, run: Callable[[], Tensors]) -> Errors:
+        if self._expected is None:
+            exact = copy.deepcopy(self.module).double()
+            x = self._inputs[0].detach().double().requires_grad_(self.train)
+            self._expected = self._step(exact, exact, x, [c.double() for c in self._cotangents])
+        outputs = len(self._cotangents)
+        pairs = [relative_error(x, y) for x, y in zip(run(), self._expected, strict=True)]
+        found = {"out": max(pairs[:outputs])}
+        return found | ({"grad": max(pairs[outputs:])} if self.train else {})
+
+
+def _tuple(outputs: Any) -> Tensors:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def modules(
+    suite: str,
+    name: str,
+    make: Callable[[], nn.Module],
+    shape: Sequence[int],
+    dtype: str,
+    by_hand: Callable[[Any], Callable[..., Any]] | None = None,
+    trains: Sequence[bool] = (False,),
+    quick: bool = False,
+    line: str = "",
+) -> list[Case]:
+    """A module as cases, in inference or training or both; a curve goes over the number of tokens."""
+    tokens = math.prod(shape[:-1])
+    return [
+        Case(
+            suite, f"{name} {'x'.join(map(str, shape))} {dtype}{' train' if train else ''}", dtype, train,
+            partial(ModuleWork, make, by_hand, shape, dtype, train),
+            line and f"{line} {dtype}", tokens, quick,
+        )
+        for train in trains
+    ]  # fmt: skip
+
+
+class Linears(nn.Module):
+    """Linears that share an input."""
+
+    def __init__(self, width: int, widths: Sequence[int], bias: bool) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(width, n, bias=bias) for n in widths)
+        self.widths = list(widths)
+
+    def forward(self, x: torch.Tensor) -> Tensors:
+        return tuple(part(x) for part in self.parts)
+
+
+def concatenated(module: Linears) -> Callable[[torch.Tensor], Tensors]:
+    """One product on weights that were joined beforehand; in training they are joined in each step."""
+    bias = module.parts[0].bias is not None
+
+    def joined() -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight = torch.cat([part.weight for part in module.parts])
+        return weight, torch.cat([part.bias for part in module.parts]) if bias else None
+
+    ready = None if any(p.requires_grad for p in module.parameters()) else joined()
+
+    def forward(x: torch.Tensor) -> Tensors:
+        weight, offset = ready or joined()
+        return tuple(F.linear(x, weight, offset).split(module.widths, -1))
+
+    return forward
+
+
+class GatedMLP(nn.Module):
+    """silu(x @ Wg) * (x @ Wu), and the way back."""
+
+    def __init__(self, width: int, hidden: int, down: bool = True) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False) if down else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class MLP(nn.Module):
+    """A linear, GELU, and the way back."""
+
+    def __init__(self, width: int, hidden: int, down: bool = True) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width) if down else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(F.gelu(self.up(x)))
+        return out
+
+
+class Adapted(nn.Module):
+    """A frozen linear with a low-rank adapter: x @ W + scale * (x @ A) @ B."""
+
+    def __init__(self, width: int, out: int, rank: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, out, bias=False).requires_grad_(False)
+        self.a, self.b = nn.Linear(width, rank, bias=False), nn.Linear(rank, out, bias=False)
+        self.scale = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x) + self.b(self.a(x)) * self.scale
+        return out
+
+
+class EncoderLayer(nn.Module):
+    """BERT's layer: attention written out, with the padding mask of the batch."""
+
+    def __init__(self, width: int, heads: int, lengths: Sequence[int], seq: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mlp = MLP(width, 4 * width)
+        hidden = torch.arange(seq) >= torch.tensor(lengths)[:, None]
+        mask = torch.zeros(len(lengths), 1, 1, seq).masked_fill(hidden[:, None, None], -1e4)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + self.mask
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        x = self.first(x + self.out(mixed))
+        out: torch.Tensor = self.second(x + self.mlp(x))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """Llama's layer without rotation: causal attention written out, with shared heads, and a gated MLP."""
+
+    def __init__(self, width: int, heads: int, shared: int, hidden: int) -> None:
+        super().__init__()
+        self.heads, self.shared, dim = heads, shared, width // heads
+        self.q, self.out = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(width, shared * dim, bias=False) for _ in range(2))
+        self.first, self.second = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.mlp = GatedMLP(width, hidden)
+
+    def _heads(self, x: torch.Tensor) -> list[torch.Tensor]:
+        counts = ((self.q, self.heads), (self.k, self.shared), (self.v, self.shared))
+        return [p(x).unflatten(-1, (n, -1)).transpose(1, 2) for p, n in counts]
+
+    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.mlp(self.second(x))
+        return out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self._heads(self.first(x))
+        k, v = (tune.repeat_kv(t, self.heads // self.shared) for t in (k, v))
+        seq = x.shape[1]
+        future = torch.ones(seq, seq, dtype=torch.bool, device=x.device).triu(1)
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(future, float("-inf"))
+        return self._mlp(x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)))
+
+    def by_hand(self, x: torch.Tensor) -> torch.Tensor:
+        """The same with SDPA told what the mask is."""
+        q, k, v = self._heads(self.first(x))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self._mlp(x + self.out(mixed.transpose(1, 2).flatten(2)))
+
+
+# The suites --------------------------------------------------------------------------------------------
+
+
+def cases(device: str) -> list[Case]:
+    """Every case of the operations and blocks, in sizes for a device."""
+    return _cuda_cases() if device == "cuda" else _cpu_cases()
+
+
+def _cuda_cases() -> list[Case]:
+    rows, both, bf16 = tune.rows_of, (False, True), "bfloat16"
+    found: list[Case] = []
+    for seq in (512, 1024, 2048, 4096, 8192):
+        curve = rows([(1, 32, seq, 64)], ["causal"], kv_heads=8)
+        found += attention(
+            [r for r in curve if not r.train], seq == 2048, "causal, 32/8 heads of 64, inference"
+        )
+        found += attention([r for r in curve if r.train], seq == 2048, "causal, 32/8 heads of 64, training")
+    found += attention(rows([(32, 12, 512, 64)], ["pad"]), quick=True)
+    found += attention(rows([(64, 12, 197, 64)], ["none"]) + rows([(32, 12, 384, 64)], ["bias"]))
+    found += attention(rows([(8, 16, 1024, 64)], ["bias_batch", "alibi"]))
+    found += attention(rows([(1024, 6, 49, 32)], ["window"]) + rows([(16, 12, 512, 64)], ["bias_grad"]))
+    found += attention(rows([(32, 32, 2048, 128)], ["pad"], trains=[False], kv_heads=8, q_len=1), quick=True)
+    for tokens in (1, 16, 128, 1024, 4096):
+        for name, make in (
+            ("qkv 4096", partial(Linears, 4096, (4096, 1024, 1024), False)),
+            ("qkv 768", partial(Linears, 768, (768, 768, 768), True)),
+        ):
+            found += modules(
+                "projections",
+                name,
+                make,
+                (tokens, make.args[0]),
+                bf16,
+                concatenated,
+                quick=tokens == 16,
+                line=name,
+            )
+        gated = partial(GatedMLP, 4096, 14336, False)
+        found += modules("projections", "gated_mlp 4096", gated, (tokens, 4096), bf16, line="gated_mlp 4096")
+        act = partial(MLP, 768, 3072, False)
+        found += modules("projections", "linear_gelu 768", act, (tokens, 768), bf16, line="linear_gelu 768")
+        lora = partial(Adapted, 2048, 2048, 16)
+        found += modules(
+            "lora",
+            "lora 2048 r16",
+            lora,
+            (tokens, 2048),
+            bf16,
+            _base,
+            quick=tokens == 16,
+            line="lora 2048 r16",
+        )
+        if tokens >= 1024:
+            found += modules("lora", "lora 2048 r16", lora, (tokens, 2048), bf16, trains=(True,))
+    found += modules(
+        "projections",
+        "qkv 768",
+        partial(Linears, 768, (768, 768, 768), True),
+        (4096, 768),
+        bf16,
+        concatenated,
+        (True,),
+    )
+    lengths = torch.linspace(256, 512, 32).long().tolist()
+    encoder = partial(EncoderLayer, 768, 12, lengths, 512)
+    found += modules("blocks", "encoder_layer padded", encoder, (32, 512, 768), bf16, None, both, quick=True)
+    decoder = partial(DecoderLayer, 2048, 32, 8, 8192)
+    hand = _decoder_by_hand
+    for batch, seq in ((4, 2048), (1, 8192)):
+        found += modules(
+            "blocks", "decoder_layer", decoder, (batch, seq, 2048), bf16, hand, both, quick=seq == 2048
+        )
+    found += modules("blocks", "mlp gated", partial(GatedMLP, 2048, 8192), (4, 512, 2048), bf16, None, both)
+    return found
+
+
+def _cpu_cases() -> list[Case]:
+    rows, both, fp32 = tune.rows_of, (False, True), "float32"
+    found: list[Case] = []
+    for seq in (128, 256, 512, 1024):
+        curve = rows([(1, 12, seq, 64)], ["causal"], dtype=fp32, trains=[False])
+        found += attention(curve, seq == 512, "causal, 12 heads of 64, inference")
+    found += attention(rows([(1, 12, 512, 64)], ["pad"], dtype=fp32, trains=[False]), quick=True)
+    found += attention(rows([(1, 12, 512, 64)], ["bias", "none"], dtype=fp32, trains=[False]))
+    found += attention(rows([(2, 12, 128, 64)], ["bias_full"], dtype=fp32, trains=[True]), quick=True)
+    found += attention(rows([(1, 32, 256, 64)], ["bias_batch"], dtype=fp32, trains=[False], kv_heads=8))
+    for tokens in (16, 256):
+        qkv = partial(Linears, 256, (256, 256, 256), True)
+        found += modules(
+            "projections",
+            "qkv 256",
+            qkv,
+            (tokens, 256),
+            fp32,
+            concatenated,
+            quick=tokens == 16,
+            line="qkv 256",
+        )
+    found += modules("projections", "gated_mlp 256", partial(GatedMLP, 256, 1024, False), (64, 256), fp32)
+    found += modules("projections", "linear_gelu 256", partial(MLP, 256, 1024, False), (64, 256), fp32)
+    lora = partial(Adapted, 256, 256, 16)
+    found += modules("lora", "lora 256 r16", lora, (64, 256), fp32, _base, quick=True)
+    found += modules("lora", "lora 256 r16", lora, (64, 256), fp32, None, (True,))
+    encoder = partial(EncoderLayer, 256, 4, (64, 128), 128)
+    found += modules("blocks", "encoder_layer padded", encoder, (2, 128, 256), fp32, None, both, quick=True)
+    decoder = partial(DecoderLayer, 256, 4, 2, 512)
+    found += modules("blocks", "decoder_layer", decoder, (1, 256, 256), fp32, _decoder_by_hand, both)
+    found += modules("blocks", "mlp gated", partial(GatedMLP, 256, 1024), (2, 64, 256), fp32, None, (True,))
+    return found
+
+
+def _base(module: Adapted) -> Callable[..., Any]:
+    return module.base
+
+
+def _decoder_by_hand(module: DecoderLayer) -> Callable[..., Any]:
+    return module.by_hand

@@ -1,0 +1,403 @@
+"""The suites of `python -m inductor_fusions bench`: each case stock and fused, side by side in one process.
+
+    from bench import suites
+    rows = suites.run(suites.select(["attention"], None, False, "cpu"), suites.Settings("cpu"), ...)
+
+A row has the columns of `bench.models` (`median_ms`, `spread`, `error`, `sites` and so on, by variant), and
+
+    suite, name     the case
+    ratio           "stock/fused", and fused over each other variant; where a call is so short that its launch
+                    counts, the worse one of wall time and time on the device
+    noise           of "stock/fused": half the range of its repeated runs, or the spread of the one run
+    flops, bytes    of one step, for the roofline: operations and blocks only
+    line, length    the curve that it belongs to
+
+Correct before fast: outputs and gradients of the code that is timed are compared with float64, and the ratios
+of a result out of the error budget are left out.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import re
+import statistics
+import subprocess
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import inductor_fusions
+from bench import cases, models
+from bench.common import (
+    DTYPES,
+    Json,
+    Timing,
+    environment,
+    error_limit,
+    fresh_cache,
+    interleave,
+    one_line,
+    peak_bytes,
+    synchronize,
+)
+from inductor_fusions import reporting
+
+SUITES = ("attention", "projections", "lora", "blocks", "models")
+GROUPS = {"ops": ("attention", "projections", "lora"), "all": SUITES}
+#: A call shorter than this is timed on the device alone as well.
+SHORT_CALL = 1.5e-3
+#: The quick selection of whole models.
+QUICK_MODELS = ("llama-1b sdpa b4 s2048", "bert-base eager padded b32 s512", "bert-base eager b32 s512 train")
+#: The most tokens of a whole model on a CPU.
+CPU_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How cases are measured.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        quick: fewer rounds.
+        repeats: runs of the timing; the noise band comes from them.
+        autotune: measure stock with max-autotune too (operations and blocks).
+    """
+
+    device: str
+    quick: bool = False
+    repeats: int = 1
+    autotune: bool = False
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A case of any suite; `measure` gives its row."""
+
+    suite: str
+    name: str
+    train: bool
+    quick: bool
+    dtype: str
+    measure: Callable[[Settings, Callable[[str], None]], Json]
+    seconds: float
+
+
+def entries(device: str) -> list[Entry]:
+    """Every case for a device."""
+    found = [
+        Entry(case.suite, case.name, case.train, case.quick, case.dtype, partial(measure, case), 20.0)
+        for case in cases.cases(device)
+    ]
+    for case in models.CASES:
+        chosen = case if device == "cuda" else _for_cpu(case)
+        quick = case.name in QUICK_MODELS
+        seconds = 15.0 if device == "cpu" else 170.0 if case.train else 70.0
+
+        whole = partial(measure_model, chosen)
+        found.append(Entry("models", chosen.name, chosen.train, quick, chosen.dtype, whole, seconds))
+    return list({entry.name: entry for entry in found}.values())
+
+
+def _for_cpu(case: models.Case) -> models.Case:
+    """A whole model in sizes that a CPU runs in seconds; its layers are cut to two as well."""
+    batch, seq = min(case.batch, 2), min(case.seq, CPU_TOKENS)
+    name = re.sub(r"\bb\d+", f"b{batch}", case.name)
+    return replace(case, name=re.sub(r"\bs\d+", f"s{seq}", name), batch=batch, seq=seq)
+
+
+def select(suites: Sequence[str], only: re.Pattern[str] | None, quick: bool, device: str) -> list[Entry]:
+    """The cases of some suites (or groups of them) whose name matches."""
+    wanted = {name for suite in suites for name in GROUPS.get(suite, (suite,))}
+    return [
+        entry
+        for entry in entries(device)
+        if entry.suite in wanted and (entry.quick or not quick) and (only is None or only.search(entry.name))
+    ]
+
+
+# The machine -------------------------------------------------------------------------------------------
+
+
+def header(device: str, repeats: int, dtypes: Sequence[str]) -> Json:
+    """Device, versions, clocks, commit, date; peak rates that were measured here."""
+    found = environment(device, "inductor_fusions")
+    found["inductor_fusions"] = inductor_fusions.__version__
+    found["commit"] = commit()
+    found["clocks_mhz"] = clocks(device)
+    found["repeats"] = repeats
+    found["peak"] = peak_rates(device, dtypes)
+    return found
+
+
+def commit() -> str | None:
+    """The commit of this checkout, with a mark where files differ from it."""
+    command = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=12",
+        "--exclude=*",
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def clocks(device: str) -> Json:
+    """Clocks of the device now and at most, in MHz, as far as the system tells."""
+    found: Json = {}
+    if device == "cuda":
+        query = "clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem"
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", "0"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            return found
+        values = [part.strip() for part in done.stdout.split(",")]
+        names = query.replace("clocks.", "").split(",")
+        return {n: int(v) for n, v in zip(names, values, strict=False) if v.isdigit()}
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return found
+    now = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
+    return {"cpu": round(statistics.median(now))} if now else found
+
+
+def peak_rates(device: str, dtypes: Sequence[str]) -> Json:
+    """What the roofline is made of: TFLOP/s of a large product in each dtype, and GB/s of a copy."""
+    if not dtypes:
+        return {}
+    size, count = (8192, 2**28) if device == "cuda" else (1024, 2**24)
+    found: Json = {"tflops": {}}
+    for name in dtypes:
+        a = torch.randn(size, size, device=device).to(DTYPES[name])
+        seconds = interleave({"mm": lambda a=a: a @ a}, device, 5, 1e-2)["mm"].median
+        found["tflops"][name] = round(2 * size**3 / seconds / 1e12, 3)
+    source = torch.zeros(count, device=device)
+    target = torch.empty_like(source)
+    seconds = interleave({"copy": lambda: target.copy_(source)}, device, 5, 1e-2)["copy"].median
+    found["gb_per_s"] = round(2 * source.nbytes / seconds / 1e9, 1)
+    return found
+
+
+# Operations and blocks ---------------------------------------------------------------------------------
+
+
+def _own(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`function` behind code of its own: Dynamo keeps what it compiled by code object."""
+
+    def call(*args: torch.Tensor) -> Any:
+        return function(*args)
+
+    code = call.__code__.replace(co_name=name)
+    return types.FunctionType(code, call.__globals__, name, None, call.__closure__)
+
+
+def _compile(function: Callable[..., Any], variant: str) -> Callable[..., Any]:
+    from torch._inductor import config, list_mode_options
+
+    marker = models.MARKERS.get(variant)
+    # Equal options would share compiled code; those of max-autotune are others anyway.
+    options = {marker: getattr(config, marker)} if marker else list_mode_options("max-autotune-no-cudagraphs")
+    compiled: Callable[..., Any] = torch.compile(_own(function, variant), dynamic=False, options=options)
+    return compiled
+
+
+def compiled_variants(
+    work: cases.Work, variants: Sequence[str], device: str, say: Callable[[str], None] = lambda text: None
+) -> tuple[dict[str, Callable[[], Any]], Json]:
+    """Compile and run each variant of a case, and compare it with float64.
+
+    Returns:
+        A call of each that takes the sets of inputs in turn; and what is known of them: first seconds, sites,
+        errors and failures, by variant.
+    """
+    calls: dict[str, Callable[[], Any]] = {}
+    facts: Json = {"first_s": {}, "sites": {}, "error": {}, "failed": {}}
+    torch._dynamo.reset()
+    for variant in variants:
+        say(f"compiling {variant}")
+        compiled = _compile(work.function(variant), variant)
+        on = inductor_fusions.config.patch(enabled=variant == "fused")
+        quiet = torch._inductor.config.patch(force_disable_caches=True)
+        try:
+            with fresh_cache(), quiet, on, reporting.isolated(keep=False) as sites:
+                start = time.monotonic()
+                work.step(variant, compiled, 0)
+                synchronize(device)
+                facts["first_s"][variant] = time.monotonic() - start
+            if variant == "fused":
+                facts["sites"] = models.site_counts(list(sites))
+            if variant in ("stock", "fused"):
+                facts["error"][variant] = work.errors(lambda v=variant, c=compiled: work.step(v, c, 0))
+        except Exception as error:
+            if "CUDA error" in str(error):
+                raise
+            facts["failed"][variant] = one_line(error, 300)
+            continue
+        calls[variant] = _in_turn(work, variant, compiled)
+    return calls, facts
+
+
+def _in_turn(work: cases.Work, variant: str, compiled: Callable[..., Any]) -> Callable[[], Any]:
+    state = {"next": 0}
+
+    def call() -> Any:
+        state["next"] = (state["next"] + 1) % work.sets
+        return work.step(variant, compiled, state["next"])
+
+    return call
+
+
+def within_budget(errors: Json, dtype: str) -> bool | None:
+    """Whether the fused errors are within those of stock; None if there is nothing to compare."""
+    if "fused" not in errors or "stock" not in errors:
+        return None
+    stock = errors["stock"]
+    return all(value <= error_limit(stock[name], DTYPES[dtype]) for name, value in errors["fused"].items())
+
+
+def measure(case: cases.Case, settings: Settings, say: Callable[[str], None]) -> Json:
+    """Compile, check and time every variant of an operation or a block."""
+    device = settings.device
+    say("building")
+    work = case.make(device)
+    variants = ["stock", "fused", *(("autotuned",) if settings.autotune else ()), *work.hands]
+    calls, facts = compiled_variants(work, variants, device, say)
+    row: Json = {
+        "dtype": case.dtype,
+        "failed": facts["failed"],
+        "sites": facts["sites"],
+        "error": facts["error"],
+    }
+    row["correct"] = within_budget(facts["error"], case.dtype)
+    row |= {"line": case.line, "length": case.length, "flops": work.flops, "bytes": work.nbytes}
+    say("timing")
+    row["peak_gib"] = {n: round(b / 2**30, 4) for n, c in calls.items() if (b := peak_bytes(c, device))}
+    rounds, block = (6, 2e-3) if settings.quick else (15, 5e-3)
+    runs = []
+    for _ in range(settings.repeats):
+        run = {"wall": interleave(calls, device, rounds, block)} if calls else {}
+        if run and device == "cuda" and min(t.median for t in run["wall"].values()) < SHORT_CALL:
+            run["device"] = interleave(calls, device, min(rounds, 10), 1e-3, max_calls=8, run_ahead=True)
+        runs.append(run)
+    row |= summary(runs, row["correct"])
+    row["compile_s"] = {
+        n: round(s - row["median_ms"][n] / 1e3, 2) for n, s in facts["first_s"].items() if n in calls
+    }
+    return row
+
+
+def summary(runs: Sequence[dict[str, dict[str, Timing]]], correct: bool | None) -> Json:
+    """Times of repeated runs ("wall", and for short calls "device": variant -> time) as columns of a row."""
+    found: Json = {"median_ms": {}, "spread": {}, "device_ms": {}, "ratio": {}, "noise": None}
+    for clock, column in (("wall", "median_ms"), ("device", "device_ms")):
+        for name in runs[0].get(clock, {}):
+            found[column][name] = round(statistics.median(run[clock][name].median for run in runs) * 1e3, 5)
+    walls = [run["wall"] for run in runs if "wall" in run]
+    for name in found["median_ms"]:
+        found["spread"][name] = round(statistics.median(wall[name].spread for wall in walls), 4)
+    if correct is False:
+        return found
+    ratios = [value for run in runs if (value := _ratio(run, "stock", "fused")) is not None]
+    if ratios:
+        middle = statistics.median(ratios)
+        found["ratio"]["stock/fused"] = round(middle, 4)
+        found["noise"] = round(noise(ratios, found["spread"]), 4)
+        found["runs"] = [round(value, 4) for value in ratios]
+    for name in found["median_ms"]:
+        others = [value for run in runs if (value := _ratio(run, "fused", name)) is not None]
+        if name not in ("stock", "fused") and others:
+            found["ratio"][f"fused/{name}"] = round(statistics.median(others), 4)
+    return found
+
+
+def noise(ratios: Sequence[float], spread: Json) -> float:
+    """How far a ratio may be off, relatively: half the range of repeated runs, or half of both spreads."""
+    if len(ratios) > 1:
+        return (max(ratios) - min(ratios)) / 2 / statistics.median(ratios)
+    return math.hypot(*(spread.get(name, 0.0) for name in ("stock", "fused"))) / 2
+
+
+def _ratio(run: dict[str, dict[str, Timing]], above: str, below: str) -> float | None:
+    """The least quotient of both clocks."""
+    found = [t[above].median / t[below].median for t in run.values() if above in t and below in t]
+    return min(found, default=None)
+
+
+# Whole models ------------------------------------------------------------------------------------------
+
+
+def measure_model(case: models.Case, settings: Settings, say: Callable[[str], None]) -> Json:
+    """A row of `bench.models`; each repeated run compiles anew."""
+    small = settings.device == "cpu"
+    rounds = 8 if settings.quick else 24
+    how = models.Settings(settings.device, small, tuple(models.MARKERS), rounds, 1)
+    rows = []
+    for i in range(settings.repeats):
+        rows.append(models.measure(case, how, i % 2 == 1, say))
+        models.free(settings.device)
+    row, ratios = rows[-1], [r["ratio"]["stock/fused"] for r in rows if "stock/fused" in r["ratio"]]
+    if ratios:
+        row["ratio"]["stock/fused"] = round(statistics.median(ratios), 4)
+        row["runs"] = ratios
+        row["noise"] = round(noise(ratios, row["spread"]), 4)
+    return {"dtype": case.dtype, **row}
+
+
+# Running -----------------------------------------------------------------------------------------------
+
+
+def prepare() -> None:
+    """What whole models need once in a process."""
+    models.register_by_hand()
+    torch._dynamo.config.recompile_limit = 64
+
+
+def run(
+    todo: Sequence[Entry],
+    settings: Settings,
+    left: Callable[[], float],
+    say: Callable[[str], None],
+) -> Iterator[tuple[Entry, Json]]:
+    """Measure cases one by one, and yield each with its row; one that failed has the reason under "failed".
+
+    Args:
+        todo: the cases.
+        settings: how.
+        left: seconds left; a case that would not end in time is left out.
+        say: told what is going on.
+    """
+    for entry in todo:
+        if left() < entry.seconds * (settings.repeats if entry.suite == "models" else 1):
+            continue
+        start = time.monotonic()
+        try:
+            row = entry.measure(settings, lambda text, e=entry: say(f"{e.name}: {text}"))
+        except Exception as error:
+            if "CUDA error" in str(error):
+                raise
+            row = {"failed": {"case": one_line(error, 300)}, "ratio": {}, "median_ms": {}, "correct": None}
+        row["seconds"] = round(time.monotonic() - start, 1)
+        _free(settings.device)
+        yield entry, {"suite": entry.suite, "name": entry.name, "train": entry.train, **row}
+
+
+def _free(device: str) -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()

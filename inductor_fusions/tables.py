@@ -52,15 +52,27 @@ def digest() -> str:
     if devices.is_dir():
         for entry in sorted(devices.iterdir(), key=lambda e: e.name):
             if entry.name.endswith(".json"):
-                found.update(entry.name.encode() + entry.read_bytes())
+                found.update(entry.name.encode() + _content(entry))
     return found.hexdigest()
+
+
+def _content(entry: Any) -> bytes:
+    """The bytes of a file; none where it cannot be read: it is not used then either."""
+    try:
+        return bytes(entry.read_bytes())
+    except OSError:
+        return b""
 
 
 def device_name(device: torch.device) -> str:
     """Name of a device's table: "nvidia_h200", "cpu"."""
     if device.type != "cuda":
         return device.type
-    return re.sub(r"\W+", "_", torch.cuda.get_device_name(device).lower())
+    return _slug(torch.cuda.get_device_name(device))
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"\W+", "_", text.lower())
 
 
 @functools.lru_cache
@@ -70,19 +82,67 @@ def load(name: str) -> dict[str, Any] | None:
     if not entry.is_file():
         return None
     try:
-        table = json.loads(entry.read_text())
-        if table["schema"] != SCHEMA:
-            raise ValueError(f"schema {table['schema']}, not {SCHEMA}")
-        rows = table["attention"]
-        if not all(isinstance(gain, (int, float)) for row in rows for gain in row["gain"].values()):
-            raise ValueError("a gain is no number")
-        options = [value for row in rows for value in row.get("options", {}).values()]
-        if not all(isinstance(value, int) and value > 0 for value in options):
-            raise ValueError("an option of flex attention is no positive number")
-    except (ValueError, KeyError, TypeError) as error:
-        log.warning("the table %s.json is not usable (%s); its device is left to stock", name, error)
+        table = json.loads(entry.read_text("utf-8"))
+        check(table, name)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        why = f"{error} is missing" if isinstance(error, KeyError) else error
+        log.warning("the table %s.json is not usable (%s); its device is left to stock", name, why)
         return None
     return table  # type: ignore[no-any-return]
+
+
+#: What a row of each section has, besides gains and configurations: name -> type.
+_ATTENTION = dict(batch=int, heads=int, q_len=int, kv_len=int, head_dim=int, dtype=str, mask=str, train=bool)
+_BLOCK_MM = dict(kind=str, n=list, layout=list, dtype=str, tokens=int, capability=list)
+_CONFIG = dict(template=str, block_m=int, block_n=int, block_k=int, num_warps=int, num_stages=int)
+_CONFIG_MAY = dict(group_m=int, subtiles=int)
+
+
+def check(table: Any, name: str) -> None:
+    """Refuse what is no table of a device.
+
+    Args:
+        table: the content of `<name>.json`.
+        name: of the device, as `device_name` gives it.
+
+    Raises:
+        ValueError, KeyError, TypeError: what is wrong. A table says with which device and torch, and when, it
+            was measured, and the device of a GPU's table is the one that it is named after.
+    """
+    if table["schema"] != SCHEMA:
+        raise ValueError(f"schema {table['schema']}, not {SCHEMA}")
+    if not all(isinstance(table[what], str) for what in ("device", "torch", "date")):
+        raise ValueError("device, torch and date are no texts")
+    if name != "cpu" and _slug(table["device"]) != name:
+        raise ValueError(f"it was measured on {table['device']}")
+    for row in table["attention"]:
+        _check_row(row, _ATTENTION)
+        if not all(map(_is_gain, row["gain"].values())):
+            raise ValueError("a gain is no number")
+        if not all(type(value) is int and value > 0 for value in row.get("options", {}).values()):
+            raise ValueError("an option of flex attention is no positive number")
+    for row in table.get("block_mm", ()):
+        _check_row(row, _BLOCK_MM)
+        if not _is_gain(row["gain"]):
+            raise ValueError("a gain is no number")
+        if not all(row[column] is None or isinstance(row[column], list) for column in ("m", "k")):
+            raise ValueError("m or k is no list")
+        if row["config"] is not None:
+            may = {name: kind for name, kind in _CONFIG_MAY.items() if name in row["config"]}
+            _check_row(row["config"], _CONFIG | may)
+            if unknown := row["config"].keys() - _CONFIG.keys() - may.keys():
+                raise ValueError(f"a configuration has {min(unknown)}")
+
+
+def _check_row(row: dict[str, Any], columns: dict[str, type]) -> None:
+    for column, kind in columns.items():
+        value = row[column]
+        if type(value) is not kind or (kind is int and value < 1):
+            raise ValueError(f"{column} = {value!r} in a row")
+
+
+def _is_gain(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0  # type: ignore[arg-type]
 
 
 def attention(

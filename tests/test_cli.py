@@ -122,11 +122,15 @@ def test_env_shows_hooks_that_are_not_installed() -> None:
         inductor_fusions.enable()
 
 
+#: The head of a table; the device of a table for CPUs may be any.
+TABLE = {"schema": tables.SCHEMA, "device": "a CPU", "torch": "2.13.0", "date": "2026-01-01"}
+
+
 def test_env_shows_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     devices = tmp_path / "devices"
     devices.mkdir()
     name = run_json("env")["tables"]["device"]
-    (devices / f"{name}.json").write_text(json.dumps({"schema": tables.SCHEMA, "attention": []}))
+    (devices / f"{name}.json").write_text(json.dumps({**TABLE, "attention": []}))
     (devices / "other.json").write_text("{")
     monkeypatch.setattr(tables, "folder", lambda: tmp_path)
     tables.load.cache_clear()
@@ -154,8 +158,10 @@ def test_list_shows_gains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """From the tables alone: shapes that were measured, and what was gained where it pays."""
     devices = tmp_path / "devices"
     devices.mkdir()
-    rows = [{"gain": {"sdpa": gain, "efficient": 0.5}} for gain in (0.9, 1.5, 2.0, 4.0)]
-    (devices / "cpu.json").write_text(json.dumps({"schema": tables.SCHEMA, "attention": rows}))
+    shape = {"batch": 1, "heads": 2, "q_len": 8, "kv_len": 8, "head_dim": 8, "dtype": "float32"}
+    shape |= {"mask": "none", "train": False}
+    rows = [{**shape, "gain": {"sdpa": gain, "efficient": 0.5}} for gain in (0.9, 1.5, 2.0, 4.0)]
+    (devices / "cpu.json").write_text(json.dumps({**TABLE, "attention": rows}))
     monkeypatch.setattr(tables, "folder", lambda: tmp_path)
     tables.load.cache_clear()
     try:

@@ -1,0 +1,150 @@
+"""Tables of devices: what is one; a broken or a foreign one is a warning and stock, never a crash."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import inductor_fusions
+from inductor_fusions import config, tables
+from inductor_fusions.fusions.block_mm import heuristics
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted((ROOT / "configs" / "devices").glob("*.json"))
+
+CONFIG = {"template": "tiled", "block_m": 16, "block_n": 64, "block_k": 64, "num_warps": 4, "num_stages": 3}
+GOOD: dict[str, Any] = {
+    "schema": tables.SCHEMA,
+    "device": "NVIDIA Z1-0 80GB",
+    "torch": "2.13.0",
+    "date": "2026-01-01",
+    "attention": [
+        {
+            "batch": 1, "heads": 2, "q_len": 64, "kv_len": 64, "head_dim": 32, "dtype": "float32",
+            "mask": "none", "train": False, "gain": {"sdpa": 2.0}, "options": {"fwd_BLOCK_M": 64},
+        }
+    ],
+    "block_mm": [
+        {
+            "kind": "shared_a", "n": [64, 64], "m": None, "k": [64], "layout": ["nt", "nt"],
+            "dtype": "bfloat16", "tokens": 16, "capability": [9, 0], "gain": 1.5, "config": CONFIG,
+        }
+    ],
+}  # fmt: skip
+NAME = "nvidia_z1_0_80gb"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_shipped_table(path: Path) -> None:
+    """Each is right, its file has the name that is looked for, and its measurements are in the repository."""
+    data = json.loads(path.read_text())
+    tables.check(data, path.stem)
+    assert tables.load(path.stem) is not None
+    assert data["attention"] or data["block_mm"]
+    results = [json.loads(file.read_text()) for file in (ROOT / "bench" / "results").glob("*.json")]
+    assert any((one["device"], one["torch"]) == (data["device"], data["torch"]) for one in results)
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder where tables are looked for."""
+    (tmp_path / "devices").mkdir()
+    monkeypatch.setattr(tables, "folder", lambda: tmp_path)
+    for cached in (tables.load, tables.digest):
+        cached.cache_clear()
+    yield tmp_path / "devices"
+    for cached in (tables.load, tables.digest):
+        cached.cache_clear()
+
+
+def test_good_table_is_used(shelf: Path) -> None:
+    (shelf / f"{NAME}.json").write_text(json.dumps(GOOD))
+    assert tables.load(NAME) == GOOD
+    assert heuristics.Config(**GOOD["block_mm"][0]["config"])
+
+
+def broken(change: Callable[[Any], object]) -> str:
+    table = copy.deepcopy(GOOD)
+    change(table)
+    return json.dumps(table)
+
+
+def attention(change: dict[str, Any]) -> str:
+    return broken(lambda table: table["attention"][0].update(change))
+
+
+def block_mm(change: dict[str, Any]) -> str:
+    return broken(lambda table: table["block_mm"][0].update(change))
+
+
+BROKEN = {
+    "empty": "",
+    "cut": json.dumps(GOOD)[:-9],
+    "not JSON": "a table",
+    "a list": "[]",
+    "null": "null",
+    "another schema": broken(lambda t: t.update(schema=2)),
+    "no schema": broken(lambda t: t.pop("schema")),
+    "of another device": broken(lambda t: t.update(device="NVIDIA A1")),
+    "no device": broken(lambda t: t.pop("device")),
+    "no torch": broken(lambda t: t.pop("torch")),
+    "no date": broken(lambda t: t.pop("date")),
+    "no attention": broken(lambda t: t.pop("attention")),
+    "attention is no list": broken(lambda t: t.update(attention=3)),
+    "a row is no object": broken(lambda t: t["attention"].append(3)),
+    "no mask": broken(lambda t: t["attention"][0].pop("mask")),
+    "no gain": broken(lambda t: t["attention"][0].pop("gain")),
+    "gain is a text": attention({"gain": {"sdpa": "2"}}),
+    "gain is true": attention({"gain": {"sdpa": True}}),
+    "gain is NaN": attention({"gain": {"sdpa": float("nan")}}),
+    "gain is negative": attention({"gain": {"sdpa": -1.0}}),
+    "length is a text": attention({"q_len": "64"}),
+    "length is zero": attention({"q_len": 0}),
+    "train is a number": attention({"train": 1}),
+    "an option is a text": attention({"options": {"fwd_BLOCK_M": "64"}}),
+    "no tokens": broken(lambda t: t["block_mm"][0].pop("tokens")),
+    "no k": broken(lambda t: t["block_mm"][0].pop("k")),
+    "k is a number": block_mm({"k": 64}),
+    "config is a text": block_mm({"config": "tiled"}),
+    "config lacks a tile": block_mm({"config": {**CONFIG, "block_m": None}}),
+    "config has what is unknown": block_mm({"config": {**CONFIG, "clusters": 2}}),
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+def test_broken_table_is_a_warning(text: str, shelf: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (shelf / f"{NAME}.json").write_text(text)
+    with caplog.at_level(logging.WARNING, "inductor_fusions"):
+        assert tables.load(NAME) is None
+    (record,) = caplog.records
+    assert f"{NAME}.json is not usable" in record.getMessage() and "\n" not in record.getMessage()
+
+
+def test_unreadable_table(shelf: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (shelf / f"{NAME}.json").write_bytes(b"\xff\xfe")
+    (shelf / "folder.json").mkdir()
+    assert tables.load(NAME) is None and tables.load("folder") is None
+    assert tables.digest()
+    assert tables.load("not_there") is None
+
+
+def test_broken_table_leaves_to_stock(shelf: Path, fresh_cache: None) -> None:
+    """A whole compile: right, and the report says why."""
+    (shelf / "cpu.json").write_text("{")
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ x.transpose(-2, -1) / 4, dim=-1) @ x
+
+    x = torch.randn(2, 3, 8, 16)
+    inductor_fusions.reporting.clear()
+    with config.patch(policy="profitable"):
+        torch.testing.assert_close(torch.compile(fn)(x), fn(x))
+    (site,) = inductor_fusions.report()
+    assert (site.verdict, site.reason) == ("left to stock", "no measurements for the device cpu")

@@ -1,0 +1,42 @@
+"""The workflows call make targets that exist, and the same script as everybody's CI."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+yaml = pytest.importorskip("yaml")
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+
+
+def commands(workflow: dict[str, Any]) -> str:
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    return "\n".join(str(step.get("run", "")) for step in steps)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_targets_exist(path: Path) -> None:
+    workflow = yaml.safe_load(path.read_text())
+    called = set(re.findall(r"\bmake (?:-C \S+ )?([a-z]+)", commands(workflow)))
+    assert called <= TARGETS
+    assert called or ".ci/run" in commands(workflow)
+    assert workflow["permissions"] == {"contents": "read"}
+    assert all(job["timeout-minutes"] <= 90 for job in workflow["jobs"].values())
+
+
+def test_cpu_runs_on_each_push_and_gpu_on_demand() -> None:
+    cpu, gpu = (
+        yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())
+        for name in ("cpu", "gpu")
+    )
+    # YAML reads the key `on` as true.
+    assert {"push", "pull_request"} <= set(cpu[True])
+    assert {"schedule", "pull_request"} <= set(gpu[True]) and "push" not in gpu[True]
+    assert ".ci/run" in commands(cpu) and "make test" in (ROOT / ".ci" / "run").read_text()
+    assert "contains(github.event.pull_request.labels.*.name, 'gpu')" in gpu["jobs"]["gate"]["if"]

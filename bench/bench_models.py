@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from bench import models
+from bench import model_cases, models
 from bench.common import synchronize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,27 +26,29 @@ NAMES = (
     "gpt2 eager b16 s1024",
     "t5-base encoder padded b16 s512",
 )
-CASES = [replace(models.quick_case(case), dtype="float32") for case in models.CASES if case.name in NAMES]
+CASES = [
+    replace(model_cases.quick_case(case), dtype="float32") for case in model_cases.CASES if case.name in NAMES
+]
 
 
 @functools.lru_cache(maxsize=1)
-def compiled(case: models.Case) -> tuple[dict[str, models.Variant], models.Json]:
+def compiled(case: model_cases.Case) -> tuple[dict[str, models.Variant], models.Json]:
     """The variants, and their errors."""
     torch._dynamo.reset()
-    model = models.build(case, case.attn, DEVICE, quick=True)
-    inputs = models.make_inputs(case, models.model_config(case, True)[1], DEVICE)
+    model = model_cases.build(case, case.attn, DEVICE, quick=True)
+    inputs = model_cases.make_inputs(case, model_cases.model_config(case, True)[1], DEVICE)
     variants = models.make_variants(case, model, inputs, ("stock", "fused"), DEVICE, True)
     for variant in variants.values():
         variant.first_step(DEVICE)
     reference = models.make_reference(case, model, inputs, DEVICE, True)
-    return variants, models.check(case, variants, reference)[0]
+    return variants, models.check(case, variants, reference, {}, DEVICE)[0]
 
 
 @pytest.mark.benchmark(max_time=0.5)
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 @pytest.mark.parametrize("variant", ["stock", "fused"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
-def test_model(benchmark: Any, case: models.Case, variant: str) -> None:
+def test_model(benchmark: Any, case: model_cases.Case, variant: str) -> None:
     variants, errors = compiled(case)
     assert models.is_correct(case, errors), errors
     fused = sum(site.verdict == "fused" for site in variants["fused"].sites)

@@ -4,7 +4,8 @@
     python -m bench.docs --check    # exit 1 where one of them is stale
 
 Every figure comes from bench/results/*.json, and a file or a column that is not there is left out.
-`models_*.json` are files of bench.models, `attention_*.json` files of bench.tune_attention.
+`models_*.json` are files of bench.models, `bench_*.json` of `inductor_fusions bench`, and `attention_*.json`,
+`flex_*.json` and `projections_*.json` of the scripts bench.tune_*.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import statistics
 import sys
 from collections import Counter
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.compare import geometric_mean, means, noise
 from bench.device_table import gains
 from inductor_fusions.tables import MARGIN
 
@@ -97,6 +100,8 @@ def header(data: Json) -> str:
     lines = [f"- device: {data.get('device', '?')}", f"- versions: {', '.join(versions)}"]
     lines.append(f"- date: {data.get('date', '?')}")
     commands = [c for c in (*data.get("previous_commands", ()), data.get("command")) if c]
+    # Where the file lay on the machine that measured it says nothing here.
+    commands = [re.sub(r"(?<=\s)/\S*/", "", command) for command in commands]
     lines += [f"- command: `{command}`" for command in dict.fromkeys(commands)]
     settings = data.get("settings")
     if settings:
@@ -169,7 +174,13 @@ def tally(rows: Sequence[Json]) -> str:
     counts = Counter(verdict(row) for row in rows)
     text = f"{len(rows)} cases were measured: {counts['faster']} are faster than stock, "
     text += f"{counts['level']} are level (within {LEVEL:.0%}), {counts['slower']} are slower"
-    return text + (f", {counts['not compared']} could not be compared." if counts["not compared"] else ".")
+    text += f", {counts['not compared']} could not be compared." if counts["not compared"] else "."
+    told = []
+    for train, name in ((False, "inference"), (True, "training")):
+        found = [r for row in rows if bool(row.get("train")) is train and (r := ratio(row, "stock", "fused"))]
+        if found:
+            told.append(f"{geometric_mean(found):.2f} over the {len(found)} {name} cases")
+    return text + (f" The geometric mean of stock / fused is {' and '.join(told)}." if told else "")
 
 
 # Whole models --------------------------------------------------------------------------------------------
@@ -445,6 +456,109 @@ def _kernel_row(group: Sequence[Json]) -> tuple[str, ...]:
     )
 
 
+# Flex attention, linears, operations and blocks ----------------------------------------------------------
+
+
+def flex_section(data: Json) -> str:
+    """Every shape of a file of bench.tune_flex."""
+    rows: list[Json] = data["rows"]
+    parts = [f"## Flex attention, {data.get('device', '?')}", header(data)]
+    parts.append(
+        f"{len(rows)} attentions whose masks are predicates, or whose scores are changed, as models write "
+        "them: stock, SDPA with the mask as a dense tensor, and flex attention with its block mask computed "
+        "in each call. Times are microseconds; memory is beyond the inputs."
+    )
+    columns = ("case", "stock", "sdpa", "flex", "stock / flex", "sdpa / flex", "MiB stock", "MiB flex")
+    body = [
+        (
+            str(row["key"]),
+            *(number(get(row, "times_us", name), 0) for name in ("unfused", "sdpa", "flex")),
+            *(number(_quotient(row, name, "flex"), 2) for name in ("unfused", "sdpa")),
+            *(number(get(row, "peak_mib", name), 0) for name in ("unfused", "flex")),
+        )
+        for row in rows
+    ]
+    parts.append(table(columns, body))
+    left = [f"{row['key']}: {n} ({why})" for row in rows for n, why in (row.get("wrong") or {}).items()]
+    parts.append(f"Out of the error budget: {'; '.join(left) or 'none'}.")
+    return "\n\n".join(parts)
+
+
+def _quotient(row: Json, above: str, below: str) -> float | None:
+    first, second = get(row, "times_us", above), get(row, "times_us", below)
+    return first / second if first is not None and second else None
+
+
+def projections_section(data: Json) -> str:
+    """Summary of a file of bench.tune_projections."""
+    rows: list[Json] = data["rows"]
+    parts = [f"## Linears, {data.get('device', '?')}", header(data)]
+    parts.append(
+        f"{len(rows)} problems. A gain is the time of stock, the faster one of the default and max-autotune, "
+        "over that of the best configuration of the block GEMM. `pays` counts gains of "
+        f"{MARGIN:.2f} or more; the others are left to stock. `of the limit` is the time of the block GEMM "
+        "over that of one product on weights that were concatenated beforehand (median)."
+    )
+    groups: dict[str, list[Json]] = {}
+    for row in rows:
+        few = "up to 128 rows" if row["tokens"] <= 128 else "more than 128 rows"
+        groups.setdefault(f"{row['kind']}, {few}", []).append(row)
+    body = []
+    for name, group in sorted(groups.items()):
+        found = [gain for row in group if (gain := _linear_gain(row)) is not None]
+        limits = [r for row in group if row.get("best") and (r := _quotient(row, str(row["best"]), "limit"))]
+        middle = statistics.median(found) if found else None
+        body.append(
+            (
+                name,
+                str(len(group)),
+                *(number(value, 2) for value in (min(found, default=None), middle, max(found, default=None))),
+                str(sum(gain >= MARGIN for gain in found)),
+                number(statistics.median(limits) if limits else None, 2),
+            )
+        )
+    columns = ("kind", "problems", "least gain", "median gain", "largest gain", "pays", "of the limit")
+    return "\n\n".join([*parts, table(columns, body)])
+
+
+def _linear_gain(row: Json) -> float | None:
+    stock = [t for name in ("stock", "max_autotune") if (t := get(row, "times_us", name)) is not None]
+    best = get(row, "times_us", str(row.get("best")))
+    return min(stock) / best if stock and best else None
+
+
+def bench_section(data: Json) -> str:
+    """Every case of a results file of `inductor_fusions bench`."""
+    rows = [row for row in data["rows"] if row.get("median_ms")]
+    parts = [f"## Operations and blocks, {data.get('device', '?')}", header(data)]
+    columns = ("suite", "cases", "geometric mean", "below 1.0", "by more than noise")
+    body = [
+        (mean.kind, str(mean.cases), number(mean.mean, 3), str(mean.below), str(mean.clearly))
+        for mean in means(rows)
+    ]
+    parts += [
+        "Stock over fused; of short calls the worse one of wall time and time on the device.",
+        table(columns, body),
+    ]
+    names = ("stock", "fused", "limit")
+    columns = (
+        "case",
+        "sites fused",
+        *(f"{'by hand' if n == 'limit' else n} ms" for n in names),
+        "stock / fused",
+    )
+    body = [
+        (
+            str(row["name"]),
+            f"{(row.get('sites') or {}).get('fused', 0)} of {(row.get('sites') or {}).get('total', 0)}",
+            *(number(get(row, "median_ms", name), 3) for name in names),
+            NONE if (r := get(row, "ratio", "stock/fused")) is None else f"{r:.2f} ± {r * noise(row):.2f}",
+        )
+        for row in rows
+    ]
+    return "\n\n".join([*parts, table(columns, body)])
+
+
 # Files ---------------------------------------------------------------------------------------------------
 
 
@@ -465,10 +579,20 @@ What was measured, with the cases that lose. [measuring.md](measuring.md) says h
 """
 
 
+#: What is written of which results, in this order.
+SECTIONS: dict[str, Callable[[Json], str]] = {
+    "models_*.json": models_section,
+    "bench_*.json": bench_section,
+    "attention_*.json": attention_section,
+    "flex_*.json": flex_section,
+    "projections_*.json": projections_section,
+}
+
+
 def performance(results: Path) -> str:
     """The text of docs/performance.md."""
     parts = [NOTICE, PREFACE.strip()]
-    for pattern, section in (("models_*.json", models_section), ("attention_*.json", attention_section)):
+    for pattern, section in SECTIONS.items():
         # A GPU first: its figures are what the package is for.
         for path in sorted(results.glob(pattern), key=lambda p: ("cpu" in p.stem, p.name)):
             parts.append(section(json.loads(path.read_text("utf-8"))))

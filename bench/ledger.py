@@ -45,7 +45,7 @@ import torch
 from torch import fx
 
 import inductor_fusions
-from bench import cuda_codegen, models
+from bench import cuda_codegen, model_cases
 from bench.common import Json, Progress, one_line
 from bench.pool import run_tasks
 from inductor_fusions import reporting
@@ -73,7 +73,7 @@ _WIDTHS = "hidden_size intermediate_size n_embd n_inner d_model d_ff ffn_dim wor
 class Entry:
     """One model to compile."""
 
-    case: models.Case
+    case: model_cases.Case
 
     @property
     def name(self) -> str:
@@ -92,27 +92,32 @@ class Entry:
 
 
 def entries(quick: bool = False) -> list[Entry]:
-    """Each kind of model and attention of `bench.models`, in inference and in training, in each dtype."""
+    """Each kind of model and attention that is measured, in inference and in training, in each dtype."""
     found: dict[str, Entry] = {}
-    for case in models.CASES:
+    for case in model_cases.CASES:
         words = [case.model, case.attn]
-        words += ["padded"] * case.padded + ["cache"] * case.use_cache + ["dropout"] * (case.dropout > 0)
+        words += ["padded"] * case.padded + ["packed"] * (case.documents > 0)
+        words += ["cache"] * case.use_cache + ["dropout"] * (case.dropout > 0)
         load = " ".join(words)
         trains = (True,) if case.dropout > 0 else (False,) if case.use_cache else (False, True)
         for train in trains:
             for dtype in DTYPES[:1] if quick else DTYPES:
-                small = replace(models.quick_case(case), name=load, train=train, dtype=dtype, mode="default")
+                small = replace(
+                    model_cases.quick_case(case), name=load, train=train, dtype=dtype, mode="default"
+                )
                 if not quick or load in QUICK:
                     found.setdefault(Entry(small).name, Entry(small))
     return list(found.values())
 
 
-def narrow(case: models.Case, quick: bool) -> tuple[str, Json]:
+def narrow(case: model_cases.Case, quick: bool) -> tuple[str, Json]:
     """The configuration of a case, in the sizes of its quick form, with few heads of the same head dim."""
-    architecture, values = models_config(case, True)
+    architecture, values = _full_config(case, True)
     heads = next((values[n] for n in _HEADS if isinstance(values.get(n), int)), HEADS)
     if "depths" in values:  # one stage, with and without shifted windows
         values |= {"depths": [2], "num_heads": [HEADS], "embed_dim": 32 * HEADS}
+    if "num_local_experts" in values:
+        values |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     if heads > HEADS:
         for name in (*_HEADS, *_WIDTHS):
             if isinstance(values.get(name), int):
@@ -123,7 +128,7 @@ def narrow(case: models.Case, quick: bool) -> tuple[str, Json]:
     return architecture, values
 
 
-models_config = models.model_config
+_full_config = model_cases.model_config
 
 
 # Compiling ---------------------------------------------------------------------------------------------
@@ -159,13 +164,13 @@ def compiled(entry: Entry) -> dict[str, Compiled]:
     case = entry.case
     torch._dynamo.reset()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(models, "model_config", narrow))
+        stack.enter_context(mock.patch.object(model_cases, "model_config", narrow))
         stack.enter_context(inductor_config.patch(settings))
         stack.enter_context(inductor_fusions.config.patch(enabled=True, policy="always"))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        model = models.build(case, case.attn, "cpu", quick=True)
-        inputs = models.make_inputs(case, narrow(case, True)[1], "cpu")
+        model = model_cases.build(case, case.attn, "cpu", quick=True)
+        inputs = model_cases.make_inputs(case, narrow(case, True)[1], "cpu")
         backend = partial(compile_fx.compile_fx, inner_compile=partial(_count, found))
         before = stack.enter_context(reporting.isolated(keep=False))
         with torch.set_grad_enabled(case.train):

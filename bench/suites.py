@@ -18,6 +18,7 @@ of a result out of the error budget are left out.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import re
@@ -34,7 +35,7 @@ from typing import Any
 import torch
 
 import inductor_fusions
-from bench import cases, models
+from bench import cases, model_cases, models
 from bench.common import (
     DTYPES,
     Json,
@@ -95,7 +96,7 @@ def entries(device: str) -> list[Entry]:
         Entry(case.suite, case.name, case.train, case.quick, case.dtype, partial(measure, case), 20.0)
         for case in cases.cases(device)
     ]
-    for case in models.CASES:
+    for case in model_cases.CASES:
         chosen = case if device == "cuda" else _for_cpu(case)
         quick = case.name in QUICK_MODELS
         seconds = 15.0 if device == "cpu" else 170.0 if case.train else 70.0
@@ -105,7 +106,7 @@ def entries(device: str) -> list[Entry]:
     return list({entry.name: entry for entry in found}.values())
 
 
-def _for_cpu(case: models.Case) -> models.Case:
+def _for_cpu(case: model_cases.Case) -> model_cases.Case:
     """A whole model in sizes that a CPU runs in seconds; its layers are cut to two as well."""
     batch, seq = min(case.batch, 2), min(case.seq, CPU_TOKENS)
     name = re.sub(r"\bb\d+", f"b{batch}", case.name)
@@ -231,10 +232,9 @@ def compiled_variants(
     for variant in variants:
         say(f"compiling {variant}")
         compiled = _compile(work.function(variant), variant)
-        on = inductor_fusions.config.patch(enabled=variant == "fused")
         quiet = torch._inductor.config.patch(force_disable_caches=True)
         try:
-            with fresh_cache(), quiet, on, reporting.isolated(keep=False) as sites:
+            with fresh_cache(), quiet, _switched(variant == "fused"), reporting.isolated(False) as sites:
                 start = time.monotonic()
                 work.step(variant, compiled, 0)
                 synchronize(device)
@@ -250,6 +250,17 @@ def compiled_variants(
             continue
         calls[variant] = _in_turn(work, variant, compiled)
     return calls, facts
+
+
+@contextlib.contextmanager
+def _switched(on: bool) -> Iterator[None]:
+    """The fusions on or off, in every thread: on a GPU, a backward is compiled in one of autograd's."""
+    before = inductor_fusions.enabled()
+    (inductor_fusions.enable if on else inductor_fusions.disable)()
+    try:
+        yield
+    finally:
+        (inductor_fusions.enable if before else inductor_fusions.disable)()
 
 
 def _in_turn(work: cases.Work, variant: str, compiled: Callable[..., Any]) -> Callable[[], Any]:
@@ -341,7 +352,7 @@ def _ratio(run: dict[str, dict[str, Timing]], above: str, below: str) -> float |
 # Whole models ------------------------------------------------------------------------------------------
 
 
-def measure_model(case: models.Case, settings: Settings, say: Callable[[str], None]) -> Json:
+def measure_model(case: model_cases.Case, settings: Settings, say: Callable[[str], None]) -> Json:
     """A row of `bench.models`; each repeated run compiles anew."""
     small = settings.device == "cpu"
     rounds = 8 if settings.quick else 24
@@ -363,8 +374,7 @@ def measure_model(case: models.Case, settings: Settings, say: Callable[[str], No
 
 def prepare() -> None:
     """What whole models need once in a process."""
-    models.register_by_hand()
-    torch._dynamo.config.recompile_limit = 64
+    models.set_up()
 
 
 def run(

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,50 @@ def test_missing_variant(lost: str, tmp_path: Path) -> None:
                 values.pop(lost, None)
     path.write_text(json.dumps(data))
     assert all(docs.render(root).values())
+
+
+PROJECTION = {
+    "key": "shared_a 64->64+64 m16 bfloat16", "kind": "shared_a", "tokens": 16, "best": "ours", "error": {},
+    "times_us": {"stock": 6.0, "max_autotune": 5.0, "ours": 4.0, "limit": 3.2},
+}  # fmt: skip
+BLOCK = {
+    "suite": "blocks", "name": "a block train", "train": True, "dtype": "bfloat16", "noise": 0.1,
+    "median_ms": {"stock": 3.0, "fused": 2.0}, "ratio": {"stock/fused": 1.5},
+    "sites": {"fused": 2, "total": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "shown"),
+    [
+        (
+            "projections_h200.json",
+            PROJECTION,
+            "| shared_a, up to 128 rows | 1 | 1.25 | 1.25 | 1.25 | 1 | 1.25 |",
+        ),
+        ("bench_h200.json", BLOCK, "| a block train | 2 of 3 | 3.000 | 2.000 | 1.50 ± 0.15 |"),
+        ("bench_cpu.json", BLOCK, "| blocks, training | 1 | 1.500 | 0 | 0 |"),
+    ],
+)
+def test_new_result_is_stale(name: str, row: dict[str, Any], shown: str, tmp_path: Path) -> None:
+    """A file that scripts of the benchmarks write is part of the page as soon as it is in bench/results."""
+    root = copied(tmp_path)
+    data = {"schema": 1, "device": "a device", "torch": "2", "command": "python -m x --out /far/away/x.json"}
+    (root / "bench" / "results" / name).write_text(json.dumps({**data, "rows": [row]}))
+    page = root / "docs" / "performance.md"
+    assert docs.stale(root) == [page]
+    text = docs.render(root)[page]
+    assert shown in text
+    assert "--out x.json" in text and "/far/away" not in text
+
+
+def test_geometric_means_are_told() -> None:
+    def case(ratio: float, train: bool) -> docs.Json:
+        return {"name": "x", "train": train, "median_ms": {"stock": ratio, "fused": 1.0}}
+
+    text = docs.tally([case(2.0, False), case(0.5, False), case(3.0, True)])
+    assert text.endswith("is 1.00 over the 2 inference cases and 3.00 over the 1 training cases.")
+    assert "mean" not in docs.tally([])
 
 
 @pytest.mark.parametrize("variable", sorted(config.variables()))

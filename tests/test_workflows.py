@@ -20,7 +20,7 @@ def commands(workflow: dict[str, Any]) -> str:
     return "\n".join(str(step.get("run", "")) for step in steps)
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_targets_exist(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text())
     called = set(re.findall(r"\bmake (?:-C \S+ )?([a-z]+)", commands(workflow)))

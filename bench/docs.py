@@ -217,7 +217,12 @@ def readme_table(data: Json) -> str:
 def models_section(data: Json) -> str:
     """Every case of a file of bench.models."""
     rows: list[Json] = data["rows"]
-    parts = [f"## Whole models, {data.get('device', '?')}", header(data), tally(rows)]
+    what = (
+        "Whole models with adapters"
+        if any("frozen" in (row.get("median_ms") or {}) for row in rows)
+        else "Whole models"
+    )
+    parts = [f"## {what}, {data.get('device', '?')}", header(data), tally(rows)]
     single = [len(compiles) < 2 for compiles in _compiles(rows)]
     if any(single):
         who = "Each case was" if all(single) else "Some cases were"
@@ -242,7 +247,7 @@ def _times(rows: Sequence[Json]) -> str:
         "by hand ms",
         "fused / by hand",
     ]
-    columns += ["sdpa path ms", "fused / sdpa path"]
+    columns += ["sdpa path ms", "fused / sdpa path", "frozen ms", "fused / frozen"]
     return table(
         columns,
         [
@@ -256,6 +261,8 @@ def _times(rows: Sequence[Json]) -> str:
                 ratio_text(row, "fused", "limit"),
                 time_text(row, "sdpa"),
                 ratio_text(row, "fused", "sdpa"),
+                time_text(row, "frozen"),
+                ratio_text(row, "fused", "frozen"),
             )
             for row in rows
         ],
@@ -571,6 +578,7 @@ What was measured, with the cases that lose. [measuring.md](measuring.md) says h
   enable_gqa=True)` and no mask built. In `padded` cases that leaves the padding out: it is the time that a
   batch without padding takes, a bound. For windows, documents, softcap and sinks it is stock on the same
   model with `attn_implementation="flex_attention"`.
+- **frozen**: for models with adapters, the model without them: what adapters would cost nothing beside.
 - **sdpa path**: stock on the same model with `attn_implementation="sdpa"`, for cases with eager attention.
 - All variants of a case run in one process, in interleaved blocks whose order rotates. Times are medians.
   A spread after ± is half of both interquartile ranges, added in quadrature.

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -274,12 +273,9 @@ def _show(data: dict[str, Any], verdict: dict[str, Any], compared: bool) -> None
 # -- tune -----------------------------------------------------------------------------------------
 
 
-class Kind(str, Enum):
-    """What is tuned."""
-
-    attention = "attention"
-    flex = "flex"
-    projections = "projections"
+def kinds() -> list[str]:
+    """What can be tuned: the scripts `bench/tune_*.py`."""
+    return sorted(path.stem.removeprefix("tune_") for path in (ROOT / "bench").glob("tune_*.py"))
 
 
 @app.command(
@@ -287,7 +283,9 @@ class Kind(str, Enum):
     "again until no row is left. Only in a checkout."
 )
 def tune(
-    kind: Annotated[Kind, typer.Argument(metavar="KIND", help="attention, flex or projections.")],
+    kind: Annotated[
+        str, typer.Argument(metavar="KIND", help="attention, flex or projections; bench/tune_*.py are all.")
+    ],
     out: Annotated[
         Path | None,
         typer.Option(
@@ -314,36 +312,40 @@ def tune(
     A table decides what the package fuses here: measure on an idle device, and commit the results with it.
     """
     load("common")
+    if kind not in kinds():
+        raise UserError(f"there is nothing called {kind} to tune; there are: {', '.join(kinds())}")
     where = find_device(device)
     name = tables.device_name(where)
-    results = out if out is not None else ROOT / "bench" / "results" / f"{kind.value}_{name}.json"
+    short = name.removeprefix("nvidia_")
+    results = out if out is not None else ROOT / "bench" / "results" / f"{kind}_{short}.json"
     writable(results, "--out")
+    results = results.absolute()  # the scripts run in the root of the checkout
     try:
         re.compile(only)
     except re.error as error:
         raise UserError(f"--only: {only!r} is no regular expression: {error}") from error
     if write_table:
         raise typer.Exit(_write_table(kind, name, results))
-    command = [f"bench.tune_{kind.value}", "--out", str(results), "--device", where.type]
+    command = [f"bench.tune_{kind}", "--out", str(results), "--device", where.type]
     command += ["--only", only] * bool(only) + ["--quick"] * quick + ["--list"] * list_only
     command += ["--budget", str(budget)] if budget is not None else []
     start = time.monotonic()
     code = _module(command)
     if not list_only:
-        print(f"{PROG}: {time.monotonic() - start:.0f} s; {PROG} tune {kind.value} --table writes the table")
+        print(f"{PROG}: {time.monotonic() - start:.0f} s; {PROG} tune {kind} --table writes the table")
     raise typer.Exit(code)
 
 
-def _write_table(kind: Kind, name: str, results: Path) -> int:
+def _write_table(kind: str, name: str, results: Path) -> int:
     """Put the results of one kind into the table of a device; those of the others stay."""
     if not results.is_file():
-        raise UserError(f"there are no results in {results}: run {PROG} tune {kind.value} first")
-    if kind is Kind.projections:
+        raise UserError(f"there are no results in {results}: run {PROG} tune {kind} first")
+    if kind not in ("attention", "flex"):
         if not (ROOT / "configs" / "devices" / f"{name}.json").is_file():
             raise UserError(f"there is no configs/devices/{name}.json yet: tune attention first")
-        return _module(["bench.tune_projections", "--out", str(results), "--table", name])
-    other = {Kind.attention: "flex", Kind.flex: "attention"}[kind]
-    beside = results.with_name(results.name.replace(kind.value, other, 1))
+        return _module([f"bench.tune_{kind}", "--out", str(results), "--table", name])
+    other = {"attention": "flex", "flex": "attention"}[kind]
+    beside = results.with_name(results.name.replace(kind, other, 1))
     files = [str(path) for path in sorted({results, beside}) if path.is_file()]  # attention's header counts
     return _module(["bench.device_table", *files, "--name", name])
 

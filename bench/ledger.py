@@ -119,9 +119,12 @@ def narrow(case: model_cases.Case, quick: bool) -> tuple[str, Json]:
     if "num_local_experts" in values:
         values |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     if heads > HEADS:
-        for name in (*_HEADS, *_WIDTHS):
+        for name in _HEADS:
             if isinstance(values.get(name), int):
-                values[name] = values[name] * HEADS // heads
+                values[name] = HEADS
+        for name in _WIDTHS:
+            if isinstance(values.get(name), int):  # kernels of half precision ask for multiples
+                values[name] = -(-values[name] * HEADS // heads // 64) * 64
         for name in _SHARED:
             if isinstance(values.get(name), int):
                 values[name] = max(1, values[name] * HEADS // heads)
@@ -365,7 +368,15 @@ def main() -> None:
     whole = not (options.quick or options.only or options.missing)
     if different and not whole and series() in known:
         raise SystemExit(f"{different}: rewrite all rows of torch {series()}")
-    changes, failed = run(todo, rows, options.jobs)
+    if whole and not options.check:  # rows of models that are gone go
+        there = {key(each.header(device)) for each in todo for device in DEVICES}
+        rows = {name: row for name, row in rows.items() if row["torch"] != series() or name in there}
+
+    def keep() -> None:
+        if not options.check:
+            save(options.file, {**known, series(): versions()}, rows.values())
+
+    changes, failed = run(todo, rows, options.jobs, keep)
     for change in changes:
         if change.worse or change.better:
             print(("worse: " if change.worse else "gained: ") + str(change))
@@ -374,21 +385,21 @@ def main() -> None:
     print(f"{len(changes)} rows of torch {series()}: {worse} worse, {gained} gained")
     for name, why in failed.items():
         print(f"failed: {name}: {why}")
-    if not options.check and not failed:
-        known[series()] = versions()
-        kept = rows.values()
-        if whole:  # rows of models that are gone go
-            there = {key(each.header(device)) for each in todo for device in DEVICES}
-            kept = [row for name, row in rows.items() if row["torch"] != series() or name in there]
-        save(options.file, known, kept)
-        print(f"written: {options.file}")
-    elif gained and not worse:
+    if options.check and gained and not worse:
         print("make ledger writes the gains down, so that they cannot be lost unseen")
     sys.exit(1 if failed or (worse and options.check) else 0)
 
 
-def run(todo: Sequence[Entry], rows: dict[str, Json], jobs: int) -> tuple[list[Change], dict[str, str]]:
+def run(
+    todo: Sequence[Entry], rows: dict[str, Json], jobs: int, keep: Callable[[], None]
+) -> tuple[list[Change], dict[str, str]]:
     """Measure models and put their rows in place of the old ones.
+
+    Args:
+        todo: the models.
+        rows: of the ledger, by key; they are changed.
+        jobs: processes.
+        keep: called after each model.
 
     Returns:
         What became of each row, and why models failed.
@@ -404,6 +415,7 @@ def run(todo: Sequence[Entry], rows: dict[str, Json], jobs: int) -> tuple[list[C
             for row in answer:
                 changes.append(compare(rows.get(key(row)), row))
                 rows[key(row)] = row
+            keep()
             progress.step(entry.name)
     return sorted(changes, key=lambda change: change.row), failed
 

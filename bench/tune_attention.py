@@ -46,18 +46,15 @@ device to itself for checking and timing.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
-import os
 import re
-import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -66,21 +63,18 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench import tuning
 from bench.common import (
     DTYPES,
-    Budget,
     Json,
-    Progress,
-    Results,
-    environment,
     error_limit,
     interleave,
+    is_fatal,
     one_line,
     peak_bytes,
     relative_error,
-    synchronize,
 )
-from bench.pool import FileLock, run_tasks
+from bench.pool import FileLock
 
 GIB = 2**30
 UNFUSED_LIMIT = 8 * GIB
@@ -735,14 +729,6 @@ def measure(
     return result
 
 
-def is_fatal(error: BaseException) -> bool:
-    """Whether the process cannot use its device any more."""
-    accelerator_error = getattr(torch, "AcceleratorError", None)
-    if accelerator_error is not None and isinstance(error, accelerator_error):
-        return True
-    return "CUDA error" in str(error)
-
-
 def set_up(device: str) -> None:
     """Settings of the process that measures."""
     import torch._dynamo.config
@@ -778,8 +764,6 @@ def work(task: tuple[Row, str, bool, bool], lock: Path) -> tuple[Json | None, bo
 
 def describe(result: Json) -> str:
     """A row's outcome in a few words."""
-    if "failed" in result:
-        return f"failed: {result['failed']}"
     times = result["times_us"]
     text = " ".join(f"{name} {value:.0f}" for name, value in sorted(times.items(), key=lambda x: x[1]))
     if result["wrong"]:
@@ -815,76 +799,23 @@ def print_summary(rows: list[Json]) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.tune_attention", description=__doc__.split("\n\n")[0]
-    )
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--out", type=Path, required=True, help="JSON file; rows that it has are skipped")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
-    parser.add_argument("--only", type=re.compile, help="only rows whose name matches this expression")
-    parser.add_argument("--budget", type=float, help="seconds after which no row is started")
-    parser.add_argument("--jobs", type=int, help="compiling processes; 1 works in this process")
-    parser.add_argument("--quick", action="store_true", help="3 blocks of 1 ms, to try the script")
+    parser = tuning.parser("bench.tune_attention", __doc__)
     parser.add_argument("--plans", action="store_true", help="measure `short` with other tiles as well")
-    parser.add_argument("--again", action="store_true", help="measure and replace rows that the file has too")
-    parser.add_argument("--list", action="store_true", help="name the rows and stop")
     options = parser.parse_args()
     device: str = options.device
-    budget = Budget(options.budget)
-    rows = [
-        r
-        for r in (cuda_rows() if device == "cuda" else cpu_rows())
-        if not options.only or options.only.search(r.key)
-    ]
-    if options.list:
-        print(*(row.key for row in rows), f"{len(rows)} rows", sep="\n")
-        return
-    results = Results(options.out, environment(device, "bench.tune_attention"), key=lambda row: row["key"])
-    todo = [row for row in rows if options.again or row.key not in results]
-    jobs: int = options.jobs or (max(1, min(8, (os.cpu_count() or 2) // 2)) if device == "cuda" else 1)
-    slowest = 5.0
-
-    def may_start() -> bool:
-        return budget.left > 2 * slowest + (5 if jobs > 1 else 0)
-
-    def done(row: Row, result: Json | None) -> None:
-        result = result or {"failed": "the process died"}
-        progress.step(f"{row.key}: {describe(result)}")
-        if "failed" in result:
-            failed.append(row.key)
-        else:
-            results.append({"key": row.key, **asdict(row), **result})
-
-    failed: list[str] = []
-    with Progress(len(todo)) as progress:
-        if jobs == 1:
-            set_up(device)
-            for row in todo:
-                if not may_start():
-                    break
-                started = time.monotonic()
-                try:
-                    done(row, measure(row, device, options.quick, nullcontext(), options.plans))
-                except Exception as error:
-                    if is_fatal(error):
-                        raise
-                    done(row, {"failed": one_line(error)})
-                slowest = max(slowest, time.monotonic() - started)
-        else:
-            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-            tasks = [(row, device, options.quick, options.plans) for row in todo]
-            for task, result in run_tasks(work, tasks, jobs, may_start, deadline=lambda: budget.left):
-                done(task[0], result)
-                if result and "failed" not in result:
-                    slowest = max(slowest, result["compile_s"] + result["measure_s"])
-    synchronize(device)
+    rows = tuning.select(cuda_rows() if device == "cuda" else cpu_rows(), options)
+    results, failed = tuning.measure(
+        "bench.tune_attention",
+        options,
+        [[row] for row in rows],
+        work,
+        lambda group: (group[0], device, options.quick, options.plans),
+        describe,
+        jobs=tuning.processes(options, most=8),
+        seconds=5.0,
+    )
     print_summary([row for row in results.rows if row["key"] in {r.key for r in rows}])
-    left = len(todo) - progress.done
-    print(f"{len(results.rows)} rows in {options.out}, {left} left, {len(failed)} failed")
-    print(f"{budget.elapsed:.0f} s")
-    if failed:
-        print("failed:", *failed, sep="\n  ")
-        sys.exit(1)
+    tuning.end(failed)
 
 
 if __name__ == "__main__":

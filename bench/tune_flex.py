@@ -28,12 +28,8 @@ A row has the form of those of `bench.tune_attention`, and goes into the table o
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
-import os
-import re
-import sys
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -46,13 +42,10 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
+from bench import tuning
 from bench.common import (
     DTYPES,
-    Budget,
     Json,
-    Progress,
-    Results,
-    environment,
     error_limit,
     fresh_cache,
     interleave,
@@ -61,7 +54,7 @@ from bench.common import (
     peak_bytes,
     relative_error,
 )
-from bench.pool import FileLock, run_tasks
+from bench.pool import FileLock
 
 REFERENCE_BYTES = 2**30
 """In training the float64 reference covers as many heads as keep the scores of a sample under this."""
@@ -504,47 +497,22 @@ def describe(result: Json) -> str:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.tune_flex", description=__doc__.split("\n\n")[0])
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--out", type=Path, required=True, help="JSON file; rows that it has are skipped")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
-    parser.add_argument("--only", type=re.compile, help="only rows whose name matches this expression")
-    parser.add_argument("--budget", type=float, help="seconds after which no row is started")
-    parser.add_argument("--jobs", type=int, help="compiling processes")
-    parser.add_argument("--quick", action="store_true", help="3 blocks of 1 ms, to try the script")
-    parser.add_argument("--list", action="store_true", help="name the rows and stop")
-    options = parser.parse_args()
-    rows = cuda_rows() if options.device == "cuda" else cpu_rows()
-    rows = [r for r in rows if not options.only or options.only.search(r.key)]
-    if options.list:
-        print(*(r.key for r in rows), f"{len(rows)} rows", sep="\n")
-        return
-    budget, slowest = Budget(options.budget), 10.0
-    results = Results(options.out, environment(options.device, "bench.tune_flex"), key=lambda r: r["key"])
-    shapes: dict[Json, list[Row]] = {}
+    options = tuning.parser("bench.tune_flex", __doc__).parse_args()
+    rows = tuning.select(cuda_rows() if options.device == "cuda" else cpu_rows(), options)
+    shapes: dict[str, list[Row]] = {}
     for each in rows:
-        if each.key not in results:
-            shapes.setdefault(each.key.rsplit(" ", 1)[0], []).append(each)
-    tasks = [(same, options.device, options.quick) for same in shapes.values()]
-    jobs = options.jobs or (max(1, (os.cpu_count() or 2) * 5 // 8) if options.device == "cuda" else 1)
-    failed = 0
-
-    def may_start() -> bool:
-        return budget.left > 1.5 * slowest
-
-    with Progress(sum(len(same) for same in shapes.values())) as progress:
-        for task, found in run_tasks(work, tasks, jobs, may_start, deadline=lambda: budget.left):
-            for result in found or [{"key": task[0][0].key, "failed": "the process died"}]:
-                progress.step(f"{result['key']}: {result.get('failed') or describe(result)}")
-                if "failed" in result:
-                    failed += 1
-                    continue
-                results.append(result)
-                slowest = max(slowest, result["compile_s"])
-    left = sum(len(same) for same in shapes.values()) - progress.done
-    print(f"{len(results.rows)} rows in {options.out}, {left} left, {failed} failed, {budget.elapsed:.0f} s")
-    if failed:
-        sys.exit(1)
+        shapes.setdefault(each.key.rsplit(" ", 1)[0], []).append(each)
+    _, failed = tuning.measure(
+        "bench.tune_flex",
+        options,
+        list(shapes.values()),
+        work,
+        lambda group: (list(group), options.device, options.quick),
+        describe,
+        jobs=tuning.processes(options, 5 / 8),
+        seconds=10.0,
+    )
+    tuning.end(failed)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+import inductor_fusions
 from bench import model_cases, models
 from bench.common import synchronize
 
@@ -41,7 +42,9 @@ def compiled(case: model_cases.Case) -> tuple[dict[str, models.Variant], models.
     for variant in variants.values():
         variant.first_step(DEVICE)
     reference = models.make_reference(case, model, inputs, DEVICE, True)
-    return variants, models.check(case, variants, reference, {}, DEVICE)[0]
+    errors = models.check(case, variants, reference, {}, DEVICE)[0]
+    inductor_fusions.enable()  # variants leave the fusions off
+    return variants, errors
 
 
 @pytest.mark.benchmark(max_time=0.5)

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 
 import inductor_fusions
 from bench import cases, model_cases, models
@@ -99,7 +100,7 @@ def entries(device: str) -> list[Entry]:
     for case in model_cases.CASES:
         chosen = case if device == "cuda" else _for_cpu(case)
         quick = case.name in QUICK_MODELS
-        seconds = 15.0 if device == "cpu" else 170.0 if case.train else 70.0
+        seconds = 15.0 if device == "cpu" else 80.0 if case.train else 50.0
 
         whole = partial(measure_model, chosen)
         found.append(Entry("models", chosen.name, chosen.train, quick, chosen.dtype, whole, seconds))
@@ -234,15 +235,17 @@ def compiled_variants(
         compiled = _compile(work.function(variant), variant)
         quiet = torch._inductor.config.patch(force_disable_caches=True)
         try:
-            with fresh_cache(), quiet, _switched(variant == "fused"), reporting.isolated(False) as sites:
-                start = time.monotonic()
-                work.step(variant, compiled, 0)
-                synchronize(device)
-                facts["first_s"][variant] = time.monotonic() - start
+            with fresh_cache(), quiet, _switched(variant == "fused"):
+                with reporting.isolated(False) as sites:
+                    start = time.monotonic()
+                    work.step(variant, compiled, 0)
+                    synchronize(device)
+                    facts["first_s"][variant] = time.monotonic() - start
+                if variant in ("stock", "fused"):
+                    step = partial(work.step, variant, compiled, 0)
+                    facts["error"][variant] = work.errors(step)
             if variant == "fused":
                 facts["sites"] = models.site_counts(list(sites))
-            if variant in ("stock", "fused"):
-                facts["error"][variant] = work.errors(lambda v=variant, c=compiled: work.step(v, c, 0))
         except Exception as error:
             if "CUDA error" in str(error):
                 raise
@@ -297,6 +300,7 @@ def measure(case: cases.Case, settings: Settings, say: Callable[[str], None]) ->
     row["correct"] = within_budget(facts["error"], case.dtype)
     row |= {"line": case.line, "length": case.length, "flops": work.flops, "bytes": work.nbytes}
     say("timing")
+    graphs = counters["stats"]["unique_graphs"]
     row["peak_gib"] = {n: round(b / 2**30, 4) for n, c in calls.items() if (b := peak_bytes(c, device))}
     rounds, block = (6, 2e-3) if settings.quick else (15, 5e-3)
     runs = []
@@ -305,6 +309,7 @@ def measure(case: cases.Case, settings: Settings, say: Callable[[str], None]) ->
         if run and device == "cuda" and min(t.median for t in run["wall"].values()) < SHORT_CALL:
             run["device"] = interleave(calls, device, min(rounds, 10), 1e-3, max_calls=8, run_ahead=True)
         runs.append(run)
+    row["recompiled"] = counters["stats"]["unique_graphs"] != graphs
     row |= summary(runs, row["correct"])
     row["compile_s"] = {
         n: round(s - row["median_ms"][n] / 1e3, 2) for n, s in facts["first_s"].items() if n in calls
@@ -358,9 +363,10 @@ def measure_model(case: model_cases.Case, settings: Settings, say: Callable[[str
     rounds = 8 if settings.quick else 24
     how = models.Settings(settings.device, small, tuple(models.MARKERS), rounds, 1)
     rows = []
-    for i in range(settings.repeats):
-        rows.append(models.measure(case, how, i % 2 == 1, say))
-        models.free(settings.device)
+    with _switched(inductor_fusions.enabled()):  # bench.models leaves the fusions off
+        for i in range(settings.repeats):
+            rows.append(models.measure(case, how, i % 2 == 1, say))
+            models.free(settings.device)
     row, ratios = rows[-1], [r["ratio"]["stock/fused"] for r in rows if "stock/fused" in r["ratio"]]
     if ratios:
         row["ratio"]["stock/fused"] = round(statistics.median(ratios), 4)
@@ -372,9 +378,12 @@ def measure_model(case: model_cases.Case, settings: Settings, say: Callable[[str
 # Running -----------------------------------------------------------------------------------------------
 
 
-def prepare() -> None:
-    """What whole models need once in a process."""
+def prepare(todo: Sequence[Entry], device: str) -> None:
+    """What a process needs once: for whole models on a GPU, what else the first of them would pay for."""
     models.set_up()
+    if device == "cuda" and any(entry.suite == "models" for entry in todo):
+        with _switched(inductor_fusions.enabled()):
+            models.warm_up(device)
 
 
 def run(

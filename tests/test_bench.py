@@ -163,7 +163,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     monkeypatch.setattr(
         suites, "peak_rates", lambda device, dtypes: {"tflops": {"float32": 1.0}, "gb_per_s": 1.0}
     )
-    monkeypatch.setattr(suites, "prepare", lambda: None)
+    monkeypatch.setattr(suites, "prepare", lambda todo, device: None)
     return rows
 
 

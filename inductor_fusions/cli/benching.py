@@ -189,7 +189,7 @@ def _measure(
         except SystemExit as refused:
             raise UserError(str(refused)) from None
         missing = [entry for entry in todo if entry.name not in results]
-        suites.prepare()
+        suites.prepare(missing, device)
         settings = suites.Settings(device, quick, repeat, autotune)
         with common.Progress(len(missing)) as progress:
             for entry, row in suites.run(missing, settings, lambda: limit.left, progress.say):

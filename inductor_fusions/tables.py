@@ -84,7 +84,7 @@ def load(name: str) -> dict[str, Any] | None:
     try:
         table = json.loads(entry.read_text("utf-8"))
         check(table, name)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"{error} is missing" if isinstance(error, KeyError) else error
         log.warning("the table %s.json is not usable (%s); its device is left to stock", name, why)
         return None
@@ -119,7 +119,7 @@ def check(table: Any, name: str) -> None:
         _check_row(row, _ATTENTION)
         if not all(map(_is_gain, row["gain"].values())):
             raise ValueError("a gain is no number")
-        if not all(type(value) is int and value > 0 for value in row.get("options", {}).values()):
+        if not all(_is_size(value) for value in row.get("options", {}).values()):
             raise ValueError("an option of flex attention is no positive number")
     for row in table.get("block_mm", ()):
         _check_row(row, _BLOCK_MM)
@@ -137,12 +137,16 @@ def check(table: Any, name: str) -> None:
 def _check_row(row: dict[str, Any], columns: dict[str, type]) -> None:
     for column, kind in columns.items():
         value = row[column]
-        if type(value) is not kind or (kind is int and value < 1):
+        if not (_is_size(value) if kind is int else type(value) is kind):
             raise ValueError(f"{column} = {value!r} in a row")
 
 
-def _is_gain(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0  # type: ignore[arg-type]
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_gain(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
 
 
 def attention(

@@ -83,10 +83,11 @@ def _config() -> Any:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Runs a callback once, right after a module is first imported."""
+    """Runs callbacks once, in order, right after a module is first imported."""
 
-    def __init__(self, module: str, callback: Callable[[], None]) -> None:
-        self.module, self.callback = module, callback
+    def __init__(self, module: str) -> None:
+        self.module = module
+        self.callbacks: list[Callable[[], None]] = []
         self.loader: Any = None
 
     def find_spec(
@@ -109,7 +110,8 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)
-        self.callback()
+        for callback in self.callbacks:
+            callback()
 
 
 def inductor_loaded() -> bool:
@@ -125,8 +127,14 @@ def when_inductor_loads(callback: Callable[[], None]) -> None:
 def _when_loaded(module: str, callback: Callable[[], None]) -> None:
     if module in sys.modules:
         callback()
-    else:
-        sys.meta_path.insert(0, _AfterImport(module, callback))
+        return
+    # One for each module: the finder that answers is the only one whose loader runs.
+    waiting = (each for each in sys.meta_path if isinstance(each, _AfterImport) and each.module == module)
+    found = next(waiting, None)
+    if found is None:
+        found = _AfterImport(module)
+        sys.meta_path.insert(0, found)
+    found.callbacks.append(callback)
 
 
 #: What waits until the module of the passes is imported: its own import may be what imports Inductor.

@@ -252,3 +252,19 @@ q, k, v = torch.randn(3, 2, 4, 32, 16).unbind()
 torch.testing.assert_close(torch.compile(attention)(q, k, v), attention(q, k, v))
 """
     )
+
+
+def test_lowerings_are_all_registered() -> None:
+    """Several operations wait for the same module of Inductor."""
+    run_python(
+        f"""
+import torch
+import {PACKAGE}
+
+assert "torch._inductor" not in __import__("sys").modules
+from torch._inductor import lowering
+
+own = torch.ops.{PACKAGE}
+assert own.block_mm.default in lowering.lowerings and own.stored.default in lowering.lowerings
+"""
+    )

@@ -37,6 +37,10 @@ README_RESULTS = "models_h200.json"
 README_CASES = (
     "llama-1b sdpa b1 s8192",
     "llama-1b sdpa b1 s8192 train",
+    "llama-1b sdpa padded b4 s2048",
+    "mistral-8l sdpa b1 s8192",
+    "gemma2-8l eager b2 s4096",
+    "gpt-oss-8l eager b2 s4096",
     "llama-1b eager b4 s2048",
     "gpt2 eager b16 s1024",
     "bloom padded b8 s1024",

@@ -193,6 +193,8 @@ def attention(
         ratios = [(1 / (0.25 + d), row["gain"][kernel]) for d, row in near if kernel in row["gain"]]
         if not ratios or ratios[0][1] < 1.0:
             continue
+        if near[0][0] == 0.0:
+            ratios = ratios[:1]  # this very shape
         mean = math.exp(sum(w * math.log(r) for w, r in ratios) / sum(w for w, _ in ratios))
         if mean > gain:
             best, gain = kernel, mean

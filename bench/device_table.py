@@ -87,10 +87,14 @@ def table(measured: dict[str, Any]) -> dict[str, Any]:
     return {"schema": 1, **header, "attention": rows}
 
 
-def kept(path: Path) -> list[dict[str, Any]]:
-    """The rows for linears that a table has; `bench.tune_projections` writes them."""
-    found: list[dict[str, Any]] = json.loads(path.read_text()).get("block_mm", []) if path.exists() else []
-    return found
+#: Sections of a table that `bench.tune_projections` and `bench.tune_lora` write.
+OF_LINEARS = ("block_mm", "lora", "narrow_mm", "lora_decode")
+
+
+def kept(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The rows for linears that a table has, by section."""
+    data = json.loads(path.read_text()) if path.exists() else {}
+    return {name: data[name] for name in OF_LINEARS if data.get(name)}
 
 
 def write(path: Path, data: dict[str, Any]) -> None:
@@ -116,7 +120,7 @@ def main() -> None:
     data = table(merged([json.loads(file.read_text()) for file in arguments.measurements]))
     target = Path("configs/devices") / f"{arguments.name}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    write(target, {**data, **({"block_mm": rows} if (rows := kept(target)) else {})})
+    write(target, {**data, **kept(target)})
     print(f"{len(data['attention'])} rows in {target}")
 
 

@@ -654,6 +654,12 @@ def call_eagerly(op: Any, *args: Any) -> Any:
     return lowering.fallback_handler(op, add_to_fallback_set=False)(*args)
 
 
+def beside(values: Sequence[Any]) -> Any:
+    """Matrices side by side, computed in one loop."""
+    lowering = importlib.import_module("torch._inductor.lowering")
+    return lowering.pointwise_cat(list(values), 1)
+
+
 def realize(values: Sequence[Any]) -> list[Any]:
     """The same values in memory, with strides that stay as they are."""
     ir = importlib.import_module("torch._inductor.ir")
@@ -685,6 +691,7 @@ class Variant:
         meta: constants of the kernel.
         num_warps, num_stages: as Triton has them.
         outputs: arguments of the kernel, at its end, that are outputs beside the first.
+        early: whether it starts before the kernel in front of it ends, and waits in its own code.
     """
 
     source: str
@@ -692,6 +699,7 @@ class Variant:
     num_warps: int
     num_stages: int
     outputs: tuple[str, ...]
+    early: bool = False
 
 
 def lower_to_template(
@@ -702,6 +710,8 @@ def lower_to_template(
     device: torch.device,
     variants: Sequence[Variant],
     stock: Callable[..., torch.Tensor] | None,
+    dtypes: Sequence[torch.dtype] = (),
+    grid_sizes: Sequence[Any] = (),
 ) -> list[Any] | None:
     """One Triton kernel with one or several outputs.
 
@@ -713,12 +723,15 @@ def lower_to_template(
         variants: its configurations; the fastest is taken where there are several.
         stock: what does the same without it, on tensors that are `inputs` and outputs: where
             given, it is measured as well.
+        dtypes: of each output, where they differ.
+        grid_sizes: pairs of sizes whose tiles are counted for the grid; `shapes` by default.
 
     Returns:
         The outputs; None where `stock` is faster.
     """
-    row_major = [Output("", shape, (shape[1], 1), dtype) for shape in shapes]
-    call_sizes = [size for shape in shapes for size in shape]
+    each = list(dtypes) or [dtype] * len(shapes)
+    row_major = [Output("", s, (s[1], 1), kind) for s, kind in zip(shapes, each, strict=True)]
+    call_sizes = list(grid_sizes) or [size for shape in shapes for size in shape]
     return _lower(name, inputs, row_major, device, _tiles, call_sizes, variants, stock)
 
 
@@ -781,7 +794,8 @@ def _lower(
     for variant in variants:
         _template(name, variant.source, grid).maybe_append_choice(
             choices, input_nodes=tuple(nodes), layout=layout, call_sizes=list(call_sizes),
-            num_warps=variant.num_warps, num_stages=variant.num_stages, **variant.meta,
+            num_warps=variant.num_warps, num_stages=variant.num_stages,
+            **({"triton_meta": {"launch_pdl": True}} if variant.early else {}), **variant.meta,
         )  # fmt: skip
     if not choices:
         return None
@@ -814,6 +828,7 @@ def _tiles(*sizes_and_meta: Any, cdiv: Any, min: Any) -> tuple[Any, int, int]:
     *sizes, meta = sizes_and_meta
     pairs = list(zip(sizes[::2], sizes[1::2], strict=True))
     tiles = sum(cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]) for m, n in pairs)
+    tiles = tiles * meta.get("SPLITS", 1)
     return (min(tiles, meta["NUM_SMS"]) if "NUM_SMS" in meta else tiles, 1, 1)
 
 

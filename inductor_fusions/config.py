@@ -7,6 +7,7 @@
 | `attention_kernel` | `INDUCTOR_FUSIONS_ATTENTION_KERNEL` | auto, sdpa, flex, short | auto |
 | `stock_misfires` | `INDUCTOR_FUSIONS_STOCK_MISFIRES` | 0, 1 | 1 |
 | `qkv` | `INDUCTOR_FUSIONS_QKV` | 0, 1 | 1 |
+| `lora` | `INDUCTOR_FUSIONS_LORA` | 0, 1 | 1 |
 | `gated_mlp` | `INDUCTOR_FUSIONS_GATED_MLP` | 0, 1 | 1 |
 | `linear_epilogue` | `INDUCTOR_FUSIONS_LINEAR_EPILOGUE` | 0, 1 | 1 |
 | `policy` | `INDUCTOR_FUSIONS_POLICY` | profitable, always | profitable |
@@ -49,6 +50,9 @@ stock_misfires: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_S
 #: Linears that share an input, and their gradients, to one matrix product.
 qkv: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_QKV")
 
+#: Linears with low-rank adapters, and their gradients.
+lora: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_LORA")
+
 #: act(x @ Wg) * (x @ Wu) to one kernel.
 gated_mlp: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_GATED_MLP")
 
@@ -87,6 +91,7 @@ def variables() -> dict[str, tuple[str, ...]]:
         "INDUCTOR_FUSIONS_ATTENTION_KERNEL": ("auto", "sdpa", "flex", "short"),
         "INDUCTOR_FUSIONS_STOCK_MISFIRES": ("0", "1"),
         "INDUCTOR_FUSIONS_QKV": ("0", "1"),
+        "INDUCTOR_FUSIONS_LORA": ("0", "1"),
         "INDUCTOR_FUSIONS_GATED_MLP": ("0", "1"),
         "INDUCTOR_FUSIONS_LINEAR_EPILOGUE": ("0", "1"),
         "INDUCTOR_FUSIONS_STORED_INDICES": ("0", "1"),

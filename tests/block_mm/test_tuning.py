@@ -97,7 +97,7 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert data["attention"] == attention
     gains = {row["kind"]: (row["gain"], row["config"] is not None) for row in data["block_mm"]}
     assert gains == {"shared_a": (3.0, True), "gated": (0.9, False)}
-    assert device_table.kept(target) == data["block_mm"]
+    assert device_table.kept(target) == {"block_mm": data["block_mm"]}
 
     monkeypatch.setattr(tables, "folder", lambda: tmp_path)
     monkeypatch.setattr(tables, "device_name", lambda device: "nvidia_h200")

@@ -55,10 +55,10 @@ def insert(
         gated,
         dtype or value(products[0][1].node).dtype,
     )
-    call = _call(graph, place.before, anchor, BLOCK_MM, *arguments)
+    made = call(graph, place.before, anchor, BLOCK_MM, *arguments)
     outputs = [
-        _call(graph, place.before, anchor, operator.getitem, call, index)
-        for index in range(len(call.meta["val"]))
+        call(graph, place.before, anchor, operator.getitem, made, index)
+        for index in range(len(made.meta["val"]))
     ]
     for node in place.sunk:
         place.before.prepend(node)
@@ -91,14 +91,17 @@ def reshaped(graph: fx.Graph, before: fx.Node, node: fx.Node, sizes: list[Any], 
     """`node` with other sizes, if it has others."""
     if [str(s) for s in value(node).shape] == [str(s) for s in sizes]:
         return node
-    return _call(graph, before, anchor, torch.ops.aten.reshape.default, node, sizes)
+    return call(graph, before, anchor, torch.ops.aten.reshape.default, node, sizes)
 
 
-def _call(graph: fx.Graph, before: fx.Node, anchor: fx.Node, target: Any, *args: Any) -> fx.Node:
+def call(graph: fx.Graph, before: fx.Node, anchor: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """Add a call of an operation in front of `before`, with its fake value."""
     with graph.inserting_before(before):
         node = graph.call_function(target, args)
     if "stack_trace" in anchor.meta:
         node.meta["stack_trace"] = anchor.meta["stack_trace"]
+    if isinstance(target, torch._ops.OpOverload):
+        node.meta["original_aten"] = target  # Inductor calls the kernel by it
     mode = fake_mode_of(graph)
     values = fx.node.map_arg(args, lambda n: n.meta["val"])
     with suppress_guards(mode), mode if mode is not None else contextlib.nullcontext():

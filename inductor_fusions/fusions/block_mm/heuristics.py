@@ -60,6 +60,7 @@ class Problem:
         """What a row of a table must agree in. Rows of a shared a, K of a shared b, are left open."""
         open_inner = self.kind == "shared_b"
         return {
+            **({"groups": list(self.groups)} if self.kind == "mixed" else {}),
             "kind": self.kind,
             "n": list(self.columns),
             "m": list(self.rows) if open_inner else None,
@@ -168,7 +169,7 @@ def measured(problem: Problem, device: torch.device) -> Choice:
 
 
 def _matches(row: dict[str, Any], problem: Problem) -> bool:
-    return all(row[name] == wanted for name, wanted in problem.key.items())
+    return all(row.get(name) == wanted for name, wanted in problem.key.items())
 
 
 def describe(problem: Problem) -> str:

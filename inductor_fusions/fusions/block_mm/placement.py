@@ -50,12 +50,13 @@ class Order:
         self.nodes = list(graph.nodes)
         self.index = {node: i for i, node in enumerate(self.nodes)}
 
-    def find(self, products: Sequence[Product], others: Iterable[fx.Node] = ()) -> Place:
+    def find(self, products: Sequence[Product], others: Iterable[fx.Node] = (), after: int = 0) -> Place:
         """Where one operation can stand for `products`.
 
         Args:
             products: what it computes.
             others: operands that it has beside those of the products.
+            after: the first index that it may have.
 
         Raises:
             Rejected: nowhere.
@@ -66,7 +67,7 @@ class Order:
         roots = [through(operand, VIEWS) for operand in operands]
         if members & set(roots):
             raise Rejected("one of the products is an operand of another")
-        earliest = max(at[root] for root in roots) + 1
+        earliest = max(after, *(at[root] + 1 for root in roots))
         latest = min((at[user] for p in products for user in readers(p.node)), default=len(self.nodes) - 1)
         if earliest > latest:
             raise Rejected(
@@ -83,10 +84,10 @@ class Order:
         by_order = at.__getitem__
         return Place(before, tuple(sorted(hoisted, key=by_order)), tuple(sorted(sunk, key=by_order)))
 
-    def earliest(self, operands: Iterable[fx.Node]) -> Place:
-        """The first place where all operands are there."""
+    def earliest(self, operands: Iterable[fx.Node], after: int = 0) -> Place:
+        """The first place where all operands are there, from the index `after` on."""
         operands = list(operands)
-        position = max(self.index[through(operand, VIEWS)] for operand in operands) + 1
+        position = max(after, *(self.index[through(operand, VIEWS)] + 1 for operand in operands))
         hoisted = {n for operand in operands for n in _chain(operand) if self.index[n] >= position}
         while self.nodes[position] in hoisted or self.nodes[position].op == "placeholder":
             position += 1
@@ -117,7 +118,7 @@ class Order:
             n for n in after if n not in reads and set(readers(n)) and set(readers(n)) <= set(members)
         ]:
             del after[node]  # another spelling of an operand
-        deaths = {node: self._death(node) for node in {*births, *after, *reads}}
+        deaths = {node: self._death(node, births) for node in {*births, *after, *reads}}
         later = dict(deaths)
         for node in reads & births.keys():
             others = [at[user] for user in readers(node) if user not in members]
@@ -147,8 +148,17 @@ class Order:
             births[node] = birth
         return births
 
-    def _death(self, node: fx.Node) -> int:
-        return max((self.index[user] for user in readers(node)), default=self.index[node])
+    def _death(self, node: fx.Node, births: dict[fx.Node, int], depth: int = 16) -> int:
+        """When a value is read last: by what is computed in a loop, when that loop runs."""
+        last = self.index[node]
+        for user in readers(node):
+            if user in births:
+                last = max(last, births[user])
+            elif depth and _is_pointwise(user):
+                last = max(last, self._death(user, births, depth - 1))
+            else:
+                last = max(last, self.index[user])
+        return last
 
     def _peak(self, births: dict[fx.Node, int], deaths: dict[fx.Node, int]) -> int:
         change = [0] * (len(self.nodes) + 2)

@@ -1,0 +1,379 @@
+"""Whole models with adapters: stock `torch.compile`, the same with inductor_fusions, and the frozen model.
+
+Llama with PEFT's adapters on every linear, random weights, in one process and in interleaved steps:
+
+    stock   inductor_fusions switched off
+    fused   inductor_fusions switched on, under its policy in force
+    frozen  the model without adapters, with inductor_fusions switched on: what adapters would cost nothing
+            beside. In training its backward gives the gradient of the embedded tokens.
+
+A training step is a forward and a backward, without the optimizer. Without dropout, the output and the
+gradient of each adapter are compared with a float64 copy, eager and uncompiled, on the first tokens of the
+first sample; the check runs the very code that is timed.
+
+    python -m bench.models_lora --out bench/results/models_lora_h200.json --budget 560
+    INDUCTOR_FUSIONS_POLICY=always python -m bench.models_lora --out /tmp/try.json --only decode
+    python -m bench.models_lora --quick --device cpu --out /tmp/try.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import inductor_fusions
+from bench import models
+from bench.common import (
+    Budget,
+    Json,
+    Progress,
+    Results,
+    environment,
+    error_limit,
+    fresh_cache,
+    interleave,
+    one_line,
+    peak_bytes,
+    relative_error,
+    synchronize,
+)
+
+#: Tokens of the first sample that are compared with float64; a causal model's do not depend on the rest.
+COMPARED = 256
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model under one load.
+
+    Attributes:
+        name: of the case.
+        batch, seq: of the tokens.
+        train: forward and backward.
+        mode: of `torch.compile`.
+        adapters: dtype of the adapters; PEFT makes them float32 by default.
+        dropout: in front of each adapter.
+        rank: of each adapter.
+        targets: names of the linears that have one.
+    """
+
+    name: str
+    batch: int
+    seq: int
+    train: bool = False
+    mode: str = "default"
+    adapters: str = "float32"
+    dropout: float = 0.0
+    rank: int = 16
+    targets: str = "all-linear"
+
+
+CASES = [
+    Case("decode b1 s1 reduce-overhead", 1, 1, mode="reduce-overhead"),
+    Case("train b2 s2048", 2, 2048, train=True),
+    Case("train bf16 adapters b2 s2048", 2, 2048, train=True, adapters="bfloat16"),
+    Case("train bf16 adapters dropout b2 s2048", 2, 2048, train=True, adapters="bfloat16", dropout=0.1),
+    Case("decode bf16 adapters b1 s1 reduce-overhead", 1, 1, mode="reduce-overhead", adapters="bfloat16"),
+    Case("decode b16 s1 reduce-overhead", 16, 1, mode="reduce-overhead"),
+    Case("prefill b2 s2048", 2, 2048),
+    Case("train dropout b2 s2048", 2, 2048, train=True, dropout=0.1),
+    Case("train q and v alone b2 s2048", 2, 2048, train=True, targets="q_proj,v_proj"),
+    Case("train r64 b2 s2048", 2, 2048, train=True, rank=64),
+]
+
+
+def base(case: Case) -> models.Case:
+    """The same load on the model without adapters."""
+    return models.Case(case.name, "llama-1b", "sdpa", case.batch, case.seq, train=case.train, mode=case.mode)
+
+
+def build(case: Case, device: str, quick: bool) -> torch.nn.Module:
+    """The model with adapters, none of which is zero."""
+    import peft
+
+    model = models.build(base(case), "sdpa", device, quick)
+    targets: Any = case.targets if case.targets == "all-linear" else case.targets.split(",")
+    config = peft.LoraConfig(
+        r=case.rank, lora_alpha=2 * case.rank, lora_dropout=case.dropout, target_modules=targets,
+        init_lora_weights=False,
+    )  # fmt: skip
+    adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=case.adapters == "float32")
+    adapted.train(case.train)
+    built: torch.nn.Module = adapted
+    return built
+
+
+@dataclass
+class Variant:
+    """One way to run a case.
+
+    Attributes:
+        name: "stock", "fused" or "frozen".
+        case: the case.
+        model: with adapters, or without.
+        inputs: keyword arguments of the model.
+        leaf: what is differentiated where no parameter is: the embedded tokens.
+        compiled: the model under `torch.compile`.
+        sites: what the fusions made of it.
+    """
+
+    name: str
+    case: Case
+    model: torch.nn.Module
+    inputs: Json
+    leaf: torch.Tensor | None
+    compiled: Callable[..., Any]
+    sites: Any = ()
+
+    def output(self) -> torch.Tensor:
+        """The last hidden state."""
+        if self.case.mode != "default":
+            torch.compiler.cudagraph_mark_step_begin()
+        with torch.set_grad_enabled(self.case.train):
+            hidden: torch.Tensor = self.compiled(**self.inputs).last_hidden_state
+        return hidden
+
+    def step(self) -> None:
+        """One inference, or one forward and backward."""
+        if not self.case.train:
+            self.output()
+            return
+        self.forget()
+        self.output().float().pow(2).mean().backward()
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self.model.zero_grad(set_to_none=True)
+        if self.leaf is not None:
+            self.leaf.grad = None
+
+    def first_step(self, device: str) -> float:
+        """Compile, from empty caches, with inductor_fusions on but for stock; the seconds."""
+        (inductor_fusions.disable if self.name == "stock" else inductor_fusions.enable)()
+        inductor_fusions.clear()
+        try:
+            with fresh_cache(), torch._inductor.config.patch(force_disable_caches=True):
+                start = time.perf_counter()
+                self.step()
+                synchronize(device)
+                seconds = time.perf_counter() - start
+            self.sites = () if self.name == "stock" else list(inductor_fusions.report())
+        finally:
+            inductor_fusions.disable()
+        return seconds
+
+
+#: As in `bench.models`: each variant names one Inductor option of its own, at the value that it has anyway.
+MARKERS = {"stock": "verbose_progress", "fused": "comment_origin", "frozen": "debug_fusion"}
+
+
+def make_variants(case: Case, device: str, quick: bool) -> dict[str, Variant]:
+    """The variants; stock and fused share their weights."""
+    from torch._inductor import config, list_mode_options
+
+    values = models.model_config(base(case), quick)[1]
+    inputs = models.make_inputs(base(case), values, device)
+    adapted = build(case, device, quick)
+    plain = models.build(base(case), "sdpa", device, quick).requires_grad_(False)
+    found = {}
+    for name in MARKERS:
+        own, leaf, given = adapted, None, dict(inputs)
+        if name == "frozen":
+            own = plain
+            if case.train:
+                embedded = plain.get_input_embeddings()(given.pop("input_ids"))
+                leaf = given["inputs_embeds"] = embedded.detach().requires_grad_()
+        options = {**list_mode_options(case.mode), MARKERS[name]: getattr(config, MARKERS[name])}
+        compiled: Any = torch.compile(own, options=options, dynamic=False)
+        found[name] = Variant(name, case, own, given, leaf, compiled)
+    return found
+
+
+# Correctness -------------------------------------------------------------------------------------------
+
+
+def check(case: Case, variants: dict[str, Variant], row: Json) -> None:
+    """Compare outputs and gradients of the adapters with float64."""
+    twin = copy.deepcopy(variants["stock"].model).double()
+    inputs = dict(variants["stock"].inputs)
+    inputs["input_ids"] = inputs["input_ids"][:1, :COMPARED]
+    with torch.set_grad_enabled(case.train):
+        exact = twin(**inputs).last_hidden_state
+    samples, tokens = exact.shape[:2]
+    generator = torch.Generator(exact.device).manual_seed(2)
+    cotangent = torch.randn(exact.shape, generator=generator, device=exact.device, dtype=torch.float64)
+    cotangent = cotangent.bfloat16().double()
+    gradients: dict[str, torch.Tensor] = {}
+    if case.train:
+        exact.backward(cotangent)
+        gradients = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
+    del twin
+    for name in ("stock", "fused"):
+        variant = variants[name]
+        variant.forget()
+        full = variant.output()
+        errors = {"out": relative_error(full[:samples, :tokens], exact)}
+        if case.train:
+            gradient = torch.zeros_like(full)
+            gradient[:samples, :tokens] = cotangent.to(full.dtype)
+            full.backward(gradient)
+            parameters = dict(variant.model.named_parameters())
+            found = torch.cat([parameters[n].grad.double().flatten() for n in gradients])
+            errors["grad"] = relative_error(found, torch.cat([g.flatten() for g in gradients.values()]))
+        variant.forget()
+        row["error"][name] = errors
+    row["correct"] = all(
+        row["error"]["fused"][n] <= error_limit(row["error"]["stock"][n], torch.bfloat16)
+        for n in row["error"]["fused"]
+    )
+
+
+# Measuring ---------------------------------------------------------------------------------------------
+
+
+def measure(case: Case, device: str, quick: bool, rounds: int, say: Callable[[str], None]) -> Json:
+    """Compile, check and time every variant of a case."""
+    say("building")
+    variants = make_variants(case, device, quick)
+    row: Json = {"failed": {}, "compile_s": {}, "error": {}, "correct": None, "peak_gib": {}}
+    for name, variant in list(variants.items()):
+        say(f"compiling {name}")
+        try:
+            row["compile_s"][name] = round(variant.first_step(device), 2)
+        except Exception as error:
+            if models.is_fatal(error):
+                raise
+            row["failed"][name] = one_line(error, 300)
+            del variants[name]
+        collect(device)
+    if "fused" in variants:
+        row["sites"] = models.site_counts(list(variants["fused"].sites))
+    if case.dropout == 0 and {"stock", "fused"} <= variants.keys():
+        say("checking")
+        check(case, variants, row)
+    collect(device)
+    say("timing")
+    for name, variant in variants.items():
+        for _ in range(3):
+            variant.step()
+        variant.forget()
+        collect(device)
+        fixed = models.static_bytes(variant.model, variant.inputs)
+        peak = peak_bytes(variant.step, device)
+        variant.forget()
+        if peak is not None:
+            row["peak_gib"][name] = round((peak + fixed) / 2**30, 4)
+    times = interleave({n: v.step for n, v in variants.items()}, device, rounds, 1e-2, max_calls=20)
+    row["median_ms"] = {name: round(t.median * 1e3, 4) for name, t in times.items()}
+    row["spread"] = {name: round(t.spread, 4) for name, t in times.items()}
+    pairs = [("stock", "fused"), ("fused", "frozen"), ("stock", "frozen")]
+    row["ratio"] = {
+        f"{a}/{b}": round(times[a].median / times[b].median, 4) for a, b in pairs if {a, b} <= times.keys()
+    }
+    return row
+
+
+def collect(device: str) -> None:
+    """Give unused memory back."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def describe(row: Json) -> str:
+    """A case's outcome in one line."""
+    text = " ".join(f"{name} {ms:.3f} ms" for name, ms in row["median_ms"].items())
+    text += "".join(f", {name} {value:.3f}" for name, value in row["ratio"].items())
+    text += "".join(f", {name} {gib:.2f} GiB" for name, gib in row["peak_gib"].items())
+    if row["correct"] is False:
+        text += f", WRONG {row['error']}"
+    text += "".join(f", {name} failed: {reason}" for name, reason in row["failed"].items())
+    fused = {k: n for k, n in row.get("sites", {}).get("what", {}).items() if k.startswith("lora")}
+    return text + "".join(f"\n      {n} x {what}" for what, n in fused.items())
+
+
+def print_table(rows: list[Json]) -> None:
+    """The final table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = ("case", "stock ms", "fused ms", "frozen ms", "stock / fused", "fused / frozen", "GiB", "")
+    table = Table(*columns, title="Llama-1B with adapters, medians")
+    for row in rows:
+        ms = [f"{row['median_ms'][n]:.3f}" if n in row["median_ms"] else "-" for n in MARKERS]
+        ratios = [
+            f"{row['ratio'][n]:.3f}" if n in row["ratio"] else "-" for n in ("stock/fused", "fused/frozen")
+        ]
+        memory = " ".join(f"{row['peak_gib'][n]:.2f}" for n in MARKERS if n in row["peak_gib"])
+        table.add_row(row["name"], *ms, *ratios, memory, {True: "ok", False: "WRONG"}.get(row["correct"], ""))
+    Console(width=150).print(table)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.models_lora", description=(__doc__ or "").split("\n\n")[0]
+    )
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--out", type=Path, required=True, help="JSON file; cases that it has are skipped")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
+    parser.add_argument("--only", type=re.compile, help="only cases whose name matches this expression")
+    parser.add_argument("--budget", type=float, help="seconds after which no case is started")
+    parser.add_argument("--rounds", type=int, default=24, help="interleaved blocks of each variant")
+    parser.add_argument("--quick", action="store_true", help="2 layers, tiny inputs: to try the script")
+    parser.add_argument("--again", action="store_true", help="measure and replace cases that the file has")
+    parser.add_argument("--list", action="store_true", help="name the cases and stop")
+    options = parser.parse_args()
+    cases = [case for case in CASES if not options.only or options.only.search(case.name)]
+    if options.quick:
+        cases = [replace(case, seq=min(case.seq, 96)) for case in cases]
+    if options.list:
+        print(*(case.name for case in cases), sep="\n")
+        return
+    device: str = options.device
+    header = environment(device, "bench.models_lora")
+    header["settings"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith("INDUCTOR_FUSIONS")}
+    results = Results(options.out, header, key=lambda row: str(row["name"]))
+    todo = [case for case in cases if options.again or case.name not in results]
+    budget, failed = Budget(options.budget), 0
+    torch._dynamo.config.recompile_limit = 64
+    with Progress(len(todo)) as progress:
+        for case in todo:
+            if budget.left < (20.0 if options.quick else 90.0):
+                progress.say(f"{case.name}: left for the next run")
+                continue
+            start = time.monotonic()
+            try:
+                row = measure(
+                    case, device, options.quick, options.rounds,
+                    lambda text, name=case.name: progress.say(f"{name}: {text}"),  # type: ignore[misc]
+                )  # fmt: skip
+            except Exception as error:
+                if models.is_fatal(error):
+                    raise
+                failed += 1
+                progress.step(f"{case.name}: failed: {one_line(error, 300)}")
+            else:
+                row["seconds"] = round(time.monotonic() - start, 1)
+                results.append({**asdict(case), **row})
+                progress.step(f"{case.name}: {describe(row)}")
+            models.free(device)
+    print_table([row for row in results.rows if row["name"] in {case.name for case in cases}])
+    print(f"{len(results.rows)} cases in {options.out}, {len(todo) - progress.done} left, {failed} failed")
+    print(f"{budget.elapsed:.0f} s")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Linears with low-rank adapters: `x W + s * (x A) B` as two kernels, in both directions.
+
+`recognise` reads linears with adapters from a post-grad graph, `sites` and `emitter` decide and rewrite,
+`profit` says what is measured. `op` has the operations: products with narrow matrices, of which `narrow` and
+`lowering` make a kernel, and whole linears on few rows, of which `decode` makes two.
+"""
+
+from __future__ import annotations
+
+from ...fusion import Fusion
+from . import decode, inputs, lowering
+from .sites import candidates
+
+FUSION = Fusion(
+    name="lora",
+    stage="post_grad",
+    summary="linears with low-rank adapters, and their gradients, to a narrow product and a block GEMM",
+    recognise=candidates,
+)
+
+#: What is done before autograd; `lora` switches it as well.
+INPUTS = inputs.FUSION
+
+lowering.register()
+decode.register()

@@ -1,0 +1,295 @@
+"""`inductor_fusions::lora_linear` in Inductor: two kernels for few rows, or the products one by one.
+
+The first multiplies the input by every A, with K in parts that thread blocks of their own compute. The second
+streams the weights; at its end it adds up the parts, multiplies them by B and adds that. Where the device can
+launch it early, it waits for the first one only there.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ... import _inductor, tables
+from ...fusion import Rejected
+from ..block_mm.heuristics import capability
+from . import lowering, narrow
+from .op import LORA_LINEAR
+
+log = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+#: Most rows: with more, the tile of a weight is used often enough for a block GEMM.
+MOST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Config:
+    """One configuration of the pair of kernels.
+
+    Attributes:
+        block_n, block_k: the tile of a weight.
+        num_warps, num_stages: of the kernel that reads the weights, as Triton has them.
+        splits: parts of K of the down-projections.
+        early: whether the second kernel starts before the first one ends.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    splits: int
+    early: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """As tables have it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of linears with adapters on few rows.
+
+    Attributes:
+        rows: M, inner: K, columns: N of each linear, ranks: of all adapters.
+        dtype, adapters: of the base and of the adapters.
+    """
+
+    rows: int
+    inner: int
+    columns: tuple[int, ...]
+    ranks: tuple[int, ...]
+    dtype: torch.dtype
+    adapters: torch.dtype
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What a row of a table must agree in."""
+        return {
+            "inner": self.inner,
+            "columns": list(self.columns),
+            "ranks": list(self.ranks),
+            "dtype": _name(self.dtype),
+            "adapters": _name(self.adapters),
+        }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def block_m(rows: int) -> int:
+    """Rows of a tile."""
+    return max(16, 1 << (rows - 1).bit_length())
+
+
+def default(shape: Shape, arch: int) -> Config:
+    """A configuration that fits every device; it is not tuned."""
+    tall = block_m(shape.rows)
+    block_k = 128 if tall <= 32 else 64
+    stages = 5 if tall == 16 else 4
+    return Config(32, block_k, 4, stages, _splits(shape, 16), arch >= 90)
+
+
+def _splits(shape: Shape, wanted: int) -> int:
+    return max(1, min(wanted, 1 << int(math.log2(max(1, shape.inner // 128)))))
+
+
+def candidates(shape: Shape, arch: int) -> list[Config]:
+    """Configurations worth measuring."""
+    found = [default(shape, arch)]
+    early = (True, False) if arch >= 90 else (False,)
+    tall = block_m(shape.rows)
+    for block_n in (16, 32, 64):
+        for block_k in (128, 256) if tall <= 32 else (64, 128):
+            for warps, stages in ((4, 5), (4, 3), (2, 4), (8, 4)):
+                size = (tall + block_n) * block_k * shape.dtype.itemsize * stages
+                if size <= 160000:
+                    found.append(Config(block_n, block_k, warps, stages, _splits(shape, 16), early[0]))
+    base = found[0]
+    for splits in (8, 32):
+        for start in early:
+            found.append(Config(32, base.block_k, 4, base.num_stages, _splits(shape, splits), start))
+    if len(early) > 1:
+        found.append(Config(32, base.block_k, 4, base.num_stages, base.splits, False))
+    return list(dict.fromkeys(found))
+
+
+def choose(shape: Shape, device: torch.device) -> Config:
+    """The table's configuration of the nearest number of rows, or the default one."""
+    table = tables.load(tables.device_name(device)) or {}
+    near = [
+        (abs(math.log2(row["tokens"] / shape.rows)), row["config"])
+        for row in table.get("lora_decode", [])
+        if row["config"] is not None and all(row[name] == wanted for name, wanted in shape.key.items())
+    ]
+    if not near:
+        return default(shape, capability(device))
+    return Config(**min(near, key=lambda item: item[0])[1])
+
+
+def register() -> None:
+    """Tell Inductor of the lowering, now or as soon as it is imported."""
+    _inductor.register_lowering_when_loaded(LORA_LINEAR, lower)
+
+
+def lower(x: Any, w: Sequence[Any], *arguments: Any) -> list[Any]:
+    """The outputs, as Inductor's values."""
+    try:
+        return Call(x, w, *arguments).kernels()
+    except Rejected as miss:
+        log.info("lora_linear is computed product by product: %s", miss.reason)
+    return Call(x, w, *arguments).one_by_one()
+
+
+class Call:
+    """One call of the operation while it is lowered; arguments as in `op`."""
+
+    def __init__(
+        self,
+        x: Any,
+        w: Sequence[Any],
+        bias: Sequence[Any],
+        bias_groups: Sequence[int],
+        a: Sequence[Any],
+        b: Sequence[Any],
+        groups: Sequence[int],
+        scales: Sequence[float],
+        early: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        self.x, self.w, self.a, self.b = x, list(w), list(a), list(b)
+        self.bias = dict(zip(bias_groups, bias, strict=True))
+        self.groups, self.scales = list(groups), list(scales)
+        self.early, self.dtype = early, dtype
+
+    def kernels(self) -> list[Any]:
+        """Two kernels.
+
+        Raises:
+            Rejected: there are none for it.
+        """
+        device = self.x.get_device()
+        lowering.check_device(device)
+        held = _inductor.realize([self.x, *self.w, *self.a, *self.b])
+        count, adapters = len(self.w), len(self.a)
+        x, w, rest = held[0], held[1 : 1 + count], held[1 + count :]
+        a, b = rest[:adapters], rest[adapters:]
+        sizes = [_inductor.static(size) for size in x.get_size()]
+        columns = [_inductor.static(right.get_size()[1]) for right in w]
+        ranks = [_inductor.static(right.get_size()[1]) for right in a]
+        if not all(isinstance(size, int) for size in (*sizes, *columns, *ranks)) or sizes[0] > MOST_ROWS:
+            raise Rejected("sizes that are not known, or too many rows")
+        if sum(narrow.padded(r) for r in ranks) > narrow.MOST_TOGETHER or max(ranks) > narrow.MOST_COLUMNS:
+            raise Rejected(f"adapters of more than {narrow.MOST_TOGETHER} columns together")
+        dtypes = x.get_dtype(), a[0].get_dtype()
+        shape = Shape(sizes[0], sizes[1], tuple(columns), tuple(ranks), *dtypes)
+        config = choose(shape, device)
+        early = config.early and self.early and capability(device) >= 90
+        parts = self._parts(x, a, shape, config, early, device)
+        bias = dict(zip(self.bias, _inductor.realize(list(self.bias.values())), strict=True))
+        inputs = [("X", x), *((f"W{g}", right) for g, right in enumerate(w))]
+        inputs += [(f"P{i}", part) for i, part in enumerate(parts)]
+        inputs += [(f"B{i}", right) for i, right in enumerate(b)]
+        inputs += [(f"C{g}", offset) for g, offset in bias.items()]
+        outputs = _inductor.lower_to_template(
+            name="lora_linear",
+            inputs=inputs,
+            shapes=[(shape.rows, n) for n in columns],
+            dtype=self.dtype,
+            device=device,
+            variants=[self._variant([name for name, _ in inputs], shape, config, early)],
+            stock=None,
+            grid_sizes=[size for n in columns for size in (1, n)],
+        )
+        if outputs is None:
+            raise Rejected("Inductor took no template")
+        return outputs
+
+    def _parts(
+        self, x: Any, a: Sequence[Any], shape: Shape, config: Config, early: bool, device: torch.device
+    ) -> list[Any]:
+        """The down-projections, each of the shape (parts of K * rows, rank), in float32."""
+        posed = narrow.Shape(shape.rows, shape.inner, shape.ranks, "n", shape.dtype, shape.adapters)
+        warps = 4
+        chosen = narrow.fitted(narrow.Config(block_m(shape.rows), 128, config.splits, warps, 3), posed)
+        made = _inductor.lower_to_template(
+            name="lora_narrow_mm",
+            inputs=[("X", x), *((f"B{i}", right) for i, right in enumerate(a))],
+            shapes=[(shape.rows * config.splits, rank) for rank in shape.ranks],
+            dtype=torch.float32,
+            device=device,
+            variants=[lowering.variant(chosen, posed, [1.0] * len(a), [], False, early)],
+            stock=None,
+            grid_sizes=[shape.rows, 1],
+        )
+        if made is None:
+            raise Rejected("Inductor took no template")
+        return _inductor.realize(made)
+
+    def _variant(self, names: list[str], shape: Shape, config: Config, early: bool) -> _inductor.Variant:
+        outputs = tuple(f"Y{g}" for g in range(1, len(self.w)))
+        groups, start = [], 0
+        for g, size in enumerate(shape.columns):
+            end = start + -(-size // config.block_n)
+            adapters = [
+                {
+                    "index": i,
+                    "b": f"B{i}",
+                    "parts": f"P{i}",
+                    "rank": rank,
+                    "block": narrow.padded(rank),
+                    "scale": self.scales[i],
+                    "narrow": shape.adapters != torch.float32,
+                }
+                for i, rank in enumerate(shape.ranks)
+                if self.groups[i] == g
+            ]
+            groups.append(
+                {
+                    "start": start,
+                    "end": end,
+                    "size": size,
+                    "w": f"W{g}",
+                    "adapters": adapters,
+                    "bias": f"C{g}" if g in self.bias else "",
+                    "output": f"Y{g}" if g else "",
+                }
+            )
+            start = end
+        exact = torch.get_float32_matmul_precision() == "highest"
+        text = lowering.render(
+            "decode.py.jinja",
+            names=[*names, *outputs],
+            groups=groups,
+            splits=config.splits,
+            ragged=shape.inner % config.block_k != 0,
+            early=early,
+            precision="tf32x3" if exact else "tf32",
+        )
+        meta = {"BLOCK_M": block_m(shape.rows), "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
+        return _inductor.Variant(
+            source=text,
+            meta={**meta, "ACC_TYPE": "tl.float32"},
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            outputs=outputs,
+            early=early,
+        )
+
+    def one_by_one(self) -> list[Any]:
+        """The products as stock lowers them, each by itself."""
+        call, cast = _inductor.call_lowering, lowering.cast
+        outputs = [call(aten.mm.default, self.x, right) for right in self.w]
+        for down, up, group, scale in zip(self.a, self.b, self.groups, self.scales, strict=True):
+            h = call(aten.mm.default, cast(self.x, down.get_dtype()), down)
+            y = call(aten.mul.Tensor, call(aten.mm.default, h, up), scale)
+            outputs[group] = call(aten.add.Tensor, cast(outputs[group], torch.float32), y)
+        for group, offset in self.bias.items():
+            outputs[group] = call(aten.add.Tensor, cast(outputs[group], torch.float32), offset)
+        return [cast(y, self.dtype) for y in outputs]

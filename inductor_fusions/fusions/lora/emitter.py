@@ -1,0 +1,111 @@
+"""Puts narrow products, and matrices in two halves, into a graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..block_mm import emit, guards
+from ..block_mm.normal_form import value
+from .op import LORA_LINEAR, NARROW_MM
+from .recognise import Source
+
+aten = torch.ops.aten
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+#: The bits of a float32 that a bfloat16 has as well.
+HIGH_BITS = -(1 << 16)
+
+
+class Emitter:
+    """Adds nodes with fake values in front of a node.
+
+    Args:
+        graph: the graph.
+        before: where they go.
+        anchor: the node whose source line they get.
+    """
+
+    def __init__(self, graph: fx.Graph, before: fx.Node, anchor: fx.Node) -> None:
+        self.graph, self.before, self.anchor = graph, before, anchor
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        """A call of an operation."""
+        return emit.call(self.graph, self.before, self.anchor, target, *args)
+
+    def replay(self, origin: Source) -> fx.Node:
+        """A matrix without its casts and factors."""
+        node = origin.base
+        for view in origin.views:
+            # What could be viewed after a cast need not be in front of it.
+            target = aten.reshape.default if view.target in _VIEWS else view.target
+            node = self.call(target, node, *view.args[1:])
+        return node
+
+    def narrow(
+        self,
+        x: fx.Node,
+        right: Sequence[fx.Node],
+        scales: Sequence[float],
+        split: Sequence[bool],
+        transposed: bool,
+    ) -> list[fx.Node]:
+        """A narrow product: its outputs, as `op.composite` has them."""
+        made = self.call(NARROW_MM, x, list(right), list(scales), list(split), transposed)
+        return [self.call(operator.getitem, made, i) for i in range(len(made.meta["val"]))]
+
+    def linear(self, *arguments: Any) -> list[fx.Node]:
+        """Linears with adapters as one operation: its outputs."""
+        made = self.call(LORA_LINEAR, *arguments)
+        return [self.call(operator.getitem, made, i) for i in range(len(made.meta["val"]))]
+
+    def times(self, left: fx.Node, factor: fx.Node) -> fx.Node:
+        """A small matrix times a tensor of one element, in the dtype of the matrix."""
+        made = self.call(aten.mul.Tensor, left, factor)
+        if value(made).dtype == value(left).dtype:
+            return made
+        return self.call(torch.ops.prims.convert_element_type.default, made, value(left).dtype)
+
+    def left_halves(self, left: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """(M, r) of float32 as (high | high | low), (M, 3r)."""
+        high, low = self._halves(left, dtype)
+        return self.call(aten.cat.default, [high, high, low], 1)
+
+    def right_halves(self, right: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """(r, N) of float32 as (high; low; high), (3r, N), lying in memory as before."""
+        stored, turned = self._as_stored(right)
+        high, low = self._halves(stored, dtype)
+        made = self.call(aten.cat.default, [high, low, high], int(turned))
+        return self.call(aten.permute.default, made, [1, 0]) if turned else made
+
+    def aligned(self, left: fx.Node, right: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """The operands of an up-projection, with zeros up to a rank that vector loads can read."""
+        rank = int(value(left).shape[1])
+        missing = -rank % (guards.ALIGNMENT // value(left).dtype.itemsize)
+        if not missing:
+            return left, right
+        left = self.call(aten.constant_pad_nd.default, left, [0, missing])
+        stored, turned = self._as_stored(right)
+        padding = [0, missing] if turned else [0, 0, 0, missing]
+        made = self.call(aten.constant_pad_nd.default, stored, padding)
+        return left, self.call(aten.permute.default, made, [1, 0]) if turned else made
+
+    def _as_stored(self, matrix: fx.Node) -> tuple[fx.Node, bool]:
+        """A matrix as it lies in memory, and whether that is transposed."""
+        turned = value(matrix).stride(1) != 1
+        return (self.call(aten.permute.default, matrix, [1, 0]) if turned else matrix), turned
+
+    def _halves(self, matrix: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
+        """What bfloat16 keeps of a float32, cut off, and the rest; both in bfloat16.
+
+        By bits: Inductor drops a cast to bfloat16 and back where both are in one loop.
+        """
+        bits = self.call(aten.view.dtype, matrix, torch.int32)
+        high = self.call(aten.view.dtype, self.call(aten.bitwise_and.Scalar, bits, HIGH_BITS), torch.float32)
+        low = self.call(aten.sub.Tensor, matrix, high)
+        convert = torch.ops.prims.convert_element_type.default
+        return self.call(convert, high, dtype), self.call(convert, low, dtype)

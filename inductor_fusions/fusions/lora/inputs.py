@@ -1,0 +1,120 @@
+"""Down-projections that widen their input, before autograd.
+
+PEFT's adapters are float32 beside a base of 16 bits. Autograd then keeps the widened input for the gradient
+of A, twice the memory of the input that is there. After autograd it is too late: what is kept is settled. So
+`F.linear(x.to(torch.float32), A)` becomes one operation here, which keeps x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from ... import config
+from ..._inductor import fake_mode_of, suppress_guards
+from ...fusion import Candidate, Fusion, LeftToStock
+from . import narrow, profit
+from .op import LORA_DOWN
+from .recognise import MOST_RANK
+
+
+def candidates(graph: fx.Graph) -> Iterator[Candidate]:
+    """Every down-projection of a widened input that is trained."""
+    for node in list(graph.nodes) if config.lora else ():
+        if _is_linear(node) and any(_is_linear(user) and user.args[0] is node for user in node.users):
+            x = _widened(node.args[0])
+            if x is not None and _is_adapter(x, node.args[1]):
+                yield WidenedInput(graph, node, x)
+
+
+def _is_linear(node: Any) -> bool:
+    if not isinstance(node, fx.Node) or node.op != "call_function" or node.target is not F.linear:
+        return False
+    return len(node.args) >= 2 and (node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")) is None
+
+
+def _tensor(node: Any) -> torch.Tensor | None:
+    found = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _widened(node: Any) -> fx.Node | None:
+    """What a float32 tensor was cast from, if that has 16 bits and is cast alone."""
+    found = _tensor(node)
+    if found is None or found.dtype != torch.float32 or node.op != "call_method":
+        return None
+    if node.target not in ("to", "float", "type") or not isinstance(node.args[0], fx.Node):
+        return None
+    x = _tensor(node.args[0])
+    if x is None or x.dtype != torch.bfloat16 or x.device != found.device or x.dim() < 2:
+        return None
+    return node.args[0]
+
+
+def _is_adapter(x: fx.Node, a: Any) -> bool:
+    weight, value = _tensor(a), _tensor(x)
+    if (
+        weight is None
+        or value is None
+        or not weight.requires_grad
+        or torch.is_autocast_enabled(value.device.type)
+    ):
+        return False
+    rank, inner = weight.shape
+    small = isinstance(rank, int) and rank <= MOST_RANK and isinstance(inner, int) and 2 * rank <= inner
+    return small and weight.dtype == torch.float32
+
+
+class WidenedInput(Candidate):
+    """`F.linear(x.to(torch.float32), A)`."""
+
+    def __init__(self, graph: fx.Graph, node: fx.Node, x: fx.Node) -> None:
+        self.graph, self.anchor, self.x = graph, node, x
+        self.kernel = ""
+
+    def describe(self) -> dict[str, str]:
+        x, a = _tensor(self.x), _tensor(self.anchor.args[1])
+        assert x is not None and a is not None
+        return {"input": f"{x.dtype} {list(x.shape)}", "adapter": f"{a.dtype} {list(a.shape)}"}
+
+    def guard(self) -> None:
+        x, a = _tensor(self.x), _tensor(self.anchor.args[1])
+        assert x is not None and a is not None
+        if x.device.type != "cuda" or torch.version.hip is not None:
+            raise LeftToStock(f"there is no kernel for devices of type {x.device.type}")
+        tokens: Any = 1
+        for size in x.shape[:-1]:
+            tokens = tokens * size
+        shape = narrow.Shape(
+            int(x.shape[-1]), tokens if isinstance(tokens, int) else None, (int(a.shape[0]),), "t",
+            x.dtype, a.dtype,
+        )  # fmt: skip
+        self.kernel = profit.narrow_kernel(shape, x.device)
+
+    def rewrite(self) -> str:
+        old = self.anchor
+        mode = fake_mode_of(self.graph)
+        with self.graph.inserting_before(old):
+            new = self.graph.call_function(LORA_DOWN, (self.x, old.args[1]))
+        if "stack_trace" in old.meta:
+            new.meta["stack_trace"] = old.meta["stack_trace"]
+        with suppress_guards(mode):
+            new.meta["example_value"] = old.meta["example_value"]
+        widened = old.args[0]
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+        if isinstance(widened, fx.Node) and not widened.users:
+            self.graph.erase_node(widened)
+        return self.kernel
+
+
+FUSION = Fusion(
+    name="lora_input",
+    stage="pre_grad",
+    summary="float32 adapters keep the input as it is for their gradient, not widened",
+    recognise=candidates,
+)

@@ -1,0 +1,252 @@
+"""`inductor_fusions::narrow_mm` in Inductor: one kernel, or the products one by one."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ... import _inductor
+from ...fusion import Rejected
+from ..block_mm import heuristics as block_heuristics
+from . import narrow
+from .op import NARROW_MM
+
+log = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+#: Dtypes of which float32 is a sum of three. float16 has too few exponents: there x is widened instead.
+SUMMANDS = (torch.bfloat16,)
+
+FOLDER = Path(__file__).parent / "templates"
+
+
+def register() -> None:
+    """Tell Inductor of the lowering, now or as soon as it is imported."""
+    _inductor.register_lowering_when_loaded(NARROW_MM, lower)
+
+
+def lower(
+    x: Any, b: Sequence[Any], scales: Sequence[float], split: Sequence[bool], transposed: bool
+) -> list[Any]:
+    """The outputs, as Inductor's values."""
+    try:
+        return _kernel(x, b, scales, split, transposed)
+    except Rejected as miss:
+        log.info("narrow_mm is computed product by product: %s", miss.reason)
+    return _one_by_one(x, b, scales, split, transposed)
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse what no kernel is made for.
+
+    Raises:
+        Rejected: another device than CUDA, an old one, or no pass of ours to tell caches of the kernel.
+    """
+    if not _inductor.passes_installed():
+        raise Rejected("the passes are not installed, so caches would not know of the kernel")
+    if device.type != "cuda" or block_heuristics.capability(device) < 80:
+        raise Rejected("there is no kernel for this device")
+
+
+def _kernel(
+    x: Any, b: Sequence[Any], scales: Sequence[float], split: Sequence[bool], transposed: bool
+) -> list[Any]:
+    device = x.get_device()
+    check_device(device)
+    x, *b = _inductor.realize([x, *b])
+    ranks = [_inductor.static(right.get_size()[1]) for right in b]
+    rows, inner = (_inductor.static(size) for size in x.get_size())
+    strides = [_inductor.static(stride) for stride in x.get_stride()]
+    if not all(isinstance(r, int) and r <= narrow.MOST_COLUMNS for r in ranks) or 1 not in strides:
+        raise Rejected("matrices that the kernel does not take")
+    if sum(narrow.padded(r) for r in ranks) > narrow.MOST_TOGETHER:
+        raise Rejected(f"narrow matrices of more than {narrow.MOST_TOGETHER} columns together")
+    shape = narrow.Shape(
+        rows if isinstance(rows, int) else None,
+        inner if isinstance(inner, int) else None,
+        tuple(ranks), "n" if strides[1] == 1 else "t", x.get_dtype(), b[0].get_dtype(),
+    )  # fmt: skip
+    config = choose(shape, device)
+    if config.splits > 1 and (transposed or not isinstance(rows, int)):
+        config = replace(config, splits=1)
+    whole = config.splits == 1
+    wide = b[0].get_dtype() if whole else torch.float32
+    shapes: list[tuple[Any, Any]] = [
+        (rank, rows) if transposed else (rows * config.splits, rank) for rank in ranks
+    ]
+    halves = [i for i, wanted in enumerate(split) if wanted and whole]
+    outputs = _inductor.lower_to_template(
+        name="lora_narrow_mm",
+        inputs=[("X", x), *((f"B{i}", right) for i, right in enumerate(b))],
+        shapes=shapes + [(rows, 3 * ranks[i]) for i in halves],
+        dtype=wide,
+        device=device,
+        variants=[variant(config, shape, scales, halves, transposed)],
+        stock=None,
+        dtypes=[wide] * len(b) + [x.get_dtype()] * len(halves),
+        grid_sizes=[rows, 1],
+    )
+    if outputs is None:
+        raise Rejected("Inductor took no template")
+    if whole:
+        return outputs
+    return _added_up(outputs, rows, ranks, config.splits, x.get_dtype(), b[0].get_dtype(), split)
+
+
+def choose(shape: narrow.Shape, device: torch.device) -> narrow.Config:
+    """The configuration for a shape: the table's where it has one."""
+    return narrow.measured(shape, device) or narrow.default(shape)
+
+
+def _added_up(
+    outputs: Sequence[Any],
+    rows: int,
+    ranks: Sequence[int],
+    splits: int,
+    dtype: torch.dtype,
+    wide: torch.dtype,
+    split: Sequence[bool],
+) -> list[Any]:
+    """The products from those of the parts of K."""
+    call = _inductor.call_lowering
+    found = []
+    for output, rank in zip(outputs, ranks, strict=True):
+        each = call(aten.view.default, output, [splits, rows, rank])
+        found.append(cast(call(aten.sum.dim_IntList, each, [0]), wide))
+    return found + [parts(y, dtype) for y, wanted in zip(found, split, strict=True) if wanted]
+
+
+def parts(y: Any, dtype: torch.dtype) -> Any:
+    """As `op.parts`, of a float32 value and for bfloat16.
+
+    The high part is cut off by its bits: a cast to bfloat16 and back is dropped by Inductor where both
+    are in one loop.
+    """
+    call = _inductor.call_lowering
+    y.realize()
+    bits = call(aten.bitwise_and.Tensor, call(aten.view.dtype, y, torch.int32), -65536)
+    high = call(aten.view.dtype, bits, torch.float32)
+    low = call(aten.sub.Tensor, y, high)
+    return cast(_inductor.beside([high, high, low]), dtype)
+
+
+def cast(x: Any, dtype: torch.dtype) -> Any:
+    """A value of Inductor in another dtype."""
+    if x.get_dtype() == dtype:
+        return x
+    return _inductor.call_lowering(torch.ops.prims.convert_element_type.default, x, dtype)
+
+
+def _one_by_one(
+    x: Any, b: Sequence[Any], scales: Sequence[float], split: Sequence[bool], transposed: bool
+) -> list[Any]:
+    """The products as stock lowers them, each by itself."""
+    call = _inductor.call_lowering
+    found, further = [], []
+    for right, scale, wanted in zip(b, scales, split, strict=True):
+        y = call(aten.mm.default, cast(x, right.get_dtype()), right)
+        y = y if scale == 1 else call(aten.mul.Tensor, y, scale)
+        found.append(call(aten.permute.default, y, [1, 0]) if transposed else y)
+        if wanted:
+            further.append(parts(y, x.get_dtype()))
+    if transposed:
+        found = [call(aten.clone.default, y) for y in found]
+    return found + further
+
+
+# -- the kernel -----------------------------------------------------------------------------------
+
+
+def variant(
+    config: narrow.Config,
+    shape: narrow.Shape,
+    scales: Sequence[float],
+    halves: Sequence[int],
+    transposed: bool,
+    early: bool = False,
+) -> _inductor.Variant:
+    """The template for one configuration.
+
+    Args:
+        config: the configuration.
+        shape: the sizes.
+        scales: factor of each product.
+        halves: the products that are stored in parts as well.
+        transposed: whether they are stored as (r, M).
+        early: whether the kernel behind it may start before this one ends.
+    """
+    outputs = [f"Y{i}" for i in range(1, len(shape.ranks))] + [f"H{i}" for i in halves]
+    factors = [_factor(i, rank, shape, scales[i], i in halves) for i, rank in enumerate(shape.ranks)]
+    ragged = shape.inner is None or shape.inner % (config.block_k * config.splits) != 0
+    masks = ["(rk[None, :] < stop - k)"] if ragged else []
+    if shape.layout == "t":
+        masks.append("(rm[:, None] < M)")
+    for factor in factors:
+        inside = ["(rk[:, None] < stop - k)"] if ragged else []
+        if factor["block"] != factor["size"]:
+            inside.append(f"(rn_{factor['index']}[None, :] < {factor['size']})")
+        factor["mask"] = " & ".join(inside)
+    text = render(
+        "narrow.py.jinja",
+        names=["X", *(f["name"] for f in factors), *outputs],
+        factors=factors,
+        splits=config.splits,
+        x_inner=shape.layout == "n",
+        x_mask=" & ".join(masks),
+        transposed=transposed,
+        early=early,
+    )
+    meta = {"BLOCK_M": config.block_m, "BLOCK_N": 1, "BLOCK_K": config.block_k, "ACC_TYPE": "tl.float32"}
+    return _inductor.Variant(
+        source=text,
+        meta={**meta, "SPLITS": config.splits},
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        outputs=tuple(outputs),
+    )
+
+
+def _factor(index: int, rank: int, shape: narrow.Shape, scale: float, halves: bool) -> dict[str, Any]:
+    exact = torch.get_float32_matmul_precision() == "highest"
+    mixed = shape.dtype != shape.narrow
+    return {
+        "index": index,
+        "name": f"B{index}",
+        "size": rank,
+        "block": narrow.padded(rank),
+        "scale": scale,
+        "output": f"Y{index}" if index else "",
+        "halves": f"H{index}" if halves else "",
+        "parts": (3 if exact else 2) if mixed and shape.dtype in SUMMANDS else 0,
+        "widen": mixed,
+        "precision": "tf32x3" if exact else "tf32",
+    }
+
+
+def render(template: str, **structure: Any) -> str:
+    """The text that Inductor's templates take."""
+    text: str = _environment().get_template(template).render(**structure)
+    return text
+
+
+@functools.cache
+def _environment() -> Any:
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER),
+        undefined=jinja2.StrictUndefined,
+        block_start_string="[%",
+        block_end_string="%]",
+        variable_start_string="<<",
+        variable_end_string=">>",
+        comment_start_string="{#-",
+        comment_end_string="-#}",
+        keep_trailing_newline=True,
+    )

@@ -1,0 +1,181 @@
+"""Configurations of the narrow product: how its rows and its K are divided between thread blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from ... import tables
+
+#: Thread blocks that fill a device, about: the number of its multiprocessors, rounded to a power of two.
+FILLS = 128
+#: Most columns of one narrow matrix, and of all in one kernel: their accumulators are in registers.
+MOST_COLUMNS, MOST_TOGETHER = 128, 256
+#: Bytes of a thread block's tiles under way that leave room on every architecture.
+SHARED_BUDGET = 98304
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a narrow product.
+
+    Attributes:
+        rows: M; None where it is symbolic.
+        inner: K; None where it is symbolic.
+        ranks: columns of each narrow matrix.
+        layout: "n" where x has its elements in order along K, "t" where along M.
+        dtype, narrow: of x, and of the narrow matrices.
+    """
+
+    rows: int | None
+    inner: int | None
+    ranks: tuple[int, ...]
+    layout: str
+    dtype: torch.dtype
+    narrow: torch.dtype
+
+
+@dataclass(frozen=True)
+class Config:
+    """One configuration of the template.
+
+    Attributes:
+        block_m, block_k: the tile of x.
+        splits: parts of K that thread blocks of their own compute; they are added up afterwards.
+        num_warps, num_stages: as Triton has them.
+    """
+
+    block_m: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As tables have it."""
+        return asdict(self)
+
+
+def padded(rank: int) -> int:
+    """Columns of a tile that holds `rank` columns."""
+    return max(16, 1 << (rank - 1).bit_length())
+
+
+def shared_bytes(config: Config, shape: Shape) -> int:
+    """About what the tiles under way need of shared memory."""
+    columns = sum(padded(r) for r in shape.ranks)
+    step = config.block_m * shape.dtype.itemsize + columns * shape.narrow.itemsize
+    return step * config.block_k * config.num_stages
+
+
+def default(shape: Shape) -> Config:
+    """A configuration that fits every device; it is not tuned."""
+    rows = 512 if shape.rows is None else shape.rows
+    columns = sum(padded(r) for r in shape.ranks)
+    block_m = 16
+    while block_m < 128 and -(-rows // (2 * block_m)) >= FILLS:
+        block_m *= 2
+    if columns > 64:
+        # Each thread block reads the narrow matrices: fewer of them, and K in parts instead.
+        while block_m < 64 and block_m < rows:
+            block_m *= 2
+    return fitted(Config(block_m, 128, splits_for(rows, block_m, shape.inner, 128), 4, 4), shape)
+
+
+def key(shape: Shape) -> dict[str, Any]:
+    """What a row of a table must agree in; its tokens are the rows of x, or its K where x is transposed."""
+    return {
+        "width": shape.inner if shape.layout == "n" else shape.rows,
+        "ranks": list(shape.ranks),
+        "layout": shape.layout,
+        "dtype": _name(shape.dtype),
+        "narrow": _name(shape.narrow),
+    }
+
+
+def measured(shape: Shape, device: torch.device) -> Config | None:
+    """The configuration of the nearest number of tokens that the table of a device has; None without one."""
+    table = tables.load(tables.device_name(device))
+    tokens = shape.rows if shape.layout == "n" else shape.inner
+    if table is None or tokens is None:
+        return None
+    wanted = key(shape)
+    near = [
+        (abs(math.log2(row["tokens"] / tokens)), row["config"])
+        for row in table.get("narrow_mm", [])
+        if row["config"] is not None and all(row[name] == value for name, value in wanted.items())
+    ]
+    distance, found = min(near, key=lambda item: item[0], default=(math.inf, None))
+    return Config(**found) if found is not None and distance <= 1 else None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def splits_for(rows: int, block_m: int, inner: int | None, block_k: int) -> int:
+    """Parts of K with which the tiles of rows fill a device; each is two steps long at least."""
+    tiles = -(-rows // block_m)
+    if tiles * 4 > FILLS * 3 or inner is None:
+        return 1
+    most = max(1, inner // (2 * block_k))
+    return min(16, most, 1 << round(math.log2(max(1.0, FILLS / tiles))))
+
+
+def fitted(config: Config, shape: Shape) -> Config:
+    """The same with shorter steps or fewer of them under way, where shared memory or registers ask for it."""
+    columns = sum(padded(r) for r in shape.ranks)
+    if config.block_m * columns > 64 * 32 * config.num_warps:
+        config = replace(config, num_warps=8)
+    while config.block_m > 16 and config.block_m * columns > 64 * 32 * config.num_warps:
+        config = replace(config, block_m=config.block_m // 2)
+    # A step of the narrow matrices is in registers while it is split up.
+    held = (64 if shape.narrow == shape.dtype else 24) * 32 * config.num_warps
+    while config.block_k > 32 and config.block_k * columns > held:
+        config = replace(config, block_k=config.block_k // 2)
+    if shape.dtype == torch.float32:
+        while config.block_k > 32 and config.block_m * config.block_k > 1024 * config.num_warps // 4:
+            config = replace(config, block_k=config.block_k // 2)
+    while shared_bytes(config, shape) > SHARED_BUDGET:
+        if config.num_stages > 2:
+            config = replace(config, num_stages=config.num_stages - 1)
+        elif config.block_k > 16:
+            config = replace(config, block_k=config.block_k // 2)
+        else:
+            break
+    return config
+
+
+def candidates(shape: Shape) -> list[Config]:
+    """Configurations worth measuring."""
+    rows = 512 if shape.rows is None else shape.rows
+    found = [default(shape)]
+    for block_m in (16, 32, 64, 128):
+        if block_m > 16 and block_m >= 2 * rows:
+            continue
+        for block_k in (64, 128, 256):
+            splits = splits_for(rows, block_m, shape.inner, block_k)
+            for more in {splits, max(1, splits // 2), min(16, 2 * splits)}:
+                for warps, stages in ((4, 4), (4, 3), *([(8, 3)] if block_m >= 64 else [])):
+                    wanted = Config(block_m, block_k, more, warps, stages)
+                    if fitted(wanted, shape) == wanted and (more == 1 or shape.inner is not None):
+                        found.append(wanted)
+    return list(dict.fromkeys(found))
+
+
+def usable(x: torch.Tensor, narrow: Sequence[torch.Tensor]) -> str:
+    """Why the kernel does not take these operands, or ""."""
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"a matrix of dtype {str(x.dtype).removeprefix('torch.')}"
+    if 1 not in x.stride():
+        return "a matrix whose elements are not next to each other in either direction"
+    for right in narrow:
+        if right.dtype not in (x.dtype, torch.float32):
+            return f"a narrow matrix of dtype {str(right.dtype).removeprefix('torch.')}"
+        if not isinstance(right.shape[1], int) or right.shape[1] > MOST_COLUMNS:
+            return f"a rank above {MOST_COLUMNS}"
+    return ""

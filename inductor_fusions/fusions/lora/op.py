@@ -1,0 +1,217 @@
+"""The operations of adapters.
+
+`inductor_fusions::lora_narrow_mm` is the product of one matrix with several narrow ones:
+
+    y_i = scale_i * x @ b_i
+
+the down-projections of adapters on one input, and their gradients. Each y_i has the dtype of b_i, which may
+be wider than that of x: x is never widened in memory. Its outputs can be had in two more forms, which
+`split` and `transposed` ask for.
+
+`inductor_fusions::lora_linear` is linears with adapters as a whole, for few rows:
+
+    y_g = x @ w_g + bias_g + sum over the adapters i of g of scale_i * (x @ a_i) @ b_i
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+
+@torch.library.custom_op("inductor_fusions::lora_narrow_mm", mutates_args=())
+def _narrow_mm(
+    x: Tensor, b: list[Tensor], scales: list[float], split: list[bool], transposed: bool
+) -> list[Tensor]:
+    """See `composite`."""
+    check(x, b, scales, split)
+    return composite(x, b, scales, split, transposed)
+
+
+#: What graphs call.
+NARROW_MM: Any = torch.ops.inductor_fusions.lora_narrow_mm.default
+
+
+def check(x: Tensor, b: Sequence[Tensor], scales: Sequence[float], split: Sequence[bool]) -> None:
+    """Refuse arguments that do not fit together.
+
+    Raises:
+        ValueError: says which.
+    """
+    if not b or not (len(b) == len(scales) == len(split)):
+        raise ValueError("narrow_mm needs a matrix, and a scale and a form for each")
+    if x.dim() != 2 or any(right.dim() != 2 for right in b):
+        raise ValueError("the operands of narrow_mm are matrices")
+    for right in b:
+        torch._check(right.shape[0] == x.shape[1], lambda: "inner sizes of narrow_mm differ")
+        if right.dtype != x.dtype and right.dtype.itemsize <= x.dtype.itemsize:
+            raise ValueError(f"narrow_mm does not multiply {x.dtype} by {right.dtype}")
+
+
+def composite(
+    x: Tensor, b: Sequence[Tensor], scales: Sequence[float], split: Sequence[bool], transposed: bool
+) -> list[Tensor]:
+    """The same by the operations of torch.
+
+    Args:
+        x: shape (M, K), any strides.
+        b: shape (K, r) each, of the dtype of x or wider.
+        scales: factor of each product.
+        split: for each product, whether its parts are returned as well.
+        transposed: whether the products are returned as (r, M), row-major.
+
+    Returns:
+        Every product, shape (M, r) and row-major, then the parts of those that `split` names.
+    """
+    outputs = [_product(x, right, scale) for right, scale in zip(b, scales, strict=True)]
+    further = [parts(y, x.dtype) for y, wanted in zip(outputs, split, strict=True) if wanted]
+    return [(y.t() if transposed else y).contiguous() for y in outputs] + further
+
+
+def _product(x: Tensor, right: Tensor, scale: float) -> Tensor:
+    y = x.to(right.dtype) @ right
+    return y if scale == 1 else y * scale
+
+
+def parts(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """y in two summands of a narrower dtype, as (high | high | low), shape (M, 3r).
+
+    Multiplied by a matrix whose rows are (high; low; high), it gives the product of both but for the
+    product of the two low parts.
+    """
+    high = y.to(dtype)
+    return torch.cat([high, high, (y - high.to(y.dtype)).to(dtype)], dim=1)
+
+
+@_narrow_mm.register_fake
+def _fake(
+    x: Tensor, b: list[Tensor], scales: list[float], split: list[bool], transposed: bool
+) -> list[Tensor]:
+    check(x, b, scales, split)
+    rows = x.shape[0]
+    shapes = [(right.shape[1], rows) if transposed else (rows, right.shape[1]) for right in b]
+    found = [right.new_empty(shape) for right, shape in zip(b, shapes, strict=True)]
+    halves = [right for right, wanted in zip(b, split, strict=True) if wanted]
+    return found + [x.new_empty((rows, 3 * right.shape[1])) for right in halves]
+
+
+# -- gradient -------------------------------------------------------------------------------------
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, b, ctx.scales, split, transposed = inputs
+    if any(split) or transposed:
+        raise NotImplementedError("lora_narrow_mm has a gradient in its plain form alone")
+    ctx.products = len(b)
+    ctx.save_for_backward(x, *b)
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    """The gradients of the narrow matrices are narrow products as well: x is kept, and read, as it is."""
+    x, *b = ctx.saved_tensors
+    dx: Tensor | None = None
+    db: list[Tensor | None] = []
+    for right, dy, scale in zip(b, grads, ctx.scales, strict=True):
+        if dy is None:
+            db.append(None)
+            continue
+        if ctx.needs_input_grad[0]:
+            part = _product(dy, right.t(), scale)
+            dx = part if dx is None else dx + part
+        db.append(NARROW_MM(x.t(), [dy], [scale], [False], True)[0].t())
+    return None if dx is None else dx.to(x.dtype), db, None, None, None
+
+
+_narrow_mm.register_autograd(_backward, setup_context=_setup)
+
+_library = torch.library.Library("inductor_fusions", "FRAGMENT")
+_library.define("lora_down(Tensor x, Tensor a) -> Tensor")
+
+
+@torch.library.impl(_library, "lora_down", "CompositeImplicitAutograd")
+def _lora_down(x: Tensor, a: Tensor) -> Tensor:
+    (y,) = NARROW_MM(x.reshape(-1, x.shape[-1]), [a.t()], [1.0], [False], False)
+    return y.reshape(*x.shape[:-1], a.shape[0])  # type: ignore[no-any-return]
+
+
+#: `x @ a.T` in the dtype of a, for x of any number of dims; what it is made of is what graphs have.
+LORA_DOWN: Any = torch.ops.inductor_fusions.lora_down.default
+
+
+# -- FLOPs ----------------------------------------------------------------------------------------
+
+
+@register_flop_formula(torch.ops.inductor_fusions.lora_narrow_mm)
+def flops(x_shape: Any, b_shapes: Any, *args: Any, **kwargs: Any) -> int:
+    """Two for each multiplication and addition."""
+    return sum(2 * x_shape[0] * right[0] * right[1] for right in b_shapes)
+
+
+# -- whole linears ----------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("inductor_fusions::lora_linear", mutates_args=())
+def _lora_linear(
+    x: Tensor,
+    w: list[Tensor],
+    bias: list[Tensor],
+    bias_groups: list[int],
+    a: list[Tensor],
+    b: list[Tensor],
+    groups: list[int],
+    scales: list[float],
+    early: bool,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """See the module.
+
+    Args:
+        x: shape (M, K).
+        w: shape (K, N_g) for each linear.
+        bias: shape (N_g,) each.
+        bias_groups: which linear each bias belongs to.
+        a, b: of each adapter, shapes (K, r) and (r, N_g), of the dtype of x or float32.
+        groups: which linear each adapter belongs to.
+        scales: factor of each adapter.
+        early: whether the weights are there before the down-projections start, so that the kernel that
+            reads them need not wait for their end.
+        dtype: of the outputs.
+    """
+    outputs = [x @ right for right in w]
+    for down, up, group, scale in zip(a, b, groups, scales, strict=True):
+        outputs[group] = outputs[group] + scale * (_product(x, down, 1.0) @ up)
+    for offset, group in zip(bias, bias_groups, strict=True):
+        outputs[group] = outputs[group] + offset
+    return [y.to(dtype).contiguous() for y in outputs]
+
+
+#: What graphs call.
+LORA_LINEAR: Any = torch.ops.inductor_fusions.lora_linear.default
+
+
+@_lora_linear.register_fake
+def _fake_linear(
+    x: Tensor,
+    w: list[Tensor],
+    bias: list[Tensor],
+    bias_groups: list[int],
+    a: list[Tensor],
+    b: list[Tensor],
+    groups: list[int],
+    scales: list[float],
+    early: bool,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    return [x.new_empty((x.shape[0], right.shape[1]), dtype=dtype) for right in w]
+
+
+@register_flop_formula(torch.ops.inductor_fusions.lora_linear)
+def flops_linear(
+    x_shape: Any, w: Any, bias: Any, bias_groups: Any, a: Any, b: Any, *args: Any, **kwargs: Any
+) -> int:
+    """Two for each multiplication and addition of the products."""
+    return sum(2 * x_shape[0] * right[0] * right[1] for right in (*w, *a, *b))

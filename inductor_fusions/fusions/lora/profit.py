@@ -1,0 +1,128 @@
+"""Whether linears with adapters are measured to be faster than stock's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ... import config, tables
+from ...fusion import LeftToStock
+from ..block_mm.heuristics import BRACKET, capability
+from . import narrow
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a table knows linears with adapters by.
+
+    Attributes:
+        tokens: rows of the input; None where symbolic.
+        inner: K of each base product of the first linear: one forward, several in a sum of gradients.
+        outer: N of each linear.
+        ranks: of the adapters of each linear.
+        dtype, adapters: of the base and of the adapters.
+        layout: how the weights lie: "t" forward, "n" backward.
+    """
+
+    tokens: int | None
+    inner: tuple[int, ...]
+    outer: tuple[int, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    adapters: torch.dtype
+    layout: str
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What a row of a table must agree in."""
+        return {
+            "inner": list(self.inner),
+            "outer": list(self.outer),
+            "ranks": [list(ranks) for ranks in self.ranks],
+            "dtype": _name(self.dtype),
+            "adapters": _name(self.adapters),
+            "layout": self.layout,
+        }
+
+    def __str__(self) -> str:
+        inner, outer = (" + ".join(map(str, sizes)) for sizes in (self.inner, self.outer))
+        ranks = " + ".join(str(r) for ranks in self.ranks for r in ranks)
+        tokens = "?" if self.tokens is None else self.tokens
+        names = f"{_name(self.dtype)}, adapters {_name(self.adapters)}"
+        return f"{tokens} x ({inner} -> {outer}), rank {ranks}, {names}"
+
+
+def kernel(shape: Shape, device: torch.device) -> str:
+    """The kernels of linears with adapters, for the report.
+
+    Raises:
+        LeftToStock: no measurement says that they pay, and the policy asks for that.
+    """
+    text = f"narrow_mm and block_mm, {shape}"
+    return f"{text}{_pays('lora', shape.key, shape.tokens, str(shape), device)}"
+
+
+def narrow_kernel(shape: narrow.Shape, device: torch.device) -> str:
+    """The kernel of a narrow product that stands alone, for the report.
+
+    Raises:
+        LeftToStock: no measurement says that it pays, and the policy asks for that.
+    """
+    tokens = shape.inner if shape.layout == "t" else shape.rows
+    text = f"{_text(shape.rows)} x ({_text(shape.inner)} -> {' + '.join(map(str, shape.ranks))})"
+    return f"narrow_mm, {text}{_pays('narrow_mm', narrow.key(shape), tokens, text, device)}"
+
+
+def _pays(section: str, key: dict[str, Any], tokens: int | None, text: str, device: torch.device) -> str:
+    """Where the table of a device has the gain from, for the report.
+
+    A row counts for its own number of tokens; two rows count for those between them where both are faster
+    than stock and not further apart than a factor of `heuristics.BRACKET`.
+    """
+    if capability(device) < 80:
+        raise LeftToStock("the device is older than compute capability 8.0")
+    try:
+        return f", {_gain(section, key, tokens, text, device):.2f}x measured"
+    except LeftToStock:
+        if config.policy != "always":
+            raise
+    return ", not measured"
+
+
+def _gain(section: str, key: dict[str, Any], tokens: int | None, text: str, device: torch.device) -> float:
+    name = tables.device_name(device)
+    table = tables.load(name)
+    if table is None:
+        raise LeftToStock(f"no measurements for the device {name}")
+    if tokens is None:
+        raise LeftToStock("the number of rows is symbolic: what pays for one may not pay for another")
+    known = [row for row in table.get(section, []) if all(row[n] == wanted for n, wanted in key.items())]
+    around = bracket(known, tokens)
+    if not around:
+        raise LeftToStock(f"not measured on {name}: {text}")
+    gain = min(float(row["gain"]) for row in around)
+    if gain < tables.MARGIN:
+        raise LeftToStock(f"not measured to be faster than stock on {name} at this shape")
+    return gain
+
+
+def bracket(rows: Sequence[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
+    """The rows next to a number of tokens, below and above; none where one is missing or far away."""
+    below = [row for row in rows if row["tokens"] <= tokens]
+    above = [row for row in rows if row["tokens"] >= tokens]
+    if not below or not above:
+        return []
+    low = max(below, key=lambda row: row["tokens"])
+    high = min(above, key=lambda row: row["tokens"])
+    return [low, high] if high["tokens"] <= BRACKET * low["tokens"] else []
+
+
+def _text(size: int | None) -> str:
+    return "?" if size is None else str(size)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,457 @@
+"""Linears with adapters, read from a post-grad graph.
+
+Forward, an adapter is `s * (x @ A) @ B`, added to `x @ W`. Backward, the gradient of the input is a sum of
+the same form: `s * (dY @ B^T) @ A^T`, added to `dY @ W^T`. So one reading serves both. Casts between
+floating dtypes on the way are looked through: what they round is kept exact.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..block_mm.normal_form import CASTS, RESHAPES, Product, product, readers, tensor, value
+from .op import NARROW_MM
+
+aten = torch.ops.aten
+
+#: The widest matrix in the middle of an adapter.
+MOST_RANK = 128
+NO_PRODUCT = "nothing is added to the adapter but what is no product: a quantised base, perhaps"
+_MUL = (aten.mul.Tensor, aten.mul.Scalar)
+_PERMUTES = (aten.permute.default, aten.t.default)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A matrix as it was before it was widened, scaled and viewed.
+
+    Attributes:
+        base: the tensor that is in memory.
+        views: the views from there on, in order, without casts and factors.
+        scale: product of the factors.
+    """
+
+    base: fx.Node
+    views: tuple[fx.Node, ...]
+    scale: float
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """`scale * (x @ A) @ B`.
+
+    Attributes:
+        up: the product with B.
+        down: the product with A.
+        scale: its factor.
+        factor: a tensor of one element by which it is multiplied as well, or None.
+    """
+
+    up: Product
+    down: Product
+    scale: float
+    factor: fx.Node | None
+
+
+@dataclass
+class Linear:
+    """A sum of products, some of which are adapters.
+
+    Attributes:
+        root: the node that holds it.
+        bases: products that are no adapters, with their factors in `scale`; one may have a bias.
+        adapters: the adapters.
+        rest: what else is added; or None.
+        inner: the nodes between the products and the root.
+        problem: why it is not a block GEMM, or "".
+    """
+
+    root: fx.Node
+    bases: list[Product] = field(default_factory=list)
+    adapters: list[Adapter] = field(default_factory=list)
+    rest: fx.Node | None = None
+    inner: list[fx.Node] = field(default_factory=list)
+    problem: str = ""
+
+
+def source(matrix: fx.Node) -> Source:
+    """What a matrix was before it was cast to a wider dtype, multiplied by numbers, and viewed."""
+    views: list[fx.Node] = []
+    node, scale = matrix, 1.0
+    found = Source(matrix, (), 1.0)
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        inner = tensor(node.args[0])
+        if inner is None or not inner.is_floating_point():
+            break
+        if node.target in RESHAPES or node.target in _PERMUTES:
+            views.append(node)
+        elif node.target in CASTS and inner.dtype.itemsize <= value(node).dtype.itemsize:
+            found = Source(node.args[0], tuple(reversed(views)), scale)
+        elif node.target in _MUL and isinstance(node.args[1], (int, float)) and not node.kwargs:
+            scale *= float(node.args[1])
+            found = Source(node.args[0], tuple(reversed(views)), scale)
+        else:
+            break
+        node = node.args[0]
+    # As far up as views go: equal matrices are one then.
+    extra: list[fx.Node] = []
+    node = found.base
+    while node.target in RESHAPES and isinstance(node.args[0], fx.Node):
+        extra.append(node)
+        node = node.args[0]
+    return Source(node, (*reversed(extra), *found.views), found.scale)
+
+
+def unrounded(matrix: fx.Node) -> Source:
+    """What a matrix was before it was cast to a wider dtype and back, and viewed."""
+    views: list[fx.Node] = []
+    node, found = matrix, Source(matrix, (), 1.0)
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        inner = tensor(node.args[0])
+        if inner is None or inner.dtype not in (value(matrix).dtype, torch.float32):
+            break
+        if node.target in RESHAPES or node.target in _PERMUTES:
+            views.append(node)
+        elif node.target not in CASTS:
+            break
+        elif inner.dtype == value(matrix).dtype:
+            found = Source(node.args[0], tuple(reversed(views)), 1.0)
+        node = node.args[0]
+    return found
+
+
+def narrow_product(node: fx.Node) -> Product | None:
+    """Read one result of a narrow product, in its plain form."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
+        return None
+    call, index = node.args[0], node.args[1]
+    if call.target is not NARROW_MM or not isinstance(index, int):
+        return None
+    x, b, scales, _, transposed = call.args
+    if transposed or index >= len(b):  # type: ignore[arg-type]
+        return None
+    return Product(node, x, b[index], None, float(scales[index]))  # type: ignore[arg-type, index]
+
+
+def adapter(up: Product) -> tuple[Product, float] | None:
+    """The product in front of a product, where it makes an adapter of it; and the factor between them."""
+    rank = value(up.a).shape[1]
+    if not isinstance(rank, int) or rank > MOST_RANK:
+        return None
+    node, scale = up.a, 1.0
+    while node.op == "call_function":
+        if node.target in RESHAPES or node.target in CASTS:
+            node = node.args[0]  # type: ignore[assignment]
+        elif node.target in _MUL and isinstance(node.args[1], (int, float)):
+            scale *= float(node.args[1])
+            node = node.args[0]  # type: ignore[assignment]
+        else:
+            break
+    down = product(node) or narrow_product(node)
+    if down is None or down.bias is not None:
+        return None
+    scale *= down.scale
+    out, before = value(down.node), value(up.a)
+    if [str(s) for s in out.shape] != [str(s) for s in before.shape] or not out.is_floating_point():
+        return None
+    inner = value(down.a).shape[1]
+    narrow = not isinstance(inner, int) or inner > rank
+    return (down, scale) if narrow else None
+
+
+def linears(graph: fx.Graph) -> list[Linear]:
+    """Every sum with an adapter in it, in the order of the graph; and every adapter that is in none."""
+    found: list[Linear] = []
+    taken: set[fx.Node] = set()
+    problems: dict[fx.Node, str] = {}
+    for node in reversed(list(graph.nodes)):
+        if node.target is aten.add.Tensor and node not in taken and _floating(node):
+            read = _Reader(node).read()
+            if read.problem:  # perhaps what it adds is a linear
+                problems.update({a.up.node: read.problem for a in read.adapters})
+            elif read.adapters and not _is_around(read, node):
+                taken.update(read.inner)
+                found.append(read)
+    inside = {a.up.node for linear in found for a in linear.adapters}
+    for node in graph.nodes:
+        up = product(node)
+        if up is not None and node not in inside and up.bias is None and adapter(up) is not None:
+            found.append(Linear(node, problem=problems.get(node) or alone(node)))
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return sorted(found, key=lambda linear: order[linear.root])
+
+
+def _is_around(read: Linear, top: fx.Node) -> bool:
+    """Whether the last addition only adds something to a linear, such as a residual: a pointwise tail."""
+    for argument in top.args if read.rest is not None else ():
+        node = argument
+        while isinstance(node, fx.Node) and len(node.users) == 1 and node.target in (*RESHAPES, *CASTS):
+            node = node.args[0]
+        if isinstance(node, fx.Node) and len(node.users) == 1 and node.target is aten.add.Tensor:
+            inner = _Reader(node).read()
+            whole = (len(read.adapters), len(read.bases), "")
+            if inner.rest is None and (len(inner.adapters), len(inner.bases), inner.problem) == whole:
+                return True
+    return False
+
+
+class _Reader:
+    """Reads a tree of additions."""
+
+    def __init__(self, top: fx.Node) -> None:
+        self.linear = Linear(_cast_behind(top))
+        self.top = top
+
+    def read(self) -> Linear:
+        """The tree as a linear, with a problem where it is none."""
+        linear = self.linear
+        if linear.root is not self.top:
+            linear.inner.append(self.top)
+        self._add(self.top, 1.0, None)
+        if not linear.adapters:
+            return linear
+        if not linear.bases:
+            linear.problem = NO_PRODUCT
+        elif linear.rest is not None and any(p.bias is not None for p in linear.bases):
+            linear.problem = linear.problem or "a bias and another term"
+        # One order for all sums of the same products: tables know them by it.
+        linear.bases.sort(key=_inner, reverse=True)
+        return linear
+
+    def _add(self, node: fx.Node, scale: float, factor: fx.Node | None) -> None:
+        alpha = node.kwargs.get("alpha", 1)
+        self._visit(node.args[0], scale, factor, node)
+        self._visit(node.args[1], scale * float(alpha), factor, node)  # type: ignore[arg-type]
+
+    def _visit(self, node: Any, scale: float, factor: fx.Node | None, user: fx.Node) -> None:
+        linear = self.linear
+        if not isinstance(node, fx.Node) or len(node.users) != 1:
+            return self._rest(node, scale, factor)
+        found = product(node)
+        if found is not None:
+            return self._product(found, scale, factor)
+        if node.op == "call_function" and _floating(node) and _leads_to_products(node):
+            inner = node.args[0] if node.args else None
+            if node.target is aten.add.Tensor and factor is None and set(node.kwargs) <= {"alpha"}:
+                if isinstance(node.kwargs.get("alpha", 1), (int, float)) and all(
+                    _full(argument, node) for argument in node.args
+                ):
+                    linear.inner.append(node)
+                    return self._add(node, scale, factor)
+            if (node.target in RESHAPES or node.target in CASTS) and _floating(inner):
+                linear.inner.append(node)
+                return self._visit(inner, scale, factor, node)
+            if node.target in _MUL and len(node.args) == 2:
+                for x, by in ((node.args[0], node.args[1]), (node.args[1], node.args[0])):
+                    if not isinstance(x, fx.Node) or not _full(x, node):
+                        continue
+                    if isinstance(by, (int, float)):
+                        linear.inner.append(node)
+                        return self._visit(x, scale * float(by), factor, node)
+                    if factor is None and isinstance(by, fx.Node) and _is_number(by):
+                        linear.inner.append(node)
+                        return self._visit(x, scale, by, node)
+        return self._rest(node, scale, factor)
+
+    def _product(self, found: Product, scale: float, factor: fx.Node | None) -> None:
+        linear = self.linear
+        pair = adapter(found) if found.bias is None else None
+        if pair is not None:
+            down, between = pair
+            linear.adapters.append(Adapter(found, down, scale * between * found.scale, factor))
+            return None
+        if factor is not None or (found.bias is not None and scale != 1):
+            return self._rest(found.node, scale, factor)
+        if found.bias is not None and any(base.bias is not None for base in linear.bases):
+            return self._rest(found.node, scale, factor)
+        linear.bases.append(Product(found.node, found.a, found.b, found.bias, scale * found.scale))
+        return None
+
+    def _rest(self, node: Any, scale: float, factor: fx.Node | None) -> None:
+        linear = self.linear
+        if linear.rest is not None:
+            linear.problem = linear.problem or "more than one term that is no product is added to the adapter"
+        elif scale != 1 or factor is not None or not isinstance(node, fx.Node):
+            linear.problem = linear.problem or "a term that is no product is scaled"
+        elif not _full(node, linear.root, count=True):
+            linear.problem = linear.problem or "a term that is broadcast is added to the adapter"
+        else:
+            linear.rest = node
+
+
+def _inner(p: Product) -> int:
+    size = value(p.a).shape[1]
+    return size if isinstance(size, int) else 0
+
+
+def _leads_to_products(node: fx.Node) -> bool:
+    """Whether there is a product or a sum behind casts, reshapes and factors."""
+    while node.op == "call_function" and product(node) is None and node.target is not aten.add.Tensor:
+        if node.target in RESHAPES or node.target in CASTS:
+            step = node.args[0]
+        elif node.target in _MUL:
+            step = next((x for x in node.args if _full(x, node)), None)
+        else:
+            return False
+        if not isinstance(step, fx.Node) or len(step.users) != 1:
+            return False
+        node = step
+    return node.op == "call_function"
+
+
+def alone(up: fx.Node) -> str:
+    """Why the result of an adapter is not part of a sum of products."""
+    node, steps = up, 0
+    while steps < 8:
+        users = [user for user in node.users if user.op != "output"]
+        if len(users) != 1 or len(users) != len(node.users):
+            return "the result of the adapter is used elsewhere as well"
+        user = users[0]
+        if user.target in _MUL and user.args[0] is not user.args[1]:
+            by = user.args[1] if user.args[0] is node else user.args[0]
+            found = tensor(by)
+            if found is not None and found.numel() != 1:
+                if any(reader.dtype == torch.bool for reader in _sources(by)):
+                    return "the gradient of the adapter passes a dropout of its own"
+                return "the adapter is multiplied by a tensor before it is added (DoRA)"
+        elif user.target is aten.add.Tensor:
+            return NO_PRODUCT
+        elif user.target not in RESHAPES and user.target not in CASTS:
+            return "nothing is added to the adapter"
+        node, steps = user, steps + 1
+    return "nothing is added to the adapter"
+
+
+def _sources(node: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    found = tensor(node)
+    if found is not None:
+        yield found
+        if depth:
+            for other in node.all_input_nodes:
+                yield from _sources(other, depth - 1)
+
+
+def _cast_behind(top: fx.Node) -> fx.Node:
+    """The narrowing cast that is all that reads a sum, or the sum."""
+    node = top
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.op != "call_function" or not (user.target in RESHAPES or user.target in CASTS):
+            break
+        if not _floating(user):
+            break
+        node = user
+        if user.target in CASTS:
+            return node if value(node).dtype.itemsize < value(top).dtype.itemsize else top
+    return top
+
+
+def _floating(node: Any) -> bool:
+    found = tensor(node)
+    return found is not None and found.is_floating_point()
+
+
+def _full(argument: Any, node: fx.Node, count: bool = False) -> bool:
+    """Whether an operand has the shape of the result, or its number of elements: nothing is broadcast."""
+    found = tensor(argument)
+    if found is None or not found.is_floating_point():
+        return False
+    if count:
+        return str(found.numel()) == str(value(node).numel())
+    return [str(s) for s in found.shape] == [str(s) for s in value(node).shape]
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a node is a tensor of one element, without dims."""
+    found = tensor(node)
+    return found is not None and found.dim() == 0 and found.is_floating_point()
+
+
+# -- narrow products ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """A product with a narrow matrix: `scale * x @ b`, or the same transposed.
+
+    Attributes:
+        node: the mm.
+        x: the large operand, shape (M, K).
+        b: the narrow one, shape (K, r).
+        transposed: whether `node` is the transposed product.
+    """
+
+    node: fx.Node
+    x: fx.Node
+    b: fx.Node
+    transposed: bool
+
+
+def gradients(graph: fx.Graph, downs: set[fx.Node]) -> list[Narrow]:
+    """The products of a backward that are no part of a sum: `dY @ B`, `dY^T @ h` and `dh^T @ x`.
+
+    Args:
+        graph: a post-grad graph.
+        downs: the down-projections that it has, in whatever direction.
+    """
+    found = []
+    alone = {node for node in graph.nodes if _only_for_weights(node)}
+    downs = {node for node in downs if product(node) is not None} | alone
+    ranks = {value(node).shape[1] for node in downs}
+    lefts = {source(down.args[0]).base for down in downs}  # type: ignore[arg-type]
+    for node in graph.nodes:
+        p = product(node)
+        if p is None or p.bias is not None or p.scale != 1:
+            continue
+        if node in downs:
+            # What is left of them after the sums: the input is read without its casts and factors.
+            if source(p.a).base is not p.a:
+                found.append(Narrow(node, p.a, p.b, False))
+        elif p.a.target in _PERMUTES and _plain(p.a.args[0]) in downs:
+            found.append(Narrow(node, p.b, p.a, True))
+        elif p.a.target in _PERMUTES and value(p.b).shape[1] in ranks and source(p.a).base in lefts:
+            found.append(Narrow(node, p.a, p.b, False))
+    return found
+
+
+def _only_for_weights(node: fx.Node) -> bool:
+    """Whether a product is `dY @ B` of an adapter whose input has no gradient."""
+    down = product(node)
+    if down is None or down.bias is not None:
+        return False
+    rank, inner = value(node).shape[1], value(down.a).shape[1]
+    if not isinstance(rank, int) or rank > MOST_RANK or (isinstance(inner, int) and inner <= 2 * rank):
+        return False
+    for user in readers(node, RESHAPES):
+        for reader in user.users if user.target in _PERMUTES else ():
+            p = product(reader)
+            if p is not None and p.a is user and str(value(p.b).shape[1]) != str(rank):
+                return True
+    return False
+
+
+def _plain(node: Any) -> Any:
+    while isinstance(node, fx.Node) and node.target in RESHAPES:
+        node = node.args[0]
+    return node
+
+
+__all__ = [
+    "MOST_RANK",
+    "Adapter",
+    "Linear",
+    "Narrow",
+    "Source",
+    "adapter",
+    "alone",
+    "gradients",
+    "linears",
+    "readers",
+    "source",
+]

@@ -1,0 +1,539 @@
+"""The candidates of the fusion: guard and rewrite."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...fusion import Candidate, LeftToStock, Rejected
+from ..block_mm import emit, guards
+from ..block_mm.lowering import MOST_PRODUCTS
+from ..block_mm.normal_form import RESHAPES, VIEWS, Product, identity, product, products, through, value
+from ..block_mm.placement import Order, Place
+from . import decode, narrow, profit
+from .emitter import Emitter
+from .recognise import Adapter, Linear, Narrow, Source, gradients, linears, source, unrounded
+
+aten = torch.ops.aten
+
+
+def candidates(graph: fx.Graph) -> Iterator[Candidate]:
+    """Linears with adapters, those on one input together; then what is left of the adapters' gradients."""
+    found = linears(graph)
+    narrows = gradients(graph, {a.down.node for linear in found for a in linear.adapters})
+    replaced: dict[fx.Node, fx.Node] = {}
+    for group in _groups(graph, found):
+        while group:
+            candidate = Adapted(graph, [_current(linear, replaced) for linear in group], replaced)
+            yield candidate
+            group = candidate.left_over
+    present = set(graph.nodes)
+    narrows = [n for n in narrows if n.node in present]
+    for key in dict.fromkeys(_key(n) for n in narrows):
+        members = [n for n in narrows if _key(n) == key]
+        while members:
+            gradient = Gradients(graph, members)
+            yield gradient
+            members = gradient.left_over
+
+
+def _current(linear: Linear, replaced: dict[fx.Node, fx.Node]) -> Linear:
+    """A linear with the nodes that came in the place of those that it read."""
+
+    def now(node: fx.Node) -> fx.Node:
+        while node in replaced:
+            node = replaced[node]
+        return node
+
+    def of(p: Product) -> Product:
+        return replace(p, a=now(p.a), b=now(p.b), bias=None if p.bias is None else now(p.bias))
+
+    return replace(
+        linear,
+        bases=[of(p) for p in linear.bases],
+        adapters=[
+            replace(a, up=of(a.up), down=of(a.down), factor=None if a.factor is None else now(a.factor))
+            for a in linear.adapters
+        ],
+        rest=None if linear.rest is None else now(linear.rest),
+    )
+
+
+def _key(n: Narrow) -> tuple[Any, ...]:
+    base = source(n.x)
+    return (base.base, n.transposed, tuple(str(view.args[1:]) for view in base.views))
+
+
+def _groups(graph: fx.Graph, found: Sequence[Linear]) -> Iterator[list[Linear]]:
+    """Linears with one base on the same input, and plain linears on that input; others by themselves."""
+    plain: dict[Any, list[Linear]] = {}
+    inside = {p.node for linear in found for p in linear.bases}
+    inside |= {p.node for linear in found for a in linear.adapters for p in (a.up, a.down)}
+    for p in products(graph):
+        if p.node not in inside and p.scale == 1:
+            plain.setdefault(identity(p.a), []).append(Linear(p.node, [p]))
+    groups: dict[Any, list[Linear]] = {}
+    for linear in found:
+        alone = linear.problem or len(linear.bases) != 1 or linear.rest is not None
+        groups.setdefault(linear.root if alone else identity(linear.bases[0].a), []).append(linear)
+    for key, group in groups.items():
+        yield [*group, *(plain.get(key, []) if isinstance(key, tuple) else [])]
+
+
+@dataclass
+class _Down:
+    """One narrow product to emit.
+
+    Attributes:
+        members: the down-projections of one input.
+        origin: what they read.
+        place: where it goes.
+    """
+
+    members: list[Product]
+    origin: Source
+    place: Place
+
+
+class Adapted(Candidate):
+    """Linears on one input, some of them with adapters; or one sum of products with adapters.
+
+    Args:
+        graph: the graph.
+        group: what is read together.
+        replaced: what came in the place of which node; this candidate adds to it.
+
+    Attributes:
+        left_over: members that were not fused with the others.
+    """
+
+    def __init__(self, graph: fx.Graph, group: Sequence[Linear], replaced: dict[fx.Node, fx.Node]) -> None:
+        self.graph, self.group, self.replaced = graph, list(group), replaced
+        self.anchor = group[0].root
+        self.left_over: list[Linear] = []
+        self.downs: list[_Down] = []
+        self.place: Place | None = None
+        self.whole = False
+        self.kernel = ""
+        self.sizes: dict[fx.Node, list[Any]] = {}
+
+    def describe(self) -> dict[str, str]:
+        first = self.group[0]
+        if not first.bases:
+            return {}
+        adapters = [a for linear in self.group for a in linear.adapters]
+        return {
+            "input": guards.text(first.bases[0].a),
+            "weights": ", ".join(guards.text(p.b) for linear in self.group for p in linear.bases),
+            "adapters": ", ".join(f"{guards.text(a.down.b)} x {guards.text(a.up.b)}" for a in adapters),
+        }
+
+    def guard(self) -> None:
+        if self.group[0].problem:
+            raise LeftToStock(self.group[0].problem)
+        guards.check_device(self.anchor)
+        reason: Rejected | None = None
+        for count in range(len(self.group), 0, -1):
+            some = self.group[:count]
+            if not any(linear.adapters for linear in some):
+                continue
+            try:
+                self._check(some)
+            except Rejected as miss:
+                reason = reason if reason is not None and count == 1 else miss
+            else:
+                self.left_over = [x for x in self.group[count:] if x.adapters]
+                self.group = some
+                return
+        self.left_over = [x for x in self.group[1:] if x.adapters]
+        assert reason is not None
+        raise reason
+
+    def _check(self, group: list[Linear]) -> None:
+        terms = [p for linear in group for p in (*linear.bases, *(a.up for a in linear.adapters))]
+        if len(terms) > MOST_PRODUCTS:
+            raise Rejected(f"more than {MOST_PRODUCTS} products")
+        guards.check_products([p for linear in group for p in linear.bases])
+        for linear in group:
+            self._check_linear(linear)
+        for a in (a for linear in group for a in linear.adapters):
+            self._check_adapter(a, value(group[0].bases[0].a))
+        self.whole = _is_whole(group)
+        self.downs = [] if self.whole else self._narrow(group)
+        self.place = self._place(group)
+        self.kernel = profit.kernel(shape_of(group), value(self.anchor).device)
+
+    def _check_linear(self, linear: Linear) -> None:
+        root, first = linear.root, value(linear.bases[0].node)
+        for p in (*linear.bases, *(a.up for a in linear.adapters)):
+            if [str(s) for s in value(p.node).shape] != [str(s) for s in first.shape]:
+                raise Rejected("terms of different shapes")
+        if linear.adapters and str(value(root).shape[-1]) != str(first.shape[1]):
+            raise Rejected("the sum has other columns than its terms")
+        if not _is_dense(value(root)):
+            raise Rejected("the result is not row-major")
+        if value(root).dtype not in guards.DTYPES or value(root).dtype != value(self.anchor).dtype:
+            raise Rejected(f"a result of dtype {value(root).dtype}")
+        if linear.rest is not None and not all(isinstance(size, int) for size in first.shape):
+            raise Rejected("a sum of symbolic size that has a term which is no product")
+        self.sizes[root] = emit.sizes_of(root, linear.inner)
+
+    def _check_adapter(self, a: Adapter, x: torch.Tensor) -> None:
+        right, left = value(a.up.b), value(a.down.b)
+        if right.dtype != left.dtype or right.dtype not in (x.dtype, torch.float32):
+            raise Rejected("adapters of another dtype than the base and float32")
+        if right.dtype != x.dtype and x.dtype != torch.bfloat16:
+            raise LeftToStock("float32 adapters on a base of float16")
+        if 1 not in right.stride():
+            raise Rejected("an adapter whose elements are not next to each other in either direction")
+        if 1 not in value(a.down.a).stride():
+            raise Rejected("an input whose elements are not next to each other in either direction")
+
+    def _narrow(self, group: list[Linear]) -> list[_Down]:
+        """The narrow products in front: one for each input, as far as one place does for several."""
+        order = Order(self.graph)
+        downs = list({a.down.node: a.down for linear in group for a in linear.adapters}.values())
+        by_input: dict[Any, list[Product]] = {}
+        for down in downs:
+            origin = source(down.a)
+            views = tuple(str(view.args[1:]) for view in origin.views)
+            key = (origin.base, views, origin.scale, value(down.b).dtype)
+            by_input.setdefault(key, []).append(down)
+        found = []
+        for members in by_input.values():
+            for some in _by_width(members):
+                try:
+                    found.append(self._down(order, some))
+                except Rejected:
+                    found += [self._down(order, [one]) for one in some]
+        return found
+
+    def _down(self, order: Order, members: list[Product]) -> _Down:
+        origin = source(members[0].a)
+        # The place of what is read: the views in between are made anew.
+        reading = [replace(p, a=origin.base) for p in members]
+        return _Down(members, origin, order.find(reading))
+
+    def _place(self, group: list[Linear]) -> Place:
+        order = Order(self.graph)
+        # The block GEMM reads what is behind casts and views, which are made anew.
+        terms: list[Product] = []
+        for linear in group:
+            terms += [replace(p, a=unrounded(p.a).base) for p in linear.bases]
+            terms += [replace(a.up, a=source(a.down.a).base) for a in linear.adapters]
+        others = [a.down.b for linear in group for a in linear.adapters]
+        others += [a.factor for linear in group for a in linear.adapters if a.factor is not None]
+        others += [linear.rest for linear in group if linear.rest is not None]
+        roots = {p.node: linear.root for linear in group for p in linear.bases}
+        roots |= {a.up.node: linear.root for linear in group for a in linear.adapters}
+        # Behind the narrow products, which stand where their own operands are there.
+        after = max((order.index[down.place.before] for down in self.downs), default=0)
+        outputs = [linear.root for linear in group]
+        if len(group) > 1:
+            place = order.find([replace(p, node=roots[p.node]) for p in terms], others, after)
+            order.check_memory(terms, place, outputs)
+            return place
+        operands = [x for p in terms for x in (p.a, p.b, p.bias) if x is not None]
+        place = order.earliest([*operands, *others], after)
+        try:
+            order.check_memory(terms, place, outputs)
+        except Rejected:
+            place = Place(outputs[0], (), ())
+            order.check_memory(terms, place, outputs)
+        return place
+
+    def rewrite(self) -> str:
+        assert self.place is not None
+        # Views move on the way, also those that places are named by.
+        *places, place = [self._marked(p) for p in (*(down.place for down in self.downs), self.place)]
+        kernel = self._emit(place, [replace(d, place=p) for d, p in zip(self.downs, places, strict=True)])
+        for used in (place, *places):
+            self.graph.erase_node(used.before)
+        return kernel
+
+    def _marked(self, place: Place) -> Place:
+        """The same place, named by a node of its own."""
+        with self.graph.inserting_before(place.before):
+            return replace(place, before=self.graph.call_function(operator.pos, (0,)))
+
+    def _emit(self, place: Place, downs: list[_Down]) -> str:
+        made = Emitter(self.graph, place.before, self.anchor)
+        if self.whole:
+            return self._rewrite_whole(made, place)
+        ups: dict[fx.Node, tuple[fx.Node, fx.Node | None]] = {}
+        finish: list[Callable[[], None]] = []
+        moved: set[fx.Node] = set()
+        for down in downs:
+            ups.update(self._emit_down(down, moved, finish))
+        place = replace(
+            place,
+            hoisted=tuple(n for n in place.hoisted if n not in moved),
+            sunk=tuple(n for n in place.sunk if n not in moved),
+        )
+        for node in place.hoisted:
+            place.before.prepend(node)
+        groups = [self._products(linear, made, ups) for linear in self.group]
+        outputs = emit.insert(
+            self.graph, replace(place, hoisted=(), sunk=()), self.anchor, groups,
+            dtype=value(self.group[0].root).dtype,
+        )  # fmt: skip
+        self._replace_roots(outputs, place)
+        for step in finish:
+            step()
+        return self.kernel
+
+    def _replace_roots(self, outputs: Sequence[fx.Node], place: Place) -> None:
+        roots = [linear.root for linear in self.group]
+        shaped = [
+            emit.reshaped(self.graph, place.before, output, self.sizes[root], root)
+            for root, output in zip(roots, outputs, strict=True)
+        ]
+        for node in place.sunk:
+            place.before.prepend(node)
+        for root, new in zip(roots, shaped, strict=True):
+            self.replaced[root] = new
+            emit.replace(self.graph, root, new)
+
+    def _rewrite_whole(self, make: Emitter, place: Place) -> str:
+        """Two kernels: everything in one operation."""
+        for node in place.hoisted:
+            place.before.prepend(node)
+        bases = [linear.bases[0] for linear in self.group]
+        adapters = [(g, a) for g, linear in enumerate(self.group) for a in linear.adapters]
+        weights = [*(p.b for p in bases), *(a.up.b for _, a in adapters)]
+        outputs = make.linear(
+            make.replay(unrounded(bases[0].a)),
+            [p.b for p in bases],
+            [p.bias for p in bases if p.bias is not None],
+            [g for g, p in enumerate(bases) if p.bias is not None],
+            [a.down.b for _, a in adapters],
+            [a.up.b for _, a in adapters],
+            [g for g, _ in adapters],
+            [a.scale * source(a.down.a).scale for _, a in adapters],
+            all(through(b, VIEWS).op in ("placeholder", "get_attr") for b in weights),
+            value(self.group[0].root).dtype,
+        )
+        self._replace_roots(outputs, place)
+        return self.kernel.replace("narrow_mm and block_mm", "lora_linear")
+
+    def _emit_down(
+        self, down: _Down, moved: set[fx.Node], finish: list[Callable[[], None]]
+    ) -> dict[fx.Node, tuple[fx.Node, fx.Node | None]]:
+        """Adds one narrow product; returns its results, whole and in halves, by down-projection."""
+        graph, place = self.graph, down.place
+        for node in place.hoisted:
+            if node not in moved:
+                place.before.prepend(node)
+        moved.update(place.hoisted)
+        make = Emitter(graph, place.before, down.members[0].node)
+        right = [p.b for p in down.members]
+        x = make.replay(down.origin)
+        dtype = value(self.group[0].bases[0].a).dtype
+        # In halves, for a product of 16 bits.
+        halved = [value(b).dtype != dtype and value(x).dtype == dtype for b in right]
+        outputs = make.narrow(x, right, [down.origin.scale] * len(right), halved, False)
+        for node in place.sunk:
+            place.before.prepend(node)
+        moved.update(place.sunk)
+        read = {}
+        halves = iter(outputs[len(right) :])
+        for p, output, is_halved in zip(down.members, outputs, halved, strict=False):
+            read[p.node] = output, next(halves) if is_halved else None
+            finish.append(self._replacing(p.node, output))
+        return read
+
+    def _replacing(self, old: fx.Node, new: fx.Node) -> Callable[[], None]:
+        def step() -> None:
+            self.replaced[old] = new
+            if not getattr(old, "_erased", False):
+                emit.replace(self.graph, old, new)
+
+        return step
+
+    def _products(
+        self, linear: Linear, make: Emitter, ups: dict[fx.Node, tuple[fx.Node, fx.Node | None]]
+    ) -> list[Product]:
+        """The products of one linear, with operands that the kernel takes."""
+        found = [replace(p, a=make.replay(unrounded(p.a))) for p in linear.bases]
+        if linear.rest is not None:
+            rows = list(value(found[0].node).shape)
+            rest = emit.reshaped(self.graph, make.before, linear.rest, rows, linear.root)
+            found[0] = replace(found[0], bias=rest)
+        for a in linear.adapters:
+            left, halves = ups[a.down.node]
+            right, dtype = a.up.b, value(linear.bases[0].a).dtype
+            if a.factor is not None:
+                left, halves = make.times(left, a.factor), None
+            if value(right).dtype != dtype:
+                left = halves if halves is not None else make.left_halves(left, dtype)
+                right = make.right_halves(right, dtype)
+            left, right = make.aligned(left, right)
+            found.append(Product(a.up.node, left, right, None, a.scale))
+        return found
+
+
+def _is_whole(group: Sequence[Linear]) -> bool:
+    """Whether linears are one operation for few rows: nothing but the results is used elsewhere."""
+    rows = value(group[0].bases[0].a).shape[0]
+    if not isinstance(rows, int) or rows > decode.MOST_ROWS:
+        return False
+    if value(group[0].bases[0].a).stride(1) != 1:
+        return False
+    ups = {a.up.node for linear in group for a in linear.adapters}
+    for linear in group:
+        (base, *more) = linear.bases
+        if more or linear.rest is not None or base.scale != 1:
+            return False
+        if base.bias is not None and value(base.bias).dim() != 1:
+            return False
+        origin = unrounded(base.a)
+        for a in linear.adapters:
+            reading = source(a.down.a)
+            views = (*reading.views, *origin.views)
+            if reading.base is not through(origin.base, RESHAPES):
+                return False
+            if any(view.target not in RESHAPES for view in views):
+                return False
+            if a.factor is not None:
+                return False
+            if not set(_ends(a.down.node)) <= ups:
+                return False
+    columns = sum(narrow.padded(int(value(a.up.a).shape[1])) for x in group for a in x.adapters)
+    return columns <= narrow.MOST_TOGETHER
+
+
+def _ends(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads a down-projection, behind casts, reshapes and factors."""
+    for user in node.users:
+        if user.op == "call_function" and product(user) is None:
+            yield from _ends(user)
+        else:
+            yield user
+
+
+def _by_width(members: list[Product]) -> Iterator[list[Product]]:
+    """The members in parts of so many columns as one kernel takes."""
+    part: list[Product] = []
+    for p in members:
+        columns = sum(narrow.padded(int(value(q.b).shape[1])) for q in (*part, p))
+        if part and columns > narrow.MOST_TOGETHER:
+            yield part
+            part = []
+        part.append(p)
+    yield part
+
+
+def _is_dense(found: torch.Tensor) -> bool:
+    wanted: list[Any] = []
+    size: Any = 1
+    for length in reversed(found.shape):
+        wanted.insert(0, size)
+        size = size * length
+    return all(
+        str(s) == str(w) or length == 1
+        for s, w, length in zip(found.stride(), wanted, found.shape, strict=True)
+    )
+
+
+def shape_of(group: Sequence[Linear]) -> profit.Shape:
+    """What a table knows a group of linears by."""
+    first = group[0].bases[0]
+    adapters = [a for linear in group for a in linear.adapters]
+    rows = value(first.a).shape[0]
+    return profit.Shape(
+        tokens=rows if isinstance(rows, int) else None,
+        inner=tuple(int(value(p.a).shape[1]) for p in group[0].bases),
+        outer=tuple(int(value(linear.bases[0].b).shape[1]) for linear in group),
+        ranks=tuple(tuple(int(value(a.up.a).shape[1]) for a in linear.adapters) for linear in group),
+        dtype=value(first.a).dtype,
+        adapters=value(adapters[0].up.b).dtype,
+        layout="n" if value(first.b).stride(1) == 1 else "t",
+    )
+
+
+class Gradients(Candidate):
+    """Narrow products that are in no sum: gradients of adapters that read one large matrix."""
+
+    def __init__(self, graph: fx.Graph, members: Sequence[Narrow]) -> None:
+        self.graph, self.members = graph, list(members)
+        self.anchor = members[0].node
+        self.place: Place | None = None
+        self.kernel = ""
+        self.left_over: list[Narrow] = []
+
+    def describe(self) -> dict[str, str]:
+        return {
+            "input": guards.text(self.members[0].x),
+            "narrow": ", ".join(guards.text(n.b) for n in self.members),
+        }
+
+    def guard(self) -> None:
+        guards.check_device(self.anchor)
+        self.left_over = self.members[1:]
+        for n in self.members:
+            origin = source(n.x)
+            misfit = narrow.usable(value(origin.base), [value(n.b)]) if not n.transposed else ""
+            if misfit:
+                raise Rejected(misfit)
+            if value(n.b).dtype not in (value(origin.base).dtype, torch.float32):
+                raise Rejected("matrices of two dtypes of 16 bits")
+        order, reason = Order(self.graph), None
+        everything = self.members
+        for count in range(len(everything), 0, -1):
+            self.members, self.left_over = everything[:count], everything[count:]
+            try:
+                self._check(order)
+            except Rejected as miss:
+                reason = reason or miss
+            else:
+                return
+        assert reason is not None
+        raise reason
+
+    def _check(self, order: Order) -> None:
+        if len({value(n.b).dtype for n in self.members}) > 1:
+            raise Rejected("gradients of two dtypes")
+        if sum(narrow.padded(r) for r in self._shape().ranks) > narrow.MOST_TOGETHER:
+            raise Rejected("more columns than one kernel takes")
+        reading = [Product(n.node, source(n.x).base, n.b) for n in self.members]
+        self.place = order.find(reading)
+        order.check_memory(reading, self.place)
+        self.kernel = profit.narrow_kernel(self._shape(), value(self.anchor).device)
+
+    def _shape(self) -> narrow.Shape:
+        first = self.members[0]
+        x, origin = value(first.x), source(first.x)
+        rows, inner = (x.shape[1], x.shape[0]) if first.transposed else (x.shape[0], x.shape[1])
+        return narrow.Shape(
+            rows if isinstance(rows, int) else None,
+            inner if isinstance(inner, int) else None,
+            tuple(min(int(s) for s in value(n.b).shape if isinstance(s, int)) for n in self.members),
+            "t" if (x.stride(1) == 1) == first.transposed else "n",
+            value(origin.base).dtype,
+            value(first.b).dtype,
+        )
+
+    def rewrite(self) -> str:
+        assert self.place is not None
+        first = self.members[0]
+        for node in self.place.hoisted:
+            self.place.before.prepend(node)
+        make = Emitter(self.graph, self.place.before, self.anchor)
+        origins = [source(n.x) for n in self.members]
+        x = make.replay(origins[0])
+        right = [n.b for n in self.members]
+        if first.transposed:
+            x = make.call(aten.permute.default, x, [1, 0])
+            right = [make.call(aten.permute.default, b, [1, 0]) for b in right]
+        scales = [origin.scale for origin in origins]
+        outputs = make.narrow(x, right, scales, [False] * len(right), first.transposed)
+        for node in self.place.sunk:
+            self.place.before.prepend(node)
+        for n, output in zip(self.members, outputs, strict=True):
+            emit.replace(self.graph, n.node, output)
+        return self.kernel

@@ -1,0 +1,170 @@
+"""Runs the kernels of adapters in Triton's interpreter, and prints their errors as JSON.
+
+For a process of its own, started with TRITON_INTERPRET=1. bfloat16 is garbage there: float16 stands for it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._inductor.config
+
+from bench import cuda_codegen
+from inductor_fusions import config
+from inductor_fusions.fusions.lora import decode, lowering, narrow
+from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
+
+HALF, WHOLE = torch.float16, torch.float32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One narrow product, or linears with adapters where there are `columns`.
+
+    Attributes:
+        rows, inner: M and K.
+        ranks: of the narrow matrices, or of the adapters.
+        dtypes: of x, and of the narrow matrices.
+        config: of the narrow product, or of the pair of kernels.
+        layout: of x: "n" or "t".
+        split: whether the parts are wanted as well.
+        transposed: whether the results are.
+        summands: whether float32 is split up into parts of 16 bits, as beside bfloat16.
+        columns: N of each linear.
+        groups: which linear each adapter belongs to.
+        bias: whether each linear has one.
+        dynamic: whether M is symbolic.
+    """
+
+    rows: int
+    inner: int
+    ranks: tuple[int, ...]
+    dtypes: tuple[torch.dtype, torch.dtype]
+    config: Any
+    layout: str = "n"
+    split: bool = False
+    transposed: bool = False
+    summands: bool = False
+    columns: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
+    bias: bool = False
+    dynamic: bool = False
+
+
+PLAIN = narrow.Config(16, 32, 1, 4, 2)
+NARROW = Case(37, 96, (16,), (HALF, HALF), PLAIN)
+PAIR = decode.Config(16, 32, 4, 2, 2, False)
+DECODE = Case(3, 96, (16,), (HALF, HALF), PAIR, columns=(48,), groups=(0,))
+CASES = {
+    "narrow": NARROW,
+    "narrow ranks": replace(NARROW, ranks=(16, 5, 20)),
+    "narrow rank 1": replace(NARROW, ranks=(1,), dtypes=(HALF, WHOLE)),
+    "narrow odd K": replace(NARROW, inner=83),
+    "narrow in parts": replace(NARROW, config=replace(PLAIN, splits=3)),
+    "narrow in uneven parts": replace(NARROW, inner=83, ranks=(16, 8), config=replace(PLAIN, splits=2)),
+    "narrow widened": replace(NARROW, dtypes=(HALF, WHOLE)),
+    "narrow in summands": replace(NARROW, dtypes=(HALF, WHOLE), summands=True),
+    "narrow float32": replace(NARROW, dtypes=(WHOLE, WHOLE)),
+    "narrow halves": replace(NARROW, dtypes=(HALF, WHOLE), split=True, ranks=(16, 5)),
+    "narrow halves in parts": replace(
+        NARROW, dtypes=(HALF, WHOLE), split=True, config=replace(PLAIN, splits=3)
+    ),
+    "narrow t": replace(NARROW, layout="t"),
+    "narrow t odd": replace(NARROW, layout="t", inner=83, ranks=(16, 5)),
+    "narrow t transposed": replace(NARROW, layout="t", transposed=True, ranks=(16, 5)),
+    "narrow transposed float32": replace(NARROW, transposed=True, dtypes=(HALF, WHOLE)),
+    "narrow dynamic": replace(NARROW, dynamic=True, ranks=(16, 8)),
+    "decode": DECODE,
+    "decode one row": replace(DECODE, rows=1),
+    "decode qkv": replace(DECODE, columns=(48, 16, 24), groups=(0, 1, 2), ranks=(16, 8, 16), bias=True),
+    "decode some": replace(DECODE, columns=(48, 16, 24), groups=(0, 2), ranks=(16, 5)),
+    "decode two adapters": replace(DECODE, groups=(0, 0), ranks=(16, 20)),
+    "decode float32": replace(DECODE, dtypes=(HALF, WHOLE), bias=True),
+    "decode odd K": replace(DECODE, inner=83, columns=(50,)),
+    "decode 33 rows": replace(DECODE, rows=33),
+}
+
+
+def rand(rows: int, columns: int, dtype: torch.dtype, turned: bool = False) -> torch.Tensor:
+    """A random matrix, transposed in memory or not."""
+    made = (torch.randn((columns, rows) if turned else (rows, columns)) / 4).to(dtype)
+    return made.t() if turned else made
+
+
+def error(case: Case) -> float:
+    """The largest relative error of an output against float64; of the parts, of what they sum up to."""
+    torch.manual_seed(0)
+    lowering.SUMMANDS = (HALF,) if case.summands else (torch.bfloat16,)
+    wide, thin = case.dtypes
+    x = rand(case.rows, case.inner, wide, case.layout == "t")
+    a = [rand(case.inner, r, thin, True) for r in case.ranks]
+    scales = [0.5 + i for i in range(len(a))]
+    if case.columns:
+        decode.default = lambda shape, arch: case.config  # type: ignore[assignment]
+        return _linear_error(case, x, a, scales)
+    narrow.default = lambda shape: case.config  # type: ignore[assignment]
+
+    def fn(x: Any, a: Any) -> Any:
+        return NARROW_MM(x, a, scales, [case.split] * len(a), case.transposed)
+
+    if case.dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+    outputs = generated(fn, (x, a), case.config.splits * len(a) * (case.config.splits > 1))
+    exact = [s * x.double() @ right.double() for s, right in zip(scales, a, strict=True)]
+    whole = [y.double().t() if case.transposed else y.double() for y in outputs[: len(a)]]
+    for part, y in zip(outputs[len(a) :], exact, strict=False):
+        high, again, low = part.double().chunk(3, dim=1)
+        assert torch.equal(high, again)
+        whole.append(high + low)
+        exact = [*exact, y]
+    return relative(whole, exact)
+
+
+def _linear_error(case: Case, x: torch.Tensor, a: list[torch.Tensor], scales: list[float]) -> float:
+    wide, thin = case.dtypes
+    w = [rand(case.inner, n, wide, True) for n in case.columns]
+    b = [rand(r, case.columns[g], thin, True) for r, g in zip(case.ranks, case.groups, strict=True)]
+    bias = [torch.randn(n).to(wide) for n in case.columns] if case.bias else []
+
+    def fn(x: Any, w: Any, bias: Any, a: Any, b: Any) -> Any:
+        return LORA_LINEAR(x, w, bias, list(range(len(bias))), a, b, list(case.groups), scales, False, wide)
+
+    outputs = generated(fn, (x, w, bias, a, b), 0, templates=2)
+    exact = [x.double() @ right.double() for right in w]
+    for g, offset in enumerate(bias):
+        exact[g] = exact[g] + offset.double()
+    for down, up, g, scale in zip(a, b, case.groups, scales, strict=True):
+        exact[g] = exact[g] + scale * (x.double() @ down.double()) @ up.double()
+    return relative([y.double() for y in outputs], exact)
+
+
+def generated(fn: Any, args: Any, sums: int, templates: int = 1) -> list[torch.Tensor]:
+    """The outputs of the kernels that are generated for a function."""
+    with torch.no_grad(), config.patch(policy="always", strict=True):
+        made = cuda_codegen.generate(fn, args, interpreted=True)
+    (module,) = made.modules
+    assert sum(kernel.is_template for kernel in module.kernels) == templates, module.wrapper
+    assert not module.extern_calls, module.extern_calls
+    assert bool(sums) == (len(module.kernels) > templates), module.wrapper
+    return list(made.outputs)
+
+
+def relative(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    """The largest relative error."""
+    assert [y.shape for y in found] == [y.shape for y in exact]
+    return max(float((x - y).norm() / y.norm()) for x, y in zip(found, exact, strict=True))
+
+
+if __name__ == "__main__":
+    errors: dict[str, Any] = {}
+    for name in sys.argv[1:] or list(CASES):
+        try:
+            errors[name] = error(CASES[name])
+        except Exception as problem:
+            errors[name] = repr(problem)[:2000]
+    print(json.dumps(errors))

@@ -1,0 +1,126 @@
+"""Before autograd: float32 adapters keep their input as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from inductor_fusions import config, testing
+from inductor_fusions.fusions.lora import inputs
+from inductor_fusions.fusions.lora.op import LORA_DOWN, NARROW_MM
+
+
+class Adapted(nn.Module):
+    """A linear with an adapter, as PEFT spells it.
+
+    Args:
+        how: how the input is widened.
+    """
+
+    def __init__(self, how: str = "to") -> None:
+        super().__init__()
+        self.how = how
+        self.base = nn.Linear(64, 48, dtype=torch.bfloat16).requires_grad_(False)
+        self.a, self.b = nn.Linear(64, 16, bias=False), nn.Linear(16, 48, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float() if self.how == "float" else x.to(self.a.weight.dtype)
+        if self.how == "double first":
+            wide = x.sin().double().float()
+        if self.how == "dropout":
+            wide = F.dropout(wide, 0.5)
+        result = self.base(x)
+        return (result + self.b(self.a(wide)) * 2.0).to(result.dtype)
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every device counts: the operation is products one by one there."""
+
+    class Anywhere(inputs.WidenedInput):
+        def guard(self) -> None:
+            self.kernel = "narrow_mm"
+
+    monkeypatch.setattr(inputs, "WidenedInput", Anywhere)
+
+
+def rand(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).bfloat16().requires_grad_()
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("how", ["to", "float"])
+@pytest.mark.parametrize("shape", [(24, 64), (2, 3, 8, 64)], ids=str)
+def test_numbers(how: str, shape: tuple[int, ...]) -> None:
+    """Outputs and gradients are as exact as without it."""
+    testing.check(Adapted(how), (rand(*shape),), fused=1, kernel="narrow_mm", train=True)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_dynamic() -> None:
+    testing.check(Adapted(), (rand(2, 24, 64),), fused=1, train=True, dynamic=True)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_the_input_is_kept_as_it_is() -> None:
+    """What autograd keeps is smaller: no float32 matrix of the size of the input."""
+
+    def kept(policy: str) -> list[torch.dtype]:
+        found: list[torch.dtype] = []
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            if t.numel() == 4 * 24 * 64:
+                found.append(t.dtype)
+            return t
+
+        x = rand(4, 24, 64)
+        torch._dynamo.reset()
+        with config.patch(enabled=policy != "stock"):
+            compiled = torch.compile(Adapted(), fullgraph=True)
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                compiled(x)
+        return found
+
+    with torch._inductor.config.patch(force_disable_caches=True):
+        assert kept("stock") == [torch.float32]
+        assert kept("ours") == [torch.bfloat16]
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("how", ["dropout", "double first"])
+def test_another_input_stays(how: str) -> None:
+    """The masked input is another value; what was rounded on the way is not the input."""
+    seen = testing.capture(Adapted(how), rand(24, 64), train=True)
+    assert not seen.fused
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_nothing_is_trained() -> None:
+    """Without a gradient nothing is kept."""
+    module = Adapted().requires_grad_(False)
+    assert not testing.capture(module, rand(24, 64), train=True).fused
+    with config.patch(lora=False):
+        assert not testing.capture(Adapted(), rand(24, 64), train=True).sites
+
+
+def test_on_the_cpu_it_is_left_to_stock() -> None:
+    seen = testing.capture(Adapted(), rand(24, 64), train=True)
+    assert [site.verdict for site in seen.sites if site.fusion == "lora_input"] == ["left to stock"]
+
+
+def test_operations() -> None:
+    """As torch checks them: fake kernels, gradients, tracing."""
+    x, a, b = torch.randn(6, 8).requires_grad_(), torch.randn(8, 3).requires_grad_(), torch.randn(8, 2)
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(NARROW_MM, (x, [a, b], [0.5, 2.0], [False, False], False), test_utils=utils)
+    torch.library.opcheck(NARROW_MM, (x.detach(), [a.detach()], [1.0], [True], True), test_utils=utils[:3])
+
+    def through(x: Any, a: Any) -> Any:
+        return LORA_DOWN(x, a)
+
+    wide = [torch.randn(2, 6, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)]
+    assert torch.autograd.gradcheck(through, [t.requires_grad_() for t in wide])

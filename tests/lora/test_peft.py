@@ -1,0 +1,240 @@
+"""Models with PEFT's own adapters: what is fused, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import peft
+import transformers
+
+from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
+from tests.block_mm.support import Run, check, run
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 128,
+}  # fmt: skip
+T5 = {
+    "vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 1, "num_heads": 4,
+    "feed_forward_proj": "gated-gelu", "pad_token_id": 0,
+}  # fmt: skip
+GPT2 = {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+VIT = {"image_size": 64, "patch_size": 8}
+
+
+class Adapted(nn.Module):
+    """The last hidden state of a Hugging Face model with PEFT's adapters.
+
+    Args:
+        name: of the model.
+        targets: names of the linears that get one.
+        whole: whether the adapters are float32, as PEFT has them by default.
+        options: further ones of `LoraConfig`.
+    """
+
+    def __init__(self, name: str, targets: Any = "all-linear", whole: bool = True, **options: Any) -> None:
+        super().__init__()
+        values: dict[str, Any] = {**SIZES, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        values |= {"num_key_value_heads": 2} if name == "Llama" else {}
+        values = {"T5": T5, "GPT2": GPT2, "ViT": {**SIZES, **VIT}}.get(name, values)
+        if name == "GPT2":
+            values = {**values, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+        config = getattr(transformers, f"{name}Config")(**values)
+        model = getattr(transformers, f"{name}Model")(config).bfloat16().eval()
+        options = {"r": 8, "lora_alpha": 16, "init_lora_weights": False, **options}
+        adapters = peft.LoraConfig(target_modules=targets, **options)
+        self.name = name
+        self.model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=whole)
+
+    def forward(self, x: Any) -> Any:
+        if self.name == "ViT":
+            return self.model(pixel_values=x).last_hidden_state
+        extra = {"decoder_input_ids": x} if self.name == "T5" else {"use_cache": False}
+        return self.model(input_ids=x, **extra).last_hidden_state
+
+
+def ids(name: str, tokens: int = 48) -> torch.Tensor:
+    """Tokens, or images."""
+    return torch.randn(2, 3, 64, 64).bfloat16() if name == "ViT" else torch.randint(3, 128, (2, tokens))
+
+
+def ops(seen: Run, graph: int = 0) -> Counter[str]:
+    """How many calls there are: narrow products, block GEMMs by groups and products, pairs of kernels."""
+    found: Counter[str] = Counter()
+    for node in seen.graphs[graph].nodes:
+        if node.target is NARROW_MM:
+            found["narrow"] += 1
+        elif node.target is LORA_LINEAR:
+            found[f"pair of {len(node.args[1])}"] += 1
+    for call in seen.calls(graph):
+        groups = list(call.args[4])
+        found[f"{groups[-1] + 1} of {len(groups)}"] += 1
+    return found
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["float32", "bfloat16"])
+def test_llama_inference(whole: bool) -> None:
+    """QKV, output, gate and up, down: a narrow product and a block GEMM each, and no product is left."""
+    seen = check(Adapted("Llama", whole=whole), (ids("Llama"),), budget=3.0)
+    assert ops(seen) == {"narrow": 8, "3 of 6": 2, "1 of 2": 4, "2 of 4": 2}
+    assert not seen.products() and not seen.reasons("lora")
+
+
+def test_llama_decoding() -> None:
+    """Few tokens: two kernels for each input."""
+    seen = check(Adapted("Llama"), (ids("Llama", 2),), budget=3.0)
+    assert ops(seen) == {"pair of 3": 2, "pair of 1": 4, "pair of 2": 2}
+    assert not seen.products() and not seen.reasons("lora")
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["float32", "bfloat16"])
+def test_llama_training(whole: bool) -> None:
+    seen = check(Adapted("Llama", whole=whole), (ids("Llama"),), train=True, budget=3.0)
+    assert ops(seen) == {"narrow": 8, "3 of 6": 2, "1 of 2": 4, "2 of 4": 2}
+    backward = ops(seen, 1)
+    # The first layer's input has no gradient.
+    assert backward["1 of 6"] == 1 and backward["1 of 4"] == 2 and backward["1 of 2"] == 4
+    assert not seen.products()
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["q_proj"], ["gate_proj", "down_proj"]], ids=str)
+def test_some_linears(targets: list[str]) -> None:
+    seen = check(Adapted("Llama", targets), (ids("Llama"),), budget=3.0)
+    assert seen.fused("lora") == {3: 0, 2: 2, 1: 2}[len(targets)] * (2 if "down_proj" in targets else 1)
+    if "q_proj" in targets:
+        assert ops(seen)[f"3 of {3 + len(targets)}"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("Bert", ["query", "value", "dense"]),
+        ("ViT", "all-linear"),
+        ("GPT2", ["c_attn", "c_proj", "c_fc"]),
+    ],
+)
+def test_other_models(name: str, targets: Any) -> None:
+    extra = {"fan_in_fan_out": True} if name == "GPT2" else {}
+    seen = check(Adapted(name, targets, **extra), (ids(name),), budget=3.0)
+    assert seen.fused("lora") and not seen.reasons("lora")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Bert", "GPT2", "T5"])
+def test_training_of_other_models(name: str) -> None:
+    targets = {
+        "Bert": ["query", "value", "dense"], "GPT2": ["c_attn", "c_proj", "c_fc"], "T5": "all-linear"
+    }[name]  # fmt: skip
+    extra = {"fan_in_fan_out": True} if name == "GPT2" else {}
+    seen = check(Adapted(name, targets, **extra), (ids(name),), train=True, budget=3.0)
+    assert seen.fused("lora") > 8
+
+
+def test_rank_stabilised() -> None:
+    """alpha / sqrt(r) instead of alpha / r: a number like any other."""
+    seen = check(Adapted("Llama", ["q_proj"], use_rslora=True), (ids("Llama"),), budget=3.0)
+    assert seen.fused("lora") == 2
+
+
+def test_merged_is_the_same_model() -> None:
+    """The fused adapters give what PEFT's own merge gives, but for its rounding of the weights."""
+    model = Adapted("Llama")
+    x = ids("Llama")
+    merged = copy.deepcopy(model).double()
+    merged.model.merge_adapter()
+    with torch.no_grad():
+        exact = merged(x)
+    found = run(model, (x,)).outputs[0].double()
+    assert float((found - exact).norm() / exact.norm()) < 2e-2
+
+
+def test_several_adapters() -> None:
+    """Two active adapters on one linear are summed."""
+    model = Adapted("Llama", ["q_proj"])
+    other = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model.model.add_adapter("other", other)
+    model.model.base_model.set_adapter(["default", "other"])
+    seen = check(model, (ids("Llama"),), budget=3.0)
+    assert seen.fused("lora") == 2 and ops(seen)["3 of 5"] == 2
+
+
+def test_dora_is_left_to_stock() -> None:
+    seen = check(Adapted("Llama", ["q_proj"], use_dora=True), (ids("Llama"),), budget=3.0)
+    assert not seen.fused("lora")
+    assert seen.reasons("lora")
+
+
+def test_embedding_is_left_to_stock() -> None:
+    """An adapter of an embedding looks its A up: there is no product to add to."""
+    seen = check(Adapted("Llama", ["embed_tokens"]), (ids("Llama"),), budget=3.0)
+    assert not seen.fused("lora")
+
+
+def test_dropout() -> None:
+    """The masks are those of the unfused graph, and the narrow products read what they leave."""
+    model = Adapted("Llama", lora_dropout=0.1).train()
+    x = ids("Llama")
+    torch.manual_seed(1)
+    ours = run(model, (x,), train=True)
+    torch.manual_seed(1)
+    stock = run(model, (x,), train=True, policy="profitable")
+    assert ours.fused("lora") > 8 and not stock.fused("lora")
+    for y, z in zip((*ours.outputs, *ours.grads), (*stock.outputs, *stock.grads), strict=True):
+        assert y is not None and z is not None
+        assert float((y - z).float().norm() / z.float().norm()) < 5e-2
+
+
+def test_new_weights_are_seen() -> None:
+    """Nothing is folded into the code: an optimizer step and swapped weights need no new one."""
+    import torch._dynamo
+    from torch._inductor import compile_fx
+
+    from inductor_fusions import config
+    from tests.block_mm.support import _fuse
+
+    found = Run()
+    backend = functools.partial(compile_fx.compile_fx, inner_compile=functools.partial(_fuse, found, 90, {}))
+    model, x = Adapted("Llama", ["q_proj", "v_proj"]), ids("Llama")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    previous = None
+    with config.patch(policy="always", strict=True):
+        for step in range(3):
+            output = compiled(x)
+            exact = copy.deepcopy(model).double()(x)
+            assert float((output.double() - exact).norm() / exact.norm()) < 3e-2
+            assert previous is None or not torch.equal(output, previous)
+            previous = output.detach()
+            if step == 0:
+                output.float().pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:  # as a hot swap of PEFT does
+                with torch.no_grad():
+                    for name, parameter in model.named_parameters():
+                        if "lora_" in name:
+                            parameter.copy_(torch.randn_like(parameter) / 8)
+    torch._dynamo.reset()
+    assert len(found.graphs) == 2  # a forward and a backward
+    assert ops(found)["narrow"] == 2
+
+
+def test_another_adapter_of_the_same_rank() -> None:
+    model = Adapted("Llama", ["q_proj", "v_proj"])
+    other = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model.model.add_adapter("other", other)
+    first = check(model, (ids("Llama"),), budget=3.0)
+    model.model.set_adapter("other")
+    second = check(model, (ids("Llama"),), budget=3.0)
+    assert first.fused("lora") == second.fused("lora") == 2

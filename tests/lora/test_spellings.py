@@ -1,0 +1,292 @@
+"""Which graphs are read as linears with adapters, and which are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
+from tests.block_mm.support import Run, check, rand, run
+
+WHOLE = torch.float32
+
+
+def targets(seen: Run, target: Any, graph: int = 0) -> list[Any]:
+    """The calls of an operation in a graph."""
+    return [node for node in seen.graphs[graph].nodes if node.target is target]
+
+
+def operands(rank: int = 16, dtype: torch.dtype = torch.bfloat16, rows: int = 96) -> tuple[Any, ...]:
+    """x, w, a, b: so many rows that it is two kernels, and not the operation for few."""
+    return rand(rows, 64), rand(128, 64), rand(rank, 64, dtype=dtype), rand(128, rank, dtype=dtype)
+
+
+def plain(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return x @ w.t() + 0.25 * ((x @ a.t()) @ b.t())
+
+
+def linear(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(x, w) + F.linear(F.linear(x, a), b) * 2.0
+
+
+def scaled_first(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(F.linear(2.0 * x, a) * 0.5, b) + F.linear(x, w)
+
+
+def addition_with_alpha(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return torch.add(x @ w.t(), (x @ a.t()) @ b.t(), alpha=3.0)
+
+
+def several_dims(x: Any, w: Any, a: Any, b: Any) -> Any:
+    x = x.view(2, 3, 16, 64)
+    return F.linear(x, w) + F.linear(F.linear(x, a), b) * 2.0
+
+
+def peft_in_float32(x: Any, w: Any, a: Any, b: Any) -> Any:
+    base = F.linear(x, w)
+    return (base + F.linear(F.linear(x.to(a.dtype), a), b) * 2.0).to(base.dtype)
+
+
+def with_a_tail(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return torch.sigmoid(linear(x, w, a, b) * 0.3 + 1)
+
+
+def with_a_residual(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return linear(x, w, a, b) + torch.cat([x, x], dim=1)
+
+
+SPELLINGS = [
+    plain, linear, scaled_first, addition_with_alpha, several_dims, with_a_tail, with_a_residual,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fn", SPELLINGS, ids=lambda fn: fn.__name__)
+def test_spelling(fn: Callable[..., Any]) -> None:
+    seen = check(fn, operands(), budget=2.0)
+    assert seen.fused("lora") == 1 and not seen.products()
+    (call,) = seen.calls()
+    assert list(call.args[4]) == [0, 0] and len(targets(seen, NARROW_MM)) == 1
+
+
+@pytest.mark.parametrize("fn", [linear, peft_in_float32, with_a_tail], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, WHOLE], ids=str)
+def test_training(fn: Callable[..., Any], dtype: torch.dtype) -> None:
+    if fn is not peft_in_float32 and dtype == WHOLE:
+        pytest.skip("has no casts")
+    seen = check(fn, operands(dtype=dtype), train=True, budget=2.0)
+    # Forward; backward: the gradient of the input, and those of A and of B.
+    assert seen.fused("lora") == 4
+    assert len(targets(seen, NARROW_MM, 1)) == 3
+    (gradient,) = [call for call in seen.calls(1) if list(call.args[4]) == [0, 0]]
+    assert len(gradient.args[0]) == 2
+
+
+@pytest.mark.parametrize("rank", [1, 5, 16, 20, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, WHOLE], ids=str)
+def test_rank(rank: int, dtype: torch.dtype) -> None:
+    """A rank that vector loads cannot read is padded on its way into the kernel."""
+    x, w, a, b = rand(96, 256), rand(128, 256), rand(rank, 256, dtype=dtype), rand(128, rank, dtype=dtype)
+    seen = check(peft_in_float32, (x, w, a, b), budget=2.0)
+    assert seen.fused("lora") == 1
+    (call,) = seen.calls()
+    inner = int(call.args[0][1].meta["val"].shape[1])
+    wanted = 3 * rank if dtype == WHOLE else rank
+    assert inner == wanted + -wanted % 8
+
+
+@pytest.mark.parametrize("fn", [linear, peft_in_float32], ids=lambda fn: fn.__name__)
+def test_few_rows(fn: Callable[..., Any]) -> None:
+    """One operation, which reads everything as it is."""
+    dtype = torch.bfloat16 if fn is linear else WHOLE
+    seen = check(fn, operands(rank=5, dtype=dtype, rows=3), budget=2.0)
+    assert len(targets(seen, LORA_LINEAR)) == 1 and not seen.products() and not seen.calls()
+    assert targets(seen, LORA_LINEAR)[0].args[8] is True
+
+
+def test_weights_that_are_computed_are_waited_for() -> None:
+    """The kernel that reads a weight may not start before the one that makes it."""
+    args = operands(rows=3)
+    seen = check(lambda x, w, a, b: linear(x, w.sin(), a, b), args, budget=2.0)
+    assert targets(seen, LORA_LINEAR)[0].args[8] is False
+
+
+@pytest.mark.parametrize("rows", [3, 96])
+def test_bias(rows: int) -> None:
+    def fn(x: Any, w: Any, a: Any, b: Any, bias: Any) -> Any:
+        return F.linear(x, w, bias) + F.linear(F.linear(x, a), b) * 2.0
+
+    assert check(fn, (*operands(rows=rows), rand(128)), budget=2.0).fused("lora") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, WHOLE], ids=str)
+@pytest.mark.parametrize("rows", [3, 96])
+def test_scale_that_is_a_tensor(rows: int, dtype: torch.dtype) -> None:
+    def fn(x: Any, w: Any, a: Any, b: Any, s: Any) -> Any:
+        base = F.linear(x, w)
+        return (base + s * F.linear(F.linear(x.to(a.dtype), a), b)).to(base.dtype)
+
+    args = (*operands(dtype=dtype, rows=rows), torch.tensor(0.3, dtype=dtype))
+    seen = check(fn, args, budget=2.0)
+    assert seen.fused("lora") == 1 and not seen.products()
+
+
+@pytest.mark.parametrize("rows", [3, 96])
+def test_several_adapters_are_added(rows: int) -> None:
+    def fn(x: Any, w: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        base = F.linear(x, w)
+        result = base + F.linear(F.linear(x.to(a.dtype), a), b) * 2.0
+        return (result + F.linear(F.linear(x.to(a.dtype), c), d) * 0.5).to(base.dtype)
+
+    args = (*operands(dtype=WHOLE, rows=rows), rand(8, 64, dtype=WHOLE), rand(128, 8, dtype=WHOLE))
+    seen = check(fn, args, budget=2.0)
+    assert seen.fused("lora") == 1 and not seen.products()
+    if rows > 64:
+        (call,) = seen.calls()
+        assert sorted(call.args[5]) == [0.5, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("rows", [3, 96])
+@pytest.mark.parametrize("adapted", [(0,), (1,), (0, 2), (0, 1, 2)], ids=str)
+def test_some_linears_of_one_input(rows: int, adapted: tuple[int, ...]) -> None:
+    """All in one kernel, those without an adapter too; the down-projections read the input once."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        outputs = [F.linear(x, weight) for weight in w]
+        for i in adapted:
+            outputs[i] = outputs[i] + F.linear(F.linear(x, a[i]), b[i]) * 2.0
+        return outputs
+
+    widths = (64, 32, 16)
+    args = (
+        rand(rows, 64), [rand(n, 64) for n in widths], [rand(16, 64) for _ in widths],
+        [rand(n, 16) for n in widths],
+    )  # fmt: skip
+    seen = check(fn, args, budget=2.0)
+    assert seen.fused("lora") == 1 and not seen.products()
+    assert len(targets(seen, NARROW_MM)) == (rows > 64)
+    assert len(targets(seen, LORA_LINEAR)) == (rows <= 64)
+
+
+def test_gradient_of_an_input_that_linears_share() -> None:
+    def fn(x: Any, w: Any, v: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        return linear(x, w, a, b).sin(), linear(x, v, c, d).cos()
+
+    x, w, a, b = operands()
+    seen = check(fn, (x, w, rand(32, 64), a, b, rand(16, 64), rand(32, 16)), train=True, budget=2.0)
+    (call,) = [call for call in seen.calls(1) if list(call.args[4]) == [0] * 4]
+    assert sorted(value.meta["val"].shape[1] for value in call.args[0]) == [16, 16, 32, 128]
+
+
+def test_what_is_in_the_middle_is_an_output_where_it_is_used() -> None:
+    """As where a backward needs it: the narrow product has it."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        h = F.linear(x.to(a.dtype), a)
+        return (F.linear(x, w) + F.linear(h, b) * 2.0).to(x.dtype), h
+
+    seen = check(fn, operands(dtype=WHOLE), budget=2.0)
+    assert seen.fused("lora") == 1 and not seen.products()
+    seen = check(fn, operands(dtype=WHOLE, rows=3), budget=2.0)
+    assert seen.fused("lora") == 1 and not targets(seen, LORA_LINEAR)
+
+
+def test_dropout_draws_the_same_mask() -> None:
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        base = F.linear(x, w)
+        return base + F.linear(F.linear(F.dropout(x, 0.5), a), b) * 2.0
+
+    args = operands()
+    torch.manual_seed(1)
+    ours = run(fn, args, train=True)
+    torch.manual_seed(1)
+    stock = run(fn, args, train=True, policy="profitable")
+    assert ours.fused("lora") >= 2 and not stock.fused("lora")
+    for x, y in zip((*ours.outputs, *ours.grads), (*stock.outputs, *stock.grads), strict=True):
+        assert x is not None and y is not None
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2 * float(y.abs().max()))
+
+
+class Adapted(nn.Module):
+    """A linear with an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.a, self.b = (nn.Parameter(t) for t in operands()[1:])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.w, self.a, self.b)
+
+
+def test_dynamic_rows() -> None:
+    seen = check(Adapted(), (rand(24, 4, 64),), dynamic=True, train=True, budget=2.0)
+    assert seen.fused("lora") == 4
+    seen = run(Adapted(), (rand(24, 4, 64),), dynamic=True, policy="profitable")
+    assert not seen.fused("lora") and any("symbolic" in reason for reason in seen.reasons("lora"))
+
+
+# -- what is no linear with an adapter -------------------------------------------------------------
+
+
+def scaled_by_a_vector(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(x, w) + F.linear(F.linear(x, a), b) * w[:, 0]
+
+
+def no_base(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(F.linear(x, a), b) + w[:1, :1]
+
+
+def result_used_elsewhere(x: Any, w: Any, a: Any, b: Any) -> Any:
+    up = F.linear(F.linear(x, a), b)
+    return F.linear(x, w) + up, up
+
+
+def subtracted(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(x, w) - F.linear(F.linear(x, a), b)
+
+
+def activated(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(x, w) + F.linear(F.relu(F.linear(x, a)), b)
+
+
+def permuted(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(x, w)[:, :96] + F.linear(F.linear(x, a), b)[:, :96].t()
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (scaled_by_a_vector, "DoRA"),
+        (no_base, "no product"),
+        (result_used_elsewhere, "used elsewhere"),
+        (subtracted, "nothing is added"),
+        (permuted, "nothing is added"),
+        (activated, None),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_no_linear_with_an_adapter(fn: Callable[..., Any], reason: str | None) -> None:
+    seen = check(fn, operands(), budget=2.0)
+    assert not seen.fused("lora")
+    if reason is None:
+        assert not seen.reasons("lora")
+    else:
+        assert any(reason in text for text in seen.reasons("lora")), seen.reasons("lora")
+
+
+def test_float16_base_of_float32_adapters() -> None:
+    x, w, a, b = operands(dtype=WHOLE)
+    seen = run(peft_in_float32, (x.half(), w.half(), a, b))
+    assert not seen.calls() and any("float16" in reason for reason in seen.reasons("lora"))
+    # x is read without its cast all the same.
+    assert len(targets(seen, NARROW_MM)) == 1
+
+
+def test_without_measurements_it_is_left_to_stock() -> None:
+    seen = run(linear, operands(), policy="profitable")
+    assert not seen.fused("lora")
+    assert any("measure" in reason for reason in seen.reasons("lora"))

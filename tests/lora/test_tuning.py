@@ -1,0 +1,133 @@
+"""The tuning script: its grid, its candidates, and the tables that it writes and the package reads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import device_table, tune_lora
+from bench.tune_lora import Row
+from inductor_fusions import tables
+from inductor_fusions.fusion import LeftToStock
+from inductor_fusions.fusions.block_mm import heuristics
+from inductor_fusions.fusions.lora import decode, narrow, profit
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = [
+    Row("forward", 128, 64, (64, 32)),
+    Row("backward", 128, 64, (64, 32), 16, "bfloat16"),
+    Row("gradient", 128, 64, ()),
+    Row("step", 128, 64, (48,)),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.kind)
+def test_reference(row: Row) -> None:
+    """What float64 says is what the function computes; for a step, its gradients as well."""
+    one = tune_lora.make(row, "cpu", 0)
+    exact, cut = tune_lora.reference(row, one)
+    x = one.x[:1] if row.kind == "step" else one.x
+    found = tune_lora.FUNCTIONS[row.kind](row, x, one.w, one.a, one.b)
+    if row.kind == "step":
+        found += torch.autograd.grad(found, [one.x[0], *one.a, *one.b], [one.x[1]])
+    for y, z in zip(cut(found), exact, strict=True):
+        assert y.shape == z.shape
+        assert float((y.double() - z).norm() / z.norm()) < 2e-2
+
+
+def test_gradient_of_the_fusion() -> None:
+    row = ROWS[2]
+    one = tune_lora.make(row, "cpu", 0)
+    (found,) = tune_lora.narrow_gradient(row, one.x, one.w, one.a, one.b)
+    (wanted,) = tune_lora.gradient(row, one.x, one.w, one.a, one.b)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_grid() -> None:
+    keys = [row.key for row in tune_lora.grid()]
+    assert len(keys) == len(set(keys))
+    for wanted in (
+        "forward 4096->4096 r16 float32 m1",
+        "forward 4096->14336 r16 bfloat16 m16",
+        "forward 14336->4096 r16 float32 m8192",
+        "forward 5120->5120 r16 bfloat16 dropout0.1 m2048",
+        "step 8192->8192 r16 float32 m2048",
+        "step 4096->4096 r128 bfloat16 m4096",
+        "backward 2048->2048+512+512 r16 float32 m4096",
+    ):
+        assert wanted in keys
+
+
+def measured(row: Row, stock: float, ours: float, **extra: Any) -> dict[str, Any]:
+    return {
+        "key": row.key, **vars(row), "outer": list(row.outer), "best": "ours", "capability": [9, 0],
+        "times_us": {"stock": stock, "ours": ours}, **extra,
+    }  # fmt: skip
+
+
+def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is found again, beside what was there."""
+    target = tmp_path / "devices" / "nvidia_h200.json"
+    target.parent.mkdir()
+    shutil.copy(ROOT / "configs" / "devices" / "nvidia_h200.json", target)
+    attention = json.loads(target.read_text())["attention"]
+    thin = narrow.Shape(64, 4096, (16,), "t", torch.bfloat16, torch.float32)
+    few = decode.Shape(4, 64, (64,), (16,), torch.bfloat16, torch.float32)
+    chosen = narrow.Config(16, 64, 2, 4, 3)
+    pair = decode.Config(16, 64, 4, 3, 2, True)
+    posed = heuristics.Problem(
+        (128,) * 2, (64, 32), (64, 48) * 2, (0, 0, 1, 1), ("nt",) * 4, torch.bfloat16, shared=""
+    )
+    block = heuristics.default(posed, 90)
+    rows = [
+        measured(ROWS[0], 30.0, 20.0, block={**posed.key, "config": block.to_json()}),
+        measured(Row("forward", 4, 64, (64,)), 30.0, 31.0, decode={**few.key, "config": pair.to_json()}),
+        measured(Row("gradient", 4096, 64, ()), 30.0, 10.0, narrow=[
+            {**narrow.key(thin), "config": chosen.to_json()}
+        ]),
+        measured(ROWS[3], 30.0, 10.0),
+    ]  # fmt: skip
+    tune_lora.write_table(target, rows)
+    tune_lora.write_table(target, rows)
+    data = json.loads(target.read_text())
+    assert data["attention"] == attention
+    assert {name: len(found) for name, found in device_table.kept(target).items()} == {
+        "block_mm": 1, "lora": 2, "narrow_mm": 1, "lora_decode": 1,
+    }  # fmt: skip
+
+    monkeypatch.setattr(tables, "folder", lambda: tmp_path)
+    monkeypatch.setattr(tables, "device_name", lambda device: "nvidia_h200")
+    monkeypatch.setattr(profit, "capability", lambda device: 90)
+    monkeypatch.setattr(decode, "capability", lambda device: 90)
+    tables.load.cache_clear()
+    device = torch.device("cuda")
+    shape = profit.Shape(128, (64,), (64, 32), ((16,), (16,)), torch.bfloat16, torch.float32, "t")
+    slow = profit.Shape(4, (64,), (64,), ((16,),), torch.bfloat16, torch.float32, "t")
+    try:
+        assert "1.50x measured" in profit.kernel(shape, device)
+        assert heuristics.measured(posed, device).config == block
+        with pytest.raises(LeftToStock, match="not measured to be faster"):
+            profit.kernel(slow, device)
+        with pytest.raises(LeftToStock, match="not measured on"):
+            profit.kernel(replace(shape, adapters=torch.bfloat16), device)
+        with pytest.raises(LeftToStock, match="symbolic"):
+            profit.kernel(replace(shape, tokens=None), device)
+        assert "3.00x measured" in profit.narrow_kernel(thin, device)
+        assert narrow.measured(thin, device) == chosen
+        assert decode.choose(few, device) == pair
+    finally:
+        tables.load.cache_clear()
+
+
+def test_rows_between_two_measured_ones() -> None:
+    rows = [{"tokens": tokens} for tokens in (1, 16, 4096)]
+    assert [row["tokens"] for row in profit.bracket(rows, 4)] == []
+    assert [row["tokens"] for row in profit.bracket(rows[1:], 16)] == [16, 16]
+    assert profit.bracket([{"tokens": 1024}, *rows], 2048) == [{"tokens": 1024}, {"tokens": 4096}]
+    assert profit.bracket(rows, 8192) == []

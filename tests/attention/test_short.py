@@ -331,7 +331,39 @@ def test_symbolic_lengths() -> None:
         check(BIAS, (*qkv(), additive(visible(2, 1, 1, 13))), kernel="sdpa", dynamic=True)
 
 
-def test_swin() -> None:
+def called(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, scale=0.3)
+
+
+def learned(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).requires_grad_()
+
+
+CALLS = {
+    "a bias": lambda: learned(1, 3, 7, 13),
+    "a bias of the heads": lambda: learned(3, 7, 13),
+    "a matrix": lambda: learned(7, 13),
+    "of the samples": lambda: learned(2, 1, 1, 13),
+}
+
+
+@cases(CALLS)
+def test_call(case: Any) -> None:
+    """A call of SDPA with a learned bias is one, too."""
+    with everywhere():
+        check(called, (*qkv(), case()), kernel="short", train=True)
+
+
+def test_call_that_may_hide_rows() -> None:
+    """SDPA gives zeros where a mask hides every key, and a mask that is an input may."""
+    for mask in (visible(2, 1, 7, 13), additive(visible(2, 1, 7, 13))):
+        with everywhere():
+            run = testing.capture(called, *qkv(), mask, backend=testing.EAGER_AFTER_PASSES)
+        assert not run.calls("short_attention.default")
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_swin(attention: str) -> None:
     """Shifted windows of a whole model: no mask of every image is written."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("triton")
@@ -346,7 +378,7 @@ def test_swin() -> None:
         window_size=4,
         drop_path_rate=0.0,
     )
-    model = transformers.SwinModel._from_config(options, attn_implementation="eager").eval()
+    model = transformers.SwinModel._from_config(options, attn_implementation=attention).eval()
     pixels = torch.randn(2, 3, 32, 32)
     with everywhere():
         check(model, (pixels,), kernel="short", fused=2)

@@ -67,12 +67,13 @@ def choose(problem: Problem) -> Choice:
     return _choice(verdict.kernel, problem, verdict.note)
 
 
-def choose_for_call(problem: Problem, changed: bool) -> Choice:
+def choose_for_call(problem: Problem, changed: bool, as_short: Problem | None = None) -> Choice:
     """The kernel for a call of SDPA.
 
     Args:
         problem: what to compute.
         changed: whether its mask or its repeated heads go away, which is never slower.
+        as_short: the same with its mask as a term, where the kernel for short attention takes it.
 
     Raises:
         LeftToStock: the call as it is is the fastest that is known.
@@ -93,6 +94,12 @@ def choose_for_call(problem: Problem, changed: bool) -> Choice:
             reason = (
                 f"already an SDPA call, the fastest kernel measured for its mask ({problem.structure.kind})"
             )
+    if as_short is not None and config.attention_kernel == "short":
+        return _choice("short", as_short)
+    if as_short is not None and config.attention_kernel == "auto":
+        verdict = _measured(as_short, ("sdpa", "short"))
+        if verdict.kernel == "short":
+            return _choice("short", as_short, verdict.note)
     if not changed:
         raise LeftToStock(reason)
     return _choice("sdpa", problem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from ...fusion import Candidate, LeftToStock, Rejected
 from . import emit, kernels, savings, structure, torch_ops
 from .aliasing import Mutations, name_overwritten_values
 from .mask_builder import MaskMemo, check_empty_rows
-from .masks import Interpreter, classify, visibility
+from .masks import Interpreter, classify, may_hide_rows, visibility
 from .operands import Operand
 from .problem import Problem, few_heads, pose, same_problem_shapes
 from .recognise import Attention, Term, recognise, softmaxes
+from .short import terms as short
 from .structure import Structure
 
 SDPA = torch._C._nn.scaled_dot_product_attention
@@ -162,6 +164,7 @@ class SdpaCall(Candidate):
     def __init__(self, scope: Scope, call: fx.Node) -> None:
         self.scope, self.anchor = scope, call
         self.problem: Problem | None = None
+        self.as_short: Problem | None = None
         self.choice: kernels.Choice | None = None
 
     def describe(self) -> dict[str, str]:
@@ -176,7 +179,9 @@ class SdpaCall(Candidate):
             raise Rejected("inside torch.vmap, whose values have a hidden dim")
         with suppress_guards(self.scope.fake_mode), torch.no_grad():
             self.problem = self._pose()
-            self.choice = kernels.choose_for_call(self.problem, self.changed)
+            self.choice = kernels.choose_for_call(self.problem, self.changed, self.as_short)
+            if self.choice.kernel == "short":
+                self.problem = self.as_short
 
     def _pose(self) -> Problem:
         op = torch_ops.read(self.anchor)
@@ -215,11 +220,35 @@ class SdpaCall(Candidate):
         )  # fmt: skip
         self.was_grouped = bool(op["enable_gqa"])
         self.changed = changed or known_true(few_k.shape[1] != k.shape[1])
-        if not self.changed and problem.structure is None:
+        self.as_short = self._as_short(problem)
+        if not self.changed and problem.structure is None and self.as_short is None:
             if mask is None:
                 raise LeftToStock("already an SDPA call without a mask")
             raise LeftToStock("already an SDPA call; nothing was proved of its mask")
         return problem
+
+    def _as_short(self, problem: Problem) -> Problem | None:
+        """The problem as the kernel for short attention takes it, if it does.
+
+        Where a mask hides every key of a row, SDPA gives zeros and that kernel does not: a mask that may do
+        so is left to SDPA.
+        """
+        mask, (q_len, kv_len) = problem.attn_mask, (problem.q.shape[2], problem.k.shape[2])
+        if problem.causal and not known_true(q_len == kv_len):
+            return None
+        if mask is not None:
+            tensor, operand = torch_ops.tensor(mask), Operand.of(mask)
+            if tensor is None or operand is None or not tensor.is_floating_point() or may_hide_rows(mask):
+                return None
+            term = Term(mask, tuple(problem.q.shape[:2]))
+            problem = replace(
+                problem,
+                attn_mask=None,
+                terms=[(term, operand.padded(4))],
+                structure=None,
+                overwritten=self.scope.mutations.touch,
+            )
+        return None if short.refused(problem) else problem
 
     def _structure(self, mask: fx.Node, shape: tuple[Any, ...]) -> Structure | None:
         """The mask as a predicate. SDPA gives zeros where a boolean mask hides every key of a row."""

@@ -1,0 +1,434 @@
+"""Rows K1 to K13: what Kernl did for Hugging Face models with a backend of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+import inductor_fusions
+from inductor_fusions import _inductor, config, passes, testing
+from inductor_fusions.fusion import Candidate, Fusion
+from tests import blocks
+from tests.seed_systems.support import LOWEST, QUICK, check, launched, leaf, on, padding, qkv
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+# -- K1 to K5: attention ----------------------------------------------------------------------------
+
+
+def bert(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
+    weights = F.softmax(scores + mask, dim=-1)
+    return torch.matmul(F.dropout(weights, 0.1, training=False), v)
+
+
+def test_K1_bert_attention(device: torch.device) -> None:
+    """Any head size, scale and dtype; training too."""
+    inputs = (*qkv(dim=64), padding(2, 24))
+    check(lambda q, k, v, m: torch.softmax(q @ k.transpose(-1, -2) / 8.0 + m, -1) @ v, inputs, device)
+    for dim in (16, 40, 80, 128):
+        check(bert, (*qkv(dim=dim), padding(2, 24)), device, backend=QUICK)
+    for dtype in (torch.float16, torch.bfloat16):
+        mask = padding(2, 24, torch.finfo(dtype).min)
+        check(bert, (*qkv(dim=32), mask), device, dtype=dtype, backend=QUICK)
+
+
+def t5(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    scores = torch.matmul(q, k.transpose(3, 2))
+    scores += bias
+    weights = F.softmax(scores.float(), dim=-1).type_as(scores)
+    return torch.matmul(weights, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_K2_t5_attention(dtype: torch.dtype, device: torch.device) -> None:
+    """The bias of positions is kept, and has its gradient."""
+    seen = check(t5, (*qkv(), leaf(1, 3, 24, 24)), device, dtype=dtype)
+    assert "3" in seen.errors  # the gradient of the bias
+
+
+def whisper(q: Any, k: Any, v: Any) -> Any:
+    """(batch * heads, length, dim), as Whisper has them."""
+    weights = F.softmax(torch.bmm(q, k.transpose(1, 2)), dim=-1)
+    return torch.bmm(F.dropout(weights, p=0.0, training=False), v)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(24, 24), (24, 37), (1, 37)], ids=["self", "cross", "skinny"])
+def test_K3_whisper_attention(q_len: int, kv_len: int, device: torch.device) -> None:
+    """3-D products and 4-D ones; one query."""
+    q, k, v = qkv(q_len, kv_len)
+    flat = [t.detach().flatten(0, 1).requires_grad_() for t in (q, k, v)]
+    check(whisper, flat, device, backend="inductor" if q_len == 1 else QUICK)
+    check(lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, (q, k, v), device, backend=QUICK)
+
+
+SPECIAL = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)
+
+
+def speech_model() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    configuration = transformers.WhisperConfig(
+        vocab_size=96, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=16,
+        max_source_positions=20, max_target_positions=32, **SPECIAL,
+    )  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration._from_config(
+        configuration, attn_implementation="eager"
+    )
+    return model.eval(), {"input_features": torch.randn(2, 16, 40)}
+
+
+def text_model() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    configuration = transformers.T5Config(
+        vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, decoder_start_token_id=0
+    )
+    model = transformers.T5ForConditionalGeneration._from_config(configuration, attn_implementation="eager")
+    return model.eval(), {"input_ids": torch.randint(3, 96, (2, 11))}
+
+
+def decoded(model: nn.Module, step: Callable[..., Any], inputs: dict[str, Any], ids: Any) -> torch.Tensor:
+    """Logits of a decoder that is given its tokens one by one, and keeps keys and values in a static cache."""
+    from transformers.cache_utils import EncoderDecoderCache, StaticCache
+
+    sizes = model.config.get_text_config(decoder=True)
+    memory = model.get_encoder()(**inputs)
+    cache = EncoderDecoderCache(
+        StaticCache(config=sizes, max_cache_len=8),
+        StaticCache(config=sizes, max_cache_len=memory[0].shape[1]),
+    )
+    logits = []
+    for place in range(ids.shape[1]):
+        found = step(
+            encoder_outputs=memory, decoder_input_ids=ids[:, place : place + 1], past_key_values=cache,
+            use_cache=True, return_dict=True,
+        )  # fmt: skip
+        logits.append(found.logits.clone())
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [speech_model, text_model], ids=["whisper", "t5"])
+def test_K3_decoding_step_by_step(make: Callable[[], Any], device: torch.device) -> None:
+    """A static cache under reduce-overhead: self- and cross-attention of each step are fused."""
+    model, inputs = make()
+    model, inputs = on(device, model), on(device, inputs)
+    ids = torch.randint(3, 96, (2, 4)).to(device)
+    with torch.no_grad(), config.patch(policy="always"):
+        with config.patch(enabled=False):
+            expected = model(**inputs, decoder_input_ids=ids).logits
+        inductor_fusions.clear()
+        found = decoded(model, torch.compile(model, mode="reduce-overhead"), inputs, ids)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    sites = [site for site in inductor_fusions.report() if site.fusion == "attention"]
+    assert sites and all(site.verdict == "fused" for site in sites), sites
+    lengths = {site.details["scores"].split(", ")[2] for site in sites}
+    assert lengths == {"1"}  # one query
+    keys = {site.details["scores"].split(", ")[3].rstrip("]") for site in sites}
+    assert len(keys) == 2  # of the cache, and of the memory
+
+
+def test_K4_causal(device: torch.device) -> None:
+    """Proved from the mask: its nearest relatives are not taken for it."""
+
+    def attention(hidden: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+        def fn(q: Any, k: Any, v: Any) -> Any:
+            i = torch.arange(q.shape[-2], device=q.device)[:, None]
+            j = torch.arange(k.shape[-2], device=q.device)
+            scores = (q @ k.transpose(-1, -2) * 0.25).masked_fill(hidden(i, j), LOWEST)
+            return torch.softmax(scores, -1) @ v
+
+        return fn
+
+    check(attention(lambda i, j: j > i), qkv(), device, kernel="is_causal")
+    for hidden in (lambda i, j: j >= i + 2, lambda i, j: j < i, lambda i, j: (j > i) & (j != 5)):
+        seen = check(attention(hidden), qkv(), device, backend=QUICK)
+        assert "is_causal" not in seen.ours.fused[0].kernel
+    seen = check(attention(lambda i, j: j > i), qkv(24, 30), device, backend=QUICK)
+    assert "is_causal" not in seen.ours.fused[0].kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_K5_autocast(dtype: torch.dtype, device: torch.device) -> None:
+    """torch.autocast around a compiled module in float32."""
+    torch.manual_seed(0)
+    model, x = blocks.Attention(), leaf(2, 12, blocks.WIDTH, grad=False)
+    exact = model.double()(x.double()).float().to(device)
+    model, x = model.float().to(device), x.to(device)
+
+    def error(fn: Callable[..., Any]) -> float:
+        with torch.no_grad(), torch.autocast(device.type, dtype=dtype):
+            out = fn(x)
+        assert out.dtype == dtype
+        return float((out.float() - exact).norm() / exact.norm())
+
+    inductor_fusions.clear()
+    with config.patch(policy="always"):
+        ours = error(torch.compile(model))
+    assert inductor_fusions.report().count("fused", "attention") == 1
+    assert ours <= 1.5 * error(model) + torch.finfo(dtype).eps
+
+
+# -- K6 to K8: norms, linears, CUDA graphs -----------------------------------------------------------
+
+
+NORMS = {
+    "LayerNorm": lambda x, y, w, b: F.layer_norm(x, (256,), w, b, 1e-5),
+    "LayerNorm and residual": lambda x, y, w, b: F.layer_norm(x + y, (256,), w, b, 1e-12),
+    "residual that goes on": lambda x, y, w, b: (x + y, F.layer_norm(x + y, (256,), w, b, 1e-5)),
+    "RMSNorm": lambda x, y, w, b: F.rms_norm(x, (256,), w, 1e-6),
+    "RMSNorm written out, and residual": lambda x, y, w, b: rms_norm(x + y, w, 1e-6),
+}
+
+
+def rms_norm(x: Any, weight: Any, eps: float) -> Any:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_K6_norms(name: str) -> None:
+    """Stock Inductor already makes one kernel of a norm, with its residual too."""
+    pytest.importorskip("triton")
+    tensors = [torch.randn(*shape).half() for shape in ((4, 16, 256), (4, 16, 256), (256,), (256,))]
+    kernels, calls = launched(NORMS[name], tensors)
+    assert len(kernels) == 1 and not calls, (kernels, calls)
+
+
+ACTIVATIONS: dict[str, Callable[..., Any]] = {
+    "none": lambda y: y,
+    "tanh": torch.tanh,
+    "relu": F.relu,
+    "gelu": F.gelu,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_K7_linear_and_activation(name: str) -> None:
+    """One kernel; without an activation the library's product is one already."""
+    pytest.importorskip("triton")
+    from tests.block_mm import support
+
+    def fn(x: Any, w: Any, b: Any) -> Any:
+        return ACTIVATIONS[name](F.linear(x, w, b))
+
+    args = (support.rand(2, 16, 64), support.rand(32, 64), support.rand(32))
+    seen = support.check(fn, args, train=True, budget=2.0)
+    assert seen.fused("linear_epilogue") == (name != "none")
+    with config.patch(policy="always", strict=True):
+        kernels, calls = launched(fn, args)
+    assert (kernels and not calls) if name != "none" else calls == ["extern_kernels.addmm"]
+    assert len(kernels) + len(calls) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [16, 512])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_K7_linear_and_activation_on_a_gpu(name: str, rows: int) -> None:
+    fn = nn.Sequential(nn.Linear(256, 512), *([] if name == "none" else [Activation(name)]))
+    x = leaf(rows, 256)
+    found = check(fn, (x,), torch.device("cuda"), dtype=torch.bfloat16, fused=None)
+    assert len([s for s in found.ours.fused if s.fusion == "linear_epilogue"]) == (name != "none")
+
+
+class Activation(nn.Module):
+    """One of `ACTIVATIONS`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ACTIVATIONS[self.name](x)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_K8_cuda_graphs(train: bool, device: torch.device) -> None:
+    """mode="reduce-overhead" with every fusion: right at each replay, and on a GPU nothing stops the graph."""
+    from torch._dynamo.utils import counters
+
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    model = blocks.model(1).to(device, dtype)
+    xs = [blocks.batch(seed=seed).to(device, dtype) for seed in range(1 if device.type == "cpu" else 4)]
+    inductor_fusions.clear()
+    with config.patch(policy="always"), torch.set_grad_enabled(train):
+        compiled = torch.compile(model, mode="reduce-overhead")
+        for x in xs:
+            torch.compiler.cudagraph_mark_step_begin()
+            found = results(compiled, model, x, train)
+            limit = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 5e-2, "atol": 5e-2}
+            torch.testing.assert_close(found, results(model, model, x, train), **limit)
+    assert inductor_fusions.report().count("fused", "attention") == 1
+    if device.type == "cuda":
+        assert counters["inductor"]["cudagraph_skips"] == 0
+        assert inductor_fusions.report().count("fused", "qkv") >= 1
+
+
+def results(fn: Callable[..., Any], model: nn.Module, x: torch.Tensor, train: bool) -> list[torch.Tensor]:
+    """The output, and the gradients of the parameters."""
+    model.zero_grad()
+    out = fn(x)
+    if train:
+        out.float().square().mean().backward()
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [out.detach().clone(), *grads]
+
+
+# -- K9 to K11: graphs -------------------------------------------------------------------------------
+
+
+def test_K9_clean_up(device: torch.device) -> None:
+    """Dropout of an evaluated model, in-place operations and operators as methods do not block a match."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.1)
+
+        def forward(self, q: Any, k: Any, v: Any, mask: Any) -> Any:
+            scores = torch.matmul(q, k.transpose(-2, -1)).div_(4.0)
+            scores += mask
+            weights = self.dropout(nn.Softmax(dim=-1)(scores))
+            return weights.matmul(v).contiguous()
+
+    check(Layer().eval(), (*qkv(), padding(2, 24)), device, kernel="pad")
+
+
+def test_K10_graph_report(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """explain() and its command: each candidate with its verdict, reason and line, and the graphs."""
+    from inductor_fusions import cli
+
+    model = blocks.model(2)
+    found = inductor_fusions.explain(model, blocks.batch(), train=True)
+    with config.patch(policy="always"):
+        found = inductor_fusions.explain(model, blocks.batch())
+    assert found.count("fused", "attention") == 2
+    text = str(found)
+    assert "blocks.py" in text and "is_causal" in text
+    assert found.count("left to stock", "qkv") == 4 and "on the CPU" in text
+    page = tmp_path / "model.html"
+    found.to_html(page)
+    assert "scaled_dot_product_attention" in page.read_text()
+    pytest.importorskip("transformers")
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
+        command = ["inductor-fusions", "explain", "bert", "--attn", "eager", "--layers", "1", "--seq", "16"]
+        patch.setattr("sys.argv", command)
+        cli.main()
+    assert "attention" in capsys.readouterr().out
+
+
+def test_K11_pattern_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rewrite in one file: two of them that overlap in a node, which is used again elsewhere."""
+
+    class DoubleOfRelu(Candidate):
+        def __init__(self, graph: fx.Graph, anchor: fx.Node) -> None:
+            self.graph, self.anchor = graph, anchor
+
+        def guard(self) -> None:
+            pass
+
+        def rewrite(self) -> str:
+            with self.graph.inserting_before(self.anchor):
+                x = self.anchor.args[0].args[0]
+                new = self.graph.call_function(torch.clamp_min, (self.graph.call_function(torch.mul, (x, 2)), 0))
+            self.anchor.replace_all_uses_with(new)
+            self.graph.erase_node(self.anchor)
+            return "clamp_min"
+
+    def recognise(graph: fx.Graph) -> Any:
+        for node in list(graph.nodes):
+            inner = node.args[0] if node.args else None
+            if node.target in (torch.mul,) and isinstance(inner, fx.Node) and inner.target is torch.relu:
+                yield DoubleOfRelu(graph, node)
+
+    own = Fusion("double_of_relu", "pre_grad", "2 * relu(x) to relu(2 * x)", recognise)
+    (held,) = [item for item in _inductor.get_hook("pre_grad") if isinstance(item, passes.FusionPass)]
+    monkeypatch.setattr(held, "_fusions", (*held.fusions, own))
+
+    def fn(x: torch.Tensor) -> Any:
+        y = torch.relu(x)
+        return torch.mul(y, 2), torch.mul(y, 2), y + 1
+
+    seen = testing.check(fn, (leaf(5, 7),), fused=2, backend=QUICK, kernel="clamp_min")
+    assert len(seen.ours.calls("clamp_min")) == 2 and len(seen.ours.calls("relu")) == 1
+
+
+# -- K12, K13: models ---------------------------------------------------------------------------------
+
+
+def test_K12_llama_layer() -> None:
+    """Kernels of a whole layer on a GPU, named, before and after."""
+    pytest.importorskip("triton")
+    model = blocks.model(1).bfloat16().eval()
+    x = blocks.batch(4).bfloat16()
+    with config.patch(enabled=False):
+        stock, stock_calls = launched(model, (x,))
+    with config.patch(policy="always", strict=True):
+        ours, our_calls = launched(model, (x,))
+    # Seven linears, the two products of attention, and a softmax between them.
+    assert sorted(stock_calls) == ["extern_kernels.bmm"] * 2 + ["extern_kernels.mm"] * 7
+    assert sum("softmax" in name for name in stock) == 1 and not any("_tem_" in name for name in stock)
+    # QKV with its three outputs, and the gated MLP; attention; the output and the down projection.
+    assert sum("_tem_" in name for name in ours) == 2 and not any("softmax" in name for name in ours)
+    (attention, *products) = our_calls
+    assert "_scaled_dot_product" in attention and products == ["extern_kernels.mm"] * 2
+    # Around them Inductor's: both norms with their residuals, and RoPE.
+    assert sum("rsqrt" in name and "_tem_" not in name for name in ours) == 2
+    assert len(ours) + len(our_calls) <= len(stock) + len(stock_calls) - 7
+
+
+FAMILIES = {
+    "bert": ("Bert", 2),
+    "roberta": ("Roberta", 2),
+    "t5": ("T5", 6),
+    "whisper": ("Whisper", 6),
+    "llama": ("Llama", 2),
+}
+
+
+def family(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A tiny model with attention written out, and a padded batch."""
+    transformers = pytest.importorskip("transformers")
+    from tests.models import zoo
+
+    prefix = FAMILIES[name][0]
+    inputs = zoo.seq2seq() if name == "t5" else zoo.tokens()
+    options: dict[str, Any] = zoo.ENCODER
+    if name == "t5":
+        options = dict(vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    elif name == "whisper":
+        options = {**zoo.BOTH, "num_mel_bins": 16, "max_source_positions": 20, "max_target_positions": 32}
+        options.pop("max_position_embeddings")
+        ids = torch.randint(3, zoo.VOCABULARY, (2, 6))
+        inputs = {"input_features": torch.randn(2, 16, 40), "decoder_input_ids": ids}
+    elif name == "llama":
+        options = zoo.GROUPED
+    torch.manual_seed(0)
+    configuration = getattr(transformers, f"{prefix}Config")(**options)
+    configuration.use_cache = False
+    model = getattr(transformers, f"{prefix}Model")._from_config(configuration, attn_implementation="eager")
+    return model.eval(), inputs
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_K13_models(name: str, device: torch.device) -> None:
+    """Every attention of a whole model, in inference and in training."""
+    model, inputs = family(name)
+    check(model, inputs, device, fused=FAMILIES[name][1], train=True, backend=QUICK, slack=8.0)
+
+
+@pytest.mark.slow
+def test_K13_model_in_full(device: torch.device) -> None:
+    """As Inductor compiles it."""
+    model, inputs = family("roberta")
+    found = check(model, inputs, device, fused=None, train=False, slack=8.0)
+    assert sum(site.fusion == "attention" for site in found.ours.fused) == 2

@@ -15,7 +15,7 @@ from torch import fx
 from ..fusion import Candidate, Fusion, Rejected
 from .block_mm import emit, guards
 from .block_mm.lowering import MOST_PRODUCTS
-from .block_mm.normal_form import Product, Sum, identity, products, sum_of_products, value
+from .block_mm.normal_form import Product, Sum, identity, product, products, sum_of_products, value
 from .block_mm.placement import Order, Place
 
 
@@ -30,6 +30,8 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     for operand in ("a", "b"):
         for group in _sharing(products(graph), operand):
             while len(group) >= 2:
+                # What was fused meanwhile may have replaced an operand.
+                group = [found for p in group if (found := product(p.node)) is not None]
                 candidate = SharedOperand(graph, group[:MOST_PRODUCTS], operand)
                 yield candidate
                 group = [*candidate.left_over, *group[MOST_PRODUCTS:]]

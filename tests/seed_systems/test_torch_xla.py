@@ -1,0 +1,188 @@
+"""Rows X1 to X7: what torch_xla's FlashAttention did as a custom operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import inductor_fusions
+from inductor_fusions import config, ops, testing
+from tests.attention.support import flex_everywhere
+from tests.seed_systems.support import LOWEST, QUICK, check, leaf, qkv
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def attention(q: Any, k: Any, v: Any, scale: float = 1.0, bias: Any = None, hidden: Any = None) -> Any:
+    """As its reference is written: scores, bias, mask, softmax in float32, product with v."""
+    scores = torch.matmul(q, k.transpose(-2, -1)) * scale
+    scores = scores if bias is None else scores + bias
+    scores = scores if hidden is None else scores.masked_fill(hidden, LOWEST)
+    return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v)
+
+
+# -- X1: the operations -------------------------------------------------------------------------------
+
+
+def test_X1_operations(device: torch.device) -> None:
+    """Ours pass opcheck, and their gradients go through torch.compile and AOTAutograd."""
+    x, w, v = (leaf(*shape).detach().to(device).requires_grad_() for shape in ((5, 8), (8, 6), (8, 6)))
+    arguments = ([x, x], [w, v], [], [], [0, 1], [1.0, 0.5], "silu,", True, torch.float32)
+    torch.library.opcheck(torch.ops.inductor_fusions.block_mm.default, arguments)
+
+    def fn(x: Any, w: Any, v: Any) -> Any:
+        (y,) = ops.block_mm([x, x], [w, v], scales=[1.0, 0.5], activations=["silu", ""], gated=True)
+        return y
+
+    eager = torch.autograd.grad(fn(x, w, v).square().sum(), (x, w, v))
+    for backend in ("aot_eager", "inductor"):
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, backend=backend, fullgraph=True)
+        found = torch.autograd.grad(compiled(x, w, v).square().sum(), (x, w, v))
+        torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-5)
+
+
+# -- X2 to X6: attention ------------------------------------------------------------------------------
+
+
+def hides_later(q: Any, k: Any) -> Any:
+    i = torch.arange(q.shape[-2], device=q.device)[:, None]
+    return torch.arange(k.shape[-2], device=q.device) > i
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.125, 0.31, 3.0])
+def test_X2_causal_and_scale(scale: float, device: torch.device) -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, scale, hidden=hides_later(q, k))
+
+    backend = "inductor" if scale == 0.31 else QUICK
+    # A fused backward has an error of eps times the score.
+    run = check(fn, qkv(), device, kernel="is_causal", backend=backend, slack=max(2.0, 8.0 * scale))
+    for call in run.ours.calls("scaled_dot_product_attention"):
+        assert call.kwargs["scale"] == pytest.approx(scale)
+
+
+def segments(length: int) -> torch.Tensor:
+    found = torch.randint(0, 4, (2, length)).sort(-1).values
+    found[:, :1] = 0
+    return found
+
+
+def by_segments(q: Any, k: Any, v: Any, of_q: Any, of_k: Any) -> Any:
+    hidden = of_q[:, None, :, None] != of_k[:, None, None, :]
+    return attention(q, k, v, 0.25, hidden=hidden)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("kv_len", [150, 200], ids=["self", "cross"])
+def test_X3_segment_ids(kv_len: int, causal: bool, device: torch.device) -> None:
+    """Packed sequences as a block mask; segments of queries and of keys may be different tensors."""
+
+    def fn(q: Any, k: Any, v: Any, of_q: Any, of_k: Any) -> Any:
+        hidden = of_q[:, None, :, None] != of_k[:, None, None, :]
+        hidden = hidden | hides_later(q, k) if causal else hidden
+        return attention(q, k, v, 0.25, hidden=hidden)
+
+    of_q = segments(150)
+    of_k = of_q.clone() if kv_len == 150 else segments(kv_len)
+    with flex_everywhere("flex"):
+        run = check(fn, (*qkv(150, kv_len), of_q, of_k), device, kernel="document", backend=QUICK)
+    assert "flex" in run.ours.fused[0].kernel
+    # With the mask as a tensor, where flex attention is not measured to pay.
+    check(fn, (*qkv(150, kv_len), of_q, of_k), device, backend=QUICK)
+
+
+def test_X3_in_full(device: torch.device) -> None:
+    ids = segments(40)
+    check(by_segments, (*qkv(40), ids, ids.clone()), device)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 24, 24), (1, 3, 24, 24), (3, 24, 24), (2, 1, 24, 24)], ids=str)
+def test_X4_bias_with_gradient(shape: tuple[int, ...], device: torch.device) -> None:
+    def fn(q: Any, k: Any, v: Any, ab: Any) -> Any:
+        return attention(q, k, v, 0.25, bias=ab)
+
+    run = check(fn, (*qkv(), leaf(*shape)), device, backend="inductor" if len(shape) == 3 else QUICK)
+    assert run.ours.grads["3"] is not None and run.ours.grads["3"].shape == shape
+
+
+class Positions(nn.Module):
+    """A table of relative positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(17, 3)
+
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        place = torch.arange(q.shape[-2], device=q.device)
+        bias = self.table((place - place[:, None]).clamp(-8, 8) + 8).permute(2, 0, 1)
+        return attention(q, k, v, 0.25, bias=bias)
+
+
+def test_X4_table_of_positions(device: torch.device) -> None:
+    run = check(Positions(), qkv(), device, backend=QUICK, slack=4.0)
+    assert "table.weight" in run.errors
+
+
+@pytest.mark.parametrize("length", [513, 127, 1])
+def test_X5_any_length(length: int, device: torch.device) -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, 0.25, hidden=hides_later(q, k) if length > 1 else None)
+
+    check(fn, qkv(length, batch=1, heads=2), device, backend="inductor" if length == 513 else QUICK, slack=4.0)
+
+
+@pytest.mark.parametrize("lead", [(6,), (2, 3), (2, 2, 3)], ids=["3-D", "4-D", "5-D"])
+def test_X6_leading_dims(lead: tuple[int, ...], device: torch.device) -> None:
+    inputs = tuple(leaf(*lead, length, 16) for length in (24, 37, 37))
+    check(lambda q, k, v: attention(q, k, v, 0.25), inputs, device, backend="inductor" if len(lead) == 3 else QUICK)
+
+
+# -- X7: sharded --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh(device: torch.device) -> Iterator[Any]:
+    """A mesh of this one process; `tests/test_distributed.py` has two."""
+    dist = pytest.importorskip("torch.distributed")
+    if not dist.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh(device.type, (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["batch", "heads"])
+def test_X7_partition(dim: int, mesh: Any, device: torch.device) -> None:
+    """Queries, keys and values as DTensors, sharded by the batch or by the heads."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, 0.25)
+
+    whole = [t.detach().to(device).requires_grad_() for t in qkv()]
+    parts = [distribute_tensor(t.detach(), mesh, [Shard(dim)]).requires_grad_() for t in whole]
+    inductor_fusions.clear()
+    with config.patch(policy="always"):
+        out = torch.compile(fn)(*parts)
+        out.square().mean().backward()
+    expected = fn(*whole)
+    expected.square().mean().backward()
+    print(inductor_fusions.report())
+    assert out.placements == (Shard(dim),)
+    torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-4, atol=1e-5)
+    for x, y in zip(parts, whole, strict=True):
+        torch.testing.assert_close(x.grad.full_tensor(), y.grad, rtol=1e-4, atol=1e-5)
+    assert inductor_fusions.report().count("fused", "attention") == 1
+
+
+assert testing

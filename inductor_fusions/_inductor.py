@@ -316,6 +316,13 @@ def unbatched(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def is_wrapper(tensor: Any) -> bool:
+    """Whether a value is a tensor around others, such as a DTensor: not every operation is defined for it."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return isinstance(tensor, torch.Tensor) and bool(is_traceable_wrapper_subclass(tensor))
+
+
 def is_body_of_dynamo(graph: fx.Graph) -> bool:
     """Whether a graph is the body of a higher-order operation that Dynamo traced.
 

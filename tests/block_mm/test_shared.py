@@ -217,6 +217,22 @@ def test_dynamic_rows() -> None:
     assert not left.calls() and "symbolic" in left.reasons("qkv")[0]
 
 
+def test_input_that_is_an_output_of_another_group() -> None:
+    """The second group reads what the first was fused into."""
+
+    class Chained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Linears(64, (64, 32)), Linears(64, (32, 48))
+
+        def forward(self, x: Any) -> Any:
+            y, z = self.first(x)
+            return y, z, *self.second(y)
+
+    seen = check(Chained().bfloat16(), (rand(16, 64),), train=True)
+    assert seen.fused("qkv") >= 2 and len(seen.calls()) == 2
+
+
 def test_toggle() -> None:
     with config.patch(qkv=False):
         seen = check(Linears(64, (64, 32)).bfloat16(), (rand(16, 64),), train=True)

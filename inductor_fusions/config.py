@@ -10,6 +10,7 @@
 | `lora` | `INDUCTOR_FUSIONS_LORA` | 0, 1 | 1 |
 | `gated_mlp` | `INDUCTOR_FUSIONS_GATED_MLP` | 0, 1 | 1 |
 | `linear_epilogue` | `INDUCTOR_FUSIONS_LINEAR_EPILOGUE` | 0, 1 | 1 |
+| `outer_product_linear` | `INDUCTOR_FUSIONS_OUTER_PRODUCT_LINEAR` | 0, 1 | 1 |
 | `policy` | `INDUCTOR_FUSIONS_POLICY` | profitable, always | profitable |
 | `empty_rows` | `INDUCTOR_FUSIONS_EMPTY_ROWS` | keep, stock, ignore | keep |
 | `strict` | `INDUCTOR_FUSIONS_STRICT` | 0, 1 | 0 |
@@ -65,6 +66,9 @@ flex_backward: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_FL
 #: An index that many gathers read is computed once.
 stored_indices: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_STORED_INDICES")
 
+#: A linear on the flattened outer product of two matrices, without writing the product.
+outer_product_linear: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_OUTER_PRODUCT_LINEAR")
+
 #: "profitable" fuses where a measurement says that it pays; "always" fuses whatever is proved.
 policy: str = Config(default="profitable", env_name_default="INDUCTOR_FUSIONS_POLICY")
 
@@ -96,6 +100,7 @@ def variables() -> dict[str, tuple[str, ...]]:
         "INDUCTOR_FUSIONS_LINEAR_EPILOGUE": ("0", "1"),
         "INDUCTOR_FUSIONS_STORED_INDICES": ("0", "1"),
         "INDUCTOR_FUSIONS_FLEX_BACKWARD": ("0", "1"),
+        "INDUCTOR_FUSIONS_OUTER_PRODUCT_LINEAR": ("0", "1"),
         "INDUCTOR_FUSIONS_POLICY": ("profitable", "always"),
         "INDUCTOR_FUSIONS_EMPTY_ROWS": ("keep", "stock", "ignore"),
         "INDUCTOR_FUSIONS_STRICT": ("0", "1"),

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from ..fusion import Fusion
-from . import attention, flex_backward, gated_mlp, linear_epilogue, lora, qkv, stock_misfires, stored_indices
+from . import (
+    attention,
+    flex_backward,
+    gated_mlp,
+    linear_epilogue,
+    lora,
+    outer_product_linear,
+    qkv,
+    stock_misfires,
+    stored_indices,
+)
 
 #: Every fusion, in the order in which it is applied within its stage. What attention has fused is out of the
 #: reach of stock's patterns, so their misfires are looked for last.
@@ -12,6 +22,7 @@ ALL: tuple[Fusion, ...] = (
     stock_misfires.FUSION,
     stored_indices.FUSION,
     flex_backward.FUSION,
+    outer_product_linear.FUSION,
     lora.INPUTS,
     lora.FUSION,
     gated_mlp.FUSION,

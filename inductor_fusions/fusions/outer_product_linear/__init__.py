@@ -1,0 +1,158 @@
+"""A linear on the flattened outer product of two matrices, without writing the product.
+
+The interaction of all pairs of features, as in a DLRM with the full outer product: a row of P * Q products is read
+by one linear, and by nothing else. It becomes `inductor_fusions::outer_product_linear`, whose kernels make
+the products in registers, in forward and in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ... import config, tables
+from ..._inductor import is_batched
+from ...fusion import Candidate, Fusion, LeftToStock, Rejected
+from . import recognise
+from .op import DTYPES, OUTER_PRODUCT_LINEAR, pairs
+from .recognise import Site, tensor
+
+__all__ = ["FUSION", "pairs"]
+
+#: How many times more or fewer rows than a measured number are covered by it.
+REACH = 2.0
+
+
+def candidates(graph: fx.Graph) -> Iterator[Candidate]:
+    """Every linear on a flattened outer product."""
+    for site in recognise.sites(graph):
+        yield OuterProductLinear(graph, site)
+
+
+class OuterProductLinear(Candidate):
+    """A linear that reads every product of two features."""
+
+    def __init__(self, graph: fx.Graph, site: Site) -> None:
+        self.graph, self.site, self.anchor = graph, site, site.linear
+        self.note = ""
+
+    def describe(self) -> dict[str, str]:
+        return {name: _text(getattr(self.site, name)) for name in ("u", "v", "w")}
+
+    def savings(self) -> dict[str, int]:
+        u, v = tensor(self.site.u), tensor(self.site.v)
+        assert u is not None and v is not None
+        sizes = (*u.shape, v.shape[1])
+        if not all(isinstance(size, int) for size in sizes):
+            return {}
+        # The row of products is written once, and read once.
+        return {"bytes": 2 * sizes[0] * sizes[1] * sizes[2] * u.element_size(), "flops": 0}
+
+    def guard(self) -> None:
+        site = self.site
+        out, *operands = (tensor(node) for node in (site.linear, site.u, site.v, site.w))
+        assert out is not None
+        if is_batched(out):
+            raise Rejected("inside torch.vmap, whose values have a hidden dim")
+        for node in site.chain:
+            allowed = {*site.chain, site.linear}
+            if set(node.users) - allowed:
+                raise Rejected(
+                    "the outer product is used elsewhere as well", "let the linear alone read the outer product"
+                )
+        if any(t is None or t.dtype != out.dtype or type(t) not in _PLAIN for t in operands):
+            raise Rejected("operands of several dtypes, or under autocast")
+        if site.bias is not None and ((bias := tensor(site.bias)) is None or bias.dtype != out.dtype):
+            raise Rejected("operands of several dtypes, or under autocast")
+        recognise.check_not_overwritten(site)
+        if out.device.type == "cpu":
+            raise LeftToStock("on the CPU, where the library's matrix products are left as they are")
+        if out.device.type != "cuda" or torch.version.hip is not None:
+            raise LeftToStock(f"there is no kernel for devices of type {out.device.type}")
+        if out.dtype not in DTYPES:
+            raise LeftToStock(f"there is no kernel for {_name(out.dtype)}", "use bfloat16 or float16")
+        if config.policy == "profitable":
+            self.note = measured(out, operands)
+
+    def rewrite(self) -> str:
+        site, out = self.site, tensor(self.anchor)
+        assert out is not None
+        with self.graph.inserting_before(self.anchor):
+            w = site.w
+            if not site.by_rows:
+                w = self._call("t", site.w)
+                held = tensor(site.w)
+                assert held is not None
+                w.meta["example_value"] = held.t()
+            new = self._call(OUTER_PRODUCT_LINEAR, site.u, site.v, w)
+            # Shape, dtype and whether it takes a gradient are those of the linear; with a bias of a sum of two.
+            new.meta["example_value"] = out
+            if site.bias is not None:
+                new = self._call(torch.add, new, site.bias)
+                new.meta["example_value"] = out
+        self.anchor.replace_all_uses_with(new)
+        for node in (self.anchor, *reversed(site.chain)):
+            if not node.users:
+                self.graph.erase_node(node)
+        return f"outer_product_linear{self.note}"
+
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        new = self.graph.call_method(target, args) if isinstance(target, str) else self.graph.call_function(target, args)
+        if "stack_trace" in self.anchor.meta:
+            new.meta["stack_trace"] = self.anchor.meta["stack_trace"]
+        return new
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def measured(out: torch.Tensor, operands: list[Any]) -> str:
+    """What the table of the device says of a shape.
+
+    Args:
+        out: the result.
+        operands: u, v and w.
+
+    Raises:
+        LeftToStock: it is not measured, or not faster.
+    """
+    u, v, w = operands
+    table = tables.load(tables.device_name(out.device)) or {}
+    rows, columns = u.shape[0], out.shape[1]
+    if not all(isinstance(size, int) for size in (rows, columns, u.shape[1], v.shape[1])):
+        raise LeftToStock("the number of rows is symbolic")
+    train = any(t.requires_grad for t in operands)
+    wanted = (_name(out.dtype), train, u.shape[1], v.shape[1], columns)
+    near = [
+        row
+        for row in table.get("outer_product_linear", [])
+        if (row["dtype"], row["train"], row["p"], row["q"], row["columns"]) == wanted
+        and 1 / REACH <= rows / row["rows"] <= REACH
+    ]
+    if not near:
+        raise LeftToStock(f"not measured on {tables.device_name(out.device)} for this shape")
+    # Both neighbours must agree: what pays for more rows may not pay for fewer.
+    gain = min(row["gain"] for row in near)
+    if gain < tables.MARGIN:
+        raise LeftToStock("not measured to be faster for this shape")
+    return f", {gain:.2f}x measured"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _text(node: fx.Node) -> str:
+    found = tensor(node)
+    return "" if found is None else f"{_name(found.dtype)}{list(found.shape)}"
+
+
+FUSION = Fusion(
+    name="outer_product_linear",
+    stage="pre_grad",
+    summary="a linear on the flattened outer product of two matrices, without writing the product",
+    recognise=candidates,
+)

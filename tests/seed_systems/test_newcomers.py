@@ -30,6 +30,9 @@ model = LlamaForCausalLM(LlamaConfig(
 ids = torch.randint(3, 96, (8, 12), generator=torch.Generator().manual_seed(1))
 """
 
+#: With attention written out, as in models that are no Llama.
+WRITTEN_OUT = LLAMA.replace("eos_token_id=2,", 'eos_token_id=2, attn_implementation="eager",')
+
 TRAINER = LLAMA + """
 from transformers import Trainer, TrainingArguments
 
@@ -46,12 +49,12 @@ for row in trainer.state.log_history:
 print(inductor_fusions.report())
 """
 
-ACCELERATE = LLAMA + """
+ACCELERATE = WRITTEN_OUT + """
 from accelerate import Accelerator
 from accelerate.utils import TorchDynamoPlugin
 
 accelerator = Accelerator(
-    cpu=not torch.cuda.is_available(), dynamo_plugin=TorchDynamoPlugin(backend="inductor", use_regional_compilation=False)
+    cpu=not torch.cuda.is_available(), dynamo_plugin=TorchDynamoPlugin(backend="inductor"),
 )
 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 ids = ids.to(accelerator.device)
@@ -64,7 +67,7 @@ for step in range(3):
 print(inductor_fusions.report())
 """
 
-PEFT = LLAMA + """
+PEFT = WRITTEN_OUT + """
 from peft import LoraConfig, get_peft_model
 
 model = get_peft_model(model, LoraConfig(
@@ -228,8 +231,8 @@ def losses(text: str) -> list[float]:
 
 SCRIPTS = {
     "transformers.Trainer": (TRAINER, "transformers", "profitable"),
-    "accelerate": (ACCELERATE, "accelerate", "profitable"),
-    "PEFT": (PEFT, "peft", "profitable"),
+    "accelerate": (ACCELERATE, "accelerate", "always"),
+    "PEFT": (PEFT, "peft", "always"),
     "diffusers": (DIFFUSION, "torch", "always"),
 }
 

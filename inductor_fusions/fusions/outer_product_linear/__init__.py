@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ... import config, tables
-from ..._inductor import is_batched
+from ..._inductor import is_batched, is_wrapper
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected
 from . import recognise
 from .op import DTYPES, OUTER_PRODUCT_LINEAR, pairs
@@ -63,17 +63,12 @@ class OuterProductLinear(Candidate):
                 raise Rejected(
                     "the outer product is used elsewhere as well", "let the linear alone read the outer product"
                 )
-        if any(t is None or t.dtype != out.dtype or type(t) not in _PLAIN for t in operands):
+        if any(t is None or t.dtype != out.dtype or is_wrapper(t) for t in operands):
             raise Rejected("operands of several dtypes, or under autocast")
         if site.bias is not None and ((bias := tensor(site.bias)) is None or bias.dtype != out.dtype):
             raise Rejected("operands of several dtypes, or under autocast")
         recognise.check_not_overwritten(site)
-        if out.device.type == "cpu":
-            raise LeftToStock("on the CPU, where the library's matrix products are left as they are")
-        if out.device.type != "cuda" or torch.version.hip is not None:
-            raise LeftToStock(f"there is no kernel for devices of type {out.device.type}")
-        if out.dtype not in DTYPES:
-            raise LeftToStock(f"there is no kernel for {_name(out.dtype)}", "use bfloat16 or float16")
+        check_device(out)
         if config.policy == "profitable":
             self.note = measured(out, operands)
 
@@ -106,7 +101,18 @@ class OuterProductLinear(Candidate):
         return new
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+def check_device(out: torch.Tensor) -> None:
+    """Leave what there is no kernel for to stock.
+
+    Raises:
+        LeftToStock: another device than CUDA, or another dtype than those of 16 bits.
+    """
+    if out.device.type == "cpu":
+        raise LeftToStock("on the CPU, where the library's matrix products are left as they are")
+    if out.device.type != "cuda" or torch.version.hip is not None:
+        raise LeftToStock(f"there is no kernel for devices of type {out.device.type}")
+    if out.dtype not in DTYPES:
+        raise LeftToStock(f"there is no kernel for {_name(out.dtype)}", "use bfloat16 or float16")
 
 
 def measured(out: torch.Tensor, operands: list[Any]) -> str:

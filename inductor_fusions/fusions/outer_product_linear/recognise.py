@@ -132,12 +132,12 @@ def _outer(x: fx.Node) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
 def _of_einsum(node: fx.Node) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
     equation, *operands = node.args
     operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
+    # "bi,bj->bij", with any letters.
     letters = str(equation).replace(" ", "")
-    if len(letters) != 9 or letters[2] != "," or letters[5:7] != "->" or len(operands) != 2:
+    if len(letters) != 10 or letters[2] != "," or letters[5:7] != "->" or len(operands) != 2:
         return None
     b, p, q = letters[0], letters[1], letters[4]
     if len({b, p, q}) != 3 or letters[3] != b or letters[7:] not in (b + p + q, b + q + p):
-        # Seven letters and their signs: "bi,bj->bij".
         return None
     first, second = operands if letters[7:] == b + p + q else operands[::-1]
     return (first, second, []) if isinstance(first, fx.Node) and isinstance(second, fx.Node) else None

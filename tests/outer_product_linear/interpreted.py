@@ -1,0 +1,63 @@
+"""Runs the kernels in Triton's interpreter, and prints their errors as JSON.
+
+For a process of its own, started with TRITON_INTERPRET=1: what Triton defines when it is imported depends on it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from inductor_fusions.fusions.outer_product_linear import kernels, pairs
+
+SMALL = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_Q": 16}
+
+#: Rows, P, Q, N.
+CASES: dict[str, tuple[int, int, int, int]] = {
+    "one tile": (16, 4, 16, 16),
+    "odd sizes": (37, 5, 19, 23),
+    "one row": (1, 7, 33, 40),
+    "many parts": (16, 20, 20, 16),
+    "one pair": (9, 1, 1, 5),
+    "more tiles than parts": (150, 2, 17, 20),
+}
+DTYPES = {"float16": torch.float16, "float32": torch.float32}
+
+
+def operands(name: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """u, v, w, dy, in layouts that differ."""
+    rows, p, q, n = CASES[name]
+    torch.manual_seed(0)
+    u = torch.randn(p, rows).to(dtype).t()
+    v = torch.randn(rows, 2 * q).to(dtype)[:, ::2]
+    w = (torch.randn(n, p * q) / 4).to(dtype)
+    return u, v, w if rows % 2 else w.t().contiguous().t(), torch.randn(rows, n).to(dtype)
+
+
+def errors(name: str, dtype: torch.dtype) -> dict[str, float]:
+    """Relative error of the result and of each gradient, against float64."""
+    u, v, w, dy = operands(name, dtype)
+    y = kernels.linear(u, v, w, SMALL)
+    du, dv = kernels.factors(dy, u, v, w, SMALL)
+    dw = kernels.weight(dy, u, v, SMALL)
+    wide = [t.double().requires_grad_() for t in (u, v, w)]
+    exact = pairs(wide[0], wide[1]) @ wide[2].t()
+    true = [exact, *torch.autograd.grad(exact, wide, dy.double())]
+    assert all(x.dtype == dtype and x.shape == z.shape for x, z in zip((y, du, dv, dw), true, strict=True))
+    return {
+        key: float((x.double() - z.detach()).norm() / z.detach().norm())
+        for key, x, z in zip(("y", "du", "dv", "dw"), (y, du, dv, dw), true, strict=True)
+    }
+
+
+if __name__ == "__main__":
+    found: dict[str, Any] = {}
+    for name in CASES:
+        for kind, dtype in DTYPES.items():
+            try:
+                found[f"{name} {kind}"] = errors(name, dtype)
+            except Exception as problem:
+                found[f"{name} {kind}"] = repr(problem)[:2000]
+    print(json.dumps(found))

@@ -1,0 +1,183 @@
+"""Which linears on an outer product become one operation, and what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from inductor_fusions import config, testing
+from inductor_fusions.fusions import outer_product_linear
+from inductor_fusions.fusions.outer_product_linear.op import OUTER_PRODUCT_LINEAR
+
+ROWS, P, Q, N = 6, 5, 7, 9
+
+Function = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; the operation has a meaning on every device."""
+    monkeypatch.setattr(outer_product_linear, "check_device", lambda out: None)
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape).to(dtype).requires_grad_()
+
+
+def operands() -> tuple[torch.Tensor, ...]:
+    return rand(ROWS, P), rand(ROWS, Q), rand(N, P * Q), rand(N)
+
+
+def check(fn: Function, inputs: Any, **options: Any) -> testing.Checked:
+    return testing.check(fn, inputs, **{"backend": testing.EAGER_AFTER_PASSES, "slack": 4.0, **options})
+
+
+SPELLINGS: dict[str, Function] = {
+    "index": lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :]).flatten(1), w, b),
+    "ellipsis": lambda u, v, w, b: F.linear((u[..., None] * v[:, None]).reshape(-1, P * Q), w, b),
+    "unsqueeze": lambda u, v, w, b: F.linear((u.unsqueeze(2) * v.unsqueeze(1)).view(ROWS, -1), w, b),
+    "factors swapped": lambda u, v, w, b: F.linear((v.unsqueeze(1) * u.unsqueeze(-1)).flatten(1), w, b),
+    "mul": lambda u, v, w, b: F.linear(torch.mul(u.view(ROWS, P, 1), v.reshape(-1, 1, Q)).flatten(1), w, b),
+    "bmm": lambda u, v, w, b: F.linear(torch.bmm(u[:, :, None], v[:, None, :]).flatten(1), w, b),
+    "matmul": lambda u, v, w, b: F.linear((u[:, :, None] @ v[:, None, :]).flatten(1), w, b),
+    "einsum": lambda u, v, w, b: F.linear(torch.einsum("bi,bj->bij", u, v).flatten(1), w, b),
+    "einsum, turned": lambda u, v, w, b: F.linear(torch.einsum("xk,xy->xyk", v, u).flatten(1), w, b),
+    "no bias": lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :]).flatten(1), w),
+    "product": lambda u, v, w, b: (u[:, :, None] * v[:, None, :]).flatten(1) @ w.t() + b,
+    "addmm": lambda u, v, w, b: torch.addmm(b, (u[:, :, None] * v[:, None, :]).flatten(1), w.t()),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spelling(name: str) -> None:
+    """Fused; outputs and all gradients."""
+    run = check(SPELLINGS[name], operands())
+    assert run.ours.fused[0].fusion == "outer_product_linear"
+
+
+def test_one_matrix() -> None:
+    """All pairs of the features of one tensor, whose gradient comes from both sides."""
+    check(lambda z, w: F.linear((z[:, :, None] * z[:, None, :]).flatten(1), w), (rand(ROWS, P), rand(N, P * P)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(dtype: torch.dtype) -> None:
+    check(SPELLINGS["index"], operands(), dtype=dtype, slack=1.0)
+
+
+def test_in_full() -> None:
+    """As Inductor compiles it: the operation, and its gradients as operations of their own."""
+    run = check(SPELLINGS["index"], operands(), backend="inductor")
+    assert len(run.ours.grads) == 4
+
+
+def test_rows_that_change() -> None:
+    check(lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :]).flatten(1), w, b), operands(), dynamic=True)
+
+
+OTHERS: dict[str, tuple[Function, str | None]] = {
+    "a sum, no product": (lambda u, v, w, b: F.linear((u[:, :, None] + v[:, None, :]).flatten(1), w, b), None),
+    "not flattened in this order": (
+        lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :]).transpose(1, 2).flatten(1), w, b), None,
+    ),
+    "contracted": (lambda u, v, w, b: F.linear(torch.einsum("bi,bj->ij", u, v).flatten()[None], w, b), None),
+    "three factors": (
+        lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :] * u[:, :, None]).flatten(1), w, b), None,
+    ),
+    "used elsewhere": (
+        lambda u, v, w, b: (lambda x: (F.linear(x, w, b), x.sum()))((u[:, :, None] * v[:, None, :]).flatten(1)),
+        "used elsewhere",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_left_alone(name: str) -> None:
+    fn, reason = OTHERS[name]
+    check(fn, operands(), fused=0, reason=reason)
+
+
+def test_overwritten_in_between() -> None:
+    def fn(u: Any, v: Any, w: Any, b: Any) -> Any:
+        u = u * 1.0
+        x = (u[:, :, None] * v[:, None, :]).flatten(1)
+        u.detach().add_(1.0)
+        return F.linear(x, w, b)
+
+    inputs = [t.detach() for t in operands()]
+    check(fn, inputs, fused=0, reason="in place", train=False)
+
+
+def test_autocast() -> None:
+    """The product is made in another dtype than the linear multiplies in."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run = testing.capture(SPELLINGS["index"], *operands(), backend=testing.EAGER_AFTER_PASSES)
+    assert [site.reason for site in run.sites] == ["operands of several dtypes, or under autocast"]
+
+
+def test_toggle() -> None:
+    with config.patch(outer_product_linear=False):
+        assert not testing.capture(SPELLINGS["index"], *operands(), backend=testing.EAGER_AFTER_PASSES).sites
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    held: dict[str, Any] = {"outer_product_linear": []}
+    monkeypatch.setattr(outer_product_linear.tables, "load", lambda name: held)
+    yield held
+
+
+@pytest.mark.parametrize(("gain", "rows", "fused"), [(1.5, 6, 1), (1.5, 12, 1), (1.5, 24, 0), (0.9, 6, 0)])
+def test_what_is_measured_decides(gain: float, rows: int, fused: int, table: dict[str, Any]) -> None:
+    row = {"dtype": "float32", "train": True, "p": P, "q": Q, "columns": N, "rows": rows, "gain": gain}
+    table["outer_product_linear"].append(row)
+    run = check(SPELLINGS["index"], operands(), policy="profitable", fused=fused)
+    assert ("measured" in run.sites[0].kernel) if fused else ("measured" in run.sites[0].reason)
+
+
+def test_operation() -> None:
+    """opcheck, also where nothing takes a gradient; and arguments that do not fit."""
+    u, v, w = (t.detach().double().requires_grad_() for t in operands()[:3])
+    torch.library.opcheck(OUTER_PRODUCT_LINEAR, (u, v, w))
+    assert torch.autograd.gradcheck(OUTER_PRODUCT_LINEAR, (u, v, w))
+    for bad in ((u, v, w[:, 1:]), (u, v[1:], w), (u, v.float(), w), (u[0], v, w)):
+        with pytest.raises((ValueError, RuntimeError)):
+            OUTER_PRODUCT_LINEAR(*bad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 128, 513])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_on_a_gpu(rows: int, dtype: torch.dtype) -> None:
+    z, w = rand(rows, 72), rand(96, 72 * 72)
+    inputs = [(t.detach() / 4).cuda().requires_grad_() for t in (z, w)]
+    check(
+        lambda z, w: F.linear((z[:, :, None] * z[:, None, :]).flatten(1), w), inputs, dtype=dtype,
+        backend="inductor",
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_memory_on_a_gpu() -> None:
+    """The row of products is never there, in forward and in backward."""
+    z = torch.randn(2048, 432, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    linear = nn.Linear(432 * 432, 512, bias=False, device="cuda", dtype=torch.bfloat16)
+
+    def step(z: Any) -> Any:
+        return linear((z[:, :, None] * z[:, None, :]).flatten(1))
+
+    with config.patch(policy="always"):
+        compiled = torch.compile(step)
+        compiled(z).sum().backward()
+        linear.zero_grad()
+        z.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        compiled(z).sum().backward()
+    # The weight, its gradient, and what is small.
+    assert torch.cuda.max_memory_allocated() < 0.5 * 2**30

@@ -87,8 +87,8 @@ def table(measured: dict[str, Any]) -> dict[str, Any]:
     return {"schema": 1, **header, "attention": rows}
 
 
-#: Sections of a table that `bench.tune_projections` and `bench.tune_lora` write.
-OF_LINEARS = ("block_mm", "lora", "narrow_mm", "lora_decode")
+#: Sections of a table that `bench.tune_projections`, `bench.tune_lora` and `bench.outer_product` write.
+OF_LINEARS = ("block_mm", "lora", "narrow_mm", "lora_decode", "outer_product_linear")
 
 
 def kept(path: Path) -> dict[str, list[dict[str, Any]]]:

@@ -1,0 +1,147 @@
+"""Rows L1 to L6: the lecture "Fused kernels", from DLRM to LoRA."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bench.outer_product import DLRM
+from inductor_fusions import config
+from inductor_fusions.fusions import outer_product_linear
+from tests import blocks
+from tests.seed_systems.support import QUICK, check, launched
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+# -- L1: DLRM ------------------------------------------------------------------------------------------
+
+
+def dlrm(rows: int = 10) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """The model of the lecture with narrower tables and layers: 13 dense features, 26 sparse ones."""
+    model = DLRM(width=2, entries=50, hidden=(24, 16))
+    return model, (torch.rand(rows, 13), torch.randint(0, 2**31, (rows, 26)))
+
+
+def test_L1_dlrm(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outer product is made inside of the linear that reads it; gradients of tables and of both MLPs."""
+    monkeypatch.setattr(outer_product_linear, "check_device", lambda out: None)
+    model, inputs = dlrm()
+    run = check(model, inputs, device, fused=None, backend=QUICK, slack=16.0)
+    (site,) = [site for site in run.ours.fused if site.fusion == "outer_product_linear"]
+    assert site.details["u"] == site.details["v"] == "float32[10, 54]"
+    assert "tables.25.weight" in run.errors and "top.0.weight" in run.errors
+
+
+@pytest.mark.slow
+def test_L1_dlrm_in_full(device: torch.device) -> None:
+    """Compiles with its embeddings, in training; on a CPU the library's product is left, with that reason."""
+    model, inputs = dlrm()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    run = check(model, inputs, device, fused=None, dtype=dtype, slack=16.0)
+    (site,) = [site for site in run.sites if site.fusion == "outer_product_linear"]
+    assert site.verdict == ("fused" if device.type == "cuda" else "left to stock")
+    assert device.type == "cuda" or "on the CPU" in site.reason
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_L1_memory_of_a_training_step() -> None:
+    """The model of the lecture at its own size: the rows of 186,624 products are never there."""
+    model = DLRM().to("cuda", torch.bfloat16)
+    inputs = (torch.rand(2048, 13, device="cuda").bfloat16(), torch.randint(0, 2**31, (2048, 26), device="cuda"))
+    with config.patch(policy="always"):
+        compiled = torch.compile(model)
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            compiled(*inputs).sum().backward()
+            model.zero_grad()
+    assert torch.cuda.max_memory_allocated() < 0.5 * 2**30
+
+
+# -- L2: the tail of a linear ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(16, 64, 32), (48, 72, 136)], ids=str)
+def test_L2_add_bias_relu(shape: tuple[int, int, int]) -> None:
+    """relu(x @ W + bias) is one kernel, of any shape; so is a sum that is added before."""
+    pytest.importorskip("triton")
+    from tests.block_mm import support
+
+    rows, inner, columns = shape
+    args = (support.rand(rows, inner), support.rand(columns, inner), support.rand(columns), support.rand(rows, columns))
+
+    def fn(x: Any, w: Any, b: Any, y: Any) -> Any:
+        return F.relu(F.linear(x, w) + y + b)
+
+    assert support.check(fn, args, train=True, budget=2.0).fused("linear_epilogue") == 1
+    with config.patch(policy="always", strict=True):
+        kernels, calls = launched(fn, args)
+    assert len(kernels) == 1 and not calls
+
+
+# -- L6: looking at what was compiled ----------------------------------------------------------------------
+
+
+def test_L6_names_in_the_generated_code(device: torch.device) -> None:
+    """TORCH_LOGS=output_code: attention by its name; on a GPU the kernels of linears by theirs."""
+    from torch._inductor.utils import run_and_get_code
+
+    model, x = blocks.Attention().to(device), blocks.batch().to(device)
+    with config.patch(policy="always"), torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        _, (code,) = run_and_get_code(torch.compile(model), x)
+    assert "_scaled_dot_product" in code
+
+
+def test_L6_names_of_kernels() -> None:
+    pytest.importorskip("triton")
+    from bench import cuda_codegen
+    from tests.block_mm import support
+
+    model = support.Linears(64, (64, 32, 32)).bfloat16()
+    with config.patch(policy="always", strict=True), torch.no_grad():
+        module = cuda_codegen.generate(model, (support.rand(16, 64),)).forward
+    assert "block_mm" in module.wrapper and module.kernels[0].is_template
+
+
+def test_L6_profile(device: torch.device) -> None:
+    """A profile of a compiled model names the fused attention."""
+    model, x = blocks.Attention().to(device), blocks.batch().to(device)
+    with config.patch(policy="always"), torch.no_grad():
+        compiled = torch.compile(model)
+        compiled(x)
+        with torch.profiler.profile() as profile:
+            compiled(x)
+    assert any("scaled_dot_product" in event.key for event in profile.key_averages())
+
+
+def test_L6_trace(tmp_path: Path) -> None:
+    """An artifact for tlparse in TORCH_TRACE: the sites of each graph."""
+    root = Path(__file__).resolve().parents[2]
+    code = "import inductor_fusions, torch\nfrom tests import blocks\n"
+    code += "torch.compile(blocks.Attention())(blocks.batch())\n"
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
+    env = {**os.environ, "PYTHONPATH": path, "TORCH_TRACE": str(tmp_path), "INDUCTOR_FUSIONS_POLICY": "always"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (log,) = tmp_path.glob("*.log")
+    text = log.read_text()
+    assert '"name": "inductor_fusions"' in text
+    payload = text.split('"name": "inductor_fusions"', 1)[1].split("\n", 1)[1]
+    lines = []
+    for line in payload.splitlines():
+        if not line.startswith("\t"):
+            break
+        lines.append(line[1:])
+    sites = json.loads("\n".join(lines))["sites"]
+    assert any(site["fusion"] == "attention" and site["verdict"] == "fused" for site in sites)
+

@@ -1,7 +1,7 @@
 """Measure a linear on a full outer product against stock, alone and in a DLRM.
 
     linear n432->512 b2048         all pairs of 432 features, read by a linear of 512 outputs
-    dlrm b2048                     13 dense and 26 sparse features of width 16, the outer product of all 432, top MLP
+    dlrm b2048                     13 dense and 26 sparse features of width 16, all pairs of their 432, an MLP
 
 each in inference, and with `train` in a forward and a backward. `stock` and `fused` are timed side by side;
 the result, and every gradient, is compared with float64 first.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import re
 import time
@@ -47,7 +48,7 @@ from inductor_fusions import config
 def mlp(*widths: int, last: nn.Module | None = None) -> nn.Sequential:
     """Linears with a ReLU behind each; behind the last one `last`, or a ReLU."""
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(widths, widths[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers[:-1], last if last is not None else nn.ReLU())
 
@@ -119,7 +120,12 @@ def grid(quick: bool) -> list[Row]:
     """What is measured, the most important first."""
     if quick:
         return [Row("linear", 32, train, 24, 16) for train in (False, True)]
-    kinds = [Row(kind, rows, train) for rows in (2048, 128) for train in (False, True) for kind in ("linear", "dlrm")]
+    kinds = [
+        Row(kind, rows, train)
+        for rows in (2048, 128)
+        for train in (False, True)
+        for kind in ("linear", "dlrm")
+    ]
     return [*kinds, *(Row("linear", rows, train) for rows in (512, 8192) for train in (False, True))]
 
 
@@ -193,7 +199,10 @@ def reference(row: Row, device: str) -> list[torch.Tensor]:
     outputs, grads = [], []
     sums: list[torch.Tensor] = [torch.zeros_like(p) for p in wide.parameters()] if row.train else []
     for start in range(0, row.rows, 256):
-        part = [t[start : start + 256].double() if t.is_floating_point() else t[start : start + 256] for t in inputs]
+        part = [
+            t[start : start + 256].double() if t.is_floating_point() else t[start : start + 256]
+            for t in inputs
+        ]
         part[0].requires_grad_(row.train)
         with torch.set_grad_enabled(row.train):
             out = wide(*part)
@@ -224,7 +233,9 @@ def table(path: Path, rows: list[Json]) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.outer_product", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.outer_product", description=__doc__.split("\n\n")[0]
+    )
     cuda = torch.cuda.is_available()
     parser.add_argument("--out", type=Path, required=True, help="JSON file; rows that it has are skipped")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
@@ -255,7 +266,9 @@ def main() -> None:
             finally:
                 slowest = max(slowest, time.monotonic() - start)
             results.append(found)
-            progress.step(f"{row.key}: {found['times_us']}, correct {found['correct']}, fused {found['fused']}")
+            progress.step(
+                f"{row.key}: {found['times_us']}, correct {found['correct']}, fused {found['fused']}"
+            )
 
 
 if __name__ == "__main__":

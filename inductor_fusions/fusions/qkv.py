@@ -31,7 +31,7 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
         for group in _sharing(products(graph), operand):
             while len(group) >= 2:
                 # What was fused meanwhile may have replaced an operand.
-                group = [found for p in group if (found := product(p.node)) is not None]
+                group = [now for p in group if (now := product(p.node)) is not None]
                 candidate = SharedOperand(graph, group[:MOST_PRODUCTS], operand)
                 yield candidate
                 group = [*candidate.left_over, *group[MOST_PRODUCTS:]]

@@ -1,6 +1,7 @@
 """Runs the kernels in Triton's interpreter, and prints their errors as JSON.
 
-For a process of its own, started with TRITON_INTERPRET=1: what Triton defines when it is imported depends on it.
+For a process of its own, started with TRITON_INTERPRET=1: what Triton defines when it is imported
+depends on it.
 """
 
 from __future__ import annotations

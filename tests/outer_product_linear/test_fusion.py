@@ -62,7 +62,9 @@ def test_spelling(name: str) -> None:
 
 def test_one_matrix() -> None:
     """All pairs of the features of one tensor, whose gradient comes from both sides."""
-    check(lambda z, w: F.linear((z[:, :, None] * z[:, None, :]).flatten(1), w), (rand(ROWS, P), rand(N, P * P)))
+    check(
+        lambda z, w: F.linear((z[:, :, None] * z[:, None, :]).flatten(1), w), (rand(ROWS, P), rand(N, P * P))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -77,11 +79,20 @@ def test_in_full() -> None:
 
 
 def test_rows_that_change() -> None:
-    check(lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :]).flatten(1), w, b), operands(), dynamic=True)
+    check(
+        lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :]).flatten(1), w, b),
+        operands(),
+        dynamic=True,
+    )
+
+
+def both(x: Any, w: Any, b: Any) -> Any:
+    """A linear on x, and another reader of x."""
+    return F.linear(x, w, b), x.sum()
 
 
 OTHERS: dict[str, tuple[Function, str | None]] = {
-    "a sum, no product": (lambda u, v, w, b: F.linear((u[:, :, None] + v[:, None, :]).flatten(1), w, b), None),
+    "a sum": (lambda u, v, w, b: F.linear((u[:, :, None] + v[:, None, :]).flatten(1), w, b), None),
     "not flattened in this order": (
         lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :]).transpose(1, 2).flatten(1), w, b), None,
     ),
@@ -90,8 +101,7 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
         lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :] * u[:, :, None]).flatten(1), w, b), None,
     ),
     "used elsewhere": (
-        lambda u, v, w, b: (lambda x: (F.linear(x, w, b), x.sum()))((u[:, :, None] * v[:, None, :]).flatten(1)),
-        "used elsewhere",
+        lambda u, v, w, b: both((u[:, :, None] * v[:, None, :]).flatten(1), w, b), "used elsewhere",
     ),
 }  # fmt: skip
 

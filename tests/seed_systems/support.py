@@ -23,7 +23,9 @@ def on(device: torch.device, value: Any) -> Any:
     def move(t: torch.Tensor) -> torch.Tensor:
         return t.detach().to(device).requires_grad_(t.requires_grad)
 
-    return value.to(device) if isinstance(value, nn.Module) else pytree.tree_map_only(torch.Tensor, move, value)
+    return (
+        value.to(device) if isinstance(value, nn.Module) else pytree.tree_map_only(torch.Tensor, move, value)
+    )
 
 
 def check(

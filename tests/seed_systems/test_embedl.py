@@ -31,7 +31,9 @@ class MHA(nn.Module):
         self.inner = nn.MultiheadAttention(32, 4, batch_first=batch_first, **options)
         self.weights = weights
 
-    def forward(self, q: Any, k: Any, v: Any, *, keys: Any = None, mask: Any = None, causal: bool = False) -> Any:
+    def forward(
+        self, q: Any, k: Any, v: Any, *, keys: Any = None, mask: Any = None, causal: bool = False
+    ) -> Any:
         found = self.inner(
             q, k, v, key_padding_mask=keys, attn_mask=mask, is_causal=causal, need_weights=self.weights
         )
@@ -78,11 +80,50 @@ def test_E1_multihead_attention(name: str, train: bool, device: torch.device) ->
     assert run.ours.calls("scaled_dot_product_attention") or run.ours.calls("multi_head_attention_forward")
 
 
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("masked", [None, "causal", "boolean", "keys"])
+def test_E1_weights_that_nobody_reads(masked: str | None, train: bool, device: torch.device) -> None:
+    """`attention(q, k, v)[0]` asks for weights by default; they are not made."""
+
+    class First(MHA):
+        def forward(self, q: Any, k: Any, v: Any, hidden: Any) -> Any:
+            i = torch.arange(q.shape[1], device=q.device)
+            mask = {"causal": i > i[:, None], "boolean": hidden.expand(24, 24) & (i > 0)}.get(masked or "")
+            keys = hidden[None].expand(2, 24) if masked == "keys" else None
+            return self.inner(q, k, v, attn_mask=mask, key_padding_mask=keys)[0]
+
+    hidden = torch.arange(24) > 18
+    inputs = (*sequences().values(), hidden)
+    run = check(First().train(train), inputs, device, train=train, backend=QUICK, slack=4.0)
+    (call,) = run.ours.calls("multi_head_attention_forward")
+    assert call.kwargs["need_weights"] is False and call.kwargs["is_causal"] is (masked == "causal")
+
+
+def test_E1_in_full(device: torch.device) -> None:
+    class First(MHA):
+        def forward(self, x: Any) -> Any:
+            return self.inner(x, x, x)[0]
+
+    check(First(), (leaf(2, 24, 32),), device, fused=None, slack=4.0)
+
+
 def test_E1_weights_are_asked_for(device: torch.device) -> None:
     """need_weights: unfused, with that reason."""
-    module = MHA(weights=True)
-    run = check(module, sequences(), device, fused=0, backend=QUICK, slack=4.0)
-    print(run.sites)
+    run = check(MHA(weights=True), sequences(), device, fused=0, backend=QUICK, slack=4.0)
+    (site,) = run.sites
+    assert site.reason == "the attention weights are used elsewhere" and site.hint == "need_weights=False"
+
+
+def test_E1_rows_that_may_see_no_key(device: torch.device) -> None:
+    """A floating mask of which nothing is proved may hide a whole row by a finite number."""
+    _, inputs = CALLS["causal"]()
+    inputs = {key: inputs[key] for key in ("q", "k", "v", "mask")}
+
+    class First(MHA):
+        def forward(self, q: Any, k: Any, v: Any, mask: Any) -> Any:
+            return self.inner(q, k, v, attn_mask=mask)[0]
+
+    check(First(), inputs, device, fused=0, reason="rows that see no key", backend=QUICK, slack=4.0)
 
 
 # -- E2: shifted windows ---------------------------------------------------------------------------------
@@ -226,4 +267,3 @@ def test_E7_deployment(tmp_path: Path, device: torch.device) -> None:
     for size in (4, 7):
         y = blocks.batch(size).to(device)
         torch.testing.assert_close(run(y), model(y).detach(), rtol=1e-4, atol=1e-5)
-

@@ -96,7 +96,7 @@ def text_model() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 def decoded(model: nn.Module, step: Callable[..., Any], inputs: dict[str, Any], ids: Any) -> torch.Tensor:
-    """Logits of a decoder that is given its tokens one by one, and keeps keys and values in a static cache."""
+    """Logits of a decoder that is given its tokens one by one, with a static cache of keys and values."""
     from transformers.cache_utils import EncoderDecoderCache, StaticCache
 
     sizes = model.config.get_text_config(decoder=True)
@@ -253,7 +253,7 @@ class Activation(nn.Module):
 
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 def test_K8_cuda_graphs(train: bool, device: torch.device) -> None:
-    """mode="reduce-overhead" with every fusion: right at each replay, and on a GPU nothing stops the graph."""
+    """mode="reduce-overhead" with every fusion: right at each replay; on a GPU nothing stops the graph."""
     from torch._dynamo.utils import counters
 
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -339,7 +339,9 @@ def test_K11_pattern_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
         def rewrite(self) -> str:
             with self.graph.inserting_before(self.anchor):
                 x = self.anchor.args[0].args[0]
-                new = self.graph.call_function(torch.clamp_min, (self.graph.call_function(torch.mul, (x, 2)), 0))
+                new = self.graph.call_function(
+                    torch.clamp_min, (self.graph.call_function(torch.mul, (x, 2)), 0)
+                )
             self.anchor.replace_all_uses_with(new)
             self.graph.erase_node(self.anchor)
             return "clamp_min"

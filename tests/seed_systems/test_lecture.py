@@ -58,7 +58,10 @@ def test_L1_dlrm_in_full(device: torch.device) -> None:
 def test_L1_memory_of_a_training_step() -> None:
     """The model of the lecture at its own size: the rows of 186,624 products are never there."""
     model = DLRM().to("cuda", torch.bfloat16)
-    inputs = (torch.rand(2048, 13, device="cuda").bfloat16(), torch.randint(0, 2**31, (2048, 26), device="cuda"))
+    inputs = (
+        torch.rand(2048, 13, device="cuda").bfloat16(),
+        torch.randint(0, 2**31, (2048, 26), device="cuda"),
+    )
     with config.patch(policy="always"):
         compiled = torch.compile(model)
         for _ in range(2):
@@ -78,7 +81,12 @@ def test_L2_add_bias_relu(shape: tuple[int, int, int]) -> None:
     from tests.block_mm import support
 
     rows, inner, columns = shape
-    args = (support.rand(rows, inner), support.rand(columns, inner), support.rand(columns), support.rand(rows, columns))
+    args = (
+        support.rand(rows, inner),
+        support.rand(columns, inner),
+        support.rand(columns),
+        support.rand(rows, columns),
+    )
 
     def fn(x: Any, w: Any, b: Any, y: Any) -> Any:
         return F.relu(F.linear(x, w) + y + b)
@@ -97,7 +105,11 @@ def test_L6_names_in_the_generated_code(device: torch.device) -> None:
     from torch._inductor.utils import run_and_get_code
 
     model, x = blocks.Attention().to(device), blocks.batch().to(device)
-    with config.patch(policy="always"), torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+    with (
+        config.patch(policy="always"),
+        torch.no_grad(),
+        torch._inductor.config.patch(force_disable_caches=True),
+    ):
         _, (code,) = run_and_get_code(torch.compile(model), x)
     assert "_scaled_dot_product" in code
 
@@ -130,7 +142,12 @@ def test_L6_trace(tmp_path: Path) -> None:
     code = "import inductor_fusions, torch\nfrom tests import blocks\n"
     code += "torch.compile(blocks.Attention())(blocks.batch())\n"
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "PYTHONPATH": path, "TORCH_TRACE": str(tmp_path), "INDUCTOR_FUSIONS_POLICY": "always"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "TORCH_TRACE": str(tmp_path),
+        "INDUCTOR_FUSIONS_POLICY": "always",
+    }
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (log,) = tmp_path.glob("*.log")
@@ -144,4 +161,3 @@ def test_L6_trace(tmp_path: Path) -> None:
         lines.append(line[1:])
     sites = json.loads("\n".join(lines))["sites"]
     assert any(site["fusion"] == "attention" and site["verdict"] == "fused" for site in sites)
-

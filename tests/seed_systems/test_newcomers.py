@@ -33,7 +33,9 @@ ids = torch.randint(3, 96, (8, 12), generator=torch.Generator().manual_seed(1))
 #: With attention written out, as in models that are no Llama.
 WRITTEN_OUT = LLAMA.replace("eos_token_id=2,", 'eos_token_id=2, attn_implementation="eager",')
 
-TRAINER = LLAMA + """
+TRAINER = (
+    LLAMA
+    + """
 from transformers import Trainer, TrainingArguments
 
 data = [{"input_ids": row, "labels": row} for row in ids]
@@ -48,8 +50,11 @@ for row in trainer.state.log_history:
         print("loss", row["loss"])
 print(inductor_fusions.report())
 """
+)
 
-ACCELERATE = WRITTEN_OUT + """
+ACCELERATE = (
+    WRITTEN_OUT
+    + """
 from accelerate import Accelerator
 from accelerate.utils import TorchDynamoPlugin
 
@@ -66,8 +71,11 @@ for step in range(3):
     print("loss", loss.item())
 print(inductor_fusions.report())
 """
+)
 
-PEFT = WRITTEN_OUT + """
+PEFT = (
+    WRITTEN_OUT
+    + """
 from peft import LoraConfig, get_peft_model
 
 model = get_peft_model(model, LoraConfig(
@@ -83,6 +91,7 @@ for step in range(3):
     print("loss", loss.item())
 print(inductor_fusions.report())
 """
+)
 
 DIFFUSION = """
 import inductor_fusions

@@ -133,13 +133,20 @@ def test_X5_any_length(length: int, device: torch.device) -> None:
     def fn(q: Any, k: Any, v: Any) -> Any:
         return attention(q, k, v, 0.25, hidden=hides_later(q, k) if length > 1 else None)
 
-    check(fn, qkv(length, batch=1, heads=2), device, backend="inductor" if length == 513 else QUICK, slack=4.0)
+    check(
+        fn, qkv(length, batch=1, heads=2), device, backend="inductor" if length == 513 else QUICK, slack=4.0
+    )
 
 
 @pytest.mark.parametrize("lead", [(6,), (2, 3), (2, 2, 3)], ids=["3-D", "4-D", "5-D"])
 def test_X6_leading_dims(lead: tuple[int, ...], device: torch.device) -> None:
     inputs = tuple(leaf(*lead, length, 16) for length in (24, 37, 37))
-    check(lambda q, k, v: attention(q, k, v, 0.25), inputs, device, backend="inductor" if len(lead) == 3 else QUICK)
+    check(
+        lambda q, k, v: attention(q, k, v, 0.25),
+        inputs,
+        device,
+        backend="inductor" if len(lead) == 3 else QUICK,
+    )
 
 
 # -- X7: sharded --------------------------------------------------------------------------------------
@@ -163,7 +170,7 @@ def mesh(device: torch.device) -> Iterator[Any]:
 
 @pytest.mark.parametrize("dim", [0, 1], ids=["batch", "heads"])
 def test_X7_partition(dim: int, mesh: Any, device: torch.device) -> None:
-    """Sharded by the batch or by the heads: attention on the local tensors is fused, around it are DTensors."""
+    """Sharded by the batch or by the heads: attention on the local tensors is fused."""
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     def fn(q: Any, k: Any, v: Any) -> Any:
@@ -198,7 +205,9 @@ def test_X7_attention_on_dtensors(mesh: Any, device: torch.device) -> None:
     torch.testing.assert_close(out.full_tensor(), attention(*whole), rtol=1e-4, atol=1e-5)
 
 
-def shards(dim: int, mesh: Any, device: torch.device, distribute: Any, shard: Any) -> tuple[list[Any], list[Any]]:
+def shards(
+    dim: int, mesh: Any, device: torch.device, distribute: Any, shard: Any
+) -> tuple[list[Any], list[Any]]:
     """q, k and v on a device, and the same as DTensors."""
     whole = [t.detach().to(device).requires_grad_() for t in qkv()]
     return whole, [distribute(t.detach(), mesh, [shard(dim)]).requires_grad_() for t in whole]

@@ -23,6 +23,7 @@ from . import emit, kernels, savings, structure, torch_ops
 from .aliasing import Mutations, name_overwritten_values
 from .mask_builder import MaskMemo, check_empty_rows
 from .masks import Interpreter, classify, may_hide_rows, visibility
+from .multihead import MultiheadForward, is_call
 from .operands import Operand
 from .problem import Problem, few_heads, pose, same_problem_shapes
 from .recognise import Attention, Term, recognise, softmaxes
@@ -89,6 +90,8 @@ def _in_scope(scope: Scope, done: set[fx.Graph]) -> Iterator[Candidate]:
         yield HandWritten(scope, softmax)
     for call in calls:
         yield SdpaCall(scope, call)
+    for call in [node for node in scope.graph.nodes if is_call(node)]:
+        yield MultiheadForward(scope.graph, call, scope.interpreter)
     for module, operands in _bodies(scope.graph):
         if module.graph in done:
             continue

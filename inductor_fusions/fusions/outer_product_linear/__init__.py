@@ -1,8 +1,8 @@
 """A linear on the flattened outer product of two matrices, without writing the product.
 
-The interaction of all pairs of features, as in a DLRM with the full outer product: a row of P * Q products is read
-by one linear, and by nothing else. It becomes `inductor_fusions::outer_product_linear`, whose kernels make
-the products in registers, in forward and in backward.
+The interaction of all pairs of features, as in a DLRM with the full outer product: a row of P * Q products
+is read by one linear, and by nothing else. It becomes `inductor_fusions::outer_product_linear`, whose
+kernels make the products in registers, in forward and in backward.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class OuterProductLinear(Candidate):
             allowed = {*site.chain, site.linear}
             if set(node.users) - allowed:
                 raise Rejected(
-                    "the outer product is used elsewhere as well", "let the linear alone read the outer product"
+                    "the outer product is used elsewhere as well",
+                    "let the linear alone read the outer product",
                 )
         if any(t is None or t.dtype != out.dtype or is_wrapper(t) for t in operands):
             raise Rejected("operands of several dtypes, or under autocast")
@@ -83,7 +84,7 @@ class OuterProductLinear(Candidate):
                 assert held is not None
                 w.meta["example_value"] = held.t()
             new = self._call(OUTER_PRODUCT_LINEAR, site.u, site.v, w)
-            # Shape, dtype and whether it takes a gradient are those of the linear; with a bias of a sum of two.
+            # Shape, dtype, and whether it takes a gradient.
             new.meta["example_value"] = out
             if site.bias is not None:
                 new = self._call(torch.add, new, site.bias)
@@ -95,7 +96,11 @@ class OuterProductLinear(Candidate):
         return f"outer_product_linear{self.note}"
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
-        new = self.graph.call_method(target, args) if isinstance(target, str) else self.graph.call_function(target, args)
+        new = (
+            self.graph.call_method(target, args)
+            if isinstance(target, str)
+            else self.graph.call_function(target, args)
+        )
         if "stack_trace" in self.anchor.meta:
             new.meta["stack_trace"] = self.anchor.meta["stack_trace"]
         return new
@@ -125,7 +130,7 @@ def measured(out: torch.Tensor, operands: list[Any]) -> str:
     Raises:
         LeftToStock: it is not measured, or not faster.
     """
-    u, v, w = operands
+    u, v, _ = operands
     table = tables.load(tables.device_name(out.device)) or {}
     rows, columns = u.shape[0], out.shape[1]
     if not all(isinstance(size, int) for size in (rows, columns, u.shape[1], v.shape[1])):

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
 """The kernels of `outer_product_linear`, and what launches them.
 
 In each, one operand of a matrix product is made of two narrow tensors in registers: the row of P * Q products
@@ -79,16 +80,18 @@ def factors_kernel(
     q = pid_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
     in_m, in_q = m < M, q < Q
     at_m = tl.where(in_m, m, 0).to(tl.int64)
-    right = tl.load(
-        v + at_m[:, None] * v_rows + q[None, :] * v_columns, mask=in_q[None, :], other=0.0
-    ).to(tl.float32)
+    right = tl.load(v + at_m[:, None] * v_rows + q[None, :] * v_columns, mask=in_q[None, :], other=0.0).to(
+        tl.float32
+    )
     sum_v = tl.zeros((BLOCK_M, BLOCK_Q), dtype=tl.float32)
     first = part * per_part
     for p in range(first, min(first + per_part, P)):
         d = tl.zeros((BLOCK_M, BLOCK_Q), dtype=tl.float32)
         for start in range(0, N, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
-            x = tl.load(dy + at_m[:, None] * dy_rows + n[None, :] * dy_columns, mask=n[None, :] < N, other=0.0)
+            x = tl.load(
+                dy + at_m[:, None] * dy_rows + n[None, :] * dy_columns, mask=n[None, :] < N, other=0.0
+            )
             y = tl.load(
                 w + n.to(tl.int64)[:, None] * w_rows + (p * Q + q)[None, :] * w_columns,
                 mask=(n[:, None] < N) & in_q[None, :], other=0.0,
@@ -172,9 +175,7 @@ def weight(dy: Tensor, u: Tensor, v: Tensor, tile: dict[str, int] = WEIGHT) -> T
     if not rows or not dw.numel():
         return dw.zero_()
     grid = (_blocks(n, tile["BLOCK_N"]) * _blocks(q, tile["BLOCK_Q"]), p)
-    weight_kernel[grid](
-        dy, u, v, dw, rows, p, q, n, *dy.stride(), *u.stride(), *v.stride(), **tile
-    )
+    weight_kernel[grid](dy, u, v, dw, rows, p, q, n, *dy.stride(), *u.stride(), *v.stride(), **tile)
     return dw
 
 

@@ -2,8 +2,8 @@
 
     F.linear((u[:, :, None] * v[:, None, :]).flatten(1), w, bias)
 
-in any spelling: `mul`, `bmm`, `matmul` and `einsum`; `unsqueeze`, indexing, `view` and `reshape`. All of these keep the
-elements in their order, so that shapes alone say what they mean.
+in any spelling: `mul`, `bmm`, `matmul` and `einsum`; `unsqueeze`, indexing, `view` and `reshape`. All of these
+keep the elements in their order, so that shapes alone say what they mean.
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ def _outer(x: fx.Node) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
 
 def _of_einsum(node: fx.Node) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
     equation, *operands = node.args
-    operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
+    operands = (
+        list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
+    )
     # "bi,bj->bij", with any letters.
     letters = str(equation).replace(" ", "")
     if len(letters) != 10 or letters[2] != "," or letters[5:7] != "->" or len(operands) != 2:
@@ -156,12 +158,18 @@ def _pair(first: Any, second: Any, product: torch.Tensor) -> tuple[fx.Node, fx.N
 def _matrix(node: fx.Node, shape: tuple[Any, ...]) -> tuple[fx.Node, list[fx.Node]] | None:
     """The matrix of which a node is a view of this shape, and the views."""
     found, views = tensor(node), []
-    if found is None or found.dim() != 3 or not all(known_true(a == b) for a, b in zip(found.shape, shape, strict=True)):
+    if (
+        found is None
+        or found.dim() != 3
+        or not all(known_true(a == b) for a, b in zip(found.shape, shape, strict=True))
+    ):
         return None
     while found is not None and found.dim() == 3:
         if node.target is operator.getitem and not _adds_dims(node.args[1]):
             return None
-        if not (node.target in _VIEWS or node.target is operator.getitem) or not isinstance(node.args[0], fx.Node):
+        if not (node.target in _VIEWS or node.target is operator.getitem) or not isinstance(
+            node.args[0], fx.Node
+        ):
             return None
         views.append(node)
         node = node.args[0]
@@ -188,6 +196,8 @@ def check_not_overwritten(site: Site) -> None:
         if node is site.linear:
             return
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        written = node.op in ("call_function", "call_method") and name.endswith("_") and not name.endswith("__")
+        written = (
+            node.op in ("call_function", "call_method") and name.endswith("_") and not name.endswith("__")
+        )
         if inside and (written or node.target in _IN_PLACE or "out" in node.kwargs):
             raise Rejected(f"{node.name} writes in place between the outer product and the linear")

@@ -1,0 +1,125 @@
+"""Calls of `F.multi_head_attention_forward`, which is one operation to Dynamo.
+
+`nn.MultiheadAttention` asks it for the weights by default, and then it writes them out.
+Where nothing reads them it need not: without them it calls SDPA.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from ... import config, tables
+from ..._inductor import is_batched, is_wrapper
+from ...fusion import Candidate, LeftToStock, Rejected
+from . import torch_ops
+from .masks import Interpreter, classify, visibility
+
+_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+
+
+def is_call(node: fx.Node) -> bool:
+    """Whether a node is such a call."""
+    return node.op == "call_function" and node.target is F.multi_head_attention_forward
+
+
+class MultiheadForward(Candidate):
+    """A call that may be asked for weights that nothing reads.
+
+    Args:
+        graph: the graph.
+        call: the node.
+        interpreter: reads masks.
+    """
+
+    def __init__(self, graph: fx.Graph, call: fx.Node, interpreter: Interpreter) -> None:
+        self.graph, self.anchor, self.interpreter = graph, call, interpreter
+        given = _SIGNATURE.bind(*call.args, **call.kwargs)
+        given.apply_defaults()
+        self.arguments: dict[str, Any] = dict(given.arguments)
+        self.causal, self.note = False, ""
+
+    def describe(self) -> dict[str, str]:
+        found = {name: torch_ops.tensor(self.arguments[name]) for name in ("query", "key")}
+        return {name: f"{str(t.dtype)[6:]}{list(t.shape)}" for name, t in found.items() if t is not None}
+
+    def guard(self) -> None:
+        query, key = (torch_ops.tensor(self.arguments[name]) for name in ("query", "key"))
+        output = self.anchor.meta.get("example_value")
+        if query is None or key is None or not isinstance(output, tuple):
+            raise Rejected("an argument of multi_head_attention_forward is no tensor")
+        if is_batched(query) or is_wrapper(query):
+            raise Rejected(f"on a {type(query).__name__}, or inside torch.vmap")
+        if not self.arguments["need_weights"]:
+            raise LeftToStock("multi_head_attention_forward without weights calls SDPA already")
+        for user in self.anchor.users:
+            if user.target is not operator.getitem or user.args[1] not in (0, 1):
+                raise Rejected("the pair of output and weights is used as a whole")
+            if user.args[1] == 1 and user.users:
+                raise Rejected("the attention weights are used elsewhere", "need_weights=False")
+        kind = self._mask(query, key)
+        if config.policy == "profitable":
+            batch = query.shape[1] if query.dim() == 3 else 1
+            heads = self.arguments["num_heads"]
+            sizes = (batch, heads, query.shape[0], key.shape[0], query.shape[-1])
+            if not all(isinstance(size, int) for size in sizes):
+                raise LeftToStock("the sizes of multi_head_attention_forward are symbolic")
+            verdict = tables.attention(
+                device=query.device, dtype=query.dtype, mask=kind, train=bool(output[0].requires_grad),
+                batch_heads=batch * heads, q_len=sizes[2], kv_len=sizes[3], head_dim=sizes[4] // heads,
+                candidates=("sdpa",),
+            )  # fmt: skip
+            if verdict.kernel is None:
+                raise LeftToStock(verdict.note)
+            self.note = verdict.note
+
+    def _mask(self, query: torch.Tensor, key: torch.Tensor) -> str:
+        """The class of the mask, as tables name it; whether it is proved causal is kept."""
+        mask, padding = self.arguments["attn_mask"], self.arguments["key_padding_mask"]
+        if mask is None:
+            return "none" if padding is None else "pad"
+        found = torch_ops.tensor(mask)
+        if found is None:
+            raise Rejected("the mask of multi_head_attention_forward is no tensor")
+        proved = found.dim() == 2 and self._is_causal(mask, (1, 1, query.shape[0], key.shape[0]))
+        self.causal = proved and padding is None
+        if not proved and found.dtype != torch.bool:
+            raise LeftToStock("rows that see no key cannot be ruled out", "give a boolean mask")
+        if self.causal:
+            return "causal"
+        return "bias_batch" if found.dim() == 2 and padding is None else "bias_full"
+
+    def _is_causal(self, mask: fx.Node, shape: tuple[Any, ...]) -> bool:
+        found = torch_ops.tensor(mask)
+        assert found is not None
+        if found.dtype == torch.bool:
+            # True hides a key here, unlike in SDPA.
+            with self.graph.inserting_after(mask):
+                shown = self.graph.call_function(torch.logical_not, (mask,))
+            shown.meta["example_value"] = found
+            try:
+                return bool(classify(self.interpreter.boolean(shown), shape).causal)
+            finally:
+                self.graph.erase_node(shown)
+        if found.requires_grad:
+            return False
+        read = visibility(self.interpreter.read(mask))
+        return bool(read is not None and classify(read[0], shape).causal)
+
+    def rewrite(self) -> str:
+        arguments = {**self.arguments, "need_weights": False, "is_causal": self.causal}
+        with self.graph.inserting_before(self.anchor):
+            new = self.graph.call_function(F.multi_head_attention_forward, kwargs=arguments)
+        new.meta.update(self.anchor.meta)
+        new.meta["example_value"] = (self.anchor.meta["example_value"][0], None)
+        for user in list(self.anchor.users):
+            if user.args[1] == 1:
+                self.graph.erase_node(user)
+        self.anchor.replace_all_uses_with(new)
+        self.graph.erase_node(self.anchor)
+        return f"sdpa{', is_causal' if self.causal else ''}, in multi_head_attention_forward{self.note}"

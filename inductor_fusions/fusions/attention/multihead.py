@@ -7,6 +7,7 @@ Where nothing reads them it need not: without them it calls SDPA.
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 from typing import Any
 
@@ -18,7 +19,7 @@ from ... import config, tables
 from ..._inductor import is_batched, is_wrapper
 from ...fusion import Candidate, LeftToStock, Rejected
 from . import torch_ops
-from .masks import Interpreter, classify, visibility
+from .masks import Interpreter, classify, negation, visibility
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
@@ -86,30 +87,25 @@ class MultiheadForward(Candidate):
         found = torch_ops.tensor(mask)
         if found is None:
             raise Rejected("the mask of multi_head_attention_forward is no tensor")
-        proved = found.dim() == 2 and self._is_causal(mask, (1, 1, query.shape[0], key.shape[0]))
+        hidden = mask if found.dtype == torch.bool else _hidden(mask)
+        shape = (1, 1, query.shape[0], key.shape[0])
+        proved = found.dim() == 2 and self._is_causal(mask if hidden is None else hidden, shape)
         self.causal = proved and padding is None
-        if not proved and found.dtype != torch.bool:
+        if not proved and hidden is None:
             raise LeftToStock("rows that see no key cannot be ruled out", "give a boolean mask")
         if self.causal:
             return "causal"
         return "bias_batch" if found.dim() == 2 and padding is None else "bias_full"
 
     def _is_causal(self, mask: fx.Node, shape: tuple[Any, ...]) -> bool:
+        """Whether a mask, additive or True where a key is hidden, is proved causal."""
         found = torch_ops.tensor(mask)
         assert found is not None
-        if found.dtype == torch.bool:
-            # True hides a key here, unlike in SDPA.
-            with self.graph.inserting_after(mask):
-                shown = self.graph.call_function(torch.logical_not, (mask,))
-            shown.meta["example_value"] = found
-            try:
-                return bool(classify(self.interpreter.boolean(shown), shape).causal)
-            finally:
-                self.graph.erase_node(shown)
-        if found.requires_grad:
-            return False
-        read = visibility(self.interpreter.read(mask))
-        return bool(read is not None and classify(read[0], shape).causal)
+        if found.dtype != torch.bool:
+            read = None if found.requires_grad else visibility(self.interpreter.read(mask))
+            return bool(read is not None and classify(read[0], shape).causal)
+        visible = self.interpreter.boolean(mask)
+        return bool(visible is not None and classify(negation(visible), shape).causal)
 
     def rewrite(self) -> str:
         arguments = {**self.arguments, "need_weights": False, "is_causal": self.causal}
@@ -123,3 +119,17 @@ class MultiheadForward(Candidate):
         self.anchor.replace_all_uses_with(new)
         self.graph.erase_node(self.anchor)
         return f"sdpa{', is_causal' if self.causal else ''}, in multi_head_attention_forward{self.note}"
+
+
+def _hidden(mask: fx.Node) -> fx.Node | None:
+    """The boolean mask, True where a key is hidden, of which nn.MultiheadAttention made an additive one."""
+    fill = torch_ops.read(mask)
+    if fill is None or fill.name != "masked_fill" or torch_ops.concrete(fill["value"]) != -math.inf:
+        return None
+    zeros, hidden = torch_ops.read(fill["input"]), fill["mask"]
+    if zeros is None or zeros.name != "zeros_like" or not isinstance(hidden, fx.Node):
+        return None
+    # Nothing else may write into it.
+    if set(zeros.node.users) != {mask} or not all(is_call(user) for user in mask.users):
+        return None
+    return hidden

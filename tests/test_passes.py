@@ -35,7 +35,7 @@ def test_uuid_is_stable() -> None:
 TOGGLES = {
     "enabled": False, "attention": False, "attention_kernel": "flex", "stock_misfires": False,
     "qkv": False, "gated_mlp": False, "linear_epilogue": False, "max": "3", "skip": "another",
-    "policy": "always", "empty_rows": "ignore", "strict": True,
+    "outer_product_linear": False, "policy": "always", "empty_rows": "ignore", "strict": True,
 }  # fmt: skip
 
 

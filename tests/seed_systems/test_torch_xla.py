@@ -195,7 +195,7 @@ def test_X7_attention_on_dtensors(mesh: Any, device: torch.device) -> None:
     """Not every fused kernel is defined for DTensors: they are left to stock, with that reason."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    whole, parts = shards(1, mesh, device, distribute_tensor, Shard)
+    whole, parts = shards(0, mesh, device, distribute_tensor, Shard)
     inductor_fusions.clear()
     with config.patch(policy="always"):
         out = torch.compile(attention, backend=testing._AfterPasses([]))(*parts)

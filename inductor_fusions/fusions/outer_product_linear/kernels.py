@@ -17,7 +17,7 @@ from torch import Tensor
 #: Rows, columns and depth of a tile, warps and stages, by kernel.
 LINEAR = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_Q": 64, "num_warps": 8, "num_stages": 3}
 FACTORS = {"BLOCK_M": 128, "BLOCK_Q": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
-WEIGHT = {"BLOCK_N": 128, "BLOCK_Q": 64, "BLOCK_M": 64, "num_warps": 4, "num_stages": 3}
+WEIGHT = {"BLOCK_N": 128, "BLOCK_Q": 64, "BLOCK_M": 64, "num_warps": 8, "num_stages": 3}
 #: Thread blocks where the device does not say.
 PROGRAMS = 128
 

@@ -224,7 +224,7 @@ def test_K7_linear_and_activation(name: str) -> None:
     args = (support.rand(2, 16, 64), support.rand(32, 64), support.rand(32))
     seen = support.check(fn, args, train=True, budget=2.0)
     assert seen.fused("linear_epilogue") == (name != "none")
-    # On rows: behind the view of a batch, torch 2.11 leaves the activation of any template to a second kernel.
+    # On rows: behind the view of a batch, torch 2.11 leaves any template's activation to a second kernel.
     with config.patch(policy="always", strict=True):
         kernels, calls = launched(fn, (support.rand(32, 64), *args[1:]))
     assert (kernels and not calls) if name != "none" else calls == ["extern_kernels.addmm"]

@@ -10,6 +10,8 @@
 | `lora` | `INDUCTOR_FUSIONS_LORA` | 0, 1 | 1 |
 | `gated_mlp` | `INDUCTOR_FUSIONS_GATED_MLP` | 0, 1 | 1 |
 | `linear_epilogue` | `INDUCTOR_FUSIONS_LINEAR_EPILOGUE` | 0, 1 | 1 |
+| `flex_backward` | `INDUCTOR_FUSIONS_FLEX_BACKWARD` | 0, 1 | 1 |
+| `stored_indices` | `INDUCTOR_FUSIONS_STORED_INDICES` | 0, 1 | 1 |
 | `outer_product_linear` | `INDUCTOR_FUSIONS_OUTER_PRODUCT_LINEAR` | 0, 1 | 1 |
 | `policy` | `INDUCTOR_FUSIONS_POLICY` | profitable, always | profitable |
 | `empty_rows` | `INDUCTOR_FUSIONS_EMPTY_ROWS` | keep, stock, ignore | keep |

@@ -35,7 +35,8 @@ def test_uuid_is_stable() -> None:
 TOGGLES = {
     "enabled": False, "attention": False, "attention_kernel": "flex", "stock_misfires": False,
     "qkv": False, "gated_mlp": False, "linear_epilogue": False, "max": "3", "skip": "another",
-    "outer_product_linear": False, "policy": "always", "empty_rows": "ignore", "strict": True,
+    "lora": False, "flex_backward": False, "stored_indices": False, "outer_product_linear": False,
+    "policy": "always", "empty_rows": "ignore", "strict": True,
 }  # fmt: skip
 
 

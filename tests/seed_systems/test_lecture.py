@@ -97,6 +97,45 @@ def test_L2_add_bias_relu(shape: tuple[int, int, int]) -> None:
     assert len(kernels) == 1 and not calls
 
 
+# -- L3, L4: LoRA ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tail", [torch.relu, torch.sigmoid], ids=["relu", "sigmoid"])
+def test_L3_tail_of_an_adapter(tail: Any) -> None:
+    """relu and sigmoid of x + m * y + bias, where y is the adapter: the epilogue of the block GEMM."""
+    pytest.importorskip("triton")
+    from tests.block_mm import support
+
+    def fn(x: Any, w: Any, a: Any, b: Any, bias: Any) -> Any:
+        return tail(x @ w.t() + 0.5 * ((x @ a) @ b) + bias)
+
+    args = adapter(support.rand)
+    assert support.check(fn, (*args, support.rand(128)), budget=2.0).fused("lora") == 1
+    with config.patch(policy="always", strict=True):
+        kernels, calls = launched(fn, (*args, support.rand(128)))
+    # The narrow product, and the rest.
+    assert sum("_tem_" in name for name in kernels) == 2 and not calls
+
+
+def adapter(rand: Any, rank: int = 5) -> tuple[Any, ...]:
+    """x, w, a, b with more rows than the operation for few takes."""
+    return rand(96, 64), rand(128, 64), rand(64, rank), rand(rank, 128)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("rank", [1, 5, 16])
+def test_L4_adapter_of_an_mlp(rank: int, train: bool) -> None:
+    """linear(x) + alpha * (x @ A @ B) with alpha 0.5 and rank 5, and other ranks."""
+    pytest.importorskip("triton")
+    from tests.block_mm import support
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        return F.linear(x, w) + 0.5 * (x @ a @ b)
+
+    seen = support.check(fn, adapter(support.rand, rank), train=train, budget=3.0)
+    assert seen.fused("lora") >= 1 and not seen.products()
+
+
 # -- L6: looking at what was compiled ----------------------------------------------------------------------
 
 

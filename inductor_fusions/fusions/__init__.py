@@ -20,10 +20,10 @@ from . import (
 ALL: tuple[Fusion, ...] = (
     attention.FUSION,
     stock_misfires.FUSION,
-    stored_indices.FUSION,
-    flex_backward.FUSION,
     outer_product_linear.FUSION,
     lora.INPUTS,
+    stored_indices.FUSION,
+    flex_backward.FUSION,
     lora.FUSION,
     gated_mlp.FUSION,
     qkv.FUSION,

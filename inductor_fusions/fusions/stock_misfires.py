@@ -303,8 +303,14 @@ def permuted(product: fx.Node, output: fx.Node) -> Iterator[Candidate]:
             yield Permutation(last, source, wanted)
 
 
-def divided(softmax: fx.Node, product: fx.Node) -> Iterator[Candidate]:
-    """Divisions of the scores, and of q, by something else than sqrt(head_dim)."""
+def divided(softmax: fx.Node, product: fx.Node, ignored: bool) -> Iterator[Candidate]:
+    """Divisions of the scores, and of q, by something else than sqrt(head_dim).
+
+    Args:
+        softmax, product: what they lie between.
+        ignored: whether patterns ignore the divisor. Those that read it take a tensor for a number, and may
+            raise (pytorch#191203): there it is divisions by tensors alone.
+    """
     q = product.args[1 if name_of(product) in ("einsum", "baddbmm") else 0] if product.args else None
     tensor = value(q)
     size = tensor.shape[-1] if tensor is not None else None
@@ -315,6 +321,10 @@ def divided(softmax: fx.Node, product: fx.Node) -> Iterator[Candidate]:
         by = node.args[1] if len(node.args) > 1 else node.kwargs.get("other")
         if isinstance(by, fx.Node) and value(by) is None:
             continue  # a symbolic number, which no pattern has
+        if not ignored:
+            if isinstance(by, fx.Node):
+                yield Divisor(node, None)
+            continue
         number = constant(by)
         if number is None or not isinstance(size, int) or not math.isclose(number, size**0.5, rel_tol=1e-6):
             yield Divisor(node, None)
@@ -361,7 +371,7 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
         for each in between(node, product):
             if name_of(each) in ("add", "iadd") and each.kwargs.get("alpha", 1) != 1:
                 yield Alpha(each, None)
-        divisions = list(divided(node, product)) if patterns_ignore_the_scale() else []
+        divisions = list(divided(node, product, patterns_ignore_the_scale()))
         yield from permuted(product, output)
         if dims != (rank - 1,):
             yield Sum(node, source, dims) if name_of(node) == "sum" else Softmax(node, source, dims[0])

@@ -216,7 +216,7 @@ def table(gain: float) -> str:
         for mask in ("none", "causal", "pad", "bias", "bias_batch", "bias_full", "bias_heads")
         for train in (False, True)
     ]  # fmt: skip
-    return json.dumps({"schema": 1, "device": "cpu", "attention": rows})
+    return json.dumps({"schema": 1, "device": "cpu", "torch": "2", "date": "today", "attention": rows})
 
 
 def test_one_table_changed(machine: Machine) -> None:

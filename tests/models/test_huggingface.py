@@ -132,7 +132,8 @@ MODELS = {
     # vision and sound
     "beit": Architecture("BeitModel", "BeitConfig", {**VISION, "use_relative_position_bias": True}, pixels()),
     "dinov2": Architecture("Dinov2Model", "Dinov2Config", {**VISION, "mlp_ratio": 2}, pixels()),
-    "siglip": Architecture("SiglipVisionModel", "SiglipVisionConfig", VISION, pixels()),
+    # Its head is an nn.MultiheadAttention.
+    "siglip": Architecture("SiglipVisionModel", "SiglipVisionConfig", VISION, pixels(), sites=3),
     "segformer": Architecture(
         "SegformerModel", "SegformerConfig",
         dict(num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[16, 32], patch_sizes=[3, 3],

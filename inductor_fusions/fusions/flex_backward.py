@@ -59,6 +59,14 @@ def may_be_true(mask: fx.GraphModule, queries: Interval, keys: Interval) -> bool
     return True
 
 
+_LOGICAL = frozenset("bitwise_and logical_and bitwise_or logical_or bitwise_not logical_not".split())
+
+
+def _is_condition(node: fx.Node) -> bool:
+    found = node.meta.get("val")
+    return isinstance(found, torch.Tensor) and found.dtype == torch.bool
+
+
 def _bounds(node: fx.Node, args: list[Any]) -> Any:
     """Least and greatest value of an operation, False and True being 0 and 1; None where unknown."""
     name = str(getattr(node.target, "_overloadpacket", "")).removeprefix("aten.")
@@ -66,17 +74,21 @@ def _bounds(node: fx.Node, args: list[Any]) -> Any:
         numbers = {"full": args[1:2], "scalar_tensor": args[:1], "new_full": args[2:3]}.get(name, [1])
         return (numbers[0], numbers[0]) if numbers and isinstance(numbers[0], (int, float)) else None
     known = [(a, a) if isinstance(a, (int, float)) else a for a in args]
-    if any(isinstance(a, tuple) and len(a) != 2 for a in known):
-        return None
-    if name in ("bitwise_and", "logical_and", "bitwise_or", "logical_or") and len(known) == 2:
-        unknown = (0, 1)
-        (a, b), (c, d) = (k or unknown for k in known)
+    if node.kwargs or any(isinstance(a, tuple) and len(a) != 2 for a in known):
+        return None  # such as the alpha of an addition
+    if name in _LOGICAL:
+        if not all(_is_condition(each) for each in (node, *node.all_input_nodes)):
+            return None  # of integers, bit by bit
+        known = [k or (0, 1) for k in known]
+        if len(known) == 1:
+            return (1 - known[0][1], 1 - known[0][0])
+        (a, b), (c, d) = known
         return (min(a, c), min(b, d)) if name.endswith("and") else (max(a, c), max(b, d))
     if any(k is None for k in known) or not known:
         return None
     a, b = known[0]
     if len(known) == 1:
-        return {"neg": (-b, -a), "logical_not": (1 - b, 1 - a), "bitwise_not": (1 - b, 1 - a)}.get(name)
+        return (-b, -a) if name == "neg" else None
     if len(known) != 2:
         return None
     c, d = known[1]

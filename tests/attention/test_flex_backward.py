@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from bench import cuda_codegen
 from inductor_fusions import _inductor, config, tables
@@ -122,6 +123,26 @@ def test_hidden_keys_are_left_out() -> None:
     assert candidate._keys(0, 127) == (0, 128)
     assert candidate._keys(256, 299) == (128, 300)
     assert 0.1 < candidate._visible() < 0.4
+
+
+BOUNDS = {
+    "and": (lambda i, j: (j <= i) & (j > i - 70), True, False),
+    "or": (lambda i, j: (j < i - 500) | (j > i + 500), False, False),
+    "not": (lambda i, j: ~(j > i), True, False),
+    "a factor of a sum": (lambda i, j: torch.add(j, i, alpha=-1) <= 0, True, True),
+    "bits": (lambda i, j: (i & 7) >= (j & 7), True, True),
+    "a product": (lambda i, j: i * 2 >= j, True, True),
+}
+
+
+@cases(BOUNDS)
+def test_bounds(case) -> None:
+    """What is not known to be hidden counts as seen: near the diagonal, and far above it."""
+    function, near, far = case
+    indices = [torch.arange(8) for _ in range(4)]
+    mask = make_fx(lambda b, h, i, j: function(i, j))(*indices)
+    assert flex_backward.may_be_true(mask, (200, 299), (200, 299)) is near
+    assert flex_backward.may_be_true(mask, (0, 99), (200, 299)) is far
 
 
 def test_data_is_left_to_the_template() -> None:

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,8 +17,7 @@ from inductor_fusions.fusions.attention.short import plan, terms
 from inductor_fusions.fusions.attention.short.op import SHORT_ATTENTION, SHORT_ATTENTION_BACKWARD
 from tests.attention.short_interpreted import CASES as INTERPRETED
 from tests.attention.support import additive, cases, check, qkv, rand, scored, visible
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.interpreter import errors_of
 
 
 @contextlib.contextmanager
@@ -146,12 +140,7 @@ def test_arguments_that_do_not_fit(change: dict[str, Any], says: str) -> None:
 def errors() -> dict[str, Any]:
     """Errors of each case in Triton's interpreter, or what it raised."""
     pytest.importorskip("triton")
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-m", "tests.attention.short_interpreted"]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return errors_of("tests.attention.short_interpreted")
 
 
 @pytest.mark.parametrize("name", INTERPRETED)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,19 +10,13 @@ import torch
 pytest.importorskip("triton")
 
 from tests.lora.interpreted import CASES
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.interpreter import errors_of
 
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, Any]:
     """Error of each case, or what it raised."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-m", "tests.lora.interpreted"]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return errors_of("tests.lora.interpreted")
 
 
 @pytest.mark.parametrize("name", CASES)

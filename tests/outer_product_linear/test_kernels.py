@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.interpreter import errors_of
+
 #: y and the gradients are within half an ulp or so; one for rounding the product of u and v as well.
 LIMITS = {"float16": 6e-4, "float32": 1e-6}
 
 
 def test_numbers() -> None:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-m", "tests.outer_product_linear.interpreted"]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    errors: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    errors = errors_of("tests.outer_product_linear.interpreted", timeout=600)
     assert len(errors) == 12
     for name, found in errors.items():
         assert isinstance(found, dict), f"{name}: {found}"

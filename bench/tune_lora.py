@@ -27,39 +27,30 @@ The second writes what was measured into `configs/devices/nvidia_h200.json` and 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import json
-import os
-import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from bench import device_table
+from bench import device_table, tuning
 from bench.common import (
     DTYPES,
-    Budget,
     Json,
-    Progress,
-    Results,
-    environment,
     error_limit,
     interleave,
     one_line,
     peak_bytes,
     relative_error,
-    synchronize,
 )
-from bench.pool import FileLock, run_tasks
+from bench.pool import FileLock
 from bench.tune_projections import CHECKED_ROWS, MOST_SETS, PAST_L2, is_fatal, set_up
 
 #: Factor of every adapter: lora_alpha / r.
@@ -702,8 +693,6 @@ def write_table(path: Path, rows: Sequence[Json]) -> None:
 
 def describe(result: Json) -> str:
     """A row's outcome in a few words."""
-    if "failed" in result:
-        return f"failed: {result['failed']}"
     times, best = result["times_us"], result["best"]
     text = ", ".join(f"{n} {times[n]:.1f}" for n in ("stock", "max_autotune", "frozen") if n in times)
     seconds = f"compile {result['compile_s']:.0f} s, measure {result['measure_s']:.0f} s"
@@ -735,75 +724,30 @@ def print_summary(rows: Sequence[Json]) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.tune_lora", description=__doc__.split("\n\n")[0])
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--out", type=Path, required=True, help="JSON file; rows that it has are skipped")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
-    parser.add_argument("--only", type=re.compile, help="only rows whose name matches this expression")
-    parser.add_argument("--budget", type=float, help="seconds after which no row is started")
-    parser.add_argument("--jobs", type=int, help="compiling processes; 1 works in this process")
-    parser.add_argument("--quick", action="store_true", help="few candidates and short blocks")
+    parser = tuning.parser("bench.tune_lora", __doc__)
     parser.add_argument("--no-autotune", action="store_true", help="leave stock's max-autotune out")
-    parser.add_argument("--again", action="store_true", help="measure and replace rows that the file has too")
-    parser.add_argument("--list", action="store_true", help="name the rows and stop")
     parser.add_argument("--table", help="write configs/devices/TABLE.json from the file and stop")
     options = parser.parse_args()
     device: str = options.device
-    rows = [row for row in grid() if not options.only or options.only.search(row.key)]
-    if options.list:
-        print(*(row.key for row in rows), f"{len(rows)} rows", sep="\n")
-        return
     if options.table:
         measured = json.loads(options.out.read_text())["rows"]
         write_table(Path("configs/devices") / f"{options.table}.json", measured)
         print(f"{len(measured)} rows in configs/devices/{options.table}.json")
         return
-    budget = Budget(options.budget)
-    results = Results(options.out, environment(device, "bench.tune_lora"), key=lambda row: row["key"])
-    todo = [row for row in rows if options.again or row.key not in results]
-    jobs: int = options.jobs or (max(1, min(8, (os.cpu_count() or 2) // 2)) if device == "cuda" else 1)
+    rows = tuning.select(grid(), options)
     settings = {"quick": options.quick, "max_autotune": not options.no_autotune}
-    failed: list[str] = []
-    slowest = 30.0
-
-    def may_start() -> bool:
-        return budget.left > 1.5 * slowest
-
-    def done(row: Row, result: Json | None) -> None:
-        nonlocal slowest
-        result = result or {"failed": "the process died"}
-        progress.step(f"{row.key}: {describe(result)}")
-        if "failed" in result:
-            failed.append(row.key)
-            return
-        results.append({"key": row.key, **asdict(row), **result})
-        slowest = max(slowest, min(120.0, result["compile_s"] + result["measure_s"]))
-
-    with Progress(len(todo)) as progress:
-        if jobs == 1:
-            set_up(device)
-            for row in todo:
-                if not may_start():
-                    break
-                try:
-                    done(row, measure(row, device, settings, nullcontext()))
-                except Exception as error:
-                    if is_fatal(error):
-                        raise
-                    done(row, {"failed": one_line(error)})
-        else:
-            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-            tasks = [(row, device, settings) for row in todo]
-            for task, result in run_tasks(work, tasks, jobs, may_start, deadline=lambda: budget.left):
-                done(task[0], result)
-    synchronize(device)
+    results, failed = tuning.measure(
+        "bench.tune_lora",
+        options,
+        [[row] for row in rows],
+        work,
+        lambda group: (group[0], device, settings),
+        describe,
+        jobs=tuning.processes(options, most=8),
+        seconds=30.0,
+    )
     print_summary([row for row in results.rows if row["key"] in {r.key for r in rows}])
-    left = len(todo) - progress.done
-    print(f"{len(results.rows)} rows in {options.out}, {left} left, {len(failed)} failed")
-    print(f"{budget.elapsed:.0f} s")
-    if failed:
-        print("failed:", *failed, sep="\n  ")
-        sys.exit(1)
+    tuning.end(failed)
 
 
 if __name__ == "__main__":

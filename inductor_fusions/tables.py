@@ -190,11 +190,13 @@ def attention(
         return Verdict(None, f"not measured on {name} for {precision}, mask {mask}, shapes like this")
     best, gain = None, 0.0
     for kernel in candidates:
-        ratios = [(1 / (0.25 + d), row["gain"][kernel]) for d, row in near if kernel in row["gain"]]
-        if not ratios or ratios[0][1] < 1.0:
+        found = [(d, row["gain"][kernel]) for d, row in near if kernel in row["gain"]]
+        # This very shape, with whatever masks of the kind were measured, needs no neighbours.
+        exact = [item for item in found if item[0] == 0.0]
+        found = exact or found
+        if not found or any(ratio < 1.0 for _, ratio in exact or found[:1]):
             continue
-        if near[0][0] == 0.0:
-            ratios = ratios[:1]  # this very shape
+        ratios = [(1 / (0.25 + d), ratio) for d, ratio in found]
         mean = math.exp(sum(w * math.log(r) for w, r in ratios) / sum(w for w, _ in ratios))
         if mean > gain:
             best, gain = kernel, mean

@@ -53,6 +53,17 @@ def test_one_reader_is_left_alone() -> None:
     assert sites(layers, torch.randn(8, S, 24), 1) == []
 
 
+def test_one_operation_that_reads_it_twice() -> None:
+    """Two indices of one operation are read in one loop."""
+
+    def fn(x):
+        i = torch.arange(S)
+        position = (buckets(i[:, None] - i[None, :]) + BUCKETS // 2).clamp(0, BUCKETS - 1)
+        return x[:, position, position]
+
+    assert sites(fn, torch.randn(8, S, 24)) == []
+
+
 def test_few_elements_are_left_to_stock() -> None:
     """An index as large as what it gathers is not worth the memory."""
     (site,) = sites(layers, torch.randn(1, S, 24))

@@ -151,3 +151,64 @@ def test_broken_table_leaves_to_stock(shelf: Path, fresh_cache: None) -> None:
         torch.testing.assert_close(torch.compile(fn)(x), fn(x))
     (site,) = inductor_fusions.report()
     assert (site.verdict, site.reason) == ("left to stock", "no measurements for the device cpu")
+
+
+# Looking up --------------------------------------------------------------------------------------
+
+SHAPE = {"batch": 1, "heads": 2, "q_len": 64, "kv_len": 64, "head_dim": 32, "dtype": "float32", "train": True}
+WANTED = {"dtype": torch.float32, "batch_heads": 2, "q_len": 64, "kv_len": 64, "head_dim": 32}
+
+
+@pytest.fixture
+def rows(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Writes a table whose rows have SHAPE with changes."""
+    monkeypatch.setattr(tables, "device_name", lambda device: NAME)
+
+    def write(*changes: dict[str, Any]) -> None:
+        found = [{**SHAPE, "mask": "causal", "gain": {}, **change} for change in changes]
+        (shelf / f"{NAME}.json").write_text(json.dumps({**GOOD, "attention": found}))
+
+    return write
+
+
+def verdict(candidates: tuple[str, ...] = ("sdpa", "flex")) -> str | None:
+    device = torch.device("cuda")
+    return tables.attention(device=device, mask="causal", train=True, candidates=candidates, **WANTED).kernel
+
+
+LOOKED_UP: dict[str, tuple[list[dict[str, Any]], str | None]] = {
+    "the best": ([{"gain": {"sdpa": 1.2, "flex": 1.5}}], "flex"),
+    "level": ([{"gain": {"flex": 1.01}}], None),
+    "level, and a neighbour gains": ([{"gain": {"flex": 1.01}}, {"q_len": 128, "gain": {"flex": 9.0}}], None),
+    "a neighbour": ([{"q_len": 128, "gain": {"flex": 2.0}}], "flex"),
+    "one of two masks of the kind loses": ([{"gain": {"flex": 2.0}}, {"gain": {"flex": 0.9}}], None),
+    "both gain": ([{"gain": {"flex": 2.0}}, {"gain": {"flex": 1.1}}], "flex"),
+}
+
+
+@pytest.mark.parametrize("name", LOOKED_UP)
+def test_verdict(name: str, rows: Callable[..., None]) -> None:
+    """A measurement of this very shape counts alone; without one, the neighbours do."""
+    changes, expected = LOOKED_UP[name]
+    rows(*changes)
+    assert verdict() == expected
+
+
+def test_tiles(rows: Callable[..., None]) -> None:
+    """The nearest rows of the head dim, those of the mask first; each pass from one row."""
+    first, second = {"fwd_BLOCK_M": 64}, {"fwd_BLOCK_M": 32, "bwd_BLOCK_M1": 16}
+    rows({"options": second, "mask": "tanh causal"}, {"options": first, "q_len": 256}, {"head_dim": 64})
+    device = torch.device("cuda")
+    found = tables.flex_options(device=device, mask="causal", **WANTED)
+    assert found == {"fwd_BLOCK_M": 64, "bwd_BLOCK_M1": 16}
+    assert tables.flex_options(device=device, mask="causal", **{**WANTED, "head_dim": 64}) == {}
+
+
+def test_backward_in_chunks(rows: Callable[..., None]) -> None:
+    """By the shape and the share of the scores that is visible; nothing far from what was measured."""
+    rows({"gemm_backward": 1024, "visible": 0.5}, {"gemm_backward": 0, "visible": 0.1})
+    device = torch.device("cuda")
+    assert tables.flex_backward(device=device, visible=0.6, **WANTED) == 1024
+    assert tables.flex_backward(device=device, visible=0.12, **WANTED) == 0
+    assert tables.flex_backward(device=device, visible=0.6, **{**WANTED, "q_len": 2**14}) == 0
+    assert tables.flex_backward(device=device, visible=0.6, **{**WANTED, "head_dim": 64}) == 0

@@ -61,7 +61,7 @@ _inductor.register_lowering_when_loaded(STORED, _lower)
 
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     """Every integer tensor that costly operations lead to, and that several operations are indexed with."""
-    readers: dict[fx.Node, list[fx.Node]] = {}
+    readers: dict[fx.Node, dict[fx.Node, None]] = {}
     for node in graph.nodes:
         position = _READERS.get(node.target)
         if position is None:
@@ -69,10 +69,10 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
         given = node.args[position]
         for index in given if isinstance(given, (list, tuple)) else [given]:
             for source in _sources(index) if isinstance(index, fx.Node) else ():
-                readers.setdefault(source, []).append(node)
+                readers.setdefault(source, {})[node] = None
     for source, found in readers.items():
         if len(found) > 1:
-            yield StoredIndices(graph, source, found)
+            yield StoredIndices(graph, source, list(found))
 
 
 def _sources(index: fx.Node) -> set[fx.Node]:

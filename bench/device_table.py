@@ -82,7 +82,7 @@ def table(measured: dict[str, Any]) -> dict[str, Any]:
             }
             if row["train"] and "gemm_backward" in row:
                 kept |= {name: row[name] for name in ("gemm_backward", "visible")}
-            rows.append({**kept, "gain": gain, **({"options": options} if options else {})})
+            rows.append({**kept, "gain": gain, **({"options": options} if "options" in row else {})})
     header = {key: measured[key] for key in ("device", "torch", "triton", "date") if key in measured}
     return {"schema": 1, **header, "attention": rows}
 

@@ -215,7 +215,8 @@ def flex_options(
     """The tiles of flex attention that are measured to be fastest near a shape: its `kernel_options`.
 
     Those of the forward are named `fwd_...`, those of the backward `bwd_...`. They fit the shared memory of
-    a device for one head dim and dtype, so only rows that agree in these count.
+    a device for one head dim and dtype, so only rows that agree in these count. The nearest one decides:
+    without options in it, Inductor's own tiles were faster.
 
     Args:
         device, dtype, mask, batch_heads, q_len, kv_len, head_dim: as in `attention`.
@@ -225,15 +226,15 @@ def flex_options(
         return {}
     precision = str(dtype).removeprefix("torch.")
     wanted = (batch_heads, q_len, kv_len, head_dim)
-    found: dict[str, int] = {}
-    near: list[tuple[bool, float, dict[str, int]]] = []
+    near: list[tuple[bool, float, bool, dict[str, int]]] = []
     for row in table["attention"]:
-        if (row["dtype"], row["head_dim"]) == (precision, head_dim) and row.get("options"):
+        if (row["dtype"], row["head_dim"]) == (precision, head_dim) and "options" in row:
             sizes = (row["batch"] * row["heads"], row["q_len"], row["kv_len"], row["head_dim"])
-            near.append((row["mask"] != mask, _distance(wanted, sizes), row["options"]))
-    for _, _, options in sorted(near, key=lambda item: item[:2]):
-        pass_of = {name[:4] for name in found}
-        found.update({name: value for name, value in options.items() if name[:4] not in pass_of})
+            near.append((row["mask"] != mask, _distance(wanted, sizes), row["train"], row["options"]))
+    near.sort(key=lambda item: item[:2])
+    found: dict[str, int] = {}
+    for train in (False, True):  # the forward is searched in inference, the backward in training
+        found.update(next((options for _, _, of, options in near if of == train), {}))
     return found
 
 

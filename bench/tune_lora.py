@@ -459,7 +459,7 @@ def first_choices(row: Row, seen: Seen, arch: int, quick: bool) -> list[Choice]:
         found += [Choice(decode=c) for c in decode.candidates(seen.decode[0], arch)]
     elif seen.block and row.kind != "step":
         wanted = heuristics.candidates(seen.block[0], arch)
-        found += [Choice(block=c) for c in wanted if c.template == "tiled" or c.group_m == 8]
+        found += [Choice(block=c) for c in wanted]
     elif row.kind == "gradient" and seen.narrow:
         found += [Choice(narrow=c) for c in spread(narrow.candidates(seen.narrow[0]), 10)]
     return found[:3] if quick else found
@@ -743,7 +743,7 @@ def main() -> None:
         work,
         lambda group: (group[0], device, settings),
         describe,
-        jobs=tuning.processes(options, most=8),
+        jobs=tuning.processes(options, share=0.85, most=14),
         seconds=30.0,
     )
     print_summary([row for row in results.rows if row["key"] in {r.key for r in rows}])

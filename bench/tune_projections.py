@@ -8,7 +8,7 @@ activation. Its candidates:
     max_autotune   the same with mode="max-autotune-no-cudagraphs"
     bare           the products alone, by the library, one by one
     limit          one library product on weights that were concatenated beforehand (copied: no choice)
-    tiled ..., persistent ...
+    row ..., tiled ..., persistent ...
                    the configurations of `heuristics.candidates`
 
 Each candidate runs as a CUDA graph that calls it on several sets of operands in turn, enough of them that
@@ -322,7 +322,7 @@ def name_of(chosen: Any) -> str:
     tile = f"{chosen.block_m}x{chosen.block_n}x{chosen.block_k}"
     return (
         f"{chosen.template} {tile} w{chosen.num_warps} s{chosen.num_stages} "
-        f"g{chosen.group_m} p{chosen.subtiles}"
+        f"g{chosen.group_m} p{chosen.subtiles} x{chosen.per_processor}"
     )
 
 
@@ -343,11 +343,11 @@ def measure(row: Row, device: str, options: Json, lock: AbstractContextManager[A
                 runs[name] = ours(row, first, chosen)
             except Exception as error:
                 result["skipped"][name] = one_line(error)
+        if options["max_autotune"]:
+            runs["max_autotune"] = stock(row, first, "max-autotune-no-cudagraphs")
         result["compile_s"] = round(time.monotonic() - started, 2)
         with lock:
             started = time.monotonic()
-            if options["max_autotune"]:
-                runs["max_autotune"] = stock(row, first, "max-autotune-no-cudagraphs")
             sets = [first, *(make(row, device, s) for s in range(1, count_of_sets(row, first, device)))]
             runs["limit"] = limit(row, sets)
             time_all(row, device, options["quick"], runs, sets, configs, result)
@@ -518,7 +518,7 @@ def main() -> None:
         work,
         lambda group: (group[0], device, settings),
         describe,
-        jobs=tuning.processes(options, most=8),
+        jobs=tuning.processes(options, share=0.85, most=14),
         seconds=20.0,
     )
     print_summary([row for row in results.rows if row["key"] in {r.key for r in rows}])

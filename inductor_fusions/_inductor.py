@@ -836,7 +836,7 @@ def _tiles(*sizes_and_meta: Any, cdiv: Any, min: Any) -> tuple[Any, int, int]:
     pairs = list(zip(sizes[::2], sizes[1::2], strict=True))
     tiles = sum(cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]) for m, n in pairs)
     tiles = tiles * meta.get("SPLITS", 1)
-    return (min(tiles, meta["NUM_SMS"]) if "NUM_SMS" in meta else tiles, 1, 1)
+    return (min(tiles, meta["NUM_PROGRAMS"]) if "NUM_PROGRAMS" in meta else tiles, 1, 1)
 
 
 _templates: dict[tuple[str, str], Any] = {}

@@ -17,11 +17,12 @@ import torch._inductor.config
 
 from bench import cuda_codegen
 from inductor_fusions import config, ops
-from inductor_fusions.fusions.block_mm import heuristics
+from inductor_fusions.fusions.block_mm import heuristics, lowering
 from inductor_fusions.fusions.block_mm.op import composite
 
 TILED = heuristics.Config("tiled", 16, 32, 32, 4, 2, group_m=2)
 PERSISTENT = heuristics.Config("persistent", 32, 32, 32, 4, 2, group_m=2)
+ROW = heuristics.Config("row", 1, 8, 64, 4, 1)
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Case:
         inner: K of each product of a group.
         columns: N of each group.
         config: the kernel.
+        far: whether no two weights are near enough for one bulk copy.
+        turned: whether weights lie in memory in the opposite order.
         layout: of the operands: "nt" (as linears have them), "nn", "tn" (as gradients of weights) or "tt".
         bias: "", "row" or "whole".
         activations: of each group.
@@ -50,6 +53,8 @@ class Case:
     dtype: torch.dtype = torch.float16
     tail: bool = False
     dynamic: bool = False
+    far: bool = False
+    turned: bool = False
 
 
 CASES: dict[str, Case] = {}
@@ -75,6 +80,27 @@ for name, kernel in (("tiled", TILED), ("persistent", PERSISTENT)):
     CASES[f"{name} gated adapters"] = replace(
         base, columns=(40, 40), inner=(64, 8), scales=(1.0, 0.5), activations=("silu", ""), gated=True
     )
+CASES["persistent gated, weights far apart"] = replace(CASES["persistent gated silu"], far=True)
+CASES["persistent gated, weights in the other order"] = replace(CASES["persistent gated silu"], turned=True)
+CASES["persistent gated adapters, weights far apart"] = replace(CASES["persistent gated adapters"], far=True)
+CASES["persistent gated nn"] = replace(CASES["persistent gated silu"], layout="nn")
+CASES["persistent gated bias"] = replace(CASES["persistent gated gelu"], bias="row")
+CASES["two programs on a multiprocessor"] = replace(
+    CASES["persistent gated silu"], rows=333, columns=(256, 256), config=replace(PERSISTENT, per_processor=2)
+)
+row = Case(1, (72,), (64, 16, 40), ROW)
+CASES |= {
+    "row qkv": row,
+    "row qkv bias": replace(row, bias="row"),
+    "row whole steps": replace(row, inner=(128,)),
+    "row odd sizes": replace(row, inner=(61,), columns=(33, 17), bias="whole"),
+    "row sum": replace(row, inner=(64, 40, 16), columns=(64,), scales=(1.0, 0.5, -2.0)),
+    "row adapters": replace(row, inner=(72, 8), scales=(1.0, 0.25), bias="row"),
+    "row tail": replace(row, columns=(64,), tail=True),
+    "row gated": replace(row, columns=(40, 40), activations=("silu", ""), gated=True, bias="row"),
+    "row float32": replace(row, dtype=torch.float32),
+    "row, one column a program": replace(row, config=replace(ROW, block_n=1)),
+}
 CASES["tiled odd sizes"] = Case(7, (61,), (33, 17), TILED, bias="row")
 CASES["tiled odd sizes nn"] = Case(7, (61,), (33, 17), TILED, layout="nn", bias="row")
 CASES["tiled odd sizes tt"] = Case(7, (61,), (33, 17), TILED, layout="tt")
@@ -106,6 +132,9 @@ def operands(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor], list[t
     for n in case.columns:
         a += left
         b += [matrix(k, n, case.layout[1]) for k in case.inner]
+    if case.turned:
+        held = torch.empty(len(b), *reversed(b[0].shape), dtype=case.dtype)
+        b = [held[-1 - i].t().copy_(right) for i, right in enumerate(b)]
     shapes = {"": [], "row": [(n,) for n in case.columns], "whole": [(case.rows, n) for n in case.columns]}
     return a, b, [torch.randn(shape).to(case.dtype) for shape in shapes[case.bias]]
 
@@ -125,6 +154,7 @@ def error(case: Case) -> float:
         return [torch.relu(y) * 2 + 1 for y in found] if case.tail else found
 
     heuristics.default = lambda problem, arch: case.config  # type: ignore[assignment]
+    lowering.FARTHEST = 0 if case.far else 2**40
     if case.dynamic:
         torch._dynamo.mark_dynamic(a[0], 0)
     with torch.no_grad(), config.patch(policy="always", strict=True):

@@ -59,6 +59,7 @@ class Case:
 PLAIN = narrow.Config(16, 32, 1, 4, 2)
 NARROW = Case(37, 96, (16,), (HALF, HALF), PLAIN)
 PAIR = decode.Config(16, 32, 4, 2, 2, False)
+ROW = decode.Config(4, 64, 4, 1, 2, False)
 DECODE = Case(3, 96, (16,), (HALF, HALF), PAIR, columns=(48,), groups=(0,))
 CASES = {
     "narrow": NARROW,
@@ -69,6 +70,12 @@ CASES = {
     "narrow in uneven parts": replace(NARROW, inner=83, ranks=(16, 8), config=replace(PLAIN, splits=2)),
     "narrow widened": replace(NARROW, dtypes=(HALF, WHOLE)),
     "narrow in summands": replace(NARROW, dtypes=(HALF, WHOLE), summands=True),
+    "narrow in summands made ahead": replace(
+        NARROW, rows=70, dtypes=(HALF, WHOLE), summands=True, ranks=(16, 5)
+    ),
+    "narrow t in summands made ahead": replace(
+        NARROW, rows=96, inner=83, layout="t", transposed=True, dtypes=(HALF, WHOLE), summands=True
+    ),
     "narrow float32": replace(NARROW, dtypes=(WHOLE, WHOLE)),
     "narrow halves": replace(NARROW, dtypes=(HALF, WHOLE), split=True, ranks=(16, 5)),
     "narrow halves in parts": replace(
@@ -86,6 +93,13 @@ CASES = {
     "decode two adapters": replace(DECODE, groups=(0, 0), ranks=(16, 20)),
     "decode float32": replace(DECODE, dtypes=(HALF, WHOLE), bias=True),
     "decode odd K": replace(DECODE, inner=83, columns=(50,)),
+    "decode row": replace(DECODE, rows=1, config=ROW),
+    "decode row qkv": replace(
+        DECODE, rows=1, config=ROW, columns=(48, 16, 24), groups=(0, 1, 2), ranks=(16, 8, 5), bias=True
+    ),
+    "decode row, two adapters": replace(DECODE, rows=1, config=ROW, groups=(0, 0), ranks=(16, 20)),
+    "decode row float32": replace(DECODE, rows=1, config=ROW, dtypes=(HALF, WHOLE), inner=83, columns=(50,)),
+    "decode row, one column a program": replace(DECODE, rows=1, config=replace(ROW, block_n=1)),
     "decode 33 rows": replace(DECODE, rows=33),
 }
 
@@ -114,7 +128,9 @@ def error(case: Case) -> float:
 
     if case.dynamic:
         torch._dynamo.mark_dynamic(x, 0)
-    outputs = generated(fn, (x, a), case.config.splits * len(a) * (case.config.splits > 1))
+    templates = 2 if case.summands and case.rows > lowering.FEW_ROWS else 1
+    sums = case.config.splits * len(a) * (case.config.splits > 1)
+    outputs = generated(fn, (x, a), sums, templates)
     exact = [s * x.double() @ right.double() for s, right in zip(scales, a, strict=True)]
     whole = [y.double().t() if case.transposed else y.double() for y in outputs[: len(a)]]
     for part, y in zip(outputs[len(a) :], exact, strict=False):

@@ -36,7 +36,10 @@ def narrow_code(shape: narrow.Shape, arch: int, chosen: Any = None, transposed: 
             patch.setattr(lowering, "choose", lambda shape, device: chosen)
         with config.patch(policy="always", strict=True):
             made = cuda_codegen.generate(fn, (x.t() if turned else x, right), arch=arch)
-    (kernel,) = [kernel for kernel in made.kernels if kernel.is_template]
+    *ahead, kernel = [kernel for kernel in made.kernels if kernel.is_template]
+    for splitting in ahead:
+        (found,) = cuda_codegen.compile_kernel(splitting.source, arch)
+        assert found.fits, found
     (found,) = cuda_codegen.compile_kernel(kernel.source, arch)
     return found
 

@@ -12,7 +12,7 @@ import torch
 from ... import config, tables
 from ...fusion import LeftToStock
 
-Template = Literal["tiled", "persistent"]
+Template = Literal["tiled", "persistent", "row"]
 
 #: How far apart two measured numbers of rows may be for one between them to count as covered.
 BRACKET = 8
@@ -80,12 +80,13 @@ class Config:
     """One configuration of a template.
 
     Attributes:
-        template: "tiled" (a tile for each thread block) or "persistent" (bulk tensor copies, a thread
-            block for each multiprocessor).
+        template: "tiled" (a tile for each thread block), "persistent" (bulk tensor copies, as many thread
+            blocks as the multiprocessors hold) or "row" (one row of input, without tensor cores).
         block_m, block_n, block_k: the tile.
         num_warps, num_stages: as Triton has them.
         group_m: tiles in M that are neighbours in time.
         subtiles: parts in which a tile is stored.
+        per_processor: thread blocks of a persistent kernel on each multiprocessor.
     """
 
     template: Template
@@ -96,6 +97,7 @@ class Config:
     num_stages: int
     group_m: int = 8
     subtiles: int = 1
+    per_processor: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """As tables have it."""
@@ -164,8 +166,18 @@ def measured(problem: Problem, device: torch.device) -> Choice:
     gain = min(row["gain"] for row in around)
     if gain < tables.MARGIN or any(row["config"] is None for row in around):
         raise LeftToStock(f"not measured to be faster than stock on {name} at this shape")
-    nearest = min(around, key=lambda row: abs(math.log2(row["tokens"] / tokens)))
+    fitting = [row for row in around if suits(Config(**row["config"]), problem)]
+    if not fitting:
+        raise LeftToStock(f"the kernels that were measured on {name} take other numbers of rows")
+    nearest = min(fitting, key=lambda row: abs(math.log2(row["tokens"] / tokens)))
     return Choice(Config(**nearest["config"]), f", {gain:.2f}x measured")
+
+
+def suits(choice: Config, problem: Problem) -> bool:
+    """Whether a template takes a problem at all."""
+    if choice.template == "row":
+        return _one_row(problem)
+    return choice.template == "tiled" or _bulk_copies(problem)
 
 
 def _matches(row: dict[str, Any], problem: Problem) -> bool:
@@ -194,6 +206,8 @@ def default(problem: Problem, arch: int) -> Config:
     rows = [512 if m is None else m for m in problem.rows]
     wide = problem.dtype == torch.float32
     most = max(rows)
+    if _one_row(problem):
+        return Config("row", 1, 2, _row_step(problem, 1024), 4, 1)
     if most <= 64:
         block_m = max(16, 1 << (most - 1).bit_length())
         block_k = 64 if wide else 128
@@ -211,6 +225,17 @@ def default(problem: Problem, arch: int) -> Config:
     return Config("tiled", 128, 128, 32, 8, 3)
 
 
+def _one_row(problem: Problem) -> bool:
+    """Whether the template for one row takes it: weights that lie along K."""
+    return set(problem.rows) == {1} and None not in problem.inner and {x[1] for x in problem.layouts} == {"t"}
+
+
+def _row_step(problem: Problem, wanted: int) -> int:
+    """A step of K that no product is much shorter than, except for those of adapters."""
+    longest = max(k for k in problem.inner if k is not None)
+    return min(wanted, max(16, 1 << (longest - 1).bit_length()))
+
+
 def _bulk_copies(problem: Problem) -> bool:
     """Whether the persistent template takes it: bulk copies know their sizes in advance."""
     return None not in problem.inner
@@ -226,31 +251,42 @@ def candidates(problem: Problem, arch: int) -> list[Config]:
     """Configurations worth measuring, for tuning and for `max_autotune`."""
     most = max(512 if m is None else m for m in problem.rows)
     found = [default(problem, arch)]
-    if most <= 64:
-        block_m = max(16, 1 << (most - 1).bit_length())
-        for block_n in (16, 32, 64):
-            for block_k in (128, 256):
-                for warps, stages in ((4, 3), (4, 5), (2, 4), (8, 4)):
-                    found.append(Config("tiled", block_m, block_n, block_k, warps, stages))
-    elif arch >= 90 and problem.dtype != torch.float32 and _bulk_copies(problem):
-        for block_m, block_n, warps, stages, parts in (
-            (128, 256, 8, 3, 2), (128, 256, 8, 3, 1), (128, 128, 8, 4, 1), (128, 128, 4, 4, 1),
-            (64, 256, 4, 4, 1), (64, 128, 4, 4, 1), (128, 64, 4, 4, 1), (256, 128, 8, 3, 2),
+    if _one_row(problem):
+        for block_n, block_k, warps in (
+            (1, 2048, 4), (2, 2048, 4), (2, 1024, 4), (4, 2048, 8), (4, 1024, 4), (2, 1024, 2), (1, 4096, 8),
+            (1, 1024, 4),
         ):  # fmt: skip
-            if problem.gated and block_n == 256:
-                continue
-            for group_m in (8, 16):
-                found.append(Config("persistent", block_m, block_n, 64, warps, stages, group_m, parts))
+            if warps * 64 <= block_n * _row_step(problem, block_k):
+                found.append(Config("row", 1, block_n, _row_step(problem, block_k), warps, 1))
+        for block_n in (16, 32, 64):
+            found.append(Config("tiled", 16, block_n, 256, 2, 4))
+    elif most <= 64:
+        block_m = max(16, 1 << (most - 1).bit_length())
+        for block_n, block_k, warps, stages in (
+            (16, 256, 2, 4), (32, 256, 2, 4), (64, 256, 2, 4), (64, 256, 4, 3), (64, 256, 8, 4),
+            (64, 128, 4, 5), (32, 128, 4, 5), (16, 128, 2, 4),
+        ):  # fmt: skip
+            found.append(Config("tiled", block_m, block_n, block_k, warps, stages))
+    elif arch >= 90 and problem.dtype != torch.float32 and _bulk_copies(problem):
+        for block_m, columns, warps, stages, parts, each, group_m in (
+            (128, 256, 8, 3, 2, 1, 8), (128, 256, 8, 3, 1, 1, 16), (128, 128, 4, 3, 1, 2, 8),
+            (128, 128, 4, 3, 1, 2, 16), (128, 128, 8, 4, 1, 1, 8), (64, 256, 4, 4, 1, 1, 8),
+            (256, 128, 8, 3, 2, 1, 8), (64, 128, 4, 4, 1, 2, 8),
+        ):  # fmt: skip
+            # A gated pair has two accumulators, each of half of the columns.
+            block_n, parts = (columns // 2, 1) if problem.gated else (columns, parts)
+            found.append(Config("persistent", block_m, block_n, 64, warps, stages, group_m, parts, each))
     if 64 < most <= 1024 or arch < 90:
         for block_m, block_n, block_k, warps, stages in (
-            (64, 64, 64, 4, 4), (64, 32, 128, 4, 4), (32, 64, 128, 4, 4), (128, 64, 64, 4, 3),
-            (128, 128, 64, 8, 3), (64, 128, 64, 4, 3),
+            (64, 64, 64, 4, 4), (64, 64, 64, 4, 6), (64, 64, 128, 4, 3), (64, 64, 128, 4, 5),
+            (128, 128, 64, 8, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 64, 128, 8, 4),
+            (64, 32, 128, 4, 4),
         ):  # fmt: skip
             found.append(Config("tiled", block_m, block_n, block_k, warps, stages))
     return [
         c
         for c in dict.fromkeys(found)
-        if shared_bytes(c, problem) <= SHARED_LIMIT[arch] and _fits_registers(c, problem)
+        if shared_bytes(c, problem) <= SHARED_LIMIT[arch] // c.per_processor and _fits_registers(c, problem)
     ]
 
 
@@ -260,6 +296,8 @@ def _fits_registers(choice: Config, problem: Problem) -> bool:
         if choice.block_k > 128 or (choice.num_warps == 8 and choice.block_n == 16):
             return False
     columns = choice.block_n * (2 if problem.gated else 1)
+    if choice.template == "row":
+        return columns * choice.block_k <= 64 * 32 * choice.num_warps
     held = choice.block_m * columns // (32 * choice.num_warps)
     return held <= (128 if choice.template == "persistent" else 64)
 
@@ -270,6 +308,8 @@ SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448}
 
 def shared_bytes(choice: Config, problem: Problem) -> int:
     """About what a configuration needs of shared memory for the tiles that are under way."""
+    if choice.template == "row":
+        return 0
     columns = choice.block_n * (2 if problem.gated else 1)
     return (choice.block_m + columns) * choice.block_k * problem.dtype.itemsize * choice.num_stages
 

@@ -17,6 +17,8 @@ from .op import BLOCK_MM
 
 log = logging.getLogger(__name__)
 
+#: Bulk copies know strides below this, in bytes.
+FARTHEST = 2**40
 #: The products that one kernel takes at most: its code grows with them.
 MOST_PRODUCTS = 8
 
@@ -36,9 +38,10 @@ def lower(
     activations: str,
     gated: bool,
     dtype: torch.dtype,
+    early: bool = False,
 ) -> list[Any]:
     """The outputs, as Inductor's values."""
-    call = Call(a, b, bias, bias_groups, groups, scales, activations.split(","), gated, dtype)
+    call = Call(a, b, bias, bias_groups, groups, scales, activations.split(","), gated, dtype, early)
     try:
         outputs = call.kernel()
     except Rejected as miss:
@@ -57,8 +60,8 @@ class Call:
     """One call of the operation while it is lowered.
 
     Args:
-        a, b, bias, bias_groups, groups, scales, activations, gated, dtype: as in `op`, with Inductor's
-            values for tensors.
+        a, b, bias, bias_groups, groups, scales, activations, gated, dtype, early: as in `op`, with
+            Inductor's values for tensors.
     """
 
     def __init__(
@@ -72,11 +75,13 @@ class Call:
         activations: Sequence[str],
         gated: bool,
         dtype: torch.dtype,
+        early: bool = False,
     ) -> None:
         self.a, self.b = list(a), list(b)
         self.bias = dict(zip(bias_groups, bias, strict=True))
         self.groups, self.scales = list(groups), list(scales)
         self.activations, self.gated, self.dtype = list(activations), gated, dtype
+        self.early = early
         # The operands in memory, for a kernel.
         self.left: list[Any] = []
         self.right: list[Any] = []
@@ -109,10 +114,13 @@ class Call:
             configs = heuristics.candidates(problem, arch)
         else:
             configs = [heuristics.choose(problem, device).config]
+        configs = [chosen for chosen in configs if heuristics.suits(chosen, problem)]
         if not all(_aligned(x) for x in (*self.left, *self.right)):
             configs = [chosen for chosen in configs if chosen.template != "persistent"]
-            if not configs:
-                raise Rejected("bulk copies need strides that are multiples of 16 bytes")
+        if not configs:
+            raise Rejected(
+                "bulk copies need strides that are multiples of 16 bytes, and sizes that are known"
+            )
         shapes = [(_sizes(self.left[p])[0], _sizes(self.right[p])[1]) for p in self._first()]
         return _inductor.lower_to_template(
             name="block_mm",
@@ -206,9 +214,16 @@ class Call:
         outputs = () if self.gated else tuple(f"Y{g}" for g in range(1, len(self.activations)))
         structure = template.Structure(
             (*(n for n, _ in inputs), *outputs), tuple(factors), tuple(biases),
-            tuple(self.activations), outputs, self.gated,
+            tuple(self.activations), outputs, self.gated, pair=self.gated and self._is_pair(factors),
+            early=self.early and heuristics.capability(self.a[0].get_device()) >= 90,
         )  # fmt: skip
         return inputs, structure
+
+    def _is_pair(self, factors: Sequence[template.Factor]) -> bool:
+        """Whether the first products of a gated pair have one input, and weights of one layout."""
+        i, j = self._first()
+        alike = _strides(self.right[i]) == _strides(self.right[j])
+        return alike and factors[i].a == factors[j].a and factors[i].b.name != factors[j].b.name
 
     def _stock(self, structure: template.Structure) -> Callable[..., torch.Tensor]:
         """The products one by one, on the tensors that the kernel gets."""
@@ -308,12 +323,17 @@ def _variant(
         "ACC_TYPE": "tl.float32",
     }
     if chosen.template == "persistent":
-        meta["SUBTILES"] = chosen.subtiles
-        meta["NUM_SMS"] = torch.cuda.get_device_properties(device).multi_processor_count
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        meta |= {
+            "SUBTILES": chosen.subtiles,
+            "NUM_PROGRAMS": chosen.per_processor * processors,
+            "FARTHEST": FARTHEST,
+        }
     return _inductor.Variant(
         source=template.source(chosen.template, structure, chosen.block_k),
         meta=meta,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
         outputs=structure.outputs,
+        early=structure.early and chosen.template != "row",
     )

@@ -55,6 +55,10 @@ class Structure:
         activations: of each group.
         outputs: of each group from the second on: name of its output. Empty where gated.
         gated: whether the two groups are multiplied.
+        pair: whether the first products of a gated pair have weights of one layout, so that bulk copies can
+            take a tile of both at once.
+        early: whether the kernel starts before the one in front of it ends, which makes the operands of all
+            products but the first of each group.
     """
 
     names: tuple[str, ...]
@@ -63,6 +67,8 @@ class Structure:
     activations: tuple[str, ...]
     outputs: tuple[str, ...]
     gated: bool
+    pair: bool = False
+    early: bool = False
 
     @property
     def groups(self) -> int:
@@ -85,6 +91,8 @@ class _Step:
     dots: list[dict[str, str]]
     a_mask: str = ""
     b_mask: str = ""
+    single: bool = False
+    ragged: bool = False
     factors: list[tuple[str, float]] = field(default_factory=list)
 
 
@@ -101,14 +109,14 @@ def source(template: str, structure: Structure, block_k: int) -> str:
     """The text that Inductor's templates take.
 
     Args:
-        template: "tiled" or "persistent".
+        template: "tiled", "persistent" or "row".
         structure: what is computed.
         block_k: most of K that one step takes.
     """
     text: str = (
         environment(FOLDER)
         .get_template(f"{template}.py.jinja")
-        .render(names=structure.names, groups=_groups(structure, block_k))
+        .render(names=structure.names, groups=_groups(structure, block_k), early=structure.early)
     )
     return text
 
@@ -154,6 +162,7 @@ def _groups(structure: Structure, block_k: int) -> list[dict[str, Any]]:
                 "a": first.a.name,
                 "b": first.b.name,
                 "accumulators": accumulators,
+                "joint": structure.pair and first.a.inner and first.b.inner,
                 "steps": _steps(index, factors, block_k),
                 "output": "" if index == 0 else structure.outputs[index - 1],
             }
@@ -174,6 +183,7 @@ def _steps(group: int, factors: Sequence[Sequence[Factor]], block_k: int) -> lis
             b_inner=first.b.inner,
             block_k=block,
             precision=first.precision,
+            single=index > 0 and size is not None and size <= block,
             left=list(dict.fromkeys(f.a.name for f in side_by_side)),
             right=list(dict.fromkeys(f.b.name for f in side_by_side)),
             dots=[
@@ -181,7 +191,8 @@ def _steps(group: int, factors: Sequence[Sequence[Factor]], block_k: int) -> lis
                 for i, f in enumerate(side_by_side)
             ],
         )
-        rest = [] if size is not None and size % block == 0 else ["{} < K - k"]
+        step.ragged = size is None or size % block != 0
+        rest = ["{} < K - k"] if step.ragged else []
         a_masks = [text.format("rk[None, :]") for text in rest]
         b_masks = [text.format("rk[:, None]") for text in rest]
         if not step.a_inner:

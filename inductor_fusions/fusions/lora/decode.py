@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,11 @@ class Config:
         """As tables have it."""
         return asdict(self)
 
+    @property
+    def row(self) -> bool:
+        """Whether it is for one row, which needs no tensor cores: their tiles have 16 columns or more."""
+        return self.block_n < 16
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -58,6 +63,7 @@ class Shape:
     Attributes:
         rows: M, inner: K, columns: N of each linear, ranks: of all adapters.
         dtype, adapters: of the base and of the adapters.
+        along: whether the elements of the weights lie next to each other along K.
     """
 
     rows: int
@@ -66,6 +72,7 @@ class Shape:
     ranks: tuple[int, ...]
     dtype: torch.dtype
     adapters: torch.dtype
+    along: bool = True
 
     @property
     def key(self) -> dict[str, Any]:
@@ -90,10 +97,17 @@ def block_m(rows: int) -> int:
 
 def default(shape: Shape, arch: int) -> Config:
     """A configuration that fits every device; it is not tuned."""
+    splits, early = _splits(shape, 16), arch >= 90
+    if shape.rows == 1 and shape.along:
+        return Config(2, _row_step(shape, 1024), 4, 1, splits, early)
     tall = block_m(shape.rows)
     block_k = 128 if tall <= 32 else 64
     stages = 5 if tall == 16 else 4
-    return Config(32, block_k, 4, stages, _splits(shape, 16), arch >= 90)
+    return Config(32, block_k, 4, stages, splits, early)
+
+
+def _row_step(shape: Shape, wanted: int) -> int:
+    return min(wanted, 1 << max(7, (shape.inner - 1).bit_length()))
 
 
 def _splits(shape: Shape, wanted: int) -> int:
@@ -102,35 +116,38 @@ def _splits(shape: Shape, wanted: int) -> int:
 
 def candidates(shape: Shape, arch: int) -> list[Config]:
     """Configurations worth measuring."""
-    found = [default(shape, arch)]
-    early = (True, False) if arch >= 90 else (False,)
-    tall = block_m(shape.rows)
-    for block_n in (16, 32, 64):
-        for block_k in (128, 256) if tall <= 32 else (64, 128):
-            for warps, stages in ((4, 5), (4, 3), (2, 4), (8, 4)):
-                size = (tall + block_n) * block_k * shape.dtype.itemsize * stages
-                if size <= 160000:
-                    found.append(Config(block_n, block_k, warps, stages, _splits(shape, 16), early[0]))
-    base = found[0]
-    for splits in (8, 32):
-        for start in early:
-            found.append(Config(32, base.block_k, 4, base.num_stages, _splits(shape, splits), start))
-    if len(early) > 1:
-        found.append(Config(32, base.block_k, 4, base.num_stages, base.splits, False))
+    first = default(shape, arch)
+    found, tall = [first], block_m(shape.rows)
+    if first.row:
+        for block_n, block_k, warps in (
+            (1, 2048, 4), (2, 2048, 4), (1, 1024, 4), (4, 1024, 4), (4, 2048, 8), (1, 4096, 8), (2, 1024, 2),
+        ):  # fmt: skip
+            if warps * 64 <= block_n * _row_step(shape, block_k):
+                found.append(
+                    replace(first, block_n=block_n, block_k=_row_step(shape, block_k), num_warps=warps)
+                )
+    for block_n, block_k, warps, stages in (
+        (16, 256, 2, 4), (32, 256, 2, 4), (64, 256, 2, 4), (64, 256, 4, 3), (64, 128, 4, 5), (32, 128, 4, 5),
+        (16, 128, 2, 4), (32, 64, 4, 4),
+    ):  # fmt: skip
+        if (tall + block_n) * block_k * shape.dtype.itemsize * stages <= 160000 and block_k * tall <= 4096:
+            found.append(Config(block_n, block_k, warps, stages, first.splits, first.early))
+    found += [replace(found[i], splits=_splits(shape, 8)) for i in (0, 1, 2)]
+    if first.early:
+        found.append(replace(first, early=False))
     return list(dict.fromkeys(found))
 
 
 def choose(shape: Shape, device: torch.device) -> Config:
     """The table's configuration of the nearest number of rows, or the default one."""
     table = tables.load(tables.device_name(device)) or {}
-    near = [
-        (abs(math.log2(row["tokens"] / shape.rows)), row["config"])
+    known = [
+        (abs(math.log2(row["tokens"] / shape.rows)), Config(**row["config"]))
         for row in table.get("lora_decode", [])
         if row["config"] is not None and all(row[name] == wanted for name, wanted in shape.key.items())
     ]
-    if not near:
-        return default(shape, capability(device))
-    return Config(**min(near, key=lambda item: item[0])[1])
+    near = [item for item in known if not item[1].row or (shape.rows == 1 and shape.along)]
+    return min(near, key=lambda item: item[0])[1] if near else default(shape, capability(device))
 
 
 def register() -> None:
@@ -188,7 +205,8 @@ class Call:
         if sum(narrow.padded(r) for r in ranks) > narrow.MOST_TOGETHER or max(ranks) > narrow.MOST_COLUMNS:
             raise Rejected(f"adapters of more than {narrow.MOST_TOGETHER} columns together")
         dtypes = x.get_dtype(), a[0].get_dtype()
-        shape = Shape(sizes[0], sizes[1], tuple(columns), tuple(ranks), *dtypes)
+        along = all(_inductor.static(right.get_stride()[0]) == 1 for right in w)
+        shape = Shape(sizes[0], sizes[1], tuple(columns), tuple(ranks), *dtypes, along)
         config = choose(shape, device)
         early = config.early and self.early and capability(device) >= 90
         parts = self._parts(x, a, shape, config, early, device)
@@ -220,7 +238,7 @@ class Call:
         chosen = narrow.fitted(narrow.Config(block_m(shape.rows), 128, config.splits, warps, 3), posed)
         made = _inductor.lower_to_template(
             name="lora_narrow_mm",
-            inputs=[("X", x), *((f"B{i}", right) for i, right in enumerate(a))],
+            inputs=[("X", x), *lowering.narrow_inputs(a, posed)],
             shapes=[(shape.rows * config.splits, rank) for rank in shape.ranks],
             dtype=torch.float32,
             device=device,
@@ -264,7 +282,7 @@ class Call:
             start = end
         exact = torch.get_float32_matmul_precision() == "highest"
         text = lowering.render(
-            "decode.py.jinja",
+            "decode_row.py.jinja" if config.row else "decode.py.jinja",
             names=[*names, *outputs],
             groups=groups,
             splits=config.splits,
@@ -272,7 +290,8 @@ class Call:
             early=early,
             precision="tf32x3" if exact else "tf32",
         )
-        meta = {"BLOCK_M": block_m(shape.rows), "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
+        tall = 1 if config.row else block_m(shape.rows)
+        meta = {"BLOCK_M": tall, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
         return _inductor.Variant(
             source=text,
             meta={**meta, "ACC_TYPE": "tl.float32"},

@@ -23,6 +23,11 @@ aten = torch.ops.aten
 #: Dtypes of which float32 is a sum of three. float16 has too few exponents: there x is widened instead.
 SUMMANDS = (torch.bfloat16,)
 
+#: Up to so many rows, one thread block for each part of K reads the narrow matrices.
+FEW_ROWS = 64
+#: Elements that a thread block splits up into summands.
+SUMMANDS_BLOCK = 1024
+
 FOLDER = Path(__file__).parent / "templates"
 
 
@@ -83,11 +88,13 @@ def _kernel(
     halves = [i for i, wanted in enumerate(split) if wanted and whole]
     outputs = _inductor.lower_to_template(
         name="lora_narrow_mm",
-        inputs=[("X", x), *((f"B{i}", right) for i, right in enumerate(b))],
+        inputs=[("X", x), *narrow_inputs(b, shape)],
         shapes=shapes + [(rows, 3 * ranks[i]) for i in halves],
         dtype=wide,
         device=device,
-        variants=[variant(config, shape, scales, halves, transposed)],
+        variants=[
+            variant(config, shape, scales, halves, transposed, block_heuristics.capability(device) >= 90)
+        ],
         stock=None,
         dtypes=[wide] * len(b) + [x.get_dtype()] * len(halves),
         grid_sizes=[rows, 1],
@@ -97,6 +104,87 @@ def _kernel(
     if whole:
         return outputs
     return _added_up(outputs, rows, ranks, config.splits, x.get_dtype(), b[0].get_dtype(), split)
+
+
+def _count(shape: narrow.Shape) -> int:
+    """How many matrices of the dtype of x a narrow matrix of float32 is the sum of; 1 for others."""
+    if shape.dtype == shape.narrow or shape.dtype not in SUMMANDS:
+        return 1
+    return 3 if torch.get_float32_matmul_precision() == "highest" else 2
+
+
+def _ahead(shape: narrow.Shape) -> int:
+    """How many summands of each narrow matrix a kernel of their own makes; 1: there is none.
+
+    With few rows, few thread blocks read the narrow matrices, and split them up themselves.
+    """
+    few = shape.rows is not None and shape.rows <= FEW_ROWS
+    return 1 if few or shape.inner is None else _count(shape)
+
+
+def _names(shape: narrow.Shape) -> list[str]:
+    """The kernel's arguments for the narrow matrices."""
+    count = _ahead(shape)
+    return [
+        f"B{i}" if count == 1 else f"B{i}_{step}" for i in range(len(shape.ranks)) for step in range(count)
+    ]
+
+
+def narrow_inputs(b: Sequence[Any], shape: narrow.Shape) -> list[tuple[str, Any]]:
+    """What the kernel reads, by name: the narrow matrices, or the summands of each, in memory.
+
+    One kernel makes the summands of all of them.
+    """
+    count = _ahead(shape)
+    values = list(b) if count == 1 else _summands(b, shape, count)
+    return list(zip(_names(shape), values, strict=True))
+
+
+def _summands(b: Sequence[Any], shape: narrow.Shape, count: int) -> list[Any]:
+    factors, start = [], 0
+    for i, right in enumerate(b):
+        sizes, strides = (
+            [_inductor.static(n) for n in each] for each in (right.get_size(), right.get_stride())
+        )
+        rows_dim = 0 if strides[1] == 1 else 1  # the dim whose rows lie one behind the other
+        size = sizes[0] * sizes[1]
+        end = start + -(-size // SUMMANDS_BLOCK)
+        factors.append(
+            {
+                "name": f"B{i}", "output": f"Y{i}" if i else "", "start": start, "end": end, "size": size,
+                "columns": sizes[1 - rows_dim], "rows_dim": rows_dim,
+            }
+        )  # fmt: skip
+        start = end
+    outputs = tuple(str(f["output"]) for f in factors[1:])
+    text = render(
+        "summands.py.jinja",
+        names=[*(f["name"] for f in factors), *outputs],
+        factors=factors,
+        count=count,
+        dtype=f"tl.{str(shape.dtype).removeprefix('torch.')}",
+    )
+    meta = {"BLOCK_M": SUMMANDS_BLOCK, "BLOCK_N": 1, "ACC_TYPE": "tl.float32"}
+    stacks = _inductor.lower_to_template(
+        name="lora_summands",
+        inputs=[(str(f["name"]), right) for f, right in zip(factors, b, strict=True)],
+        shapes=[(count, f["size"]) for f in factors],
+        dtype=shape.dtype,
+        device=b[0].get_device(),
+        variants=[_inductor.Variant(text, meta, num_warps=4, num_stages=1, outputs=outputs)],
+        stock=None,
+        grid_sizes=[size for f in factors for size in (f["size"], 1)],
+    )
+    if stacks is None:
+        raise Rejected("Inductor took no template")
+    call, found = _inductor.call_lowering, []
+    for stack, factor in zip(stacks, factors, strict=True):
+        columns = factor["columns"]
+        stored = call(aten.view.default, stack, [count, factor["size"] // columns, columns])
+        for step in range(count):
+            part = call(aten.select.int, stored, 0, step)
+            found.append(part if factor["rows_dim"] == 0 else call(aten.permute.default, part, [1, 0]))
+    return _inductor.realize(found)
 
 
 def choose(shape: narrow.Shape, device: torch.device) -> narrow.Config:
@@ -179,7 +267,7 @@ def variant(
         scales: factor of each product.
         halves: the products that are stored in parts as well.
         transposed: whether they are stored as (r, M).
-        early: whether the kernel behind it may start before this one ends.
+        early: whether the kernel behind it may start before this one ends, if it waits in its own code.
     """
     outputs = [f"Y{i}" for i in range(1, len(shape.ranks))] + [f"H{i}" for i in halves]
     factors = [_factor(i, rank, shape, scales[i], i in halves) for i, rank in enumerate(shape.ranks)]
@@ -194,7 +282,7 @@ def variant(
         factor["mask"] = " & ".join(inside)
     text = render(
         "narrow.py.jinja",
-        names=["X", *(f["name"] for f in factors), *outputs],
+        names=["X", *_names(shape), *outputs],
         factors=factors,
         splits=config.splits,
         x_inner=shape.layout == "n",
@@ -213,18 +301,17 @@ def variant(
 
 
 def _factor(index: int, rank: int, shape: narrow.Shape, scale: float, halves: bool) -> dict[str, Any]:
-    exact = torch.get_float32_matmul_precision() == "highest"
-    mixed = shape.dtype != shape.narrow
+    exact, ahead = torch.get_float32_matmul_precision() == "highest", _ahead(shape)
     return {
         "index": index,
-        "name": f"B{index}",
+        "names": _names(shape)[index * ahead : (index + 1) * ahead],
         "size": rank,
         "block": narrow.padded(rank),
         "scale": scale,
         "output": f"Y{index}" if index else "",
         "halves": f"H{index}" if halves else "",
-        "parts": (3 if exact else 2) if mixed and shape.dtype in SUMMANDS else 0,
-        "widen": mixed,
+        "parts": _count(shape) if ahead == 1 else 1,
+        "widen": shape.dtype != shape.narrow and _count(shape) == 1,
         "precision": "tf32x3" if exact else "tf32",
     }
 

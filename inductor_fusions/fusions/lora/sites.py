@@ -280,12 +280,22 @@ class Adapted(Candidate):
         groups = [self._products(linear, made, ups) for linear in self.group]
         outputs = emit.insert(
             self.graph, replace(place, hoisted=(), sunk=()), self.anchor, groups,
-            dtype=value(self.group[0].root).dtype,
+            dtype=value(self.group[0].root).dtype, early=self._early(),
         )  # fmt: skip
         self._replace_roots(outputs, place)
         for step in finish:
             step()
         return self.kernel
+
+    def _early(self) -> bool:
+        """Whether the operands of the base products are there before the narrow products start.
+
+        Inputs that a narrow product reads as well are; so are weights that are inputs of the graph.
+        """
+        read = {down.origin.base for down in self.downs}
+        bases = [p for linear in self.group for p in linear.bases]
+        alone = all(len(linear.bases) == 1 for linear in self.group)
+        return alone and all(through(unrounded(p.a).base, RESHAPES) in read and is_input(p.b) for p in bases)
 
     def _replace_roots(self, outputs: Sequence[fx.Node], place: Place) -> None:
         roots = [linear.root for linear in self.group]
@@ -315,7 +325,7 @@ class Adapted(Candidate):
             [a.up.b for _, a in adapters],
             [g for g, _ in adapters],
             [a.scale * source(a.down.a).scale for _, a in adapters],
-            all(through(b, VIEWS).op in ("placeholder", "get_attr") for b in weights),
+            all(map(is_input, weights)),
             value(self.group[0].root).dtype,
         )
         self._replace_roots(outputs, place)
@@ -375,6 +385,11 @@ class Adapted(Candidate):
             left, right = make.aligned(left, right)
             found.append(Product(a.up.node, left, right, None, a.scale))
         return found
+
+
+def is_input(matrix: fx.Node) -> bool:
+    """Whether a matrix is an input of the graph, or a view of one."""
+    return through(matrix, VIEWS).op in ("placeholder", "get_attr")
 
 
 def _is_whole(group: Sequence[Linear]) -> bool:

@@ -189,7 +189,9 @@ def forward(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors
     outputs = []
     for weight, down, up in zip(w, a, b, strict=True):
         base = F.linear(x[0], weight)
-        inside = F.dropout(x[0].to(down.dtype), row.dropout, row.dropout > 0)
+        inside = x[0].to(down.dtype)
+        if row.dropout:
+            inside = F.dropout(inside, row.dropout)
         outputs.append((base + F.linear(F.linear(inside, down), up) * SCALE).to(base.dtype))
     return outputs
 
@@ -216,7 +218,7 @@ def narrow_gradient(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) ->
     from inductor_fusions.fusions.lora.op import NARROW_MM
 
     large, small = x
-    found: Tensors = NARROW_MM(large.t(), [small], [SCALE], [False], False)
+    found: Tensors = NARROW_MM(large.t(), [small], [SCALE], [0.0], False)
     return found
 
 

@@ -32,7 +32,7 @@ class Case:
         dtypes: of x, and of the narrow matrices.
         config: of the narrow product, or of the pair of kernels.
         layout: of x: "n" or "t".
-        split: whether the parts are wanted as well.
+        split: whether the form for a product of the dtype of x is wanted as well, doubled.
         transposed: whether the results are.
         summands: whether float32 is split up into parts of 16 bits, as beside bfloat16.
         columns: N of each linear.
@@ -81,6 +81,8 @@ CASES = {
     "narrow halves in parts": replace(
         NARROW, dtypes=(HALF, WHOLE), split=True, config=replace(PLAIN, splits=3)
     ),
+    "narrow doubled": replace(NARROW, split=True, ranks=(16, 5)),
+    "narrow doubled in parts": replace(NARROW, split=True, config=replace(PLAIN, splits=3)),
     "narrow t": replace(NARROW, layout="t"),
     "narrow t odd": replace(NARROW, layout="t", inner=83, ranks=(16, 5)),
     "narrow t transposed": replace(NARROW, layout="t", transposed=True, ranks=(16, 5)),
@@ -124,7 +126,7 @@ def error(case: Case) -> float:
     narrow.default = lambda shape: case.config  # type: ignore[assignment]
 
     def fn(x: Any, a: Any) -> Any:
-        return NARROW_MM(x, a, scales, [case.split] * len(a), case.transposed)
+        return NARROW_MM(x, a, scales, [2.0 * case.split] * len(a), case.transposed)
 
     if case.dynamic:
         torch._dynamo.mark_dynamic(x, 0)
@@ -134,9 +136,12 @@ def error(case: Case) -> float:
     exact = [s * x.double() @ right.double() for s, right in zip(scales, a, strict=True)]
     whole = [y.double().t() if case.transposed else y.double() for y in outputs[: len(a)]]
     for part, y in zip(outputs[len(a) :], exact, strict=False):
-        high, again, low = part.double().chunk(3, dim=1)
-        assert torch.equal(high, again)
-        whole.append(high + low)
+        if wide == thin:
+            whole.append(part.double() / 2)
+        else:
+            high, again, low = part.double().chunk(3, dim=1)
+            assert torch.equal(high, again)
+            whole.append((high + low) / 2)
         exact = [*exact, y]
     return relative(whole, exact)
 

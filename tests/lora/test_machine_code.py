@@ -26,10 +26,10 @@ def narrow_code(shape: narrow.Shape, arch: int, chosen: Any = None, transposed: 
     turned = shape.layout == "t"
     x = torch.empty((shape.inner, shape.rows) if turned else (shape.rows, shape.inner), dtype=shape.dtype)
     right = [torch.empty(r, shape.inner, dtype=shape.narrow).t() for r in shape.ranks]
-    split = [shape.narrow != shape.dtype and not transposed] * len(right)
+    further = [0.0 if transposed else 2.0] * len(right)
 
     def fn(x: Any, right: Any) -> Any:
-        return NARROW_MM(x, right, [0.5] * len(right), split, transposed)
+        return NARROW_MM(x, right, [0.5] * len(right), further, transposed)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         if chosen is not None:

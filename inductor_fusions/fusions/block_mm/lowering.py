@@ -205,6 +205,7 @@ class Call:
                     self.scales[p],
                     k if isinstance(k, int) else None,
                     _precision(left.get_dtype(), p > 0 and _repeats(self.groups, p)),
+                    str(left.get_dtype()),
                 )
             )
         biases: list[tuple[str, bool] | None] = [None] * len(self.activations)

@@ -34,6 +34,7 @@ class Factor:
         scale: its factor, not 0.
         size: K; None where it is symbolic.
         precision: of `tl.dot`: "tf32", "tf32x3" or "ieee"; only float32 depends on it.
+        dtype: of its operands.
     """
 
     group: int
@@ -42,6 +43,7 @@ class Factor:
     scale: float
     size: int | None
     precision: str
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,11 @@ def source(template: str, structure: Structure, block_k: int) -> str:
     text: str = (
         environment(FOLDER)
         .get_template(f"{template}.py.jinja")
-        .render(names=structure.names, groups=_groups(structure, block_k), early=structure.early)
+        .render(
+            names=structure.names,
+            groups=_groups(structure, block_k, template == "persistent"),
+            early=structure.early,
+        )
     )
     return text
 
@@ -139,7 +145,7 @@ def environment(folder: Path) -> Any:
     )
 
 
-def _groups(structure: Structure, block_k: int) -> list[dict[str, Any]]:
+def _groups(structure: Structure, block_k: int, may_chain: bool) -> list[dict[str, Any]]:
     owners = [(0, 1)] if structure.gated else [(g,) for g in range(structure.groups)]
     found = []
     for index, members in enumerate(owners):
@@ -156,6 +162,7 @@ def _groups(structure: Structure, block_k: int) -> list[dict[str, Any]]:
                 }
             )
         first = factors[0][0]
+        chained = may_chain and _is_chain(factors, block_k)
         found.append(
             {
                 "index": index,
@@ -163,19 +170,36 @@ def _groups(structure: Structure, block_k: int) -> list[dict[str, Any]]:
                 "b": first.b.name,
                 "accumulators": accumulators,
                 "joint": structure.pair and first.a.inner and first.b.inner,
-                "steps": _steps(index, factors, block_k),
+                "chained": chained,
+                "steps": _steps(index, factors, block_k, chained),
                 "output": "" if index == 0 else structure.outputs[index - 1],
             }
         )
     return found
 
 
-def _steps(group: int, factors: Sequence[Sequence[Factor]], block_k: int) -> list[_Step]:
+def _is_chain(factors: Sequence[Sequence[Factor]], block_k: int) -> bool:
+    """Whether the products of a group are one loop: small ones are further steps of that of the first."""
+    if len(factors) != 1 or len(factors[0]) < 2:
+        return False
+    first, *more = factors[0]
+    how = (first.a.inner, first.b.inner, first.precision, first.dtype, first.scale)
+    return first.size is not None and all(
+        f.size is not None
+        and f.size <= block_k
+        and (f.a.inner, f.b.inner, f.precision, f.dtype, f.scale) == how
+        for f in more
+    )
+
+
+def _steps(group: int, factors: Sequence[Sequence[Factor]], block_k: int, chained: bool) -> list[_Step]:
     steps = []
     for index, side_by_side in enumerate(zip(*factors, strict=True)):
         first = side_by_side[0]
         size = first.size
-        block = block_k if size is None else min(block_k, max(16, 1 << (size - 1).bit_length()))
+        block = block_k
+        if size is not None and not chained:
+            block = min(block_k, max(16, 1 << (size - 1).bit_length()))
         step = _Step(
             index=index,
             a=first.a.name,

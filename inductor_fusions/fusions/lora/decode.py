@@ -242,7 +242,7 @@ class Call:
             shapes=[(shape.rows * config.splits, rank) for rank in shape.ranks],
             dtype=torch.float32,
             device=device,
-            variants=[lowering.variant(chosen, posed, [1.0] * len(a), [], False, early)],
+            variants=[lowering.variant(chosen, posed, [1.0] * len(a), (), False, early)],
             stock=None,
             grid_sizes=[shape.rows, 1],
         )

@@ -51,11 +51,11 @@ class Emitter:
         x: fx.Node,
         right: Sequence[fx.Node],
         scales: Sequence[float],
-        split: Sequence[bool],
+        further: Sequence[float],
         transposed: bool,
     ) -> list[fx.Node]:
         """A narrow product: its outputs, as `op.composite` has them."""
-        made = self.call(NARROW_MM, x, list(right), list(scales), list(split), transposed)
+        made = self.call(NARROW_MM, x, list(right), list(scales), list(further), transposed)
         return [self.call(operator.getitem, made, i) for i in range(len(made.meta["val"]))]
 
     def linear(self, *arguments: Any) -> list[fx.Node]:

@@ -37,14 +37,14 @@ def register() -> None:
 
 
 def lower(
-    x: Any, b: Sequence[Any], scales: Sequence[float], split: Sequence[bool], transposed: bool
+    x: Any, b: Sequence[Any], scales: Sequence[float], further: Sequence[float], transposed: bool
 ) -> list[Any]:
     """The outputs, as Inductor's values."""
     try:
-        return _kernel(x, b, scales, split, transposed)
+        return _kernel(x, b, scales, further, transposed)
     except Rejected as miss:
         log.info("narrow_mm is computed product by product: %s", miss.reason)
-    return _one_by_one(x, b, scales, split, transposed)
+    return _one_by_one(x, b, scales, further, transposed)
 
 
 def check_device(device: torch.device) -> None:
@@ -60,7 +60,7 @@ def check_device(device: torch.device) -> None:
 
 
 def _kernel(
-    x: Any, b: Sequence[Any], scales: Sequence[float], split: Sequence[bool], transposed: bool
+    x: Any, b: Sequence[Any], scales: Sequence[float], further: Sequence[float], transposed: bool
 ) -> list[Any]:
     device = x.get_device()
     check_device(device)
@@ -85,25 +85,33 @@ def _kernel(
     shapes: list[tuple[Any, Any]] = [
         (rank, rows) if transposed else (rows * config.splits, rank) for rank in ranks
     ]
-    halves = [i for i, wanted in enumerate(split) if wanted and whole]
+    forms = [i for i, factor in enumerate(further) if factor and whole]
+    wider = 1 if b[0].get_dtype() == x.get_dtype() else 3
     outputs = _inductor.lower_to_template(
         name="lora_narrow_mm",
         inputs=[("X", x), *narrow_inputs(b, shape)],
-        shapes=shapes + [(rows, 3 * ranks[i]) for i in halves],
+        shapes=shapes + [(rows, wider * ranks[i]) for i in forms],
         dtype=wide,
         device=device,
         variants=[
-            variant(config, shape, scales, halves, transposed, block_heuristics.capability(device) >= 90)
+            variant(
+                config,
+                shape,
+                scales,
+                further if whole else (),
+                transposed,
+                block_heuristics.capability(device) >= 90,
+            )
         ],
         stock=None,
-        dtypes=[wide] * len(b) + [x.get_dtype()] * len(halves),
+        dtypes=[wide] * len(b) + [x.get_dtype()] * len(forms),
         grid_sizes=[rows, 1],
     )
     if outputs is None:
         raise Rejected("Inductor took no template")
     if whole:
         return outputs
-    return _added_up(outputs, rows, ranks, config.splits, x.get_dtype(), b[0].get_dtype(), split)
+    return _added_up(outputs, rows, ranks, config.splits, x.get_dtype(), b[0].get_dtype(), further)
 
 
 def _count(shape: narrow.Shape) -> int:
@@ -199,15 +207,25 @@ def _added_up(
     splits: int,
     dtype: torch.dtype,
     wide: torch.dtype,
-    split: Sequence[bool],
+    further: Sequence[float],
 ) -> list[Any]:
     """The products from those of the parts of K."""
     call = _inductor.call_lowering
-    found = []
-    for output, rank in zip(outputs, ranks, strict=True):
+    found, forms = [], []
+    for output, rank, factor in zip(outputs, ranks, further, strict=True):
         each = call(aten.view.default, output, [splits, rows, rank])
-        found.append(cast(call(aten.sum.dim_IntList, each, [0]), wide))
-    return found + [parts(y, dtype) for y, wanted in zip(found, split, strict=True) if wanted]
+        total = call(aten.sum.dim_IntList, each, [0])
+        found.append(cast(total, wide))
+        if factor:
+            forms.append(_form(total, factor, wide, dtype))
+    return found + forms
+
+
+def _form(y: Any, factor: float, wide: torch.dtype, dtype: torch.dtype) -> Any:
+    """The further form of a product that is of the dtype `wide`, beside an input of the dtype `dtype`."""
+    if factor != 1:
+        y = _inductor.call_lowering(aten.mul.Tensor, y, factor)
+    return cast(y, dtype) if wide == dtype else parts(y, dtype)
 
 
 def parts(y: Any, dtype: torch.dtype) -> Any:
@@ -232,20 +250,20 @@ def cast(x: Any, dtype: torch.dtype) -> Any:
 
 
 def _one_by_one(
-    x: Any, b: Sequence[Any], scales: Sequence[float], split: Sequence[bool], transposed: bool
+    x: Any, b: Sequence[Any], scales: Sequence[float], further: Sequence[float], transposed: bool
 ) -> list[Any]:
     """The products as stock lowers them, each by itself."""
     call = _inductor.call_lowering
-    found, further = [], []
-    for right, scale, wanted in zip(b, scales, split, strict=True):
+    found, forms = [], []
+    for right, scale, factor in zip(b, scales, further, strict=True):
         y = call(aten.mm.default, cast(x, right.get_dtype()), right)
         y = y if scale == 1 else call(aten.mul.Tensor, y, scale)
         found.append(call(aten.permute.default, y, [1, 0]) if transposed else y)
-        if wanted:
-            further.append(parts(y, x.get_dtype()))
+        if factor:
+            forms.append(_form(y, factor, right.get_dtype(), x.get_dtype()))
     if transposed:
         found = [call(aten.clone.default, y) for y in found]
-    return found + further
+    return found + forms
 
 
 # -- the kernel -----------------------------------------------------------------------------------
@@ -255,7 +273,7 @@ def variant(
     config: narrow.Config,
     shape: narrow.Shape,
     scales: Sequence[float],
-    halves: Sequence[int],
+    further: Sequence[float],
     transposed: bool,
     early: bool = False,
 ) -> _inductor.Variant:
@@ -265,12 +283,15 @@ def variant(
         config: the configuration.
         shape: the sizes.
         scales: factor of each product.
-        halves: the products that are stored in parts as well.
+        further: of each product the factor of its further form, or 0; none has one where it is empty.
         transposed: whether they are stored as (r, M).
         early: whether the kernel behind it may start before this one ends, if it waits in its own code.
     """
-    outputs = [f"Y{i}" for i in range(1, len(shape.ranks))] + [f"H{i}" for i in halves]
-    factors = [_factor(i, rank, shape, scales[i], i in halves) for i, rank in enumerate(shape.ranks)]
+    outputs = [f"Y{i}" for i in range(1, len(shape.ranks))] + [f"H{i}" for i, f in enumerate(further) if f]
+    factors = [
+        _factor(i, rank, shape, scales[i], further[i] if further else 0.0)
+        for i, rank in enumerate(shape.ranks)
+    ]
     ragged = shape.inner is None or shape.inner % (config.block_k * config.splits) != 0
     masks = ["(rk[None, :] < stop - k)"] if ragged else []
     if shape.layout == "t":
@@ -300,7 +321,7 @@ def variant(
     )
 
 
-def _factor(index: int, rank: int, shape: narrow.Shape, scale: float, halves: bool) -> dict[str, Any]:
+def _factor(index: int, rank: int, shape: narrow.Shape, scale: float, further: float) -> dict[str, Any]:
     exact, ahead = torch.get_float32_matmul_precision() == "highest", _ahead(shape)
     return {
         "index": index,
@@ -309,7 +330,9 @@ def _factor(index: int, rank: int, shape: narrow.Shape, scale: float, halves: bo
         "block": narrow.padded(rank),
         "scale": scale,
         "output": f"Y{index}" if index else "",
-        "halves": f"H{index}" if halves else "",
+        "form": f"H{index}" if further else "",
+        "form_scale": further * scale,
+        "halves": shape.dtype != shape.narrow,
         "parts": _count(shape) if ahead == 1 else 1,
         "widen": shape.dtype != shape.narrow and _count(shape) == 1,
         "precision": "tf32x3" if exact else "tf32",

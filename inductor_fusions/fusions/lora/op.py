@@ -25,24 +25,24 @@ from torch.utils.flop_counter import register_flop_formula
 
 @torch.library.custom_op("inductor_fusions::lora_narrow_mm", mutates_args=())
 def _narrow_mm(
-    x: Tensor, b: list[Tensor], scales: list[float], split: list[bool], transposed: bool
+    x: Tensor, b: list[Tensor], scales: list[float], further: list[float], transposed: bool
 ) -> list[Tensor]:
     """See `composite`."""
-    check(x, b, scales, split)
-    return composite(x, b, scales, split, transposed)
+    check(x, b, scales, further)
+    return composite(x, b, scales, further, transposed)
 
 
 #: What graphs call.
 NARROW_MM: Any = torch.ops.inductor_fusions.lora_narrow_mm.default
 
 
-def check(x: Tensor, b: Sequence[Tensor], scales: Sequence[float], split: Sequence[bool]) -> None:
+def check(x: Tensor, b: Sequence[Tensor], scales: Sequence[float], further: Sequence[float]) -> None:
     """Refuse arguments that do not fit together.
 
     Raises:
         ValueError: says which.
     """
-    if not b or not (len(b) == len(scales) == len(split)):
+    if not b or not (len(b) == len(scales) == len(further)):
         raise ValueError("narrow_mm needs a matrix, and a scale and a form for each")
     if x.dim() != 2 or any(right.dim() != 2 for right in b):
         raise ValueError("the operands of narrow_mm are matrices")
@@ -53,7 +53,7 @@ def check(x: Tensor, b: Sequence[Tensor], scales: Sequence[float], split: Sequen
 
 
 def composite(
-    x: Tensor, b: Sequence[Tensor], scales: Sequence[float], split: Sequence[bool], transposed: bool
+    x: Tensor, b: Sequence[Tensor], scales: Sequence[float], further: Sequence[float], transposed: bool
 ) -> list[Tensor]:
     """The same by the operations of torch.
 
@@ -61,15 +61,20 @@ def composite(
         x: shape (M, K), any strides.
         b: shape (K, r) each, of the dtype of x or wider.
         scales: factor of each product.
-        split: for each product, whether its parts are returned as well.
+        further: for each product, the factor of the form that a product of the dtype of x reads; 0: it is
+            not wanted.
         transposed: whether the products are returned as (r, M), row-major.
 
     Returns:
-        Every product, shape (M, r) and row-major, then the parts of those that `split` names.
+        Every product, shape (M, r) and row-major, then the further forms: `parts`.
     """
     outputs = [_product(x, right, scale) for right, scale in zip(b, scales, strict=True)]
-    further = [parts(y, x.dtype) for y, wanted in zip(outputs, split, strict=True) if wanted]
-    return [(y.t() if transposed else y).contiguous() for y in outputs] + further
+    forms = [
+        parts(_product(x, right, scale * factor), x.dtype)
+        for right, scale, factor in zip(b, scales, further, strict=True)
+        if factor
+    ]
+    return [(y.t() if transposed else y).contiguous() for y in outputs] + forms
 
 
 def _product(x: Tensor, right: Tensor, scale: float) -> Tensor:
@@ -78,33 +83,37 @@ def _product(x: Tensor, right: Tensor, scale: float) -> Tensor:
 
 
 def parts(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """y in two summands of a narrower dtype, as (high | high | low), shape (M, 3r).
+    """y in a dtype: as it is, or as two summands of a narrower one, (high | high | low), shape (M, 3r).
 
-    Multiplied by a matrix whose rows are (high; low; high), it gives the product of both but for the
+    The latter, multiplied by a matrix whose rows are (high; low; high), it gives the product of both but for the
     product of the two low parts.
     """
+    if y.dtype == dtype:
+        return y
     high = y.to(dtype)
     return torch.cat([high, high, (y - high.to(y.dtype)).to(dtype)], dim=1)
 
 
 @_narrow_mm.register_fake
 def _fake(
-    x: Tensor, b: list[Tensor], scales: list[float], split: list[bool], transposed: bool
+    x: Tensor, b: list[Tensor], scales: list[float], further: list[float], transposed: bool
 ) -> list[Tensor]:
-    check(x, b, scales, split)
+    check(x, b, scales, further)
     rows = x.shape[0]
     shapes = [(right.shape[1], rows) if transposed else (rows, right.shape[1]) for right in b]
     found = [right.new_empty(shape) for right, shape in zip(b, shapes, strict=True)]
-    halves = [right for right, wanted in zip(b, split, strict=True) if wanted]
-    return found + [x.new_empty((rows, 3 * right.shape[1])) for right in halves]
+    forms = [right for right, factor in zip(b, further, strict=True) if factor]
+    return found + [
+        x.new_empty((rows, right.shape[1] * (1 if right.dtype == x.dtype else 3))) for right in forms
+    ]
 
 
 # -- gradient -------------------------------------------------------------------------------------
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, b, ctx.scales, split, transposed = inputs
-    if any(split) or transposed:
+    x, b, ctx.scales, further, transposed = inputs
+    if any(further) or transposed:
         raise NotImplementedError("lora_narrow_mm has a gradient in its plain form alone")
     ctx.products = len(b)
     ctx.save_for_backward(x, *b)
@@ -122,7 +131,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         if ctx.needs_input_grad[0]:
             part = _product(dy, right.t(), scale)
             dx = part if dx is None else dx + part
-        db.append(NARROW_MM(x.t(), [dy], [scale], [False], True)[0].t())
+        db.append(NARROW_MM(x.t(), [dy], [scale], [0.0], True)[0].t())
     return None if dx is None else dx.to(x.dtype), db, None, None, None
 
 
@@ -134,7 +143,7 @@ _library.define("lora_down(Tensor x, Tensor a) -> Tensor")
 
 @torch.library.impl(_library, "lora_down", "CompositeImplicitAutograd")
 def _lora_down(x: Tensor, a: Tensor) -> Tensor:
-    (y,) = NARROW_MM(x.reshape(-1, x.shape[-1]), [a.t()], [1.0], [False], False)
+    (y,) = NARROW_MM(x.reshape(-1, x.shape[-1]), [a.t()], [1.0], [0.0], False)
     return y.reshape(*x.shape[:-1], a.shape[0])  # type: ignore[no-any-return]
 
 

@@ -121,6 +121,7 @@ class Adapted(Candidate):
         self.whole = False
         self.kernel = ""
         self.sizes: dict[fx.Node, list[Any]] = {}
+        self.factors: dict[fx.Node, float] = {}
 
     def describe(self) -> dict[str, str]:
         first = self.group[0]
@@ -334,7 +335,8 @@ class Adapted(Candidate):
     def _emit_down(
         self, down: _Down, moved: set[fx.Node], finish: list[Callable[[], None]]
     ) -> dict[fx.Node, tuple[fx.Node, fx.Node | None]]:
-        """Adds one narrow product; returns its results, whole and in halves, by down-projection."""
+        """Adds one narrow product; returns its results by down-projection: as they are, and as the block
+        GEMM reads them, with the factor of the adapter, where that differs."""
         graph, place = self.graph, down.place
         for node in place.hoisted:
             if node not in moved:
@@ -344,18 +346,31 @@ class Adapted(Candidate):
         right = [p.b for p in down.members]
         x = make.replay(down.origin)
         dtype = value(self.group[0].bases[0].a).dtype
-        # In halves, for a product of 16 bits.
-        halved = [value(b).dtype != dtype and value(x).dtype == dtype for b in right]
-        outputs = make.narrow(x, right, [down.origin.scale] * len(right), halved, False)
+        scales = {a.down.node: a.scale for linear in self.group for a in linear.adapters}
+        further = [self._form(p, scales[p.node], value(x).dtype, dtype) for p in down.members]
+        outputs = make.narrow(x, right, [down.origin.scale] * len(right), further, False)
         for node in place.sunk:
             place.before.prepend(node)
         moved.update(place.sunk)
         read = {}
-        halves = iter(outputs[len(right) :])
-        for p, output, is_halved in zip(down.members, outputs, halved, strict=False):
-            read[p.node] = output, next(halves) if is_halved else None
+        forms = iter(outputs[len(right) :])
+        for p, output, factor in zip(down.members, outputs, further, strict=False):
+            read[p.node] = output, next(forms) if factor else None
+            self.factors[p.node] = factor
             finish.append(self._replacing(p.node, output))
         return read
+
+    def _form(self, down: Product, scale: float, read: torch.dtype, base: torch.dtype) -> float:
+        """The factor of the further form of a down-projection, or 0 where the block GEMM reads it as it is.
+
+        A float32 one is read in halves. Elsewhere the factor of the adapter is the reason: with it the
+        up-projection is one more step of the loop of the base product.
+        """
+        same = value(down.b).dtype == base
+        once = sum(a.down.node is down.node for x in self.group for a in x.adapters) == 1
+        if read != base or (same and (scale == 1 or not once)):
+            return 0.0
+        return scale if once else 1.0
 
     def _replacing(self, old: fx.Node, new: fx.Node) -> Callable[[], None]:
         def step() -> None:
@@ -375,15 +390,19 @@ class Adapted(Candidate):
             rest = emit.reshaped(self.graph, make.before, linear.rest, rows, linear.root)
             found[0] = replace(found[0], bias=rest)
         for a in linear.adapters:
-            left, halves = ups[a.down.node]
+            (left, form), scale = ups[a.down.node], a.scale
             right, dtype = a.up.b, value(linear.bases[0].a).dtype
             if a.factor is not None:
-                left, halves = make.times(left, a.factor), None
+                left, form = make.times(left, a.factor), None
+            if form is not None:
+                left = form
+                scale = a.scale / self.factors[a.down.node]
+            elif value(right).dtype != dtype:
+                left = make.left_halves(left, dtype)
             if value(right).dtype != dtype:
-                left = halves if halves is not None else make.left_halves(left, dtype)
                 right = make.right_halves(right, dtype)
             left, right = make.aligned(left, right)
-            found.append(Product(a.up.node, left, right, None, a.scale))
+            found.append(Product(a.up.node, left, right, None, scale))
         return found
 
 
@@ -546,7 +565,7 @@ class Gradients(Candidate):
             x = make.call(aten.permute.default, x, [1, 0])
             right = [make.call(aten.permute.default, b, [1, 0]) for b in right]
         scales = [origin.scale for origin in origins]
-        outputs = make.narrow(x, right, scales, [False] * len(right), first.transposed)
+        outputs = make.narrow(x, right, scales, [0.0] * len(right), first.transposed)
         for node in self.place.sunk:
             self.place.before.prepend(node)
         for n, output in zip(self.members, outputs, strict=True):

@@ -51,7 +51,7 @@ from bench.common import (
     relative_error,
 )
 from bench.pool import FileLock
-from bench.tune_projections import CHECKED_ROWS, MOST_SETS, PAST_L2, is_fatal, set_up
+from bench.tune_projections import CHECKED_ROWS, MOST_SETS, PAST_L2, is_fatal, plain_gain, set_up
 
 #: Factor of every adapter: lora_alpha / r.
 SCALE = 2.0
@@ -647,7 +647,7 @@ def sections(rows: Sequence[Json]) -> dict[str, list[Json]]:
     for row in rows:
         if row["dropout"] or row["kind"] == "step" or not row.get("best"):
             continue
-        ratio, tokens = round(gain(row), 3), row["tokens"]
+        ratio, tokens = round(plain_gain(row), 3), row["tokens"]
         if row["kind"] == "gradient":
             found["narrow_mm"] += [{**thin, "tokens": tokens, "gain": ratio} for thin in row["narrow"]]
             continue

@@ -85,8 +85,8 @@ def _product(x: Tensor, right: Tensor, scale: float) -> Tensor:
 def parts(y: Tensor, dtype: torch.dtype) -> Tensor:
     """y in a dtype: as it is, or as two summands of a narrower one, (high | high | low), shape (M, 3r).
 
-    The latter, multiplied by a matrix whose rows are (high; low; high), it gives the product of both but for the
-    product of the two low parts.
+    The latter, multiplied by a matrix whose rows are (high; low; high), give the product of both but for
+    that of the two low parts.
     """
     if y.dtype == dtype:
         return y

@@ -641,9 +641,7 @@ def decompose_in_graphs(op: Any, fn: Callable[..., Any]) -> None:
 
         if custom_triton_ops_decomposition_disabled():
             return mode.__torch_dispatch__(overload, types, args, kwargs)
-        if not all(
-            kind in (torch.Tensor, FunctionalTensor) or issubclass(kind, FakeTensor) for kind in types
-        ):
+        if not all(issubclass(t, FakeTensor) or t in (torch.Tensor, FunctionalTensor) for t in types):
             return NotImplemented
         with mode:
             return fn(*args, **kwargs)

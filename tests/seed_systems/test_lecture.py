@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bench import dot_interaction as dot_products
 from bench.outer_product import DLRM
 from inductor_fusions import config
-from inductor_fusions.fusions import outer_product_linear
+from inductor_fusions.fusions import dot_interaction, outer_product_linear
 from tests import blocks
 from tests.seed_systems.support import QUICK, check, launched
 
@@ -69,6 +70,37 @@ def test_L1_memory_of_a_training_step() -> None:
             compiled(*inputs).sum().backward()
             model.zero_grad()
     assert torch.cuda.max_memory_allocated() < 0.5 * 2**30
+
+
+def test_L1_dot_products(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual interaction: pairs of 27 features behind the dense ones, with gradients of all tables."""
+    monkeypatch.setattr(dot_interaction, "check_device", lambda t: None)
+    model = dot_products.DLRM(width=4, entries=50, hidden=(16, 8))
+    inputs = (torch.rand(10, 13), torch.randint(0, 2**31, (10, 26)))
+    run = check(model, inputs, device, fused=None, backend=QUICK, slack=16.0)
+    (site,) = [site for site in run.ours.fused if site.fusion == "dot_interaction"]
+    assert site.details == {"features": "float32[10, 27, 4]", "dense": "float32[10, 4]"}
+    assert "tables.25.weight" in run.errors and "bottom.0.weight" in run.errors
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_L1_memory_of_dot_products() -> None:
+    """Neither the matrix of all products nor its gradient is ever there."""
+    model = dot_products.Interaction().cuda()
+    shapes = (8192, 64), (8192, 27, 64)
+    inputs = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in shapes]
+    with config.patch(policy="always"):
+        compiled = torch.compile(model)
+        for _ in range(2):
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            out = compiled(*inputs)
+            torch.autograd.grad(out, inputs, torch.ones_like(out))
+    # The result, what comes in for it, and the gradients.
+    bytes_needed = 2 * 2 * out.numel() + 2 * sum(t.numel() for t in inputs)
+    assert torch.cuda.max_memory_allocated() - before < bytes_needed + 2 * 8192 * 27 * 27
 
 
 # -- L2: the tail of a linear ----------------------------------------------------------------------------

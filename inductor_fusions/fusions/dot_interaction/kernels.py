@@ -132,7 +132,7 @@ def default_tiles(features: int, width: int) -> tuple[int, int, int, int]:
 
 def _power(size: int) -> int:
     """The tile of a size: a power of two, and enough for a matrix product."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def _blocks(size: Any, block: int) -> Any:

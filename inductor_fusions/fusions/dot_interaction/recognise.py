@@ -111,30 +111,27 @@ def _squared(z: fx.Node) -> fx.Node | None:
 
 def _of_einsum(z: fx.Node) -> fx.Node | None:
     """As of "bid,bjd->bij", with any letters."""
-    equation, *operands = z.args
+    equation, operands = z.args[0], list[Any](z.args[1:])
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = list(operands[0])
     letters = str(equation).replace(" ", "")
     if len(letters) != 12 or letters[3] != "," or letters[7:9] != "->" or len(operands) != 2:
         return None
     b, i, d, j = letters[0], letters[1], letters[2], letters[5]
-    if (
-        len({b, i, d, j}) != 4
-        or letters[4] != b
-        or letters[6] != d
-        or letters[9:] not in (b + i + j, b + j + i)
-    ):
+    if len({b, i, d, j}) != 4 or (letters[4], letters[6]) != (b, d):
         return None
-    first, second = operands
+    if letters[9:] not in (b + i + j, b + j + i):
+        return None
+    first: Any = operands[0]
     value = tensor(first)
-    return first if first is second and value is not None and value.dim() == 3 else None
+    return first if first is operands[1] and value is not None and value.dim() == 3 else None
 
 
 def _transposed(node: Any) -> fx.Node | None:
     """What a node is the transpose of, over its last two of three dims."""
     if not isinstance(node, fx.Node) or not node.args or not isinstance(node.args[0], fx.Node):
         return None
-    source, *rest = node.args
+    source, rest = node.args[0], list[Any](node.args[1:])
     if node.target in (builtins.getattr, getattr) and rest == ["mT"]:
         return source
     if node.kwargs:
@@ -153,8 +150,8 @@ def _cat(pairs: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     (user, *others) = pairs.users or (None,)
     if user is None or others or user.target not in _CAT or not user.args:
         return None, None
-    parts = user.args[0]
-    dim = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim", user.kwargs.get("axis", 0))
+    parts: Any = user.args[0]
+    dim: Any = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim", user.kwargs.get("axis", 0))
     if not isinstance(parts, (list, tuple)) or len(parts) != 2 or parts[1] is not pairs or dim not in (1, -1):
         return None, None
     dense, held = tensor(parts[0]), tensor(pairs)
@@ -205,9 +202,10 @@ def _content(index: Any) -> list[int] | None:
         return None
     if index.target in (torch.tensor, torch.as_tensor) and len(index.args) == 1:
         return _content(index.args[0]) if isinstance(index.args[0], (list, tuple)) else None
-    if index.target is operator.getitem and isinstance(index.args[0], fx.Node) and index.args[1] in (0, 1):
-        return _of_triangle(index.args[0], index.args[1])
-    return None
+    if index.target is not operator.getitem or not isinstance(index.args[0], fx.Node):
+        return None
+    source, which = index.args[0], index.args[1]
+    return _of_triangle(source, which) if type(which) is int and which in (0, 1) else None
 
 
 def _of_triangle(node: fx.Node, which: Any) -> list[int] | None:
@@ -218,15 +216,15 @@ def _of_triangle(node: fx.Node, which: Any) -> list[int] | None:
         node = node.args[0]
     if node.target not in _TRIANGLES:
         return None
-    given = dict(zip(("row", "col", "offset"), node.args, strict=False)) | dict(node.kwargs)
-    row, col, offset = given.get("row"), given.get("col"), given.get("offset", 0)
+    given: dict[str, Any] = dict(zip(("row", "col", "offset"), node.args, strict=False)) | dict(node.kwargs)
+    row, col, offset = given["row"], given["col"], given.get("offset", 0)
     if not all(type(size) is int for size in (row, col, offset)) or row != col:
         return None
-    upper = _TRIANGLES[node.target]  # type: ignore[index]
-    diagonal = offset == 0
+    upper = _TRIANGLES[node.target]
+    diagonal = bool(offset == 0)
     if not diagonal and offset != (1 if upper else -1):
         return None
-    return _triangle(row, upper, diagonal)[which]  # type: ignore[arg-type]
+    return _triangle(row, upper, diagonal)[which]
 
 
 def check_not_overwritten(site: Site) -> None:

@@ -14,13 +14,13 @@ TEXT = """# An MLP in one kernel?
 
     y = gelu(x W1 + b1) W2 + b2
 
-The product, the bias and the activation of the first half can be one kernel, and so can the whole MLP. This page
-says when either pays, from measurements by `python -m bench.whole_mlp`.
+The product, the bias and the activation of the first half can be one kernel, and so can the whole MLP. This
+page says when either pays, from measurements by `python -m bench.whole_mlp`.
 
 ## What there is to gain
 
-With T tokens, width W, hidden width H and elements of s bytes, the two products take 4 T W H FLOPs however they
-are split. What fusing saves is memory traffic of the hidden layer:
+With T tokens, width W, hidden width H and elements of s bytes, the two products take 4 T W H FLOPs however
+they are split. What fusing saves is memory traffic of the hidden layer:
 
 | form | bytes of the hidden layer that are moved |
 | --- | ---: |
@@ -28,29 +28,30 @@ are split. What fusing saves is memory traffic of the hidden layer:
 | bias and activation in the first product | 2 s T H |
 | one kernel | 0 |
 
-Each step saves 2 s T H bytes, beside 4 T W H FLOPs: T and H cancel, and the width decides. On a device with P FLOP/s
-and B bytes a second, moving the hidden layer once more takes s P / (2 W B) times as long as the products do at
-their best. That is much for narrow layers, and little for wide ones.
+Each step saves 2 s T H bytes, beside 4 T W H FLOPs: T and H cancel, and the width decides. On a device with
+P FLOP/s and B bytes a second, moving the hidden layer once more takes s P / (2 W B) times as long as the
+products do at their best. That is much for narrow layers, and little for wide ones.
 
 One kernel pays for it elsewhere:
 
-- **Registers.** A thread block has to keep its tokens' whole result, T' x W sums in float32, until the last hidden
-  column is done: from some hundred columns on only few tokens fit, and each token block reads all weights anew.
-- **Weights.** Both matrices go through each thread block, 2 s W H bytes from the L2 cache. Two products choose tiles
-  for each of them.
-- **Few tokens.** The loop over hidden columns is serial: with few tokens, few thread blocks have work, where a product
-  alone is split over its columns.
-- **Training.** The backward reads the hidden layer, before the activation or behind it: it is written after all, or
-  computed again.
+- **Registers.** A thread block has to keep its tokens' whole result, T' x W sums in float32, until the last
+  hidden column is done: from some hundred columns on only few tokens fit, and each token block reads all
+  weights anew.
+- **Weights.** Both matrices go through each thread block, 2 s W H bytes from the L2 cache. Two products
+  choose tiles for each of them.
+- **Few tokens.** The loop over hidden columns is serial: with few tokens, few thread blocks have work,
+  where a product alone is split over its columns.
+- **Training.** The backward reads the hidden layer, before the activation or behind it: it is written after
+  all, or computed again.
 
-So the package has no fusion of whole MLPs. Bias and activation are an epilogue (`linear_epilogue`), where a table
-says that it pays, and with `max_autotune` stock has the same choice.
+So the package has no fusion of whole MLPs. Bias and activation are an epilogue (`linear_epilogue`), where a
+table says that it pays, and with `max_autotune` stock has the same choice.
 """
 
 COMMAND = """## Measurements
 
-Nothing is measured yet. `python -m bench.whole_mlp --out bench/results/whole_mlp_DEVICE.json` measures it, and
-`make docs` writes it here.
+Nothing is measured yet. `python -m bench.whole_mlp --out bench/results/whole_mlp_DEVICE.json` measures it,
+and `make docs` writes it here.
 """
 
 #: Variants in the order of the columns; what is compared with them is in the first group.
@@ -78,13 +79,14 @@ def section(data: Json) -> str:
     peak = data.get("peak") or {}
     for dtype, rate in (peak.get("tflops") or {}).items():
         parts.append(
-            f"Rates measured here: {number(rate, 1)} TFLOP/s in {dtype}, {number(peak.get('gb_per_s'), 0)} GB/s. "
-            "`roofline` is the least time that they allow for what has to be moved and computed."
+            f"Rates measured here: {number(rate, 1)} TFLOP/s in {dtype}, {number(peak.get('gb_per_s'), 0)} "
+            "GB/s. `roofline` is the least time that they allow for what has to be moved and computed."
         )
     parts.append(
-        "Times are microseconds on the device alone, where that was measured. **stock** is `torch.compile`: a "
-        "product of the library and a pointwise kernel. **epilogue** has bias and gelu in the library's product. "
-        "**triton** has them in a Triton kernel. **bare** is the product without them. **whole** is one kernel."
+        "Times are microseconds on the device alone, where that was measured. **stock** is `torch.compile`: "
+        "a product of the library and a pointwise kernel. **epilogue** has bias and gelu in the library's "
+        "product. **triton** has them in a Triton kernel. **bare** is the product without them. **whole** is "
+        "one kernel."
     )
     for part, names in NAMES.items():
         rows = sorted(

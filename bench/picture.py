@@ -1,7 +1,7 @@
 """The README's picture: stock over fused of every whole model that was measured, as an SVG file.
 
-Written without a plotting library: its bytes depend on the results alone, so that a test can tell whether it is
-stale.
+Written without a plotting library: its bytes depend on the results alone, so that a test can tell whether
+it is stale.
 """
 
 from __future__ import annotations
@@ -76,4 +76,5 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", color: str = "black", size: int = 11) -> str:
-    return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}" fill="{color}" font-size="{size}">{escape(text)}</text>'
+    style = f'text-anchor="{anchor}" fill="{color}" font-size="{size}"'
+    return f'<text x="{x:.1f}" y="{y}" {style}>{escape(text)}</text>'

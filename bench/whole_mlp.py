@@ -11,7 +11,7 @@ Hidden layers are four times as wide; gelu is the one with tanh, which the libra
     triton         `up` alone: Triton kernels for the product, with bias and gelu as their epilogue
     epilogue       bias and gelu in the library's product (aten._addmm_activation)
     bare           `up` alone: the product, without bias and gelu
-    whole          `mlp` alone: one kernel, which keeps the hidden layer in registers; the fastest of some tiles
+    whole          `mlp` alone: one kernel, whose hidden layer stays in registers; the fastest of some tiles
 
     python -m bench.whole_mlp --out bench/results/whole_mlp_h200.json --budget 600
     TRITON_INTERPRET=1 python -m bench.whole_mlp --quick --device cpu --out /tmp/try.json
@@ -71,7 +71,7 @@ def mlp_kernel(
     x, w1, b1, w2, b2, out, tokens, hidden,
     WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = gelu(x[t] w1' + b1) w2' + b2; w1 is (hidden, WIDTH) and w2 (WIDTH, hidden), as nn.Linear has."""
+    """out[t] = gelu(x[t] w1' + b1) w2' + b2, with w1 (hidden, WIDTH) and w2 (WIDTH, hidden) of nn.Linear."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     k = tl.arange(0, WIDTH)
     h = tl.arange(0, BLOCK_H)

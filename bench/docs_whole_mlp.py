@@ -56,7 +56,7 @@ and `make docs` writes it here.
 
 #: Variants in the order of the columns; what is compared with them is in the first group.
 NAMES = {
-    "up": ("stock", "epilogue", "triton", "max_autotune", "bare"),
+    "up": ("stock", "epilogue", "triton", "bare"),
     "mlp": ("stock", "epilogue", "max_autotune", "whole"),
 }
 TITLES = {
@@ -111,7 +111,7 @@ def usable(row: Json) -> dict[str, float]:
 
 def answer(part: str, rows: Sequence[Json]) -> str:
     """What the rows say to the question."""
-    fused = ("whole",) if part == "mlp" else ("epilogue", "triton", "max_autotune")
+    fused = ("whole",) if part == "mlp" else ("epilogue", "triton")
     wins, compared = [], 0
     for row in rows:
         times = usable(row)

@@ -213,6 +213,26 @@ def test_overwritten_in_between() -> None:
     check(overwritten_features, inputs, fused=0, reason="in place", train=False)
 
 
+def test_gradients_are_off_in_between() -> None:
+    """What is computed under no_grad passes none on; the operation would."""
+
+    def fn(x: Any, t: Any) -> Any:
+        with torch.no_grad():
+            z = products(t)
+        return torch.cat([x, z[:, LI, LJ]], 1) + t.sum()
+
+    check(fn, operands(), fused=0, reason="gradients are switched")
+
+
+def test_transform_of_functions() -> None:
+    """The operation has gradients for autograd, and none for torch.func."""
+
+    def fn(x: Any, t: Any) -> Any:
+        return torch.func.grad(lambda t: (products(t)[:, LI, LJ]).square().sum())(t)
+
+    check(fn, [t.detach() for t in operands()], fused=0, reason="torch.func.grad", train=False)
+
+
 def test_autocast() -> None:
     """The products are made in another dtype than the features have."""
     with torch.autocast("cpu", dtype=torch.bfloat16):

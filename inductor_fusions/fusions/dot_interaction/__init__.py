@@ -68,7 +68,7 @@ class DotInteraction(Candidate):
         if not all(isinstance(size, int) for size in t.shape[1:]):
             raise Rejected("the number of features, or their width, is symbolic")
         self.triangle = recognise.triangle(site, int(t.shape[1]))
-        recognise.check_not_overwritten(site)
+        recognise.check_between(site)
         check_device(t)
         if config.policy == "profitable":
             self.note, self.tiles = measured(t, site)

@@ -88,7 +88,7 @@ def table(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 #: Sections of a table that `bench.tune_projections`, `bench.tune_lora` and `bench.outer_product` write.
-OF_LINEARS = ("block_mm", "lora", "narrow_mm", "lora_decode", "outer_product_linear")
+OF_LINEARS = ("block_mm", "lora", "narrow_mm", "lora_decode", "outer_product_linear", "dot_interaction")
 
 
 def kept(path: Path) -> dict[str, list[dict[str, Any]]]:

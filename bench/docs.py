@@ -1,11 +1,11 @@
-"""Write what the results say into the documentation: the README's table and docs/performance.md.
+"""Write what the results say into the documentation: the README's table and picture, and pages of docs.
 
-    python -m bench.docs            # render both
+    python -m bench.docs            # render all
     python -m bench.docs --check    # exit 1 where one of them is stale
 
 Every figure comes from bench/results/*.json, and a file or a column that is not there is left out.
 `models_*.json` are files of bench.models, `bench_*.json` of `inductor_fusions bench`, and `attention_*.json`,
-`flex_*.json` and `projections_*.json` of the scripts bench.tune_*.
+`flex_*.json` and `projections_*.json` of the scripts bench.tune_*, and `whole_mlp_*.json` of bench.whole_mlp.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import picture
 from bench.compare import geometric_mean, means, noise
 from bench.device_table import gains
 from inductor_fusions.tables import MARGIN
@@ -38,18 +39,9 @@ README_CASES = (
     "llama-1b sdpa b1 s8192",
     "llama-1b sdpa b1 s8192 train",
     "llama-1b sdpa padded b4 s2048",
-    "mistral-8l sdpa b1 s8192",
-    "gemma2-8l eager b2 s4096",
     "gpt-oss-8l eager b2 s4096",
-    "llama-1b eager b4 s2048",
     "gpt2 eager b16 s1024",
-    "bloom padded b8 s1024",
-    "opt eager padded b8 s1024",
-    "mpnet-base padded b32 s384",
     "bert-base eager padded b32 s512",
-    "bert-base eager b32 s512 train",
-    "vit-base eager b64",
-    "deberta-v2-base b8 s384",
     "t5-base encoder padded b16 s512",
     "swin-tiny b64",
 )
@@ -628,10 +620,17 @@ def readme(text: str, results: Path) -> str:
 
 def render(root: Path = ROOT) -> dict[Path, str]:
     """Each file that this script writes, with what it should hold."""
+    from bench import docs_whole_mlp  # which is made of the pieces above
+
     results, page = root / "bench" / "results", root / "README.md"
+    measured = results / README_RESULTS
     return {
         page: readme(page.read_text("utf-8"), results),
         root / "docs" / "performance.md": performance(results),
+        root / "docs" / "whole_mlp.md": docs_whole_mlp.page(results),
+        root / "docs" / "speedups.svg": picture.draw(
+            json.loads(measured.read_text("utf-8")) if measured.exists() else {"rows": []}
+        ),
     }
 
 

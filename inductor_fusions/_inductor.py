@@ -623,6 +623,32 @@ def bisected_away(describe: Callable[[], str]) -> bool:
 # -- lowering operations of ours ------------------------------------------------------------------
 
 
+def decompose_in_graphs(op: Any, fn: Callable[..., Any]) -> None:
+    """Have an operation of ours traced as `fn` where AOTAutograd makes a graph: Inductor sees its kernels.
+
+    As torch.library.triton_op, which imports Inductor at once, and so cannot be used while that is imported.
+    `torch.export` keeps the operation.
+
+    Args:
+        op: what torch.library.custom_op returned.
+        fn: the same in functions of torch and kernels in torch.library.wrap_triton.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+    def decompose(mode: Any, overload: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        from torch.export._trace import custom_triton_ops_decomposition_disabled
+
+        if custom_triton_ops_decomposition_disabled():
+            return mode.__torch_dispatch__(overload, types, args, kwargs)
+        if not all(issubclass(t, FakeTensor) or t in (torch.Tensor, FunctionalTensor) for t in types):
+            return NotImplemented
+        with mode:
+            return fn(*args, **kwargs)
+
+    op.register_torch_dispatch(FunctionalTensorMode, decompose)
+
+
 def register_lowering_when_loaded(op: Any, lower: Callable[..., Any]) -> None:
     """Register `lower` as Inductor's lowering of an operation of ours, once Inductor has its own."""
 

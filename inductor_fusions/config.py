@@ -13,6 +13,7 @@
 | `flex_backward` | `INDUCTOR_FUSIONS_FLEX_BACKWARD` | 0, 1 | 1 |
 | `stored_indices` | `INDUCTOR_FUSIONS_STORED_INDICES` | 0, 1 | 1 |
 | `outer_product_linear` | `INDUCTOR_FUSIONS_OUTER_PRODUCT_LINEAR` | 0, 1 | 1 |
+| `dot_interaction` | `INDUCTOR_FUSIONS_DOT_INTERACTION` | 0, 1 | 1 |
 | `policy` | `INDUCTOR_FUSIONS_POLICY` | profitable, always | profitable |
 | `empty_rows` | `INDUCTOR_FUSIONS_EMPTY_ROWS` | keep, stock, ignore | keep |
 | `strict` | `INDUCTOR_FUSIONS_STRICT` | 0, 1 | 0 |
@@ -71,6 +72,9 @@ stored_indices: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_S
 #: A linear on the flattened outer product of two matrices, without writing the product.
 outer_product_linear: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_OUTER_PRODUCT_LINEAR")
 
+#: The pairwise dot products of features, without writing the matrix of all of them.
+dot_interaction: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_DOT_INTERACTION")
+
 #: "profitable" fuses where a measurement says that it pays; "always" fuses whatever is proved.
 policy: str = Config(default="profitable", env_name_default="INDUCTOR_FUSIONS_POLICY")
 
@@ -103,6 +107,7 @@ def variables() -> dict[str, tuple[str, ...]]:
         "INDUCTOR_FUSIONS_STORED_INDICES": ("0", "1"),
         "INDUCTOR_FUSIONS_FLEX_BACKWARD": ("0", "1"),
         "INDUCTOR_FUSIONS_OUTER_PRODUCT_LINEAR": ("0", "1"),
+        "INDUCTOR_FUSIONS_DOT_INTERACTION": ("0", "1"),
         "INDUCTOR_FUSIONS_POLICY": ("profitable", "always"),
         "INDUCTOR_FUSIONS_EMPTY_ROWS": ("keep", "stock", "ignore"),
         "INDUCTOR_FUSIONS_STRICT": ("0", "1"),

@@ -9,10 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from bench import docs
+from bench import docs, picture
 from inductor_fusions import config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +42,8 @@ def test_changed_result_is_stale(tmp_path: Path) -> None:
     data = json.loads(path.read_text())
     data["rows"][0]["median_ms"]["fused"] *= 2
     path.write_text(json.dumps(data))
-    assert docs.stale(root) == [root / "README.md", root / "docs" / "performance.md"]
+    written = ("README.md", "docs/performance.md", "docs/speedups.svg")
+    assert docs.stale(root) == [root / name for name in written]
 
 
 @pytest.mark.parametrize(
@@ -105,6 +107,50 @@ def test_new_result_is_stale(name: str, row: dict[str, Any], shown: str, tmp_pat
     text = docs.render(root)[page]
     assert shown in text
     assert "--out x.json" in text and "/far/away" not in text
+
+
+def mlp_row(part: str, width: int, **times: float) -> dict[str, Any]:
+    return {
+        "part": part, "width": width, "tokens": 64, "times_us": {}, "device_us": times, "wrong": ["triton"],
+        "roofline_us": {"unfused": 2.0, "epilogue": 1.5, "whole": 1.0},
+    }  # fmt: skip
+
+
+def test_whole_mlp(tmp_path: Path) -> None:
+    """Without results the page says what makes them; with them, what they say, and what is out of budget."""
+    root = copied(tmp_path)
+    page, folder = root / "docs" / "whole_mlp.md", root / "bench" / "results"
+    for path in folder.glob("whole_mlp_*.json"):
+        path.unlink()
+    assert "python -m bench.whole_mlp --out" in docs.render(root)[page]
+    rows = [
+        mlp_row("mlp", 64, stock=9.0, epilogue=8.0, whole=4.0),
+        mlp_row("mlp", 256, stock=9.0, epilogue=8.0, whole=16.0),
+        mlp_row("up", 64, stock=4.0, triton=1.0, bare=2.0),
+    ]
+    data = {"schema": 1, "device": "a device", "peak": {"tflops": {"bfloat16": 700.0}, "gb_per_s": 4000.0}}
+    (folder / "whole_mlp_h200.json").write_text(json.dumps({**data, "rows": rows}))
+    text = docs.render(root)[page]
+    assert "in 1 of 2 cases: 1 of 1 at width 64. The most is 2.00 times, with 64 tokens of width 64" in text
+    assert "| width 256, 64 tokens | 9.0 | 8.0 | 16.0 | 2.0 | 1.0 | epilogue |" in text
+    assert "| width 64, 64 tokens | 4.0 | wrong | 2.0 | 2.0 | 1.5 | stock |" in text
+    assert "in 0 of 0 cases" in text and "Nothing is measured yet" not in text
+
+
+def test_picture() -> None:
+    """Every case with both times, the largest gain first; those that are slower go to the other side."""
+    rows = [
+        {"name": "slow <1>", "median_ms": {"stock": 1.0, "fused": 1.25}},
+        {"name": "fast", "median_ms": {"stock": 3.0, "fused": 1.0}},
+        {"name": "unknown", "median_ms": {"stock": 3.0}},
+    ]
+    root = ElementTree.fromstring(picture.draw({"device": "a device", "rows": rows}))
+    texts = [element.text for element in root.iter() if element.tag.endswith("text")]
+    assert texts.index("fast") < texts.index("slow <1>") and "unknown" not in texts
+    assert {"3.00", "0.80"} < set(texts)
+    bars = [element for element in root.iter() if element.get("stroke") in (picture.FASTER, picture.OTHER)]
+    fast, slow = (float(bar.get("x", "")) for bar in bars)
+    assert slow < fast == float(bars[1].get("x", "")) + float(bars[1].get("width", ""))
 
 
 def test_geometric_means_are_told() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..fusion import Fusion
 from . import (
     attention,
+    dot_interaction,
     flex_backward,
     gated_mlp,
     linear_epilogue,
@@ -21,6 +22,7 @@ ALL: tuple[Fusion, ...] = (
     attention.FUSION,
     stock_misfires.FUSION,
     outer_product_linear.FUSION,
+    dot_interaction.FUSION,
     lora.INPUTS,
     stored_indices.FUSION,
     flex_backward.FUSION,

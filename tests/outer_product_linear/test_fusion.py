@@ -123,6 +123,30 @@ def test_overwritten_in_between() -> None:
     check(fn, inputs, fused=0, reason="in place", train=False)
 
 
+def test_gradients_are_off_in_between() -> None:
+    """What is computed under no_grad passes none on; the operation would."""
+
+    def fn(u: Any, v: Any, w: Any, b: Any) -> Any:
+        with torch.no_grad():
+            z = (u[:, :, None] * v[:, None, :]).flatten(1)
+        return F.linear(z, w, b) + u.sum() + v.sum()
+
+    check(fn, operands(), fused=0, reason="gradients are switched")
+
+
+def test_transform_of_functions() -> None:
+    """The operation has gradients for autograd, and none for torch.func."""
+
+    def fn(t: Any, w: Any) -> Any:
+        return torch.func.grad(
+            lambda t: (F.linear((t[:, :, None] * t[:, None, :]).flatten(1), w)).square().sum()
+        )(t)
+
+    check(
+        fn, (rand(ROWS, P).detach(), rand(N, P * P).detach()), fused=0, reason="torch.func.grad", train=False
+    )
+
+
 def test_autocast() -> None:
     """The product is made in another dtype than the linear multiplies in."""
     with torch.autocast("cpu", dtype=torch.bfloat16):

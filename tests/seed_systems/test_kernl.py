@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -284,6 +284,40 @@ def results(fn: Callable[..., Any], model: nn.Module, x: torch.Tensor, train: bo
     return [out.detach().clone(), *grads]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["outer product", "dot products", "adapter"])
+def test_K8_operations_of_ours(name: str) -> None:
+    """Operations with kernels of their own are captured, and right at each replay, forward and backward."""
+    from torch._dynamo.utils import counters
+
+    from bench import dot_interaction, outer_product
+
+    def adapted(x: Any, w: Any, a: Any, b: Any) -> Any:
+        return F.linear(x, w) + 0.5 * (x @ a @ b)
+
+    fn, shapes = {
+        "outer product": (outer_product.Pairs(), ((256, 32),)),
+        "dot products": (dot_interaction.Interaction(), ((256, 64), (256, 27, 64))),
+        "adapter": (adapted, ((256, 128), (256, 128), (128, 8), (8, 256))),
+    }[name]
+    fn = nn.Sequential(fn, nn.Linear(1024, 64)).cuda().bfloat16() if name == "outer product" else fn
+    inductor_fusions.clear()
+    before = counters["inductor"]["cudagraph_skips"]
+    with config.patch(policy="always"):
+        compiled = torch.compile(fn, mode="reduce-overhead")
+        for _ in range(4):
+            inputs = [(torch.randn(s, device="cuda") / 4).bfloat16().requires_grad_() for s in shapes]
+            torch.compiler.cudagraph_mark_step_begin()
+            out = compiled(*inputs)
+            cotangent = torch.randn_like(out)
+            found = [out.clone(), *(t.clone() for t in torch.autograd.grad(out, inputs, cotangent))]
+            out = fn(*inputs)
+            expected = [out, *torch.autograd.grad(out, inputs, cotangent)]
+            torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
+    assert counters["inductor"]["cudagraph_skips"] == before
+    assert inductor_fusions.report().count("fused") >= 1
+
+
 # -- K9 to K11: graphs -------------------------------------------------------------------------------
 
 
@@ -309,7 +343,8 @@ def test_K10_graph_report(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> 
     from inductor_fusions import cli
 
     model = blocks.model(2)
-    found = inductor_fusions.explain(model, blocks.batch(), train=True)
+    left = inductor_fusions.explain(model, blocks.batch(), train=True)
+    assert all(site.reason and site.source for site in left if site.verdict != "fused")
     with config.patch(policy="always"):
         found = inductor_fusions.explain(model, blocks.batch())
     assert found.count("fused", "attention") == 2
@@ -320,11 +355,15 @@ def test_K10_graph_report(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> 
     found.to_html(page)
     assert "scaled_dot_product_attention" in page.read_text()
     pytest.importorskip("transformers")
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
         command = ["inductor-fusions", "explain", "bert", "--attn", "eager", "--layers", "1", "--seq", "16"]
         patch.setattr("sys.argv", command)
         cli.main()
-    assert "attention" in capsys.readouterr().out
+    assert not end.value.code
+    (line,) = re.findall(
+        r"^ *1 +attention +(fused|rejected|left to stock) +(\S.*)$", capsys.readouterr().out, re.M
+    )
+    assert line[0] == "fused" or "CPU" in line[1] or "measure" in line[1], line
 
 
 def test_K11_pattern_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:

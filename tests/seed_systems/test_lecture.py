@@ -14,13 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bench import dot_interaction as dot_products
 from bench.outer_product import DLRM
 from inductor_fusions import config
-from inductor_fusions.fusions import outer_product_linear
+from inductor_fusions.fusions import dot_interaction, outer_product_linear
 from tests import blocks
 from tests.seed_systems.support import QUICK, check, launched
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def started(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own in the root of the checkout."""
+    root = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
+    env = {**os.environ, "PYTHONPATH": path, **variables}
+    return subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=300)
 
 
 # -- L1: DLRM ------------------------------------------------------------------------------------------
@@ -69,6 +78,37 @@ def test_L1_memory_of_a_training_step() -> None:
             compiled(*inputs).sum().backward()
             model.zero_grad()
     assert torch.cuda.max_memory_allocated() < 0.5 * 2**30
+
+
+def test_L1_dot_products(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual interaction: pairs of 27 features behind the dense ones, with gradients of all tables."""
+    monkeypatch.setattr(dot_interaction, "check_device", lambda t: None)
+    model = dot_products.DLRM(width=4, entries=50, hidden=(16, 8))
+    inputs = (torch.rand(10, 13), torch.randint(0, 2**31, (10, 26)))
+    run = check(model, inputs, device, fused=None, backend=QUICK, slack=16.0)
+    (site,) = [site for site in run.ours.fused if site.fusion == "dot_interaction"]
+    assert site.details == {"features": "float32[10, 27, 4]", "dense": "float32[10, 4]"}
+    assert "tables.25.weight" in run.errors and "bottom.0.weight" in run.errors
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_L1_memory_of_dot_products() -> None:
+    """Neither the matrix of all products nor its gradient is ever there."""
+    model = dot_products.Interaction().cuda()
+    shapes = (8192, 64), (8192, 27, 64)
+    inputs = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in shapes]
+    with config.patch(policy="always"):
+        compiled = torch.compile(model)
+        for _ in range(2):
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            out = compiled(*inputs)
+            torch.autograd.grad(out, inputs, torch.ones_like(out))
+    # The result, what comes in for it, and the gradients.
+    bytes_needed = 2 * 2 * out.numel() + 2 * sum(t.numel() for t in inputs)
+    assert torch.cuda.max_memory_allocated() - before < bytes_needed + 2 * 8192 * 27 * 27
 
 
 # -- L2: the tail of a linear ----------------------------------------------------------------------------
@@ -136,6 +176,67 @@ def test_L4_adapter_of_an_mlp(rank: int, train: bool) -> None:
     assert seen.fused("lora") >= 1 and not seen.products()
 
 
+# -- L5: one kernel for an MLP? ------------------------------------------------------------------------------
+
+
+def test_L5_measurement(tmp_path: Path) -> None:
+    """bench.whole_mlp runs: the kernel of a whole MLP is right, in Triton's interpreter."""
+    pytest.importorskip("triton")
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "bench.whole_mlp", "--quick", "--device", "cpu", "--out", str(out)]
+    done = started(command, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    whole, first = json.loads(out.read_text())["rows"]
+    assert whole["error"]["whole"] < 1e-6 and not whole["wrong"] and not whole["failed"]
+    # One kernel moves the hidden layer never, an epilogue twice, two kernels four times.
+    layer = 4 * whole["tokens"] * whole["hidden"]
+    moved = whole["bytes"]
+    assert moved["unfused"] - moved["epilogue"] == moved["epilogue"] - moved["whole"] == 2 * layer
+    assert whole["flops"] == 2 * first["flops"] and set(first["times_us"]) == {"stock", "bare"}
+
+
+@pytest.mark.parametrize(
+    ("width", "tile"), [(64, (128, 64, 8, 3)), (256, (64, 64, 8, 2)), (512, (64, 32, 8, 2))]
+)
+def test_L5_machine_code(width: int, tile: tuple[int, int, int, int]) -> None:
+    """The kernel of a whole MLP compiles for a GPU, with tensor cores and without spills."""
+    pytest.importorskip("triton")
+    from bench import cuda_codegen, whole_mlp
+
+    assert tile in whole_mlp.TILES
+    tokens, hidden, warps, stages = tile
+    constants = {"WIDTH": width, "BLOCK_T": tokens, "BLOCK_H": hidden}
+    names = whole_mlp.mlp_kernel.arg_names
+    signature = {
+        name: "constexpr" if name in constants else "i32" if name in ("tokens", "hidden") else "*bf16"
+        for name in names
+    }
+    aligned = [name for name, kind in signature.items() if kind != "constexpr"]
+    found = cuda_codegen.compile_function(
+        whole_mlp.mlp_kernel, signature, constants, 90, aligned=aligned, num_warps=warps, num_stages=stages
+    )
+    print(width, found)
+    assert found.uses_wgmma and found.shared_bytes <= found.shared_limit and found.spill_bytes == 0
+
+
+def test_L5_first_half() -> None:
+    """Bias and activation are the epilogue of the first product; the second is a product of its own."""
+    pytest.importorskip("triton")
+    from tests.block_mm import support
+
+    def fn(x: Any, w1: Any, b1: Any, w2: Any, b2: Any) -> Any:
+        return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
+
+    args = (
+        support.rand(48, 64), support.rand(256, 64), support.rand(256), support.rand(64, 256),
+        support.rand(64),
+    )  # fmt: skip
+    assert support.check(fn, args, budget=2.0).fused("linear_epilogue") == 1
+    with config.patch(policy="always", strict=True):
+        kernels, calls = launched(fn, args)
+    assert len(kernels) == 1 and len(calls) == 1
+
+
 # -- L6: looking at what was compiled ----------------------------------------------------------------------
 
 
@@ -177,17 +278,9 @@ def test_L6_profile(device: torch.device) -> None:
 
 def test_L6_trace(tmp_path: Path) -> None:
     """An artifact for tlparse in TORCH_TRACE: the sites of each graph."""
-    root = Path(__file__).resolve().parents[2]
     code = "import inductor_fusions, torch\nfrom tests import blocks\n"
     code += "torch.compile(blocks.Attention())(blocks.batch())\n"
-    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
-    env = {
-        **os.environ,
-        "PYTHONPATH": path,
-        "TORCH_TRACE": str(tmp_path),
-        "INDUCTOR_FUSIONS_POLICY": "always",
-    }
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    done = started([sys.executable, "-c", code], TORCH_TRACE=str(tmp_path), INDUCTOR_FUSIONS_POLICY="always")
     assert done.returncode == 0, done.stderr
     (log,) = tmp_path.glob("*.log")
     text = log.read_text()

@@ -55,7 +55,14 @@ def test_S1_toggle_of_each_fusion() -> None:
         expected = {name: int(name != off) for name in names}
         expected["qkv"] += off == "gated_mlp"  # gate and up are two linears on one input
         assert {name: seen.fused(name) for name in names} == expected
-    assert {*names, "attention"} <= {fusion.name for fusion in fusions.ALL}
+
+
+@pytest.mark.parametrize("name", sorted(fusion.name for fusion in fusions.ALL))
+def test_S1_each_fusion_alone(name: str) -> None:
+    """Every fusion has a switch, which turns it off and no other."""
+    switch = {"skip": name} if name == "lora_input" else {name: False}
+    with config.patch(**switch):
+        assert [other.name for other in fusions.ALL if not config.is_on(other.name)] == [name]
 
 
 def test_S1_regions_and_modules(device: torch.device) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import inductor_fusions
 from inductor_fusions import config, ops, testing
 from tests.attention.support import flex_everywhere
-from tests.seed_systems.support import LOWEST, QUICK, check, leaf, qkv
+from tests.seed_systems.support import LOWEST, QUICK, check, leaf, on, qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -28,11 +29,76 @@ def attention(q: Any, k: Any, v: Any, scale: float = 1.0, bias: Any = None, hidd
 # -- X1: the operations -------------------------------------------------------------------------------
 
 
-def test_X1_operations(device: torch.device) -> None:
-    """Ours pass opcheck, and their gradients go through torch.compile and AOTAutograd."""
+def heads(length: int, dim: int = 16) -> torch.Tensor:
+    return torch.randn(4, 2, length, dim)
+
+
+#: Arguments of every operation of the package, and how many of them take a gradient: the first ones.
+OPERATIONS: dict[str, Callable[[], tuple[tuple[Any, ...], int]]] = {
+    "block_mm": lambda: (
+        ([leaf(5, 8)] * 2, [leaf(8, 6), leaf(8, 6)], [], [], [0, 1], [1.0, 0.5], "silu,", True,
+         torch.float32), 2,
+    ),
+    "dot_interaction": lambda: ((leaf(5, 7, 8), leaf(5, 6), False, False, []), 2),
+    "dot_interaction_gradient": lambda: (
+        (torch.randn(5, 27), torch.randn(5, 7, 8), 6, False, False, []), 0,
+    ),
+    "lora_down": lambda: ((leaf(2, 5, 8), leaf(3, 8)), 2),
+    "lora_linear": lambda: (
+        (torch.randn(5, 8), [torch.randn(8, 6)], [torch.randn(6)], [0], [torch.randn(8, 3)],
+         [torch.randn(3, 6)], [0], [0.5], False, torch.float32), 0,
+    ),
+    "lora_narrow_mm": lambda: ((leaf(5, 8), [leaf(8, 3), leaf(8, 2)], [0.5, 2.0], [False] * 2, False), 2),
+    "outer_product_linear": lambda: ((leaf(5, 4), leaf(5, 3), leaf(6, 12)), 3),
+    "outer_product_linear_factors": lambda: (
+        (torch.randn(5, 6), torch.randn(5, 4), torch.randn(5, 3), torch.randn(6, 12)), 0,
+    ),
+    "outer_product_linear_weight": lambda: ((torch.randn(5, 6), torch.randn(5, 4), torch.randn(5, 3)), 0),
+    "short_attention": lambda: (
+        (leaf(4, 2, 3, 16), leaf(4, 2, 5, 16), leaf(4, 2, 5, 16), [], [], 0.25, False), 3,
+    ),
+    "short_attention_backward": lambda: (
+        (heads(3), heads(3), heads(5), heads(5), [], [], 0.25, False, 2), 0,
+    ),
+    "stored": lambda: ((torch.arange(12).view(3, 4).t(),), 0),
+}  # fmt: skip
+
+
+def test_X1_every_operation_is_checked() -> None:
+    known = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names()
+             if name.startswith("inductor_fusions::")}  # fmt: skip
+    assert known == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_X1_operations(name: str, device: torch.device) -> None:
+    """They pass opcheck; their gradients are those of eager mode through torch.compile and AOTAutograd."""
+    arguments, count = OPERATIONS[name]()
+    arguments = on(device, arguments)
+    op = getattr(torch.ops.inductor_fusions, name).default
+    if name != "lora_down":  # it is made of another one
+        static = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+        dynamic = () if name.startswith(("lora", "stored")) else ("test_aot_dispatch_dynamic",)
+        torch.library.opcheck(op, arguments, test_utils=(*static, *dynamic))
+    leaves = [t for t in pytree.tree_leaves(arguments[:count]) if isinstance(t, torch.Tensor)]
+    if not leaves:
+        return
+
+    def step(fn: Any) -> tuple[torch.Tensor, ...]:
+        outputs = pytree.tree_leaves(fn(*arguments))
+        total = sum((y * torch.linspace(0.5, 2, y.numel(), device=device).view_as(y)).sum() for y in outputs)
+        return torch.autograd.grad(total, list(dict.fromkeys(leaves)))
+
+    expected = step(op)
+    assert all(grad.abs().sum() > 0 for grad in expected)
+    torch._dynamo.reset()
+    found = step(torch.compile(lambda *given: op(*given), backend="aot_eager", fullgraph=True))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_X1_in_full(device: torch.device) -> None:
+    """As Inductor compiles them, from the public function."""
     x, w, v = (leaf(*shape).detach().to(device).requires_grad_() for shape in ((5, 8), (8, 6), (8, 6)))
-    arguments = ([x, x], [w, v], [], [], [0, 1], [1.0, 0.5], "silu,", True, torch.float32)
-    torch.library.opcheck(torch.ops.inductor_fusions.block_mm.default, arguments)
 
     def fn(x: Any, w: Any, v: Any) -> Any:
         (y,) = ops.block_mm([x, x], [w, v], scales=[1.0, 0.5], activations=["silu", ""], gated=True)

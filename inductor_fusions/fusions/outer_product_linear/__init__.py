@@ -68,7 +68,7 @@ class OuterProductLinear(Candidate):
             raise Rejected("operands of several dtypes, or under autocast")
         if site.bias is not None and ((bias := tensor(site.bias)) is None or bias.dtype != out.dtype):
             raise Rejected("operands of several dtypes, or under autocast")
-        recognise.check_not_overwritten(site)
+        recognise.check_between(site)
         check_device(out)
         if config.policy == "profitable":
             self.note = measured(out, operands)

@@ -184,8 +184,10 @@ def _adds_dims(index: Any) -> bool:
     return all(part is None or part is Ellipsis or part == slice(None) for part in parts)
 
 
-def check_not_overwritten(site: Site) -> None:
-    """Refuse where something is written in place between the first view of a factor and the linear.
+def check_between(site: Site) -> None:
+    """Refuse where something happens between the first view of a factor and the linear.
+
+    That is a write in place, or gradients that are switched on or off; or a transform of torch.func before.
 
     Raises:
         Rejected: something is.
@@ -199,5 +201,9 @@ def check_not_overwritten(site: Site) -> None:
         written = (
             node.op in ("call_function", "call_method") and name.endswith("_") and not name.endswith("__")
         )
+        if name in ("_grad_increment_nesting", "_jvp_increment_nesting"):
+            raise Rejected("behind torch.func.grad or jvp, which the operation has no rule for")
+        if inside and name == "_set_grad_enabled":
+            raise Rejected("gradients are switched on or off between the outer product and the linear")
         if inside and (written or node.target in _IN_PLACE or "out" in node.kwargs):
             raise Rejected(f"{node.name} writes in place between the outer product and the linear")

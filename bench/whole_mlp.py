@@ -1,0 +1,322 @@
+# ruff: noqa: E731
+"""Measure what fusing an MLP can bring: its first half, and all of it in one kernel.
+
+    up w256 t4096       gelu(x W1 + b1): x of 4096 rows and 256 columns, 1024 hidden ones
+    mlp w256 t4096      gelu(x W1 + b1) W2 + b2
+
+Hidden layers are four times as wide; gelu is the one with tanh, which the library has as an epilogue.
+
+    stock          torch.compile: a matrix product of the library, and a pointwise kernel
+    max_autotune   `mlp` alone: the same with mode="max-autotune-no-cudagraphs"
+    triton         `up` alone: Triton kernels for the product, with bias and gelu as their epilogue
+    epilogue       bias and gelu in the library's product (aten._addmm_activation)
+    bare           `up` alone: the product, without bias and gelu
+    whole          `mlp` alone: one kernel, whose hidden layer stays in registers; the fastest of some tiles
+
+    python -m bench.whole_mlp --out bench/results/whole_mlp_h200.json --budget 600
+    TRITON_INTERPRET=1 python -m bench.whole_mlp --quick --device cpu --out /tmp/try.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from bench.common import (
+    DTYPES,
+    Budget,
+    Json,
+    Progress,
+    Results,
+    environment,
+    error_limit,
+    fresh_cache,
+    interleave,
+    is_fatal,
+    one_line,
+    relative_error,
+)
+from bench.suites import peak_rates
+from inductor_fusions import config
+
+#: Tokens and hidden columns of a step, warps, stages.
+TILES = (
+    (16, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 8, 2),
+    (128, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3),
+)  # fmt: skip
+#: Sums of the result that a thread may hold.
+MOST_SUMS = 128
+#: Options of `torch.compile`, by variant.
+COMPILED: dict[str, Json] = {
+    "stock": {},
+    "max_autotune": {"mode": "max-autotune-no-cudagraphs"},
+    "triton": {"options": {"max_autotune": True, "max_autotune_gemm_backends": "TRITON"}},
+}
+
+
+@triton.jit
+def mlp_kernel(
+    x, w1, b1, w2, b2, out, tokens, hidden,
+    WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """out[t] = gelu(x[t] w1' + b1) w2' + b2, with w1 (hidden, WIDTH) and w2 (WIDTH, hidden) of nn.Linear."""
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    k = tl.arange(0, WIDTH)
+    h = tl.arange(0, BLOCK_H)
+    at = t.to(tl.int64)[:, None] * WIDTH + k[None, :]
+    there = t[:, None] < tokens
+    rows = tl.load(x + at, mask=there, other=0.0)
+    sums = tl.zeros((BLOCK_T, WIDTH), dtype=tl.float32)
+    for start in range(0, hidden, BLOCK_H):
+        n = start + h
+        up = tl.load(w1 + n[None, :] * WIDTH + k[:, None])
+        z = tl.dot(rows, up) + tl.load(b1 + n).to(tl.float32)[None, :]
+        # z (1 + tanh(u)) / 2 = z sigmoid(2 u)
+        z = z * tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+        down = tl.load(w2 + k[None, :] * hidden + n[:, None])
+        sums = tl.dot(z.to(rows.dtype), down, sums)
+    y = sums + tl.load(b2 + k).to(tl.float32)[None, :]
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=there)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+        part: "up", the first half, or "mlp".
+        width: columns of x and of the result of an MLP.
+        tokens: rows of x.
+    """
+
+    part: str
+    width: int
+    tokens: int
+
+    @property
+    def hidden(self) -> int:
+        """Columns of the hidden layer."""
+        return 4 * self.width
+
+    @property
+    def key(self) -> str:
+        """Its name."""
+        return f"{self.part} w{self.width} t{self.tokens}"
+
+
+def grid(quick: bool) -> list[Row]:
+    """What is measured, in an order in which a run that is cut short has seen all of the range."""
+    if quick:
+        return [Row(part, 16, 24) for part in ("mlp", "up")]
+    return [
+        Row(part, width, tokens)
+        for many in ((65536, 64, 4096), (1024, 16384, 256))
+        for part in ("mlp", "up")
+        for width in (64, 256, 512, 128)
+        for tokens in many
+    ]
+
+
+def work(row: Row, size: int) -> Json:
+    """FLOPs, and the bytes that have to be moved, by how much is fused.
+
+    Args:
+        row: what is computed.
+        size: bytes of an element.
+    """
+    t, w, h = row.tokens, row.width, row.hidden
+    layer = t * h * size
+    if row.part == "up":
+        needed = size * (t * w + w * h + h) + layer
+        return {"flops": 2 * t * w * h, "bytes": {"epilogue": needed, "unfused": needed + 2 * layer}}
+    needed = size * (2 * t * w + 2 * w * h + h + w)
+    return {
+        "flops": 4 * t * w * h,
+        "bytes": {"whole": needed, "epilogue": needed + 2 * layer, "unfused": needed + 4 * layer},
+    }
+
+
+def roofline(done: Json, peak: Json, dtype: str) -> dict[str, float]:
+    """The least time in microseconds that the measured rates of a device allow, by how much is fused."""
+    compute = done["flops"] / (peak["tflops"][dtype] * 1e12)
+    return {
+        name: round(1e6 * max(compute, moved / (peak["gb_per_s"] * 1e9)), 3)
+        for name, moved in done["bytes"].items()
+    }
+
+
+def whole(row: Row, operands: list[torch.Tensor], tile: tuple[int, int, int, int]) -> torch.Tensor:
+    """The MLP in one kernel."""
+    x = operands[0]
+    out = torch.empty_like(x)
+    block_t, block_h, warps, stages = tile
+    mlp_kernel[(math.ceil(row.tokens / block_t),)](
+        *operands, out, row.tokens, row.hidden, WIDTH=row.width, BLOCK_T=block_t, BLOCK_H=block_h,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+def fastest(row: Row, operands: list[torch.Tensor], device: str) -> tuple[int, int, int, int]:
+    """The tile of the whole MLP that takes the least time; those that do not fit are left out.
+
+    Raises:
+        RuntimeError: none fits.
+    """
+    calls: dict[Any, Callable[[], object]] = {}
+    for tile in TILES if device == "cuda" else TILES[:1]:
+        # The sums alone would take more registers than a thread has to spare.
+        if tile[0] * row.width > MOST_SUMS * 32 * tile[2]:
+            continue
+        try:
+            whole(row, operands, tile)
+        except triton.runtime.errors.OutOfResources:
+            continue
+        calls[tile] = lambda tile=tile: whole(row, operands, tile)
+    if not calls:
+        raise RuntimeError("no tile fits")
+    if len(calls) == 1:
+        return next(iter(calls))
+    times = interleave(calls, device, 3, 0.005, run_ahead=device == "cuda")
+    return min(times, key=lambda tile: times[tile].median)
+
+
+def up(x: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    """The first half."""
+    return F.gelu(F.linear(x, w1, b1), approximate="tanh")
+
+
+def mlp(
+    x: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor
+) -> torch.Tensor:
+    """All of it."""
+    return F.linear(up(x, w1, b1), w2, b2)
+
+
+def with_epilogue(part: str, operands: list[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Bias and gelu by the library."""
+    x, w1, b1, w2, b2 = operands
+    first = lambda: torch.ops.aten._addmm_activation(b1, x, w1.t(), use_gelu=True)
+    return first if part == "up" else lambda: torch.addmm(b2, first(), w2.t())
+
+
+def variants(row: Row, operands: list[torch.Tensor], device: str, quick: bool) -> tuple[Json, Json, Json]:
+    """What is timed, by name; what failed, and why; the tile of the kernel of ours."""
+    fn = up if row.part == "up" else mlp
+    names = ["stock", "triton" if row.part == "up" else "max_autotune"]
+    if quick:  # autotuning takes minutes on a CPU
+        names = names[:1]
+    calls: Json = {}
+    failed: Json = {}
+    extra: Json = {}
+    for name in names:
+        torch._dynamo.reset()
+        try:
+            with config.patch(enabled=False), fresh_cache():
+                compiled = torch.compile(fn, dynamic=False, **COMPILED[name])
+                compiled(*operands)
+            calls[name] = lambda compiled=compiled: compiled(*operands)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            failed[name] = one_line(error)
+    if device == "cuda":  # that of a CPU is another gelu
+        calls["epilogue"] = with_epilogue(row.part, operands)
+    if row.part == "up":
+        calls["bare"] = lambda: operands[0] @ operands[1].t()
+    elif device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        try:
+            tile = fastest(row, operands, device)
+            extra["tile"] = dict(zip(("tokens", "hidden", "warps", "stages"), tile, strict=True))
+            calls["whole"] = lambda: whole(row, operands, tile)
+        except RuntimeError as error:
+            if is_fatal(error):
+                raise
+            failed["whole"] = one_line(error)
+    return calls, failed, extra
+
+
+def measure(row: Row, device: str, dtype: str, peak: Json, quick: bool) -> Json:
+    """One row of the results."""
+    torch.manual_seed(0)
+    w, h = row.width, row.hidden
+    shapes = (row.tokens, w), (h, w), (h,), (w, h), (w,)
+    scales = 1.0, w**-0.5, 0.1, h**-0.5, 0.1
+    operands = [
+        (torch.randn(shape, device=device) * scale).to(DTYPES[dtype])
+        for shape, scale in zip(shapes, scales, strict=True)
+    ]
+    with torch.no_grad():
+        calls, failed, extra = variants(row, operands, device, quick)
+        exact = (up if row.part == "up" else mlp)(*(t.double() for t in operands))
+        error = {name: relative_error(call(), exact) for name, call in calls.items() if name != "bare"}
+        del exact
+        rounds, block = (3, 0.001) if quick else (7, 0.02)
+        times = {"times_us": interleave(calls, device, rounds, block)}
+        if device == "cuda":
+            times["device_us"] = interleave(calls, device, rounds, block, run_ahead=True)
+    done = work(row, operands[0].element_size())
+    limit = error_limit(error.get("stock"), DTYPES[dtype])
+    return {
+        "key": row.key, "part": row.part, "width": w, "hidden": h, "tokens": row.tokens, "dtype": dtype,
+        **{
+            clock: {name: round(1e6 * t.median, 2) for name, t in found.items()}
+            for clock, found in times.items()
+        },
+        "spread": {name: round(t.spread, 4) for name, t in times["times_us"].items()},
+        **done, "roofline_us": roofline(done, peak, dtype), "error": error,
+        "wrong": [name for name, value in error.items() if not value <= limit], "failed": failed, **extra,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.whole_mlp", description=__doc__.split("\n\n")[0])
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--out", type=Path, required=True, help="JSON file; rows that it has are skipped")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
+    parser.add_argument("--only", type=re.compile, help="only rows whose name matches this expression")
+    parser.add_argument("--budget", type=float, help="seconds after which no row is started")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few blocks, to try the script")
+    options = parser.parse_args()
+    budget = Budget(options.budget)
+    # The interpreter has no bfloat16.
+    dtype = "bfloat16" if options.device == "cuda" else "float32"
+    results = Results(options.out, environment(options.device, "bench.whole_mlp"), key=lambda r: r["key"])
+    results.data["peak"] = peak = peak_rates(options.device, [dtype])
+    wanted = [row for row in grid(options.quick) if not options.only or options.only.search(row.key)]
+    todo = [row for row in wanted if row.key not in results]
+    slowest = 5.0
+    with Progress(len(todo)) as progress:
+        for row in todo:
+            if budget.left < 1.5 * slowest:
+                break
+            start = time.monotonic()
+            try:
+                found = measure(row, options.device, dtype, peak, options.quick)
+            except torch.OutOfMemoryError as error:
+                progress.step(f"{row.key}: {one_line(error)}")
+                continue
+            finally:
+                slowest = max(slowest, time.monotonic() - start)
+            results.append(found)
+            progress.step(
+                f"{row.key}: {found.get('device_us') or found['times_us']}, wrong {found['wrong']}, "
+                f"failed {found['failed']}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+"""The kernels of `dot_interaction`, and what launches them.
+
+All products of the features of one sample are one small matrix, which stays in registers: the pairs that are
+wanted of it go to memory, and in the backward their gradients come from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .op import pair_count
+
+#: The most features, and the widest ones, that a thread block holds.
+MOST_FEATURES = 64
+WIDEST = 256
+
+
+@triton.jit
+def interaction_kernel(
+    t, dense, out, samples,
+    t_rows, t_features, t_columns, dense_rows, dense_columns, out_rows,
+    F: tl.constexpr, D: tl.constexpr, X: tl.constexpr, UPPER: tl.constexpr, DIAGONAL: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_X: tl.constexpr, SAMPLES: tl.constexpr,
+):  # fmt: skip
+    """out[b] = dense[b], and behind it t[b, i] . t[b, j] for each pair of the triangle, row by row."""
+    f = tl.arange(0, BLOCK_F)
+    d = tl.arange(0, BLOCK_D)
+    x = tl.arange(0, BLOCK_X)
+    i, j = f[:, None], f[None, :]
+    if UPPER:
+        wanted = (j > i - DIAGONAL) & (j < F)
+        slot = i * (F - 1 + DIAGONAL) - i * (i - 1) // 2 + (j - i - 1 + DIAGONAL)
+    else:
+        wanted = (j < i + DIAGONAL) & (i < F)
+        slot = i * (i - 1) // 2 + i * DIAGONAL + j
+    for sample in range(SAMPLES):
+        b = (tl.program_id(0) * SAMPLES + sample).to(tl.int64)
+        there = b < samples
+        features = tl.load(
+            t + b * t_rows + f[:, None] * t_features + d[None, :] * t_columns,
+            mask=(f[:, None] < F) & (d[None, :] < D) & there, other=0.0,
+        )  # fmt: skip
+        products = tl.dot(features, tl.trans(features))
+        to = out + b * out_rows
+        tl.store(to + X + slot, products.to(out.dtype.element_ty), mask=wanted & there)
+        if X > 0:
+            in_x = (x < X) & there
+            tl.store(to + x, tl.load(dense + b * dense_rows + x * dense_columns, mask=in_x), mask=in_x)
+
+
+@triton.jit
+def gradient_kernel(
+    dy, t, dt, samples,
+    dy_rows, dy_columns, t_rows, t_features, t_columns,
+    F: tl.constexpr, D: tl.constexpr, X: tl.constexpr, UPPER: tl.constexpr, DIAGONAL: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, SAMPLES: tl.constexpr,
+):  # fmt: skip
+    """dt[b] = (G + G') t[b], where G has the gradient of a pair where its product was."""
+    f = tl.arange(0, BLOCK_F)
+    d = tl.arange(0, BLOCK_D)
+    i, j = f[:, None], f[None, :]
+    first, second = tl.maximum(i, j), tl.minimum(i, j)
+    if UPPER:
+        slot = second * (F - 1 + DIAGONAL) - second * (second - 1) // 2 + (first - second - 1 + DIAGONAL)
+    else:
+        slot = first * (first - 1) // 2 + first * DIAGONAL + second
+    held = (first < F) & (second < first + DIAGONAL)
+    for sample in range(SAMPLES):
+        b = (tl.program_id(0) * SAMPLES + sample).to(tl.int64)
+        there = b < samples
+        g = tl.load(dy + b * dy_rows + (X + slot) * dy_columns, mask=held & there, other=0.0)
+        if DIAGONAL:
+            g = tl.where(i == j, g + g, g)
+        in_t = (f[:, None] < F) & (d[None, :] < D) & there
+        features = tl.load(
+            t + b * t_rows + f[:, None] * t_features + d[None, :] * t_columns, mask=in_t, other=0.0
+        )
+        gradient = tl.dot(g, features)
+        at = dt + b * (F * D) + f[:, None] * D + d[None, :]
+        tl.store(at, gradient.to(dt.dtype.element_ty), mask=in_t)
+
+
+def interaction(
+    t: Tensor, dense: Tensor | None, upper: bool, diagonal: bool, tiles: Sequence[int],
+    wrap: Callable[[Any], Any] = torch.library.wrap_triton,
+) -> Tensor:  # fmt: skip
+    """t (B, F, D), dense (B, X) -> (B, X + number of pairs)."""
+    (samples, f, d), x = t.shape, 0 if dense is None else dense.shape[1]
+    out = t.new_empty((samples, x + pair_count(f, diagonal)))
+    if not out.numel():
+        return out
+    per_block, warps, *_ = tiles or default_tiles(f, d)
+    held = t if dense is None else dense
+    wrap(interaction_kernel)[(_blocks(samples, per_block),)](
+        t, held, out, samples, *t.stride(), held.stride(0), held.stride(-1), out.shape[1],
+        F=f, D=d, X=x, UPPER=upper, DIAGONAL=diagonal, BLOCK_F=_power(f), BLOCK_D=_power(d),
+        BLOCK_X=_power(x), SAMPLES=per_block, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def gradient(
+    dy: Tensor, t: Tensor, x: int, upper: bool, diagonal: bool, tiles: Sequence[int],
+    wrap: Callable[[Any], Any] = torch.library.wrap_triton,
+) -> Tensor:  # fmt: skip
+    """The gradient of t, from that of the result (B, x + number of pairs)."""
+    samples, f, d = t.shape
+    dt = t.new_empty((samples, f, d))
+    if not dt.numel():
+        return dt
+    *_, per_block, warps = tiles or default_tiles(f, d)
+    wrap(gradient_kernel)[(_blocks(samples, per_block),)](
+        dy, t, dt, samples, *dy.stride(), *t.stride(),
+        F=f, D=d, X=x, UPPER=upper, DIAGONAL=diagonal, BLOCK_F=_power(f), BLOCK_D=_power(d),
+        SAMPLES=per_block, num_warps=warps,
+    )  # fmt: skip
+    return dt
+
+
+def default_tiles(features: int, width: int) -> tuple[int, int, int, int]:
+    """Samples of a thread block and its warps, forward and backward, where no table says more."""
+    warps = min(4, max(1, _power(features) * _power(width) // 2048))
+    return 1, warps, 1, warps
+
+
+def _power(size: int) -> int:
+    """The tile of a size: a power of two, and enough for a matrix product."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _blocks(size: Any, block: int) -> Any:
+    return (size + block - 1) // block

@@ -1,0 +1,156 @@
+"""The operation `inductor_fusions::dot_interaction`, its gradients and FLOPs.
+
+    y[b] = dense[b], and behind it the sum over d of t[b, i, d] * t[b, j, d] for each pair i, j of a triangle
+
+On CUDA devices one kernel reads t once and writes y, without the matrix of all products; so does the
+backward. Inductor launches both as it does its own. Elsewhere they are what torch makes of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ... import _inductor
+
+#: Dtypes that the kernels multiply.
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def _check(t: Tensor, dense: Tensor | None) -> None:
+    if t.dim() != 3 or not t.is_floating_point():
+        raise ValueError("dot_interaction takes floating features (samples, features, width)")
+    if dense is not None:
+        if dense.dim() != 2 or dense.dtype != t.dtype:
+            raise ValueError("dense is a matrix of the dtype of the features")
+        torch._check(dense.shape[0] == t.shape[0], lambda: "t and dense have different numbers of samples")
+
+
+def _has_kernel(t: Tensor) -> bool:
+    """Whether the kernels compute this."""
+    return t.is_cuda and torch.version.hip is None and t.dtype in DTYPES and fits(t.shape[1], t.shape[2])
+
+
+def fits(features: Any, width: Any) -> bool:
+    """Whether the features of a sample, and their products, fit into a thread block."""
+    from . import kernels
+
+    return bool(0 < features <= kernels.MOST_FEATURES and 0 < width <= kernels.WIDEST)
+
+
+def pair_count(features: Any, diagonal: bool) -> Any:
+    """How many pairs a triangle has."""
+    return features * (features - 1) // 2 + features * diagonal
+
+
+def triangle(features: int, upper: bool, diagonal: bool, device: Any = None) -> Tensor:
+    """(2, pairs): rows and columns of the pairs, row by row."""
+    if upper:
+        return torch.triu_indices(features, features, 1 - diagonal, device=device)
+    return torch.tril_indices(features, features, diagonal - 1, device=device)
+
+
+def _interact(
+    t: Tensor, dense: Tensor | None, upper: bool, diagonal: bool, tiles: list[int], wrap: Any
+) -> Tensor:
+    if _has_kernel(t):
+        from . import kernels
+
+        return kernels.interaction(t, dense, upper, diagonal, tiles, wrap)
+    first, second = triangle(t.shape[1], upper, diagonal, t.device).unbind()
+    pairs = torch.bmm(t, t.transpose(1, 2))[:, first, second]
+    return pairs if dense is None else torch.cat([dense, pairs], 1)
+
+
+def _differentiate(
+    dy: Tensor, t: Tensor, x: int, upper: bool, diagonal: bool, tiles: list[int], wrap: Any
+) -> Tensor:
+    if _has_kernel(t):
+        from . import kernels
+
+        return kernels.gradient(dy, t, x, upper, diagonal, tiles, wrap)
+    first, second = triangle(t.shape[1], upper, diagonal, t.device).unbind()
+    g = t.new_zeros((t.shape[0], t.shape[1], t.shape[1]))
+    g[:, first, second] = dy[:, x:]
+    return torch.bmm(g + g.transpose(1, 2), t)
+
+
+def _as_it_is(kernel: Any) -> Any:
+    return kernel
+
+
+@torch.library.custom_op("inductor_fusions::dot_interaction", mutates_args=())
+def _dot_interaction(
+    t: Tensor, dense: Tensor | None, upper: bool, diagonal: bool, tiles: list[int]
+) -> Tensor:
+    """`tiles`: samples of a thread block and warps, forward and backward; empty: those of the package."""
+    _check(t, dense)
+    return _interact(t, dense, upper, diagonal, tiles, _as_it_is)
+
+
+@torch.library.custom_op("inductor_fusions::dot_interaction_gradient", mutates_args=())
+def _gradient(dy: Tensor, t: Tensor, x: int, upper: bool, diagonal: bool, tiles: list[int]) -> Tensor:
+    """The gradient of t; dense has x columns."""
+    return _differentiate(dy, t, x, upper, diagonal, tiles, _as_it_is)
+
+
+@_dot_interaction.register_fake
+def _(t: Tensor, dense: Tensor | None, upper: bool, diagonal: bool, tiles: list[int]) -> Tensor:
+    _check(t, dense)
+    columns = 0 if dense is None else dense.shape[1]
+    return t.new_empty((t.shape[0], columns + pair_count(t.shape[1], diagonal)))
+
+
+@_gradient.register_fake
+def _(dy: Tensor, t: Tensor, x: int, upper: bool, diagonal: bool, tiles: list[int]) -> Tensor:
+    return t.new_empty(t.shape)
+
+
+def _traced(fn: Any) -> Any:
+    """`fn` with kernels that a graph can hold."""
+    return lambda *args: fn(*args, torch.library.wrap_triton)
+
+
+_inductor.decompose_in_graphs(_dot_interaction, _traced(_interact))
+_inductor.decompose_in_graphs(_gradient, _traced(_differentiate))
+
+#: What graphs call.
+DOT_INTERACTION: Any = torch.ops.inductor_fusions.dot_interaction.default
+GRADIENT: Any = torch.ops.inductor_fusions.dot_interaction_gradient.default
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    t, dense, *ctx.options = inputs
+    ctx.x = 0 if dense is None else dense.shape[1]
+    ctx.save_for_backward(t)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    (t,) = ctx.saved_tensors
+    dt = GRADIENT(dy, t, ctx.x, *ctx.options) if ctx.needs_input_grad[0] else None
+    # Not a view: an operation's gradients may not share memory with what comes in.
+    ddense = dy[:, : ctx.x].clone() if ctx.needs_input_grad[1] else None
+    return dt, ddense, None, None, None
+
+
+_dot_interaction.register_autograd(_backward, setup_context=_setup)
+
+
+def _count(t_shape: Any) -> int:
+    samples, features, width = t_shape
+    return int(2 * samples * features * features * width)
+
+
+@register_flop_formula(torch.ops.inductor_fusions.dot_interaction)
+def flops(t_shape: Any, *args: Any, **kwargs: Any) -> int:
+    """Two for each multiplication and addition of all products, as the matrix product has them."""
+    return _count(t_shape)
+
+
+@register_flop_formula(torch.ops.inductor_fusions.dot_interaction_gradient)
+def gradient_flops(dy_shape: Any, t_shape: Any, *args: Any, **kwargs: Any) -> int:
+    """As forward."""
+    return _count(t_shape)

@@ -1,0 +1,261 @@
+"""Finds pairwise dot products of the features of a sample, in Dynamo's torch-level graph.
+
+    z = torch.bmm(t, t.transpose(1, 2))
+    torch.cat([dense, z[:, i, j]], dim=1)
+
+where (i, j) are the pairs of a triangle of z. Which pairs they are has to be in the graph: numbers in it, or
+`tril_indices` and `triu_indices`. Contents of buffers and inputs are never read.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...fusion import Rejected
+
+_BMM = frozenset({torch.bmm, torch.matmul, operator.matmul, "bmm", "matmul", "__matmul__"})
+_EINSUM = frozenset({torch.einsum, torch.functional.einsum})
+_TRANSPOSE = frozenset({torch.transpose, torch.swapaxes, torch.swapdims, "transpose", "swapaxes", "swapdims"})
+_PERMUTE = frozenset({torch.permute, "permute"})
+_CAT = frozenset({torch.cat, torch.concat, torch.concatenate})
+_TRIANGLES = {torch.tril_indices: False, torch.triu_indices: True}
+#: What keeps the values of indices.
+_SAME = frozenset({"to", "long", "cuda", "cpu", "contiguous", "clone", "detach"})
+_IN_PLACE = frozenset(
+    {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ior,
+     operator.iand}
+)  # fmt: skip
+_WHOLE = slice(None)
+#: Dense features of more columns are concatenated by others.
+WIDEST_DENSE = 1024
+
+
+@dataclass(frozen=True)
+class Site:
+    """The pairs of one batch of features.
+
+    Attributes:
+        pairs: z[:, i, j].
+        t: the features, (samples, features, width).
+        products: z.
+        indices: i and j, as they are in the graph.
+        cat: the concatenation that reads the pairs behind `dense`, or None.
+        dense: what stands before the pairs, (samples, columns), or None.
+    """
+
+    pairs: fx.Node
+    t: fx.Node
+    products: fx.Node
+    indices: tuple[Any, Any]
+    cat: fx.Node | None
+    dense: fx.Node | None
+
+    @property
+    def last(self) -> fx.Node:
+        """The node that is replaced."""
+        return self.pairs if self.cat is None else self.cat
+
+
+def tensor(node: Any) -> torch.Tensor | None:
+    """The fake value of a node, where it is a tensor."""
+    found = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def sites(graph: fx.Graph) -> Iterator[Site]:
+    """Every gather of two indices from products of features with themselves, in graph order."""
+    for node in list(graph.nodes):
+        if node.target is not operator.getitem or not isinstance(node.args[1], tuple):
+            continue
+        z, index = node.args
+        if len(index) != 3 or index[0] != _WHOLE or not all(map(_is_index, index[1:])):
+            continue
+        t = _squared(z)
+        if t is not None:
+            cat, dense = _cat(node)
+            yield Site(node, t, z, index[1:], cat, dense)
+
+
+def _is_index(index: Any) -> bool:
+    """A list, or a vector of integers."""
+    found = tensor(index)
+    if found is None:
+        return isinstance(index, (list, tuple))
+    return found.dim() == 1 and found.dtype in (torch.int64, torch.int32)  # others are masks
+
+
+def _squared(z: fx.Node) -> fx.Node | None:
+    """t, where z is t times its transpose, sample by sample."""
+    product = tensor(z)
+    if product is None or product.dim() != 3:
+        return None
+    if z.target in _EINSUM:
+        return _of_einsum(z)
+    if z.target not in _BMM or len(z.args) != 2 or z.kwargs:
+        return None
+    first, second = z.args
+    value = tensor(first)
+    if value is None or value.dim() != 3:
+        return None
+    if _transposed(second) is first or _transposed(first) is second:
+        return first  # type: ignore[return-value]
+    return None
+
+
+def _of_einsum(z: fx.Node) -> fx.Node | None:
+    """As of "bid,bjd->bij", with any letters."""
+    equation, operands = z.args[0], list[Any](z.args[1:])
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = list(operands[0])
+    letters = str(equation).replace(" ", "")
+    if len(letters) != 12 or letters[3] != "," or letters[7:9] != "->" or len(operands) != 2:
+        return None
+    b, i, d, j = letters[0], letters[1], letters[2], letters[5]
+    if len({b, i, d, j}) != 4 or (letters[4], letters[6]) != (b, d):
+        return None
+    if letters[9:] not in (b + i + j, b + j + i):
+        return None
+    first: Any = operands[0]
+    value = tensor(first)
+    return first if first is operands[1] and value is not None and value.dim() == 3 else None
+
+
+def _transposed(node: Any) -> fx.Node | None:
+    """What a node is the transpose of, over its last two of three dims."""
+    if not isinstance(node, fx.Node) or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    source, rest = node.args[0], list[Any](node.args[1:])
+    if node.target in (builtins.getattr, getattr) and rest == ["mT"]:
+        return source
+    if node.kwargs:
+        return None
+    if node.target in _TRANSPOSE and len(rest) == 2 and all(isinstance(dim, int) for dim in rest):
+        return source if {dim % 3 for dim in rest} == {1, 2} else None
+    if node.target in _PERMUTE:
+        dims = rest[0] if len(rest) == 1 else rest
+        if isinstance(dims, (list, tuple)) and all(isinstance(dim, int) for dim in dims):
+            return source if [dim % 3 for dim in dims] == [0, 2, 1] else None
+    return None
+
+
+def _cat(pairs: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """The concatenation that alone reads the pairs, behind one matrix, and that matrix."""
+    (user, *others) = pairs.users or (None,)
+    if user is None or others or user.target not in _CAT or not user.args:
+        return None, None
+    parts: Any = user.args[0]
+    dim: Any = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim", user.kwargs.get("axis", 0))
+    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or parts[1] is not pairs or dim not in (1, -1):
+        return None, None
+    dense, held = tensor(parts[0]), tensor(pairs)
+    if set(user.kwargs) - {"dim", "axis"} or dense is None or held is None:
+        return None, None
+    fits = dense.dim() == 2 and (dense.dtype, dense.device) == (held.dtype, held.device)
+    columns = dense.shape[1] if fits else None
+    return (user, parts[0]) if isinstance(columns, int) and columns <= WIDEST_DENSE else (None, None)
+
+
+def triangle(site: Site, features: int) -> tuple[bool, bool]:
+    """Which triangle the pairs are: whether the upper one, and whether with its diagonal.
+
+    Raises:
+        Rejected: they are not known, or no triangle row by row.
+    """
+    known = [_content(index) for index in site.indices]
+    if known[0] is None or known[1] is None:
+        raise Rejected(
+            "which pairs are wanted is not in the graph: the indices are inputs or buffers, or computed",
+            "make them in forward, with torch.tril_indices or of a list",
+        )
+    for upper in (False, True):
+        for diagonal in (False, True):
+            if known == [list(rows) for rows in _triangle(features, upper, diagonal)]:
+                return upper, diagonal
+    raise Rejected("the pairs are not a triangle of all pairs, row by row")
+
+
+def _triangle(size: int, upper: bool, diagonal: bool) -> tuple[list[int], list[int]]:
+    """Rows and columns of a triangle, row by row."""
+    pairs = [
+        (i, j) for i in range(size) for j in (range(i + 1 - diagonal, size) if upper else range(i + diagonal))
+    ]
+    return [i for i, _ in pairs], [j for _, j in pairs]
+
+
+def _content(index: Any) -> list[int] | None:
+    """The numbers of a vector of indices, where the graph has them."""
+    while isinstance(index, fx.Node) and index.target in _SAME:
+        found = tensor(index)
+        if found is None or found.is_floating_point() or not isinstance(index.args[0], fx.Node):
+            return None
+        index = index.args[0]
+    if isinstance(index, (list, tuple)):
+        return list(index) if all(type(number) is int for number in index) else None
+    if not isinstance(index, fx.Node):
+        return None
+    if index.target in (torch.tensor, torch.as_tensor) and len(index.args) == 1:
+        return _content(index.args[0]) if isinstance(index.args[0], (list, tuple)) else None
+    if index.target is not operator.getitem or not isinstance(index.args[0], fx.Node):
+        return None
+    source, which = index.args[0], index.args[1]
+    return _of_triangle(source, which) if type(which) is int and which in (0, 1) else None
+
+
+def _of_triangle(node: fx.Node, which: Any) -> list[int] | None:
+    """Rows or columns that `tril_indices` or `triu_indices` give."""
+    while node.target in _SAME | {"unbind", torch.unbind} and isinstance(node.args[0], fx.Node):
+        if node.target in ("unbind", torch.unbind) and (len(node.args) > 1 or node.kwargs):
+            return None
+        node = node.args[0]
+    if node.target not in _TRIANGLES:
+        return None
+    given: dict[str, Any] = dict(zip(("row", "col", "offset"), node.args, strict=False)) | dict(node.kwargs)
+    row, col, offset = given["row"], given["col"], given.get("offset", 0)
+    if not all(type(size) is int for size in (row, col, offset)) or row != col:
+        return None
+    upper = _TRIANGLES[node.target]
+    diagonal = bool(offset == 0)
+    if not diagonal and offset != (1 if upper else -1):
+        return None
+    return _triangle(row, upper, diagonal)[which]
+
+
+def check_between(site: Site) -> None:
+    """Refuse where something happens between the features and what is replaced.
+
+    That is a write in place, or gradients that are switched on or off; or a transform of torch.func before.
+
+    Raises:
+        Rejected: something is.
+    """
+    index_nodes = set(_sources(site.indices))
+    inside = False
+    for node in site.last.graph.nodes:
+        inside = inside or node in index_nodes or node is site.products or site.products in node.users
+        if node is site.last:
+            return
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        written = (
+            node.op in ("call_function", "call_method") and name.endswith("_") and not name.endswith("__")
+        )
+        if name in ("_grad_increment_nesting", "_jvp_increment_nesting"):
+            raise Rejected("behind torch.func.grad or jvp, which the operation has no rule for")
+        if inside and name == "_set_grad_enabled":
+            raise Rejected("gradients are switched on or off between the features and the pairs")
+        if inside and (written or node.target in _IN_PLACE or "out" in node.kwargs):
+            raise Rejected(f"{node.name} writes in place between the features and the pairs")
+
+
+def _sources(values: Any) -> Iterator[fx.Node]:
+    """The nodes that indices are made by."""
+    for node in values:
+        while isinstance(node, fx.Node) and node.op != "placeholder":
+            yield node
+            node = node.args[0] if node.args else None

@@ -1,0 +1,66 @@
+"""Runs the kernels in Triton's interpreter, and prints their errors as JSON.
+
+For a process of its own, started with TRITON_INTERPRET=1: what Triton defines when it is imported
+depends on it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import torch
+
+from inductor_fusions.fusions.dot_interaction import kernels
+from inductor_fusions.fusions.dot_interaction.op import triangle
+
+#: Samples, features, width, dense columns, samples of a thread block.
+CASES: dict[str, tuple[int, int, int, int, int]] = {
+    "dlrm": (3, 27, 64, 64, 1),
+    "odd sizes": (5, 7, 19, 13, 2),
+    "without dense": (4, 27, 32, 0, 4),
+    "one feature": (2, 1, 16, 3, 1),
+    "two tiles": (2, 33, 16, 5, 1),
+}
+DTYPES = {"float16": torch.float16, "float32": torch.float32}
+
+
+def as_it_is(kernel: Any) -> Any:
+    """What launches a kernel of the interpreter."""
+    return kernel
+
+
+def errors(name: str, dtype: torch.dtype, upper: bool, diagonal: bool) -> dict[str, float]:
+    """Relative error of the result and of the gradient, against float64."""
+    samples, f, d, x, block = CASES[name]
+    torch.manual_seed(0)
+    # In layouts that differ.
+    t = torch.randn(f, samples, 2 * d).to(dtype).transpose(0, 1)[..., ::2]
+    dense = torch.randn(x, samples).to(dtype).t() if x else None
+    tiles = [block, 1, block, 1]
+    y = kernels.interaction(t, dense, upper, diagonal, tiles, as_it_is)
+    dy = torch.randn(y.shape[1], samples).to(dtype).t() if f % 2 else torch.randn(y.shape).to(dtype)
+    dt = kernels.gradient(dy, t, x, upper, diagonal, tiles, as_it_is)
+    wide = t.double().requires_grad_()
+    i, j = triangle(f, upper, diagonal)
+    pairs = (wide @ wide.mT)[:, i, j]
+    exact = pairs if dense is None else torch.cat([dense.double(), pairs], 1)
+    (true,) = torch.autograd.grad(exact, wide, dy.double())
+    assert y.shape == exact.shape and dt.shape == t.shape and y.dtype == dt.dtype == dtype
+    found = {}
+    for key, got, z in (("y", y, exact.detach()), ("dt", dt, true)):
+        norm = float(z.norm()) or 1.0
+        found[key] = float((got.double() - z).norm()) / norm
+    return found
+
+
+if __name__ == "__main__":
+    found: dict[str, Any] = {}
+    for name, kind, upper, diagonal in itertools.product(CASES, DTYPES, (False, True), (False, True)):
+        what = f"{name}, {'upper' if upper else 'lower'}{' with diagonal' if diagonal else ''} {kind}"
+        try:
+            found[what] = errors(name, DTYPES[kind], upper, diagonal)
+        except Exception as problem:
+            found[what] = repr(problem)[:2000]
+    print(json.dumps(found))

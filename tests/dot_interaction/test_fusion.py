@@ -1,0 +1,309 @@
+"""Which pairwise dot products become one operation, and what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from inductor_fusions import config, testing
+from inductor_fusions.fusions import dot_interaction
+from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION, GRADIENT, triangle
+
+SAMPLES, F, D = 6, 5, 8
+LI = [i for i in range(F) for j in range(i)]
+LJ = [j for i in range(F) for j in range(i)]
+
+Function = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; the operation has a meaning on every device."""
+    monkeypatch.setattr(dot_interaction, "check_device", lambda t: None)
+
+
+def rand(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).requires_grad_()
+
+
+def operands() -> tuple[torch.Tensor, torch.Tensor]:
+    return rand(SAMPLES, D), rand(SAMPLES, F, D)
+
+
+def check(fn: Function, inputs: Any, **options: Any) -> testing.Checked:
+    return testing.check(fn, inputs, **{"backend": testing.EAGER_AFTER_PASSES, "slack": 4.0, **options})
+
+
+def products(t: Any) -> Any:
+    return torch.bmm(t, torch.transpose(t, 1, 2))
+
+
+def reference_dlrm(x: Any, t: Any) -> Any:
+    """As in facebookresearch's DLRM: T is made of the dense features and the embeddings, pairs of lists."""
+    features = torch.cat([x] + [t[:, i] for i in range(1, F)], dim=1).view((SAMPLES, -1, D))
+    z = torch.bmm(features, torch.transpose(features, 1, 2))
+    _, ni, nj = z.shape
+    li = torch.tensor([i for i in range(ni) for j in range(i)])
+    lj = torch.tensor([j for i in range(nj) for j in range(i)])
+    return torch.cat([x] + [z[:, li, lj]], dim=1)
+
+
+def with_indices(make: Function) -> Function:
+    def fn(x: Any, t: Any) -> Any:
+        i, j = make()
+        return torch.cat([x, products(t)[:, i, j]], 1)
+
+    return fn
+
+
+def itself(x: Any, t: Any) -> Any:
+    """A feature with itself as well."""
+    i = torch.tensor([i for i in range(F) for j in range(i + 1)])
+    j = torch.tensor([j for i in range(F) for j in range(i + 1)])
+    return torch.cat((x, products(t)[:, i, j]), dim=1)
+
+
+SPELLINGS: dict[str, Function] = {
+    "reference": reference_dlrm,
+    "itself": itself,
+    "tril_indices": with_indices(lambda: torch.tril_indices(F, F, -1)),
+    "tril_indices, to": with_indices(lambda: torch.tril_indices(F, F, offset=-1).to("cpu").unbind()),
+    "triu_indices": with_indices(lambda: torch.triu_indices(F, F, offset=1)),
+    "triu with diagonal": with_indices(lambda: torch.triu_indices(F, F)),
+    "tril with diagonal": with_indices(lambda: torch.tril_indices(row=F, col=F)),
+    "lists": lambda x, t: torch.cat([x, products(t)[:, LI, LJ]], 1),
+    "matmul": lambda x, t: torch.cat([x, (t @ t.mT)[:, LI, LJ]], -1),
+    "permute": lambda x, t: torch.cat([x, torch.matmul(t, t.permute(0, 2, 1))[:, LI, LJ]], dim=-1),
+    "einsum": lambda x, t: torch.cat([x, torch.einsum("bid,bjd->bij", t, t)[:, LI, LJ]], 1),
+    "einsum, turned": lambda x, t: torch.einsum("xyz,xwz->xwy", t, t)[:, LI, LJ] + x.sum(),
+    "transposed first": lambda x, t: torch.bmm(t.mT, t)[:, [1, 2, 2], [0, 0, 1]] + x.sum(),
+    "no concatenation": lambda x, t: products(t)[:, LI, LJ] * x.sum(1, keepdim=True),
+    "behind another": lambda x, t: torch.cat([products(t)[:, LI, LJ], x], 1),
+    "three parts": lambda x, t: torch.cat([x, products(t)[:, LI, LJ], x], 1),
+}
+OPERATIONS = {"transposed first": (rand(SAMPLES, D), rand(SAMPLES, F, 3))}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spelling(name: str) -> None:
+    """Fused; outputs and all gradients."""
+    run = check(SPELLINGS[name], OPERATIONS.get(name) or operands())
+    assert run.ours.fused[0].fusion == "dot_interaction"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(dtype: torch.dtype) -> None:
+    check(SPELLINGS["reference"], operands(), dtype=dtype, slack=1.0)
+
+
+@pytest.mark.parametrize("name", ["reference", "no concatenation"])
+def test_in_full(name: str) -> None:
+    """As Inductor compiles it: the operation, and its gradient as one of its own."""
+    run = check(SPELLINGS[name], operands(), backend="inductor")
+    assert len(run.ours.grads) == 2
+
+
+class Tables(nn.Module):
+    """Features from one linear, so that their number and width are those of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, F * D)
+
+    def forward(self, x: Any) -> Any:
+        t = self.linear(x).view(-1, F, D)
+        i, j = torch.tril_indices(F, F, -1)
+        return torch.cat([x, products(t)[:, i, j]], 1)
+
+
+def test_samples_that_change() -> None:
+    run = check(Tables(), (rand(SAMPLES, D),), dynamic=True)
+    assert run.sites[0].details["features"].startswith("float32[s")
+
+
+def test_features_that_change() -> None:
+    check(SPELLINGS["lists"], operands(), dynamic=True, fused=0, reason="is symbolic")
+
+
+def test_samples_that_change_are_not_measured() -> None:
+    check(
+        Tables(), (rand(SAMPLES, D),), dynamic=True, policy="profitable", fused=0,
+        reason="the number of samples is symbolic",
+    )  # fmt: skip
+
+
+def test_features_are_used_elsewhere() -> None:
+    """They are read, not consumed."""
+    check(lambda x, t: (torch.cat([x, products(t)[:, LI, LJ]], 1), t.sum(), x * t[:, 0]), operands())
+
+
+class Buffers(nn.Module):
+    """As torchrec's InteractionArch: which pairs they are is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("triu_indices", torch.triu_indices(F, F, offset=1), persistent=False)
+
+    def forward(self, x: Any, t: Any) -> Any:
+        return torch.cat((x, products(t)[:, self.triu_indices[0], self.triu_indices[1]]), dim=1)
+
+
+def overwritten_index(x: Any, t: Any) -> Any:
+    i, j = torch.tensor(LI), torch.tensor(LJ)
+    j[0] = 3
+    return torch.cat([x, products(t)[:, i, j]], 1)
+
+
+def overwritten_features(x: Any, t: Any) -> Any:
+    t = t * 1.0
+    z = products(t)
+    t.detach().add_(1.0)
+    return torch.cat([x, z[:, LI, LJ]], 1)
+
+
+def two_readers(x: Any, t: Any) -> Any:
+    z = products(t)
+    return torch.cat([x, z[:, LI, LJ]], 1), z.sum()
+
+
+OTHERS: dict[str, tuple[Function, str | None]] = {
+    "other pairs": (lambda x, t: products(t)[:, [1, 2, 2], [0, 0, 0]], "not a triangle"),
+    "another order": (lambda x, t: products(t)[:, LI[::-1], LJ[::-1]], "not a triangle"),
+    "of fewer features": (with_indices(lambda: torch.tril_indices(F - 1, F - 1, -1)), "not a triangle"),
+    "another diagonal": (with_indices(lambda: torch.tril_indices(F, F, -2)), "not in the graph"),
+    "not square": (with_indices(lambda: torch.tril_indices(F, F - 1, -1)), "not in the graph"),
+    "rows and columns turned": (
+        with_indices(lambda: torch.tril_indices(F, F, -1).flip(0)), "not in the graph",
+    ),
+    "computed": (with_indices(lambda: torch.tril_indices(F, F, -1) * 1), "not in the graph"),
+    "a buffer": (Buffers(), "inputs or buffers"),
+    "used elsewhere": (two_readers, "used elsewhere"),
+    "overwritten index": (overwritten_index, "in place"),
+    "another second operand": (lambda x, t: torch.bmm(t, (t + 1).mT)[:, LI, LJ], None),
+    "another transpose": (lambda x, t: (t @ t.transpose(0, 1).transpose(0, 2))[:, [1], [0]], None),
+    "permuted": (lambda x, t: torch.bmm(t, t.permute(0, 1, 2))[:, [1, 2], [0, 0]], None),
+    "over the samples": (lambda x, t: torch.einsum("bid,bjd->ijb", t, t)[:, [1, 2], [0, 0]], None),
+    "scaled": (lambda x, t: (products(t) * 2)[:, LI, LJ], None),
+    "a slice of samples": (lambda x, t: products(t)[1:, LI, LJ], None),
+}  # fmt: skip
+SQUARE = {"another transpose", "permuted"}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_left_alone(name: str) -> None:
+    fn, reason = OTHERS[name]
+    inputs = (rand(F, F), rand(F, F, F)) if name in SQUARE else operands()
+    check(fn, inputs, fused=0, reason=reason)
+
+
+def test_indices_that_are_inputs() -> None:
+    def fn(x: Any, t: Any, i: Any, j: Any) -> Any:
+        return torch.cat([x, products(t)[:, i, j]], 1)
+
+    inputs = (*operands(), torch.tensor(LI), torch.tensor(LJ))
+    check(fn, inputs, fused=0, reason="inputs or buffers")
+
+
+def test_overwritten_in_between() -> None:
+    inputs = [t.detach() for t in operands()]
+    check(overwritten_features, inputs, fused=0, reason="in place", train=False)
+
+
+def test_gradients_are_off_in_between() -> None:
+    """What is computed under no_grad passes none on; the operation would."""
+
+    def fn(x: Any, t: Any) -> Any:
+        with torch.no_grad():
+            z = products(t)
+        return torch.cat([x, z[:, LI, LJ]], 1) + t.sum()
+
+    check(fn, operands(), fused=0, reason="gradients are switched")
+
+
+def test_transform_of_functions() -> None:
+    """The operation has gradients for autograd, and none for torch.func."""
+
+    def fn(x: Any, t: Any) -> Any:
+        return torch.func.grad(lambda t: (products(t)[:, LI, LJ]).square().sum())(t)
+
+    check(fn, [t.detach() for t in operands()], fused=0, reason="torch.func.grad", train=False)
+
+
+def test_autocast() -> None:
+    """The products are made in another dtype than the features have."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run = testing.capture(SPELLINGS["lists"], *operands(), backend=testing.EAGER_AFTER_PASSES)
+    assert [site.reason for site in run.sites] == ["operands of several dtypes, or under autocast"]
+
+
+def test_toggle() -> None:
+    with config.patch(dot_interaction=False):
+        assert not testing.capture(SPELLINGS["lists"], *operands(), backend=testing.EAGER_AFTER_PASSES).sites
+
+
+def test_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    check(SPELLINGS["reference"], operands(), fused=0, reason="on the CPU")
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    held: dict[str, Any] = {"dot_interaction": []}
+    monkeypatch.setattr(dot_interaction.tables, "load", lambda name: held)
+    yield held
+
+
+@pytest.mark.parametrize(
+    ("gain", "samples", "dense", "fused"),
+    [(1.5, 6, True, 1), (1.5, 12, True, 1), (1.5, 24, True, 0), (0.9, 6, True, 0), (1.5, 6, False, 0)],
+)
+def test_what_is_measured_decides(
+    gain: float, samples: int, dense: bool, fused: int, table: dict[str, Any]
+) -> None:
+    row = {"dtype": "float32", "train": True, "features": F, "width": D, "dense": dense, "samples": samples}
+    table["dot_interaction"].append({**row, "gain": gain, "tiles": [2, 2, 1, 1]})
+    run = check(SPELLINGS["lists"], operands(), policy="profitable", fused=fused)
+    assert ("measured" in run.sites[0].kernel) if fused else ("measured" in run.sites[0].reason)
+
+
+@pytest.mark.parametrize(("upper", "diagonal"), [(False, False), (True, False), (False, True), (True, True)])
+def test_operation(upper: bool, diagonal: bool) -> None:
+    """opcheck and gradients, with dense features and without."""
+    x, t = (value.detach().double().requires_grad_() for value in operands())
+    for dense in (x, None):
+        torch.library.opcheck(DOT_INTERACTION, (t, dense, upper, diagonal, []))
+        names = (t,) if dense is None else (t, dense)
+        assert torch.autograd.gradcheck(
+            lambda t, dense=None: DOT_INTERACTION(t, dense, upper, diagonal, []), names
+        )
+    i, j = triangle(F, upper, diagonal)
+    found = DOT_INTERACTION(t, x, upper, diagonal, [])
+    torch.testing.assert_close(found, torch.cat([x, (t @ t.mT)[:, i, j]], 1))
+    torch.library.opcheck(GRADIENT, (found.detach(), t.detach(), D, upper, diagonal, []))
+
+
+def test_arguments_that_do_not_fit() -> None:
+    x, t = operands()
+    for bad in ((t, x[1:]), (t, x.double()), (x, x), (t.long(), None), (t, t)):
+        with pytest.raises((ValueError, RuntimeError)):
+            DOT_INTERACTION(*bad, False, False, [])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("samples", [1, 128, 513])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_on_a_gpu(samples: int, width: int, dtype: torch.dtype) -> None:
+    """The kernels, as Inductor launches them."""
+    x, t = rand(samples, width), rand(samples, 27, width)
+
+    def fn(x: Any, t: Any) -> Any:
+        i, j = torch.tril_indices(27, 27, -1, device=t.device)
+        return torch.cat([x, products(t)[:, i, j]], 1)
+
+    inputs = [(value.detach() / 4).cuda().requires_grad_() for value in (x, t)]
+    check(fn, inputs, dtype=dtype, backend="inductor")

@@ -1,0 +1,79 @@
+"""The kernels: numbers in Triton's interpreter, and machine code without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.support.interpreter import errors_of
+
+#: The result and the gradient are rounded once.
+LIMITS = {"float16": 4e-4, "float32": 1e-6}
+
+
+def test_numbers() -> None:
+    errors = errors_of("tests.dot_interaction.interpreted", timeout=600)
+    assert len(errors) == 40
+    for name, found in errors.items():
+        assert isinstance(found, dict), f"{name}: {found}"
+        assert set(found) == {"y", "dt"}
+        assert max(found.values()) < LIMITS[name.split()[-1]], f"{name}: {found}"
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("name", ["interaction", "gradient"])
+def test_machine_code(name: str, width: int, arch: int) -> None:
+    """Tensor cores, no spill, and shared memory that the device has."""
+    from bench import cuda_codegen
+    from inductor_fusions.fusions.dot_interaction import kernels
+
+    fn = getattr(kernels, f"{name}_kernel")
+    _, warps, _, _ = kernels.default_tiles(27, width)
+    constants = {
+        "F": 27, "D": width, "X": width, "UPPER": False, "DIAGONAL": False, "BLOCK_F": 32,
+        "BLOCK_D": width, "BLOCK_X": width, "SAMPLES": 1,
+        "t_columns": 1, "dense_columns": 1, "dy_columns": 1,
+    }  # fmt: skip
+    constants = {key: value for key, value in constants.items() if key in fn.arg_names}
+    signature = {
+        argument: "constexpr" if argument in constants
+        else "i32" if argument == "samples" or "_" in argument else "*bf16"
+        for argument in fn.arg_names
+    }  # fmt: skip
+    # Rows of the result and of its gradient have an odd number of columns.
+    aligned = [a for a, kind in signature.items() if kind != "constexpr" and a not in ("out_rows", "dy_rows")]
+    found = cuda_codegen.compile_function(fn, signature, constants, arch, aligned=aligned, num_warps=warps)
+    print(name, arch, found)
+    assert found.fits and found.spill_bytes == 0, found
+    assert found.uses_mma
+
+
+def test_launched_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel of ours forward and one backward in the code that Inductor writes, and no matrix product."""
+    from bench import cuda_codegen
+    from inductor_fusions.fusions.dot_interaction import op
+
+    written = []
+    write = cuda_codegen.write
+
+    def keep(*args: object, **kwargs: object) -> cuda_codegen.Module:
+        written.append(write(*args, **kwargs))  # type: ignore[arg-type]
+        return written[-1]
+
+    monkeypatch.setattr(cuda_codegen, "write", keep)
+    monkeypatch.setattr(op, "_has_kernel", lambda t: True)
+    x, t = torch.randn(8, 64).bfloat16(), torch.randn(8, 27, 64).bfloat16()
+
+    def fn(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return op.DOT_INTERACTION(t, x, False, False, []) * 2
+
+    # What is written for a GPU does not run here.
+    with cuda_codegen._stub_driver(cuda_codegen.DEVICES[90]), pytest.raises(Exception):  # noqa: B017
+        cuda_codegen.generate(fn, (x.requires_grad_(), t.requires_grad_()), train=True, run_backward=False)
+    forward, backward = written
+    assert [name for name in forward.launches if "interaction" in name] == ["interaction_kernel_0"]
+    assert [name for name in backward.launches if "gradient" in name] == ["gradient_kernel_0"]
+    assert len(forward.launches) == 2 and not forward.extern_calls and not backward.extern_calls

@@ -144,6 +144,7 @@ PLAIN = [
     Case("llama-1b sdpa b2 s2048 train", "llama-1b", "sdpa", 2, 2048, train=True, by_hand="causal"),
     Case("bert-base eager b1 s128", "bert-base", "eager", 1, 128),
     Case("bert-base eager b1 s128 reduce-overhead", "bert-base", "eager", 1, 128, mode="reduce-overhead"),
+    Case("llama-1b sdpa b1 s1 reduce-overhead", "llama-1b", "sdpa", 1, 1, mode="reduce-overhead"),
     Case(
         "bert-base eager padded dropout b32 s512 train",
         "bert-base",

@@ -23,7 +23,7 @@ from torch import fx
 from ... import config
 from ..._inductor import known_true
 from ...fusion import LeftToStock, Rejected
-from . import predicates, torch_ops
+from . import predicates, row_bias, torch_ops
 from .builder import Builder
 from .flex import BlockMasks
 from .masks import may_hide_rows
@@ -62,6 +62,17 @@ class MaskMemo:
     masks: dict[Any, Mask] = field(default_factory=dict)
     blocks: BlockMasks = field(default_factory=BlockMasks)
     empty: dict[Any, fx.Node] = field(default_factory=dict)
+    rows: dict[Any, fx.Node] = field(default_factory=dict)
+
+    def row_bias(self, build: Builder, problem: Problem, region: int) -> fx.Node:
+        """The bias of all queries beside a causal mask, as (batch, heads, 1, kv_len)."""
+        assert problem.structure is not None
+        shape = (*problem.q.shape[:3], problem.k.shape[2])
+        biases = [(t.node, t.factor, repr(o.steps)) for t, o in problem.structure.biases]
+        key = (repr(problem.structure.visible), tuple(biases), repr(shape), problem.dtype, region)
+        if key not in self.rows:
+            self.rows[key] = row_bias.bias(build, problem)
+        return self.rows[key]
 
     def empty_rows(self, build: Builder, problem: Problem, structure: Structure, region: int) -> fx.Node:
         """Which queries see no key, as (batch or 1, 1, q_len, 1)."""

@@ -25,6 +25,7 @@ import ctypes
 import functools
 import importlib
 import importlib.util
+import math
 import os
 import re
 import subprocess
@@ -140,6 +141,12 @@ class Module:
         """Calls that launch no kernel of this code, in order: "extern_kernels.mm", "torch.ops.aten...."."""
         body = self.wrapper.split("def call(", 1)[-1].split("\ndef ")[0]
         return re.findall(r"\b(extern_kernels\.\w+|torch\.ops\.\w+\.\w+(?:\.\w+)?)\(", body)
+
+    @property
+    def buffers(self) -> list[int]:
+        """Elements of each buffer that is allocated, in order; the sizes must be numbers."""
+        shapes = re.findall(r"= empty_strided_\w+\(\(([^()]*)\)", self.wrapper)
+        return [math.prod(int(size) for size in shape.split(",") if size.strip()) for shape in shapes]
 
     @property
     def launches(self) -> list[str]:

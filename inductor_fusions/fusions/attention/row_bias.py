@@ -89,8 +89,8 @@ def takes(problem: Problem, grouped: bool) -> bool:
     backends = torch.backends.cuda
     q = problem.q.value.to(problem.dtype)
     k, v = (problem.k, problem.v) if grouped else (problem.full_k, problem.full_v)
-    wide = (t.value.to(problem.dtype) for t in (k, v))
-    params = backends.SDPAParams(q, *wide, None, 0.0, True, grouped)
+    k_value, v_value = (t.value.to(problem.dtype) for t in (k, v))
+    params = backends.SDPAParams(q, k_value, v_value, None, 0.0, True, grouped)
     return backends.cudnn_sdp_enabled() and backends.can_use_cudnn_attention(params)
 
 
@@ -105,7 +105,7 @@ def bias(build: Builder, problem: Problem) -> fx.Node:
         base = build.build(operand)
         if term.factor != 1.0:
             base = build.call(torch.mul, base, term.factor)
-    row: Any = base
+    row: fx.Node = base
     if parts:
         seen = predicates.whole(build, conjunction(parts), shape, problem.q.value.device)
         row = build.call(torch.where, seen, base, HIDDEN[problem.dtype])

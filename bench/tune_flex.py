@@ -7,7 +7,7 @@ of its kernels (`INDUCTOR_FUSIONS_ATTENTION_KERNEL`), so that what is measured i
     unfused   stock
     sdpa      SDPA with the mask as a dense tensor (a sink as one more key); absent for a function of scores
     flex      flex attention, with its block mask computed in every call
-    cudnn     cuDNN's causal kernel with one row of biases for all queries; where the mask is that
+    row_bias  cuDNN's causal kernel with one row of biases for all queries; where the mask is that
 
 The tiles of flex attention (its `kernel_options`) are searched for each shape first: those of the forward in
 inference, those of the backward in training. `options` of a row are the fastest, with which `flex` is
@@ -357,7 +357,7 @@ def candidates(row: Row, device: str, found: Options) -> dict[str, Json]:
     flex: Json = {"policy": "always", "attention_kernel": "flex"}
     named["flex"] = {"settings": flex, "options": found}
     if device == "cuda" and row.mask in ROW_OF_BIASES:
-        named["cudnn"] = {"settings": {"policy": "always", "attention_kernel": "cudnn"}}
+        named["row_bias"] = {"settings": {"policy": "always", "attention_kernel": "row_bias"}}
     if device == "cuda":
         for options in tiles(row):
             sizes = "x".join(str(x) for x in options.values())

@@ -42,13 +42,13 @@ class Emitter:
         Args:
             problem: what to compute.
             output: the node whose users read the result from now on.
-            kernel: "sdpa" lets SDPA choose its backend; "efficient" calls that backend, "cudnn" that one
-                with a row of biases; "flex" calls flex attention, "short" the operation of this package.
+            kernel: "sdpa" lets SDPA choose its backend; "efficient" calls that backend, "row_bias" cuDNN
+                with one row of biases; "flex" calls flex attention, "short" the operation of this package.
             grouped: give k and v with their own heads (enable_gqa), not repeated.
         """
         build = Builder(self.graph, output, self.fake_mode)
         mask = Mask(None)
-        if kernel not in ("short", "cudnn") and (kernel != "flex" or problem.structure is None):
+        if kernel not in ("short", "row_bias") and (kernel != "flex" or problem.structure is None):
             mask = build_mask(build, problem, self.memo, self.region)
         q = build.build(problem.q)
         for kind, operand in problem.scalers:
@@ -71,8 +71,8 @@ class Emitter:
             result = self._short(build, problem, q, k, v)
         elif kernel == "flex":
             result = self._flex(build, problem, q, k, v, mask.node)
-        elif kernel == "cudnn":
-            result = self._cudnn(build, problem, q, k, v)
+        elif kernel == "row_bias":
+            result = self._row_bias(build, problem, q, k, v)
         else:
             if problem.sink is not None:
                 k, v, mask = self._with_sink(build, problem, k, v, mask)
@@ -129,7 +129,7 @@ class Emitter:
             return result
         return self._with_empty_rows(build, problem, structure, q, k, v, result)
 
-    def _cudnn(self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node) -> fx.Node:
+    def _row_bias(self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node) -> fx.Node:
         q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
         structure = problem.structure
         assert structure is not None

@@ -2,8 +2,8 @@
 
 SDPA wants either a mask or `is_causal`, so that padding, or ALiBi, beside a causal mask costs a bias of
 (batch, heads, q_len, kv_len), and the work on keys that nobody sees. The operation behind SDPA takes a bias
-with `is_causal`, and reads one that has a single query with stride 0 (ATen/native/transformers/cuda/attention.cu
-expands it). So what is left of a mask beside "causal" is written as (batch, heads, 1, kv_len).
+with `is_causal`, and expands one that has a single query (ATen/native/transformers/cuda/attention.cu). So
+what is left of a mask beside "causal" is written as (batch, heads, 1, kv_len).
 
 What a query adds to all of its scores is not seen by a softmax, so that slope * (key - query) could be
 written as slope * key. That is not done: the bias has the dtype of q, and slope * key has lost the digits in

@@ -70,7 +70,7 @@ def everywhere() -> Iterator[None]:
     """The kernel wherever it can be, on the CPU and in float32 too."""
     wide = mock.patch.dict(row_bias.HIDDEN, {torch.float32: -(2.0**20)})
     devices = mock.patch.object(row_bias, "DEVICES", frozenset({"cpu"}))
-    with flex_everywhere("cudnn"), wide, devices, config.patch(attention_kernel="cudnn"):
+    with flex_everywhere("row_bias"), wide, devices, config.patch(attention_kernel="row_bias"):
         yield
 
 
@@ -136,7 +136,7 @@ def test_model(name: str, side: str, train: bool) -> None:
     """Values and gradients, those of rows that see no key included."""
     inputs = (*qkv(S, S, batch=B, heads=H, grad=train), padding(side))
     with everywhere():
-        check(MODELS[name], inputs, train=train, kernel="cudnn, is_causal, one row of biases")
+        check(MODELS[name], inputs, train=train, kernel="row_bias, is_causal through cuDNN")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -144,7 +144,7 @@ def test_model(name: str, side: str, train: bool) -> None:
 def test_half_precision(dtype: torch.dtype, side: str) -> None:
     inputs = (*qkv(S, S, batch=B, heads=H, dtype=dtype), padding(side))
     with everywhere():
-        check(bloom, inputs, kernel="cudnn", dtype=dtype)
+        check(bloom, inputs, kernel="row_bias", dtype=dtype)
 
 
 def layers(q, k, v, pad):
@@ -156,7 +156,7 @@ def test_heads_that_share_keys() -> None:
         return padded(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), pad)
 
     with everywhere():
-        found = check(fn, (*qkv(S, S, batch=B, heads=4, kv_heads=2), padding("left")), kernel="cudnn")
+        found = check(fn, (*qkv(S, S, batch=B, heads=4, kv_heads=2), padding("left")), kernel="row_bias")
     (call,) = found.ours.calls(OPERATION)
     assert call.args[1].meta["example_value"].shape[1] == 2
 
@@ -172,7 +172,7 @@ def test_call_of_sdpa(form: str) -> None:
 
     inputs = (*qkv(S, S, batch=B, heads=H), padding("left" if form == "boolean" else "right"))
     with everywhere():
-        check(fn, inputs, kernel="cudnn, is_causal, one row of biases")
+        check(fn, inputs, kernel="row_bias, is_causal through cuDNN")
 
 
 def spelled(q, k, v, mask, bias=0.0):
@@ -252,14 +252,14 @@ def test_the_table_decides(gain: float, monkeypatch: pytest.MonkeyPatch) -> None
     sizes = dict(batch=B, heads=H, q_len=S, kv_len=S, head_dim=16, dtype="bfloat16", train=False)
     rows = [
         {**sizes, "mask": "causal+pad", "gain": {"sdpa": 2.0, "flex": 3.0}},
-        {**sizes, "mask": "alibi causal+pad", "gain": {"sdpa": 2.0, "flex": 4.0, "cudnn": gain}},
+        {**sizes, "mask": "alibi causal+pad", "gain": {"sdpa": 2.0, "flex": 4.0, "row_bias": gain}},
     ]
     monkeypatch.setattr(tables, "load", lambda name: {"attention": rows})
     inputs = (*qkv(S, S, batch=B, heads=H, dtype=torch.bfloat16, grad=False), padding("right"))
     with everywhere(), config.patch(attention_kernel="auto"):
         run = testing.capture(bloom, *inputs, policy="profitable", backend=testing.EAGER_AFTER_PASSES)
     (site,) = run.sites
-    assert site.kernel.startswith("cudnn" if gain else "flex") and "measured" in site.kernel
+    assert site.kernel.startswith("row_bias" if gain else "flex") and "measured" in site.kernel
 
 
 def test_deterministic_training_keeps_another_kernel() -> None:
@@ -293,7 +293,7 @@ def test_the_row_is_all_that_is_read() -> None:
     with everywhere():
         found = check(
             lambda q, k, v, pad: padded(padded(q, k, v, pad), k, v, pad),
-            inputs, fused=2, train=False, kernel="cudnn",
+            inputs, fused=2, train=False, kernel="row_bias",
         )  # fmt: skip
     calls = found.ours.calls(OPERATION)
     biases = {call.args[3] for call in calls}

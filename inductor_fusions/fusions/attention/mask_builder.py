@@ -28,12 +28,10 @@ from .builder import Builder
 from .flex import BlockMasks
 from .masks import may_hide_rows
 from .problem import Problem
-from .structure import Structure
+from .structure import EMPTY_BELOW, Structure
 
 #: Added where a query sees no key: scores drown in it, and exp2(x * log2(e)) does not overflow.
 DROWNED = -1e30
-#: A row whose highest bias is below this sees no key: float32 scores drown in it.
-EMPTY_BELOW = -1e8
 #: A row whose highest bias is below this is shifted by it: a softmax does not see that, rounding does.
 SHIFT_BELOW = -100.0
 
@@ -110,8 +108,16 @@ def check_empty_rows(problem: Problem) -> None:
 
     Raises:
         LeftToStock: under INDUCTOR_FUSIONS_EMPTY_ROWS=stock, where such rows cannot be ruled out.
-        Rejected: a mask is subtracted, and perhaps the keys that it holds low numbers for are seen.
+        Rejected: a mask is subtracted, and perhaps the keys that it holds low numbers for are seen; or a bias
+            is added to a row of fills, and does not drown in them.
     """
+    if config.empty_rows != "ignore" and not (problem.structure and problem.structure.never_empty):
+        shallow = False  # whether a number that does not drown a bias has filled scores
+        for term, _ in problem.terms:
+            if term.fill is not None:
+                shallow |= math.isfinite(term.fill) and term.fill > EMPTY_BELOW
+            elif shallow and not may_hide_rows(term.node):
+                raise Rejected("a bias is added to masked scores, whose number is not low enough to drown it")
     if problem.train and any(
         t.fill is None and t.factor < 0 and t.depth is None and may_hide_rows(t.node)
         for t, _ in problem.terms

@@ -106,7 +106,11 @@ class Emitter:
             numbers.append(number)
         q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
         scale = float(problem.q.shape[-1]) ** -0.5 if problem.scale is None else float(problem.scale)
-        return build.call(SHORT_ATTENTION, q, k, v, masks, numbers, scale, problem.causal)
+        result = build.call(SHORT_ATTENTION, q, k, v, masks, numbers, scale, problem.causal)
+        if problem.zeros is None:
+            return result
+        seen = self.memo.rows_with_a_key(build, problem.zeros, self.region)
+        return build.call(torch.where, seen, result, 0.0)
 
     def _flex(
         self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None

@@ -72,6 +72,12 @@ class MaskMemo:
             self.rows[key] = row_bias.bias(build, problem)
         return self.rows[key]
 
+    def rows_with_a_key(self, build: Builder, mask: fx.Node, region: int) -> fx.Node:
+        """Which rows of a boolean mask show a key, with one column."""
+        if (mask, region) not in self.empty:
+            self.empty[mask, region] = build.call(torch.any, mask, -1, True)
+        return self.empty[mask, region]
+
     def empty_rows(self, build: Builder, problem: Problem, structure: Structure, region: int) -> fx.Node:
         """Which queries see no key, as (batch or 1, 1, q_len, 1)."""
         shape = (*problem.q.shape[:3], problem.k.shape[2])

@@ -54,8 +54,9 @@ def attention(
     for i, placement in enumerate(named["q"].placements):
         dim = placement.dim if isinstance(placement, Shard) else None
         # Shares of unequal size would not agree with those of k and v, whose heads may be fewer.
-        usable = dim in (BATCH, HEADS) and dim not in dims
-        dims.append(dim if usable and not any(t.shape[dim] % mesh.size(i) for t in (q, k, v)) else None)
+        if dim is None or dim > HEADS or dim in dims or any(t.shape[dim] % mesh.size(i) for t in (q, k, v)):
+            dim = None
+        dims.append(dim)
 
     def local(tensor: Any) -> torch.Tensor:
         placements: list[Any] = []

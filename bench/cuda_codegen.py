@@ -25,6 +25,7 @@ import ctypes
 import functools
 import importlib
 import importlib.util
+import math
 import os
 import re
 import subprocess
@@ -140,6 +141,18 @@ class Module:
         """Calls that launch no kernel of this code, in order: "extern_kernels.mm", "torch.ops.aten...."."""
         body = self.wrapper.split("def call(", 1)[-1].split("\ndef ")[0]
         return re.findall(r"\b(extern_kernels\.\w+|torch\.ops\.\w+\.\w+(?:\.\w+)?)\(", body)
+
+    @property
+    def shapes(self) -> list[tuple[str, ...]]:
+        """The shape of each buffer that is allocated, in order: numbers and expressions of symbols."""
+        calls = re.findall(r"= (empty_strided_\w+\(.*\))", self.wrapper)
+        nodes = [ast.parse(call, mode="eval").body for call in calls]
+        return [tuple(ast.unparse(size) for size in node.args[0].elts) for node in nodes]  # type: ignore[attr-defined]
+
+    @property
+    def buffers(self) -> list[int]:
+        """Elements of each buffer that is allocated, in order; the sizes must be numbers."""
+        return [math.prod(int(size) for size in shape) for shape in self.shapes]
 
     @property
     def launches(self) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 #: Kernels that the package can emit; SDPA chooses flash and cuDNN by itself.
-KERNELS = ("sdpa", "efficient", "flex", "short")
+KERNELS = ("sdpa", "efficient", "flex", "row_bias", "short")
 #: Masks of the measurements that the package does not tell from another kind.
 SAME_KIND = {
     "window": "bias_full",
@@ -31,7 +31,7 @@ SHAPE = ("batch", "heads", "q_len", "kv_len", "head_dim", "dtype", "mask", "trai
 def gains(row: dict[str, Any]) -> dict[str, float]:
     """Stock's time over that of each kernel, the worse of wall time and device time; 0 where it is wrong.
 
-    That of flex attention less its spread: what may be chance counts as level.
+    Those of flex attention and of row_bias less their spread: what may be chance counts as level.
     """
     found: dict[str, float] = {}
     for kernel in KERNELS:
@@ -43,8 +43,8 @@ def gains(row: dict[str, Any]) -> dict[str, float]:
         for times in (row["times_us"], row.get("device_us") or {}):
             if "unfused" in times and kernel in times:
                 ratios.append(times["unfused"] / times[kernel])
-        # Flex attention is measured beside compiling processes: a gain within the spread is none.
-        spread = row.get("spread") if kernel == "flex" else None
+        # These are measured beside compiling processes: a gain within the spread is none.
+        spread = row.get("spread") if kernel in ("flex", "row_bias") else None
         doubt = 1 - min(0.5, max((spread or {}).get(name, 0.0) for name in ("unfused", kernel)))
         if kernel in row.get("wrong", {}):
             found[kernel] = 0.0  # over the error budget at this shape: never taken near it

@@ -7,6 +7,7 @@ of its kernels (`INDUCTOR_FUSIONS_ATTENTION_KERNEL`), so that what is measured i
     unfused   stock
     sdpa      SDPA with the mask as a dense tensor (a sink as one more key); absent for a function of scores
     flex      flex attention, with its block mask computed in every call
+    row_bias  cuDNN's causal kernel with one row of biases for all queries; where the mask is that
 
 The tiles of flex attention (its `kernel_options`) are searched for each shape first: those of the forward in
 inference, those of the backward in training. `options` of a row are the fastest, with which `flex` is
@@ -19,6 +20,7 @@ Cases: the classes of `inductor_fusions/fusions/attention/structure.py`.
     causal+document  sixteen documents
     tanh causal      a softcap; also with a window, and alone
     sink causal      a sink for each head; also with a window
+    alibi causal     a bias of each head that is linear in the key, of the dtype of q; also with padding
 
 A row has the form of those of `bench.tune_attention`, and goes into the table of a device with them:
 
@@ -55,6 +57,9 @@ from bench.common import (
     relative_error,
 )
 from bench.pool import FileLock
+
+ROW_OF_BIASES = ("causal+pad", "alibi causal", "alibi causal+pad")
+"""Masks that are causal, beside a bias that all queries share."""
 
 REFERENCE_BYTES = 2**30
 """In training the float64 reference covers as many heads as keep the scores of a sample under this."""
@@ -119,6 +124,10 @@ def cuda_rows() -> list[Row]:
     rows += row(4, 32, 8, 512, 128, "causal+pad")
     rows += row(4, 32, 8, 512, 128, "causal+document")
     rows += row(8, 16, 16, 512, 64, "tanh")
+    rows += row(8, 16, 16, 1024, 64, "alibi causal+pad")  # BLOOM
+    rows += row(8, 16, 16, 1024, 64, "alibi causal")
+    rows += row(2, 32, 32, 2048, 128, "alibi causal+pad")
+    rows += row(2, 32, 32, 2048, 128, "alibi causal")
     rows += row(1, 32, 8, 32768, 128, "causal+window", 1024)
     return rows
 
@@ -129,6 +138,7 @@ def cpu_rows() -> list[Row]:
         *row(1, 8, 4, 512, 64, "tanh causal"),
         *row(1, 8, 4, 256, 64, "tanh"),
         *row(1, 8, 8, 1024, 64, "tanh causal"),
+        *row(1, 8, 8, 256, 64, "alibi causal+pad"),
     ]
     rows += [*row(1, 8, 4, 512, 64, "sink causal"), *row(1, 8, 4, 1024, 64, "causal+window", 128)]
     return [Row(**{**asdict(r), "dtype": d}) for r in rows for d in ("float32", "bfloat16") if not r.train]
@@ -153,6 +163,16 @@ def visible(row: Row, data: torch.Tensor) -> torch.Tensor | None:
     return seen
 
 
+def alibi(row: Row, data: torch.Tensor) -> torch.Tensor:
+    """The bias of each head and key, (batch or 1, heads, 1, kv_len), rounded as models keep it."""
+    base = torch.tensor(2.0**-0.5, device=data.device)
+    slopes = torch.pow(base, torch.arange(1, row.heads + 1, device=data.device))
+    places = torch.arange(row.kv_len, device=data.device)
+    if "pad" in row.mask:
+        places = ((data.cumsum(-1) - 1) * data)[:, None, None]
+    return (slopes[:, None, None] * places).to(DTYPES[row.dtype])
+
+
 def attention(row: Row) -> Callable[..., torch.Tensor]:
     """The attention of a row, (q, k, v, data, sinks) -> [batch, length, heads * head_dim]."""
     scale, groups = row.head_dim**-0.5, row.heads // row.kv_heads
@@ -164,6 +184,8 @@ def attention(row: Row) -> Callable[..., torch.Tensor]:
         scores = (q @ k.transpose(2, 3)) * scale
         if "tanh" in row.mask:
             scores = torch.tanh(scores / 50.0) * 50.0
+        if "alibi" in row.mask:
+            scores = scores + alibi(row, data).to(q.dtype)
         if seen is not None:
             lowest = max(torch.finfo(q.dtype).min, torch.finfo(torch.float32).min)
             scores = scores + torch.where(seen, 0.0, lowest).to(q.dtype)
@@ -334,6 +356,8 @@ def candidates(row: Row, device: str, found: Options) -> dict[str, Json]:
         named["sdpa"] = {"settings": {"policy": "always", "attention_kernel": "sdpa"}}
     flex: Json = {"policy": "always", "attention_kernel": "flex"}
     named["flex"] = {"settings": flex, "options": found}
+    if device == "cuda" and row.mask in ROW_OF_BIASES:
+        named["row_bias"] = {"settings": {"policy": "always", "attention_kernel": "row_bias"}}
     if device == "cuda":
         for options in tiles(row):
             sizes = "x".join(str(x) for x in options.values())

@@ -292,7 +292,7 @@ def expression(size: torch.SymInt) -> Any:
 
 
 def symbol_parts(expression: Any) -> tuple[str, tuple[Any, ...]]:
-    """("integer" | "symbol" | "add" | "mul" | "other", operands) of a sympy expression."""
+    """("integer" | "symbol" | "add" | "mul" | "max" | "min" | "other", operands) of a sympy expression."""
     if expression.is_Integer:
         return "integer", ()
     if expression.is_Symbol:
@@ -301,7 +301,9 @@ def symbol_parts(expression: Any) -> tuple[str, tuple[Any, ...]]:
         return "add", tuple(expression.args)
     if expression.is_Pow and expression.exp.is_Integer and expression.exp > 0:
         return "mul", (expression.base,) * int(expression.exp)
-    return ("mul" if expression.is_Mul else "other"), tuple(expression.args)
+    known = {"Max": "max", "Min": "min"}  # torch has classes of its own for them
+    other = known.get(type(expression).__name__, "other")
+    return ("mul" if expression.is_Mul else other), tuple(expression.args)
 
 
 def is_batched(tensor: Any) -> bool:

@@ -4,7 +4,7 @@
 |---|---|---|---|
 | `enabled` | `INDUCTOR_FUSIONS` | 0, 1 | 1 |
 | `attention` | `INDUCTOR_FUSIONS_ATTENTION` | 0, 1 | 1 |
-| `attention_kernel` | `INDUCTOR_FUSIONS_ATTENTION_KERNEL` | auto, sdpa, flex, short | auto |
+| `attention_kernel` | `INDUCTOR_FUSIONS_ATTENTION_KERNEL` | auto, sdpa, flex, short, row_bias | auto |
 | `stock_misfires` | `INDUCTOR_FUSIONS_STOCK_MISFIRES` | 0, 1 | 1 |
 | `qkv` | `INDUCTOR_FUSIONS_QKV` | 0, 1 | 1 |
 | `lora` | `INDUCTOR_FUSIONS_LORA` | 0, 1 | 1 |
@@ -44,8 +44,8 @@ enabled: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS")
 #: Attention, hand-written or SDPA, to the cheapest kernel that means the same.
 attention: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_ATTENTION")
 
-#: "auto" takes the cheapest kernel that computes an attention; "sdpa", "flex" and "short" take that one
-#: wherever it can, whatever is measured.
+#: "auto" takes the cheapest kernel that computes an attention; "sdpa", "flex", "short" and "row_bias" take
+#: that one wherever it can, whatever is measured.
 attention_kernel: str = Config(default="auto", env_name_default="INDUCTOR_FUSIONS_ATTENTION_KERNEL")
 
 #: Graphs that Inductor's own attention patterns misread are written in a way that they do not.
@@ -98,7 +98,7 @@ def variables() -> dict[str, tuple[str, ...]]:
     return {
         "INDUCTOR_FUSIONS": ("0", "1"),
         "INDUCTOR_FUSIONS_ATTENTION": ("0", "1"),
-        "INDUCTOR_FUSIONS_ATTENTION_KERNEL": ("auto", "sdpa", "flex", "short"),
+        "INDUCTOR_FUSIONS_ATTENTION_KERNEL": ("auto", "sdpa", "flex", "short", "row_bias"),
         "INDUCTOR_FUSIONS_STOCK_MISFIRES": ("0", "1"),
         "INDUCTOR_FUSIONS_QKV": ("0", "1"),
         "INDUCTOR_FUSIONS_LORA": ("0", "1"),

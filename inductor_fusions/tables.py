@@ -168,7 +168,8 @@ def attention(
         dtype: dtype of q, k and v.
         mask: "none", "causal", "pad" (varies over keys), "bias_batch" (and queries), "bias" (and heads),
             "bias_full" (and the batch); the last two end in "_grad" where the mask takes a gradient. Or a
-            class that flex attention is told, such as "causal+window", "causal+pad", "tanh causal".
+            class that flex attention is told, such as "causal+window", "causal+pad", "tanh causal", or
+            "alibi causal+pad" where a bias of each key is beside it.
         train: whether there is a backward.
         batch_heads, q_len, kv_len, head_dim: sizes; batch times heads of q.
         candidates: kernels that take it.

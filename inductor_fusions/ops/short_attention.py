@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
 import torch
 
 from ..fusions.attention.short.op import SHORT_ATTENTION
+from . import sharding
 
 
 def short_attention(
@@ -28,8 +30,9 @@ def short_attention(
 
     Args:
         q: queries, shape (B, H, Sq, D), any strides; Sq is at most 128.
-        k: keys, shape (B, H, Sk, D), in the dtype of q; Sk is at most 128.
-        v: values, shape (B, H, Sk, Dv), in the dtype of q.
+        k: keys, shape (B, Hk, Sk, D), in the dtype of q; Sk is at most 128. Hk divides H; where it is less,
+            H / Hk heads of q in a row share one of k, which is repeated for them.
+        v: values, shape (B, Hk, Sk, Dv), in the dtype of q.
         masks: applied to the scores one after the other, in float32. Each is 4-D and broadcastable to
             (B, H, Sq, Sk), except that its first size may be any n that divides B: sample b has the mask b %
             n, as windows of an image have. Where several have an n of their own, the largest is a multiple of
@@ -41,6 +44,9 @@ def short_attention(
         scale: default D ** -0.5.
         causal: query i sees the keys j <= i only.
 
+    All of q, k, v and the masks may be DTensors instead, on one mesh: where q is sharded over the batch or
+    the heads (which its ranks divide), every rank computes its part; other placements are replicated first.
+
     Returns:
         Shape (B, H, Sq, Dv) in the dtype of q, laid out (B, Sq, H, Dv): `.transpose(1, 2).flatten(2)` is a
         view. A row whose scores are all -inf is NaN, as after `torch.softmax`; one whose scores are all one
@@ -51,6 +57,12 @@ def short_attention(
     """
     if numbers is None:
         numbers = [-math.inf if mask.dtype == torch.bool else 1.0 for mask in masks]
+    if sharding.is_sharded(q, k, v, *masks):
+        compute = functools.partial(short_attention, numbers=numbers, scale=scale, causal=causal)
+        return sharding.attention(compute, q, k, v, masks)
+    groups = _groups(q, k, v)
+    if groups > 1:
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     result: torch.Tensor = SHORT_ATTENTION(
         q,
         k,
@@ -61,3 +73,14 @@ def short_attention(
         causal,
     )
     return result
+
+
+def _groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """How many heads of q share one of k and v; 1 where the operation is to say what does not fit."""
+    if not all(x.dim() == 4 for x in (q, k, v)) or k.shape[1] != v.shape[1] or not k.shape[1]:
+        return 1
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"the heads of k of short_attention, {k.shape[1]}, do not divide those of q, {q.shape[1]}"
+        )
+    return q.shape[1] // k.shape[1]

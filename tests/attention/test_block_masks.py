@@ -264,3 +264,43 @@ def test_data_stays_a_dense_mask(case) -> None:
     with flex_everywhere("flex"):
         seen = check(fn, (*qkv(S, S, heads=H), segments(), mask), kernel="sdpa")
     assert "block mask" not in seen.sites[0].kernel
+
+
+def added(first: str, second: str, fill: float, bias: bool = False):
+    """Two masks, each added or filled in, and perhaps a bias behind them; rows may see no key."""
+
+    def fn(q, k, v, data):
+        scores = q @ k.mT * 0.25
+        for how, seen in ((first, causal()), (second, (data != 0)[:, None, None, :])):
+            if how == "fill":
+                scores = scores.masked_fill(~seen, fill)
+            else:
+                scores = scores + torch.where(seen, 0.0, fill)
+        scores = scores + 0.01 * torch.arange(S) if bias else scores
+        return torch.softmax(scores, -1) @ v
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("how", "fill"),
+    [(how, fill) for how in ("add add", "fill fill") for fill in (LOWEST, -1e9, -1e4)]
+    + [(how, fill) for how in ("add fill", "fill add") for fill in (LOWEST, -1e9)],
+)
+def test_rows_that_see_no_key_hold_the_right_mean(how: str, fill: float) -> None:
+    """Keys that are hidden once win over those hidden twice, and -10000 leaves scores their digits."""
+    inputs = (*qkv(S, S, heads=H, grad=False), segments())
+    with flex_everywhere("flex"):
+        check(added(*how.split(), fill), inputs, kernel="flex" if how == "fill fill" else "sdpa", train=False)
+
+
+@pytest.mark.parametrize("fill", [LOWEST, -1e4])
+def test_bias_on_a_row_of_fills(fill: float) -> None:
+    """It drowns in the least number, but not in -10000."""
+    inputs, reason = (*qkv(S, S, heads=H), segments()), "not low enough"
+    fn = added("fill", "fill", fill, bias=True)
+    with flex_everywhere("flex"):
+        if fill == LOWEST:
+            check(fn, inputs, kernel="flex")
+        else:
+            check(fn, inputs, fused=0, reason=reason)

@@ -219,3 +219,16 @@ def test_no_warnings(recwarn: pytest.WarningsRecorder) -> None:
 def test_full_compile() -> None:
     fn, inputs = FORMS["grouped heads"]
     check(fn, inputs(), dynamic=True, backend="inductor")
+
+
+def test_bias_cut_to_the_length() -> None:
+    """As MPT: the last columns of a table that may be shorter than the keys."""
+
+    def fn(q, k, v, table):
+        length = q.shape[1]
+        q, k, v = (x.view(*x.shape[:2], HEADS, 16).transpose(1, 2) for x in (q, k, v))
+        bias = table[:, :, max(0, table.shape[2] - length) :]
+        return torch.softmax(q @ k.mT * 0.3 + bias, -1) @ v
+
+    inputs = (*(rand(BATCH, 24, HEADS * 16) for _ in range(3)), rand(HEADS, 1, 64, grad=False))
+    check(fn, inputs, dynamic=True, train=False)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +22,8 @@ from inductor_fusions.fusions.attention.short.op import SHORT_ATTENTION, SHORT_A
 from tests.attention.short_interpreted import CASES as INTERPRETED
 from tests.attention.support import additive, cases, check, qkv, rand, scored, visible
 from tests.support.interpreter import errors_of
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextlib.contextmanager
@@ -87,6 +93,34 @@ def test_layout() -> None:
     assert ops.short_attention(q, k, v).transpose(1, 2).is_contiguous()
 
 
+def test_heads_that_share_keys() -> None:
+    q, k, v = qkv(heads=4, kv_heads=2)
+    bias = rand(1, 4, 7, 13)
+    found = ops.short_attention(q, k, v, [bias])
+    wanted = ops.short_attention(q, *(x.repeat_interleave(2, 1) for x in (k, v)), [bias])
+    cotangent = torch.randn_like(found)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, (q, k, v, bias), cotangent),
+        torch.autograd.grad(wanted, (q, k, v, bias), cotangent),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+def test_sharded() -> None:
+    """Batch and heads over two processes, eager and compiled: outputs and gradients of one process."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "tests.attention.short_sharded"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 def test_flops() -> None:
     q, k, v = qkv()
     with FlopCounterMode(display=False) as counter:
@@ -117,6 +151,10 @@ def test_compiled_on_the_cpu() -> None:
         ({"q": torch.ones(4, 2, 3)}, "q of short_attention is .*not 3-D"),
         ({"k": torch.ones(4, 2, 5, 8).half()}, "k is torch.float16"),
         ({"k": torch.ones(4, 1, 5, 8)}, "k of short_attention has the number of heads of q, 2, not 1"),
+        (
+            {"k": torch.ones(4, 3, 5, 8), "v": torch.ones(4, 3, 5, 8)},
+            "heads of k of short_attention, 3, do not divide those of q, 2",
+        ),
         ({"k": torch.ones(4, 2, 5, 4)}, "head dim of q, 8, not 4"),
         ({"v": torch.ones(4, 2, 6, 8)}, "v of short_attention has the length of k, 5, not 6"),
         ({"q": torch.ones(4, 2, 129, 8)}, "q of short_attention has at most 128 rows, not 129"),
@@ -344,11 +382,24 @@ def test_call(case: Any) -> None:
 
 
 def test_call_that_may_hide_rows() -> None:
-    """SDPA gives zeros where a mask hides every key, and a mask that is an input may."""
-    for mask in (visible(2, 1, 7, 13), additive(visible(2, 1, 7, 13))):
-        with everywhere():
-            run = testing.capture(called, *qkv(), mask, backend=testing.EAGER_AFTER_PASSES)
-        assert not run.calls("short_attention.default")
+    """SDPA gives zeros where a mask hides every key, and an additive mask that is an input may."""
+    with everywhere():
+        run = testing.capture(
+            called, *qkv(), additive(visible(2, 1, 7, 13)), backend=testing.EAGER_AFTER_PASSES
+        )
+    assert not run.calls("short_attention.default")
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 7, 13), (2, 1, 1, 13), (7, 13), (2, 3, 7, 13)])
+def test_call_with_a_boolean_mask(shape: tuple[int, ...]) -> None:
+    """Rows that it hides whole are zero and send no gradient, as from SDPA; their neighbours are right."""
+    mask = visible(*shape)
+    mask[(0,) * (len(shape) - 1)] = False
+    inputs = (*qkv(), mask)
+    with everywhere():
+        seen = check(called, inputs, kernel="short", train=True)
+        assert check(called, inputs, kernel="short", train=False).ours.calls("short_attention.default")
+    assert (seen.ours.outputs == 0).all(-1).any() and not (seen.ours.outputs == 0).all()
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -15,6 +15,13 @@ from ...fusion import Rejected
 from . import torch_ops
 from .operands import Operand
 
+_COMBINE: dict[str, Any] = {
+    "add": operator.add,
+    "mul": operator.mul,
+    "max": torch.sym_max,
+    "min": torch.sym_min,
+}
+
 
 class Builder:
     """Adds nodes in front of one node of a graph.
@@ -90,9 +97,9 @@ class Builder:
             return int(wanted)
         if kind == "symbol":
             return self._of_symbol(wanted)
-        if kind not in ("add", "mul"):
+        if kind not in _COMBINE:
             raise Rejected(f"the symbolic size {wanted} is held by no input of the graph")
-        combine = operator.add if kind == "add" else operator.mul
+        combine = _COMBINE[kind]
         total = self._of_expression(parts[0])
         for part in parts[1:]:
             left, right = total, self._of_expression(part)

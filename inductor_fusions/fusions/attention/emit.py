@@ -12,7 +12,7 @@ from torch import fx
 
 from ... import config
 from ..._inductor import known_true
-from . import flex, torch_ops
+from . import flex, row_bias, torch_ops
 from .aliasing import written
 from .builder import Builder, same
 from .mask_builder import Mask, MaskMemo, build_mask
@@ -42,13 +42,13 @@ class Emitter:
         Args:
             problem: what to compute.
             output: the node whose users read the result from now on.
-            kernel: "sdpa" lets SDPA choose its backend; "efficient" calls that backend; "flex" calls
-                flex attention, "short" the operation of this package.
+            kernel: "sdpa" lets SDPA choose its backend; "efficient" calls that backend, "row_bias" cuDNN
+                with one row of biases; "flex" calls flex attention, "short" the operation of this package.
             grouped: give k and v with their own heads (enable_gqa), not repeated.
         """
         build = Builder(self.graph, output, self.fake_mode)
         mask = Mask(None)
-        if kernel != "short" and (kernel != "flex" or problem.structure is None):
+        if kernel not in ("short", "row_bias") and (kernel != "flex" or problem.structure is None):
             mask = build_mask(build, problem, self.memo, self.region)
         q = build.build(problem.q)
         for kind, operand in problem.scalers:
@@ -71,6 +71,8 @@ class Emitter:
             result = self._short(build, problem, q, k, v)
         elif kernel == "flex":
             result = self._flex(build, problem, q, k, v, mask.node)
+        elif kernel == "row_bias":
+            result = self._row_bias(build, problem, q, k, v)
         else:
             if problem.sink is not None:
                 k, v, mask = self._with_sink(build, problem, k, v, mask)
@@ -104,7 +106,11 @@ class Emitter:
             numbers.append(number)
         q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
         scale = float(problem.q.shape[-1]) ** -0.5 if problem.scale is None else float(problem.scale)
-        return build.call(SHORT_ATTENTION, q, k, v, masks, numbers, scale, problem.causal)
+        result = build.call(SHORT_ATTENTION, q, k, v, masks, numbers, scale, problem.causal)
+        if problem.zeros is None:
+            return result
+        seen = self.memo.rows_with_a_key(build, problem.zeros, self.region)
+        return build.call(torch.where, seen, result, 0.0)
 
     def _flex(
         self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None
@@ -125,6 +131,18 @@ class Emitter:
             return result
         if config.empty_rows == "ignore":
             return result
+        return self._with_empty_rows(build, problem, structure, q, k, v, result)
+
+    def _row_bias(self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node) -> fx.Node:
+        q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
+        structure = problem.structure
+        assert structure is not None
+        result = row_bias.emit(build, problem, q, k, v, self.memo.row_bias(build, problem, self.region))
+        if structure.never_empty or config.empty_rows == "ignore":
+            return result
+        if structure.number is None:
+            empty = self.memo.empty_rows(build, problem, structure, self.region)
+            return build.call(torch.where, empty, 0.0, result)
         return self._with_empty_rows(build, problem, structure, q, k, v, result)
 
     def _sink(self, build: Builder, problem: Problem, dtype: torch.dtype) -> fx.Node:

@@ -10,7 +10,7 @@ import torch
 from ... import config, tables
 from ..._inductor import hint, known_true
 from ...fusion import LeftToStock
-from . import flex, torch_ops
+from . import flex, row_bias, torch_ops
 from .problem import Problem
 from .short import terms as short
 
@@ -20,7 +20,8 @@ class Choice:
     """What to emit.
 
     Attributes:
-        kernel: "sdpa" (its own choice of backend), "efficient", "flex" or "short".
+        kernel: "sdpa" (its own choice of backend), "efficient", "row_bias", "flex" or
+            "short".
         grouped: whether k and v keep their own heads.
         text: for reports.
     """
@@ -50,11 +51,15 @@ def choose(problem: Problem) -> Choice:
     is_short = config.attention_kernel in ("auto", "short") and not short.refused(problem)
     if is_short and config.attention_kernel == "short":
         return _choice("short", problem)
+    if config.attention_kernel == "row_bias" and _has_row_bias(problem):
+        return _choice("row_bias", problem)
     fits: tuple[str, ...] = ("flex",)
     if not problem.stages:
         fits = available(problem)
         if flexible and _is_sparse(problem) and config.attention_kernel == "auto":
             fits += ("flex",)
+        if config.attention_kernel == "auto" and _has_row_bias(problem):
+            fits += ("row_bias",)
         if is_short:
             fits += ("short",)
     if config.policy == "always":
@@ -80,12 +85,15 @@ def choose_for_call(problem: Problem, changed: bool, as_short: Problem | None = 
     """
     _drop_structure_that_is_limited(problem)
     reason = "already an SDPA call; nothing was proved of its mask"
+    by_row: tuple[str, ...] = ("row_bias",) if _has_row_bias(problem) else ()
+    if by_row and config.attention_kernel == "row_bias":
+        return _choice("row_bias", problem)
     if _is_sparse(problem) and _flexible(problem) and config.attention_kernel != "sdpa":
         if config.attention_kernel == "flex" or (config.policy == "always" and _preferred(problem)):
             return _choice("flex", problem)
-        verdict = _measured(problem, ("sdpa", "flex"))
-        if verdict.kernel == "flex":
-            return _choice("flex", problem, verdict.note)
+        verdict = _measured(problem, ("sdpa", "flex", *by_row))
+        if verdict.kernel in ("flex", "row_bias"):
+            return _choice(verdict.kernel, problem, verdict.note)
         assert problem.structure is not None
         reason = (
             f"already an SDPA call; flex attention for its mask ({problem.structure.kind}): {verdict.reason}"
@@ -114,7 +122,9 @@ def _proved(problem: Problem, fits: tuple[str, ...]) -> str:
 
 def _choice(kernel: str, problem: Problem, note: str = "") -> Choice:
     grouped = not known_true(problem.k.shape[1] == problem.q.shape[1])
-    if grouped and kernel != "flex":
+    if grouped and kernel == "row_bias":
+        grouped = row_bias.takes(problem, grouped=True)
+    elif grouped and kernel != "flex":
         grouped = kernel == "sdpa" and bool(available(problem, grouped=True))
     return Choice(kernel, grouped, _text(problem, grouped, kernel) + note)
 
@@ -123,6 +133,8 @@ def _measured(problem: Problem, candidates: tuple[str, ...]) -> tables.Verdict:
     """What the table of the device says: by the class of the mask, else by its shape."""
     suffix = "_grad" if _mask_needs_grad(problem) else ""
     names = [problem.flex_kind] if _is_sparse(problem) else []
+    if "row_bias" in candidates and problem.structure is not None and problem.structure.biases:
+        names.insert(0, f"alibi {problem.flex_kind}")
     for name in dict.fromkeys([*names, problem.mask_kind]):
         verdict = tables.attention(
             device=problem.q.value.device,
@@ -138,6 +150,11 @@ def _measured(problem: Problem, candidates: tuple[str, ...]) -> tables.Verdict:
         if verdict.kernel is not None or verdict.measured:
             break
     return verdict
+
+
+def _has_row_bias(problem: Problem) -> bool:
+    """Whether cuDNN computes it with a causal mask and one row of biases for all queries."""
+    return not row_bias.refused(problem) and row_bias.takes(problem, grouped=False)
 
 
 def _has_mask(problem: Problem) -> bool:
@@ -245,7 +262,7 @@ def _why_math(problem: Problem) -> str:
 
 
 def _text(problem: Problem, grouped: bool, kernel: str) -> str:
-    parts = [kernel if kernel in ("flex", "short") else "sdpa"]
+    parts = [kernel if kernel in ("flex", "short", "row_bias") else "sdpa"]
     parts += [stage.function for stage, _, _ in problem.stages]
     structure = problem.structure
     if kernel == "flex":
@@ -255,6 +272,8 @@ def _text(problem: Problem, grouped: bool, kernel: str) -> str:
             parts.append("dense mask")
         if structure is not None and structure.biases:
             parts.append("bias in score_mod")
+    elif kernel == "row_bias":
+        parts.append("is_causal through cuDNN")
     elif problem.causal:
         parts.append("is_causal")
     elif _has_mask(problem):

@@ -23,17 +23,15 @@ from torch import fx
 from ... import config
 from ..._inductor import known_true
 from ...fusion import LeftToStock, Rejected
-from . import predicates, torch_ops
+from . import predicates, row_bias, torch_ops
 from .builder import Builder
 from .flex import BlockMasks
 from .masks import may_hide_rows
 from .problem import Problem
-from .structure import Structure
+from .structure import EMPTY_BELOW, Structure
 
 #: Added where a query sees no key: scores drown in it, and exp2(x * log2(e)) does not overflow.
 DROWNED = -1e30
-#: A row whose highest bias is below this sees no key: float32 scores drown in it.
-EMPTY_BELOW = -1e8
 #: A row whose highest bias is below this is shifted by it: a softmax does not see that, rounding does.
 SHIFT_BELOW = -100.0
 
@@ -62,6 +60,23 @@ class MaskMemo:
     masks: dict[Any, Mask] = field(default_factory=dict)
     blocks: BlockMasks = field(default_factory=BlockMasks)
     empty: dict[Any, fx.Node] = field(default_factory=dict)
+    rows: dict[Any, fx.Node] = field(default_factory=dict)
+
+    def row_bias(self, build: Builder, problem: Problem, region: int) -> fx.Node:
+        """The bias of all queries beside a causal mask, as (batch, heads, 1, kv_len)."""
+        assert problem.structure is not None
+        shape = (*problem.q.shape[:3], problem.k.shape[2])
+        biases = [(t.node, t.factor, repr(o.steps)) for t, o in problem.structure.biases]
+        key = (repr(problem.structure.visible), tuple(biases), repr(shape), problem.dtype, region)
+        if key not in self.rows:
+            self.rows[key] = row_bias.bias(build, problem)
+        return self.rows[key]
+
+    def rows_with_a_key(self, build: Builder, mask: fx.Node, region: int) -> fx.Node:
+        """Which rows of a boolean mask show a key, with one column."""
+        if (mask, region) not in self.empty:
+            self.empty[mask, region] = build.call(torch.any, mask, -1, True)
+        return self.empty[mask, region]
 
     def empty_rows(self, build: Builder, problem: Problem, structure: Structure, region: int) -> fx.Node:
         """Which queries see no key, as (batch or 1, 1, q_len, 1)."""
@@ -99,8 +114,16 @@ def check_empty_rows(problem: Problem) -> None:
 
     Raises:
         LeftToStock: under INDUCTOR_FUSIONS_EMPTY_ROWS=stock, where such rows cannot be ruled out.
-        Rejected: a mask is subtracted, and perhaps the keys that it holds low numbers for are seen.
+        Rejected: a mask is subtracted, and perhaps the keys that it holds low numbers for are seen; or a bias
+            is added to a row of fills, and does not drown in them.
     """
+    if config.empty_rows != "ignore" and not (problem.structure and problem.structure.never_empty):
+        shallow = False  # whether a number that does not drown a bias has filled scores
+        for term, _ in problem.terms:
+            if term.fill is not None:
+                shallow |= math.isfinite(term.fill) and term.fill > EMPTY_BELOW
+            elif shallow and not may_hide_rows(term.node):
+                raise Rejected("a bias is added to masked scores, whose number is not low enough to drown it")
     if problem.train and any(
         t.fill is None and t.factor < 0 and t.depth is None and may_hide_rows(t.node)
         for t, _ in problem.terms

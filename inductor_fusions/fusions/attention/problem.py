@@ -41,6 +41,7 @@ class Problem:
         sink: a logit of each row, on (batch, heads, q or 1, 1), and what it is multiplied by.
         structure: the mask as a predicate, where all of it is one.
         output: the node whose users read the result.
+        zeros: a boolean mask of a user's SDPA call, whose rows without a key are zero.
         overwritten: whether anything writes to the memory of a node, so that its value cannot be read anew.
         dtype: dtype of the kernel (that of autocast, where it is on).
         out_shape: shape of (*out_lead, q_len, v_dim), before `out_dims`.
@@ -66,6 +67,7 @@ class Problem:
     sink: tuple[Operand, float] | None = None
     structure: Structure | None = None
     output: fx.Node | None = None
+    zeros: fx.Node | None = None
     overwritten: Callable[[fx.Node], bool] = lambda node: True
 
     @property

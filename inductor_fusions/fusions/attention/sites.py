@@ -21,7 +21,7 @@ from ..._inductor import (
 from ...fusion import Candidate, LeftToStock, Rejected
 from . import emit, kernels, savings, structure, torch_ops
 from .aliasing import Mutations, name_overwritten_values
-from .mask_builder import MaskMemo, check_empty_rows
+from .mask_builder import DROWNED, MaskMemo, check_empty_rows
 from .masks import Interpreter, classify, may_hide_rows, visibility
 from .multihead import MultiheadForward, is_call
 from .operands import Operand
@@ -238,20 +238,23 @@ class SdpaCall(Candidate):
     def _as_short(self, problem: Problem) -> Problem | None:
         """The problem as the kernel for short attention takes it, if it does.
 
-        Where a mask hides every key of a row, SDPA gives zeros and that kernel does not: a mask that may do
-        so is left to SDPA.
+        Where a mask hides every key of a row, SDPA gives zeros and that kernel does not: they are put there
+        for a boolean mask, and another one that may do so is left to SDPA.
         """
         mask, (q_len, kv_len) = problem.attn_mask, (problem.q.shape[2], problem.k.shape[2])
         if problem.causal and not known_true(q_len == kv_len):
             return None
         if mask is not None:
             tensor, operand = torch_ops.tensor(mask), Operand.of(mask)
-            if tensor is None or operand is None or not tensor.is_floating_point() or may_hide_rows(mask):
+            boolean = tensor is not None and tensor.dtype == torch.bool
+            if tensor is None or operand is None or (not boolean and may_hide_rows(mask)):
                 return None
-            term = Term(mask, tuple(problem.q.shape[:2]))
+            lead = tuple(problem.q.shape[:2])
+            term = Term(mask, lead, fill=DROWNED, hides=False) if boolean else Term(mask, lead)
             problem = replace(
                 problem,
                 attn_mask=None,
+                zeros=mask if boolean else None,
                 terms=[(term, operand.padded(4))],
                 structure=None,
                 overwritten=self.scope.mutations.touch,

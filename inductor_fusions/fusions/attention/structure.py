@@ -12,9 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..._inductor import known_true
+from . import torch_ops
 from .masks import (
     Affine,
     And,
@@ -36,6 +38,9 @@ from .operands import Operand, same_shape
 from .recognise import Term
 
 BATCH, HEAD, QUERY, KEY = -4, -3, -2, -1
+
+#: A row whose highest bias is below this sees no key: float32 scores drown in it.
+EMPTY_BELOW = -1e8
 
 Terms = list[tuple[Term, Operand]]
 
@@ -108,19 +113,21 @@ def find(terms: Terms, shape: Sequence[Any], interpreter: Interpreter, graph: fx
     parts: list[Bool] = []
     biases: Terms = []
     numbers: set[float] = set()
-    replaced = True
+    replaced, added, after = True, 0, False
     for term, operand in terms:
         found = _predicate(term, interpreter)
         if found is None:
             if term.fill is not None or term.floor is not None or may_hide_rows(term.node):
                 return None
             biases.append((term, operand))
+            after |= bool(parts)
             continue
         if not same_shape(term.lead, shape[:2]) and not depends_only_on(found[0], {QUERY, KEY}):
             return None  # its batch and heads are counted in another way
         parts.append(found[0])
         numbers.add(found[1])
         replaced &= term.fill is not None
+        added += term.fill is None
     if not parts:
         return Structure(True, None, True, biases, True) if biases else None
     if len(numbers) != 1:
@@ -128,13 +135,20 @@ def find(terms: Terms, shape: Sequence[Any], interpreter: Interpreter, graph: fx
     visible = reduce(conjunction(parts), shape)
     if not is_usable(visible, graph):
         return None
-    number = numbers.pop()
+    number, never_empty = numbers.pop(), _never_empty(visible, shape)
+    if math.isfinite(number) and not never_empty:
+        # The scores of a row that sees no key must all be equal, or drown.
+        half = all((t := torch_ops.tensor(term.node)) is not None and t.dtype == torch.float16
+                   for term, _ in terms if term.fill is None)  # fmt: skip
+        drowned = number <= (torch.finfo(torch.float16).min if added and half else EMPTY_BELOW)
+        if (added and (len(parts) > 1 or not drowned)) or (after and not drowned):
+            return None
     return Structure(
         visible=visible,
         number=number if math.isfinite(number) else None,
         replaced=replaced,
         biases=biases,
-        never_empty=_never_empty(visible, shape),
+        never_empty=never_empty,
     )
 
 

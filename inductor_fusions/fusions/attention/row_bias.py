@@ -1,0 +1,133 @@
+"""Causal attention with one row of biases for all queries: cuDNN's kernel takes both at once.
+
+SDPA wants either a mask or `is_causal`, so that padding, or ALiBi, beside a causal mask costs a bias of
+(batch, heads, q_len, kv_len), and the work on keys that nobody sees. The operation behind SDPA takes a bias
+with `is_causal`, and expands one that has a single query (ATen/native/transformers/cuda/attention.cu). So
+what is left of a mask beside "causal" is written as (batch, heads, 1, kv_len).
+
+What a query adds to all of its scores is not seen by a softmax, so that slope * (key - query) could be
+written as slope * key. That is not done: the bias has the dtype of q, and slope * key has lost the digits in
+which neighbouring keys differ. Flex attention computes such a bias in float32.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._inductor import known_true
+from . import predicates, torch_ops
+from .builder import Builder
+from .masks import Bool, conjunction
+from .operands import Operand
+from .problem import Problem
+from .recognise import Term
+from .structure import BATCH, KEY, depends_only_on, is_causal
+
+#: Devices that have the kernel.
+DEVICES = frozenset({"cuda"})
+#: What hides a key: exp(it) is 0 beside any score, and it is small enough for a row of nothing else to stay
+#: finite, where the rounding of its logsumexp is multiplied by log2(e) and goes through exp2.
+HIDDEN = {torch.bfloat16: -(2.0**20), torch.float16: -6e4}
+#: Rows of keys are laid out at multiples of so many elements.
+ALIGNMENT = 8
+
+
+def refused(problem: Problem) -> str:
+    """Why the kernel does not take a problem; empty where it does."""
+    structure = problem.structure
+    if structure is None or structure.visible is True or problem.causal:
+        return "its mask is not causal and something else"
+    if problem.stages or problem.sink is not None:
+        return "cuDNN has no functions of scores"
+    if not any(is_causal(part) for part in structure.conjuncts):
+        return "its mask is not causal"
+    if not all(is_causal(part) or depends_only_on(part, {BATCH, KEY}) for part in structure.conjuncts):
+        return "its mask beside causal differs from query to query"
+    if not structure.biases and len(structure.conjuncts) == 1:
+        return "its mask is causal and nothing else"
+    if problem.q.value.device.type not in DEVICES or problem.dtype not in HIDDEN:
+        return f"cuDNN has no kernel for {problem.dtype} on {problem.q.value.device.type}"
+    q_len, kv_len = problem.q.shape[2], problem.k.shape[2]
+    if not known_true(q_len == kv_len) or not known_true(kv_len % ALIGNMENT == 0):
+        return f"its length is not known to be a multiple of {ALIGNMENT}"
+    if problem.dropout > 0:
+        return "it has dropout"
+    if problem.scale is not None and not (isinstance(problem.scale, (int, float)) and problem.scale > 0):
+        return "its scale is no positive number"
+    if problem.train and torch.are_deterministic_algorithms_enabled():
+        return "its backward is not deterministic"
+    if len(structure.biases) > 1:
+        return "it has several biases, whose sum would be rounded"
+    return _refused_bias(problem, *structure.biases[0]) if structure.biases else ""
+
+
+def _refused_bias(problem: Problem, term: Term, operand: Operand) -> str:
+    tensor = torch_ops.tensor(term.node)
+    if not known_true(operand.shape[-2] == 1):
+        return "its bias differs from query to query"
+    if tensor is None or tensor.requires_grad:
+        return "its bias takes a gradient, which cuDNN does not give"
+    if tensor.dtype != problem.dtype or abs(math.frexp(term.factor)[0]) != 0.5:
+        return f"its bias would be rounded to {problem.dtype}"
+    return ""
+
+
+def takes(problem: Problem, grouped: bool) -> bool:
+    """Whether cuDNN has a kernel for the tensors of a problem that is not refused.
+
+    Args:
+        problem: what to compute.
+        grouped: whether k and v keep their own heads.
+    """
+    if problem.q.value.device.type != "cuda":
+        return True  # DEVICES holds another one: a test
+    backends = torch.backends.cuda
+    q = problem.q.value.to(problem.dtype)
+    k, v = (problem.k, problem.v) if grouped else (problem.full_k, problem.full_v)
+    k_value, v_value = (t.value.to(problem.dtype) for t in (k, v))
+    params = backends.SDPAParams(q, k_value, v_value, None, 0.0, True, grouped)
+    return backends.cudnn_sdp_enabled() and backends.can_use_cudnn_attention(params)
+
+
+def bias(build: Builder, problem: Problem) -> fx.Node:
+    """The bias, as (batch, heads, 1, kv_len) in the dtype of the kernel."""
+    structure = problem.structure
+    assert structure is not None
+    shape = (*problem.q.shape[:3], problem.k.shape[2])
+    parts: list[Bool] = [part for part in structure.conjuncts if not is_causal(part)]
+    base: Any = 0.0
+    for term, operand in structure.biases:
+        base = build.build(operand)
+        if term.factor != 1.0:
+            base = build.call(torch.mul, base, term.factor)
+    row: fx.Node = base
+    if parts:
+        seen = predicates.whole(build, conjunction(parts), shape, problem.q.value.device)
+        row = build.call(torch.where, seen, base, HIDDEN[problem.dtype])
+    row = build.call("expand", build.to(row, problem.dtype), (*shape[:2], 1, shape[3]))
+    row = build.call("contiguous", row)
+    if all(isinstance(size, int) for size in shape):
+        # A view with strides of its own needs the buffer, so that all layers share one.
+        row = build.call(torch.as_strided, row, (*shape[:2], 1, shape[3]), build.value(row).stride())
+    return row
+
+
+def emit(build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node, row: fx.Node) -> fx.Node:
+    """The call; rows that see no key hold some finite number.
+
+    Args:
+        build: adds the nodes.
+        problem: what to compute.
+        q, k, v: operands, of the dtype of the kernel.
+        row: the bias, as `bias` gives it.
+    """
+    node = build.call(
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        q, k, v, row, problem.train, 0.0, True, scale=problem.scale,
+    )  # fmt: skip
+    return build.call(operator.getitem, node, 0)

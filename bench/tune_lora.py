@@ -57,6 +57,8 @@ from bench.tune_projections import CHECKED_ROWS, MOST_SETS, PAST_L2, is_fatal, p
 SCALE = 2.0
 #: Configurations that are measured to the end, after a first look.
 FINALISTS = 3
+#: Configurations that are tried: of the block GEMM, and of the narrow product beside the best of them.
+BLOCK_CHOICES, NARROW_CHOICES = 6, 4
 
 Tensors = list[torch.Tensor]
 
@@ -461,7 +463,7 @@ def first_choices(row: Row, seen: Seen, arch: int, quick: bool) -> list[Choice]:
         found += [Choice(decode=c) for c in decode.candidates(seen.decode[0], arch)]
     elif seen.block and row.kind != "step":
         wanted = heuristics.candidates(seen.block[0], arch)
-        found += [Choice(block=c) for c in wanted]
+        found += [Choice(block=c) for c in wanted[:BLOCK_CHOICES]]
     elif row.kind == "gradient" and seen.narrow:
         found += [Choice(narrow=c) for c in spread(narrow.candidates(seen.narrow[0]), 10)]
     return found[:3] if quick else found
@@ -473,7 +475,7 @@ def second_choices(best: Choice, seen: Seen, quick: bool) -> list[Choice]:
 
     if best.block is None or not seen.narrow:
         return []
-    wanted = spread(narrow.candidates(seen.narrow[0]), 6)
+    wanted = spread(narrow.candidates(seen.narrow[0]), NARROW_CHOICES)
     return [Choice(block=best.block, narrow=c) for c in wanted][: 2 if quick else None]
 
 

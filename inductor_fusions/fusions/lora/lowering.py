@@ -130,22 +130,14 @@ def _ahead(shape: narrow.Shape) -> int:
     return 1 if few or shape.inner is None else _count(shape)
 
 
-def _names(shape: narrow.Shape) -> list[str]:
-    """The kernel's arguments for the narrow matrices."""
-    count = _ahead(shape)
-    return [
-        f"B{i}" if count == 1 else f"B{i}_{step}" for i in range(len(shape.ranks)) for step in range(count)
-    ]
-
-
 def narrow_inputs(b: Sequence[Any], shape: narrow.Shape) -> list[tuple[str, Any]]:
-    """What the kernel reads, by name: the narrow matrices, or the summands of each, in memory.
+    """What the kernel reads, by name: the narrow matrices, or the first summand of each, in memory.
 
-    One kernel makes the summands of all of them.
+    The other summands are behind the first one. One kernel makes those of all narrow matrices.
     """
     count = _ahead(shape)
     values = list(b) if count == 1 else _summands(b, shape, count)
-    return list(zip(_names(shape), values, strict=True))
+    return [(f"B{i}", value) for i, value in enumerate(values)]
 
 
 def _summands(b: Sequence[Any], shape: narrow.Shape, count: int) -> list[Any]:
@@ -161,6 +153,7 @@ def _summands(b: Sequence[Any], shape: narrow.Shape, count: int) -> list[Any]:
             {
                 "name": f"B{i}", "output": f"Y{i}" if i else "", "start": start, "end": end, "size": size,
                 "columns": sizes[1 - rows_dim], "rows_dim": rows_dim,
+                "dense": strides[rows_dim] == sizes[1 - rows_dim] and strides[1 - rows_dim] == 1,
             }
         )  # fmt: skip
         start = end
@@ -189,9 +182,8 @@ def _summands(b: Sequence[Any], shape: narrow.Shape, count: int) -> list[Any]:
     for stack, factor in zip(stacks, factors, strict=True):
         columns = factor["columns"]
         stored = call(aten.view.default, stack, [count, factor["size"] // columns, columns])
-        for step in range(count):
-            part = call(aten.select.int, stored, 0, step)
-            found.append(part if factor["rows_dim"] == 0 else call(aten.permute.default, part, [1, 0]))
+        first = call(aten.select.int, stored, 0, 0)
+        found.append(first if factor["rows_dim"] == 0 else call(aten.permute.default, first, [1, 0]))
     return _inductor.realize(found)
 
 
@@ -303,7 +295,7 @@ def variant(
         factor["mask"] = " & ".join(inside)
     text = render(
         "narrow.py.jinja",
-        names=["X", *_names(shape), *outputs],
+        names=["X", *(f["name"] for f in factors), *outputs],
         factors=factors,
         splits=config.splits,
         x_inner=shape.layout == "n",
@@ -325,7 +317,8 @@ def _factor(index: int, rank: int, shape: narrow.Shape, scale: float, further: f
     exact, ahead = torch.get_float32_matmul_precision() == "highest", _ahead(shape)
     return {
         "index": index,
-        "names": _names(shape)[index * ahead : (index + 1) * ahead],
+        "name": f"B{index}",
+        "summands": ahead,
         "size": rank,
         "block": narrow.padded(rank),
         "scale": scale,

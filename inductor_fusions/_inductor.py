@@ -44,6 +44,7 @@ __all__ = [
     "cache_folder",
     "compile_apart",
     "compile_counters",
+    "computing_fakes",
     "fake_mode_of",
     "flex_attention_op",
     "flex_block_mask",
@@ -348,6 +349,18 @@ def suppress_guards(fake_mode: Any | None) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def computing_fakes(fake_mode: Any | None) -> Iterator[None]:
+    """Operations inside give fake values whose symbolic sizes stay symbolic, as in Dynamo.
+
+    By the decompositions in Python: those in C++ make numbers of the batch of a matrix product (torch 2.11).
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+
+    with fake_mode if fake_mode is not None else contextlib.nullcontext(), enable_python_dispatcher():
+        yield
+
+
 # -- reports --------------------------------------------------------------------------------------
 
 
@@ -413,6 +426,14 @@ def flex_attention_op() -> Any:
 def flex_backward_op() -> Any:
     """The higher-order operation that computes the gradients of flex attention."""
     return importlib.import_module("torch._higher_order_ops.flex_attention").flex_attention_backward
+
+
+def only_traced_autograd_runs(graph: fx.Graph) -> bool:
+    """Whether a graph calls nested compile regions, whose backward runs in a trace alone (torch 2.11, 2.12)."""
+    if torch_version() >= (2, 13):
+        return False
+    region = importlib.import_module("torch._higher_order_ops.invoke_subgraph").invoke_subgraph
+    return any(node.target is region for node in graph.nodes)
 
 
 def trace_decomposed(

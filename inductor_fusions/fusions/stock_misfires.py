@@ -27,7 +27,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._inductor import fake_mode_of, is_batched, patterns_ignore_the_scale, suppress_guards
+from .._inductor import (
+    computing_fakes,
+    fake_mode_of,
+    is_batched,
+    patterns_ignore_the_scale,
+    suppress_guards,
+)
 from ..fusion import Candidate, Fusion, Rejected
 
 #: How far from a softmax its two products are looked for.
@@ -120,7 +126,7 @@ class Respelled(Candidate):
         )
         mode = fake_mode_of(self.anchor.graph)
         given = fx.map_arg((args, kwargs), lambda n: n.meta.get("example_value", n.meta.get("val")))
-        with suppress_guards(mode), torch.no_grad() if mode is None else mode:
+        with suppress_guards(mode), torch.no_grad(), computing_fakes(mode):
             function = getattr(torch.Tensor, target) if isinstance(target, str) else target
             result = function(*given[0], **given[1])
         key = "val" if "val" in self.anchor.meta else "example_value"

@@ -20,7 +20,8 @@ def test_template(name: str) -> None:
         )
     kernels = [kernel for kernel in made.kernels if kernel.is_template]
     for wanted in template.kernels:
-        assert any(wanted in kernel.name + kernel.source for kernel in kernels), [kernel.name for kernel in kernels]
+        assert any(wanted in kernel.name for kernel in kernels), [kernel.name for kernel in kernels]
+    assert len(kernels) >= len(template.kernels)
     persistent = [kernel for kernel in kernels if "NUM_SMS" in kernel.source]
     assert bool(persistent) == ("persistent" in name or name == "adapters of float32")
     early = any("griddepcontrol" in kernel.source or "gdc_" in kernel.source for kernel in kernels)

@@ -172,7 +172,7 @@ def outer(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
     return found
 
 
-GEMM, NARROW, PAIR = ("block_mm",), ("lora_narrow_mm", "block_mm"), ("lora_narrow_mm", "lora_linear")
+GEMM, NARROW, PAIR = ("block_mm",), ("lora_narrow_mm", "block_mm"), ("lora_linear", "lora_linear")
 
 TEMPLATES: dict[str, Template] = {
     "block GEMM, tiled": Template(linears, QKV, GEMM, True, TILED),

@@ -429,7 +429,7 @@ def flex_backward_op() -> Any:
 
 
 def only_traced_autograd_runs(graph: fx.Graph) -> bool:
-    """Whether a graph calls nested compile regions, whose backward runs in a trace alone (torch 2.11, 2.12)."""
+    """Whether a graph calls nested compile regions, whose backward runs in a trace alone (before 2.13)."""
     if torch_version() >= (2, 13):
         return False
     region = importlib.import_module("torch._higher_order_ops.invoke_subgraph").invoke_subgraph

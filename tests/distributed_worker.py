@@ -101,19 +101,17 @@ def whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def forget_code() -> None:
-    """Let `written_code` begin anew."""
+def modules_of_code() -> list[Any]:
+    """What Inductor has written, or found in a cache, and loaded."""
     from torch._inductor.codecache import PyCodeCache
 
-    PyCodeCache.cache_clear()
+    return list(PyCodeCache.modules)
 
 
-def written_code() -> list[str]:
-    """Hashes of the modules that Inductor wrote, or found in a cache, without the number of the device."""
-    from torch._inductor.codecache import PyCodeCache
-
+def written_code(first: int) -> list[str]:
+    """Hashes of those modules, from the first one asked for on, without the number of the device."""
     found = []
-    for module in PyCodeCache.modules:
+    for module in modules_of_code()[first:]:
         text = Path(str(module.__file__)).read_text()
         if "AsyncCompile()" in text:
             text = re.sub(r"(cuda:|index=|stream|Guard\(|device\()\d+", r"\1", text)
@@ -127,7 +125,7 @@ def problems(engine: str, device: str) -> str:
     inductor_fusions.clear()
     torch._dynamo.reset()
     counters.clear()
-    forget_code()
+    first = len(modules_of_code())
     with config.patch(policy="always"):
         model, own_samples = wrapped(engine, size, made(engine))
         x = blocks.batch(4).to(device)
@@ -150,7 +148,7 @@ def problems(engine: str, device: str) -> str:
     # Each rank fuses the same, calls it by the same name, and gets the same code.
     said: list[Any] = [None] * size
     sites = [(site.verdict, site.kernel, site.reason) for site in report]
-    code = written_code()
+    code = written_code(first)
     dist.all_gather_object(said, (passes.FusionPass("pre_grad", fusions.ALL).uuid(), sites, code))
     text = f"not equal: {wrong}. " if wrong else ""
     text += "" if all(other == said[0] for other in said) else f"the ranks differ: {said}. "

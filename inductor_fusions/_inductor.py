@@ -4,6 +4,13 @@
 |---|---|---|
 | 2.11, 2.12 | one callable | its pickled value (2.11), its uuid (2.12) |
 | 2.13 to 2.15 | a callable or a list of them | its uuid |
+
+| torch | what differs besides |
+|---|---|
+| 2.11 | pre-grad passes run before the caches are asked; patterns take any divisor for sqrt(head_dim) |
+| 2.11 | a fake product has numbers for a symbolic batch, outside of the Python dispatcher |
+| 2.11, 2.12 | a nested compile region is differentiated only where AOTAutograd traces it |
+| before 2.15 | attention patterns raise where scores are divided by a tensor |
 """
 
 from __future__ import annotations
@@ -254,6 +261,14 @@ def patterns_ignore_the_scale() -> bool:
     Seen on 2.11; right on 2.13.
     """
     return torch_version() < (2, 13)
+
+
+def patterns_take_tensors_for_numbers() -> bool:
+    """Whether Inductor's attention patterns raise where the scores are divided by a tensor (pytorch#191203).
+
+    Seen on 2.13; right on 2.15.
+    """
+    return torch_version() < (2, 15)
 
 
 # -- symbolic shapes and fake tensors -----------------------------------------------------------

@@ -379,9 +379,9 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
         for each in between(node, product):
             if name_of(each) in ("add", "iadd") and each.kwargs.get("alpha", 1) != 1:
                 yield Alpha(each, None)
-        divisions = []
-        if patterns_take_tensors_for_numbers():
-            divisions = list(divided(node, product, patterns_ignore_the_scale()))
+        divisions, ignored = [], patterns_ignore_the_scale()
+        if ignored or patterns_take_tensors_for_numbers():
+            divisions = list(divided(node, product, ignored))
         yield from permuted(product, output)
         if dims != (rank - 1,):
             yield Sum(node, source, dims) if name_of(node) == "sum" else Softmax(node, source, dims[0])

@@ -38,6 +38,7 @@ class Template:
         dtypes: of the arguments, bfloat16 where not given.
         fixed: arguments that take no gradient.
         least: compute capability that it needs.
+        marks: within the source of one of these kernels.
     """
 
     function: Callable[..., Any]
@@ -48,6 +49,7 @@ class Template:
     dtypes: tuple[torch.dtype, ...] = ()
     fixed: tuple[int, ...] = ()
     least: int = 80
+    marks: tuple[str, ...] = ()
 
     def inputs(self, device: torch.device | str, seed: int = 0) -> list[Tensor]:
         """Arguments: leaves on `device`."""
@@ -174,21 +176,31 @@ def outer(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
 
 GEMM, NARROW, PAIR = ("block_mm",), ("lora_narrow_mm", "block_mm"), ("lora_linear", "lora_linear")
 
+BULK, EARLY = ("make_tensor_descriptor",), ("gdc_wait",)
+
 TEMPLATES: dict[str, Template] = {
     "block GEMM, tiled": Template(linears, QKV, GEMM, True, TILED),
     "block GEMM, tiled, few rows": Template(linears, ((16, 256), *QKV[1:]), GEMM, False, TILED),
-    "block GEMM, persistent": Template(linears, QKV, GEMM, True, PERSISTENT, least=90),
+    "block GEMM, one row": Template(
+        linears, ((1, 256), *QKV[1:]), GEMM, False, functools.partial(block, "row")
+    ),
+    "block GEMM, persistent": Template(linears, QKV, GEMM, True, PERSISTENT, least=90, marks=BULK),
     "block GEMM, persistent, in parts": Template(
-        linears, QKV, GEMM, False, functools.partial(PERSISTENT, subtiles=2), least=90
+        linears, QKV, GEMM, False, functools.partial(PERSISTENT, subtiles=2), least=90, marks=BULK
     ),
     "gated MLP, tiled": Template(gated, GATED, GEMM, True, TILED),
-    "gated MLP, persistent": Template(gated, GATED, GEMM, False, PERSISTENT, least=90),
-    "adapters": Template(lora, LORA, NARROW, True, TILED, fixed=(1,)),
+    "gated MLP, persistent": Template(gated, GATED, GEMM, False, PERSISTENT, least=90, marks=BULK),
+    "adapters": Template(lora, LORA, NARROW, True, TILED, fixed=(1,), marks=EARLY, least=90),
     "adapters of float32": Template(
-        lora, LORA, NARROW, True, PERSISTENT, (BF16, BF16, FP32, FP32), fixed=(1,), least=90
+        lora, LORA, NARROW, True, PERSISTENT, (BF16, BF16, FP32, FP32), (1,), 90, (*BULK, *EARLY)
     ),
     "adapters, few rows": Template(lora, FEW, PAIR, False, functools.partial(pair, False)),
-    "adapters, few rows, early": Template(lora, FEW, PAIR, False, functools.partial(pair, True), least=90),
+    "adapters, few rows, early": Template(
+        lora, FEW, PAIR, False, functools.partial(pair, True), least=90, marks=EARLY
+    ),
+    "adapters, one row": Template(
+        lora, ((1, 512), *FEW[1:]), PAIR, False, functools.partial(pair, True), least=90, marks=EARLY
+    ),
     "short attention": Template(biased, SHORT, ("short_attention",), True, short, (FP32,) * 4),
     "short attention, bfloat16": Template(biased, SHORT, ("short_attention",), True, short),
     "outer product": Template(outer, ((200, 4), (200, 48), (96, 192)), (), True),

@@ -16,6 +16,7 @@ from torch import Tensor
 from inductor_fusions import config
 from inductor_fusions.fusions.attention.short import terms
 from inductor_fusions.fusions.block_mm import heuristics
+from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
 from inductor_fusions.fusions.lora import decode
 from inductor_fusions.fusions.outer_product_linear.op import OUTER_PRODUCT_LINEAR
 from tests.attention.support import flex_everywhere
@@ -174,6 +175,11 @@ def outer(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
     return found
 
 
+def interaction(t: Tensor, dense: Tensor) -> Tensor:
+    found: Tensor = DOT_INTERACTION(t, dense, False, False, [])
+    return found
+
+
 GEMM, NARROW, PAIR = ("block_mm",), ("lora_narrow_mm", "block_mm"), ("lora_linear", "lora_linear")
 
 BULK, EARLY = ("make_tensor_descriptor",), ("gdc_wait",)
@@ -204,6 +210,7 @@ TEMPLATES: dict[str, Template] = {
     "short attention": Template(biased, SHORT, ("short_attention",), True, short, (FP32,) * 4),
     "short attention, bfloat16": Template(biased, SHORT, ("short_attention",), True, short),
     "outer product": Template(outer, ((200, 4), (200, 48), (96, 192)), (), True),
+    "dot interaction": Template(interaction, ((200, 27, 64), (200, 64)), (), True),
     "flex, window": Template(windowed, HEADS, ("flex_attention",), True, FLEX, (FP32,) * 3),
     "flex, documents and softcap": Template(
         packed, (*HEADS, ("ids", 2, 300)), ("flex_attention",), True, FLEX, (FP32,) * 3

@@ -4,6 +4,13 @@
 |---|---|---|
 | 2.11, 2.12 | one callable | its pickled value (2.11), its uuid (2.12) |
 | 2.13 to 2.15 | a callable or a list of them | its uuid |
+
+| torch | what differs besides |
+|---|---|
+| 2.11 | pre-grad passes run before the caches are asked; patterns take any divisor for sqrt(head_dim) |
+| 2.11 | a fake product has numbers for a symbolic batch, outside of the Python dispatcher |
+| 2.11, 2.12 | a nested compile region is differentiated only where AOTAutograd traces it |
+| before 2.15 | attention patterns raise where scores are divided by a tensor |
 """
 
 from __future__ import annotations
@@ -44,6 +51,7 @@ __all__ = [
     "cache_folder",
     "compile_apart",
     "compile_counters",
+    "computing_fakes",
     "fake_mode_of",
     "flex_attention_op",
     "flex_block_mask",
@@ -255,6 +263,14 @@ def patterns_ignore_the_scale() -> bool:
     return torch_version() < (2, 13)
 
 
+def patterns_take_tensors_for_numbers() -> bool:
+    """Whether Inductor's attention patterns raise where the scores are divided by a tensor (pytorch#191203).
+
+    Seen on 2.13; right on 2.15.
+    """
+    return torch_version() < (2, 15)
+
+
 # -- symbolic shapes and fake tensors -----------------------------------------------------------
 
 
@@ -348,6 +364,18 @@ def suppress_guards(fake_mode: Any | None) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def computing_fakes(fake_mode: Any | None) -> Iterator[None]:
+    """Operations inside give fake values whose symbolic sizes stay symbolic, as in Dynamo.
+
+    By the decompositions in Python: those in C++ make numbers of the batch of a matrix product (torch 2.11).
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+
+    with fake_mode if fake_mode is not None else contextlib.nullcontext(), enable_python_dispatcher():
+        yield
+
+
 # -- reports --------------------------------------------------------------------------------------
 
 
@@ -413,6 +441,14 @@ def flex_attention_op() -> Any:
 def flex_backward_op() -> Any:
     """The higher-order operation that computes the gradients of flex attention."""
     return importlib.import_module("torch._higher_order_ops.flex_attention").flex_attention_backward
+
+
+def only_traced_autograd_runs(graph: fx.Graph) -> bool:
+    """Whether a graph calls nested compile regions, whose backward runs in a trace alone (before 2.13)."""
+    if torch_version() >= (2, 13):
+        return False
+    region = importlib.import_module("torch._higher_order_ops.invoke_subgraph").invoke_subgraph
+    return any(node.target is region for node in graph.nodes)
 
 
 def trace_decomposed(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._inductor import fake_mode_of, suppress_guards
+from ._inductor import computing_fakes, fake_mode_of, suppress_guards
 from .fusion import Fusion
 
 _PACKAGE = __name__.partition(".")[0]
@@ -72,7 +72,7 @@ class Copy:
         mode = fake_mode_of(self.graph)
         if mode is None:
             return ""
-        with suppress_guards(mode), mode:
+        with suppress_guards(mode), computing_fakes(mode):
             for node in self.graph.nodes:
                 before = self.known.get(node)
                 if before == node.args or node.op not in ("call_function", "call_method", "output"):

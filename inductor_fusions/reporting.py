@@ -267,7 +267,9 @@ def _restore() -> int:
     """Append the sites of graphs that a cache served; the number of those that nothing is known of."""
     unknown = 0
     here = Counter(entry.batch for entry in _entries if entry.batch)
-    for key, count in _counted().items():
+    counted = _counted()
+    _restore_backends(set(counted))
+    for key, count in counted.items():
         missing = count - _seen[key] - here[key]
         sites = _read(key) if missing > 0 else None
         for _ in range(missing):
@@ -277,6 +279,27 @@ def _restore() -> int:
             for i, site in enumerate(sites):
                 _entries.append(_Entry(None, Site.from_dict(asdict(site)), "" if i else key))
     return unknown
+
+
+def _restore_backends(counted: set[str]) -> None:
+    """Read which operations Inductor got for sites of this process whose code a cache served.
+
+    torch 2.11 runs the pre-grad passes before it asks its caches: the sites are known, their backends not.
+    """
+    for start, entry in enumerate(_entries):
+        if entry.batch not in counted or not any(_lacks_backend(each.site) for each in _entries[start:]):
+            continue
+        kept = _read(entry.batch) or []
+        sites = [each.site for each in _entries[start : start + len(kept)]]
+        if [{**asdict(site), "backend": ""} for site in sites] == [
+            {**asdict(site), "backend": ""} for site in kept
+        ]:
+            for site, known in zip(sites, kept, strict=True):
+                site.backend = site.backend or known.backend
+
+
+def _lacks_backend(site: Site) -> bool:
+    return site.verdict == "fused" and not site.backend
 
 
 # -- where nothing was fused ----------------------------------------------------------------------

@@ -327,9 +327,10 @@ class _AfterPasses:
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self._transform(graph)
         self.graphs.append(graph)
-        if not any(isinstance(x, (torch.SymInt, torch.SymFloat)) for x in map(_value, graph.graph.nodes)):
+        symbolic = any(isinstance(x, (torch.SymInt, torch.SymFloat)) for x in map(_value, graph.graph.nodes))
+        if not symbolic and not _inductor.only_traced_autograd_runs(graph.graph):
             return graph.forward
-        # Symbolic sizes in the graph only mean something to AOTAutograd, which traces it once more.
+        # AOTAutograd, which traces the graph once more, knows what to do with these.
         functorch: Any = importlib.import_module("functorch.compile")
 
         def as_it_is(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -64,10 +64,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Norm, attention, norm, MLP, with residuals."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, heads: int = HEADS, shared: int = SHARED) -> None:
         super().__init__()
-        self.attention, self.mlp = Attention(), MLP()
-        self.first_norm, self.second_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.attention, self.mlp = Attention(width, heads, shared), MLP(width)
+        self.first_norm, self.second_norm = nn.RMSNorm(width), nn.RMSNorm(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.first_norm(x))
@@ -77,9 +77,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A few blocks; (batch, length, width)."""
 
-    def __init__(self, blocks: int = 2) -> None:
+    def __init__(self, blocks: int = 2, *sizes: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(*sizes) for _ in range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -87,10 +87,10 @@ class Model(nn.Module):
         return x
 
 
-def model(blocks: int = 2) -> Model:
-    """The same weights in each process."""
+def model(blocks: int = 2, *sizes: int) -> Model:
+    """The same weights in each process. `sizes`: width, heads, heads of the keys."""
     torch.manual_seed(0)
-    return Model(blocks)
+    return Model(blocks, *sizes)
 
 
 def batch(size: int = 4, seed: int = 1) -> torch.Tensor:

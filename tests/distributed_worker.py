@@ -2,13 +2,18 @@
 
 An engine whose name ends in "lora" trains adapters of PEFT on the frozen model.
 
-The first rank writes a JSON file: engine -> "" or what was wrong.
+The first rank writes a JSON file: engine -> "" or what was wrong. With `--times` as the first engine it is
+engine -> times of a training step of a larger model, with the fusions as they are by default and without.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+import statistics
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -26,15 +31,20 @@ import inductor_fusions
 from inductor_fusions import config, fusions, passes
 from tests import blocks
 
+#: Of the model that is timed: blocks, width, heads, heads of the keys; samples and their length.
+TIMED = {"cuda": ((4, 2048, 16, 4), (4, 2048)), "cpu": ((1, 64, 4, 2), (2, 16))}
+#: Steps: before times are taken, in each block of them; and blocks.
+STEPS = {"cuda": (6, 15, 3), "cpu": (2, 3, 1)}
+
 COLUMNS = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj")
 #: How many attentions there are.
 BLOCKS = 1
 ROWS = ("attention.o_proj", "mlp.down_proj")
 
 
-def made(engine: str) -> Any:
+def made(engine: str, sizes: tuple[int, ...] = (BLOCKS,)) -> Any:
     """The model of an engine, the same in each process."""
-    model = blocks.model(BLOCKS)
+    model = blocks.model(*sizes)
     if not engine.endswith("lora"):
         return model
     from peft import LoraConfig, get_peft_model
@@ -66,9 +76,8 @@ def tensor_parallel(model: Any, mesh: Any) -> Any:
     return model
 
 
-def wrapped(engine: str, size: int) -> Any:
+def wrapped(engine: str, size: int, model: Any) -> Any:
     """(a compiled model under an engine, whether each rank has samples of its own)."""
-    model = made(engine)
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     model.to(device)
     mesh = init_device_mesh(device, (size,))
@@ -92,14 +101,33 @@ def whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def modules_of_code() -> list[Any]:
+    """What Inductor has written, or found in a cache, and loaded."""
+    from torch._inductor.codecache import PyCodeCache
+
+    return list(PyCodeCache.modules)
+
+
+def written_code(first: int) -> list[str]:
+    """Hashes of those modules, from the first one asked for on, without the number of the device."""
+    found = []
+    for module in modules_of_code()[first:]:
+        text = Path(str(module.__file__)).read_text()
+        if "AsyncCompile()" in text:
+            text = re.sub(r"(cuda:|index=|stream|Guard\(|device\()\d+", r"\1", text)
+            found.append(hashlib.sha256(text.encode()).hexdigest()[:16])
+    return sorted(found)
+
+
 def problems(engine: str, device: str) -> str:
     """What is wrong on this rank: a result that is not that of one process, or a site that was not fused."""
     rank, size = dist.get_rank(), dist.get_world_size()
     inductor_fusions.clear()
     torch._dynamo.reset()
     counters.clear()
+    first = len(modules_of_code())
     with config.patch(policy="always"):
-        model, own_samples = wrapped(engine, size)
+        model, own_samples = wrapped(engine, size, made(engine))
         x = blocks.batch(4).to(device)
         out = model(x.chunk(size)[rank] if own_samples else x)
         out.square().mean().backward()
@@ -117,14 +145,69 @@ def problems(engine: str, device: str) -> str:
             found[name] = (whole(parameter.grad), grads[name].grad)
     wrong = [name for name, pair in found.items() if not torch.allclose(*pair, rtol=1e-4, atol=1e-5)]
 
-    # Each rank fuses the same, and calls it by the same name.
+    # Each rank fuses the same, calls it by the same name, and gets the same code.
     said: list[Any] = [None] * size
     sites = [(site.verdict, site.kernel, site.reason) for site in report]
-    dist.all_gather_object(said, (passes.FusionPass("pre_grad", fusions.ALL).uuid(), sites))
+    code = written_code(first)
+    dist.all_gather_object(said, (passes.FusionPass("pre_grad", fusions.ALL).uuid(), sites, code))
     text = f"not equal: {wrong}. " if wrong else ""
     text += "" if all(other == said[0] for other in said) else f"the ranks differ: {said}. "
+    text += "" if code else "no code was written. "
     fused = counters["inductor"]["fusions_attention"]  # also where a cache served what another engine made
     return text + ("" if fused == BLOCKS and not report.count("failed") else f"{fused} fused: {report}")
+
+
+def step_time(engine: str, device: str, fused: bool) -> tuple[list[float], int]:
+    """(seconds of a training step, the median of each block of them; fused sites), under one setting."""
+    kind = device.partition(":")[0]
+    sizes, (samples, length) = TIMED[kind]
+    first, steps, count = STEPS[kind]
+    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
+    torch._dynamo.reset()
+    counters.clear()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(samples, length, sizes[1], generator=generator).to(device, dtype)
+    with config.patch(enabled=fused):
+        model, _ = wrapped(engine, dist.get_world_size(), made(engine, sizes).to(dtype))
+
+        def step() -> float:
+            started = time.perf_counter()
+            model(x).square().mean().backward()
+            model.zero_grad(set_to_none=True)
+            if kind == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - started
+
+        for _ in range(first):
+            step()
+        dist.barrier()
+        found = [statistics.median(step() for _ in range(steps)) for _ in range(count)]
+    return found, sum(
+        n for name, n in counters["inductor"].items() if re.fullmatch("fusions_(?!record_)[a-z_]+", name)
+    )
+
+
+def times(engine: str, device: str) -> dict[str, Any]:
+    """Times of both settings, which take turns, on the slowest rank."""
+    found: dict[bool, list[float]] = {False: [], True: []}
+    sites = 0
+    for _ in range(2):
+        for fused in (False, True):
+            blocks_of_steps, count = step_time(engine, device, fused)
+            found[fused] += blocks_of_steps
+            sites = count if fused else sites
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, (found, sites))
+    stock, ours = (
+        [max(each) for each in zip(*(s[0][kind] for s in said), strict=True)] for kind in (False, True)
+    )
+    return {
+        "stock_ms": round(1e3 * min(stock), 4),
+        "fused_ms": round(1e3 * min(ours), 4),
+        "ratio": round(min(stock) / min(ours), 4),
+        "spread": round(max(max(t) / min(t) - 1 for t in (stock, ours)), 4),
+        "sites": [s[1] for s in said],
+    }
 
 
 def main(backend: str, result: str, *engines: str) -> None:
@@ -133,8 +216,14 @@ def main(backend: str, result: str, *engines: str) -> None:
     if backend == "nccl":
         device = f"cuda:{dist.get_rank()}"
         torch.cuda.set_device(device)
-    results: dict[str, str] = {}
-    for engine in engines:
+    timed = engines[:1] == ("--times",)
+    results: dict[str, Any] = {}
+    for engine in engines[timed:]:
+        if timed:
+            results[engine] = times(engine, device)
+            if dist.get_rank() == 0:
+                Path(result).write_text(json.dumps(results, indent=1))
+            continue
         said: list[Any] = [None] * dist.get_world_size()
         try:
             mine = problems(engine, device)

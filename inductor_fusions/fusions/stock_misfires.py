@@ -12,6 +12,7 @@ brought here to an equal form that means to the pattern what it means to everybo
 | `add(x, y, alpha=a)` | `add(x, a * y)` |
 | q, k or v permuted otherwise than by the pattern | several permutations, the last ones as it assumes them |
 | `scores / c`, or `q / c`, where c is not sqrt(head_dim) (torch 2.11) | `-(-scores / c)` |
+| the same where c is a tensor (before torch 2.15) | `-(-scores / c)` |
 
 Views cost nothing, and a factor is computed in the kernel of the addition. Only what lies between two matrix
 products is touched, and attention that is fused before has none of it left.
@@ -27,7 +28,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._inductor import fake_mode_of, is_batched, patterns_ignore_the_scale, suppress_guards
+from .._inductor import (
+    computing_fakes,
+    fake_mode_of,
+    is_batched,
+    patterns_ignore_the_scale,
+    patterns_take_tensors_for_numbers,
+    suppress_guards,
+)
 from ..fusion import Candidate, Fusion, Rejected
 
 #: How far from a softmax its two products are looked for.
@@ -120,7 +128,7 @@ class Respelled(Candidate):
         )
         mode = fake_mode_of(self.anchor.graph)
         given = fx.map_arg((args, kwargs), lambda n: n.meta.get("example_value", n.meta.get("val")))
-        with suppress_guards(mode), torch.no_grad() if mode is None else mode:
+        with suppress_guards(mode), torch.no_grad(), computing_fakes(mode):
             function = getattr(torch.Tensor, target) if isinstance(target, str) else target
             result = function(*given[0], **given[1])
         key = "val" if "val" in self.anchor.meta else "example_value"
@@ -308,8 +316,8 @@ def divided(softmax: fx.Node, product: fx.Node, ignored: bool) -> Iterator[Candi
 
     Args:
         softmax, product: what they lie between.
-        ignored: whether patterns ignore the divisor. Those that read it take a tensor for a number, and may
-            raise (pytorch#191203): there it is divisions by tensors alone.
+        ignored: whether patterns ignore the divisor. Those that read it take a tensor for a number, and
+            raise (pytorch#191203, before torch 2.15): there it is divisions by tensors alone.
     """
     q = product.args[1 if name_of(product) in ("einsum", "baddbmm") else 0] if product.args else None
     tensor = value(q)
@@ -371,7 +379,9 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
         for each in between(node, product):
             if name_of(each) in ("add", "iadd") and each.kwargs.get("alpha", 1) != 1:
                 yield Alpha(each, None)
-        divisions = list(divided(node, product, patterns_ignore_the_scale()))
+        divisions, ignored = [], patterns_ignore_the_scale()
+        if ignored or patterns_take_tensors_for_numbers():
+            divisions = list(divided(node, product, ignored))
         yield from permuted(product, output)
         if dims != (rank - 1,):
             yield Sum(node, source, dims) if name_of(node) == "sum" else Softmax(node, source, dims[0])

@@ -111,11 +111,16 @@ def differentiate(
     leaves = [t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor) and t.requires_grad]
     leaves += [p for p in fn.parameters() if p.requires_grad] if isinstance(fn, nn.Module) else []
     wanted = [t for t in outputs if t.requires_grad]
-    cotangents = []
-    for index, t in enumerate(wanted):
+    return list(torch.autograd.grad(wanted, leaves, cotangents(wanted), allow_unused=True))
+
+
+def cotangents(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One for each output that requires a gradient."""
+    found = []
+    for index, t in enumerate(t for t in outputs if t.requires_grad):
         generator = torch.Generator().manual_seed(index)
-        cotangents.append(torch.randn(t.shape, dtype=torch.float64, generator=generator).to(t.dtype))
-    return list(torch.autograd.grad(wanted, leaves, cotangents, allow_unused=True))
+        found.append(torch.randn(t.shape, dtype=torch.float64, generator=generator).to(t.dtype))
+    return found
 
 
 def _fuse(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -120,6 +121,28 @@ def test_divisor(name: str) -> None:
         run = testing.capture(DIVIDED[name], *inputs, backend=testing.EAGER_AFTER_PASSES)
     assert error(run.outputs, true) < 1e-6
     assert len(run.fused) == (not name.startswith("by sqrt(head_dim)"))
+
+
+#: Versions of torch whose patterns raise at a tensor, and those that were seen not to.
+RAISE, READ = ("2.12", "2.13"), ("2.15",)
+
+
+@pytest.mark.skipif(not torch.__version__.startswith(RAISE + READ), reason="another torch")
+def test_divisor_that_is_a_tensor() -> None:
+    """Respelled where stock raises, and nowhere else."""
+    function, inputs = DIVIDED["by a tensor"], four(8)
+    true = function(*[x.detach().double() for x in inputs])
+    stock = functools.partial(testing.capture, function, *inputs, policy="profitable")
+    with config.patch(stock_misfires=False, attention=False):
+        if torch.__version__.startswith(RAISE):
+            with pytest.raises(RuntimeError, match="Optional"):
+                stock()
+        else:
+            assert error(stock().outputs, true) < 1e-6
+    with config.patch(attention=False):
+        run = stock()
+    assert error(run.outputs, true) < 1e-6
+    assert len(run.fused) == torch.__version__.startswith(RAISE)
 
 
 def error(found: torch.Tensor | None, true: torch.Tensor) -> float:

@@ -20,18 +20,25 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tests.fuzz import programs
-from tests.fuzz.judge import judge, judge_mask
+from tests.fuzz import products, programs
+from tests.fuzz.judge import judge, judge_mask, judge_products
 
-KINDS: dict[str, Any] = {"attentions": programs.attentions, "masks": programs.masked}
+KINDS: dict[str, Any] = {
+    "attentions": programs.attentions,
+    "masks": programs.masked,
+    "projections": products.projections,
+    "adapters": products.adapters,
+}
 
 
-def judge_any(drawn: Any) -> None:
-    """Judge a program, or a program and its mask."""
-    if isinstance(drawn, tuple):
+def judge_any(kind: str, drawn: Any) -> None:
+    """Judge a program of a kind, or a program and its mask."""
+    if kind == "masks":
         judge_mask(*drawn)
-    else:
+    elif kind == "attentions":
         judge(drawn)
+    else:
+        judge_products(drawn)
 
 
 def written(drawn: Any, title: str, error: BaseException) -> str:
@@ -60,7 +67,7 @@ def batch_of(kind: str, examples: int, number: int, step: Any) -> tuple[Any, Bas
         step()
         torch.manual_seed(0)
         try:
-            judge_any(drawn)
+            judge_any(kind, drawn)
         except Exception as error:
             if type(error).__module__.startswith("hypothesis"):
                 raise
@@ -101,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--examples", type=int, default=10_000, help="programs of each kind (%(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="of the first batch (drawn, and printed)")
-    parser.add_argument("--only", choices=sorted(KINDS), action="append", help="one kind (both)")
+    parser.add_argument("--only", choices=sorted(KINDS), action="append", help="one kind (all)")
     parser.add_argument("--out", type=Path, default=Path("fuzz_failures.py"), help="failures (%(default)s)")
     options = parser.parse_args(argv)
     number = random.randrange(10**6) if options.seed is None else options.seed

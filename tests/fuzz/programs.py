@@ -19,8 +19,8 @@ FILL = torch.finfo(torch.float32).min / 64
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor that a program takes: "rand" and "leaf" (takes a gradient), "mask" (every row sees a key) or
-    "documents" (sorted numbers)."""
+    """A tensor that a program takes: "rand" and "leaf" (takes a gradient), the same with 16 behind
+    (bfloat16), "mask" (every row sees a key) or "documents" (sorted numbers)."""
 
     name: str
     kind: str
@@ -36,7 +36,9 @@ class Input:
             return mask
         if self.kind == "documents":
             return (values > 0.7).long().cumsum(-1)
-        return values.requires_grad_(self.kind == "leaf")
+        if self.kind.endswith("16"):
+            values = values.bfloat16()
+        return values.requires_grad_(self.kind.startswith("leaf"))
 
 
 _number = itertools.count()
@@ -127,6 +129,24 @@ class MaskWriter:
 
     def __init__(self, writer: Writer, q: int, k: int, batch: int) -> None:
         self.w, self.q, self.k, self.batch = writer, q, k, batch
+        self.names = 0
+
+    def overwritten(self, one: str, two: str) -> str:
+        """A condition in memory that is written to: all of it, a part, or through a view."""
+        w = self.w
+        name, self.names = f"m{self.names}", self.names + 1
+        w.line(f"{name} = torch.zeros({self.batch}, 1, {self.q}, {self.k}, dtype=torch.bool) | {one}")
+        old = w.pick(None, None, f"{name}.clone()", f"(~{name})", name)
+        if old is not None:
+            w.line(f"o{name} = {old}")
+        write = w.pick(
+            "{m} &= {x}", "{m} |= {x}", "{m}.logical_or_({x})", "{m}[:] = {x}", "{m}[..., :, :] = {x}",
+            "{m}[...] = {x}", "{m}.masked_fill_({x}, True)", "{m}[:, :, 1:] = False", "{m}[..., 0] = True",
+            "{m}[:, 0, 0].fill_(True)", "{m}.view(-1).logical_not_()", "{m}.copy_({m} & {x})", "{m} ^= {x}",
+            "{m}[:] = {m} & {x}", "{m}.mul_({x})", "{m}.fill_(True)",
+        )  # fmt: skip
+        w.line(write.format(m=name, x=two))
+        return name if old is None else f"({name} {w.pick('&', '|', '^')} o{name})"
 
     def index(self, length: int, shape: str) -> str:
         """`arange(length)`, or what equals it or nearly does; indexed by `shape` to stand in its place."""
@@ -214,7 +234,9 @@ class MaskWriter:
         w = self.w
         if depth == 0:
             return self.leaf()
-        kind = w.pick("and", "and", "and", "or", "not", "leaf", "where", "numbers", "equal", "exclusive")
+        kind = w.pick("and", "and", "and", "or", "not", "leaf", "where", "numbers", "equal", "exclusive",
+            "overwritten", "overwritten", "added",
+        )  # fmt: skip
         one = self.boolean(depth - 1)
         if kind == "not":
             return w.pick(f"(~{one})", f"torch.logical_not({one})")
@@ -229,6 +251,10 @@ class MaskWriter:
         if kind == "leaf":
             return one
         two = self.boolean(depth - 1)
+        if kind == "overwritten":
+            return self.overwritten(one, two)
+        if kind == "added":
+            return w.pick(f"({one} + {two})", f"(({one}.float() + {two}.float()) > 1)", f"({one} * {two})")
         if kind == "where":
             return f"torch.where({one}, {two}, {w.pick('torch.tensor(False)', self.leaf())})"
         sign = {"and": "&", "or": "|", "equal": "==", "exclusive": "^"}[kind]
@@ -246,12 +272,13 @@ def masked(draw: Callable[[Any], Any]) -> tuple[Program, Program]:
         w.input("rand", batch, 2, length, 4)
     mask = MaskWriter(w, q, k, batch).boolean(draw(st.integers(0, 3)))
     w.line(f"mask = {mask}")
+    lines = tuple(w.lines)
     if w.pick(True, False, False):
         w.line(f"mask = torch.where(mask, 0.0, {FILL})")
         call = w.program("torch.softmax(x0 @ x1.mT * 0.5 + mask, -1) @ x2")
     else:
         call = w.program("F.scaled_dot_product_attention(x0, x1, x2, attn_mask=mask)")
-    return call, Program(call.inputs, (f"mask = {mask}",), "mask")
+    return call, Program(call.inputs, lines, "mask")
 
 
 # Attentions --------------------------------------------------------------------------------------------

@@ -24,8 +24,10 @@ class Mutations:
     def __init__(self, graph: fx.Graph) -> None:
         self._order = {node: i for i, node in enumerate(graph.nodes)}
         self._writes: list[tuple[fx.Node, object]] = []
+        self._targets: dict[fx.Node, list[fx.Node]] = {}
         for node in graph.nodes:
-            for target in written(node):
+            self._targets[node] = written(node)
+            for target in self._targets[node]:
                 self._writes.append((node, storage(target)))
 
     def touch(self, node: fx.Node, ignore: Iterable[fx.Node] = ()) -> bool:
@@ -34,6 +36,23 @@ class Mutations:
             return False
         skip, mine = set(ignore), storage(node)
         return any(writer not in skip and _may_alias(mine, other) for writer, other in self._writes)
+
+    def after(self, node: fx.Node) -> bool:
+        """Whether the storage of `node` is written after it."""
+        return self.last(node, None) is not None
+
+    def last(self, node: fx.Node, before: fx.Node | None) -> fx.Node | None:
+        """The last node that writes to the storage of `node`, after it and before another (or the end)."""
+        if not self._writes:
+            return None
+        mine, low = storage(node), self._order.get(node, -1)
+        high = len(self._order) if before is None else self._order.get(before, len(self._order))
+        found = [w for w, other in self._writes if low < self._order[w] < high and _may_alias(mine, other)]
+        return found[-1] if found else None
+
+    def targets(self, writer: fx.Node) -> list[fx.Node]:
+        """What a node overwrites."""
+        return self._targets.get(writer, [])
 
     def between(self, node: fx.Node, first: fx.Node, last: fx.Node, ignore: Iterable[fx.Node] = ()) -> bool:
         """Whether the storage of `node` is written after it and `first`, and before `last`."""

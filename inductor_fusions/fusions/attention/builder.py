@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import expression, known_true, symbol_parts
+from ..._inductor import computing_fakes, expression, known_true, symbol_parts
 from ...fusion import Rejected
 from . import torch_ops
 from .operands import Operand
@@ -46,8 +45,7 @@ class Builder:
                 node = self.graph.call_function(target, args, kwargs)
         if "stack_trace" in self.before.meta:
             node.meta["stack_trace"] = self.before.meta["stack_trace"]
-        mode = self.fake_mode if self.fake_mode is not None else contextlib.nullcontext()
-        with torch.no_grad(), mode:
+        with torch.no_grad(), computing_fakes(self.fake_mode):
             if isinstance(target, str):
                 node.meta["example_value"] = getattr(values[0][0], target)(*values[0][1:], **values[1])
             else:

@@ -99,11 +99,14 @@ def build_mask(build: Builder, problem: Problem, memo: MaskMemo, region: int) ->
     """
     if problem.attn_mask is not None or not problem.terms:
         return Mask(problem.attn_mask)
-    key: Any = (tuple((t, o.steps) for t, o in problem.terms), problem.dtype, problem.train, region)
+    # Another layer may read other values where a mask is overwritten.
+    versions = tuple(problem.version(t.node, build.before) for t, _ in problem.terms)
+    terms = tuple((t, o.steps) for t, o in problem.terms)
+    key: Any = (terms, versions, problem.dtype, problem.train, region)
     try:
         hash(key)
     except TypeError:  # a symbolic size among the steps
-        key = id(problem)
+        key = object()
     if key not in memo.masks:
         memo.masks[key] = _Terms(build, problem).mask()
     return memo.masks[key]

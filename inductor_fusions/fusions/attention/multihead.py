@@ -101,10 +101,11 @@ class MultiheadForward(Candidate):
         """Whether a mask, additive or True where a key is hidden, is proved causal."""
         found = torch_ops.tensor(mask)
         assert found is not None
-        if found.dtype != torch.bool:
-            read = None if found.requires_grad else visibility(self.interpreter.read(mask))
-            return bool(read is not None and classify(read[0], shape).causal)
-        visible = self.interpreter.boolean(mask)
+        with self.interpreter.reading(self.anchor):
+            if found.dtype != torch.bool:
+                read = None if found.requires_grad else visibility(self.interpreter.read(mask))
+                return bool(read is not None and classify(read[0], shape).causal)
+            visible = self.interpreter.boolean(mask)
         return bool(visible is not None and classify(negation(visible), shape).causal)
 
     def rewrite(self) -> str:

@@ -43,6 +43,8 @@ class Problem:
         output: the node whose users read the result.
         zeros: a boolean mask of a user's SDPA call, whose rows without a key are zero.
         overwritten: whether anything writes to the memory of a node, so that its value cannot be read anew.
+        version: what has last written to the memory of a node before another one reads it: where that is the
+            same for two readers, they read the same.
         dtype: dtype of the kernel (that of autocast, where it is on).
         out_shape: shape of (*out_lead, q_len, v_dim), before `out_dims`.
         train: whether a gradient flows into q, k or v.
@@ -69,6 +71,7 @@ class Problem:
     output: fx.Node | None = None
     zeros: fx.Node | None = None
     overwritten: Callable[[fx.Node], bool] = lambda node: True
+    version: Callable[[fx.Node, fx.Node], object] = lambda node, before: object()
 
     @property
     def bare_output(self) -> bool:
@@ -181,6 +184,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         structure=_structure(causal, terms, site, target, interpreter),
         output=site.output,
         overwritten=interpreter.mutations.touch,
+        version=interpreter.mutations.last,
     )
 
 

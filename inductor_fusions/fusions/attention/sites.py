@@ -146,7 +146,8 @@ class HandWritten(Candidate):
             for node in inputs:
                 if self.scope.mutations.between(node, site.product, site.output, ignore=own):
                     raise Rejected(f"{node.name} is overwritten before the attention has used it")
-            problem = self.problem = pose(site, self.scope.interpreter)
+            with self.scope.interpreter.reading(site.output):
+                problem = self.problem = pose(site, self.scope.interpreter)
             if not same_problem_shapes(problem):
                 raise Rejected("q, k and v do not have the shapes of an attention")
             check_empty_rows(problem)
@@ -186,7 +187,8 @@ class SdpaCall(Candidate):
     def guard(self) -> None:
         _check_kind(self.anchor)
         with suppress_guards(self.scope.fake_mode), torch.no_grad():
-            self.problem = self._pose()
+            with self.scope.interpreter.reading(self.anchor):
+                self.problem = self._pose()
             self.choice = kernels.choose_for_call(self.problem, self.changed, self.as_short)
             if self.choice.kernel == "short":
                 self.problem = self.as_short
@@ -258,6 +260,7 @@ class SdpaCall(Candidate):
                 terms=[(term, operand.padded(4))],
                 structure=None,
                 overwritten=self.scope.mutations.touch,
+                version=self.scope.mutations.last,
             )
         return None if short.refused(problem) else problem
 

@@ -88,13 +88,15 @@ def _dot_interaction(
 ) -> Tensor:
     """`tiles`: samples of a thread block and warps, forward and backward; empty: those of the package."""
     _check(t, dense)
-    return _interact(t, dense, upper, diagonal, tiles, _as_it_is)
+    with torch.cuda.device_of(t):  # Triton launches on the current one
+        return _interact(t, dense, upper, diagonal, tiles, _as_it_is)
 
 
 @torch.library.custom_op("inductor_fusions::dot_interaction_gradient", mutates_args=())
 def _gradient(dy: Tensor, t: Tensor, x: int, upper: bool, diagonal: bool, tiles: list[int]) -> Tensor:
     """The gradient of t; dense has x columns."""
-    return _differentiate(dy, t, x, upper, diagonal, tiles, _as_it_is)
+    with torch.cuda.device_of(t):
+        return _differentiate(dy, t, x, upper, diagonal, tiles, _as_it_is)
 
 
 @_dot_interaction.register_fake

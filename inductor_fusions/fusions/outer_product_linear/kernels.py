@@ -134,6 +134,9 @@ def weight_kernel(
     tl.store(dw + at, acc.to(dw.dtype.element_ty), mask=in_n[:, None] & in_q[None, :])
 
 
+# Triton launches on the current device, which need not be that of the tensors.
+
+
 def linear(u: Tensor, v: Tensor, w: Tensor, tile: dict[str, int] = LINEAR) -> Tensor:
     """u, v (rows, P) and (rows, Q), w (N, P * Q) -> (rows, N)."""
     (rows, p), q, n = u.shape, v.shape[1], w.shape[0]
@@ -143,9 +146,10 @@ def linear(u: Tensor, v: Tensor, w: Tensor, tile: dict[str, int] = LINEAR) -> Te
     per_part, parts = _parts(p, tiles, u)
     # One part needs no sum, and is written in the dtype of the result.
     out = u.new_empty((parts, rows, n), dtype=torch.float32 if parts > 1 else u.dtype)
-    linear_kernel[(tiles, parts)](
-        u, v, w, out, rows, p, q, n, per_part, *u.stride(), *v.stride(), *w.stride(), **tile
-    )
+    with torch.cuda.device_of(u):
+        linear_kernel[(tiles, parts)](
+            u, v, w, out, rows, p, q, n, per_part, *u.stride(), *v.stride(), *w.stride(), **tile
+        )
     return out[0] if parts == 1 else out.sum(0).to(u.dtype)
 
 
@@ -161,10 +165,11 @@ def factors(
     per_part, parts = _parts(p, tiles, u)
     du = u.new_empty((across, p, rows), dtype=torch.float32)
     dv = u.new_empty((parts, rows, q), dtype=torch.float32)
-    factors_kernel[(tiles, parts)](
-        dy, u, v, w, du, dv, rows, p, q, n, per_part,
-        *dy.stride(), *u.stride(), *v.stride(), *w.stride(), **tile,
-    )  # fmt: skip
+    with torch.cuda.device_of(u):
+        factors_kernel[(tiles, parts)](
+            dy, u, v, w, du, dv, rows, p, q, n, per_part,
+            *dy.stride(), *u.stride(), *v.stride(), *w.stride(), **tile,
+        )  # fmt: skip
     return du.sum(0).t().to(u.dtype, memory_format=torch.contiguous_format), dv.sum(0).to(v.dtype)
 
 
@@ -175,7 +180,8 @@ def weight(dy: Tensor, u: Tensor, v: Tensor, tile: dict[str, int] = WEIGHT) -> T
     if not rows or not dw.numel():
         return dw.zero_()
     grid = (_blocks(n, tile["BLOCK_N"]) * _blocks(q, tile["BLOCK_Q"]), p)
-    weight_kernel[grid](dy, u, v, dw, rows, p, q, n, *dy.stride(), *u.stride(), *v.stride(), **tile)
+    with torch.cuda.device_of(u):
+        weight_kernel[grid](dy, u, v, dw, rows, p, q, n, *dy.stride(), *u.stride(), *v.stride(), **tile)
     return dw
 
 

@@ -9,6 +9,7 @@ from torch import fx
 
 from ...._inductor import known_true
 from .. import torch_ops
+from ..aliasing import storage, written
 from .interpreter import Interpreter
 from .proofs import LARGEST_FILL
 from .values import Affine, And, Choice, Element, NonNegative, Not, Or, Value
@@ -33,6 +34,12 @@ def constant_over(node: Any, dim: int, interpreter: Interpreter) -> bool:
     op = torch_ops.read(node)
     if op is None or op.inplace or interpreter.mutations.touch(node):
         return False
+    with interpreter.reading(op.node):
+        return _made_constant(op, tensor, dim, interpreter)
+
+
+def _made_constant(op: torch_ops.Op, tensor: torch.Tensor, dim: int, interpreter: Interpreter) -> bool:
+    """Whether an operation makes the same at every index of a dim, of what it reads."""
     name, rank = op.name, tensor.dim()
     if name in _POINTWISE or name in torch_ops.CASTS or name in torch_ops.COPIES or name == "detach":
         tensors = [n for n in op.node.all_input_nodes if torch_ops.tensor(n) is not None]
@@ -121,6 +128,7 @@ def may_hide_rows(node: Any) -> bool:
         if current in seen:
             continue
         seen.add(current)
+        stack.extend(_written_into(current))
         tensor = torch_ops.tensor(current)
         if tensor is not None and not tensor.is_floating_point() and torch_ops.read(current) is None:
             continue  # integers and conditions add nothing by themselves
@@ -137,6 +145,17 @@ def may_hide_rows(node: Any) -> bool:
             continue
         stack.extend(_numbers(current))
     return False
+
+
+def _written_into(node: fx.Node) -> list[Any]:
+    """What the graph writes into the memory of a node, and its views, which may be written to as well."""
+    found: list[Any] = []
+    for user in node.users:
+        if node in written(user):
+            found += _numbers(user)
+        elif (memory := storage(user)) is not None and memory == storage(node):
+            found.append(user)
+    return found
 
 
 #: Results of these are sums of products of activations and weights, or bounded: never a fill.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +43,11 @@ from .values import (
 class Interpreter:
     """Reads nodes of one graph into `Value`s, each once.
 
+    A value is that which its node made. An operation reads an operand as it is when the operation runs: what
+    was overwritten in between is known where the operation in between is (`x *= y`, `x[:] = y`), else opaque.
+
     Args:
-        mutations: which values of the graph are overwritten; those are opaque.
+        mutations: which values of the graph are overwritten, and when.
         bindings: for the body of a higher-order operation, what its placeholders stand for outside,
             as (interpreter of the outer graph, node there).
     """
@@ -54,11 +58,14 @@ class Interpreter:
         self.mutations = mutations
         self._bindings = bindings or {}
         self._memo: dict[fx.Node, Value] = {}
+        #: The operation that is read now, and how many are read inside each other.
+        self._reader: fx.Node | None = None
+        self._depth = 0
 
     def read(self, node: Any) -> Value:
-        """The value of a node or of a number; None where it is unknown.
+        """The value of a node or of a number; None where it is unknown, or overwritten after it was made.
 
-        Long chains of nodes are read from their start, so that Python's stack does not grow with them.
+        In a rule, and inside `reading`: the value that the operation reads.
         """
         if isinstance(node, bool):
             return node
@@ -66,6 +73,58 @@ class Interpreter:
             return Affine(node)
         if not isinstance(node, fx.Node):
             return None
+        writer = self.mutations.last(node, self._reader)
+        if writer is None:
+            return self._made(node)
+        return self._overwritten(node, writer) if self._reader is not None else None
+
+    @contextlib.contextmanager
+    def reading(self, at: fx.Node | None) -> Iterator[None]:
+        """Inside, values are those that a node of the graph would read; without one, those that stay."""
+        before, self._reader = self._reader, at
+        try:
+            yield
+        finally:
+            self._reader = before
+
+    def _overwritten(self, node: fx.Node, writer: fx.Node) -> Value:
+        """The value of a node right after the last node that wrote to its memory, if that wrote all of it."""
+        if self.mutations.targets(writer) != [node] or self._depth > DEEPEST:
+            return None
+        operation = torch_ops.read(writer)
+        if operation is None:
+            return None
+        self._depth += 1
+        try:
+            with self.reading(writer):
+                if operation.name == "setitem":
+                    return self._assigned(node, writer)
+                return self._made(writer) if operation.inplace and operation.input is node else None
+        finally:
+            self._depth -= 1
+
+    def _assigned(self, node: fx.Node, writer: fx.Node) -> Value:
+        """The value of `node` after `node[:, :] = value`, where that is all of it."""
+        target = torch_ops.tensor(node)
+        if target is None or is_batched(target) or len(writer.args) != 3:
+            return None
+        index, given = torch_ops.concrete(writer.args[1]), writer.args[2]
+        if not _covers(index if isinstance(index, tuple) else (index,), target.shape):
+            return None
+        source = torch_ops.tensor(given)
+        if source is not None:
+            same = source.dtype == target.dtype and source.dim() <= target.dim() and not is_batched(source)
+            return self.read(given) if same else None
+        number = torch_ops.concrete(given)
+        if not isinstance(number, (bool, int, float)):
+            return None
+        return _of_dtype(number, target.dtype)
+
+    def _made(self, node: fx.Node) -> Value:
+        """The value that a node has made.
+
+        Long chains of nodes are read from their start, so that Python's stack does not grow with them.
+        """
         stack = [node]
         while stack:
             top = stack[-1]
@@ -89,17 +148,21 @@ class Interpreter:
     def _evaluate(self, node: fx.Node) -> Value:
         if node in self._bindings:
             outer, operand = self._bindings[node]
-            return outer.read(operand)
+            with outer.reading(None):
+                return outer.read(operand)
         known = torch_ops.value(node)
         if isinstance(known, (int, float, torch.SymInt, torch.SymFloat)):
             return Affine(known)
         operation = torch_ops.read(node)
-        if operation is None or not isinstance(known, torch.Tensor) or self.mutations.touch(node):
+        if operation is None or not isinstance(known, torch.Tensor) or "out" in node.kwargs:
             return self._unknown(node)
         rule = RULES.get(operation.name)
-        if rule is None or (operation.inplace and not adds_nothing(operation)):
+        if rule is None or (
+            operation.inplace and operation.name not in IN_PLACE and not adds_nothing(operation)
+        ):
             return self._unknown(node)
-        found = rule(self, operation)
+        with self.reading(node):
+            found = _in_dtype(rule(self, operation), known.dtype)
         # An index of a dim of size 1 is 0, whatever the dim is expanded to later.
         if any(known_true(size == 1) for size in known.shape):
             found = substitute(found, lambda dim: Affine(0) if is_unit(known, dim) else identity(dim))
@@ -122,6 +185,46 @@ class Interpreter:
     def boolean(self, node: Any) -> Bool | None:
         """A value as a condition: numbers are true where they are not zero."""
         return as_bool(self.read(node))
+
+
+#: Operations whose result, written over their first operand, is what they give otherwise.
+IN_PLACE = frozenset({"add", "sub", "mul", "masked_fill", "bitwise_and", "bitwise_or"})
+#: How many overwritten values are read inside each other.
+DEEPEST = 40
+#: Integers up to here are exact in every floating dtype that indices are computed in.
+EXACT = 2.0**24
+
+
+def _covers(index: tuple[Any, ...], shape: Sequence[Any]) -> bool:
+    """Whether an index of slices is all of a tensor."""
+    if index == (Ellipsis,):
+        return True
+    if len(index) > len(shape):
+        return False
+    return all(
+        isinstance(item, slice)
+        and item.step in (None, 1)
+        and (item.start is None or (isinstance(item.start, int) and item.start == 0))
+        and (item.stop is None or known_true(item.stop >= size))
+        for item, size in zip(index, shape, strict=False)
+    )
+
+
+def _in_dtype(value: Value, dtype: torch.dtype) -> Value:
+    """What a rule found, if a tensor of that dtype holds it."""
+    if dtype == torch.bool:
+        return as_bool(value)  # True + True is True
+    parts = [value] if isinstance(value, Affine) else []
+    if isinstance(value, Choice):
+        parts = [value.then, value.otherwise]
+    if dtype.is_floating_point:
+        for part in parts:
+            if any(True for _ in part.elements):
+                return None  # an integer of the data may be rounded
+            large = isinstance(part.const, (int, float)) and abs(part.const) > EXACT
+            if large and not part.is_constant:
+                return None
+    return value
 
 
 # Rules: one function an operation, from its arguments' values to its own. -------------------------
@@ -309,9 +412,16 @@ def _constant(op: torch_ops.Op, data: Any) -> Value:
     target, number = torch_ops.tensor(op.node), torch_ops.concrete(data)
     if target is None or not isinstance(number, (bool, int, float)):
         return None
-    if target.dtype == torch.bool:
+    return _of_dtype(number, target.dtype)
+
+
+def _of_dtype(number: bool | int | float, dtype: torch.dtype) -> Value:
+    """A number in a tensor of some dtype."""
+    if dtype == torch.bool:
         return bool(number)
-    return _rounded(Affine(number), target.dtype) if target.dtype.is_floating_point else Affine(number)
+    if dtype.is_floating_point:
+        return _rounded(Affine(number), dtype)
+    return Affine(number) if float(number).is_integer() else None
 
 
 @rule("tril", "triu")

@@ -256,8 +256,16 @@ def map_parts(value: Value, function: Callable[[Affine], Affine | None]) -> Valu
 
 
 def combine(left: Value, right: Value, function: Callable[[Affine, Affine], Affine | None]) -> Value:
-    """Apply a function of two affine values, also where one of them is a choice."""
+    """Apply a function of two affine values, also where they are choices: one, or both by one condition."""
     left, right = as_number(left), as_number(right)
+    if isinstance(left, Choice) and isinstance(right, Choice):
+        if right.condition == negation(left.condition):
+            right = Choice(left.condition, right.otherwise, right.then)
+        if right.condition != left.condition:
+            return None
+        return choose(
+            left.condition, function(left.then, right.then), function(left.otherwise, right.otherwise)
+        )
     if isinstance(left, Affine):
         return map_parts(right, lambda r: function(left, r))
     if isinstance(right, Affine):

@@ -1,0 +1,238 @@
+"""Masks that are made by overwriting them, as transformers 4.57 does for OPT, and near misses of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inductor_fusions import testing
+from tests.attention.support import check, qkv
+
+LOWEST = torch.finfo(torch.float32).min
+LENGTH = 9
+
+
+def triangle(length: int = LENGTH) -> torch.Tensor:
+    mask = torch.full((length, length), LOWEST)
+    mask = torch.triu(mask, diagonal=1)
+    mask *= torch.arange(length) > torch.arange(length).reshape(-1, 1)
+    return mask
+
+
+def opt(padding: Any = None) -> torch.Tensor:
+    """The mask of a decoder with a static cache; `padding` is 1 where a key is seen."""
+    mask = triangle()[None, None].expand(2, 1, -1, -1).clone()
+    padding = torch.ones(2, LENGTH) if padding is None else padding
+    hidden = (mask[:, :, :, :LENGTH] + padding[:, None, None, :]) == 0
+    mask[:, :, :, :LENGTH] = mask[:, :, :, :LENGTH].masked_fill(hidden, LOWEST)
+    return mask[:, :, :, :LENGTH]
+
+
+def assigned_whole() -> torch.Tensor:
+    mask = torch.zeros(LENGTH, LENGTH)
+    mask[...] = triangle()
+    return mask
+
+
+def assigned_by_a_number() -> torch.Tensor:
+    mask = torch.empty(LENGTH, LENGTH)
+    mask[:] = LOWEST
+    return torch.triu(mask, diagonal=1)
+
+
+def boolean() -> torch.Tensor:
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    seen &= torch.arange(LENGTH) <= torch.arange(LENGTH)[:, None]
+    return torch.zeros(LENGTH, LENGTH).masked_fill_(~seen, LOWEST)
+
+
+def filled() -> torch.Tensor:
+    mask = torch.zeros(LENGTH, LENGTH)
+    mask.masked_fill_(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), LOWEST)
+    return mask
+
+
+def attend(make: Any) -> Any:
+    def attention(q: Any, k: Any, v: Any, *given: Any) -> Any:
+        mask = make(*given)
+        return torch.softmax(q @ k.mT * 0.3 + mask, -1) @ v
+
+    return attention
+
+
+CAUSAL = [triangle, opt, assigned_whole, assigned_by_a_number, boolean, filled]
+
+
+@pytest.mark.parametrize("make", CAUSAL, ids=lambda make: make.__name__)
+def test_causal(make: Any) -> None:
+    check(attend(make), qkv(LENGTH, LENGTH), kernel="is_causal")
+
+
+@pytest.mark.parametrize("make", [opt, filled], ids=lambda make: make.__name__)
+def test_call_of_sdpa(make: Any) -> None:
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=make())
+
+    check(attention, qkv(LENGTH, LENGTH), kernel="is_causal")
+
+
+def test_padding_is_kept() -> None:
+    padding = torch.ones(2, LENGTH)
+    padding[0, 5:] = 0
+    seen = check(attend(opt), (*qkv(LENGTH, LENGTH), padding))
+    assert "is_causal" not in seen.ours.fused[0].kernel
+
+
+# Near misses: none of them is causal -----------------------------------------------------------------
+
+
+def part_assigned() -> torch.Tensor:
+    mask = torch.zeros(LENGTH, LENGTH)
+    mask[:, 1:] = triangle()[:, 1:]
+    mask[3:] = 0.0
+    return mask
+
+
+def every_other() -> torch.Tensor:
+    mask = triangle()
+    mask[::2] = torch.zeros(5, LENGTH)
+    return mask
+
+
+def overwritten_later() -> torch.Tensor:
+    mask = triangle()
+    seen = mask == 0
+    mask[:] = 0.0
+    mask[0, 1] = LOWEST
+    return torch.zeros(LENGTH, LENGTH).masked_fill(~(seen | (mask == 0)), LOWEST)
+
+
+def through_a_view() -> torch.Tensor:
+    mask = triangle()
+    row = mask[4]
+    row.fill_(0.0)
+    return mask
+
+
+def view_is_read_later() -> torch.Tensor:
+    mask = torch.zeros(LENGTH, LENGTH)
+    view = mask.view(-1)
+    mask += triangle()
+    view.mul_(0.0)
+    return mask
+
+
+def read_before_and_after() -> torch.Tensor:
+    mask = triangle()
+    old = mask + 0.0
+    mask.mul_(0.0)
+    return torch.where(old == 0, mask, mask)
+
+
+def alias_of_a_binary_mask() -> torch.Tensor:
+    seen = torch.arange(LENGTH) <= torch.arange(LENGTH)[:, None]
+    other = seen.mT
+    other |= torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    return torch.zeros(LENGTH, LENGTH).masked_fill(~seen, LOWEST)
+
+
+def true_and_true() -> torch.Tensor:
+    """Booleans: True + True is True, not 2."""
+    both = torch.ones(LENGTH, LENGTH, dtype=torch.bool) + torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    return torch.zeros(LENGTH, LENGTH).masked_fill(both.float() != 2, -1e5)
+
+
+def rounded() -> torch.Tensor:
+    """In float32, 2 ** 25 + 1 is 2 ** 25."""
+    far = torch.full((LENGTH, LENGTH), 2.0**25) + torch.arange(LENGTH).clamp(max=1)
+    near = torch.arange(LENGTH)[:, None] * 0 + 2.0**25 + torch.arange(LENGTH) * 0.0
+    return torch.zeros(LENGTH, LENGTH).masked_fill(far > near, LOWEST)
+
+
+MISSES = [
+    part_assigned, every_other, overwritten_later, through_a_view, view_is_read_later, read_before_and_after,
+    alias_of_a_binary_mask, true_and_true, rounded,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", MISSES, ids=lambda make: make.__name__)
+def test_near_miss(make: Any) -> None:
+    """Nothing but what evaluating the mask gives; and the result is right."""
+    inputs = qkv(LENGTH, LENGTH)
+    seen = check(attend(make), inputs, fused=None)
+    mask = make()
+    for site in seen.ours.fused:
+        if "is_causal" in site.kernel:
+            assert torch.equal(mask, triangle())
+    calls = testing.capture(attend(make), *inputs, backend=testing.EAGER_AFTER_PASSES)
+    for call in calls.calls("scaled_dot_product_attention"):
+        if call.kwargs.get("attn_mask") is None and not call.kwargs.get("is_causal"):
+            assert bool((mask == mask[..., :1]).all())
+
+
+@pytest.mark.parametrize("kind", ["bias", "triangle"])
+def test_overwritten_between_two_layers(kind: str) -> None:
+    """Layers share a mask only where they read the same."""
+
+    def layers(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        mask = triangle() if kind == "triangle" else bias * 1.0
+        first = torch.softmax(q @ k.mT * 0.3 + mask, -1) @ v
+        mask[:] = mask.mT.clone()
+        second = torch.softmax(q @ k.mT * 0.3 + mask, -1) @ v
+        third = torch.softmax(q @ k.mT * 0.2 + mask, -1) @ v
+        return first, second, third
+
+    seen = check(layers, (*qkv(LENGTH, LENGTH), torch.randn(LENGTH, LENGTH) * 3), fused=3)
+    causal = [site for site in seen.ours.fused if "is_causal" in site.kernel]
+    assert len(causal) == (1 if kind == "triangle" else 0)
+
+
+def test_a_condition_that_was_overwritten_is_another_one() -> None:
+    def attention(q: Any, k: Any, v: Any, x: Any) -> Any:
+        seen = x > 0
+        old = torch.where(seen, 0.0, 1.0)
+        seen[:] = True
+        mask = torch.where(seen, old, 5.0) * -1e9
+        return torch.softmax(q @ k.mT * 0.3 + mask, -1) @ v
+
+    x = torch.randn(LENGTH, LENGTH)
+    x[:, 0] = 1
+    check(attention, (*qkv(LENGTH, LENGTH), x), fused=None)
+
+
+def test_shared_where_nothing_is_overwritten_in_between() -> None:
+    """A mask that was overwritten before the first layer is built once."""
+
+    def layers(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        mask = bias.clone()
+        mask *= 2.0
+        for _ in range(3):
+            q = torch.softmax(q @ k.mT * 0.3 + mask, -1) @ v
+        return q
+
+    inputs = (*qkv(LENGTH, LENGTH), torch.randn(LENGTH, LENGTH))
+    seen = testing.capture(layers, *inputs, backend=testing.EAGER_AFTER_PASSES)
+    masks = {call.kwargs["attn_mask"] for call in seen.calls("scaled_dot_product_attention")}
+    assert len(seen.fused) == 3 and len(masks) == 1
+
+
+@pytest.mark.parametrize("how", ["whole", "row", "view"])
+def test_rows_that_see_no_key_because_a_mask_was_overwritten(how: str) -> None:
+    """They keep their value and their gradients."""
+
+    def attention(q: Any, k: Any, v: Any, low: Any) -> Any:
+        mask = torch.zeros(LENGTH, LENGTH)
+        if how == "whole":
+            mask[:] = low[:, None] * -1e9
+        elif how == "row":
+            mask[4] = -1e9
+        else:
+            mask.view(-1)[36:45].fill_(-1e9)
+        return torch.softmax(q @ k.mT * 0.3 + mask, -1) @ v
+
+    low = torch.zeros(LENGTH)
+    low[4] = 1
+    check(attention, (*qkv(LENGTH, LENGTH), low), fused=None)

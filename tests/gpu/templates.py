@@ -1,0 +1,251 @@
+"""Each kernel template once, on small tensors: what the tests of races and the sanitizer run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inductor_fusions import config
+from inductor_fusions.fusions.attention.short import terms
+from inductor_fusions.fusions.block_mm import heuristics
+from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
+from inductor_fusions.fusions.lora import decode
+from inductor_fusions.fusions.outer_product_linear.op import OUTER_PRODUCT_LINEAR
+from tests.attention.support import flex_everywhere
+
+LOWEST = torch.finfo(torch.float32).min
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class Template:
+    """A function that becomes one of our kernels.
+
+    Attributes:
+        function: in operations of torch, whose first argument is what a kernel before it writes.
+        shapes: of its arguments; a name in front of the sizes says what they are: "rand" (the default),
+            "ids" (sorted numbers of documents).
+        kernels: within the names of Triton kernels of the compiled code; empty where it launches them itself.
+        train: differentiate it.
+        forced: chooses the kernel.
+        dtypes: of the arguments, bfloat16 where not given.
+        fixed: arguments that take no gradient.
+        least: compute capability that it needs.
+        marks: within the source of one of these kernels.
+    """
+
+    function: Callable[..., Any]
+    shapes: tuple[tuple[Any, ...], ...]
+    kernels: tuple[str, ...]
+    train: bool = False
+    forced: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    dtypes: tuple[torch.dtype, ...] = ()
+    fixed: tuple[int, ...] = ()
+    least: int = 80
+    marks: tuple[str, ...] = ()
+
+    def inputs(self, device: torch.device | str, seed: int = 0) -> list[Tensor]:
+        """Arguments: leaves on `device`."""
+        generator = torch.Generator().manual_seed(seed)
+        made = []
+        for index, shape in enumerate(self.shapes):
+            sizes = [size for size in shape if isinstance(size, int)]
+            values = torch.randn(sizes, generator=generator)
+            if shape[0] == "ids":
+                made.append((values > 1.5).long().cumsum(-1).to(device))
+                continue
+            dtype = self.dtypes[index] if index < len(self.dtypes) else BF16
+            weight = len(sizes) == 2 and index > 0
+            values = values / sizes[-1] ** 0.5 if weight else values
+            leaf = self.train and index not in self.fixed
+            made.append(values.to(device, dtype).requires_grad_(leaf))
+        return made
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, `torch.compile` makes this kernel of the function."""
+        with config.patch(policy="always", strict=True), self.forced():
+            yield
+
+
+# Block GEMM --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def block(template: str, **wanted: int) -> Iterator[None]:
+    """The first configuration of a template that tuning tries for a problem."""
+
+    def choose(problem: Any, device: torch.device) -> Any:
+        arch = heuristics.capability(device)
+        fits = [
+            c
+            for c in heuristics.candidates(problem, arch)
+            if c.template == template and all(getattr(c, name) == value for name, value in wanted.items())
+        ]
+        return heuristics.Choice(fits[0] if fits else heuristics.default(problem, arch), "")
+
+    with mock.patch.object(heuristics, "choose", choose):
+        yield
+
+
+def linears(x: Tensor, *weights: Tensor) -> Any:
+    return tuple(F.linear(x, w) for w in weights)
+
+
+def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+TILED, PERSISTENT = functools.partial(block, "tiled"), functools.partial(block, "persistent")
+QKV = ((512, 256), (256, 256), (128, 256), (128, 256))
+GATED = ((512, 256), (384, 256), (384, 256), (256, 384))
+
+
+# Adapters ----------------------------------------------------------------------------------------------
+
+
+def lora(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    base = F.linear(x, w)
+    return (base + F.linear(F.linear(x.to(a.dtype), a), b) * 2.0).to(base.dtype)
+
+
+@contextlib.contextmanager
+def pair(early: bool) -> Iterator[None]:
+    """The two kernels for few rows; `early`: the second one starts before the first one ends."""
+    made = decode.default
+
+    def choose(shape: Any, device: torch.device) -> Any:
+        found = made(shape, heuristics.capability(device))
+        return type(found)(**{**found.to_json(), "early": early})
+
+    with mock.patch.object(decode, "choose", choose):
+        yield
+
+
+LORA = ((512, 256), (384, 256), (16, 256), (384, 16))
+FEW = ((4, 512), (384, 512), (16, 512), (384, 16))
+
+
+# Attention ---------------------------------------------------------------------------------------------
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT * 0.2 + bias, -1).to(v.dtype) @ v
+
+
+@contextlib.contextmanager
+def short() -> Iterator[None]:
+    """Attention over one tile of keys, wherever the tensors are."""
+    devices = mock.patch.object(terms, "DEVICES", frozenset({"cpu", "cuda"}))
+    with devices, config.patch(attention_kernel="short"):
+        yield
+
+
+def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i = torch.arange(q.shape[2], device=q.device)
+    seen = (i <= i[:, None]) & (i > i[:, None] - 150)
+    return torch.softmax((q @ k.mT * 0.1).masked_fill(~seen, LOWEST), -1) @ v
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    i = torch.arange(q.shape[2], device=q.device)
+    seen = (i <= i[:, None]) & (ids[:, None, :, None] == ids[:, None, None, :])
+    scores = torch.tanh(q @ k.mT * 0.02) * 5.0
+    return torch.softmax(scores.masked_fill(~seen, LOWEST), -1) @ v
+
+
+FLEX = functools.partial(flex_everywhere, "flex")
+HEADS = ((2, 2, 300, 64),) * 3
+SHORT = ((12, 2, 49, 32),) * 3 + ((1, 2, 49, 49),)
+
+
+# Linear on an outer product ----------------------------------------------------------------------------
+
+
+def outer(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    found: Tensor = OUTER_PRODUCT_LINEAR(u, v, w)
+    return found
+
+
+def interaction(t: Tensor, dense: Tensor) -> Tensor:
+    found: Tensor = DOT_INTERACTION(t, dense, False, False, [])
+    return found
+
+
+GEMM, NARROW, PAIR = ("block_mm",), ("lora_narrow_mm", "block_mm"), ("lora_linear", "lora_linear")
+
+BULK, EARLY = ("make_tensor_descriptor",), ("gdc_wait",)
+
+TEMPLATES: dict[str, Template] = {
+    "block GEMM, tiled": Template(linears, QKV, GEMM, True, TILED),
+    "block GEMM, tiled, few rows": Template(linears, ((16, 256), *QKV[1:]), GEMM, False, TILED),
+    "block GEMM, one row": Template(
+        linears, ((1, 256), *QKV[1:]), GEMM, False, functools.partial(block, "row")
+    ),
+    "block GEMM, persistent": Template(linears, QKV, GEMM, True, PERSISTENT, least=90, marks=BULK),
+    "block GEMM, persistent, in parts": Template(
+        linears, QKV, GEMM, False, functools.partial(PERSISTENT, subtiles=2), least=90, marks=BULK
+    ),
+    "gated MLP, tiled": Template(gated, GATED, GEMM, True, TILED),
+    "gated MLP, persistent": Template(gated, GATED, GEMM, False, PERSISTENT, least=90, marks=BULK),
+    "adapters": Template(lora, LORA, NARROW, True, TILED, fixed=(1,), marks=EARLY, least=90),
+    "adapters of float32": Template(
+        lora, LORA, NARROW, True, PERSISTENT, (BF16, BF16, FP32, FP32), (1,), 90, (*BULK, *EARLY)
+    ),
+    "adapters, few rows": Template(lora, FEW, PAIR, False, functools.partial(pair, False)),
+    "adapters, few rows, early": Template(
+        lora, FEW, PAIR, False, functools.partial(pair, True), least=90, marks=EARLY
+    ),
+    "adapters, one row": Template(
+        lora, ((1, 512), *FEW[1:]), PAIR, False, functools.partial(pair, True), least=90, marks=EARLY
+    ),
+    "short attention": Template(biased, SHORT, ("short_attention",), True, short, (FP32,) * 4),
+    "short attention, bfloat16": Template(biased, SHORT, ("short_attention",), True, short),
+    "outer product": Template(outer, ((200, 4), (200, 48), (96, 192)), (), True),
+    "dot interaction": Template(interaction, ((200, 27, 64), (200, 64)), (), True),
+    "flex, window": Template(windowed, HEADS, ("flex_attention",), True, FLEX, (FP32,) * 3),
+    "flex, documents and softcap": Template(
+        packed, (*HEADS, ("ids", 2, 300)), ("flex_attention",), True, FLEX, (FP32,) * 3
+    ),
+}
+
+
+# Running -----------------------------------------------------------------------------------------------
+
+
+def compiled(template: Template, **options: Any) -> Callable[..., list[Tensor]]:
+    """`run(inputs, cotangents)` -> outputs and gradients of the compiled function.
+
+    It must run first inside `template.active()`. Cotangents are tensors like the outputs; ones by default.
+    """
+    # Dynamo keeps what it compiled by code object.
+    function = template.function
+
+    def call(*inputs: Tensor) -> Any:
+        return function(*inputs)
+
+    call.__code__ = call.__code__.replace()
+    run = torch.compile(call, dynamic=False, **options)
+    return functools.partial(differentiated, template, run)
+
+
+def differentiated(
+    template: Template, run: Callable[..., Any], inputs: list[Tensor], cotangents: list[Tensor] | None = None
+) -> list[Tensor]:
+    """Outputs and gradients of a function."""
+    with torch.set_grad_enabled(template.train):
+        found = run(*inputs)
+    outputs = list(found) if isinstance(found, (tuple, list)) else [found]
+    if not template.train:
+        return outputs
+    given = [torch.ones_like(y) for y in outputs] if cotangents is None else cotangents
+    leaves = [x for x in inputs if x.requires_grad]
+    return [y.detach() for y in outputs] + list(torch.autograd.grad(outputs, leaves, given))

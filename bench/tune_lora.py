@@ -51,6 +51,7 @@ from bench.common import (
     relative_error,
 )
 from bench.pool import FileLock
+from inductor_fusions import tables
 from bench.tune_projections import CHECKED_ROWS, MOST_SETS, PAST_L2, is_fatal, plain_gain, set_up
 
 #: Factor of every adapter: lora_alpha / r.
@@ -672,7 +673,7 @@ def sections(rows: Sequence[Json]) -> dict[str, list[Json]]:
             block = dict(row["block"])
             chosen = block.pop("config")
             found["block_mm"].append(
-                {**block, "tokens": tokens, "gain": ratio, "config": chosen if ratio > 1 else None,
+                {**block, "tokens": tokens, "gain": ratio, "config": chosen if ratio >= tables.MARGIN else None,
                  "capability": row["capability"]}
             )  # fmt: skip
     return found

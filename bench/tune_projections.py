@@ -53,6 +53,7 @@ from bench.common import (
     relative_error,
 )
 from bench.pool import FileLock
+from inductor_fusions import tables
 
 #: Operands of one graph together, as a multiple of the L2 cache.
 PAST_L2 = 2.5
@@ -457,7 +458,7 @@ def table_rows(rows: Sequence[Json]) -> list[Json]:
                 **row["problem"],
                 "tokens": row["tokens"],
                 "gain": ratio,
-                "config": row["config"] if ratio > 1 else None,
+                "config": row["config"] if ratio >= tables.MARGIN else None,
                 "capability": row["capability"],
             }
         )

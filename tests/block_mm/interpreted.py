@@ -35,7 +35,6 @@ class Case:
         columns: N of each group.
         config: the kernel.
         far: whether no two weights are near enough for one bulk copy.
-        early: whether the kernel starts before the one in front of it ends.
         turned: whether weights lie in memory in the opposite order.
         layout: of the operands: "nt" (as linears have them), "nn", "tn" (as gradients of weights) or "tt".
         bias: "", "row" or "whole".
@@ -56,7 +55,6 @@ class Case:
     dynamic: bool = False
     far: bool = False
     turned: bool = False
-    early: bool = False
 
 
 CASES: dict[str, Case] = {}
@@ -88,18 +86,16 @@ CASES["persistent gated adapters, weights far apart"] = replace(CASES["persisten
 CASES["persistent gated nn"] = replace(CASES["persistent gated silu"], layout="nn")
 CASES["persistent gated bias"] = replace(CASES["persistent gated gelu"], bias="row")
 chain = replace(CASES["persistent adapters"], inner=(64, 8), scales=(1.0, 1.0))
-for early in (False, True):
-    name = "persistent chain" + (" early" if early else "")
-    CASES |= {
-        name: replace(chain, early=early),
-        f"{name} nn": replace(chain, early=early, layout="nn", scales=(2.0, 2.0)),
-        f"{name} one group": replace(
-            chain, early=early, rows=333, columns=(256,), config=replace(PERSISTENT, subtiles=2)
-        ),
-        f"{name} two adapters": replace(
-            chain, early=early, tail=True, columns=(64,), inner=(64, 8, 16), scales=(1.0,) * 3
-        ),
-    }
+CASES |= {
+    "persistent chain": chain,
+    "persistent chain nn": replace(chain, layout="nn", scales=(2.0, 2.0)),
+    "persistent chain one group": replace(
+        chain, rows=333, columns=(256,), config=replace(PERSISTENT, subtiles=2)
+    ),
+    "persistent chain two adapters": replace(
+        chain, tail=True, columns=(64,), inner=(64, 8, 16), scales=(1.0,) * 3
+    ),
+}
 CASES["two programs on a multiprocessor"] = replace(
     CASES["persistent gated silu"], rows=333, columns=(256, 256), config=replace(PERSISTENT, per_processor=2)
 )
@@ -165,7 +161,7 @@ def error(case: Case) -> float:
     def fn(a: Any, b: Any, bias: Any) -> Any:
         offsets = list(range(len(bias)))
         names = ",".join(activations)
-        found = BLOCK_MM(a, b, bias, offsets, groups, scales, names, case.gated, a[0].dtype, case.early)
+        found = BLOCK_MM(a, b, bias, offsets, groups, scales, names, case.gated, a[0].dtype)
         return [torch.relu(y) * 2 + 1 for y in found] if case.tail else found
 
     heuristics.default = lambda problem, arch: case.config  # type: ignore[assignment]

@@ -25,7 +25,6 @@ def insert(
     activations: Sequence[str] | None = None,
     gated: bool = False,
     dtype: torch.dtype | None = None,
-    early: bool = False,
 ) -> list[fx.Node]:
     """Add the operation and its outputs to a graph, used by nothing yet.
 
@@ -37,7 +36,6 @@ def insert(
         activations: of each group; none by default.
         gated: as in `op`.
         dtype: of the outputs; that of the first product by default.
-        early: as in `op`.
 
     Returns:
         One node for each output.
@@ -56,7 +54,6 @@ def insert(
         ",".join(activations or [""] * len(groups)),
         gated,
         dtype or value(products[0][1].node).dtype,
-        *([True] if early else []),
     )
     made = call(graph, place.before, anchor, BLOCK_MM, *arguments)
     outputs = [

@@ -37,7 +37,6 @@ def _block_mm(
     activations: str,
     gated: bool,
     dtype: torch.dtype,
-    early: bool = False,
 ) -> list[Tensor]:
     names = activations.split(",")
     check(a, b, bias, bias_groups, groups, scales, names, gated)
@@ -45,8 +44,6 @@ def _block_mm(
 
 
 #: What graphs call. Its activations are one string, with commas between: a schema has no list of strings.
-#: `early` says that the operands of the first product of each group are there before the kernels that make
-#: the others start, so that it need not wait for their end at once.
 BLOCK_MM: Any = torch.ops.inductor_fusions.block_mm.default
 
 
@@ -137,7 +134,6 @@ def _fake(
     activations: str,
     gated: bool,
     dtype: torch.dtype,
-    early: bool = False,
 ) -> list[Tensor]:
     check(a, b, bias, bias_groups, groups, scales, activations.split(","), gated)
     first = [groups.index(group) for group in range(groups[-1] + 1)]
@@ -149,7 +145,7 @@ def _fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    a, b, bias, ctx.bias_groups, ctx.groups, ctx.scales, activations, ctx.gated, ctx.dtype, _ = inputs
+    a, b, bias, ctx.bias_groups, ctx.groups, ctx.scales, activations, ctx.gated, ctx.dtype = inputs
     ctx.activations = activations.split(",")
     ctx.products = len(a)
     ctx.save_for_backward(*a, *b, *bias)
@@ -173,7 +169,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         dbias.append(None if dy is None else (dy.sum(0) if offset.dim() == 1 else dy).to(offset.dtype))
     # An empty list of numbers looks like a list of tensors, which wants a list of gradients.
     no_offsets: list[Any] | None = None if ctx.bias_groups else []
-    return da, db, dbias, no_offsets, None, None, None, None, None, None
+    return da, db, dbias, no_offsets, None, None, None, None, None
 
 
 def _outer_grads(

@@ -59,8 +59,6 @@ class Structure:
         gated: whether the two groups are multiplied.
         pair: whether the first products of a gated pair have weights of one layout, so that bulk copies can
             take a tile of both at once.
-        early: whether the kernel starts before the one in front of it ends, which makes the operands of all
-            products but the first of each group.
     """
 
     names: tuple[str, ...]
@@ -70,7 +68,6 @@ class Structure:
     outputs: tuple[str, ...]
     gated: bool
     pair: bool = False
-    early: bool = False
 
     @property
     def groups(self) -> int:
@@ -121,7 +118,6 @@ def source(template: str, structure: Structure, block_k: int) -> str:
         .render(
             names=structure.names,
             groups=_groups(structure, block_k, template == "persistent"),
-            early=structure.early,
         )
     )
     return text

@@ -94,14 +94,7 @@ def _kernel(
         dtype=wide,
         device=device,
         variants=[
-            variant(
-                config,
-                shape,
-                scales,
-                further if whole else (),
-                transposed,
-                block_heuristics.capability(device) >= 90,
-            )
+            variant(config, shape, scales, further if whole else (), transposed)
         ],
         stock=None,
         dtypes=[wide] * len(b) + [x.get_dtype()] * len(forms),
@@ -277,7 +270,7 @@ def variant(
         scales: factor of each product.
         further: of each product the factor of its further form, or 0; none has one where it is empty.
         transposed: whether they are stored as (r, M).
-        early: whether the kernel behind it may start before this one ends, if it waits in its own code.
+        early: whether the kernel behind it may start before this one ends.
     """
     outputs = [f"Y{i}" for i in range(1, len(shape.ranks))] + [f"H{i}" for i, f in enumerate(further) if f]
     factors = [

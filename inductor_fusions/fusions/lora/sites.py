@@ -281,22 +281,12 @@ class Adapted(Candidate):
         groups = [self._products(linear, made, ups) for linear in self.group]
         outputs = emit.insert(
             self.graph, replace(place, hoisted=(), sunk=()), self.anchor, groups,
-            dtype=value(self.group[0].root).dtype, early=self._early(),
+            dtype=value(self.group[0].root).dtype,
         )  # fmt: skip
         self._replace_roots(outputs, place)
         for step in finish:
             step()
         return self.kernel
-
-    def _early(self) -> bool:
-        """Whether the operands of the base products are there before the narrow products start.
-
-        Inputs that a narrow product reads as well are; so are weights that are inputs of the graph.
-        """
-        read = {down.origin.base for down in self.downs}
-        bases = [p for linear in self.group for p in linear.bases]
-        alone = all(len(linear.bases) == 1 for linear in self.group)
-        return alone and all(through(unrounded(p.a).base, RESHAPES) in read and is_input(p.b) for p in bases)
 
     def _replace_roots(self, outputs: Sequence[fx.Node], place: Place) -> None:
         roots = [linear.root for linear in self.group]

@@ -116,7 +116,7 @@ def test_few_rows(name: str, arch: int) -> None:
     """From Hopper on the second kernel waits for the first in its own code."""
     down, up = pair_code(FEW[name], arch)
     assert down.fits and up.fits, (down, up)
-    assert down.uses_mma and up.uses_mma
+    assert down.uses_mma and up.uses_mma != (name == "one row")
     assert ("griddepcontrol.launch_dependents" in down.ptx) == (arch >= 90)
     assert ("griddepcontrol.wait" in up.ptx) == (arch >= 90)
 

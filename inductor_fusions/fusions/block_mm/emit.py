@@ -25,6 +25,7 @@ def insert(
     activations: Sequence[str] | None = None,
     gated: bool = False,
     dtype: torch.dtype | None = None,
+    wide: Sequence[int] = (),
 ) -> list[fx.Node]:
     """Add the operation and its outputs to a graph, used by nothing yet.
 
@@ -36,6 +37,7 @@ def insert(
         activations: of each group; none by default.
         gated: as in `op`.
         dtype: of the outputs; that of the first product by default.
+        wide: as in `op`.
 
     Returns:
         One node for each output.
@@ -54,6 +56,7 @@ def insert(
         ",".join(activations or [""] * len(groups)),
         gated,
         dtype or value(products[0][1].node).dtype,
+        *([list(wide)] if wide else []),
     )
     made = call(graph, place.before, anchor, BLOCK_MM, *arguments)
     outputs = [

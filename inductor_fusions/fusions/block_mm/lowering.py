@@ -13,7 +13,7 @@ import torch
 from ... import _inductor, config
 from ...fusion import Rejected
 from . import guards, heuristics, template
-from .op import BLOCK_MM
+from .op import BLOCK_MM, dtypes
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +38,10 @@ def lower(
     activations: str,
     gated: bool,
     dtype: torch.dtype,
+    wide: Sequence[int] | None = None,
 ) -> list[Any]:
     """The outputs, as Inductor's values."""
-    call = Call(a, b, bias, bias_groups, groups, scales, activations.split(","), gated, dtype)
+    call = Call(a, b, bias, bias_groups, groups, scales, activations.split(","), gated, dtype, wide)
     try:
         outputs = call.kernel()
     except Rejected as miss:
@@ -59,8 +60,8 @@ class Call:
     """One call of the operation while it is lowered.
 
     Args:
-        a, b, bias, bias_groups, groups, scales, activations, gated, dtype: as in `op`, with Inductor's
-            values for tensors.
+        a, b, bias, bias_groups, groups, scales, activations, gated, dtype, wide: as in `op`, with
+            Inductor's values for tensors.
     """
 
     def __init__(
@@ -74,11 +75,13 @@ class Call:
         activations: Sequence[str],
         gated: bool,
         dtype: torch.dtype,
+        wide: Sequence[int] | None = None,
     ) -> None:
         self.a, self.b = list(a), list(b)
         self.bias = dict(zip(bias_groups, bias, strict=True))
         self.groups, self.scales = list(groups), list(scales)
         self.activations, self.gated, self.dtype = list(activations), gated, dtype
+        self.dtypes = dtypes(1 if gated else len(self.activations), dtype, wide)
         # The operands in memory, for a kernel.
         self.left: list[Any] = []
         self.right: list[Any] = []
@@ -124,6 +127,7 @@ class Call:
             inputs=operands,
             shapes=shapes[:1] if self.gated else shapes,
             dtype=self.dtype,
+            dtypes=self.dtypes,
             device=device,
             variants=[_variant(config, structure, arch, device) for config in configs],
             stock=self._stock(structure) if autotune else None,
@@ -148,7 +152,7 @@ class Call:
             offset: Any = self.bias.get(group)
             members = [p for p, owner in enumerate(self.groups) if owner == group]
             plain = len(members) == 1 and self.scales[members[0]] == 1 and offset is not None
-            if plain and self.a[members[0]].get_dtype() == offset.get_dtype() == self.dtype:
+            if plain and self.a[members[0]].get_dtype() == offset.get_dtype() == self.dtypes[group]:
                 total = call(aten.addmm.default, offset, self.a[members[0]], self.b[members[0]])
                 offset = None
             else:
@@ -164,7 +168,7 @@ class Call:
             outputs.append(total)
         if self.gated:
             outputs = [call(aten.mul.Tensor, self._wide(outputs[0]), self._wide(outputs[1]))]
-        return [self._cast(y, self.dtype) for y in outputs]
+        return [self._cast(y, kind) for y, kind in zip(outputs, self.dtypes, strict=True)]
 
     def _wide(self, x: Any) -> Any:
         return x if x.get_dtype() == torch.float64 else self._cast(x, torch.float32)

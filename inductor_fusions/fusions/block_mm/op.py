@@ -37,13 +37,15 @@ def _block_mm(
     activations: str,
     gated: bool,
     dtype: torch.dtype,
+    wide: list[int] | None = None,
 ) -> list[Tensor]:
     names = activations.split(",")
     check(a, b, bias, bias_groups, groups, scales, names, gated)
-    return composite(a, b, bias, bias_groups, groups, scales, names, gated, dtype)
+    return composite(a, b, bias, bias_groups, groups, scales, names, gated, dtype, wide or ())
 
 
 #: What graphs call. Its activations are one string, with commas between: a schema has no list of strings.
+#: `wide` names the outputs that are float32, whatever `dtype` the others have: nor has it one of dtypes.
 BLOCK_MM: Any = torch.ops.inductor_fusions.block_mm.default
 
 
@@ -96,6 +98,7 @@ def composite(
     activations: Sequence[str],
     gated: bool,
     dtype: torch.dtype,
+    wide: Sequence[int] = (),
 ) -> list[Tensor]:
     """The same by the operations of torch."""
     outputs = []
@@ -116,7 +119,14 @@ def composite(
         outputs.append(total)
     if gated:
         outputs = [outputs[0] * outputs[1]]
-    return [y.to(dtype).contiguous() for y in outputs]
+    return [
+        y.to(kind).contiguous() for y, kind in zip(outputs, dtypes(len(outputs), dtype, wide), strict=True)
+    ]
+
+
+def dtypes(count: int, dtype: torch.dtype, wide: Sequence[int] | None) -> list[torch.dtype]:
+    """Of each output."""
+    return [torch.float32 if group in (wide or ()) else dtype for group in range(count)]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -134,18 +144,21 @@ def _fake(
     activations: str,
     gated: bool,
     dtype: torch.dtype,
+    wide: list[int] | None = None,
 ) -> list[Tensor]:
     check(a, b, bias, bias_groups, groups, scales, activations.split(","), gated)
     first = [groups.index(group) for group in range(groups[-1] + 1)]
     shapes = [(a[p].shape[0], b[p].shape[1]) for p in first]
-    return [a[0].new_empty(shape, dtype=dtype) for shape in (shapes[:1] if gated else shapes)]
+    shapes = shapes[:1] if gated else shapes
+    kinds = dtypes(len(shapes), dtype, wide)
+    return [a[0].new_empty(shape, dtype=kind) for shape, kind in zip(shapes, kinds, strict=True)]
 
 
 # -- gradient -------------------------------------------------------------------------------------
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    a, b, bias, ctx.bias_groups, ctx.groups, ctx.scales, activations, ctx.gated, ctx.dtype = inputs
+    a, b, bias, ctx.bias_groups, ctx.groups, ctx.scales, activations, ctx.gated, ctx.dtype, _ = inputs
     ctx.activations = activations.split(",")
     ctx.products = len(a)
     ctx.save_for_backward(*a, *b, *bias)
@@ -169,7 +182,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         dbias.append(None if dy is None else (dy.sum(0) if offset.dim() == 1 else dy).to(offset.dtype))
     # An empty list of numbers looks like a list of tensors, which wants a list of gradients.
     no_offsets: list[Any] | None = None if ctx.bias_groups else []
-    return da, db, dbias, no_offsets, None, None, None, None, None
+    return da, db, dbias, no_offsets, None, None, None, None, None, None
 
 
 def _outer_grads(

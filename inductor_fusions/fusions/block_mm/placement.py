@@ -119,6 +119,10 @@ class Order:
         ]:
             del after[node]  # another spelling of an operand
         deaths = {node: self._death(node, births) for node in {*births, *after, *reads}}
+        for node in [n for n in made if n not in births]:
+            # The terms of a sum that is not in memory are read as long as the sum is.
+            terms = _sources(node) & births.keys() & set(members)
+            deaths[node] = min([deaths[node], max((deaths[term] for term in terms), default=deaths[node])])
         later = dict(deaths)
         for node in reads & births.keys():
             others = [at[user] for user in readers(node) if user not in members]

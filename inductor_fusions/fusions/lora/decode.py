@@ -18,6 +18,7 @@ import torch
 from ... import _inductor, tables
 from ...fusion import Rejected
 from ..block_mm.heuristics import capability
+from ..block_mm.op import dtypes
 from . import lowering, narrow
 from .op import LORA_LINEAR
 
@@ -179,11 +180,13 @@ class Call:
         scales: Sequence[float],
         early: bool,
         dtype: torch.dtype,
+        wide: Sequence[int] | None = None,
     ) -> None:
         self.x, self.w, self.a, self.b = x, list(w), list(a), list(b)
         self.bias = dict(zip(bias_groups, bias, strict=True))
         self.groups, self.scales = list(groups), list(scales)
         self.early, self.dtype = early, dtype
+        self.dtypes = dtypes(len(self.w), dtype, wide)
 
     def kernels(self) -> list[Any]:
         """Two kernels.
@@ -220,6 +223,7 @@ class Call:
             inputs=inputs,
             shapes=[(shape.rows, n) for n in columns],
             dtype=self.dtype,
+            dtypes=self.dtypes,
             device=device,
             variants=[self._variant([name for name, _ in inputs], shape, config, early)],
             stock=None,
@@ -311,4 +315,4 @@ class Call:
             outputs[group] = call(aten.add.Tensor, cast(outputs[group], torch.float32), y)
         for group, offset in self.bias.items():
             outputs[group] = call(aten.add.Tensor, cast(outputs[group], torch.float32), offset)
-        return [cast(y, self.dtype) for y in outputs]
+        return [cast(y, kind) for y, kind in zip(outputs, self.dtypes, strict=True)]

@@ -93,9 +93,7 @@ def _kernel(
         shapes=shapes + [(rows, wider * ranks[i]) for i in forms],
         dtype=wide,
         device=device,
-        variants=[
-            variant(config, shape, scales, further if whole else (), transposed)
-        ],
+        variants=[variant(config, shape, scales, further if whole else (), transposed)],
         stock=None,
         dtypes=[wide] * len(b) + [x.get_dtype()] * len(forms),
         grid_sizes=[rows, 1],

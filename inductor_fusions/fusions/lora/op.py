@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..block_mm.op import dtypes
+
 
 @torch.library.custom_op("inductor_fusions::lora_narrow_mm", mutates_args=())
 def _narrow_mm(
@@ -175,6 +177,7 @@ def _lora_linear(
     scales: list[float],
     early: bool,
     dtype: torch.dtype,
+    wide: list[int] | None = None,
 ) -> list[Tensor]:
     """See the module.
 
@@ -189,13 +192,14 @@ def _lora_linear(
         early: whether the weights are there before the down-projections start, so that the kernel that
             reads them need not wait for their end.
         dtype: of the outputs.
+        wide: the linears whose output is float32 instead.
     """
     outputs = [x @ right for right in w]
     for down, up, group, scale in zip(a, b, groups, scales, strict=True):
         outputs[group] = outputs[group] + scale * (_product(x, down, 1.0) @ up)
     for offset, group in zip(bias, bias_groups, strict=True):
         outputs[group] = outputs[group] + offset
-    return [y.to(dtype).contiguous() for y in outputs]
+    return [y.to(kind).contiguous() for y, kind in zip(outputs, dtypes(len(w), dtype, wide), strict=True)]
 
 
 #: What graphs call.
@@ -214,8 +218,12 @@ def _fake_linear(
     scales: list[float],
     early: bool,
     dtype: torch.dtype,
+    wide: list[int] | None = None,
 ) -> list[Tensor]:
-    return [x.new_empty((x.shape[0], right.shape[1]), dtype=dtype) for right in w]
+    kinds = dtypes(len(w), dtype, wide)
+    return [
+        x.new_empty((x.shape[0], right.shape[1]), dtype=kind) for right, kind in zip(w, kinds, strict=True)
+    ]
 
 
 @register_flop_formula(torch.ops.inductor_fusions.lora_linear)

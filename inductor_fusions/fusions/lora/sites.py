@@ -162,6 +162,8 @@ class Adapted(Candidate):
         guards.check_products([p for linear in group for p in linear.bases])
         for linear in group:
             self._check_linear(linear)
+        if len({value(linear.root).dtype for linear in group} - {torch.float32}) > 1:
+            raise Rejected("results of two dtypes of 16 bits")
         for a in (a for linear in group for a in linear.adapters):
             self._check_adapter(a, value(group[0].bases[0].a))
         self.whole = _is_whole(group)
@@ -178,7 +180,7 @@ class Adapted(Candidate):
             raise Rejected("the sum has other columns than its terms")
         if not _is_dense(value(root)):
             raise Rejected("the result is not row-major")
-        if value(root).dtype not in guards.DTYPES or value(root).dtype != value(self.anchor).dtype:
+        if value(root).dtype not in guards.DTYPES:
             raise Rejected(f"a result of dtype {value(root).dtype}")
         if linear.rest is not None and not all(isinstance(size, int) for size in first.shape):
             raise Rejected("a sum of symbolic size that has a term which is no product")
@@ -279,10 +281,10 @@ class Adapted(Candidate):
         for node in place.hoisted:
             place.before.prepend(node)
         groups = [self._products(linear, made, ups) for linear in self.group]
+        dtype, wide = _result_dtypes(self.group)
         outputs = emit.insert(
-            self.graph, replace(place, hoisted=(), sunk=()), self.anchor, groups,
-            dtype=value(self.group[0].root).dtype,
-        )  # fmt: skip
+            self.graph, replace(place, hoisted=(), sunk=()), self.anchor, groups, dtype=dtype, wide=wide
+        )
         self._replace_roots(outputs, place)
         for step in finish:
             step()
@@ -305,6 +307,7 @@ class Adapted(Candidate):
         for node in place.hoisted:
             place.before.prepend(node)
         bases = [linear.bases[0] for linear in self.group]
+        dtype, wide = _result_dtypes(self.group)
         adapters = [(g, a) for g, linear in enumerate(self.group) for a in linear.adapters]
         weights = [*(p.b for p in bases), *(a.up.b for _, a in adapters)]
         outputs = make.linear(
@@ -317,7 +320,8 @@ class Adapted(Candidate):
             [g for g, _ in adapters],
             [a.scale * source(a.down.a).scale for _, a in adapters],
             all(map(is_input, weights)),
-            value(self.group[0].root).dtype,
+            dtype,
+            *([wide] if wide else []),
         )
         self._replace_roots(outputs, place)
         return self.kernel.replace("narrow_mm and block_mm", "lora_linear")
@@ -394,6 +398,16 @@ class Adapted(Candidate):
             left, right = make.aligned(left, right)
             found.append(Product(a.up.node, left, right, None, scale))
         return found
+
+
+def _result_dtypes(group: Sequence[Linear]) -> tuple[torch.dtype, list[int]]:
+    """The dtype of the results, and which of them are float32 beside those of 16 bits.
+
+    Inductor takes out the cast to bfloat16 that another one to float32 follows, as in front of an activation.
+    """
+    found = [value(linear.root).dtype for linear in group]
+    dtype = min(found, key=lambda each: each.itemsize)
+    return dtype, [g for g, each in enumerate(found) if each != dtype]
 
 
 def is_input(matrix: fx.Node) -> bool:

@@ -58,5 +58,6 @@ def block_mm(
             "," * (count - 1) if activations is None else ",".join(activations),
             gated,
             a[0].dtype if dtype is None else dtype,
+            "",
         )
     )

@@ -36,6 +36,7 @@ class Case:
         config: the kernel.
         far: whether no two weights are near enough for one bulk copy.
         turned: whether weights lie in memory in the opposite order.
+        wide: the outputs that are float32, as in the operation.
         layout: of the operands: "nt" (as linears have them), "nn", "tn" (as gradients of weights) or "tt".
         bias: "", "row" or "whole".
         activations: of each group.
@@ -55,6 +56,7 @@ class Case:
     dynamic: bool = False
     far: bool = False
     turned: bool = False
+    wide: str = ""
 
 
 CASES: dict[str, Case] = {}
@@ -161,7 +163,7 @@ def error(case: Case) -> float:
     def fn(a: Any, b: Any, bias: Any) -> Any:
         offsets = list(range(len(bias)))
         names = ",".join(activations)
-        found = BLOCK_MM(a, b, bias, offsets, groups, scales, names, case.gated, a[0].dtype)
+        found = BLOCK_MM(a, b, bias, offsets, groups, scales, names, case.gated, a[0].dtype, case.wide)
         return [torch.relu(y) * 2 + 1 for y in found] if case.tail else found
 
     heuristics.default = lambda problem, arch: case.config  # type: ignore[assignment]

@@ -38,6 +38,7 @@ class Case:
         columns: N of each linear.
         groups: which linear each adapter belongs to.
         bias: whether each linear has one.
+        wide: the linears whose output is float32, as in the operation.
         dynamic: whether M is symbolic.
     """
 
@@ -53,6 +54,7 @@ class Case:
     columns: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
     bias: bool = False
+    wide: str = ""
     dynamic: bool = False
 
 
@@ -102,6 +104,10 @@ CASES = {
     "decode row, two adapters": replace(DECODE, rows=1, config=ROW, groups=(0, 0), ranks=(16, 20)),
     "decode row float32": replace(DECODE, rows=1, config=ROW, dtypes=(HALF, WHOLE), inner=83, columns=(50,)),
     "decode row, one column a program": replace(DECODE, rows=1, config=replace(ROW, block_n=1)),
+    "decode, the first result in float32": replace(DECODE, columns=(48, 16), groups=(0, 1), ranks=(16, 8), wide="0"),
+    "decode row, the second result in float32": replace(
+        DECODE, rows=1, config=ROW, columns=(48, 16), groups=(0, 1), ranks=(16, 8), wide="1"
+    ),
     "decode 33 rows": replace(DECODE, rows=33),
 }
 
@@ -153,7 +159,8 @@ def _linear_error(case: Case, x: torch.Tensor, a: list[torch.Tensor], scales: li
     bias = [torch.randn(n).to(wide) for n in case.columns] if case.bias else []
 
     def fn(x: Any, w: Any, bias: Any, a: Any, b: Any) -> Any:
-        return LORA_LINEAR(x, w, bias, list(range(len(bias))), a, b, list(case.groups), scales, False, wide)
+        offsets, owners = list(range(len(bias))), list(case.groups)
+        return LORA_LINEAR(x, w, bias, offsets, a, b, owners, scales, False, wide, case.wide)
 
     outputs = generated(fn, (x, w, bias, a, b), 0, templates=2)
     exact = [x.double() @ right.double() for right in w]
@@ -161,6 +168,8 @@ def _linear_error(case: Case, x: torch.Tensor, a: list[torch.Tensor], scales: li
         exact[g] = exact[g] + offset.double()
     for down, up, g, scale in zip(a, b, case.groups, scales, strict=True):
         exact[g] = exact[g] + scale * (x.double() @ down.double()) @ up.double()
+    kinds = [WHOLE if str(g) in case.wide.split(",") else wide for g in range(len(w))]
+    assert [y.dtype for y in outputs] == kinds
     return relative([y.double() for y in outputs], exact)
 
 

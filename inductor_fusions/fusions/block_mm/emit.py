@@ -25,7 +25,7 @@ def insert(
     activations: Sequence[str] | None = None,
     gated: bool = False,
     dtype: torch.dtype | None = None,
-    wide: Sequence[int] = (),
+    wide: str = "",
 ) -> list[fx.Node]:
     """Add the operation and its outputs to a graph, used by nothing yet.
 
@@ -56,7 +56,7 @@ def insert(
         ",".join(activations or [""] * len(groups)),
         gated,
         dtype or value(products[0][1].node).dtype,
-        *([list(wide)] if wide else []),
+        wide,
     )
     made = call(graph, place.before, anchor, BLOCK_MM, *arguments)
     outputs = [

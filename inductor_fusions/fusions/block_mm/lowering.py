@@ -38,7 +38,7 @@ def lower(
     activations: str,
     gated: bool,
     dtype: torch.dtype,
-    wide: Sequence[int] | None = None,
+    wide: str,
 ) -> list[Any]:
     """The outputs, as Inductor's values."""
     call = Call(a, b, bias, bias_groups, groups, scales, activations.split(","), gated, dtype, wide)
@@ -75,7 +75,7 @@ class Call:
         activations: Sequence[str],
         gated: bool,
         dtype: torch.dtype,
-        wide: Sequence[int] | None = None,
+        wide: str = "",
     ) -> None:
         self.a, self.b = list(a), list(b)
         self.bias = dict(zip(bias_groups, bias, strict=True))

@@ -37,15 +37,15 @@ def _block_mm(
     activations: str,
     gated: bool,
     dtype: torch.dtype,
-    wide: list[int] | None = None,
+    wide: str,
 ) -> list[Tensor]:
     names = activations.split(",")
     check(a, b, bias, bias_groups, groups, scales, names, gated)
-    return composite(a, b, bias, bias_groups, groups, scales, names, gated, dtype, wide or ())
+    return composite(a, b, bias, bias_groups, groups, scales, names, gated, dtype, wide)
 
 
 #: What graphs call. Its activations are one string, with commas between: a schema has no list of strings.
-#: `wide` names the outputs that are float32, whatever `dtype` the others have: nor has it one of dtypes.
+#: So are the numbers of the outputs that are float32 whatever `dtype` the others have, `wide`.
 BLOCK_MM: Any = torch.ops.inductor_fusions.block_mm.default
 
 
@@ -98,7 +98,7 @@ def composite(
     activations: Sequence[str],
     gated: bool,
     dtype: torch.dtype,
-    wide: Sequence[int] = (),
+    wide: str = "",
 ) -> list[Tensor]:
     """The same by the operations of torch."""
     outputs = []
@@ -124,9 +124,10 @@ def composite(
     ]
 
 
-def dtypes(count: int, dtype: torch.dtype, wide: Sequence[int] | None) -> list[torch.dtype]:
+def dtypes(count: int, dtype: torch.dtype, wide: str) -> list[torch.dtype]:
     """Of each output."""
-    return [torch.float32 if group in (wide or ()) else dtype for group in range(count)]
+    found = wide.split(",")
+    return [torch.float32 if str(group) in found else dtype for group in range(count)]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -144,7 +145,7 @@ def _fake(
     activations: str,
     gated: bool,
     dtype: torch.dtype,
-    wide: list[int] | None = None,
+    wide: str,
 ) -> list[Tensor]:
     check(a, b, bias, bias_groups, groups, scales, activations.split(","), gated)
     first = [groups.index(group) for group in range(groups[-1] + 1)]
@@ -194,7 +195,7 @@ def _outer_grads(
     if ctx.gated and grads[0] is None:
         return [None, None]
     plain = "," * (len(ctx.activations) - 1)
-    inner = BLOCK_MM(a, b, bias, ctx.bias_groups, ctx.groups, ctx.scales, plain, False, ctx.dtype)
+    inner = BLOCK_MM(a, b, bias, ctx.bias_groups, ctx.groups, ctx.scales, plain, False, ctx.dtype, "")
     inner = [_wide(y) for y in inner]
     if not ctx.gated:
         return [

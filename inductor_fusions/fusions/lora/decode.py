@@ -180,7 +180,7 @@ class Call:
         scales: Sequence[float],
         early: bool,
         dtype: torch.dtype,
-        wide: Sequence[int] | None = None,
+        wide: str = "",
     ) -> None:
         self.x, self.w, self.a, self.b = x, list(w), list(a), list(b)
         self.bias = dict(zip(bias_groups, bias, strict=True))

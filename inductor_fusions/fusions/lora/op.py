@@ -177,7 +177,7 @@ def _lora_linear(
     scales: list[float],
     early: bool,
     dtype: torch.dtype,
-    wide: list[int] | None = None,
+    wide: str = "",
 ) -> list[Tensor]:
     """See the module.
 
@@ -192,7 +192,7 @@ def _lora_linear(
         early: whether the weights are there before the down-projections start, so that the kernel that
             reads them need not wait for their end.
         dtype: of the outputs.
-        wide: the linears whose output is float32 instead.
+        wide: the numbers of the linears whose output is float32 instead, with commas between.
     """
     outputs = [x @ right for right in w]
     for down, up, group, scale in zip(a, b, groups, scales, strict=True):
@@ -218,7 +218,7 @@ def _fake_linear(
     scales: list[float],
     early: bool,
     dtype: torch.dtype,
-    wide: list[int] | None = None,
+    wide: str = "",
 ) -> list[Tensor]:
     kinds = dtypes(len(w), dtype, wide)
     return [

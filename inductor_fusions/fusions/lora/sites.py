@@ -400,14 +400,14 @@ class Adapted(Candidate):
         return found
 
 
-def _result_dtypes(group: Sequence[Linear]) -> tuple[torch.dtype, list[int]]:
+def _result_dtypes(group: Sequence[Linear]) -> tuple[torch.dtype, str]:
     """The dtype of the results, and which of them are float32 beside those of 16 bits.
 
     Inductor takes out the cast to bfloat16 that another one to float32 follows, as in front of an activation.
     """
     found = [value(linear.root).dtype for linear in group]
     dtype = min(found, key=lambda each: each.itemsize)
-    return dtype, [g for g, each in enumerate(found) if each != dtype]
+    return dtype, ",".join(str(g) for g, each in enumerate(found) if each != dtype)
 
 
 def is_input(matrix: fx.Node) -> bool:

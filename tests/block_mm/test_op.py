@@ -27,8 +27,30 @@ def arguments(kind: str) -> tuple[Any, ...]:
     x, y, w, v = leaf(5, 8), leaf(5, 4), leaf(6, 8), leaf(4, 6)
     wide = torch.float64
     return {
-        "two groups": ([x, x], [w.t(), leaf(8, 3)], [leaf(6)], [0], [0, 1], [1.0, 2.0], ",silu", False, wide, ""),
-        "gated": ([x, x], [w.t(), leaf(8, 6)], [leaf(6)], [1], [0, 1], [1.0, 1.0], "gelu_tanh,", True, wide, ""),
+        "two groups": (
+            [x, x],
+            [w.t(), leaf(8, 3)],
+            [leaf(6)],
+            [0],
+            [0, 1],
+            [1.0, 2.0],
+            ",silu",
+            False,
+            wide,
+            "",
+        ),
+        "gated": (
+            [x, x],
+            [w.t(), leaf(8, 6)],
+            [leaf(6)],
+            [1],
+            [0, 1],
+            [1.0, 1.0],
+            "gelu_tanh,",
+            True,
+            wide,
+            "",
+        ),
         "sum": ([x, y], [w.t(), v], [leaf(5, 6)], [0], [0, 0], [1.0, 0.5], "relu", False, wide, ""),
         "no bias": ([x], [w.t()], [], [], [0], [1.0], "sigmoid", False, wide, ""),
         "gelu": ([x], [w.t()], [], [], [0], [1.0], "gelu", False, wide, ""),

@@ -104,7 +104,9 @@ CASES = {
     "decode row, two adapters": replace(DECODE, rows=1, config=ROW, groups=(0, 0), ranks=(16, 20)),
     "decode row float32": replace(DECODE, rows=1, config=ROW, dtypes=(HALF, WHOLE), inner=83, columns=(50,)),
     "decode row, one column a program": replace(DECODE, rows=1, config=replace(ROW, block_n=1)),
-    "decode, the first result in float32": replace(DECODE, columns=(48, 16), groups=(0, 1), ranks=(16, 8), wide="0"),
+    "decode, the first result in float32": replace(
+        DECODE, columns=(48, 16), groups=(0, 1), ranks=(16, 8), wide="0"
+    ),
     "decode row, the second result in float32": replace(
         DECODE, rows=1, config=ROW, columns=(48, 16), groups=(0, 1), ranks=(16, 8), wide="1"
     ),

@@ -17,6 +17,7 @@ pytest.importorskip("peft")
 import peft
 import transformers
 
+from inductor_fusions import tables
 from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
 from tests.block_mm.support import Run, check, run
 
@@ -39,13 +40,13 @@ class Adapted(nn.Module):
         name: of the model.
         targets: names of the linears that get one.
         whole: whether the adapters are float32, as PEFT has them by default.
-        options: further ones of `LoraConfig`.
+        options: further ones of `LoraConfig`; and `num_key_value_heads` of a Llama.
     """
 
     def __init__(self, name: str, targets: Any = "all-linear", whole: bool = True, **options: Any) -> None:
         super().__init__()
         values: dict[str, Any] = {**SIZES, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-        values |= {"num_key_value_heads": 2} if name == "Llama" else {}
+        values |= {"num_key_value_heads": options.pop("num_key_value_heads", 2)} if name == "Llama" else {}
         values = {"T5": T5, "GPT2": GPT2, "ViT": {**SIZES, **VIT}}.get(name, values)
         if name == "GPT2":
             values = {**values, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
@@ -95,6 +96,32 @@ def test_llama_decoding() -> None:
     seen = check(Adapted("Llama"), (ids("Llama", 2),), budget=3.0)
     assert ops(seen) == {"pair of 3": 2, "pair of 1": 4, "pair of 2": 2}
     assert not seen.products() and not seen.reasons("lora")
+
+
+def test_decoding_of_many_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the residual stream is: no linear is refused for the memory of the sums in it."""
+    monkeypatch.setitem(SIZES, "num_hidden_layers", 16)
+    seen = run(Adapted("Llama"), (ids("Llama", 1)[:1],))
+    assert ops(seen) == {"pair of 3": 16, "pair of 1": 32, "pair of 2": 16}
+    assert not seen.products() and not seen.reasons("lora")
+
+
+def test_decoding_with_the_measured_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of a device has every linear of a layer of Llama 3.2 1B on one token."""
+    monkeypatch.setattr(tables, "device_name", lambda device: "nvidia_h200")
+    llama = {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 1,
+    }
+    for name, size in llama.items():
+        monkeypatch.setitem(SIZES, name, size)
+    model = Adapted("Llama", r=16, num_key_value_heads=8)
+    seen = run(model, (ids("Llama", 1)[:1],), policy="profitable")
+    assert ops(seen) == {"pair of 3": 1, "pair of 1": 2, "pair of 2": 1}
+    assert not seen.reasons("lora")
+    assert all("measured" in site.kernel for site in seen.sites if site.fusion == "lora")
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["float32", "bfloat16"])

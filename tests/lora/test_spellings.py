@@ -108,6 +108,20 @@ def test_few_rows(fn: Callable[..., Any]) -> None:
     assert targets(seen, LORA_LINEAR)[0].args[8] is True
 
 
+@pytest.mark.parametrize("rows", [3, 96])
+def test_results_of_two_dtypes(rows: int) -> None:
+    """One is not rounded, as where Inductor takes out a cast that another one follows."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any, v: Any, c: Any, d: Any) -> Any:
+        gate = F.linear(x, w) + F.linear(F.linear(x.to(a.dtype), a), b)
+        return F.silu(gate), peft_in_float32(x, v, c, d)
+
+    args = (*operands(dtype=WHOLE, rows=rows), *operands(dtype=WHOLE)[1:])
+    seen = check(fn, args, budget=2.0)
+    assert [y.dtype for y in seen.outputs] == [WHOLE, torch.bfloat16]
+    assert seen.fused("lora") == 1 and not seen.products()
+
+
 def test_weights_that_are_computed_are_waited_for() -> None:
     """The kernel that reads a weight may not start before the one that makes it."""
     args = operands(rows=3)

@@ -101,14 +101,15 @@ def composite(
     wide: str = "",
 ) -> list[Tensor]:
     """The same by the operations of torch."""
-    outputs = []
+    outputs, kinds = [], dtypes(len(activations), dtype, wide)
     offsets = dict(zip(bias_groups, bias, strict=True))
     for group, activation in enumerate(activations):
         total: Tensor | None = None
         for left, right, owner, scale in zip(a, b, groups, scales, strict=True):
             if owner != group:
                 continue
-            product = left @ right
+            kind = torch.promote_types(kinds[group], left.dtype)
+            product = left.to(kind) @ right.to(kind)  # a float32 result has nothing rounded in it
             product = product if scale == 1 else product * scale
             total = product if total is None else total + product
         assert total is not None
@@ -119,9 +120,7 @@ def composite(
         outputs.append(total)
     if gated:
         outputs = [outputs[0] * outputs[1]]
-    return [
-        y.to(kind).contiguous() for y, kind in zip(outputs, dtypes(len(outputs), dtype, wide), strict=True)
-    ]
+    return [y.to(kind).contiguous() for y, kind in zip(outputs, kinds, strict=False)]
 
 
 def dtypes(count: int, dtype: torch.dtype, wide: str) -> list[torch.dtype]:

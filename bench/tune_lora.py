@@ -113,6 +113,8 @@ def grid() -> list[Row]:
         for inner, outer in LLAMA_1B:
             rows += [Row("forward", m, inner, outer, 16, adapters) for m in (1, 4, 16, 4096)]
             rows.append(Row("backward", 4096, inner, outer, 16, adapters))
+        # Behind a dropout of its own each of gate and up stands alone.
+        rows.append(Row("forward", 4096, 2048, (8192,), 16, adapters))
         for outer_width in (4096, 14336):
             rows += [Row("forward", m, 4096, (outer_width,), 16, adapters) for m in (1, 4, 16)]
         for width in (512, 2048, 8192):

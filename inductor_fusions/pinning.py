@@ -2,11 +2,11 @@
 
 Inductor writes what leads to a captured tensor into the body of the kernel, element by element. Where that
 reads a buffer whose strides are not settled yet (a cumulative sum, a matrix product, whatever has several
-readers), it raises "convert FlexibleLayout to FixedLayout first". An `as_strided` with the strides that a value
-has anyway settles them. Such a value is in memory without it as well, so nothing is copied.
+readers), it raises "convert FlexibleLayout to FixedLayout first". An `as_strided` with the strides that a
+value has anyway settles them. Such a value is in memory without it as well, so nothing is copied.
 
-This is no fusion: it belongs to the calls that the attention fusion has written, forward and backward, and has
-to hold for each of them.
+This is no fusion: it belongs to the calls that the attention fusion has written, forward and backward, and
+has to hold for each of them.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ __all__ = [
     "get_hook",
     "inductor",
     "install_config_module",
+    "is_dense",
     "known_true",
     "passes_only",
     "rename",
@@ -332,6 +333,11 @@ def unbatched(tensor: torch.Tensor) -> torch.Tensor:
     while torch._C._functorch.is_batchedtensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a fake value lie in memory once each, without gaps; adds no guard."""
+    return bool(torch._prims_common.is_non_overlapping_and_dense_or_false(tensor))
 
 
 def is_wrapper(tensor: Any) -> bool:

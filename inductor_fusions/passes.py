@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from . import _inductor, config, containment, reporting, smoke, tables, watching
+from . import _inductor, config, containment, pinning, reporting, smoke, tables, watching
 from ._inductor import CustomGraphPass, is_body_of_dynamo, trace_artifact
 from .fusion import Candidate, Fusion, LeftToStock, Rejected
 from .sites import Report, Site
@@ -70,6 +70,8 @@ class FusionPass(CustomGraphPass):
                 sites += apply(fusion, graph, len(sites))
                 # A graph that was broken is replaced by the copy from before.
                 graph = owner.graph if isinstance(owner, fx.GraphModule) else graph
+        if self.stage == "post_grad":
+            _pin(graph)
         if watcher is not None:
             watcher.ends(self.stage, graph, sites)
         if self.stage == "post_grad":
@@ -177,6 +179,16 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
     if broken and config.strict:
         raise RuntimeError(f"{fusion.name} broke the graph: {broken}")
     return sites
+
+
+def _pin(graph: fx.Graph) -> None:
+    try:
+        pinning.pin(graph)
+    except Exception as error:
+        if config.strict:
+            raise
+        log.warning("what flex attention captures is left as it is: %r", error)
+        log.info("traceback", exc_info=True)
 
 
 def _undo(fusion: Fusion, sites: list[Site], broken: str) -> None:

@@ -150,3 +150,22 @@ def test_no_buffer_of_pairs(case: Case, dynamic: bool) -> None:
         for shape in module.shapes:
             symbols = [size for size in shape if size.isidentifier()]
             assert len(set(symbols)) == len(symbols), shape
+
+
+@cases(CASES)
+def test_inference_is_lowered(case: Case) -> None:
+    """Compiled for a GPU without a backward, where what leads to a mask or a bias is in the same graph.
+
+    Of two layers: the second reads what the first has put into memory.
+    """
+    pytest.importorskip("triton")
+    from bench import cuda_codegen
+
+    attention = of_projections(case.fn)
+
+    def layers(q: Any, k: Any, v: Any, data: Any) -> Any:
+        return attention(attention(q, k, v, data), k, v, data)
+
+    with flex_everywhere("flex"), config.patch(strict=True):
+        code = cuda_codegen.generate(layers, inputs(2, 640, dtype=torch.float16))
+    assert len([name for name in code.forward.launches if "flex_attention" in name]) == 2

@@ -222,11 +222,11 @@ def emit(
     mask_mod, mask_captured = mask.finish(seen, "mask_mod")
     lengths = (build.number(problem.q.shape[2]), build.number(problem.k.shape[2]))
     block_mask = _as_tuple(build, problem, lengths, blocks, mask_mod)
-    scale = problem.first_scale
+    scale, options = problem.first_scale, _options(problem, lse, bool(blocks))
     with build.graph.inserting_before(build.before):
         node = build.graph.call_function(
             flex_attention_op(),
-            (q, k, v, score_mod, block_mask, scale, _options(problem, lse), score_captured, mask_captured),
+            (q, k, v, score_mod, block_mask, scale, options, score_captured, mask_captured),
         )
         out = build.graph.call_function(operator.getitem, (node, 0))
         stats = build.graph.call_function(operator.getitem, (node, 1)) if lse else None
@@ -302,11 +302,17 @@ def _as_tuple(
     return flex_block_mask(lengths, (one, zero), NONE, columns, NONE, None, mask_mod)
 
 
-def _options(problem: Problem, lse: bool) -> dict[str, Any]:
+def _options(problem: Problem, lse: bool, blocked: bool) -> dict[str, Any]:
     """Options of the kernel, as `torch.nn.attention.flex_attention` sets them."""
     structure = problem.structure
+    # The template for few queries takes those of all heads that share keys as one tile, and has no choice
+    # where that is larger than a block of the mask.
+    q_len, groups = problem.q.shape[2], problem.q.shape[1] // problem.k.shape[1]
+    one_head = known_true(groups == 1)
+    fits = not blocked or one_head or known_true(q_len >= BLOCK) or known_true(q_len * groups <= BLOCK)
     return {
         **_tiles(problem),
+        **({} if fits else {"FORCE_USE_FLEX_ATTENTION": True}),
         "PRESCALE_QK": False,
         # Not only the row: its part in each block that is read must hold a key.
         "ROWS_GUARANTEED_SAFE": structure is None or structure.visible is True,

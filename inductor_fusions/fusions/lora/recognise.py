@@ -403,7 +403,8 @@ def gradients(graph: fx.Graph, downs: set[fx.Node]) -> list[Narrow]:
     found = []
     alone = {node for node in graph.nodes if _only_for_weights(node)}
     downs = {node for node in downs if product(node) is not None} | alone
-    ranks = {value(node).shape[1] for node in downs}
+    # A symbolic size has no hash.
+    ranks = [rank for rank in (value(node).shape[1] for node in downs) if isinstance(rank, int)]
     lefts = {source(down.args[0]).base for down in downs}  # type: ignore[arg-type]
     for node in graph.nodes:
         p = product(node)
@@ -415,9 +416,13 @@ def gradients(graph: fx.Graph, downs: set[fx.Node]) -> list[Narrow]:
                 found.append(Narrow(node, p.a, p.b, False))
         elif p.a.target in _PERMUTES and _plain(p.a.args[0]) in downs:
             found.append(Narrow(node, p.b, p.a, True))
-        elif p.a.target in _PERMUTES and value(p.b).shape[1] in ranks and source(p.a).base in lefts:
+        elif p.a.target in _PERMUTES and _is_one_of(value(p.b).shape[1], ranks) and source(p.a).base in lefts:
             found.append(Narrow(node, p.a, p.b, False))
     return found
+
+
+def _is_one_of(size: Any, ranks: list[int]) -> bool:
+    return isinstance(size, int) and size in ranks
 
 
 def _only_for_weights(node: fx.Node) -> bool:

@@ -1,0 +1,138 @@
+"""What flex attention captures is put into memory where Inductor cannot lower it otherwise.
+
+Inductor writes what leads to a captured tensor into the body of the kernel, element by element. Where that
+reads a buffer whose strides are not settled yet (a cumulative sum, a matrix product, whatever has several
+readers), it raises "convert FlexibleLayout to FixedLayout first". An `as_strided` with the strides that a
+value has anyway settles them. Such a value is in memory without it as well, so nothing is copied.
+
+This is no fusion: it belongs to the calls that the attention fusion has written, forward and backward, and
+has to hold for each of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import _inductor, reporting
+from ._inductor import hint
+
+aten = torch.ops.aten
+
+#: Positions of the captured tensors, of score_mod and mask_mod, in the calls.
+_FORWARD, _BACKWARD = (7, 8), (12, 13)
+#: A captured value that so many scores share is computed once, not once for each score.
+REUSE = 8
+
+#: What is read at an index, in the body of a kernel, beside operations on single elements.
+_INLINED = frozenset(
+    {
+        aten.clone.default, aten.constant_pad_nd.default, aten.embedding.default, aten.gather.default,
+        aten.index.Tensor, torch.ops.prims.convert_element_type.default,
+    }
+)  # fmt: skip
+
+
+def pin(graph: fx.Graph) -> int:
+    """Settle the strides of what leads to captured tensors.
+
+    Args:
+        graph: of aten operations, changed in place.
+
+    Returns:
+        How many values were settled.
+    """
+    positions = {_inductor.flex_attention_op(): _FORWARD, _inductor.flex_backward_op(): _BACKWARD}
+    settled: dict[fx.Node, fx.Node] = {}
+    for call in list(graph.nodes):
+        if call.op != "call_function" or reporting.TAG not in call.meta.get("custom", {}):
+            continue
+        for position in positions.get(call.target, ()):
+            q, k = (_value(node) for node in call.args[:2])
+            scores = hint(q.shape[0] * q.shape[1]) * hint(q.shape[2]) * hint(k.shape[2])
+            for captured in call.args[position] if len(call.args) > position else ():
+                if isinstance(captured, fx.Node) and _value(captured) is not None:
+                    _settle(graph, call, captured, scores, settled)
+    return len(settled)
+
+
+def _settle(
+    graph: fx.Graph, first: fx.Node, captured: fx.Node, scores: int, settled: dict[fx.Node, fx.Node]
+) -> None:
+    """Settle what one captured tensor is computed from, as far as it is written into the kernel."""
+    waiting, seen = [(first, captured)], {first}
+    while waiting:
+        user, node = waiting.pop()
+        if node in settled:
+            user.replace_input_with(node, settled[node])
+            continue
+        if node.op != "call_function" or not _tensors(node) or _is_settled(node):
+            continue  # an input, or a value that is made of nothing, such as an arange
+        if not _is_view(node) and (
+            not _is_inlined(node) or len(node.users) > 1 or hint(_value(node).numel()) * REUSE <= scores
+        ):
+            settled[node] = _as_strided(graph, node)
+            user.replace_input_with(node, settled[node])
+        elif node not in seen:
+            seen.add(node)
+            waiting += [(node, each) for each in _tensors(node)]
+
+
+def _value(node: Any) -> Any:
+    found = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    return [each for each in node.all_input_nodes if _value(each) is not None]
+
+
+def _is_settled(node: fx.Node) -> bool:
+    return node.target is aten.as_strided.default
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is aten.reshape.default:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(each.alias_info is not None for each in schema.returns)
+
+
+def _is_inlined(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _INLINED
+
+
+def _as_strided(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The same value, which has to be in memory with the strides that it has."""
+    value = _value(node)
+    mode = _inductor.fake_mode_of(graph)
+    with _inductor.suppress_guards(mode), _inductor.computing_fakes(mode):
+        after = node
+        if not _inductor.is_dense(value):
+            with graph.inserting_after(after):
+                after = graph.call_function(
+                    aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+                )
+            value = after.meta["val"] = value.clone(memory_format=torch.contiguous_format)
+        source, place = after, after
+
+        def number(size: Any, target: Any, dim: int) -> Any:
+            nonlocal place
+            if isinstance(size, int):
+                return size
+            with graph.inserting_after(place):
+                place = graph.call_function(target, (source, dim))
+            place.meta["val"] = size
+            return place
+
+        sizes = [number(size, aten.sym_size.int, dim) for dim, size in enumerate(value.shape)]
+        strides = [number(step, aten.sym_stride.int, dim) for dim, step in enumerate(value.stride())]
+        with graph.inserting_after(place):
+            found = graph.call_function(aten.as_strided.default, (source, sizes, strides))
+        found.meta["val"] = value.as_strided(value.shape, value.stride())
+    for each in (source, found):
+        if each is not node and "stack_trace" in node.meta:
+            each.meta["stack_trace"] = node.meta["stack_trace"]
+    return found

@@ -51,8 +51,8 @@ from bench.common import (
     relative_error,
 )
 from bench.pool import FileLock
-from inductor_fusions import tables
 from bench.tune_projections import CHECKED_ROWS, MOST_SETS, PAST_L2, is_fatal, plain_gain, set_up
+from inductor_fusions import tables
 
 #: Factor of every adapter: lora_alpha / r.
 SCALE = 2.0
@@ -674,10 +674,8 @@ def sections(rows: Sequence[Json]) -> dict[str, list[Json]]:
         if "block" in row:
             block = dict(row["block"])
             chosen = block.pop("config")
-            found["block_mm"].append(
-                {**block, "tokens": tokens, "gain": ratio, "config": chosen if ratio >= tables.MARGIN else None,
-                 "capability": row["capability"]}
-            )  # fmt: skip
+            block |= {"tokens": tokens, "gain": ratio, "capability": row["capability"]}
+            found["block_mm"].append({**block, "config": chosen if ratio >= tables.MARGIN else None})
     return found
 
 

@@ -8,18 +8,21 @@ import pytest
 import torch
 
 from inductor_fusions import config
+from inductor_fusions.fusions.lora.op import NARROW_MM
 from tests.block_mm.support import Linears, check, rand, run
 
 
 def test_adapter() -> None:
-    """x W + s (x A) B: the second product is in the same operation, with its scale."""
+    """x W + s (x A) B: the second product is in the same operation, its scale in what it reads."""
 
     def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
         return x @ w + 0.25 * ((x @ a) @ b)
 
     seen = check(fn, (rand(2, 16, 64), rand(64, 128), rand(64, 16), rand(16, 128)), train=True, budget=2.0)
     (call,) = [c for c in seen.calls(0) if list(c.args[4]) == [0, 0]]
-    assert sorted(call.args[5]) == [0.25, 1.0]
+    assert list(call.args[5]) == [1.0, 1.0]
+    (down,) = [node for node in call.graph.nodes if node.target is NARROW_MM and any(node.args[3])]
+    assert list(down.args[3]) == [0.25]
 
 
 def test_three_terms_and_a_residual() -> None:

@@ -95,8 +95,8 @@ def inputs(dtype: torch.dtype = torch.bfloat16, grad: bool = False, length: int 
 
 @pytest.mark.parametrize(
     ("train", "dynamic"),
-    [(False, False), (False, True), (True, False)],
-    ids=["inference-numbers", "inference-symbols", "training-numbers"],
+    [(False, False), (False, True), (True, False), (True, True)],
+    ids=["inference-numbers", "inference-symbols", "training-numbers", "training-symbols"],
 )
 @cases(CASES)
 def test_compiles_for_a_gpu(case: Any, train: bool, dynamic: bool) -> None:

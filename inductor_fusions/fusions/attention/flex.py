@@ -19,6 +19,7 @@ from torch import fx
 from ... import tables
 from ..._inductor import flex_attention_op, flex_block_mask, flex_on_cpu, hint, known_true, max_autotune
 from ...fusion import Rejected
+from . import torch_ops
 from .builder import Builder
 from .masks import Bool
 from .operands import Operand
@@ -363,4 +364,22 @@ def takes(problem: Problem) -> str:
         return f"flex attention does not take {problem.dtype}"
     if not isinstance(problem.first_scale, (int, float)):
         return "flex attention takes a scale that is a number"
+    if problem.train and _learns(problem) and not _is_static(problem):
+        return "Inductor does not lower flex attention's gradient of a bias where sizes are symbolic"
     return ""
+
+
+def _learns(problem: Problem) -> bool:
+    """Whether a tensor that the kernel reads beside q, k and v takes a gradient."""
+    read = [operand for _, operand in problem.terms]
+    read += [operand for _, biases, _ in problem.stages for _, operand in biases]
+    read += [operand for _, _, operand in problem.stages if operand is not None]
+    tensors = [torch_ops.tensor(operand.node) for operand in read]
+    if problem.attn_mask is not None:
+        tensors.append(torch_ops.tensor(problem.attn_mask))
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
+def _is_static(problem: Problem) -> bool:
+    sizes = (*problem.q.shape, *problem.k.shape, *problem.v.shape)
+    return all(isinstance(size, int) for size in sizes)

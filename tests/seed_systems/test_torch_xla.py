@@ -37,7 +37,7 @@ def heads(length: int, dim: int = 16) -> torch.Tensor:
 OPERATIONS: dict[str, Callable[[], tuple[tuple[Any, ...], int]]] = {
     "block_mm": lambda: (
         ([leaf(5, 8)] * 2, [leaf(8, 6), leaf(8, 6)], [], [], [0, 1], [1.0, 0.5], "silu,", True,
-         torch.float32), 2,
+         torch.float32, ""), 2,
     ),
     "dot_interaction": lambda: ((leaf(5, 7, 8), leaf(5, 6), False, False, []), 2),
     "dot_interaction_gradient": lambda: (
@@ -48,7 +48,7 @@ OPERATIONS: dict[str, Callable[[], tuple[tuple[Any, ...], int]]] = {
         (torch.randn(5, 8), [torch.randn(8, 6)], [torch.randn(6)], [0], [torch.randn(8, 3)],
          [torch.randn(3, 6)], [0], [0.5], False, torch.float32), 0,
     ),
-    "lora_narrow_mm": lambda: ((leaf(5, 8), [leaf(8, 3), leaf(8, 2)], [0.5, 2.0], [False] * 2, False), 2),
+    "lora_narrow_mm": lambda: ((leaf(5, 8), [leaf(8, 3), leaf(8, 2)], [0.5, 2.0], [0.0] * 2, False), 2),
     "outer_product_linear": lambda: ((leaf(5, 4), leaf(5, 3), leaf(6, 12)), 3),
     "outer_product_linear_factors": lambda: (
         (torch.randn(5, 6), torch.randn(5, 4), torch.randn(5, 3), torch.randn(6, 12)), 0,

@@ -50,7 +50,7 @@ def test_gloo(tmp_path: Path) -> None:
     assert torchrun("gloo", tmp_path) == dict.fromkeys(ENGINES, "")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 def test_times_are_taken(tmp_path: Path) -> None:
     found = torchrun("gloo", tmp_path, "--times")

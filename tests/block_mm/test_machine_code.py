@@ -92,7 +92,7 @@ def test_default_in_float32(tokens: int, arch: int) -> None:
     assert found.fits and found.uses_mma, found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "chosen"),
     [

@@ -66,7 +66,7 @@ def test_narrow(name: str, arch: int) -> None:
     assert found.fits and found.uses_mma, found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["r16", "qkv", "bf16", "gradient"])
 def test_narrow_candidates(name: str) -> None:
     """What tuning tries on Hopper does not spill."""
@@ -121,7 +121,7 @@ def test_few_rows(name: str, arch: int) -> None:
     assert ("griddepcontrol.wait" in up.ptx) == (arch >= 90)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["one row", "qkv"])
 def test_candidates_for_few_rows(name: str) -> None:
     """What tuning tries on Hopper does not spill."""

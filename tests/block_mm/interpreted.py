@@ -35,6 +35,7 @@ class Case:
         columns: N of each group.
         config: the kernel.
         far: whether no two weights are near enough for one bulk copy.
+        same: whether all weights are one matrix in memory, as different tensors.
         turned: whether weights lie in memory in the opposite order.
         wide: the outputs that are float32, as in the operation.
         layout: of the operands: "nt" (as linears have them), "nn", "tn" (as gradients of weights) or "tt".
@@ -56,6 +57,7 @@ class Case:
     dynamic: bool = False
     far: bool = False
     turned: bool = False
+    same: bool = False
     wide: str = ""
 
 
@@ -84,6 +86,7 @@ for name, kernel in (("tiled", TILED), ("persistent", PERSISTENT)):
     )
 CASES["persistent gated, weights far apart"] = replace(CASES["persistent gated silu"], far=True)
 CASES["persistent gated, weights in the other order"] = replace(CASES["persistent gated silu"], turned=True)
+CASES["persistent gated, one matrix twice"] = replace(CASES["persistent gated silu"], same=True)
 CASES["persistent gated adapters, weights far apart"] = replace(CASES["persistent gated adapters"], far=True)
 CASES["persistent gated nn"] = replace(CASES["persistent gated silu"], layout="nn")
 CASES["persistent gated bias"] = replace(CASES["persistent gated gelu"], bias="row")
@@ -145,6 +148,8 @@ def operands(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor], list[t
     for n in case.columns:
         a += left
         b += [matrix(k, n, case.layout[1]) for k in case.inner]
+    if case.same:
+        b = [b[0].view_as(right) for right in b]
     if case.turned:
         held = torch.empty(len(b), *reversed(b[0].shape), dtype=case.dtype)
         b = [held[-1 - i].t().copy_(right) for i, right in enumerate(b)]

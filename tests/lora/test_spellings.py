@@ -295,6 +295,15 @@ def test_no_linear_with_an_adapter(fn: Callable[..., Any], reason: str | None) -
         assert any(reason in text for text in seen.reasons("lora")), seen.reasons("lora")
 
 
+def test_float16_whose_factor_overflows() -> None:
+    """What A gives is in the range of float16, twice that is not, and the result is."""
+    x, w, a, b = (torch.full(shape, fill, dtype=torch.float16) for shape, fill in (
+        ((96, 64), 1.0), ((128, 64), 0.25), ((16, 64), 625.0), ((128, 16), 1e-4),
+    ))  # fmt: skip
+    seen = check(linear, (x, w, a, b), budget=2.0)
+    assert seen.fused("lora") == 1 and all(bool(y.isfinite().all()) for y in seen.outputs)
+
+
 def test_float16_base_of_float32_adapters() -> None:
     x, w, a, b = operands(dtype=WHOLE)
     seen = run(peft_in_float32, (x.half(), w.half(), a, b))

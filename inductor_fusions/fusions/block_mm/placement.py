@@ -27,8 +27,8 @@ _KERNELS = frozenset(
     }
 )  # fmt: skip
 
-#: What the peak may grow by, relative to it: less than allocators round up.
-SLACK = 1 / 1024
+#: What the peak may grow by: relative to it, and in bytes, to which CUDA's allocator rounds large blocks up.
+SLACK, ROUNDING = 1 / 1024, 2 * 2**20
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ class Order:
         for node in reads & births.keys():
             others = [at[user] for user in readers(node) if user not in members]
             later[node] = max([position, *others])
-        if self._peak(after, later) > self._peak(births, deaths) * (1 + SLACK):
+        peak = self._peak(births, deaths)
+        if self._peak(after, later) > peak + min(peak * SLACK, ROUNDING):
             raise Rejected("all results at once would need more memory than one after the other")
 
     def _births(self) -> dict[fx.Node, int]:

@@ -358,11 +358,12 @@ class Adapted(Candidate):
         """The factor of the further form of a down-projection, or 0 where the block GEMM reads it as it is.
 
         A float32 one is read in halves. Elsewhere the factor of the adapter is the reason: with it the
-        up-projection is one more step of the loop of the base product.
+        up-projection is one more step of the loop of the base product. float16 has too few exponents for it:
+        the product with the factor may overflow where the result does not.
         """
         same = value(down.b).dtype == base
         once = sum(a.down.node is down.node for x in self.group for a in x.adapters) == 1
-        if read != base or (same and (scale == 1 or not once)):
+        if read != base or (same and (scale == 1 or not once or base == torch.float16)):
             return 0.0
         return scale if once else 1.0
 

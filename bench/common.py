@@ -9,6 +9,7 @@ import shlex
 import statistics
 import sys
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -274,6 +275,25 @@ def interleave(
         for name in names[shift:] + names[:shift]:
             samples[name].append(_block(calls[name], counts[name], device, hosts[name]))
     return {name: summarize(values) for name, values in samples.items()}
+
+
+def apart(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`function` behind code of its own, which is called `name`.
+
+    Dynamo keeps what it compiled by code object, so two variants with the same code would be one.
+    """
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    code = call.__code__.replace(co_name=name)
+    return types.FunctionType(code, call.__globals__, name, None, call.__closure__)
+
+
+def compiled_only() -> AbstractContextManager[None]:
+    """Inside, a call that would have to be compiled raises: what is timed was compiled before."""
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("fail_on_recompile")
+    return stance
 
 
 def peak_bytes(call: Call, device: str) -> int | None:

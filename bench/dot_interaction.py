@@ -15,13 +15,10 @@ searched before, for each shape.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import itertools
 import json
-import re
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,32 +28,16 @@ from unittest import mock
 import torch
 from torch import nn
 
-import inductor_fusions
-from bench import device_table
+from bench import device_table, modules, tuning
 from bench.common import (
-    Budget,
     Json,
-    Progress,
-    Results,
-    environment,
-    error_limit,
-    fresh_cache,
     interleave,
-    one_line,
-    peak_bytes,
-    relative_error,
 )
-from bench.outer_product import mlp
-from inductor_fusions import config
+from bench.modules import gain, mlp
 from inductor_fusions.fusions import dot_interaction
 
 #: Samples of a thread block, and its warps.
 TILES = tuple(itertools.product((1, 2, 4), (1, 2, 4)))
-VARIANTS: dict[str, Json] = {
-    "stock": {},
-    "max_autotune": {"mode": "max-autotune-no-cudagraphs"},
-    "fused": {},
-}
 
 
 class Interaction(nn.Module):
@@ -193,72 +174,21 @@ def as_measured(tiles: list[int], device: str) -> Iterator[None]:
 def measure(row: Row, device: str, quick: bool) -> Json:
     """One row of the results."""
     model, inputs = make(row, device)
-    leaves = [t.requires_grad_(row.train) for t in inputs if t.is_floating_point()]
     with torch.no_grad():
-        cotangent = torch.randn_like(model(*inputs))
-    wanted = [*leaves, *model.parameters()]
-
-    def step(
-        fn: Callable[..., Any], args: Sequence[Any] = inputs, to: Any = cotangent, of: Any = wanted
-    ) -> list[torch.Tensor]:
-        with torch.set_grad_enabled(row.train):
-            out = fn(*args)
-        return [out.detach(), *torch.autograd.grad(out, of, to)] if row.train else [out]
-
+        cotangent = torch.randn_like(model(*inputs)) if row.train else None
     tiles = search(row, device)
-    calls: dict[str, Callable[[], list[torch.Tensor]]] = {}
-    compile_s, sites = {}, 0
-    for name, options in VARIANTS.items():
-        if quick and name == "max_autotune":  # minutes on a CPU
-            continue
-        torch._dynamo.reset()
-        inductor_fusions.clear()
-        start = time.perf_counter()
-        settings = {"policy": "profitable"} if name == "fused" else {"enabled": False}
-        with config.patch(**settings), fresh_cache(), as_measured(tiles, device):
-            compiled = torch.compile(copy.copy(model), **options)
-            step(compiled)
-        compile_s[name] = round(time.perf_counter() - start, 2)
-        sites = inductor_fusions.report().count("fused", "dot_interaction")
-        calls[name] = lambda compiled=compiled: step(compiled)
+    args = [t.double() if t.is_floating_point() else t for t in inputs]
+    for t in (*inputs, *args):
+        t.requires_grad_(row.train and t.is_floating_point())
     wide = copy.deepcopy(model).double()
-    args = [t.detach().double().requires_grad_(row.train) if t.is_floating_point() else t for t in inputs]
-    exact = step(
-        wide, args, cotangent.double(), [*(t for t in args if t.is_floating_point()), *wide.parameters()]
+    exact = modules.step(wide, args, wide, None if cotangent is None else cotangent.double())
+    found = modules.measure(
+        model, inputs, cotangent, exact, "dot_interaction", device, quick, lambda: as_measured(tiles, device)
     )
-    error = {
-        name: max(relative_error(x, z) for x, z in zip(call(), exact, strict=True))
-        for name, call in calls.items()
-    }
-    del exact, wide, args
-    rounds, block = (3, 0.001) if quick else (9, 0.03)
-    times = {"times_us": interleave(calls, device, rounds, block)}
-    if device == "cuda":
-        times["device_us"] = interleave(calls, device, rounds, block, run_ahead=True)
     return {
         "key": row.key, "kind": row.kind, "samples": row.samples, "train": row.train, "width": row.width,
-        "features": row.features, "dense": True, "dtype": "bfloat16", "fused": sites, "tiles": tiles,
-        **{
-            clock: {name: round(1e6 * t.median, 2) for name, t in found.items()}
-            for clock, found in times.items()
-        },
-        "spread": {name: round(t.spread, 4) for name, t in times["times_us"].items()},
-        "peak_bytes": {name: peak_bytes(call, device) for name, call in calls.items()},
-        "error": error, "correct": error["fused"] <= error_limit(error["stock"], torch.bfloat16),
-        "compile_s": compile_s,
+        "features": row.features, "dense": True, "dtype": "bfloat16", "tiles": tiles, **found,
     }  # fmt: skip
-
-
-def gain(row: Json) -> float:
-    """The time of stock's best over that fused, the worse one of both clocks; 0 where it is wrong."""
-    if not row["correct"] or not row["fused"]:
-        return 0.0
-    ratios = [
-        min(times[name] for name in times if name != "fused") / times["fused"]
-        for times in (row["times_us"], row.get("device_us"))
-        if times
-    ]
-    return round(min(ratios), 3)
 
 
 def table(path: Path, rows: list[Json]) -> None:
@@ -275,45 +205,19 @@ def table(path: Path, rows: list[Json]) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.dot_interaction", description=__doc__.split("\n\n")[0]
-    )
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--out", type=Path, required=True, help="JSON file; rows that it has are skipped")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
-    parser.add_argument("--only", type=re.compile, help="only rows whose name matches this expression")
-    parser.add_argument("--budget", type=float, help="seconds after which no row is started")
-    parser.add_argument("--quick", action="store_true", help="small sizes and few blocks, to try the script")
-    parser.add_argument("--table", help="write configs/devices/TABLE.json from the file and stop")
-    options = parser.parse_args()
-    if options.table:
-        rows = json.loads(options.out.read_text())["rows"]
-        table(Path("configs/devices") / f"{options.table}.json", rows)
+    options = tuning.parser("bench.dot_interaction", __doc__, parallel=False, table=True).parse_args()
+    if tuning.wrote_table(options, table):
         return
-    budget = Budget(options.budget)
-    results = Results(
-        options.out, environment(options.device, "bench.dot_interaction"), key=lambda r: r["key"]
+    tuning.one_by_one(
+        "bench.dot_interaction",
+        options,
+        grid(options.quick),
+        lambda row: measure(row, options.device, options.quick),
+        lambda found: (
+            f"{found['times_us']}, {gain(found)}x, correct {found['correct']}, fused {found['fused']}, "
+            f"tiles {found['tiles']}"
+        ),
     )
-    wanted = [row for row in grid(options.quick) if not options.only or options.only.search(row.key)]
-    todo = [row for row in wanted if row.key not in results]
-    slowest = 5.0
-    with Progress(len(todo)) as progress:
-        for row in todo:
-            if budget.left < 1.5 * slowest:
-                break
-            start = time.monotonic()
-            try:
-                found = measure(row, options.device, options.quick)
-            except torch.OutOfMemoryError as error:
-                progress.step(f"{row.key}: {one_line(error)}")
-                continue
-            finally:
-                slowest = max(slowest, time.monotonic() - start)
-            results.append(found)
-            progress.step(
-                f"{row.key}: {found['times_us']}, {gain(found)}x, correct {found['correct']}, "
-                f"fused {found['fused']}, tiles {found['tiles']}"
-            )
 
 
 if __name__ == "__main__":

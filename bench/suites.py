@@ -25,7 +25,6 @@ import re
 import statistics
 import subprocess
 import time
-import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +40,7 @@ from bench.common import (
     DTYPES,
     Json,
     Timing,
+    apart,
     environment,
     error_limit,
     fresh_cache,
@@ -198,23 +198,13 @@ def peak_rates(device: str, dtypes: Sequence[str]) -> Json:
 # Operations and blocks ---------------------------------------------------------------------------------
 
 
-def _own(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`function` behind code of its own: Dynamo keeps what it compiled by code object."""
-
-    def call(*args: torch.Tensor) -> Any:
-        return function(*args)
-
-    code = call.__code__.replace(co_name=name)
-    return types.FunctionType(code, call.__globals__, name, None, call.__closure__)
-
-
 def _compile(function: Callable[..., Any], variant: str) -> Callable[..., Any]:
     from torch._inductor import config, list_mode_options
 
     marker = models.MARKERS.get(variant)
     # Equal options would share compiled code; those of max-autotune are others anyway.
     options = {marker: getattr(config, marker)} if marker else list_mode_options("max-autotune-no-cudagraphs")
-    compiled: Callable[..., Any] = torch.compile(_own(function, variant), dynamic=False, options=options)
+    compiled: Callable[..., Any] = torch.compile(apart(function, variant), dynamic=False, options=options)
     return compiled
 
 

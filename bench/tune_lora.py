@@ -44,6 +44,7 @@ from bench import device_table, tuning
 from bench.common import (
     DTYPES,
     Json,
+    apart,
     error_limit,
     interleave,
     one_line,
@@ -240,14 +241,11 @@ Run = Callable[[Operands], Tensors]
 
 def compiled(row: Row, fn: Callable[..., Tensors], operands: Operands, **options: Any) -> Run:
     """A function under `torch.compile`, compiled for `operands`; with its backward, for a step."""
-    import types
 
     def call(x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors:
         return fn(row, x, w, a, b)
 
-    # Dynamo keeps what it compiled by code object.
-    code = call.__code__.replace(co_name=f"candidate_{next(_numbers)}")
-    own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+    own = apart(call, f"candidate_{next(_numbers)}")
     compiled_call = torch.compile(own, dynamic=False, **options)
 
     def run(one: Operands) -> Tensors:
@@ -729,15 +727,11 @@ def print_summary(rows: Sequence[Json]) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = tuning.parser("bench.tune_lora", __doc__)
+    parser = tuning.parser("bench.tune_lora", __doc__, table=True)
     parser.add_argument("--no-autotune", action="store_true", help="leave stock's max-autotune out")
-    parser.add_argument("--table", help="write configs/devices/TABLE.json from the file and stop")
     options = parser.parse_args()
     device: str = options.device
-    if options.table:
-        measured = json.loads(options.out.read_text())["rows"]
-        write_table(Path("configs/devices") / f"{options.table}.json", measured)
-        print(f"{len(measured)} rows in configs/devices/{options.table}.json")
+    if tuning.wrote_table(options, write_table):
         return
     rows = tuning.select(grid(), options)
     settings = {"quick": options.quick, "max_autotune": not options.no_autotune}

@@ -32,7 +32,6 @@ import gc
 import itertools
 import json
 import time
-import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -46,6 +45,7 @@ from bench import device_table, tuning
 from bench.common import (
     DTYPES,
     Json,
+    apart,
     error_limit,
     interleave,
     is_fatal,
@@ -223,8 +223,7 @@ def compiled(row: Row, fn: Callable[..., Tensors], operands: Operands, **options
     def call(a: Tensors, b: Tensors) -> Tensors:
         return fn(row, a, b)
 
-    code = call.__code__.replace(co_name=f"candidate_{next(_numbers)}")
-    own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+    own = apart(call, f"candidate_{next(_numbers)}")
     run = torch.compile(own, dynamic=False, **options)
     run(operands.a, operands.b)
     return lambda one: run(one.a, one.b)  # type: ignore[no-any-return]
@@ -509,15 +508,11 @@ def print_summary(rows: Sequence[Json]) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = tuning.parser("bench.tune_projections", __doc__)
+    parser = tuning.parser("bench.tune_projections", __doc__, table=True)
     parser.add_argument("--no-autotune", action="store_true", help="leave stock's max-autotune out")
-    parser.add_argument("--table", help="write configs/devices/TABLE.json from the file and stop")
     options = parser.parse_args()
     device: str = options.device
-    if options.table:
-        measured = json.loads(options.out.read_text())["rows"]
-        write_table(Path("configs/devices") / f"{options.table}.json", measured)
-        print(f"{len(measured)} rows in configs/devices/{options.table}.json")
+    if tuning.wrote_table(options, write_table):
         return
     rows = tuning.select(grid(), options)
     settings = {"quick": options.quick, "max_autotune": not options.no_autotune}

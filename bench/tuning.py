@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from bench.common import Budget, Json, Progress, Results, environment
+from bench.common import Budget, Json, Progress, Results, environment, is_fatal, one_line
 from bench.pool import Worker, run_tasks
 
 DIED = "the process died"
@@ -30,12 +32,16 @@ class Row(Protocol):
 R = TypeVar("R", bound=Row)
 
 
-def parser(module: str, doc: str | None) -> argparse.ArgumentParser:
+def parser(
+    module: str, doc: str | None, *, parallel: bool = True, table: bool = False
+) -> argparse.ArgumentParser:
     """The options that every tuner has; one adds its own.
 
     Args:
         module: "bench.tune_attention".
         doc: its docstring, of which the first paragraph is shown.
+        parallel: whether processes compile side by side.
+        table: whether it writes tables itself: `wrote_table`.
     """
     found = argparse.ArgumentParser(prog=f"python -m {module}", description=(doc or "").split("\n\n")[0])
     cuda = torch.cuda.is_available()
@@ -43,11 +49,30 @@ def parser(module: str, doc: str | None) -> argparse.ArgumentParser:
     found.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
     found.add_argument("--only", type=re.compile, help="only rows whose name matches this expression")
     found.add_argument("--budget", type=float, help="seconds after which no row is started")
-    found.add_argument("--jobs", type=int, help="compiling processes; 1 works in this process")
+    if parallel:
+        found.add_argument("--jobs", type=int, help="compiling processes; 1 works in this process")
     found.add_argument("--quick", action="store_true", help="short blocks, to try the script")
     found.add_argument("--again", action="store_true", help="measure and replace rows that the file has too")
     found.add_argument("--list", action="store_true", help="name the rows and stop")
+    if table:
+        found.add_argument("--table", help="write configs/devices/TABLE.json from the file and stop")
     return found
+
+
+def wrote_table(options: argparse.Namespace, write: Callable[[Path, list[Json]], None]) -> bool:
+    """With --table, write what the file has into the table of a device, and say so.
+
+    Args:
+        options: as `parser` reads them.
+        write: called with the path of the table and the rows of the file.
+    """
+    if not options.table:
+        return False
+    measured = json.loads(options.out.read_text())["rows"]
+    path = Path("configs/devices") / f"{options.table}.json"
+    write(path, measured)
+    print(f"{len(measured)} rows in {path}")
+    return True
 
 
 def select(rows: Sequence[R], options: argparse.Namespace) -> list[R]:
@@ -75,6 +100,7 @@ def measure(
     describe: Callable[[Json], str],
     jobs: int,
     seconds: float,
+    header: Json | None = None,
 ) -> tuple[Results, list[str]]:
     """Measure rows, each as soon as there is a process for it, and keep every one that is done.
 
@@ -89,12 +115,14 @@ def measure(
         describe: a result in a few words.
         jobs: processes; 1 works in this one.
         seconds: what a row takes, until one has taken longer.
+        header: what the header of the file has besides.
 
     Returns:
         The results, and the names of the rows that failed.
     """
     budget = Budget(options.budget)
-    results = Results(options.out, environment(options.device, module), key=lambda row: str(row["key"]))
+    head = {**environment(options.device, module), **(header or {})}
+    results = Results(options.out, head, key=lambda row: str(row["key"]))
     todo = [[row for row in group if options.again or row.key not in results] for group in groups]
     todo = [group for group in todo if group]
     total = sum(map(len, todo))
@@ -125,6 +153,37 @@ def measure(
     print(f"{len(results.rows)} rows in {options.out}, {left} left, {len(failed)} failed")
     print(f"{budget.elapsed:.0f} s")
     return results, failed
+
+
+def one_by_one(
+    module: str,
+    options: argparse.Namespace,
+    rows: Sequence[R],
+    measure_row: Callable[[R], Json],
+    describe: Callable[[Json], str],
+    header: Json | None = None,
+) -> None:
+    """Measure rows in this process, and leave with exit status 1 where some failed.
+
+    Args:
+        module, options, describe, header: as in `measure`.
+        rows: of the grid, all of them.
+        measure_row: the result of a row.
+    """
+
+    def work(row: R, lock: Path) -> tuple[Json, bool]:
+        started = time.monotonic()
+        try:
+            found = measure_row(row)
+        except Exception as error:
+            return {"failed": one_line(error)}, not is_fatal(error)
+        seconds = time.monotonic() - started - found.get("compile_s", 0.0)
+        return {**found, "measure_s": round(seconds, 2)}, True
+
+    groups = [[row] for row in select(rows, options)]
+    first = lambda group: group[0]  # noqa: E731
+    _, failed = measure(module, options, groups, work, first, describe, 1, 5.0, header)
+    end(failed)
 
 
 def _rows(answer: Any, group: Sequence[Any]) -> list[Json]:

@@ -19,14 +19,10 @@ Hidden layers are four times as wide; gelu is the one with tanh, which the libra
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
-import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,13 +30,12 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from bench import tuning
 from bench.common import (
     DTYPES,
-    Budget,
     Json,
-    Progress,
-    Results,
-    environment,
+    apart,
+    compiled_only,
     error_limit,
     fresh_cache,
     interleave,
@@ -213,25 +208,25 @@ def with_epilogue(part: str, operands: list[torch.Tensor]) -> Callable[[], torch
 
 
 def variants(row: Row, operands: list[torch.Tensor], device: str, quick: bool) -> tuple[Json, Json, Json]:
-    """What is timed, by name; what failed, and why; the tile of the kernel of ours."""
+    """What is timed, by name; what was skipped, and why; the tile of the kernel of ours."""
     fn = up if row.part == "up" else mlp
     names = ["stock", "triton" if row.part == "up" else "max_autotune"]
     if quick:  # autotuning takes minutes on a CPU
         names = names[:1]
     calls: Json = {}
-    failed: Json = {}
+    skipped: Json = {}
     extra: Json = {}
+    torch._dynamo.reset()
     for name in names:
-        torch._dynamo.reset()
         try:
             with config.patch(enabled=False), fresh_cache():
-                compiled = torch.compile(fn, dynamic=False, **COMPILED[name])
+                compiled = torch.compile(apart(fn, name), dynamic=False, **COMPILED[name])
                 compiled(*operands)
             calls[name] = lambda compiled=compiled: compiled(*operands)
         except Exception as error:
             if is_fatal(error):
                 raise
-            failed[name] = one_line(error)
+            skipped[name] = one_line(error)
     if device == "cuda":  # that of a CPU is another gelu
         calls["epilogue"] = with_epilogue(row.part, operands)
     if row.part == "up":
@@ -244,8 +239,8 @@ def variants(row: Row, operands: list[torch.Tensor], device: str, quick: bool) -
         except RuntimeError as error:
             if is_fatal(error):
                 raise
-            failed["whole"] = one_line(error)
-    return calls, failed, extra
+            skipped["whole"] = one_line(error)
+    return calls, skipped, extra
 
 
 def measure(row: Row, device: str, dtype: str, peak: Json, quick: bool) -> Json:
@@ -259,14 +254,15 @@ def measure(row: Row, device: str, dtype: str, peak: Json, quick: bool) -> Json:
         for shape, scale in zip(shapes, scales, strict=True)
     ]
     with torch.no_grad():
-        calls, failed, extra = variants(row, operands, device, quick)
+        calls, skipped, extra = variants(row, operands, device, quick)
         exact = (up if row.part == "up" else mlp)(*(t.double() for t in operands))
-        error = {name: relative_error(call(), exact) for name, call in calls.items() if name != "bare"}
-        del exact
-        rounds, block = (3, 0.001) if quick else (7, 0.02)
-        times = {"times_us": interleave(calls, device, rounds, block)}
-        if device == "cuda":
-            times["device_us"] = interleave(calls, device, rounds, block, run_ahead=True)
+        with compiled_only():
+            error = {name: relative_error(call(), exact) for name, call in calls.items() if name != "bare"}
+            del exact
+            rounds, block = (3, 0.001) if quick else (7, 0.02)
+            times = {"times_us": interleave(calls, device, rounds, block)}
+            if device == "cuda":
+                times["device_us"] = interleave(calls, device, rounds, block, run_ahead=True)
     done = work(row, operands[0].element_size())
     limit = error_limit(error.get("stock"), DTYPES[dtype])
     return {
@@ -277,45 +273,27 @@ def measure(row: Row, device: str, dtype: str, peak: Json, quick: bool) -> Json:
         },
         "spread": {name: round(t.spread, 4) for name, t in times["times_us"].items()},
         **done, "roofline_us": roofline(done, peak, dtype), "error": error,
-        "wrong": [name for name, value in error.items() if not value <= limit], "failed": failed, **extra,
+        "wrong": [name for name, value in error.items() if not value <= limit], "skipped": skipped, **extra,
     }  # fmt: skip
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.whole_mlp", description=__doc__.split("\n\n")[0])
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--out", type=Path, required=True, help="JSON file; rows that it has are skipped")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
-    parser.add_argument("--only", type=re.compile, help="only rows whose name matches this expression")
-    parser.add_argument("--budget", type=float, help="seconds after which no row is started")
-    parser.add_argument("--quick", action="store_true", help="small sizes and few blocks, to try the script")
-    options = parser.parse_args()
-    budget = Budget(options.budget)
+    options = tuning.parser("bench.whole_mlp", __doc__, parallel=False).parse_args()
     # The interpreter has no bfloat16.
     dtype = "bfloat16" if options.device == "cuda" else "float32"
-    results = Results(options.out, environment(options.device, "bench.whole_mlp"), key=lambda r: r["key"])
-    results.data["peak"] = peak = peak_rates(options.device, [dtype])
-    wanted = [row for row in grid(options.quick) if not options.only or options.only.search(row.key)]
-    todo = [row for row in wanted if row.key not in results]
-    slowest = 5.0
-    with Progress(len(todo)) as progress:
-        for row in todo:
-            if budget.left < 1.5 * slowest:
-                break
-            start = time.monotonic()
-            try:
-                found = measure(row, options.device, dtype, peak, options.quick)
-            except torch.OutOfMemoryError as error:
-                progress.step(f"{row.key}: {one_line(error)}")
-                continue
-            finally:
-                slowest = max(slowest, time.monotonic() - start)
-            results.append(found)
-            progress.step(
-                f"{row.key}: {found.get('device_us') or found['times_us']}, wrong {found['wrong']}, "
-                f"failed {found['failed']}"
-            )
+    peak = {} if options.list else peak_rates(options.device, [dtype])
+    tuning.one_by_one(
+        "bench.whole_mlp",
+        options,
+        grid(options.quick),
+        lambda row: measure(row, options.device, dtype, peak, options.quick),
+        lambda found: (
+            f"{found.get('device_us') or found['times_us']}, "
+            f"wrong {found['wrong']}, skipped {found['skipped']}"
+        ),
+        header={"peak": peak},
+    )
 
 
 if __name__ == "__main__":

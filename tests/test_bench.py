@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from bench import cases, compare, suites
+from bench import cases, common, compare, suites
 from inductor_fusions import cli
 from inductor_fusions.cli import benching
 
@@ -314,3 +316,27 @@ def test_plots(tmp_path: Path) -> None:
     # What there is no data for is left out.
     few = plots.draw(results(row("a")), tmp_path / "few")
     assert {path.stem for path in few} == {"speedup"}
+
+
+def test_variants_do_not_share_compiled_code() -> None:
+    """The same function twice is compiled twice; what is timed is not compiled again."""
+    torch._dynamo.reset()
+    seen: list[int] = []
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    def same(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        seen.append(0)
+        return gm.forward
+
+    calls = [torch.compile(common.apart(double, name), backend=same) for name in ("stock", "fused")]
+    for call in calls:
+        call(torch.ones(3))
+    assert seen == [0, 0]
+    with common.compiled_only():
+        for call in calls:
+            assert call(torch.ones(3)).sum() == 6
+        torch._dynamo.reset()
+        with pytest.raises(RuntimeError, match="compile"):
+            calls[0](torch.ones(3))

@@ -147,3 +147,35 @@ def test_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     given.jobs = 3
     assert tuning.processes(given, most=2) == 3
+
+
+def test_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that raise are named at the end, with exit status 1, and the others are kept."""
+    path = tmp_path / "x.json"
+
+    def measure_row(row: Row) -> dict[str, Any]:
+        if row.name == "b":
+            raise ValueError("no tile fits")
+        return {"key": row.key, "time": row.size}
+
+    with pytest.raises(SystemExit) as ended:
+        tuning.one_by_one(
+            "bench.tune_x", options(path), ROWS, measure_row, lambda r: f"{r['time']} us", {"peak": 7}
+        )
+    assert ended.value.code == 1
+    said = capsys.readouterr()
+    assert "no tile fits" in said.out + said.err
+    found = json.loads(path.read_text())
+    assert [row["key"] for row in found["rows"]] == ["a s1", "c s2"] and found["peak"] == 7
+
+
+def test_wrote_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --table nothing is written; with it, the rows of the file are."""
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"rows": [{"key": "a s1"}]}))
+    given: list[Any] = []
+    parser = tuning.parser("bench.tune_x", "Words.", table=True)
+    write = lambda *what: given.append(what)  # noqa: E731
+    assert not tuning.wrote_table(parser.parse_args(["--out", str(path)]), write) and not given
+    assert tuning.wrote_table(parser.parse_args(["--out", str(path), "--table", "a_device"]), write)
+    assert given == [(Path("configs/devices/a_device.json"), [{"key": "a s1"}])]

@@ -128,3 +128,12 @@ def test_toggle() -> None:
     with config.patch(gated_mlp=False):
         seen = check(GatedMLP(F.silu).bfloat16(), (rand(2, 16, 64),))
     assert seen.fused("gated_mlp") == 0 and seen.fused("qkv") == 1
+
+
+def test_rows_that_inductor_pads() -> None:
+    def fn(x: Any, w: Any, v: Any) -> Any:
+        gate, up = ((F.pad(x, (0, 0, 0, 3)) @ each.t())[:-3] for each in (w, v))
+        return F.silu(gate) * up
+
+    seen = check(fn, (rand(37, 64), rand(128, 64), rand(128, 64)))
+    assert seen.fused("gated_mlp") == 1 and seen.products() == 0

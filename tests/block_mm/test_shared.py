@@ -247,3 +247,61 @@ def test_weight_updated_in_place_is_seen() -> None:
         model.parts[0].weight.mul_(2)
     second = check(model, (x,)).outputs
     assert not torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+def padded(x: Any, w: Any, bias: Any = None, value: float = 0.0) -> Any:
+    """As Inductor pads the rows of a product that is aligned badly, where that is faster (pad_mm.py)."""
+    rows = 8 - x.shape[0] % 8
+    wide = F.pad(x, (0, 0, 0, rows), value=value)
+    return (wide @ w.t() if bias is None else torch.addmm(bias, wide, w.t()))[:-rows]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_that_inductor_pads(bias: bool) -> None:
+    """Each product pads the input by itself; what is fused reads it as it was."""
+
+    def fn(x: Any, w: Any, v: Any, b: Any) -> Any:
+        return padded(x, w, b if bias else None), padded(x, v)
+
+    x = rand(37, 64)
+    seen = check(fn, (x, rand(32, 64), rand(16, 64), rand(32)))
+    (call,) = seen.calls()
+    assert seen.products() == 0 and seen.fused("qkv") == 1 and not seen.reasons("qkv")
+    assert all(list(node.meta["val"].shape) == [37, 64] for node in call.args[0])
+
+
+def test_padding_that_is_read_elsewhere() -> None:
+    """The product of the padded rows stays for its other reader, and is right in both places."""
+
+    def fn(x: Any, w: Any, v: Any) -> Any:
+        wide = F.pad(x, (0, 0, 0, 3)) @ w.t()
+        return wide[:-3], wide.float().sum(0), padded(x, v)
+
+    check(fn, (rand(37, 64), rand(32, 64), rand(16, 64)))
+
+
+@pytest.mark.parametrize("name", ["in front", "ones", "fewer rows", "columns"])
+def test_slices_that_are_no_padding(name: str) -> None:
+    def fn(x: Any, w: Any, v: Any) -> Any:
+        if name == "in front":
+            first = (F.pad(x, (0, 0, 3, 0)) @ w.t())[:-3]
+        elif name == "ones":
+            first = (F.pad(x, (0, 0, 0, 3), value=1.0) @ w.t())[:-3]
+        elif name == "fewer rows":
+            first = (F.pad(x, (0, 0, 0, 3)) @ w.t())[:-4]
+        else:
+            first = (F.pad(x, (0, 0, 0, 3)) @ w.t())[:, :-8]
+        return first, padded(x, v)
+
+    seen = check(fn, (rand(37, 64), rand(32, 64), rand(16, 64)))
+    assert not seen.calls()
+
+
+def test_equal_padding_of_columns() -> None:
+    """The input is padded once for each product, in the same way: one value."""
+
+    def fn(x: Any, w: Any, v: Any) -> Any:
+        return F.pad(x, (0, 4)) @ w.t(), F.pad(x, (0, 4)) @ v.t(), F.pad(x, (4, 0)) @ v.t()
+
+    (call,) = check(fn, (rand(32, 60), rand(32, 64), rand(16, 64))).calls()
+    assert len(call.args[0]) == 2

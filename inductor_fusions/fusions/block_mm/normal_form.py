@@ -63,9 +63,16 @@ def value(node: fx.Node) -> torch.Tensor:
 
 
 def product(node: Any) -> Product | None:
-    """Read an mm or an addmm."""
+    """Read an mm or an addmm.
+
+    Where it pays on the device, Inductor pads the rows of a product to a multiple of 8, and slices the result
+    (torch/_inductor/fx_passes/pad_mm.py). Both together are the product of what is padded.
+    """
     if not isinstance(node, fx.Node) or tensor(node) is None:
         return None
+    inner = _of_padded_rows(node)
+    if inner is not None:
+        return _without_padding(node, inner)
     if node.target is aten.mm.default and len(node.args) == 2 and not node.kwargs:
         a, b = _nodes(node)
         return Product(node, a, b)
@@ -82,13 +89,48 @@ def product(node: Any) -> Product | None:
     return Product(node, a, b, bias, float(scale))
 
 
+def _of_padded_rows(node: fx.Node) -> fx.Node | None:
+    """The product of which a node has the first rows."""
+    if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.kwargs or node.args[1:3] != (0, 0):
+        return None
+    inner = node.args[0]
+    is_product = isinstance(inner, fx.Node) and inner.target in (aten.mm.default, aten.addmm.default)
+    return inner if is_product else None  # type: ignore[return-value]
+
+
+def _without_padding(node: fx.Node, inner: fx.Node) -> Product | None:
+    padded = product(inner)
+    a = _unpadded(padded.a) if padded is not None else None
+    if padded is None or a is None or not _same(value(a).shape[0], value(node).shape[0]):
+        return None
+    bias = padded.bias
+    if bias is not None and value(bias).dim() == 2:
+        bias = _unpadded(bias)
+        if bias is None or not _same(value(bias).shape[0], value(a).shape[0]):
+            return None
+    return Product(node, a, padded.b, bias, padded.scale)
+
+
+def _unpadded(node: fx.Node) -> fx.Node | None:
+    """The matrix that has got rows of zeros behind its own."""
+    if node.target is not aten.constant_pad_nd.default or node.kwargs or value(node).dim() != 2:
+        return None
+    source, pads, *fill = node.args
+    if not isinstance(source, fx.Node) or fill not in ([], [0], [0.0]) or not isinstance(pads, (list, tuple)):
+        return None
+    return source if len(pads) == 4 and list(pads[:3]) == [0, 0, 0] else None
+
+
 def _nodes(node: fx.Node) -> list[fx.Node]:
     return [argument for argument in node.args if isinstance(argument, fx.Node)]
 
 
 def products(graph: fx.Graph) -> list[Product]:
     """Every product of a graph, in its order."""
-    return [found for node in graph.nodes if (found := product(node)) is not None]
+    found = [read for node in graph.nodes if (read := product(node)) is not None]
+    sliced = {p.node for p in found if p.node.target is aten.slice.Tensor}
+    # With its padding it is not looked at once more, unless somebody else reads it.
+    return [p for p in found if p.node in sliced or not p.node.users or not sliced.issuperset(p.node.users)]
 
 
 def _same(first: Any, second: Any) -> bool:
@@ -106,7 +148,7 @@ def identity(node: fx.Node) -> tuple[Any, ...]:
     """A key that two nodes have in common where they hold the same matrix.
 
     Reshapes fall away, since they keep the elements in their order; what is left is a source, the casts
-    it went through, and the shape.
+    it went through, and the shape. Padding that is the same is equal: Inductor pads each product by itself.
     """
     casts: list[torch.dtype] = []
     shape = tuple(str(size) for size in value(node).shape)
@@ -121,6 +163,9 @@ def identity(node: fx.Node) -> tuple[Any, ...]:
     if base.op == "call_function" and base.target in (aten.permute.default, aten.t.default):
         dims = tuple(base.args[1]) if len(base.args) > 1 else (1, 0)
         return ("permute", dims, identity(base.args[0]), tuple(casts), shape)
+    if base.op == "call_function" and base.target is aten.constant_pad_nd.default and not base.kwargs:
+        pads = tuple(str(rest) for rest in base.args[1:])
+        return ("pad", pads, identity(base.args[0]), tuple(casts), shape)
     return (base, tuple(casts), shape)
 
 

@@ -114,12 +114,13 @@ class Order:
         members = [p.node for p in products]
         made = list(members if outputs is None else outputs)
         births = self._births()
-        after = {node: birth for node, birth in births.items() if node not in set(members) - set(made)}
+        inner = {through(node, VIEWS) for node in members} | set(
+            members
+        )  # with their padding, where they have it
+        after = {node: birth for node, birth in births.items() if node not in inner - set(made)}
         after.update(dict.fromkeys(made, position))
         reads = {through(x, VIEWS) for p in products for x in (p.a, p.b, p.bias) if x is not None}
-        for node in [
-            n for n in after if n not in reads and set(readers(n)) and set(readers(n)) <= set(members)
-        ]:
+        for node in [n for n in after if n not in reads and set(readers(n)) and set(readers(n)) <= inner]:
             del after[node]  # another spelling of an operand
         deaths = {node: self._death(node, births) for node in {*births, *after, *reads}}
         for node in [n for n in made if n not in births]:

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,14 +155,27 @@ def roofline(done: Json, peak: Json, dtype: str) -> dict[str, float]:
 
 def whole(row: Row, operands: list[torch.Tensor], tile: tuple[int, int, int, int]) -> torch.Tensor:
     """The MLP in one kernel."""
-    x = operands[0]
-    out = torch.empty_like(x)
-    block_t, block_h, warps, stages = tile
-    mlp_kernel[(math.ceil(row.tokens / block_t),)](
-        *operands, out, row.tokens, row.hidden, WIDTH=row.width, BLOCK_T=block_t, BLOCK_H=block_h,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    out = torch.empty_like(operands[0])
+    mlp_kernel[(math.ceil(row.tokens / tile[0]),)](*operands, out, **_settings(row, tile))
     return out
+
+
+def _settings(row: Row, tile: tuple[int, int, int, int]) -> Json:
+    block_t, block_h, warps, stages = tile
+    return {
+        "tokens": row.tokens, "hidden": row.hidden, "WIDTH": row.width, "BLOCK_T": block_t, "BLOCK_H": block_h,
+        "num_warps": warps, "num_stages": stages,
+    }  # fmt: skip
+
+
+def compile_all(row: Row, operands: list[torch.Tensor], tiles: Sequence[tuple[int, int, int, int]]) -> None:
+    """Compile the kernel with each tile, side by side: wide ones take many seconds."""
+
+    def compile_one(tile: tuple[int, int, int, int]) -> None:
+        mlp_kernel.warmup(*operands, operands[0], **_settings(row, tile), grid=(1,))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(compile_one, tiles))
 
 
 def fastest(row: Row, operands: list[torch.Tensor], device: str) -> tuple[int, int, int, int]:
@@ -171,10 +185,11 @@ def fastest(row: Row, operands: list[torch.Tensor], device: str) -> tuple[int, i
         RuntimeError: none fits.
     """
     calls: dict[Any, Callable[[], object]] = {}
-    for tile in TILES if device == "cuda" else TILES[:1]:
-        # The sums alone would take more registers than a thread has to spare.
-        if tile[0] * row.width > MOST_SUMS * 32 * tile[2]:
-            continue
+    # With larger ones the sums alone would take more registers than a thread has to spare.
+    tiles = [tile for tile in TILES if tile[0] * row.width <= MOST_SUMS * 32 * tile[2]]
+    if device == "cuda":
+        compile_all(row, operands, tiles)
+    for tile in tiles if device == "cuda" else tiles[:1]:
         try:
             whole(row, operands, tile)
         except triton.runtime.errors.OutOfResources:

@@ -167,7 +167,7 @@ def as_measured(tiles: list[int], device: str) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(dot_interaction, "measured", lambda t, site: ("", tiles)))
         if device == "cpu":  # where the operation is what torch makes of it, to try the script
-            stack.enter_context(mock.patch.object(dot_interaction, "check_device", lambda t: None))
+            stack.enter_context(mock.patch.object(dot_interaction, "check_kernel", lambda t: None))
         yield
 
 

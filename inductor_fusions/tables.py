@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -26,6 +26,8 @@ SCHEMA = 1
 REACH = 3.0
 #: A kernel must be measured this much faster than what stock emits.
 MARGIN = 1.03
+#: How many times more or fewer rows (or samples) than a measured number are covered by it, in `nearest`.
+COVERED = 2.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,11 @@ def device_name(device: torch.device) -> str:
     if device.type != "cuda":
         return device.type
     return _slug(torch.cuda.get_device_name(device))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as tables and reports have it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _slug(text: str) -> str:
@@ -178,7 +185,7 @@ def attention(
     table = load(name)
     if table is None:
         return Verdict(None, f"no measurements for the device {name}")
-    precision = str(dtype).removeprefix("torch.")
+    precision = dtype_name(dtype)
     wanted = (batch_heads, q_len, kv_len, head_dim)
     near: list[tuple[float, dict[str, Any]]] = []
     for row in table["attention"]:
@@ -209,6 +216,35 @@ def attention(
     return Verdict(best, note=f"{by}, {gain:.2f}x measured", measured=True)
 
 
+def nearest(
+    section: str, device: torch.device, wanted: Mapping[str, Any], along: str, size: int
+) -> tuple[Verdict, dict[str, Any]]:
+    """Whether a shape is measured to be faster, and the row that is measured nearest to it, or {}.
+
+    Args:
+        section: of the table, also the name of the kernel; its rows have one `gain`.
+        device: where it runs.
+        wanted: what a row must have, by the names of its columns.
+        along: the column of the size that may differ, by `COVERED` times.
+        size: how large it is.
+    """
+    name = device_name(device)
+    near = [
+        row
+        for row in (load(name) or {}).get(section, [])
+        if all(row[column] == value for column, value in wanted.items())
+        and 1 / COVERED <= size / row[along] <= COVERED
+    ]
+    if not near:
+        return Verdict(None, f"not measured on {name} for this shape"), {}
+    # Both neighbours must agree: what pays for more rows may not pay for fewer.
+    gain = min(row["gain"] for row in near)
+    row = min(near, key=lambda row: abs(row[along] - size))
+    if gain < MARGIN:
+        return Verdict(None, "not measured to be faster for this shape", measured=True), row
+    return Verdict(section, note=f", {gain:.2f}x measured", measured=True), row
+
+
 def flex_options(
     *, device: torch.device, dtype: torch.dtype, mask: str, batch_heads: int, q_len: int, kv_len: int,
     head_dim: int,
@@ -225,7 +261,7 @@ def flex_options(
     table = load(device_name(device))
     if table is None:
         return {}
-    precision = str(dtype).removeprefix("torch.")
+    precision = dtype_name(dtype)
     wanted = (batch_heads, q_len, kv_len, head_dim)
     near: list[tuple[bool, float, bool, dict[str, int]]] = []
     for row in table["attention"]:
@@ -250,7 +286,7 @@ def flex_backward(
         visible: the share of the scores that the mask leaves, between 0 and 1.
     """
     table = load(device_name(device))
-    precision = str(dtype).removeprefix("torch.")
+    precision = dtype_name(dtype)
     wanted = (batch_heads, q_len, kv_len, head_dim)
     near: list[tuple[float, int]] = []
     for row in table["attention"] if table is not None else ():

@@ -217,3 +217,24 @@ def test_backward_in_chunks(rows: Callable[..., None]) -> None:
     assert tables.flex_backward(device=device, visible=0.12, **WANTED) == 0
     assert tables.flex_backward(device=device, visible=0.6, **{**WANTED, "q_len": 2**14}) == 0
     assert tables.flex_backward(device=device, visible=0.6, **{**WANTED, "head_dim": 64}) == 0
+
+
+def test_nearest(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one size, whatever else must agree; all rows near it must gain."""
+    monkeypatch.setattr(tables, "device_name", lambda device: NAME)
+    found = [
+        {"dtype": "float16", "rows": rows, "gain": gain}
+        for rows, gain in ((64, 1.5), (256, 2.0), (1024, 1.0))
+    ]
+    (shelf / f"{NAME}.json").write_text(json.dumps({**GOOD, "kernel": found}))
+
+    def nearest(rows: int, dtype: str = "float16", section: str = "kernel") -> tuple[tables.Verdict, Any]:
+        return tables.nearest(section, torch.device("cuda"), {"dtype": dtype}, "rows", rows)
+
+    assert nearest(100) == (tables.Verdict("kernel", note=", 1.50x measured", measured=True), found[0])
+    assert nearest(128) == (tables.Verdict("kernel", note=", 1.50x measured", measured=True), found[0])
+    assert nearest(200) == (tables.Verdict("kernel", note=", 2.00x measured", measured=True), found[1])
+    level = tables.Verdict(None, "not measured to be faster for this shape", measured=True)
+    assert nearest(512) == (level, found[1])
+    unknown = (tables.Verdict(None, f"not measured on {NAME} for this shape"), {})
+    assert nearest(31) == nearest(2049) == nearest(64, "bfloat16") == nearest(64, section="other") == unknown

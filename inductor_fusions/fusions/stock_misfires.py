@@ -37,6 +37,7 @@ from .._inductor import (
     suppress_guards,
 )
 from ..fusion import Candidate, Fusion, Rejected
+from ..operands import tensor
 
 #: How far from a softmax its two products are looked for.
 REACH = 24
@@ -61,12 +62,6 @@ def name_of(node: Any) -> str:
     else:
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return name.strip("_") if name != "__matmul__" else "matmul"
-
-
-def value(node: Any) -> torch.Tensor | None:
-    """The fake tensor of a node, or None."""
-    found = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
-    return found if isinstance(found, torch.Tensor) else None
 
 
 def reaches_product(node: fx.Node, neighbours: Callable[[fx.Node], Sequence[fx.Node]]) -> fx.Node | None:
@@ -105,7 +100,7 @@ class Respelled(Candidate):
         self.anchor, self.source = anchor, source
 
     def guard(self) -> None:
-        if is_batched(value(self.anchor)):
+        if is_batched(tensor(self.anchor)):
             raise Rejected("inside torch.vmap, whose values have a hidden dim")
 
     def replace(self, result: fx.Node) -> None:
@@ -117,7 +112,7 @@ class Respelled(Candidate):
 
     def dtype_option(self) -> dict[str, Any]:
         """`dtype=` where the result has another dtype than the input."""
-        before, after = value(self.source), value(self.anchor)
+        before, after = tensor(self.source), tensor(self.anchor)
         assert before is not None and after is not None
         return {} if before.dtype == after.dtype else {"dtype": after.dtype}
 
@@ -175,7 +170,7 @@ class Alpha(Respelled):
 
     def guard(self) -> None:
         super().guard()
-        if value(self.anchor) is None or len(self.anchor.args) + ("other" in self.anchor.kwargs) != 2:
+        if tensor(self.anchor) is None or len(self.anchor.args) + ("other" in self.anchor.kwargs) != 2:
             raise Rejected("the operands of the addition are not known")
 
     def rewrite(self) -> str:
@@ -183,10 +178,10 @@ class Alpha(Respelled):
         operands: list[Any] = [*node.args, node.kwargs.get("other")]
         first, other = operands[:2]
         alpha: Any = node.kwargs["alpha"]
-        tensor, result = value(other), value(node)
+        added, result = tensor(other), tensor(node)
         assert result is not None
         with node.graph.inserting_before(node):
-            if tensor is not None and tensor.dtype != result.dtype:  # add casts first
+            if added is not None and added.dtype != result.dtype:  # add casts first
                 other = self.call("to", other, result.dtype)
             scaled = self.call(operator.mul, other, alpha) if isinstance(other, fx.Node) else other * alpha
         node.args = (first, scaled)
@@ -235,15 +230,15 @@ def permutation_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]] | None:
     name = name_of(node)
     if name not in {*_PERMUTES, *_ATTRIBUTES} or not node.args or not isinstance(node.args[0], fx.Node):
         return None
-    source, result = node.args[0], value(node)
-    tensor = value(source)
-    if tensor is None or result is None or tensor.dim() != result.dim():
+    source = node.args[0]
+    before, result = tensor(source), tensor(node)
+    if before is None or result is None or before.dim() != result.dim():
         return None
     attribute = str(node.args[1]) if name == "getattr" else _ATTRIBUTES.get(name)
     if name == "getattr" and attribute not in _ATTRIBUTES.values():
         return None
     # Asked of a tensor whose sizes tell its dims apart.
-    probe = torch.empty(tuple(range(2, 2 + tensor.dim())), device="meta")
+    probe = torch.empty(tuple(range(2, 2 + before.dim())), device="meta")
     try:
         turned: Any = getattr(probe, attribute) if attribute is not None else None
         if turned is None:
@@ -273,7 +268,7 @@ def permutations_of(product: fx.Node, index: int) -> Chain | None:
     node = product.args[index]
     while isinstance(node, fx.Node) and permutation_of(node) is None:
         below = node.args[0] if node.args else None
-        before, after = value(below), value(node)
+        before, after = tensor(below), tensor(node)
         if before is None or after is None or before.dim() != after.dim():
             return None
         if name_of(node) not in _TRANSPARENT:
@@ -320,14 +315,14 @@ def divided(softmax: fx.Node, product: fx.Node, ignored: bool) -> Iterator[Candi
             raise (pytorch#191203, before torch 2.15): there it is divisions by tensors alone.
     """
     q = product.args[1 if name_of(product) in ("einsum", "baddbmm") else 0] if product.args else None
-    tensor = value(q)
-    size = tensor.shape[-1] if tensor is not None else None
+    read = tensor(q)
+    size = read.shape[-1] if read is not None else None
     for node in (*between(softmax, product), q):
         if name_of(node) not in ("div", "truediv", "itruediv", "true_divide", "divide"):
             continue
         assert isinstance(node, fx.Node)
         by = node.args[1] if len(node.args) > 1 else node.kwargs.get("other")
-        if isinstance(by, fx.Node) and value(by) is None:
+        if isinstance(by, fx.Node) and tensor(by) is None:
             continue  # a symbolic number, which no pattern has
         if not ignored:
             if isinstance(by, fx.Node):
@@ -394,8 +389,8 @@ def reduction_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...], int] | None:
     if name not in ("softmax", "special_softmax", "sum"):
         return None
     source = node.args[0] if node.args else node.kwargs.get("input")
-    tensor = value(source)
-    if not isinstance(source, fx.Node) or tensor is None or tensor.dim() < 3 or value(node) is None:
+    before = tensor(source)
+    if not isinstance(source, fx.Node) or before is None or before.dim() < 3 or tensor(node) is None:
         return None
     given = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
     if name == "sum":
@@ -405,7 +400,7 @@ def reduction_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...], int] | None:
     dims = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     if not dims or not all(isinstance(dim, int) for dim in dims):
         return None
-    return source, tuple(sorted(dim % tensor.dim() for dim in dims)), tensor.dim()
+    return source, tuple(sorted(dim % before.dim() for dim in dims)), before.dim()
 
 
 def between(node: fx.Node, product: fx.Node) -> list[fx.Node]:

@@ -17,6 +17,7 @@ from torch import fx
 from .. import _inductor
 from .._inductor import hint
 from ..fusion import Candidate, Fusion, LeftToStock
+from ..operands import text
 from .block_mm.normal_form import CASTS, VIEWS, tensor, value
 
 aten = torch.ops.aten
@@ -112,9 +113,8 @@ class StoredIndices(Candidate):
         self.graph, self.anchor, self.readers = graph, source, readers
 
     def describe(self) -> dict[str, str]:
-        found = value(self.anchor)
         return {
-            "index": f"{found.dtype}{list(found.shape)}".removeprefix("torch."),
+            "index": text(value(self.anchor)),
             "read by": f"{len(self.readers)}",
         }
 

@@ -23,7 +23,7 @@ Function = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; the operation has a meaning on every device."""
-    monkeypatch.setattr(dot_interaction, "check_device", lambda t: None)
+    monkeypatch.setattr(dot_interaction, "check_kernel", lambda t: None)
 
 
 def rand(*shape: int) -> torch.Tensor:

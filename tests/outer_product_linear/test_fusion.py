@@ -22,7 +22,7 @@ Function = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; the operation has a meaning on every device."""
-    monkeypatch.setattr(outer_product_linear, "check_device", lambda out: None)
+    monkeypatch.setattr(outer_product_linear, "check_device", lambda out, dtypes: None)
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

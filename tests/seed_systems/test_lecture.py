@@ -43,7 +43,7 @@ def dlrm(rows: int = 10) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 def test_L1_dlrm(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The outer product is made inside of the linear that reads it; gradients of tables and of both MLPs."""
-    monkeypatch.setattr(outer_product_linear, "check_device", lambda out: None)
+    monkeypatch.setattr(outer_product_linear, "check_device", lambda out, dtypes: None)
     model, inputs = dlrm()
     run = check(model, inputs, device, fused=None, backend=QUICK, slack=16.0)
     (site,) = [site for site in run.ours.fused if site.fusion == "outer_product_linear"]
@@ -82,7 +82,7 @@ def test_L1_memory_of_a_training_step() -> None:
 
 def test_L1_dot_products(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The usual interaction: pairs of 27 features behind the dense ones, with gradients of all tables."""
-    monkeypatch.setattr(dot_interaction, "check_device", lambda t: None)
+    monkeypatch.setattr(dot_interaction, "check_kernel", lambda t: None)
     model = dot_products.DLRM(width=4, entries=50, hidden=(16, 8))
     inputs = (torch.rand(10, 13), torch.randint(0, 2**31, (10, 26)))
     run = check(model, inputs, device, fused=None, backend=QUICK, slack=16.0)

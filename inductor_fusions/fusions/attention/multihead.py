@@ -18,6 +18,7 @@ from torch import fx
 from ... import config, tables
 from ..._inductor import is_batched, is_wrapper
 from ...fusion import Candidate, LeftToStock, Rejected
+from ...operands import text
 from . import torch_ops
 from .masks import Interpreter, classify, negation, visibility
 
@@ -47,7 +48,7 @@ class MultiheadForward(Candidate):
 
     def describe(self) -> dict[str, str]:
         found = {name: torch_ops.tensor(self.arguments[name]) for name in ("query", "key")}
-        return {name: f"{str(t.dtype)[6:]}{list(t.shape)}" for name, t in found.items() if t is not None}
+        return {name: text(t) for name, t in found.items() if t is not None}
 
     def guard(self) -> None:
         query, key = (torch_ops.tensor(self.arguments[name]) for name in ("query", "key"))

@@ -19,6 +19,7 @@ from ..._inductor import (
     suppress_guards,
 )
 from ...fusion import Candidate, LeftToStock, Rejected
+from ...operands import text
 from . import emit, kernels, savings, structure, torch_ops
 from .aliasing import Mutations, name_overwritten_values
 from .mask_builder import DROWNED, MaskMemo, check_empty_rows
@@ -320,4 +321,4 @@ def _text(node: Any) -> str:
     tensor = torch_ops.tensor(node)
     if tensor is None:
         return str(node)
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return text(tensor)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ... import config
+from ... import config, operands
 from ..._inductor import known_true, max_autotune
 from ...fusion import LeftToStock, Rejected
+from ...tables import dtype_name
 from .heuristics import Problem, choose, describe, of_operands
 from .normal_form import Product, identity, value
 
@@ -26,11 +27,7 @@ def check_device(node: fx.Node) -> None:
     Raises:
         LeftToStock: it is another one.
     """
-    device = value(node).device
-    if device.type == "cpu":
-        raise LeftToStock("on the CPU, where the library's matrix products are left as they are")
-    if device.type != "cuda" or torch.version.hip is not None:
-        raise LeftToStock(f"there is no kernel for devices of type {device.type}")
+    operands.check_device(value(node))
 
 
 def check_operands(nodes: Sequence[fx.Node]) -> None:
@@ -43,9 +40,9 @@ def check_operands(nodes: Sequence[fx.Node]) -> None:
     for node in nodes:
         found = value(node)
         if found.dtype not in DTYPES:
-            raise Rejected(f"matrices of dtype {_name(found.dtype)}")
+            raise Rejected(f"matrices of dtype {dtype_name(found.dtype)}")
         if found.dtype != first.dtype:
-            raise Rejected(f"matrices of dtypes {_name(first.dtype)} and {_name(found.dtype)}")
+            raise Rejected(f"matrices of dtypes {dtype_name(first.dtype)} and {dtype_name(found.dtype)}")
         if found.device != first.device:
             raise Rejected("matrices on two devices")
     if first.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
@@ -72,14 +69,10 @@ def _check_layout(matrix: torch.Tensor) -> None:
             )
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def text(node: fx.Node) -> str:
     """Dtype and shape, for reports."""
     found = value(node)
-    return f"{_name(found.dtype)}{[int(s) if isinstance(s, int) else str(s) for s in found.shape]}"
+    return f"{dtype_name(found.dtype)}{[int(s) if isinstance(s, int) else str(s) for s in found.shape]}"
 
 
 def check_products(products: Sequence[Product]) -> None:
@@ -95,7 +88,7 @@ def check_products(products: Sequence[Product]) -> None:
         found = value(p.node)
         per_load = ALIGNMENT // found.dtype.itemsize
         if found.dtype not in DTYPES:
-            raise Rejected(f"a product of dtype {_name(found.dtype)}")
+            raise Rejected(f"a product of dtype {dtype_name(found.dtype)}")
         if not known_true(found.shape[1] % per_load == 0):
             raise Rejected(
                 f"{found.shape[1]} columns, which is not a multiple of {per_load}",

@@ -66,7 +66,7 @@ class Problem:
             "m": list(self.rows) if open_inner else None,
             "k": None if open_inner else list(self.inner),
             "layout": list(self.layouts),
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": tables.dtype_name(self.dtype),
         }
 
     @property

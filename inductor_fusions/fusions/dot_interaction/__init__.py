@@ -15,14 +15,12 @@ from torch import fx
 from ... import config, tables
 from ..._inductor import is_batched, is_wrapper
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected
+from ...operands import check_between, check_device, tensor, text
 from . import recognise
 from .op import DOT_INTERACTION, DTYPES, fits
-from .recognise import Site, tensor
+from .recognise import Site
 
 __all__ = ["FUSION"]
-
-#: How many times more or fewer samples than a measured number are covered by it.
-REACH = 2.0
 
 
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
@@ -41,8 +39,8 @@ class DotInteraction(Candidate):
         self.note = ""
 
     def describe(self) -> dict[str, str]:
-        found = {"features": _text(self.site.t)}
-        return found if self.site.dense is None else {**found, "dense": _text(self.site.dense)}
+        found = {"features": text(tensor(self.site.t))}
+        return found if self.site.dense is None else {**found, "dense": text(tensor(self.site.dense))}
 
     def savings(self) -> dict[str, int]:
         t = tensor(self.site.t)
@@ -68,8 +66,8 @@ class DotInteraction(Candidate):
         if not all(isinstance(size, int) for size in t.shape[1:]):
             raise Rejected("the number of features, or their width, is symbolic")
         self.triangle = recognise.triangle(site, int(t.shape[1]))
-        recognise.check_between(site)
-        check_device(t)
+        check_between(site.sources, site.last, "the features and the pairs")
+        check_kernel(t)
         if config.policy == "profitable":
             self.note, self.tiles = measured(t, site)
 
@@ -89,18 +87,13 @@ class DotInteraction(Candidate):
         return f"dot_interaction{self.note}"
 
 
-def check_device(t: torch.Tensor) -> None:
-    """Leave what there is no kernel for to stock.
+def check_kernel(t: torch.Tensor) -> None:
+    """Leave features that there is no kernel for to stock.
 
     Raises:
         LeftToStock: another device than CUDA, another dtype than those of 16 bits, or too many features.
     """
-    if t.device.type == "cpu":
-        raise LeftToStock("on the CPU, where the library's matrix products are left as they are")
-    if t.device.type != "cuda" or torch.version.hip is not None:
-        raise LeftToStock(f"there is no kernel for devices of type {t.device.type}")
-    if t.dtype not in DTYPES:
-        raise LeftToStock(f"there is no kernel for {_name(t.dtype)}", "use bfloat16 or float16")
+    check_device(t, DTYPES)
     if not fits(t.shape[1], t.shape[2]):
         raise LeftToStock("the features of a sample do not fit into a thread block")
 
@@ -114,31 +107,14 @@ def measured(t: torch.Tensor, site: Site) -> tuple[str, list[int]]:
     samples, features, width = t.shape
     if not isinstance(samples, int):
         raise LeftToStock("the number of samples is symbolic")
-    name = tables.device_name(t.device)
-    wanted = (_name(t.dtype), t.requires_grad, features, width, site.dense is not None)
-    near = [
-        row
-        for row in (tables.load(name) or {}).get("dot_interaction", [])
-        if (row["dtype"], row["train"], row["features"], row["width"], row["dense"]) == wanted
-        and 1 / REACH <= samples / row["samples"] <= REACH
-    ]
-    if not near:
-        raise LeftToStock(f"not measured on {name} for this shape")
-    # Both neighbours must agree: what pays for more samples may not pay for fewer.
-    gain = min(row["gain"] for row in near)
-    if gain < tables.MARGIN:
-        raise LeftToStock("not measured to be faster for this shape")
-    nearest = min(near, key=lambda row: abs(row["samples"] - samples))
-    return f", {gain:.2f}x measured", list(nearest["tiles"])
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _text(node: fx.Node) -> str:
-    found = tensor(node)
-    return "" if found is None else f"{_name(found.dtype)}{list(found.shape)}"
+    wanted = {
+        "dtype": tables.dtype_name(t.dtype), "train": t.requires_grad, "features": features, "width": width,
+        "dense": site.dense is not None,
+    }  # fmt: skip
+    verdict, row = tables.nearest("dot_interaction", t.device, wanted, "samples", samples)
+    if verdict.kernel is None:
+        raise LeftToStock(verdict.reason)
+    return verdict.note, list(row["tiles"])
 
 
 FUSION = Fusion(

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ... import _inductor
 
 #: Dtypes that the kernels multiply.
-DTYPES = (torch.float16, torch.bfloat16)
+DTYPES = (torch.bfloat16, torch.float16)
 
 
 def _check(t: Tensor, dense: Tensor | None) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from ...fusion import Rejected
+from ...operands import tensor
 
 _BMM = frozenset({torch.bmm, torch.matmul, operator.matmul, "bmm", "matmul", "__matmul__"})
 _EINSUM = frozenset({torch.einsum, torch.functional.einsum})
@@ -28,10 +29,6 @@ _CAT = frozenset({torch.cat, torch.concat, torch.concatenate})
 _TRIANGLES = {torch.tril_indices: False, torch.triu_indices: True}
 #: What keeps the values of indices.
 _SAME = frozenset({"to", "long", "cuda", "cpu", "contiguous", "clone", "detach"})
-_IN_PLACE = frozenset(
-    {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ior,
-     operator.iand}
-)  # fmt: skip
 _WHOLE = slice(None)
 #: Dense features of more columns are concatenated by others.
 WIDEST_DENSE = 1024
@@ -62,11 +59,10 @@ class Site:
         """The node that is replaced."""
         return self.pairs if self.cat is None else self.cat
 
-
-def tensor(node: Any) -> torch.Tensor | None:
-    """The fake value of a node, where it is a tensor."""
-    found = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return found if isinstance(found, torch.Tensor) else None
+    @property
+    def sources(self) -> set[fx.Node]:
+        """What the pairs are made of: the features, their products, and what the indices are made by."""
+        return {self.products, *self.products.all_input_nodes, *_sources(self.indices)}
 
 
 def sites(graph: fx.Graph) -> Iterator[Site]:
@@ -225,32 +221,6 @@ def _of_triangle(node: fx.Node, which: Any) -> list[int] | None:
     if not diagonal and offset != (1 if upper else -1):
         return None
     return _triangle(row, upper, diagonal)[which]
-
-
-def check_between(site: Site) -> None:
-    """Refuse where something happens between the features and what is replaced.
-
-    That is a write in place, or gradients that are switched on or off; or a transform of torch.func before.
-
-    Raises:
-        Rejected: something is.
-    """
-    index_nodes = set(_sources(site.indices))
-    inside = False
-    for node in site.last.graph.nodes:
-        inside = inside or node in index_nodes or node is site.products or site.products in node.users
-        if node is site.last:
-            return
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        written = (
-            node.op in ("call_function", "call_method") and name.endswith("_") and not name.endswith("__")
-        )
-        if name in ("_grad_increment_nesting", "_jvp_increment_nesting"):
-            raise Rejected("behind torch.func.grad or jvp, which the operation has no rule for")
-        if inside and name == "_set_grad_enabled":
-            raise Rejected("gradients are switched on or off between the features and the pairs")
-        if inside and (written or node.target in _IN_PLACE or "out" in node.kwargs):
-            raise Rejected(f"{node.name} writes in place between the features and the pairs")
 
 
 def _sources(values: Any) -> Iterator[fx.Node]:

@@ -82,13 +82,9 @@ class Shape:
             "inner": self.inner,
             "columns": list(self.columns),
             "ranks": list(self.ranks),
-            "dtype": _name(self.dtype),
-            "adapters": _name(self.adapters),
+            "dtype": tables.dtype_name(self.dtype),
+            "adapters": tables.dtype_name(self.adapters),
         }
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def block_m(rows: int) -> int:

@@ -16,7 +16,8 @@ from torch import fx
 
 from ... import config
 from ..._inductor import fake_mode_of, suppress_guards
-from ...fusion import Candidate, Fusion, LeftToStock
+from ...fusion import Candidate, Fusion
+from ...operands import check_device, tensor, text
 from . import narrow, profit
 from .op import LORA_DOWN
 from .recognise import MOST_RANK
@@ -37,26 +38,21 @@ def _is_linear(node: Any) -> bool:
     return len(node.args) >= 2 and (node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")) is None
 
 
-def _tensor(node: Any) -> torch.Tensor | None:
-    found = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return found if isinstance(found, torch.Tensor) else None
-
-
 def _widened(node: Any) -> fx.Node | None:
     """What a float32 tensor was cast from, if that has 16 bits and is cast alone."""
-    found = _tensor(node)
+    found = tensor(node)
     if found is None or found.dtype != torch.float32 or node.op != "call_method":
         return None
     if node.target not in ("to", "float", "type") or not isinstance(node.args[0], fx.Node):
         return None
-    x = _tensor(node.args[0])
+    x = tensor(node.args[0])
     if x is None or x.dtype != torch.bfloat16 or x.device != found.device or x.dim() < 2:
         return None
     return node.args[0]
 
 
 def _is_adapter(x: fx.Node, a: Any) -> bool:
-    weight, value = _tensor(a), _tensor(x)
+    weight, value = tensor(a), tensor(x)
     if (
         weight is None
         or value is None
@@ -77,15 +73,12 @@ class WidenedInput(Candidate):
         self.kernel = ""
 
     def describe(self) -> dict[str, str]:
-        x, a = _tensor(self.x), _tensor(self.anchor.args[1])
-        assert x is not None and a is not None
-        return {"input": f"{x.dtype} {list(x.shape)}", "adapter": f"{a.dtype} {list(a.shape)}"}
+        return {"input": text(tensor(self.x)), "adapter": text(tensor(self.anchor.args[1]))}
 
     def guard(self) -> None:
-        x, a = _tensor(self.x), _tensor(self.anchor.args[1])
+        x, a = tensor(self.x), tensor(self.anchor.args[1])
         assert x is not None and a is not None
-        if x.device.type != "cuda" or torch.version.hip is not None:
-            raise LeftToStock(f"there is no kernel for devices of type {x.device.type}")
+        check_device(x)
         tokens: Any = 1
         for size in x.shape[:-1]:
             tokens = tokens * size

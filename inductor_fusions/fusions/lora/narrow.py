@@ -94,8 +94,8 @@ def key(shape: Shape) -> dict[str, Any]:
         "width": shape.inner if shape.layout == "n" else shape.rows,
         "ranks": list(shape.ranks),
         "layout": shape.layout,
-        "dtype": _name(shape.dtype),
-        "narrow": _name(shape.narrow),
+        "dtype": tables.dtype_name(shape.dtype),
+        "narrow": tables.dtype_name(shape.narrow),
     }
 
 
@@ -113,10 +113,6 @@ def measured(shape: Shape, device: torch.device) -> Config | None:
     ]
     distance, found = min(near, key=lambda item: item[0], default=(math.inf, None))
     return Config(**found) if found is not None and distance <= 1 else None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def splits_for(rows: int, block_m: int, inner: int | None, block_k: int) -> int:

@@ -42,8 +42,8 @@ class Shape:
             "inner": list(self.inner),
             "outer": list(self.outer),
             "ranks": [list(ranks) for ranks in self.ranks],
-            "dtype": _name(self.dtype),
-            "adapters": _name(self.adapters),
+            "dtype": tables.dtype_name(self.dtype),
+            "adapters": tables.dtype_name(self.adapters),
             "layout": self.layout,
         }
 
@@ -51,7 +51,7 @@ class Shape:
         inner, outer = (" + ".join(map(str, sizes)) for sizes in (self.inner, self.outer))
         ranks = " + ".join(str(r) for ranks in self.ranks for r in ranks)
         tokens = "?" if self.tokens is None else self.tokens
-        names = f"{_name(self.dtype)}, adapters {_name(self.adapters)}"
+        names = f"{tables.dtype_name(self.dtype)}, adapters {tables.dtype_name(self.adapters)}"
         return f"{tokens} x ({inner} -> {outer}), rank {ranks}, {names}"
 
 
@@ -122,7 +122,3 @@ def bracket(rows: Sequence[dict[str, Any]], tokens: int) -> list[dict[str, Any]]
 
 def _text(size: int | None) -> str:
     return "?" if size is None else str(size)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

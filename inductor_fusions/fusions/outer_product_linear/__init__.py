@@ -16,14 +16,12 @@ from torch import fx
 from ... import config, tables
 from ..._inductor import is_batched, is_wrapper
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected
+from ...operands import check_between, check_device, tensor, text
 from . import recognise
 from .op import DTYPES, OUTER_PRODUCT_LINEAR, pairs
-from .recognise import Site, tensor
+from .recognise import Site
 
 __all__ = ["FUSION", "pairs"]
-
-#: How many times more or fewer rows than a measured number are covered by it.
-REACH = 2.0
 
 
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
@@ -40,7 +38,7 @@ class OuterProductLinear(Candidate):
         self.note = ""
 
     def describe(self) -> dict[str, str]:
-        return {name: _text(getattr(self.site, name)) for name in ("u", "v", "w")}
+        return {name: text(tensor(getattr(self.site, name))) for name in ("u", "v", "w")}
 
     def savings(self) -> dict[str, int]:
         u, v = tensor(self.site.u), tensor(self.site.v)
@@ -68,8 +66,8 @@ class OuterProductLinear(Candidate):
             raise Rejected("operands of several dtypes, or under autocast")
         if site.bias is not None and ((bias := tensor(site.bias)) is None or bias.dtype != out.dtype):
             raise Rejected("operands of several dtypes, or under autocast")
-        recognise.check_between(site)
-        check_device(out)
+        check_between(site.chain, site.linear, "the outer product and the linear")
+        check_device(out, DTYPES)
         if config.policy == "profitable":
             self.note = measured(out, operands)
 
@@ -106,20 +104,6 @@ class OuterProductLinear(Candidate):
         return new
 
 
-def check_device(out: torch.Tensor) -> None:
-    """Leave what there is no kernel for to stock.
-
-    Raises:
-        LeftToStock: another device than CUDA, or another dtype than those of 16 bits.
-    """
-    if out.device.type == "cpu":
-        raise LeftToStock("on the CPU, where the library's matrix products are left as they are")
-    if out.device.type != "cuda" or torch.version.hip is not None:
-        raise LeftToStock(f"there is no kernel for devices of type {out.device.type}")
-    if out.dtype not in DTYPES:
-        raise LeftToStock(f"there is no kernel for {_name(out.dtype)}", "use bfloat16 or float16")
-
-
 def measured(out: torch.Tensor, operands: list[Any]) -> str:
     """What the table of the device says of a shape.
 
@@ -131,34 +115,17 @@ def measured(out: torch.Tensor, operands: list[Any]) -> str:
         LeftToStock: it is not measured, or not faster.
     """
     u, v, _ = operands
-    table = tables.load(tables.device_name(out.device)) or {}
     rows, columns = u.shape[0], out.shape[1]
     if not all(isinstance(size, int) for size in (rows, columns, u.shape[1], v.shape[1])):
         raise LeftToStock("the number of rows is symbolic")
-    train = any(t.requires_grad for t in operands)
-    wanted = (_name(out.dtype), train, u.shape[1], v.shape[1], columns)
-    near = [
-        row
-        for row in table.get("outer_product_linear", [])
-        if (row["dtype"], row["train"], row["p"], row["q"], row["columns"]) == wanted
-        and 1 / REACH <= rows / row["rows"] <= REACH
-    ]
-    if not near:
-        raise LeftToStock(f"not measured on {tables.device_name(out.device)} for this shape")
-    # Both neighbours must agree: what pays for more rows may not pay for fewer.
-    gain = min(row["gain"] for row in near)
-    if gain < tables.MARGIN:
-        raise LeftToStock("not measured to be faster for this shape")
-    return f", {gain:.2f}x measured"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _text(node: fx.Node) -> str:
-    found = tensor(node)
-    return "" if found is None else f"{_name(found.dtype)}{list(found.shape)}"
+    wanted = {
+        "dtype": tables.dtype_name(out.dtype), "train": any(t.requires_grad for t in operands),
+        "p": u.shape[1], "q": v.shape[1], "columns": columns,
+    }  # fmt: skip
+    verdict, _ = tables.nearest("outer_product_linear", out.device, wanted, "rows", rows)
+    if verdict.kernel is None:
+        raise LeftToStock(verdict.reason)
+    return verdict.note
 
 
 FUSION = Fusion(

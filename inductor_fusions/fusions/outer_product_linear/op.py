@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 #: Dtypes that the kernels multiply.
-DTYPES = (torch.float16, torch.bfloat16)
+DTYPES = (torch.bfloat16, torch.float16)
 
 
 def _check(u: Tensor, v: Tensor, w: Tensor) -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ..._inductor import known_true
-from ...fusion import Rejected
+from ...operands import tensor
 
 _LINEAR = frozenset({F.linear, torch._C._nn.linear})
 _MATMUL = frozenset({torch.matmul, operator.matmul, torch.mm, "matmul", "mm", "__matmul__"})
@@ -30,10 +30,6 @@ _EINSUM = frozenset({torch.einsum, torch.functional.einsum})
 _VIEWS = frozenset(
     {torch.unsqueeze, torch.reshape, torch.flatten, "unsqueeze", "view", "reshape", "flatten", "contiguous"}
 )
-_IN_PLACE = frozenset(
-    {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ior,
-     operator.iand}
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,12 +51,6 @@ class Site:
     by_rows: bool
     bias: fx.Node | None
     chain: tuple[fx.Node, ...]
-
-
-def tensor(node: Any) -> torch.Tensor | None:
-    """The fake value of a node, where it is a tensor."""
-    found = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return found if isinstance(found, torch.Tensor) else None
 
 
 def sites(graph: fx.Graph) -> Iterator[Site]:
@@ -182,28 +172,3 @@ def _matrix(node: fx.Node, shape: tuple[Any, ...]) -> tuple[fx.Node, list[fx.Nod
 def _adds_dims(index: Any) -> bool:
     parts = index if isinstance(index, tuple) else (index,)
     return all(part is None or part is Ellipsis or part == slice(None) for part in parts)
-
-
-def check_between(site: Site) -> None:
-    """Refuse where something happens between the first view of a factor and the linear.
-
-    That is a write in place, or gradients that are switched on or off; or a transform of torch.func before.
-
-    Raises:
-        Rejected: something is.
-    """
-    inside = False
-    for node in site.linear.graph.nodes:
-        inside = inside or node in site.chain
-        if node is site.linear:
-            return
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        written = (
-            node.op in ("call_function", "call_method") and name.endswith("_") and not name.endswith("__")
-        )
-        if name in ("_grad_increment_nesting", "_jvp_increment_nesting"):
-            raise Rejected("behind torch.func.grad or jvp, which the operation has no rule for")
-        if inside and name == "_set_grad_enabled":
-            raise Rejected("gradients are switched on or off between the outer product and the linear")
-        if inside and (written or node.target in _IN_PLACE or "out" in node.kwargs):
-            raise Rejected(f"{node.name} writes in place between the outer product and the linear")

@@ -1,0 +1,118 @@
+"""What fusions ask of the tensors that they read."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from inductor_fusions import operands
+from inductor_fusions.fusion import LeftToStock, Rejected
+from inductor_fusions.fusions.dot_interaction.op import DTYPES
+
+
+def made(device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(8, 16, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize("key", ["example_value", "val"])
+def test_tensor(key: str) -> None:
+    node = fx.Graph().placeholder("x")
+    assert operands.tensor(node) is None and operands.tensor(3) is None and operands.tensor(None) is None
+    node.meta[key] = (made("cpu"),)
+    assert operands.tensor(node) is None
+    node.meta[key] = value = made("cpu")
+    assert operands.tensor(node) is value
+
+
+def test_text() -> None:
+    assert operands.text(made("cpu", torch.bfloat16)) == "bfloat16[8, 16]"
+    assert operands.text(None) == ""
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "reason", "hint"),
+    [
+        ("cpu", torch.bfloat16, "on the CPU, where the library's matrix products are left as they are", ""),
+        ("meta", torch.bfloat16, "there is no kernel for devices of type meta", ""),
+        ("cuda", torch.float32, "there is no kernel for float32", "use bfloat16 or float16"),
+    ],
+)
+def test_no_kernel(device: str, dtype: torch.dtype, reason: str, hint: str) -> None:
+    with pytest.raises(LeftToStock) as left:
+        operands.check_device(made(device, dtype), DTYPES)
+    assert (left.value.reason, left.value.hint) == (reason, hint)
+
+
+def test_kernels() -> None:
+    operands.check_device(made("cuda"))
+    for dtype in DTYPES:
+        operands.check_device(made("cuda", dtype), DTYPES)
+
+
+def calls(graph: fx.Graph, place: str, other: Callable[[fx.Graph, fx.Node], Any]) -> tuple[fx.Node, fx.Node]:
+    """x + x, doubled; `other` before, between or after. Returns the first and the last of both."""
+    x = graph.placeholder("x")
+    if place == "before":
+        other(graph, x)
+    first = graph.call_function(torch.add, (x, x))
+    if place == "between":
+        other(graph, x)
+    last = graph.call_function(torch.mul, (first, 2))
+    if place == "after":
+        other(graph, x)
+    return first, last
+
+
+BETWEEN: dict[str, tuple[Callable[[fx.Graph, fx.Node], Any], str]] = {
+    "a method": (lambda g, x: g.call_method("add_", (x, 1)), "add_ writes in place between here and there"),
+    "an operator": (lambda g, x: g.call_function(operator.iadd, (x, 1)), "iadd writes in place"),
+    "an item": (lambda g, x: g.call_function(operator.setitem, (x, 0, 1)), "setitem writes in place"),
+    "out": (lambda g, x: g.call_function(torch.add, (x, 1), {"out": x}), "add_1 writes in place"),
+    "no_grad": (
+        lambda g, x: g.call_function(torch._C._set_grad_enabled, (False,)),
+        "gradients are switched on or off between here and there",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_between(name: str) -> None:
+    other, reason = BETWEEN[name]
+    first, last = calls(fx.Graph(), "between", other)
+    with pytest.raises(Rejected, match=reason):
+        operands.check_between([first, last], last, "here and there")
+    for place in ("before", "after"):
+        first, last = calls(fx.Graph(), place, other)
+        operands.check_between([first, last], last, "here and there")
+
+
+def test_behind_a_transform() -> None:
+    """Wherever torch.func.grad begins before, it is still in force."""
+
+    def _grad_increment_nesting() -> None: ...
+
+    def enter(graph: fx.Graph, x: fx.Node) -> Any:
+        return graph.call_function(_grad_increment_nesting)
+
+    for place in ("before", "between"):
+        first, last = calls(fx.Graph(), place, enter)
+        with pytest.raises(Rejected, match=r"behind torch\.func\.grad or jvp"):
+            operands.check_between([first], last, "here and there")
+    first, last = calls(fx.Graph(), "after", enter)
+    operands.check_between([first], last, "here and there")
+
+
+def test_what_is_no_write() -> None:
+    def reads(graph: fx.Graph, x: fx.Node) -> None:
+        graph.call_method("__matmul__", (x, x))
+        graph.call_method("add", (x, 1))
+
+    first, last = calls(fx.Graph(), "between", reads)
+    operands.check_between([first], last, "here and there")

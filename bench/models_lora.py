@@ -11,21 +11,19 @@ A training step is a forward and a backward, without the optimizer. Without drop
 gradient of each adapter are compared with a float64 copy, eager and uncompiled, on the first tokens of the
 first sample; the check runs the very code that is timed.
 
-    python -m bench.models_lora --out bench/results/models_lora_h200.json --budget 560
+    python -m bench.models_lora --out bench/results/lora_models_h200.json --budget 560
     INDUCTOR_FUSIONS_POLICY=always python -m bench.models_lora --out /tmp/try.json --only decode
     python -m bench.models_lora --quick --device cpu --out /tmp/try.json
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import os
-import re
-import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,21 +31,19 @@ from typing import Any
 import torch
 
 import inductor_fusions
-from bench import models
+from bench import models, tuning
 from bench.common import (
-    Budget,
     Json,
-    Progress,
-    Results,
-    environment,
     error_limit,
     fresh_cache,
     interleave,
+    is_fatal,
     one_line,
     peak_bytes,
     relative_error,
     synchronize,
 )
+from bench.pool import FileLock
 
 #: Tokens of the first sample that are compared with float64; a causal model's do not depend on the rest.
 COMPARED = 256
@@ -77,6 +73,11 @@ class Case:
     dropout: float = 0.0
     rank: int = 16
     targets: str = "all-linear"
+
+    @property
+    def key(self) -> str:
+        """Its name."""
+        return self.name
 
 
 CASES = [
@@ -242,39 +243,38 @@ def check(case: Case, variants: dict[str, Variant], row: Json) -> None:
 # Measuring ---------------------------------------------------------------------------------------------
 
 
-def measure(case: Case, device: str, quick: bool, rounds: int, say: Callable[[str], None]) -> Json:
-    """Compile, check and time every variant of a case."""
-    say("building")
+def measure(
+    case: Case, device: str, quick: bool, rounds: int, lock: AbstractContextManager[Any] | None = None
+) -> Json:
+    """Compile, then under the lock check and time, every variant of a case."""
     variants = make_variants(case, device, quick)
-    row: Json = {"failed": {}, "compile_s": {}, "error": {}, "correct": None, "peak_gib": {}}
+    row: Json = {"failed_variants": {}, "compile_s_of": {}, "error": {}, "correct": None, "peak_gib": {}}
     for name, variant in list(variants.items()):
-        say(f"compiling {name}")
         try:
-            row["compile_s"][name] = round(variant.first_step(device), 2)
+            row["compile_s_of"][name] = round(variant.first_step(device), 2)
         except Exception as error:
-            if models.is_fatal(error):
+            if is_fatal(error):
                 raise
-            row["failed"][name] = one_line(error, 300)
+            row["failed_variants"][name] = one_line(error, 300)
             del variants[name]
         collect(device)
     if "fused" in variants:
         row["sites"] = models.site_counts(list(variants["fused"].sites))
-    if case.dropout == 0 and {"stock", "fused"} <= variants.keys():
-        say("checking")
-        check(case, variants, row)
-    collect(device)
-    say("timing")
-    for name, variant in variants.items():
-        for _ in range(3):
-            variant.step()
-        variant.forget()
+    with lock or nullcontext():
+        if case.dropout == 0 and {"stock", "fused"} <= variants.keys():
+            check(case, variants, row)
         collect(device)
-        fixed = models.static_bytes(variant.model, variant.inputs)
-        peak = peak_bytes(variant.step, device)
-        variant.forget()
-        if peak is not None:
-            row["peak_gib"][name] = round((peak + fixed) / 2**30, 4)
-    times = interleave({n: v.step for n, v in variants.items()}, device, rounds, 1e-2, max_calls=20)
+        for name, variant in variants.items():
+            for _ in range(3):
+                variant.step()
+            variant.forget()
+            collect(device)
+            fixed = models.static_bytes(variant.model, variant.inputs)
+            peak = peak_bytes(variant.step, device)
+            variant.forget()
+            if peak is not None:
+                row["peak_gib"][name] = round((peak + fixed) / 2**30, 4)
+        times = interleave({n: v.step for n, v in variants.items()}, device, rounds, 1e-2, max_calls=20)
     row["median_ms"] = {name: round(t.median * 1e3, 4) for name, t in times.items()}
     row["spread"] = {name: round(t.spread, 4) for name, t in times.items()}
     pairs = [("stock", "fused"), ("fused", "frozen"), ("stock", "frozen")]
@@ -298,7 +298,7 @@ def describe(row: Json) -> str:
     text += "".join(f", {name} {gib:.2f} GiB" for name, gib in row["peak_gib"].items())
     if row["correct"] is False:
         text += f", WRONG {row['error']}"
-    text += "".join(f", {name} failed: {reason}" for name, reason in row["failed"].items())
+    text += "".join(f", {name} failed: {reason}" for name, reason in row["failed_variants"].items())
     fused = {k: n for k, n in row.get("sites", {}).get("what", {}).items() if k.startswith("lora")}
     return text + "".join(f"\n      {n} x {what}" for what, n in fused.items())
 
@@ -320,59 +320,45 @@ def print_table(rows: list[Json]) -> None:
     Console(width=150).print(table)
 
 
+def work(task: tuple[Case, str, bool, int], path: Path) -> tuple[Json, bool]:
+    """Measure one case. Other processes compile meanwhile; the device is one's alone when it is timed."""
+    case, device, quick, rounds = task
+    torch._dynamo.config.recompile_limit = 64
+    start = time.monotonic()
+    try:
+        row = measure(case, device, quick, rounds, FileLock(path))
+    except Exception as error:
+        return {"failed": one_line(error, 300)}, not is_fatal(error)
+    finally:
+        models.free(device)
+    row["seconds"] = round(time.monotonic() - start, 1)
+    row["compile_s"] = round(sum(row["compile_s_of"].values()), 1)
+    row["measure_s"] = round(row["seconds"] - row["compile_s"], 1)
+    return {"key": case.key, **asdict(case), **row}, True
+
+
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.models_lora", description=(__doc__ or "").split("\n\n")[0]
-    )
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--out", type=Path, required=True, help="JSON file; cases that it has are skipped")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
-    parser.add_argument("--only", type=re.compile, help="only cases whose name matches this expression")
-    parser.add_argument("--budget", type=float, help="seconds after which no case is started")
+    parser = tuning.parser("bench.models_lora", __doc__)
     parser.add_argument("--rounds", type=int, default=24, help="interleaved blocks of each variant")
-    parser.add_argument("--quick", action="store_true", help="2 layers, tiny inputs: to try the script")
-    parser.add_argument("--again", action="store_true", help="measure and replace cases that the file has")
-    parser.add_argument("--list", action="store_true", help="name the cases and stop")
     options = parser.parse_args()
-    cases = [case for case in CASES if not options.only or options.only.search(case.name)]
-    if options.quick:
-        cases = [replace(case, seq=min(case.seq, 96)) for case in cases]
-    if options.list:
-        print(*(case.name for case in cases), sep="\n")
-        return
-    device: str = options.device
-    header = environment(device, "bench.models_lora")
-    header["settings"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith("INDUCTOR_FUSIONS")}
-    results = Results(options.out, header, key=lambda row: str(row["name"]))
-    todo = [case for case in cases if options.again or case.name not in results]
-    budget, failed = Budget(options.budget), 0
-    torch._dynamo.config.recompile_limit = 64
-    with Progress(len(todo)) as progress:
-        for case in todo:
-            if budget.left < (20.0 if options.quick else 90.0):
-                progress.say(f"{case.name}: left for the next run")
-                continue
-            start = time.monotonic()
-            try:
-                row = measure(
-                    case, device, options.quick, options.rounds,
-                    lambda text, name=case.name: progress.say(f"{name}: {text}"),  # type: ignore[misc]
-                )  # fmt: skip
-            except Exception as error:
-                if models.is_fatal(error):
-                    raise
-                failed += 1
-                progress.step(f"{case.name}: failed: {one_line(error, 300)}")
-            else:
-                row["seconds"] = round(time.monotonic() - start, 1)
-                results.append({**asdict(case), **row})
-                progress.step(f"{case.name}: {describe(row)}")
-            models.free(device)
-    print_table([row for row in results.rows if row["name"] in {case.name for case in cases}])
-    print(f"{len(results.rows)} cases in {options.out}, {len(todo) - progress.done} left, {failed} failed")
-    print(f"{budget.elapsed:.0f} s")
-    sys.exit(1 if failed else 0)
+    cases = [replace(case, seq=min(case.seq, 96)) if options.quick else case for case in CASES]
+    cases = tuning.select(cases, options)
+    jobs = min(tuning.processes(options, most=5), len(cases) or 1)
+    settings = {k: v for k, v in sorted(os.environ.items()) if k.startswith("INDUCTOR_FUSIONS")}
+    results, failed = tuning.measure(
+        "bench.models_lora",
+        options,
+        [[case] for case in cases],
+        work,
+        lambda group: (group[0], options.device, options.quick, options.rounds),
+        describe,
+        jobs,
+        20.0 if options.quick else 90.0,
+        header={"settings": settings, "jobs": jobs},
+    )
+    print_table([row for row in results.rows if row["key"] in {case.key for case in cases}])
+    tuning.end(failed)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def measure(
         },
         "spread": {name: round(t.spread, 4) for name, t in times["times_us"].items()},
         "peak_bytes": peak, "error": error,
-        "correct": error["fused"] <= error_limit(error["stock"], torch.bfloat16),
+        "correct": error["fused"] <= error_limit(error["stock"], next(module.parameters(), inputs[0]).dtype),
         "compile_s": round(sum(compile_s.values()), 2), "compile_s_of": compile_s,
     }  # fmt: skip
 

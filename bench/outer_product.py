@@ -3,9 +3,10 @@
     linear n432->512 b2048         all pairs of 432 features, read by a linear of 512 outputs
     dlrm b2048                     13 dense and 26 sparse features of width 16, all pairs of their 432, an MLP
 
-each in inference, and with `train` in a forward and a backward. `stock`, `max_autotune` (the same with
-mode="max-autotune-no-cudagraphs") and `fused` are timed side by side, by the wall clock and on the device
-alone; the result, and every gradient, is compared with float64 first.
+in bfloat16, and in float32 where TF32 is allowed; each in inference, and with `train` in a forward and a
+backward. `stock`, `max_autotune` (the same with mode="max-autotune-no-cudagraphs") and `fused` are timed
+side by side, by the wall clock and on the device alone; the result, and every gradient, is compared with
+float64 first.
 
     python -m bench.outer_product --out bench/results/outer_product_h200.json --budget 300
     python -m bench.outer_product --out bench/results/outer_product_h200.json --table nvidia_h200
@@ -25,7 +26,7 @@ import torch
 from torch import nn
 
 from bench import device_table, modules, tuning
-from bench.common import Json
+from bench.common import DTYPES, Json
 from bench.modules import mlp
 from inductor_fusions import config
 
@@ -78,6 +79,7 @@ class Row:
         rows: samples.
         train: with a backward.
         features, columns: of the linear.
+        dtype: "bfloat16" or "float32".
     """
 
     kind: str
@@ -85,12 +87,14 @@ class Row:
     train: bool
     features: int = 432
     columns: int = 512
+    dtype: str = "bfloat16"
 
     @property
     def key(self) -> str:
         """Its name."""
         sizes = f" n{self.features}->{self.columns}" if self.kind == "linear" else ""
-        return f"{self.kind}{sizes} b{self.rows}" + (" train" if self.train else "")
+        dtype = "" if self.dtype == "bfloat16" else f" {self.dtype}"
+        return f"{self.kind}{sizes} b{self.rows}{dtype}" + (" train" if self.train else "")
 
 
 def grid(quick: bool) -> list[Row]:
@@ -98,30 +102,39 @@ def grid(quick: bool) -> list[Row]:
     if quick:
         return [Row("linear", 32, train, 24, 16) for train in (False, True)]
     kinds = [
-        Row(kind, rows, train)
+        Row(kind, rows, train, dtype=dtype)
         for rows in (2048, 128)
+        for dtype in ("float32", "bfloat16")
         for train in (False, True)
         for kind in ("linear", "dlrm")
     ]
-    return [*kinds, *(Row("linear", rows, train) for rows in (512, 8192) for train in (False, True))]
+    more = [
+        Row("linear", rows, train, dtype=dtype)
+        for rows in (512, 8192)
+        for dtype in ("float32", "bfloat16")
+        for train in (False, True)
+    ]
+    return [*kinds, *more]
 
 
 def make(row: Row, device: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """The model and its inputs, in bfloat16."""
+    """The model and its inputs."""
     torch.manual_seed(0)
+    dtype = DTYPES[row.dtype]
     if row.kind == "dlrm":
         model: nn.Module = DLRM()
         inputs: tuple[torch.Tensor, ...] = (
-            torch.rand(row.rows, 13).bfloat16(), torch.randint(0, 2**31, (row.rows, 26)),
+            torch.rand(row.rows, 13).to(dtype), torch.randint(0, 2**31, (row.rows, 26)),
         )  # fmt: skip
     else:
         model = nn.Sequential(Pairs(), nn.Linear(row.features**2, row.columns))
-        inputs = (torch.randn(row.rows, row.features).bfloat16(),)
-    return model.to(device, torch.bfloat16), tuple(t.to(device) for t in inputs)
+        inputs = (torch.randn(row.rows, row.features).to(dtype),)
+    return model.to(device, dtype), tuple(t.to(device) for t in inputs)
 
 
 def measure(row: Row, device: str, quick: bool) -> Json:
     """One row of the results."""
+    torch.set_float32_matmul_precision("high")
     model, inputs = make(row, device)
     with torch.no_grad():
         cotangent = torch.randn_like(model(*inputs)) if row.train else None
@@ -133,7 +146,7 @@ def measure(row: Row, device: str, quick: bool) -> Json:
     )  # fmt: skip
     return {
         "key": row.key, "kind": row.kind, "rows": row.rows, "train": row.train, "p": row.features,
-        "q": row.features, "columns": row.columns, "dtype": "bfloat16", **found,
+        "q": row.features, "columns": row.columns, "dtype": row.dtype, **found,
     }  # fmt: skip
 
 

@@ -136,7 +136,8 @@ def measure(
         if jobs == 1:
             answers = _here(work, [made for made, _ in tasks.values()], may_start)
         else:
-            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # the processes are parallel as it is
+            # The processes are parallel as it is.
+            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
             answers = run_tasks(
                 work, [made for made, _ in tasks.values()], jobs, may_start, deadline=lambda: budget.left
             )

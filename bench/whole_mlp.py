@@ -163,8 +163,8 @@ def whole(row: Row, operands: list[torch.Tensor], tile: tuple[int, int, int, int
 def _settings(row: Row, tile: tuple[int, int, int, int]) -> Json:
     block_t, block_h, warps, stages = tile
     return {
-        "tokens": row.tokens, "hidden": row.hidden, "WIDTH": row.width, "BLOCK_T": block_t, "BLOCK_H": block_h,
-        "num_warps": warps, "num_stages": stages,
+        "tokens": row.tokens, "hidden": row.hidden, "WIDTH": row.width,
+        "BLOCK_T": block_t, "BLOCK_H": block_h, "num_warps": warps, "num_stages": stages,
     }  # fmt: skip
 
 

@@ -13,9 +13,12 @@ import torch
 
 from inductor_fusions.fusions.outer_product_linear import kernels, pairs
 
-SMALL = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_Q": 16}
+LINEAR = {"BLOCK_M": 16, "BLOCK_N": 16}
+FACTORS = {"BLOCK_M": 16, "BLOCK_N": 16, "DEEP": 2}
+WEIGHT = {"BLOCK_R": 32, "BLOCK_N": 16, "BLOCK_M": 16}
+BLOCK = 16
 
-#: Rows, P, Q, N.
+#: Rows, P, Q, N; Q is 0 where u and v are one matrix.
 CASES: dict[str, tuple[int, int, int, int]] = {
     "one tile": (16, 4, 16, 16),
     "odd sizes": (37, 5, 19, 23),
@@ -23,6 +26,9 @@ CASES: dict[str, tuple[int, int, int, int]] = {
     "many parts": (16, 20, 20, 16),
     "one pair": (9, 1, 1, 5),
     "more tiles than parts": (150, 2, 17, 20),
+    "one matrix": (37, 43, 0, 40),
+    "one matrix, one block": (16, 9, 0, 16),
+    "one matrix, whole blocks": (20, 32, 0, 33),
 }
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
@@ -32,7 +38,8 @@ def operands(name: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     rows, p, q, n = CASES[name]
     torch.manual_seed(0)
     u = torch.randn(p, rows).to(dtype).t()
-    v = torch.randn(rows, 2 * q).to(dtype)[:, ::2]
+    v = torch.randn(rows, 2 * q).to(dtype)[:, ::2] if q else u
+    q = q or p
     w = (torch.randn(n, p * q) / 4).to(dtype)
     return u, v, w if rows % 2 else w.t().contiguous().t(), torch.randn(rows, n).to(dtype)
 
@@ -40,11 +47,15 @@ def operands(name: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 def errors(name: str, dtype: torch.dtype) -> dict[str, float]:
     """Relative error of the result and of each gradient, against float64."""
     u, v, w, dy = operands(name, dtype)
-    y = kernels.linear(u, v, w, SMALL)
-    du, dv = kernels.factors(dy, u, v, w, SMALL)
-    dw = kernels.weight(dy, u, v, SMALL)
+    y = kernels.linear(u, v, w, LINEAR, BLOCK)
+    du, dv = kernels.factors(dy, u, v, w, FACTORS, BLOCK)
+    dw = kernels.weight(dy, u, v, WEIGHT, BLOCK)
     wide = [t.double().requires_grad_() for t in (u, v, w)]
     exact = pairs(wide[0], wide[1]) @ wide[2].t()
+    if v is u:
+        du, dv = du + dv, du + dv
+        wide[0] = wide[1] = u.double().requires_grad_()
+        exact = pairs(wide[0], wide[0]) @ wide[2].t()
     true = [exact, *torch.autograd.grad(exact, wide, dy.double())]
     assert all(x.dtype == dtype and x.shape == z.shape for x, z in zip((y, du, dv, dw), true, strict=True))
     return {

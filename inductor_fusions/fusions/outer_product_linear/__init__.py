@@ -18,7 +18,7 @@ from ..._inductor import is_batched, is_wrapper
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected
 from ...operands import check_between, check_device, tensor, text
 from . import recognise
-from .op import DTYPES, OUTER_PRODUCT_LINEAR, pairs
+from .op import OUTER_PRODUCT_LINEAR, dtypes, pairs
 from .recognise import Site
 
 __all__ = ["FUSION", "pairs"]
@@ -67,7 +67,7 @@ class OuterProductLinear(Candidate):
         if site.bias is not None and ((bias := tensor(site.bias)) is None or bias.dtype != out.dtype):
             raise Rejected("operands of several dtypes, or under autocast")
         check_between(site.chain, site.linear, "the outer product and the linear")
-        check_device(out, DTYPES)
+        check_device(out, dtypes())
         if config.policy == "profitable":
             self.note = measured(out, operands)
 

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-#: Dtypes that the kernels multiply.
-DTYPES = (torch.bfloat16, torch.float16)
+
+def dtypes() -> tuple[torch.dtype, ...]:
+    """Dtypes that the kernels multiply now: float32 where torch may use TF32."""
+    half = torch.bfloat16, torch.float16
+    return (*half, torch.float32) if torch.backends.cuda.matmul.allow_tf32 else half
 
 
 def _check(u: Tensor, v: Tensor, w: Tensor) -> None:
@@ -28,8 +31,8 @@ def _check(u: Tensor, v: Tensor, w: Tensor) -> None:
 
 
 def _has_kernel(*tensors: Tensor) -> bool:
-    """Whether the kernels compute this. They read the weight row by row."""
-    return tensors[0].is_cuda and torch.version.hip is None and tensors[0].dtype in DTYPES
+    """Whether the kernels compute this."""
+    return tensors[0].is_cuda and torch.version.hip is None and tensors[0].dtype in dtypes()
 
 
 @torch.library.custom_op("inductor_fusions::outer_product_linear", mutates_args=())
@@ -44,7 +47,7 @@ def _outer_product_linear(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
 
 @torch.library.custom_op("inductor_fusions::outer_product_linear_factors", mutates_args=())
 def _factors(dy: Tensor, u: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of u and of v."""
+    """The gradients of u and of v. Where the two are one matrix, their sum alone is what counts."""
     if _has_kernel(u):
         from . import kernels
 

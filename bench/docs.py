@@ -4,8 +4,10 @@
     python -m bench.docs --check    # exit 1 where one of them is stale
 
 Every figure comes from bench/results/*.json, and a file or a column that is not there is left out.
-`models_*.json` are files of bench.models, `bench_*.json` of `inductor_fusions bench`, and `attention_*.json`,
-`flex_*.json` and `projections_*.json` of the scripts bench.tune_*, and `whole_mlp_*.json` of bench.whole_mlp.
+`models_*.json` are files of bench.models, `lora_models_*.json` of bench.models_lora, `bench_*.json` of
+`inductor_fusions bench`; `attention_*.json`, `flex_*.json`, `projections_*.json` and `lora_*.json` of the
+scripts bench.tune_*; `outer_product_*.json`, `dot_interaction_*.json` and `whole_mlp_*.json` of scripts of
+these names.
 """
 
 from __future__ import annotations
@@ -13,25 +15,28 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from bench import picture
+from bench import docs_whole_mlp, picture
 from bench.compare import geometric_mean, means, noise
 from bench.device_table import gains
+from bench.docs_linears import (
+    interactions_section,
+    lora_models_section,
+    lora_section,
+    projections_section,
+)
+from bench.docs_pieces import NONE, NOTICE, Json, get, header, number, quotient, table
 from inductor_fusions.tables import MARGIN
-
-Json = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- measured: begin (python -m bench.docs) -->"
 END = "<!-- measured: end -->"
-NOTICE = "<!-- Written by `python -m bench.docs` from bench/results/*.json. Do not edit. -->"
 #: The device of the README's table.
 README_RESULTS = "models_h200.json"
 #: Cases of the README's table, in this order; all cases are in docs/performance.md.
@@ -52,7 +57,6 @@ MORE = 1.05
 #: An error may be this many times that of stock, plus eps of the dtype.
 ERROR_FACTOR = 1.5
 EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
-NONE = "-"
 MASKS = (
     ("none", "no mask"),
     ("causal", "causal"),
@@ -66,49 +70,6 @@ MASKS = (
     ("alibi", "ALiBi and padding (BLOOM)"),
     ("window", "bias and window mask (Swin)"),
 )
-
-
-# Pieces --------------------------------------------------------------------------------------------------
-
-
-def number(value: float | None, digits: int) -> str:
-    """A number with fixed digits, or a dash."""
-    return NONE if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table: the first column to the left, the others to the right. Columns that hold nothing
-    are left out."""
-    body = [list(row) for row in rows]
-    kept = [i for i in range(len(columns)) if i == 0 or any(row[i] != NONE for row in body)]
-    lines = [[columns[i] for i in kept], ["---" if i == 0 else "---:" for i in kept]]
-    lines += [[row[i] for i in kept] for row in body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def header(data: Json) -> str:
-    """Device, versions, date and command of a results file."""
-    versions = [
-        f"{name} {data[name]}"
-        for name in ("torch", "triton", "transformers", "inductor_fusions", "python", "cuda", "cudnn")
-        if data.get(name) is not None
-    ]
-    lines = [f"- device: {data.get('device', '?')}", f"- versions: {', '.join(versions)}"]
-    lines.append(f"- date: {data.get('date', '?')}")
-    commands = [c for c in (*data.get("previous_commands", ()), data.get("command")) if c]
-    # Where the file lay on the machine that measured it says nothing here.
-    commands = [re.sub(r"(?<=\s)/\S*/", "", command) for command in commands]
-    lines += [f"- command: `{command}`" for command in dict.fromkeys(commands)]
-    settings = data.get("settings")
-    if settings:
-        lines.append("- settings: " + ", ".join(f"`{name}={value}`" for name, value in settings.items()))
-    return "\n".join(lines)
-
-
-def get(row: Json, table_name: str, name: str) -> float | None:
-    """`row[table_name][name]`, or None."""
-    value = (row.get(table_name) or {}).get(name)
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 def ratio(row: Json, above: str, below: str) -> float | None:
@@ -476,7 +437,7 @@ def flex_section(data: Json) -> str:
         (
             str(row["key"]),
             *(number(get(row, "times_us", name), 0) for name in ("unfused", "sdpa", "flex")),
-            *(number(_quotient(row, name, "flex"), 2) for name in ("unfused", "sdpa")),
+            *(number(quotient(row, name, "flex"), 2) for name in ("unfused", "sdpa")),
             *(number(get(row, "peak_mib", name), 0) for name in ("unfused", "flex")),
         )
         for row in rows
@@ -485,49 +446,6 @@ def flex_section(data: Json) -> str:
     left = [f"{row['key']}: {n} ({why})" for row in rows for n, why in (row.get("wrong") or {}).items()]
     parts.append(f"Out of the error budget: {'; '.join(left) or 'none'}.")
     return "\n\n".join(parts)
-
-
-def _quotient(row: Json, above: str, below: str) -> float | None:
-    first, second = get(row, "times_us", above), get(row, "times_us", below)
-    return first / second if first is not None and second else None
-
-
-def projections_section(data: Json) -> str:
-    """Summary of a file of bench.tune_projections."""
-    rows: list[Json] = data["rows"]
-    parts = [f"## Linears, {data.get('device', '?')}", header(data)]
-    parts.append(
-        f"{len(rows)} problems. A gain is the time of stock, the faster one of the default and max-autotune, "
-        "over that of the best configuration of the block GEMM. `pays` counts gains of "
-        f"{MARGIN:.2f} or more; the others are left to stock. `of the limit` is the time of the block GEMM "
-        "over that of one product on weights that were concatenated beforehand (median)."
-    )
-    groups: dict[str, list[Json]] = {}
-    for row in rows:
-        few = "up to 128 rows" if row["tokens"] <= 128 else "more than 128 rows"
-        groups.setdefault(f"{row['kind']}, {few}", []).append(row)
-    body = []
-    for name, group in sorted(groups.items()):
-        found = [gain for row in group if (gain := _linear_gain(row)) is not None]
-        limits = [r for row in group if row.get("best") and (r := _quotient(row, str(row["best"]), "limit"))]
-        middle = statistics.median(found) if found else None
-        body.append(
-            (
-                name,
-                str(len(group)),
-                *(number(value, 2) for value in (min(found, default=None), middle, max(found, default=None))),
-                str(sum(gain >= MARGIN for gain in found)),
-                number(statistics.median(limits) if limits else None, 2),
-            )
-        )
-    columns = ("kind", "problems", "least gain", "median gain", "largest gain", "pays", "of the limit")
-    return "\n\n".join([*parts, table(columns, body)])
-
-
-def _linear_gain(row: Json) -> float | None:
-    stock = [t for name in ("stock", "max_autotune") if (t := get(row, "times_us", name)) is not None]
-    best = get(row, "times_us", str(row.get("best")))
-    return min(stock) / best if stock and best else None
 
 
 def bench_section(data: Json) -> str:
@@ -590,6 +508,10 @@ SECTIONS: dict[str, Callable[[Json], str]] = {
     "attention_*.json": attention_section,
     "flex_*.json": flex_section,
     "projections_*.json": projections_section,
+    "lora_models_*.json": lora_models_section,
+    "lora_[!m]*.json": lora_section,
+    "outer_product_*.json": partial(interactions_section, "A linear on an outer product"),
+    "dot_interaction_*.json": partial(interactions_section, "Pairwise dot products"),
 }
 
 
@@ -620,8 +542,6 @@ def readme(text: str, results: Path) -> str:
 
 def render(root: Path = ROOT) -> dict[Path, str]:
     """Each file that this script writes, with what it should hold."""
-    from bench import docs_whole_mlp  # which is made of the pieces above
-
     results, page = root / "bench" / "results", root / "README.md"
     measured = results / README_RESULTS
     return {

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.docs import NONE, NOTICE, Json, get, header, number, table
+from bench.docs_pieces import NONE, NOTICE, Json, get, header, number, table
 from inductor_fusions.tables import MARGIN
 
 TEXT = """# An MLP in one kernel?

@@ -1,0 +1,191 @@
+"""Sections of docs/performance.md about linears: projections, adapters, interactions of features."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from bench.compare import geometric_mean
+from bench.docs_pieces import NONE, Json, get, header, number, quotient, table
+from bench.modules import gain
+from inductor_fusions.tables import MARGIN
+
+#: Variants of a row of bench.tune_lora that are not ours.
+OTHERS = ("stock", "max_autotune", "frozen")
+
+
+def projections_section(data: Json) -> str:
+    """Summary of a file of bench.tune_projections."""
+    rows: list[Json] = data["rows"]
+    parts = [f"## Linears, {data.get('device', '?')}", header(data)]
+    parts.append(
+        f"{len(rows)} problems. A gain is the time of stock, the faster one of the default and max-autotune, "
+        "over that of the best configuration of the block GEMM. `pays` counts gains of "
+        f"{MARGIN:.2f} or more; the others are left to stock. `of the limit` is the time of the block GEMM "
+        "over that of one product on weights that were concatenated beforehand (median)."
+    )
+    groups: dict[str, list[Json]] = {}
+    for row in rows:
+        few = "up to 128 rows" if row["tokens"] <= 128 else "more than 128 rows"
+        groups.setdefault(f"{row['kind']}, {few}", []).append(row)
+    body = []
+    for name, group in sorted(groups.items()):
+        found = [gain for row in group if (gain := _linear_gain(row)) is not None]
+        limits = [r for row in group if row.get("best") and (r := quotient(row, str(row["best"]), "limit"))]
+        middle = statistics.median(found) if found else None
+        body.append(
+            (
+                name,
+                str(len(group)),
+                *(number(value, 2) for value in (min(found, default=None), middle, max(found, default=None))),
+                str(sum(gain >= MARGIN for gain in found)),
+                number(statistics.median(limits) if limits else None, 2),
+            )
+        )
+    columns = ("kind", "problems", "least gain", "median gain", "largest gain", "pays", "of the limit")
+    return "\n\n".join([*parts, table(columns, body)])
+
+
+def _linear_gain(row: Json) -> float | None:
+    stock = [t for name in ("stock", "max_autotune") if (t := get(row, "times_us", name)) is not None]
+    best = get(row, "times_us", str(row.get("best")))
+    return min(stock) / best if stock and best else None
+
+
+def lora_section(data: Json) -> str:
+    """Summary of a file of bench.tune_lora."""
+    rows: list[Json] = data["rows"]
+    parts = [f"## Linears with adapters, {data.get('device', '?')}", header(data)]
+    parts.append(
+        f"{len(rows)} problems: `forward` is the linear with its adapter, `backward` the gradient of its "
+        "input, `step` both with the gradients of the adapter, and `gradient` one narrow product over all tokens. "
+        "Times are microseconds, `ours` of the fastest configuration; stock is the default of "
+        "`torch.compile`, and max-autotune where it was measured. `frozen` is the linear without an adapter, "
+        "on the library."
+    )
+    groups: dict[tuple[str, str], list[Json]] = {}
+    for row in rows:
+        few = "up to 64 rows" if row["tokens"] <= 64 else "more rows"
+        groups.setdefault((f"{row['kind']}, {few}", f"{row['adapters']}"), []).append(row)
+    body = [
+        (
+            f"{kind}, {adapters} adapters",
+            str(len(group)),
+            number(_mean([_lora_gain(row) for row in group]), 2),
+            number(min((g for row in group if (g := _lora_gain(row))), default=None), 2),
+            number(_mean([_over_frozen(row) for row in group]), 2),
+        )
+        for (kind, adapters), group in sorted(groups.items())
+    ]
+    columns = ("kind", "problems", "stock / ours, geometric mean", "least", "ours / frozen, geometric mean")
+    parts.append(table(columns, body))
+    columns = ("problem", "stock", "frozen", "ours", "stock / ours", "ours / frozen")
+    body = [
+        (
+            str(row["key"]),
+            number(_stock(row), 1),
+            number(get(row, "times_us", "frozen"), 1),
+            number(_ours(row), 1),
+            number(_lora_gain(row), 2),
+            number(_over_frozen(row), 2),
+        )
+        for row in rows
+    ]
+    return "\n\n".join([*parts, table(columns, body)])
+
+
+def _stock(row: Json) -> float | None:
+    return min(
+        (t for n in ("stock", "max_autotune") if (t := get(row, "times_us", n)) is not None), default=None
+    )
+
+
+def _ours(row: Json) -> float | None:
+    times = row.get("times_us") or {}
+    return min((float(t) for n, t in times.items() if n not in OTHERS), default=None)
+
+
+def _lora_gain(row: Json) -> float | None:
+    stock, ours = _stock(row), _ours(row)
+    return stock / ours if stock and ours else None
+
+
+def _over_frozen(row: Json) -> float | None:
+    frozen, ours = get(row, "times_us", "frozen"), _ours(row)
+    return ours / frozen if frozen and ours else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    found = [value for value in values if value]
+    return geometric_mean(found) if found else None
+
+
+def lora_models_section(data: Json) -> str:
+    """Every case of bench.models_lora."""
+    rows: list[Json] = [row for row in data["rows"] if row.get("median_ms")]
+    parts = [f"## Llama-1B with adapters, {data.get('device', '?')}", header(data)]
+    parts.append(
+        "PEFT's adapters of rank 16 on every linear, where the case says nothing else; `frozen` is the model "
+        "without them, with the fusions: what adapters would cost nothing beside."
+    )
+    names = ("stock", "fused", "frozen")
+    columns = (
+        "case",
+        *(f"{n} ms" for n in names),
+        "stock / fused",
+        "fused / frozen",
+        *(f"GiB {n}" for n in names),
+    )
+    body = [
+        (
+            str(row["name"]),
+            *(number(get(row, "median_ms", name), 3) for name in names),
+            *(number(get(row, "ratio", pair), 2) for pair in ("stock/fused", "fused/frozen")),
+            *(number(get(row, "peak_gib", name), 2) for name in names),
+        )
+        for row in rows
+    ]
+    parts.append(table(columns, body))
+    wrong = [str(row["name"]) for row in rows if row.get("correct") is False]
+    parts.append(f"Out of the error budget: {'; '.join(wrong) or 'none'}.")
+    return "\n\n".join(parts)
+
+
+def interactions_section(title: str, data: Json) -> str:
+    """Every row of bench.outer_product or bench.dot_interaction.
+
+    Args:
+        title: of the section.
+        data: the file.
+    """
+    parts = [f"## {title}, {data.get('device', '?')}", header(data)]
+    parts.append(
+        "Microseconds, by the wall clock and, in brackets, on the device alone; MiB is the peak beyond "
+        "weights and inputs. The gain is that over the better stock, by the worse one of both clocks: it decides "
+        "whether the fusion is used."
+    )
+    names = ("stock", "max_autotune", "fused")
+
+    def time(row: Json, name: str) -> str:
+        wall, device = get(row, "times_us", name), get(row, "device_us", name)
+        return NONE if wall is None else f"{wall:.0f}" + ("" if device is None else f" ({device:.0f})")
+
+    def mebibytes(row: Json, name: str) -> str:
+        found = get(row, "peak_bytes", name)
+        return number(None if found is None else found / 2**20, 0)
+
+    columns = ("case", *names, "gain", "MiB stock", "MiB fused")
+    body = [
+        (
+            str(row["key"]),
+            *(time(row, name) for name in names),
+            number(gain(row), 2),
+            mebibytes(row, "stock"),
+            mebibytes(row, "fused"),
+        )
+        for row in data["rows"]
+    ]
+    parts.append(table(columns, body))
+    wrong = [str(row["key"]) for row in data["rows"] if not row["correct"]]
+    parts.append(f"Out of the error budget: {'; '.join(wrong) or 'none'}.")
+    return "\n\n".join(parts)

@@ -1,0 +1,59 @@
+"""What the generated pages are made of: numbers, tables, headers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Json = dict[str, Any]
+
+NOTICE = "<!-- Written by `python -m bench.docs` from bench/results/*.json. Do not edit. -->"
+NONE = "-"
+
+
+def number(value: float | None, digits: int) -> str:
+    """A number with fixed digits, or a dash."""
+    return NONE if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table: the first column to the left, the others to the right. Columns that hold nothing
+    are left out."""
+    body = [list(row) for row in rows]
+    kept = [i for i in range(len(columns)) if i == 0 or any(row[i] != NONE for row in body)]
+    lines = [[columns[i] for i in kept], ["---" if i == 0 else "---:" for i in kept]]
+    lines += [[row[i] for i in kept] for row in body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def header(data: Json) -> str:
+    """Device, versions, date and command of a results file."""
+    versions = [
+        f"{name} {data[name]}"
+        for name in ("torch", "triton", "transformers", "inductor_fusions", "python", "cuda", "cudnn")
+        if data.get(name) is not None
+    ]
+    lines = [f"- device: {data.get('device', '?')}", f"- versions: {', '.join(versions)}"]
+    lines.append(f"- date: {data.get('date', '?')}")
+    commands = [c for c in (*data.get("previous_commands", ()), data.get("command")) if c]
+    # Where the file lay on the machine that measured it says nothing here.
+    commands = [re.sub(r"(?<=\s)/\S*/", "", command) for command in commands]
+    lines += [f"- command: `{command}`" for command in dict.fromkeys(commands)]
+    settings = data.get("settings")
+    if settings:
+        lines.append("- settings: " + ", ".join(f"`{name}={value}`" for name, value in settings.items()))
+    return "\n".join(lines)
+
+
+def get(row: Json, table_name: str, name: str) -> float | None:
+    """`row[table_name][name]`, or None."""
+    value = (row.get(table_name) or {}).get(name)
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def quotient(row: Json, above: str, below: str) -> float | None:
+    """Quotient of the times of two variants, in microseconds."""
+    first, second = get(row, "times_us", above), get(row, "times_us", below)
+    return first / second if first is not None and second else None

@@ -162,6 +162,8 @@ def candidates(shape: Shape, arch: int) -> list[Config]:
     for block_n, block_k, warps, stages in TILES:
         if _under_way(shape, block_n, block_k, stages) and block_k * tall <= 4096:
             found.append(Config(block_n, block_k, warps, stages, splits, early))
+    if max(shape.ranks) > 64:  # the parts of wide adapters need the registers
+        found = [config for config in found if config.block_n < 64]
     fewer = _splits(shape, 8)
     found += [replace(config, splits=fewer) for config in found[:3]]
     if early:

@@ -54,6 +54,8 @@ def test_grid() -> None:
     for wanted in (
         "forward 4096->4096 r16 float32 m1",
         "forward 4096->14336 r16 bfloat16 m16",
+        "forward 4096->4096 r16 float32 m8",
+        "forward 4096->4096+1024+1024 r16 bfloat16 m4",
         "forward 14336->4096 r16 float32 m8192",
         "forward 5120->5120 r16 bfloat16 dropout0.1 m2048",
         "step 8192->8192 r16 float32 m2048",

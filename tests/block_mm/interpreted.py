@@ -125,7 +125,9 @@ for rows in (2, 3, 4):
         f"{rows} rows odd sizes": replace(few, inner=(61,), columns=(33, 17), bias="whole"),
         f"{rows} rows sum": replace(few, inner=(64, 40, 16), columns=(64,), scales=(1.0, 0.5, -2.0)),
         f"{rows} rows tail": replace(few, columns=(64,), tail=True),
-        f"{rows} rows gated": replace(few, columns=(40, 40), activations=("silu", ""), gated=True, bias="row"),
+        f"{rows} rows gated": replace(
+            few, columns=(40, 40), activations=("silu", ""), gated=True, bias="row"
+        ),
         f"{rows} rows float32": replace(few, dtype=torch.float32, wide="1"),
         f"tiled {rows} rows": replace(CASES["tiled qkv bias"], rows=rows),
     }

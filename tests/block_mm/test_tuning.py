@@ -85,7 +85,7 @@ def measured(row: Row, stock: float, autotuned: float, ours: float) -> dict[str,
 
 
 def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without tensor cores one is for no more rows than it was measured with; beyond the table there is none."""
+    """Without tensor cores one is for no more rows than it was measured with; beyond the table is none."""
 
     def posed(rows: int, dtype: torch.dtype = torch.bfloat16) -> heuristics.Problem:
         return heuristics.Problem((rows,) * 2, (64, 32), (64,) * 2, (0, 1), ("nt",) * 2, dtype, shared="a")

@@ -112,12 +112,12 @@ def grid() -> list[Row]:
     rows: list[Row] = []
     for adapters in ("float32", "bfloat16"):
         for inner, outer in LLAMA_1B:
-            rows += [Row("forward", m, inner, outer, 16, adapters) for m in (1, 4, 16, 4096)]
+            rows += [Row("forward", m, inner, outer, 16, adapters) for m in (1, 4, 8, 16, 4096)]
             rows.append(Row("backward", 4096, inner, outer, 16, adapters))
         # Behind a dropout of its own each of gate and up stands alone.
         rows.append(Row("forward", 4096, 2048, (8192,), 16, adapters))
         for outer_width in (4096, 14336):
-            rows += [Row("forward", m, 4096, (outer_width,), 16, adapters) for m in (1, 4, 16)]
+            rows += [Row("forward", m, 4096, (outer_width,), 16, adapters) for m in (1, 4, 8, 16)]
         for width in (512, 2048, 8192):
             rows.append(Row("gradient", 4096, width, (), 16, adapters))
         if adapters == "float32":
@@ -138,7 +138,7 @@ def grid() -> list[Row]:
                 rows += [Row(kind, 4096, inner, (width,), rank, adapters) for inner, width in SQUARE]
             rows += [Row("forward", m, 4096, (4096,), rank, adapters) for m in (1, 4, 16)]
     for adapters in ("float32", "bfloat16"):
-        rows += [Row("forward", m, 4096, (4096, 1024, 1024), 16, adapters) for m in (1, 16, 2048, 4096)]
+        rows += [Row("forward", m, 4096, (4096, 1024, 1024), 16, adapters) for m in (1, 4, 16, 2048, 4096)]
         rows += [Row("gradient", m, 4096, (), 16, adapters) for m in (2048, 4096, 8192)]
         rows += [Row("gradient", m, 14336, (), 16, adapters) for m in (2048, 4096, 8192)]
     return list(dict.fromkeys(rows))

@@ -117,6 +117,20 @@ CASES |= {
     "row float32": replace(row, dtype=torch.float32),
     "row, one column a program": replace(row, config=replace(ROW, block_n=1)),
 }
+for rows in (2, 3, 4):
+    few = replace(row, rows=rows, config=replace(ROW, block_m=4))
+    CASES |= {
+        f"{rows} rows": few,
+        f"{rows} rows bias": replace(few, bias="row"),
+        f"{rows} rows odd sizes": replace(few, inner=(61,), columns=(33, 17), bias="whole"),
+        f"{rows} rows sum": replace(few, inner=(64, 40, 16), columns=(64,), scales=(1.0, 0.5, -2.0)),
+        f"{rows} rows tail": replace(few, columns=(64,), tail=True),
+        f"{rows} rows gated": replace(
+            few, columns=(40, 40), activations=("silu", ""), gated=True, bias="row"
+        ),
+        f"{rows} rows float32": replace(few, dtype=torch.float32, wide="1"),
+        f"tiled {rows} rows": replace(CASES["tiled qkv bias"], rows=rows),
+    }
 CASES["tiled odd sizes"] = Case(7, (61,), (33, 17), TILED, bias="row")
 CASES["tiled odd sizes nn"] = Case(7, (61,), (33, 17), TILED, layout="nn", bias="row")
 CASES["tiled odd sizes tt"] = Case(7, (61,), (33, 17), TILED, layout="tt")

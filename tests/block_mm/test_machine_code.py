@@ -81,6 +81,18 @@ def test_default(kind: str, tokens: int, arch: int) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["shared_a", "gated", "linear"])
+def test_few_rows(kind: str, tokens: int, dtype: torch.dtype, arch: int) -> None:
+    """Before anything is measured, without tensor cores."""
+    posed = problem(kind, tokens, dtype)
+    chosen = heuristics.default(posed, arch)
+    found = code(posed, chosen, arch)
+    assert chosen.template == "row" and found.fits and not found.uses_mma, found
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("tokens", [16, 1024])
 def test_default_in_float32(tokens: int, arch: int) -> None:
     before = torch.get_float32_matmul_precision()
@@ -100,6 +112,8 @@ def test_default_in_float32(tokens: int, arch: int) -> None:
         for kind, tokens in (
             ("shared_a", 1),
             ("gated", 1),
+            ("shared_a", 4),
+            ("gated", 4),
             ("shared_a", 16),
             ("shared_a", 4096),
             ("gated", 4096),
@@ -111,7 +125,7 @@ def test_default_in_float32(tokens: int, arch: int) -> None:
 )
 def test_candidate(kind: str, chosen: Config) -> None:
     """What tuning tries on Hopper does not spill."""
-    small = {"row": 1, "tiled": 16 if chosen.block_m == 16 else 4096}
+    small = {"row": chosen.block_m, "tiled": 16 if chosen.block_m == 16 else 4096}
     tokens = small.get(chosen.template, 4096)
     found = code(problem(kind, tokens), chosen, 90)
     assert found.fits, found

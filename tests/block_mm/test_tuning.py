@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from bench import device_table, tune_projections
 from bench.tune_projections import Row
 from inductor_fusions import tables
+from inductor_fusions.fusion import LeftToStock
 from inductor_fusions.fusions.block_mm import heuristics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +82,36 @@ def measured(row: Row, stock: float, autotuned: float, ours: float) -> dict[str,
         "key": row.key, "tokens": row.tokens, "problem": posed.key, "best": "ours", "capability": [9, 0],
         "config": chosen.to_json(), "times_us": {"stock": stock, "max_autotune": autotuned, "ours": ours},
     }  # fmt: skip
+
+
+def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without tensor cores one is for no more rows than it was measured with; beyond the table is none."""
+
+    def posed(rows: int, dtype: torch.dtype = torch.bfloat16) -> heuristics.Problem:
+        return heuristics.Problem((rows,) * 2, (64, 32), (64,) * 2, (0, 1), ("nt",) * 2, dtype, shared="a")
+
+    one, four, tile = (heuristics.default(posed(m), 90) for m in (1, 4, 16))
+    assert (one.template, four.template, tile.template) == ("row", "row", "tiled")
+    found = [
+        {**posed(m).key, "tokens": m, "gain": 2.0, "config": c.to_json()}
+        for m, c in ((1, one), (4, four), (16, tile))
+    ]
+    monkeypatch.setattr(tables, "load", lambda name: {"block_mm": found})
+    monkeypatch.setattr(tables, "device_name", lambda device: "any")
+
+    def chosen(rows: int) -> heuristics.Config:
+        return heuristics.measured(posed(rows), torch.device("cuda")).config
+
+    assert [chosen(m) for m in (1, 2, 3, 4, 5, 8, 16)] == [one, *[four] * 3, *[tile] * 3]
+    with pytest.raises(LeftToStock, match="not measured on"):
+        chosen(17)
+    found[1:] = []
+    with pytest.raises(LeftToStock, match="not measured on"):
+        chosen(2)
+    for rows in (1, 2, 3, 4, 5, 16):
+        tried = heuristics.candidates(posed(rows), 90)
+        assert any(c.template == "row" for c in tried) == (rows <= 4)
+        assert all(heuristics.suits(c, posed(rows)) for c in tried)
 
 
 def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

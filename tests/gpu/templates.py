@@ -118,20 +118,20 @@ def lora(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def pair(early: bool) -> Iterator[None]:
+def pair(early: bool, **wanted: int) -> Iterator[None]:
     """The two kernels for few rows; `early`: the second one starts before the first one ends."""
     made = decode.default
 
     def choose(shape: Any, device: torch.device) -> Any:
         found = made(shape, heuristics.capability(device))
-        return type(found)(**{**found.to_json(), "early": early})
+        return type(found)(**{**found.to_json(), "early": early, **wanted})
 
     with mock.patch.object(decode, "choose", choose):
         yield
 
 
 LORA = ((512, 256), (384, 256), (16, 256), (384, 16))
-FEW = ((4, 512), (384, 512), (16, 512), (384, 16))
+FEW = ((12, 512), (384, 512), (16, 512), (384, 16))
 
 
 # Attention ---------------------------------------------------------------------------------------------
@@ -182,13 +182,16 @@ def interaction(t: Tensor, dense: Tensor) -> Tensor:
 
 GEMM, NARROW, PAIR = ("block_mm",), ("lora_narrow_mm", "block_mm"), ("lora_linear", "lora_linear")
 
-BULK, EARLY = ("make_tensor_descriptor",), ("gdc_wait",)
+BULK, EARLY, LANES = ("make_tensor_descriptor",), ("gdc_wait",), ("tl.zeros((4, BLOCK_M, BLOCK_N)",)
 
 TEMPLATES: dict[str, Template] = {
     "block GEMM, tiled": Template(linears, QKV, GEMM, True, TILED),
     "block GEMM, tiled, few rows": Template(linears, ((16, 256), *QKV[1:]), GEMM, False, TILED),
     "block GEMM, one row": Template(
         linears, ((1, 256), *QKV[1:]), GEMM, False, functools.partial(block, "row")
+    ),
+    "block GEMM, three rows": Template(
+        linears, ((3, 256), *QKV[1:]), GEMM, False, functools.partial(block, "row")
     ),
     "block GEMM, persistent": Template(linears, QKV, GEMM, True, PERSISTENT, least=90, marks=BULK),
     "block GEMM, persistent, in parts": Template(
@@ -206,6 +209,12 @@ TEMPLATES: dict[str, Template] = {
     ),
     "adapters, one row": Template(
         lora, ((1, 512), *FEW[1:]), PAIR, False, functools.partial(pair, True), least=90, marks=EARLY
+    ),
+    "adapters, three rows": Template(
+        lora, ((3, 512), *FEW[1:]), PAIR, False, functools.partial(pair, True), least=90, marks=EARLY
+    ),
+    "adapters, few rows, a lane for each warp": Template(
+        lora, FEW, PAIR, False, functools.partial(pair, True, block_k=256, lanes=4), least=90, marks=LANES
     ),
     "short attention": Template(biased, SHORT, ("short_attention",), True, short, (FP32,) * 4),
     "short attention, bfloat16": Template(biased, SHORT, ("short_attention",), True, short),

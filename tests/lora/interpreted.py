@@ -62,6 +62,7 @@ PLAIN = narrow.Config(16, 32, 1, 4, 2)
 NARROW = Case(37, 96, (16,), (HALF, HALF), PLAIN)
 PAIR = decode.Config(16, 32, 4, 2, 2, False)
 ROW = decode.Config(4, 64, 4, 1, 2, False)
+LANES = decode.Config(16, 64, 4, 2, 2, False, lanes=4)
 DECODE = Case(3, 96, (16,), (HALF, HALF), PAIR, columns=(48,), groups=(0,))
 CASES = {
     "narrow": NARROW,
@@ -111,6 +112,28 @@ CASES = {
         DECODE, rows=1, config=ROW, columns=(48, 16), groups=(0, 1), ranks=(16, 8), wide="1"
     ),
     "decode 33 rows": replace(DECODE, rows=33),
+    "decode 16 rows": replace(DECODE, rows=16),
+    "decode row, three rows of three linears": replace(
+        DECODE, config=ROW, columns=(48, 16, 24), groups=(0, 1, 2), ranks=(16, 8, 5), bias=True
+    ),
+    "decode row, four rows, two adapters": replace(DECODE, rows=4, config=ROW, groups=(0, 0), ranks=(16, 20)),
+    "decode row, two rows of float32 results": replace(
+        DECODE, rows=2, config=ROW, columns=(48, 16), groups=(0, 1), ranks=(16, 8), wide="0"
+    ),
+    "decode lanes": replace(DECODE, config=LANES, inner=128),
+    "decode lanes, whole tile": replace(DECODE, config=LANES, rows=16, inner=83, columns=(50,)),
+    "decode lanes qkv": replace(
+        DECODE, config=LANES, columns=(48, 16, 24), groups=(0, 1, 2), ranks=(16, 8, 5), bias=True
+    ),
+    "decode lanes float32": replace(
+        DECODE, rows=7, config=LANES, dtypes=(HALF, WHOLE), inner=83, columns=(50,), wide="0"
+    ),
+}
+CASES |= {
+    f"decode row, {rows} rows of odd sizes": replace(
+        DECODE, rows=rows, config=ROW, dtypes=(HALF, WHOLE), inner=83, columns=(50,)
+    )
+    for rows in (2, 3, 4, 5, 8)
 }
 
 

@@ -103,8 +103,12 @@ def pair_code(shape: decode.Shape, arch: int, chosen: Any = None) -> list[Any]:
 
 FEW = {
     "one row": decode.Shape(1, 4096, (4096,), (16,), HALF, WHOLE),
+    "two rows": decode.Shape(2, 4096, (4096,), (16,), HALF, HALF),
+    "three rows": decode.Shape(3, 8192, (2048,), (128,), HALF, WHOLE),
+    "four rows": decode.Shape(4, 2048, (8192, 8000), (16, 16), HALF, HALF),
+    "eight rows": decode.Shape(8, 4096, (4096,), (16,), HALF, WHOLE),
     "16 rows": decode.Shape(16, 4096, (14336,), (16,), HALF, HALF),
-    "qkv": decode.Shape(4, 2048, (2048, 512, 512), (16, 16, 16), HALF, WHOLE),
+    "qkv": decode.Shape(12, 2048, (2048, 512, 512), (16, 16, 16), HALF, WHOLE),
     "r128": decode.Shape(16, 4096, (4096,), (128,), HALF, WHOLE),
     "64 rows": decode.Shape(64, 4096, (4096, 1024, 1024), (16, 16, 16), HALF, HALF),
 }
@@ -116,13 +120,13 @@ def test_few_rows(name: str, arch: int) -> None:
     """From Hopper on the second kernel waits for the first in its own code."""
     down, up = pair_code(FEW[name], arch)
     assert down.fits and up.fits, (down, up)
-    assert down.uses_mma and up.uses_mma != (name == "one row")
+    assert down.uses_mma and up.uses_mma == (FEW[name].rows > 4)
     assert ("griddepcontrol.launch_dependents" in down.ptx) == (arch >= 90)
     assert ("griddepcontrol.wait" in up.ptx) == (arch >= 90)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["one row", "qkv"])
+@pytest.mark.parametrize("name", ["one row", "three rows", "qkv", "eight rows", "16 rows", "r128"])
 def test_candidates_for_few_rows(name: str) -> None:
     """What tuning tries on Hopper does not spill."""
     wrong = {}

@@ -54,6 +54,8 @@ def test_grid() -> None:
     for wanted in (
         "forward 4096->4096 r16 float32 m1",
         "forward 4096->14336 r16 bfloat16 m16",
+        "forward 4096->4096 r16 float32 m8",
+        "forward 4096->4096+1024+1024 r16 bfloat16 m4",
         "forward 14336->4096 r16 float32 m8192",
         "forward 5120->5120 r16 bfloat16 dropout0.1 m2048",
         "step 8192->8192 r16 float32 m2048",
@@ -125,6 +127,42 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert decode.choose(few, device) == pair
     finally:
         tables.load.cache_clear()
+
+
+def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without tensor cores one is for no more rows than it was measured with, and for weights along K."""
+    few = decode.Shape(1, 4096, (4096,), (16,), torch.bfloat16, torch.float32)
+    row, rows = decode.Config(2, 2048, 4, 1, 16, True), decode.Config(4, 1024, 4, 1, 8, True)
+    tile = decode.Config(32, 256, 4, 4, 8, True, lanes=4)
+    found = [{**few.key, "tokens": m, "config": c.to_json()} for m, c in ((1, row), (4, rows), (16, tile))]
+    monkeypatch.setattr(tables, "load", lambda name: {"lora_decode": found})
+    monkeypatch.setattr(tables, "device_name", lambda device: "any")
+    monkeypatch.setattr(decode, "capability", lambda device: 90)
+
+    def chosen(rows: int, along: bool = True) -> decode.Config:
+        return decode.choose(replace(few, rows=rows, along=along), torch.device("cuda"))
+
+    assert [chosen(m) for m in (1, 2, 3, 4, 5, 8, 16, 64)] == [row, *[rows] * 3, *[tile] * 4]
+    assert chosen(1, along=False) == tile
+    found[1:] = []
+    assert chosen(1) == row and chosen(2) == decode.default(replace(few, rows=2), 90) != row
+    # What an earlier table has.
+    found[0]["config"].pop("lanes")
+    assert chosen(1) == row
+
+
+def test_candidates_for_few_rows() -> None:
+    """Kernels without tensor cores up to 8 rows; from 2 to 16, tiles with a lane for each warp."""
+    few = decode.Shape(1, 4096, (4096,), (16,), torch.bfloat16, torch.float32)
+    for rows in (1, 2, 3, 4, 8, 9, 16, 17, 64):
+        shape = replace(few, rows=rows)
+        tried = decode.candidates(shape, 90)
+        assert len(tried) == len(set(tried)) and tried[0] == decode.default(shape, 90)
+        assert tried[0].row == (rows <= 4)
+        assert any(c.row for c in tried) == (rows <= 8)
+        assert any(c.lanes > 1 for c in tried) == (1 < rows <= 16)
+        assert all(c.num_warps % c.lanes == 0 and c.block_k % c.lanes == 0 for c in tried)
+        assert not any(c.row for c in decode.candidates(replace(shape, along=False), 90))
 
 
 def test_rows_between_two_measured_ones() -> None:

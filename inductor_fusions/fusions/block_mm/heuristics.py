@@ -16,6 +16,8 @@ Template = Literal["tiled", "persistent", "row"]
 
 #: How far apart two measured numbers of rows may be for one between them to count as covered.
 BRACKET = 8
+#: Most rows that are multiplied without tensor cores.
+MOST_SINGLE_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,8 @@ class Config:
 
     Attributes:
         template: "tiled" (a tile for each thread block), "persistent" (bulk tensor copies, as many thread
-            blocks as the multiprocessors hold) or "row" (one row of input, without tensor cores).
-        block_m, block_n, block_k: the tile.
+            blocks as the multiprocessors hold) or "row" (few rows of input, without tensor cores).
+        block_m, block_n, block_k: the tile; of "row", `block_m` is the most rows that it is for.
         num_warps, num_stages: as Triton has them.
         group_m: tiles in M that are neighbours in time.
         subtiles: parts in which a tile is stored.
@@ -176,7 +178,7 @@ def measured(problem: Problem, device: torch.device) -> Choice:
 def suits(choice: Config, problem: Problem) -> bool:
     """Whether a template takes a problem at all."""
     if choice.template == "row":
-        return _one_row(problem)
+        return 0 < few_rows(problem) <= choice.block_m
     return choice.template == "tiled" or _bulk_copies(problem)
 
 
@@ -206,8 +208,9 @@ def default(problem: Problem, arch: int) -> Config:
     rows = [512 if m is None else m for m in problem.rows]
     wide = problem.dtype == torch.float32
     most = max(rows)
-    if _one_row(problem):
-        return Config("row", 1, 2, _row_step(problem, 1024), 4, 1)
+    if few := few_rows(problem):
+        block_n, block_k = 2 if few == 1 or problem.gated else 4, 512 if few > 1 and wide else 1024
+        return Config("row", tall(few), block_n, _row_step(problem, block_k), 4, 1)
     if most <= 64:
         block_m = max(16, 1 << (most - 1).bit_length())
         block_k = 64 if wide else 128
@@ -225,9 +228,17 @@ def default(problem: Problem, arch: int) -> Config:
     return Config("tiled", 128, 128, 32, 8, 3)
 
 
-def _one_row(problem: Problem) -> bool:
-    """Whether the template for one row takes it: weights that lie along K."""
-    return set(problem.rows) == {1} and None not in problem.inner and {x[1] for x in problem.layouts} == {"t"}
+def few_rows(problem: Problem) -> int:
+    """The number of rows, where the template for a few takes them: weights that lie along K. Else 0."""
+    rows = problem.rows[0]
+    if rows is None or rows > MOST_SINGLE_ROWS or set(problem.rows) != {rows} or None in problem.inner:
+        return 0
+    return rows if {x[1] for x in problem.layouts} == {"t"} else 0
+
+
+def tall(rows: int) -> int:
+    """The power of two that holds so many rows."""
+    return 1 << max(0, rows - 1).bit_length()
 
 
 def _row_step(problem: Problem, wanted: int) -> int:
@@ -247,17 +258,27 @@ def tiles(problem: Problem, block_m: int, block_n: int) -> int:
     return sum(-(-(512 if m is None else m) // block_m) * -(-n // block_n) for m, n in groups)
 
 
+#: Tiles without tensor cores: columns, step of K, warps.
+ONE_ROW = (
+    (1, 2048, 4), (2, 2048, 4), (2, 1024, 4), (4, 2048, 8), (4, 1024, 4), (2, 1024, 2), (1, 4096, 8),
+    (1, 1024, 4),
+)  # fmt: skip
+SOME_ROWS = (
+    (4, 1024, 4), (2, 1024, 4), (2, 2048, 4), (4, 512, 4), (8, 512, 4), (1, 2048, 4), (4, 512, 2),
+    (2, 512, 2),
+)  # fmt: skip
+
+
 def candidates(problem: Problem, arch: int) -> list[Config]:
     """Configurations worth measuring, for tuning and for `max_autotune`."""
     most = max(512 if m is None else m for m in problem.rows)
     found = [default(problem, arch)]
-    if _one_row(problem):
-        for block_n, block_k, warps in (
-            (1, 2048, 4), (2, 2048, 4), (2, 1024, 4), (4, 2048, 8), (4, 1024, 4), (2, 1024, 2), (1, 4096, 8),
-            (1, 1024, 4),
-        ):  # fmt: skip
-            if warps * 64 <= block_n * _row_step(problem, block_k):
-                found.append(Config("row", 1, block_n, _row_step(problem, block_k), warps, 1))
+    few = few_rows(problem)
+    if few:
+        for block_n, block_k, warps in ONE_ROW if few == 1 else SOME_ROWS:
+            if block_n * _row_step(problem, block_k) >= 32 * warps * (2 if few == 1 else 8):
+                found.append(Config("row", tall(few), block_n, _row_step(problem, block_k), warps, 1))
+    if few == 1:
         for block_n in (16, 32, 64):
             found.append(Config("tiled", 16, block_n, 256, 2, 4))
     elif most <= 64:
@@ -297,7 +318,8 @@ def _fits_registers(choice: Config, problem: Problem) -> bool:
             return False
     columns = choice.block_n * (2 if problem.gated else 1)
     if choice.template == "row":
-        return columns * choice.block_k <= 64 * 32 * choice.num_warps
+        most = 16 if choice.block_m > 1 and problem.dtype == torch.float32 else 64
+        return columns * choice.block_k <= most * 32 * choice.num_warps
     held = choice.block_m * columns // (32 * choice.num_warps)
     return held <= (128 if choice.template == "persistent" else 64)
 

@@ -129,7 +129,7 @@ class Call:
             dtype=self.dtype,
             dtypes=self.dtypes,
             device=device,
-            variants=[_variant(config, structure, arch, device) for config in configs],
+            variants=[_variant(config, structure, arch, device, problem) for config in configs],
             stock=self._stock(structure) if autotune else None,
         )
 
@@ -317,12 +317,18 @@ def _inner(x: Any, dim: int) -> bool:
 
 
 def _variant(
-    chosen: heuristics.Config, structure: template.Structure, arch: int, device: torch.device
+    chosen: heuristics.Config,
+    structure: template.Structure,
+    arch: int,
+    device: torch.device,
+    problem: heuristics.Problem,
 ) -> _inductor.Variant:
     if chosen.template == "persistent" and arch < 90:
         raise Rejected("the device has no bulk tensor copies")
+    rows = (problem.rows[0] or 0) if len(set(problem.rows)) == 1 else 0
+    row = chosen.template == "row"
     meta: dict[str, Any] = {
-        "BLOCK_M": chosen.block_m,
+        "BLOCK_M": heuristics.tall(rows) if row else chosen.block_m,
         "BLOCK_N": chosen.block_n,
         "GROUP_M": chosen.group_m,
         "ACC_TYPE": "tl.float32",
@@ -335,7 +341,9 @@ def _variant(
             "FARTHEST": FARTHEST,
         }
     return _inductor.Variant(
-        source=template.source(chosen.template, structure, chosen.block_k),
+        source=template.source(
+            chosen.template, structure, chosen.block_k, rows if row or rows < chosen.block_m else 0
+        ),
         meta=meta,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,

@@ -92,6 +92,7 @@ class _Step:
     b_mask: str = ""
     single: bool = False
     ragged: bool = False
+    together: int = 1
     factors: list[tuple[str, float]] = field(default_factory=list)
 
 
@@ -104,20 +105,22 @@ def can_gate(structure: Structure) -> bool:
     )
 
 
-def source(template: str, structure: Structure, block_k: int) -> str:
+def source(template: str, structure: Structure, block_k: int, rows: int = 0) -> str:
     """The text that Inductor's templates take.
 
     Args:
         template: "tiled", "persistent" or "row".
         structure: what is computed.
         block_k: most of K that one step takes.
+        rows: M of every group where it is known to be less than a tile has, else 0; "row" needs it.
     """
     text: str = (
         environment(FOLDER)
         .get_template(f"{template}.py.jinja")
         .render(
             names=structure.names,
-            groups=_groups(structure, block_k, template == "persistent"),
+            groups=_groups(structure, block_k, template == "persistent", rows),
+            rows=rows,
         )
     )
     return text
@@ -141,7 +144,7 @@ def environment(folder: Path) -> Any:
     )
 
 
-def _groups(structure: Structure, block_k: int, may_chain: bool) -> list[dict[str, Any]]:
+def _groups(structure: Structure, block_k: int, may_chain: bool, rows: int) -> list[dict[str, Any]]:
     owners = [(0, 1)] if structure.gated else [(g,) for g in range(structure.groups)]
     found = []
     for index, members in enumerate(owners):
@@ -167,7 +170,7 @@ def _groups(structure: Structure, block_k: int, may_chain: bool) -> list[dict[st
                 "accumulators": accumulators,
                 "joint": structure.pair and first.a.inner and first.b.inner,
                 "chained": chained,
-                "steps": _steps(index, factors, block_k, chained),
+                "steps": _steps(index, factors, block_k, chained, rows),
                 "output": "" if index == 0 else structure.outputs[index - 1],
             }
         )
@@ -188,7 +191,9 @@ def _is_chain(factors: Sequence[Sequence[Factor]], block_k: int) -> bool:
     )
 
 
-def _steps(group: int, factors: Sequence[Sequence[Factor]], block_k: int, chained: bool) -> list[_Step]:
+def _steps(
+    group: int, factors: Sequence[Sequence[Factor]], block_k: int, chained: bool, rows: int
+) -> list[_Step]:
     steps = []
     for index, side_by_side in enumerate(zip(*factors, strict=True)):
         first = side_by_side[0]
@@ -212,10 +217,14 @@ def _steps(group: int, factors: Sequence[Sequence[Factor]], block_k: int, chaine
             ],
         )
         step.ragged = size is None or size % block != 0
+        if rows > 1:
+            # In "row" a thread adds up the products of one load, so that a row takes few registers of it.
+            step.together = 4 if first.dtype == "torch.float32" else 8
         rest = ["{} < K - k"] if step.ragged else []
         a_masks = [text.format("rk[None, :]") for text in rest]
         b_masks = [text.format("rk[:, None]") for text in rest]
-        if not step.a_inner:
+        # Where a tile has fewer rows, all thread blocks would wait for the one that is read in their place.
+        if rows or not step.a_inner:
             a_masks.append(f"rm[:, None] < M_{group}")
         if not step.b_inner:
             b_masks.append(f"rn[None, :] < N_{group}")

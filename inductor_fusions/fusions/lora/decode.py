@@ -27,6 +27,8 @@ aten = torch.ops.aten
 
 #: Most rows: with more, the tile of a weight is used often enough for a block GEMM.
 MOST_ROWS = 64
+#: Up to so many rows there are kernels without tensor cores: with more, arithmetic takes longer than memory.
+MOST_SINGLE_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Config:
         num_warps, num_stages: of the kernel that reads the weights, as Triton has them.
         splits: parts of K of the down-projections.
         early: whether the second kernel starts before the first one ends.
+        lanes: parts of `block_k` that warps multiply side by side; it divides both.
     """
 
     block_n: int
@@ -46,6 +49,7 @@ class Config:
     num_stages: int
     splits: int
     early: bool
+    lanes: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """As tables have it."""
@@ -53,7 +57,7 @@ class Config:
 
     @property
     def row(self) -> bool:
-        """Whether it is for one row, which needs no tensor cores: their tiles have 16 columns or more."""
+        """Whether it needs no tensor cores, whose tiles have 16 columns or more."""
         return self.block_n < 16
 
 
@@ -95,12 +99,22 @@ def block_m(rows: int) -> int:
 def default(shape: Shape, arch: int) -> Config:
     """A configuration that fits every device; it is not tuned."""
     splits, early = _splits(shape, 16), arch >= 90
-    if shape.rows == 1 and shape.along:
-        return Config(2, _row_step(shape, 1024), 4, 1, splits, early)
+    if shape.rows <= 4 and shape.along:
+        return Config(2 if shape.rows == 1 else 4, _row_step(shape, 1024), 4, 1, splits, early)
     tall = block_m(shape.rows)
     block_k = 128 if tall <= 32 else 64
     stages = 5 if tall == 16 else 4
     return Config(32, block_k, 4, stages, splits, early)
+
+
+def vector(shape: Shape) -> int:
+    """Elements of a weight that a thread loads at once: 16 bytes."""
+    return 16 // shape.dtype.itemsize
+
+
+def _takes_rows(shape: Shape) -> bool:
+    """Whether there are kernels without tensor cores for it: few rows, and weights that lie along K."""
+    return shape.rows <= MOST_SINGLE_ROWS and shape.along
 
 
 def _row_step(shape: Shape, wanted: int) -> int:
@@ -111,40 +125,72 @@ def _splits(shape: Shape, wanted: int) -> int:
     return max(1, min(wanted, 1 << int(math.log2(max(1, shape.inner // 128)))))
 
 
+#: Tiles without tensor cores: columns, step of K, warps.
+ONE_ROW = (
+    (1, 2048, 4), (2, 2048, 4), (1, 1024, 4), (4, 1024, 4), (4, 2048, 8), (1, 4096, 8), (2, 1024, 2),
+)  # fmt: skip
+SOME_ROWS = (
+    (4, 1024, 4), (2, 1024, 4), (2, 2048, 4), (4, 512, 4), (8, 512, 4), (4, 512, 2), (4, 2048, 8),
+    (1, 2048, 4),
+)  # fmt: skip
+#: Tiles with tensor cores: columns, step of K, warps, stages; the second with a lane for each warp.
+TILES = (
+    (16, 256, 2, 4), (32, 256, 2, 4), (64, 256, 2, 4), (64, 256, 4, 3), (64, 128, 4, 5), (32, 128, 4, 5),
+    (16, 128, 2, 4), (32, 64, 4, 4),
+)  # fmt: skip
+LANES = (
+    (16, 256, 4, 5), (16, 256, 8, 6), (16, 512, 4, 4), (16, 512, 8, 5), (32, 256, 4, 4), (32, 256, 4, 6),
+    (32, 512, 8, 4), (64, 256, 4, 4), (64, 256, 4, 3),
+)  # fmt: skip
+
+
 def candidates(shape: Shape, arch: int) -> list[Config]:
     """Configurations worth measuring."""
     first = default(shape, arch)
-    found, tall = [first], block_m(shape.rows)
-    if first.row:
-        for block_n, block_k, warps in (
-            (1, 2048, 4), (2, 2048, 4), (1, 1024, 4), (4, 1024, 4), (4, 2048, 8), (1, 4096, 8), (2, 1024, 2),
-        ):  # fmt: skip
-            if warps * 64 <= block_n * _row_step(shape, block_k):
-                found.append(
-                    replace(first, block_n=block_n, block_k=_row_step(shape, block_k), num_warps=warps)
-                )
-    for block_n, block_k, warps, stages in (
-        (16, 256, 2, 4), (32, 256, 2, 4), (64, 256, 2, 4), (64, 256, 4, 3), (64, 128, 4, 5), (32, 128, 4, 5),
-        (16, 128, 2, 4), (32, 64, 4, 4),
-    ):  # fmt: skip
-        if (tall + block_n) * block_k * shape.dtype.itemsize * stages <= 160000 and block_k * tall <= 4096:
-            found.append(Config(block_n, block_k, warps, stages, first.splits, first.early))
-    found += [replace(found[i], splits=_splits(shape, 8)) for i in (0, 1, 2)]
-    if first.early:
+    splits, early, tall = first.splits, first.early, block_m(shape.rows)
+    found = [first]
+    if _takes_rows(shape):
+        for block_n, wanted, warps in ONE_ROW if shape.rows == 1 else SOME_ROWS:
+            block_k = _row_step(shape, wanted)
+            # With more rows, fewer columns spill.
+            wide = shape.rows <= 4 or block_n >= 4
+            if wide and block_n * block_k >= 32 * warps * (2 if shape.rows == 1 else vector(shape)):
+                found.append(Config(block_n, block_k, warps, 1, splits, early))
+    if 1 < shape.rows <= 16:
+        for block_n, block_k, warps, stages in LANES:
+            if block_k <= max(256, shape.inner // 2) and _under_way(shape, block_n, block_k, stages - 1):
+                found.append(Config(block_n, block_k, warps, stages, splits, early, warps))
+    for block_n, block_k, warps, stages in TILES:
+        if _under_way(shape, block_n, block_k, stages) and block_k * tall <= 4096:
+            found.append(Config(block_n, block_k, warps, stages, splits, early))
+    if max(shape.ranks) > 64:  # the parts of wide adapters need the registers
+        found = [config for config in found if config.block_n < 64]
+    fewer = _splits(shape, 8)
+    found += [replace(config, splits=fewer) for config in found[:3]]
+    if early:
         found.append(replace(first, early=False))
     return list(dict.fromkeys(found))
 
 
+def _under_way(shape: Shape, block_n: int, block_k: int, tiles: int) -> bool:
+    """Whether shared memory has room for so many tiles."""
+    return (block_m(shape.rows) + block_n) * block_k * shape.dtype.itemsize * tiles <= 160000
+
+
 def choose(shape: Shape, device: torch.device) -> Config:
-    """The table's configuration of the nearest number of rows, or the default one."""
+    """The table's configuration of the nearest number of rows, or the default one.
+
+    Without tensor cores a kernel takes longer with each row: then for no more rows than it was measured with.
+    """
     table = tables.load(tables.device_name(device)) or {}
     known = [
         (abs(math.log2(row["tokens"] / shape.rows)), Config(**row["config"]))
         for row in table.get("lora_decode", [])
-        if row["config"] is not None and all(row[name] == wanted for name, wanted in shape.key.items())
+        if row["config"] is not None
+        and all(row[name] == wanted for name, wanted in shape.key.items())
+        and (not Config(**row["config"]).row or (shape.along and shape.rows <= row["tokens"]))
     ]
-    near = [item for item in known if not item[1].row or (shape.rows == 1 and shape.along)]
-    return min(near, key=lambda item: item[0])[1] if near else default(shape, capability(device))
+    return min(known, key=lambda item: item[0])[1] if known else default(shape, capability(device))
 
 
 def register() -> None:
@@ -281,16 +327,18 @@ class Call:
             )
             start = end
         exact = torch.get_float32_matmul_precision() == "highest"
+        ragged = shape.inner % config.block_k != 0
         text = lowering.render(
             "decode_row.py.jinja" if config.row else "decode.py.jinja",
             names=[*names, *outputs],
             groups=groups,
             splits=config.splits,
-            ragged=shape.inner % config.block_k != 0,
+            ragged=ragged,
             early=early,
             precision="tf32x3" if exact else "tf32",
+            **(self._of_rows(shape) if config.row else self._of_tiles(shape, config, ragged)),
         )
-        tall = 1 if config.row else block_m(shape.rows)
+        tall = 1 << (shape.rows - 1).bit_length() if config.row else block_m(shape.rows)
         meta = {"BLOCK_M": tall, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
         return _inductor.Variant(
             source=text,
@@ -300,6 +348,23 @@ class Call:
             outputs=outputs,
             early=early,
         )
+
+    @staticmethod
+    def _of_rows(shape: Shape) -> dict[str, Any]:
+        """What the template without tensor cores takes besides."""
+        return {
+            "rows": shape.rows,
+            # A thread adds up the products of one load, so that each row takes few registers of it.
+            "together": vector(shape) if shape.rows > 1 else 1,
+        }
+
+    @staticmethod
+    def _of_tiles(shape: Shape, config: Config, ragged: bool) -> dict[str, Any]:
+        """What the template with tensor cores takes besides."""
+        rows = "(rm[None, :, None] < M)" if config.lanes > 1 else "(rm[:, None] < M)"
+        # Rows that are not there are not read: all thread blocks would wait for one row.
+        masks = ["(x_k < K - k)"] * ragged + [rows] * (shape.rows < block_m(shape.rows))
+        return {"lanes": config.lanes, "x_mask": " & ".join(masks)}
 
     def one_by_one(self) -> list[Any]:
         """The products as stock lowers them, each by itself."""

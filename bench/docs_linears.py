@@ -58,8 +58,8 @@ def lora_section(data: Json) -> str:
     parts = [f"## Linears with adapters, {data.get('device', '?')}", header(data)]
     parts.append(
         f"{len(rows)} problems: `forward` is the linear with its adapter, `backward` the gradient of its "
-        "input, `step` both with the gradients of the adapter, and `gradient` one narrow product over all tokens. "
-        "Times are microseconds, `ours` of the fastest configuration; stock is the default of "
+        "input, `step` both with the gradients of the adapter, and `gradient` one narrow product over all "
+        "tokens. Times are microseconds, `ours` of the fastest configuration; stock is the default of "
         "`torch.compile`, and max-autotune where it was measured. `frozen` is the linear without an adapter, "
         "on the library."
     )
@@ -126,7 +126,8 @@ def lora_models_section(data: Json) -> str:
     parts = [f"## Llama-1B with adapters, {data.get('device', '?')}", header(data)]
     parts.append(
         "PEFT's adapters of rank 16 on every linear, where the case says nothing else; `frozen` is the model "
-        "without them, with the fusions: what adapters would cost nothing beside."
+        "without them, with the fusions: what adapters would cost nothing beside. In inference, `no guards` "
+        "leaves out Dynamo's guards, and `device` what the host does."
     )
     names = ("stock", "fused", "frozen")
     columns = (
@@ -134,6 +135,8 @@ def lora_models_section(data: Json) -> str:
         *(f"{n} ms" for n in names),
         "stock / fused",
         "fused / frozen",
+        "fused / frozen, no guards",
+        "fused / frozen, device",
         *(f"GiB {n}" for n in names),
     )
     body = [
@@ -141,6 +144,7 @@ def lora_models_section(data: Json) -> str:
             str(row["name"]),
             *(number(get(row, "median_ms", name), 3) for name in names),
             *(number(get(row, "ratio", pair), 2) for pair in ("stock/fused", "fused/frozen")),
+            *(number(quotient(row, "fused", "frozen", clock), 2) for clock in ("unguarded_ms", "device_ms")),
             *(number(get(row, "peak_gib", name), 2) for name in names),
         )
         for row in rows
@@ -161,8 +165,8 @@ def interactions_section(title: str, data: Json) -> str:
     parts = [f"## {title}, {data.get('device', '?')}", header(data)]
     parts.append(
         "Microseconds, by the wall clock and, in brackets, on the device alone; MiB is the peak beyond "
-        "weights and inputs. The gain is that over the better stock, by the worse one of both clocks: it decides "
-        "whether the fusion is used."
+        "weights and inputs. The gain is that over the better stock, by the worse one of both clocks: it "
+        "decides whether the fusion is used."
     )
     names = ("stock", "max_autotune", "fused")
 

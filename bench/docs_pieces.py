@@ -22,6 +22,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table: the first column to the left, the others to the right. Columns that hold nothing
     are left out."""
     body = [list(row) for row in rows]
+    assert all(len(row) == len(columns) for row in body), columns
     kept = [i for i in range(len(columns)) if i == 0 or any(row[i] != NONE for row in body)]
     lines = [[columns[i] for i in kept], ["---" if i == 0 else "---:" for i in kept]]
     lines += [[row[i] for i in kept] for row in body]
@@ -53,7 +54,7 @@ def get(row: Json, table_name: str, name: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def quotient(row: Json, above: str, below: str) -> float | None:
-    """Quotient of the times of two variants, in microseconds."""
-    first, second = get(row, "times_us", above), get(row, "times_us", below)
+def quotient(row: Json, above: str, below: str, times: str = "times_us") -> float | None:
+    """Quotient of the times of two variants."""
+    first, second = get(row, times, above), get(row, times, below)
     return first / second if first is not None and second else None

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ... import _inductor, config
+from ... import _inductor
 from ...fusion import Rejected
+from ...lowering import kernel_or
 from . import guards, heuristics, template
 from .op import BLOCK_MM, dtypes
-
-log = logging.getLogger(__name__)
 
 #: Bulk copies know strides below this, in bytes.
 FARTHEST = 2**40
@@ -42,18 +40,7 @@ def lower(
 ) -> list[Any]:
     """The outputs, as Inductor's values."""
     call = Call(a, b, bias, bias_groups, groups, scales, activations.split(","), gated, dtype, wide)
-    try:
-        outputs = call.kernel()
-    except Rejected as miss:
-        log.info("block_mm is computed product by product: %s", miss.reason)
-        outputs = None
-    except Exception as error:
-        if config.strict:
-            raise
-        log.warning("the kernel of block_mm raised %r; it is computed product by product", error)
-        log.info("traceback", exc_info=True)
-        outputs = None
-    return call.one_by_one() if outputs is None else outputs
+    return kernel_or("block_mm", call.kernel, call.one_by_one)
 
 
 class Call:

@@ -7,7 +7,7 @@ launch it early, it waits for the first one only there.
 
 from __future__ import annotations
 
-import logging
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,12 +17,12 @@ import torch
 
 from ... import _inductor, tables
 from ...fusion import Rejected
+from ...lowering import kernel_or
 from ..block_mm.heuristics import capability
 from ..block_mm.op import dtypes
 from . import lowering, narrow
 from .op import LORA_LINEAR
 
-log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 #: Most rows: with more, the tile of a weight is used often enough for a block GEMM.
@@ -200,11 +200,8 @@ def register() -> None:
 
 def lower(x: Any, w: Sequence[Any], *arguments: Any) -> list[Any]:
     """The outputs, as Inductor's values."""
-    try:
-        return Call(x, w, *arguments).kernels()
-    except Rejected as miss:
-        log.info("lora_linear is computed product by product: %s", miss.reason)
-    return Call(x, w, *arguments).one_by_one()
+    call = functools.partial(Call, x, w, *arguments)
+    return kernel_or("lora_linear", lambda: call().kernels(), lambda: call().one_by_one())
 
 
 class Call:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,11 @@ import torch
 
 from ... import _inductor
 from ...fusion import Rejected
+from ...lowering import kernel_or
 from ..block_mm import heuristics as block_heuristics
 from . import narrow
 from .op import NARROW_MM
 
-log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 #: Dtypes of which float32 is a sum of three. float16 has too few exponents: there x is widened instead.
@@ -40,11 +39,8 @@ def lower(
     x: Any, b: Sequence[Any], scales: Sequence[float], further: Sequence[float], transposed: bool
 ) -> list[Any]:
     """The outputs, as Inductor's values."""
-    try:
-        return _kernel(x, b, scales, further, transposed)
-    except Rejected as miss:
-        log.info("narrow_mm is computed product by product: %s", miss.reason)
-    return _one_by_one(x, b, scales, further, transposed)
+    arguments = x, b, scales, further, transposed
+    return kernel_or("narrow_mm", lambda: _kernel(*arguments), lambda: _one_by_one(*arguments))
 
 
 def check_device(device: torch.device) -> None:

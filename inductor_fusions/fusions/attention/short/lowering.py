@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +12,9 @@ import torch
 
 from .... import _inductor
 from ....fusion import Rejected
+from ....lowering import kernel_or
 from ...block_mm.template import environment
 from . import op, plan
-
-log = logging.getLogger(__name__)
 
 #: Dtypes of q, k and v that the kernels take.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -34,12 +32,12 @@ def lower(
     q: Any, k: Any, v: Any, masks: Sequence[Any], numbers: Sequence[float], scale: float, causal: bool
 ) -> Any:
     """The result, as Inductor's value."""
-    try:
-        (found,) = Call(q, k, v, masks, numbers, scale, causal).forward()
-    except Rejected as miss:
-        log.info("short_attention is computed without a kernel: %s", miss.reason)
-        return _inductor.call_eagerly(op.SHORT_ATTENTION, q, k, v, list(masks), list(numbers), scale, causal)
-    return found
+    arguments = q, k, v, list(masks), list(numbers), scale, causal
+    return kernel_or(
+        "short_attention",
+        lambda: Call(*arguments).forward()[0],
+        lambda: _inductor.call_eagerly(op.SHORT_ATTENTION, *arguments),
+    )
 
 
 def lower_backward(
@@ -47,13 +45,12 @@ def lower_backward(
     causal: bool, windows: int,
 ) -> Any:  # fmt: skip
     """The gradients, as Inductor's values."""
-    try:
-        return Call(q, k, v, masks, numbers, scale, causal).backward(grad, windows)
-    except Rejected as miss:
-        log.info("the backward of short_attention is computed without a kernel: %s", miss.reason)
-        return _inductor.call_eagerly(
-            op.SHORT_ATTENTION_BACKWARD, grad, q, k, v, list(masks), list(numbers), scale, causal, windows
-        )
+    arguments = q, k, v, list(masks), list(numbers), scale, causal
+    return kernel_or(
+        "the backward of short_attention",
+        lambda: Call(*arguments).backward(grad, windows),
+        lambda: _inductor.call_eagerly(op.SHORT_ATTENTION_BACKWARD, grad, *arguments, windows),
+    )
 
 
 class Call:

@@ -189,6 +189,9 @@ def _added_up(
     further: Sequence[float],
 ) -> list[Any]:
     """The products from those of the parts of K."""
+    if any(further) and (len(outputs) > 1 or wide != dtype):
+        return _sums(outputs, rows, ranks, splits, dtype, wide, further)
+    # What reads a single one is fused with the sum.
     call = _inductor.call_lowering
     found, forms = [], []
     for output, rank, factor in zip(outputs, ranks, further, strict=True):
@@ -198,6 +201,56 @@ def _added_up(
         if factor:
             forms.append(_form(total, factor, wide, dtype))
     return found + forms
+
+
+def _sums(
+    outputs: Sequence[Any],
+    rows: int,
+    ranks: Sequence[int],
+    splits: int,
+    dtype: torch.dtype,
+    wide: torch.dtype,
+    further: Sequence[float],
+) -> list[Any]:
+    """All sums and further forms by one kernel, where loops of Inductor would be two for each product."""
+    values = _inductor.realize(list(outputs))
+    factors: list[dict[str, Any]] = []
+    start = 0
+    for i, (rank, factor) in enumerate(zip(ranks, further, strict=True)):
+        end = start + -(-rows * rank // SUMMANDS_BLOCK)
+        factors.append(
+            {
+                "name": f"P{i}", "output": f"Y{i}" if i else "", "start": start, "end": end,
+                "size": rows * rank, "rank": rank, "halves": wide != dtype,
+                "form": f"H{i}" if factor else "", "form_scale": factor,
+            }
+        )  # fmt: skip
+        start = end
+    forms = [f for f in factors if f["form"]]
+    names = [*(f["output"] for f in factors[1:]), *(f["form"] for f in forms)]
+    text = render(
+        "sums.py.jinja",
+        names=[*(f["name"] for f in factors), *names],
+        factors=factors,
+        splits=splits,
+        dtype=f"tl.{str(dtype).removeprefix('torch.')}",
+    )
+    meta = {"BLOCK_M": SUMMANDS_BLOCK, "BLOCK_N": 1, "ACC_TYPE": "tl.float32"}
+    wider = 1 if wide == dtype else 3
+    found = _inductor.lower_to_template(
+        name="lora_sums",
+        inputs=[(f["name"], value) for f, value in zip(factors, values, strict=True)],
+        shapes=[(rows, rank) for rank in ranks] + [(rows, wider * f["rank"]) for f in forms],
+        dtype=wide,
+        device=outputs[0].get_device(),
+        variants=[_inductor.Variant(text, meta, num_warps=4, num_stages=1, outputs=tuple(names))],
+        stock=None,
+        dtypes=[wide] * len(ranks) + [dtype] * len(forms),
+        grid_sizes=[size for f in factors for size in (f["size"], 1)],
+    )
+    if found is None:
+        raise Rejected("Inductor took no template")
+    return found
 
 
 def _form(y: Any, factor: float, wide: torch.dtype, dtype: torch.dtype) -> Any:

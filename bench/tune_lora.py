@@ -75,8 +75,8 @@ class Row:
     Attributes:
         kind: "forward", "backward", "gradient" or "step".
         tokens: rows of x.
-        inner, outer: widths of the input and of each linear; of a gradient, `outer` is empty, and `inner`
-            is the width of the large matrix.
+        inner, outer: widths of the input and of each linear; of a gradient, `inner` is the width of the
+            large matrix, and `outer` are the ranks where several adapters read it.
         rank: of each adapter.
         adapters: dtype of the adapters, a key of `DTYPES`.
         dropout: in front of each adapter.
@@ -118,6 +118,8 @@ def grid() -> list[Row]:
         rows.append(Row("forward", 4096, 2048, (8192,), 16, adapters))
         for outer_width in (4096, 14336):
             rows += [Row("forward", m, 4096, (outer_width,), 16, adapters) for m in (1, 4, 8, 16)]
+        # Of the input of q, k and v, and of that of gate and up.
+        rows += [Row("gradient", 4096, 2048, (16,) * count, 16, adapters) for count in (3, 2)]
         for width in (512, 2048, 8192):
             rows.append(Row("gradient", 4096, width, (), 16, adapters))
         if adapters == "float32":
@@ -152,7 +154,7 @@ class Operands:
     """One set of tensors.
 
     Attributes:
-        x: what is read: x; dY of each linear; or the large and the small matrix of a gradient.
+        x: what is read: x; dY of each linear; or the large matrix and the small ones of a gradient.
         w: weights, shape (out, in).
         a, b: adapters, shapes (r, in) and (out, r).
     """
@@ -177,7 +179,8 @@ def make(row: Row, device: str, seed: int) -> Operands:
 
     if row.kind == "gradient":
         large = rand(row.large, row.tokens, row.inner)
-        return Operands([large, rand(row.adapters, row.tokens, row.rank)], [], [], [])
+        ranks = row.outer or (row.rank,)
+        return Operands([large, *(rand(row.adapters, row.tokens, r) for r in ranks)], [], [], [])
     w = [rand("bfloat16", n, row.inner) for n in row.outer]
     a = [rand(row.adapters, row.rank, row.inner) for _ in row.outer]
     b = [rand(row.adapters, n, row.rank) for n in row.outer]
@@ -215,16 +218,17 @@ def backward(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensor
 
 def gradient(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors:
     """dB; for dA, the same is stored transposed."""
-    large, small = x
-    return [(large.to(small.dtype) * SCALE).t() @ small]
+    large, *small = x
+    return [(large.to(b.dtype) * SCALE).t() @ b for b in small]
 
 
 def narrow_gradient(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors:
     """The same as the operation that the fusion puts into graphs."""
     from inductor_fusions.fusions.lora.op import NARROW_MM
 
-    large, small = x
-    found: Tensors = NARROW_MM(large.t(), [small], [SCALE], [0.0], False)
+    large, *small = x
+    count = len(small)
+    found: Tensors = NARROW_MM(large.t(), small, [SCALE] * count, [0.0] * count, False)
     return found
 
 
@@ -381,8 +385,8 @@ def reference(row: Row, one: Operands) -> tuple[Tensors, Callable[[Tensors], Ten
         return [t.detach().double() for t in tensors]
 
     if row.kind == "gradient":
-        large, small = wide(one.x)
-        return [SCALE * rows(large.t()) @ small], lambda outputs: [rows(y) for y in outputs]
+        large, *small = wide(one.x)
+        return [SCALE * rows(large.t()) @ b for b in small], lambda outputs: [rows(y) for y in outputs]
     if row.kind == "step":
         # Every gradient of the adapters needs all tokens.
         x, dy = wide(one.x)

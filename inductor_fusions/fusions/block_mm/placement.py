@@ -114,9 +114,8 @@ class Order:
         members = [p.node for p in products]
         made = list(members if outputs is None else outputs)
         births = self._births()
-        inner = {through(node, VIEWS) for node in members} | set(
-            members
-        )  # with their padding, where they have it
+        # A product whose rows are padded is a view of what is stored.
+        inner = {*members, *(through(node, VIEWS) for node in members)}
         after = {node: birth for node, birth in births.items() if node not in inner - set(made)}
         after.update(dict.fromkeys(made, position))
         reads = {through(x, VIEWS) for p in products for x in (p.a, p.b, p.bias) if x is not None}

@@ -22,8 +22,8 @@ ROWS = [
     Row("forward", 128, 64, (64, 32)),
     Row("backward", 128, 64, (64, 32), 16, "bfloat16"),
     Row("gradient", 128, 64, ()),
-    Row("gradient", 128, 64, (16, 16)),
     Row("step", 128, 64, (48,)),
+    Row("gradient", 128, 64, (16, 16)),
 ]
 
 

@@ -79,8 +79,8 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target.parent.mkdir()
     shipped = json.loads((ROOT / "configs" / "devices" / "nvidia_h200.json").read_text())
     attention = shipped["attention"]
-    for section in ("block_mm", "lora", "narrow_mm", "lora_decode"):
-        shipped.pop(section, None)
+    for section in [n for n, found in shipped.items() if isinstance(found, list) and n != "attention"]:
+        shipped.pop(section)
     target.write_text(json.dumps(shipped))
     thin = narrow.Shape(64, 4096, (16,), "t", torch.bfloat16, torch.float32)
     few = decode.Shape(4, 64, (64,), (16,), torch.bfloat16, torch.float32)

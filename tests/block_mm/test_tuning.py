@@ -120,8 +120,8 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target.parent.mkdir()
     shipped = json.loads((ROOT / "configs" / "devices" / "nvidia_h200.json").read_text())
     attention = shipped["attention"]
-    for section in ("block_mm", "lora", "narrow_mm", "lora_decode"):
-        shipped.pop(section, None)
+    for section in [n for n, found in shipped.items() if isinstance(found, list) and n != "attention"]:
+        shipped.pop(section)
     target.write_text(json.dumps(shipped))
     rows = [measured(ROWS[0], 30.0, 20.0, 10.0), measured(ROWS[1], 9.0, 20.0, 10.0)]
     tune_projections.write_table(target, rows)

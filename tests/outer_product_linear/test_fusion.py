@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from inductor_fusions import config, testing
+from inductor_fusions.fusion import LeftToStock
 from inductor_fusions.fusions import outer_product_linear
+from inductor_fusions.fusions.outer_product_linear import check_kernel
 from inductor_fusions.fusions.outer_product_linear.op import OUTER_PRODUCT_LINEAR
 
 ROWS, P, Q, N = 6, 5, 7, 9
@@ -22,7 +25,7 @@ Function = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; the operation has a meaning on every device."""
-    monkeypatch.setattr(outer_product_linear, "check_device", lambda out, dtypes: None)
+    monkeypatch.setattr(outer_product_linear, "check_kernel", lambda out: None)
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -174,6 +177,25 @@ def test_what_is_measured_decides(gain: float, rows: int, fused: int, table: dic
     assert ("measured" in run.sites[0].kernel) if fused else ("measured" in run.sites[0].reason)
 
 
+def test_float32_needs_tf32() -> None:
+    """The kernels multiply float32 as TF32, where torch may; else the report says how to allow it."""
+    with FakeTensorMode():
+        whole, half = (torch.empty(ROWS, N, dtype=d, device="cuda") for d in (torch.float32, torch.bfloat16))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        check_kernel(half)
+        with pytest.raises(LeftToStock, match="without TF32") as left:
+            check_kernel(whole)
+        assert "set_float32_matmul_precision" in left.value.hint
+        torch.set_float32_matmul_precision("high")
+        check_kernel(whole)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    with pytest.raises(LeftToStock, match="on the CPU"):
+        check_kernel(torch.empty(ROWS, N))
+
+
 def test_operation() -> None:
     """opcheck, also where nothing takes a gradient; and arguments that do not fit."""
     u, v, w = (t.detach().double().requires_grad_() for t in operands()[:3])
@@ -186,8 +208,9 @@ def test_operation() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 128, 513])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_on_a_gpu(rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_on_a_gpu(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     z, w = rand(rows, 72), rand(96, 72 * 72)
     inputs = [(t.detach() / 4).cuda().requires_grad_() for t in (z, w)]
     check(

@@ -67,7 +67,7 @@ class OuterProductLinear(Candidate):
         if site.bias is not None and ((bias := tensor(site.bias)) is None or bias.dtype != out.dtype):
             raise Rejected("operands of several dtypes, or under autocast")
         check_between(site.chain, site.linear, "the outer product and the linear")
-        check_device(out, dtypes())
+        check_kernel(out)
         if config.policy == "profitable":
             self.note = measured(out, operands)
 
@@ -102,6 +102,20 @@ class OuterProductLinear(Candidate):
         if "stack_trace" in self.anchor.meta:
             new.meta["stack_trace"] = self.anchor.meta["stack_trace"]
         return new
+
+
+def check_kernel(out: torch.Tensor) -> None:
+    """Leave results that there is no kernel for to stock.
+
+    Raises:
+        LeftToStock: another device than CUDA, another dtype, or float32 where torch may not use TF32.
+    """
+    if out.device.type == "cuda" and out.dtype == torch.float32 and out.dtype not in dtypes():
+        raise LeftToStock(
+            "float32 without TF32, for which there is no kernel",
+            'torch.set_float32_matmul_precision("high") allows TF32',
+        )
+    check_device(out, dtypes())
 
 
 def measured(out: torch.Tensor, operands: list[Any]) -> str:

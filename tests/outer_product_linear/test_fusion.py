@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from functorch.compile import make_boxed_func
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 
 from inductor_fusions import config, testing
 from inductor_fusions.fusion import LeftToStock
 from inductor_fusions.fusions import outer_product_linear
 from inductor_fusions.fusions.outer_product_linear import check_kernel
-from inductor_fusions.fusions.outer_product_linear.op import OUTER_PRODUCT_LINEAR
+from inductor_fusions.fusions.outer_product_linear.op import FACTORS, OUTER_PRODUCT_LINEAR, pairs
 
 ROWS, P, Q, N = 6, 5, 7, 9
 
@@ -175,6 +177,30 @@ def test_what_is_measured_decides(gain: float, rows: int, fused: int, table: dic
     table["outer_product_linear"].append(row)
     run = check(SPELLINGS["index"], operands(), policy="profitable", fused=fused)
     assert ("measured" in run.sites[0].kernel) if fused else ("measured" in run.sites[0].reason)
+
+
+@pytest.mark.parametrize("one", [True, False])
+def test_memory_that_two_variables_share(one: bool) -> None:
+    """Gradients of one matrix may be added up; of x and x.detach(), x has that of its own side alone."""
+    z, w = rand(ROWS, P), rand(N, P * P)
+    seen: list[bool] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        return make_boxed_func(gm.forward)
+
+    def backward(gm: fx.GraphModule, inputs: Any) -> Any:
+        seen.extend(node.args[4] for node in gm.graph.nodes if node.target is FACTORS)
+        return make_boxed_func(gm.forward)
+
+    def fn(z: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return OUTER_PRODUCT_LINEAR(z, z if one else z.detach(), w)
+
+    compiled = torch.compile(fn, backend=aot_autograd(fw_compiler=backend, bw_compiler=backward))
+    (found,) = torch.autograd.grad(compiled(z, w).sum(), [z])
+    other = z if one else z.detach()
+    (wanted,) = torch.autograd.grad((pairs(z, other) @ w.t()).sum(), [z])
+    torch.testing.assert_close(found, wanted)
+    assert seen == [one]
 
 
 def test_float32_needs_tf32() -> None:

@@ -265,30 +265,37 @@ def linear(u: Tensor, v: Tensor, w: Tensor, tile: Tile | None = None, block: int
     tile, block = tile or LINEAR[u.itemsize], block or BLOCK_Q[u.itemsize]
     tiles = triton.cdiv(rows, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"])
     # Two thread blocks of the narrow tile share a multiprocessor.
-    steps, parts = _split(pairs(u, v, block), 2 * programs(u), tiles)
+    one = is_one(u, v)
+    steps, parts = _split(pairs(p, q, block, one), 2 * programs(u), tiles)
     # Triton launches on the current device, which need not be that of the tensors.
     with torch.cuda.device_of(u):
-        f = packed(u, v, w, block)
+        f = packed(w, p, q, block, one)
         out = u.new_empty((parts, rows, n), dtype=torch.float32)
         linear_kernel[(tiles, parts)](
             u, v, f, out, rows, p, q, n, f.shape[1], steps, *u.stride(), *v.stride(),
-            **_constants(u, v, block), **tile,
+            **_constants(u.dtype, block, one), **tile,
         )  # fmt: skip
     return (out[0] if parts == 1 else out.sum(0)).to(u.dtype)
 
 
 def factors(
-    dy: Tensor, u: Tensor, v: Tensor, w: Tensor, tile: Tile | None = None, block: int = 0
+    dy: Tensor, u: Tensor, v: Tensor, w: Tensor, one: bool, tile: Tile | None = None, block: int = 0
 ) -> tuple[Tensor, Tensor]:
     """The gradients of u and v, from that of the result (rows, N).
 
-    Where u and v are one matrix, the first is its gradient, and the second zero.
+    Args:
+        dy: the gradient of the result.
+        u, v, w: as in `linear`.
+        one: whether u and v are one variable, of which only the sum of both gradients is wanted: then it is
+            the first, and the second is zero. Two variables may well share their memory.
+        tile, block: as in `linear`.
     """
     (rows, p), q, n = u.shape, v.shape[1], w.shape[0]
     if not rows or not n or not p or not q:
         return torch.zeros_like(u), torch.zeros_like(v)
     tile, block = tile or FACTORS[u.itemsize], block or BLOCK_Q[u.itemsize]
-    one, blocks, count = is_one(u, v), triton.cdiv(q, block), pairs(u, v, block)
+    one = one and is_one(u, v)
+    blocks, count = triton.cdiv(q, block), pairs(p, q, block, one)
     pieces = triton.cdiv(n, tile["BLOCK_N"] * tile["DEEP"])
     tiles = triton.cdiv(rows, tile["BLOCK_M"])
     # Of a triangle, a block has half of all p on average.
@@ -296,12 +303,12 @@ def factors(
     dy = dy.contiguous()
     with torch.cuda.device_of(u):
         # The tensor cores read TF32 along the dim that is summed.
-        f = packed(u, v, w, block, turned=u.dtype == torch.float32)
+        f = packed(w, p, q, block, one, turned=u.dtype == torch.float32)
         du = u.new_empty((pieces, count, rows), dtype=torch.float32)
         dv = u.new_empty((pieces, chunks, rows, q), dtype=torch.float32)
         factors_kernel[(tiles, pieces * chunks * blocks)](
             dy, u, v, f, du, dv, rows, p, q, n, count, length, chunks, dy.stride(0),
-            *u.stride(), *v.stride(), *f.stride(), **_constants(u, v, block), **tile,
+            *u.stride(), *v.stride(), *f.stride(), **_constants(u.dtype, block, one), **tile,
         )  # fmt: skip
     right, pair_sums = dv.sum((0, 1)), du.sum(0)
     left = right if one else u.new_zeros((rows, p), dtype=torch.float32)
@@ -322,8 +329,8 @@ def weight(dy: Tensor, u: Tensor, v: Tensor, tile: Tile | None = None, block: in
     if not rows or not dw.numel():
         return dw.zero_()
     tile, block = tile or WEIGHT[u.itemsize], block or BLOCK_Q[u.itemsize]
-    columns = pairs(u, v, block) * block
     one, dy = is_one(u, v), rounded(dy.contiguous())
+    columns = pairs(p, q, block, one) * block
     left = u.t().contiguous()
     right = left if one else v.t().contiguous()
     with torch.cuda.device_of(u):
@@ -331,7 +338,7 @@ def weight(dy: Tensor, u: Tensor, v: Tensor, tile: Tile | None = None, block: in
         tiles = triton.cdiv(columns, tile["BLOCK_R"]) * triton.cdiv(n, tile["BLOCK_N"])
         weight_kernel[(tiles,)](
             left, right, dy, g, rows, p, q, n, columns, left.stride(0), right.stride(0), dy.stride(0),
-            **_constants(u, v, block), **tile,
+            **_constants(u.dtype, block, one), **tile,
         )  # fmt: skip
         unpack_kernel[(p, triton.cdiv(q, block), triton.cdiv(n, 64))](
             g, dw, p, q, n, BLOCK_Q=block, BLOCK_N=64, ONE=one
@@ -339,20 +346,29 @@ def weight(dy: Tensor, u: Tensor, v: Tensor, tile: Tile | None = None, block: in
     return dw
 
 
-def packed(u: Tensor, v: Tensor, w: Tensor, block: int, turned: bool = False) -> Tensor:
+def packed(w: Tensor, p: int, q: int, block: int, one: bool, turned: bool = False) -> Tensor:
     """The weight in the order of the blocks, (N, columns); `turned`, with its rows next to each other."""
-    (n, _), p, q = w.shape, u.shape[1], v.shape[1]
-    columns = pairs(u, v, block) * block
+    n, columns = w.shape[0], pairs(p, q, block, one) * block
     f = w.new_empty((columns, n)).t() if turned else w.new_empty((n, columns))
     grid = (triton.cdiv(p, 64), triton.cdiv(q, block), triton.cdiv(n, 8))
     pack_kernel[grid](
-        w, f, n, p, q, *w.stride(), *f.stride(), BLOCK_P=64, BLOCK_N=8, num_warps=4, **_constants(u, v, block)
+        w,
+        f,
+        n,
+        p,
+        q,
+        *w.stride(),
+        *f.stride(),
+        BLOCK_P=64,
+        BLOCK_N=8,
+        num_warps=4,
+        **_constants(w.dtype, block, one),
     )
     return f
 
 
 def is_one(u: Tensor, v: Tensor) -> bool:
-    """Whether the two are one matrix, and may be treated so."""
+    """Whether the two hold one matrix, of a dtype whose weights may be added up."""
     return (
         u.dtype != torch.float16
         and u.data_ptr() == v.data_ptr()
@@ -361,10 +377,10 @@ def is_one(u: Tensor, v: Tensor) -> bool:
     )
 
 
-def pairs(u: Tensor, v: Tensor, block: int) -> int:
+def pairs(p: int, q: int, block: int, one: bool) -> int:
     """How many pairs of a block and a p there are."""
-    p, blocks = u.shape[1], triton.cdiv(v.shape[1], block)
-    return sum(min((b + 1) * block, p) for b in range(blocks)) if is_one(u, v) else p * blocks
+    blocks = triton.cdiv(q, block)
+    return sum(min((b + 1) * block, p) for b in range(blocks)) if one else p * blocks
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -381,8 +397,8 @@ def programs(like: Tensor) -> int:
     return int(torch.cuda.get_device_properties(like.device).multi_processor_count)
 
 
-def _constants(u: Tensor, v: Tensor, block: int) -> dict[str, Any]:
-    return {"BLOCK_Q": block, "ONE": is_one(u, v), "TF32": u.dtype == torch.float32}
+def _constants(dtype: torch.dtype, block: int, one: bool) -> dict[str, Any]:
+    return {"BLOCK_Q": block, "ONE": one, "TF32": dtype == torch.float32}
 
 
 def _split(count: int, wanted: int, tiles: int) -> tuple[int, int]:

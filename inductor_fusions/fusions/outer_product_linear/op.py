@@ -46,12 +46,12 @@ def _outer_product_linear(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("inductor_fusions::outer_product_linear_factors", mutates_args=())
-def _factors(dy: Tensor, u: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of u and of v. Where the two are one matrix, their sum alone is what counts."""
+def _factors(dy: Tensor, u: Tensor, v: Tensor, w: Tensor, one: bool) -> tuple[Tensor, Tensor]:
+    """The gradients of u and of v; where they are one variable, their sum alone is what counts."""
     if _has_kernel(u):
         from . import kernels
 
-        return kernels.factors(dy, u, v, w)
+        return kernels.factors(dy, u, v, w, one)
     d = (dy @ w).view(u.shape[0], u.shape[1], v.shape[1])
     return (d * v[:, None, :]).sum(2), (d * u[:, :, None]).sum(1)
 
@@ -84,7 +84,7 @@ def _(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
 
 
 @_factors.register_fake
-def _(dy: Tensor, u: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+def _(dy: Tensor, u: Tensor, v: Tensor, w: Tensor, one: bool) -> tuple[Tensor, Tensor]:
     return u.new_empty(u.shape), v.new_empty(v.shape)
 
 
@@ -95,13 +95,15 @@ def _(dy: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs)
+    # Of memory that two variables share, such as x and x.detach(), each has a gradient of its own.
+    ctx.one = inputs[0] is inputs[1]
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     u, v, w = ctx.saved_tensors
     du = dv = dw = None
     if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-        du, dv = FACTORS(dy, u, v, w)
+        du, dv = FACTORS(dy, u, v, w, ctx.one)
     if ctx.needs_input_grad[2]:
         dw = WEIGHT(dy, u, v)
     return du, dv, dw

@@ -70,6 +70,10 @@ if __name__ == "__main__":
     found: dict[str, Any] = {}
     for name in CASES:
         for kind, dtype in DTYPES.items():
+            # float16 has the general form alone; float32 is rounded to TF32.
+            whole = name == "odd sizes" or name.startswith("one matrix")
+            if whole != (kind == "float32") and name != "odd sizes":
+                continue
             try:
                 found[f"{name} {kind}"] = errors(name, dtype)
             except Exception as problem:

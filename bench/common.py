@@ -277,6 +277,23 @@ def interleave(
     return {name: summarize(values) for name, values in samples.items()}
 
 
+def both_clocks(calls: Mapping[str, Call], device: str, rounds: int, block_seconds: float) -> Json:
+    """`interleave` by the wall clock and, on a GPU, on the device alone.
+
+    Returns:
+        "times_us" and "device_us": medians in microseconds, by name; "spread": of the wall clock.
+    """
+    clocks = {"times_us": interleave(calls, device, rounds, block_seconds)}
+    if device == "cuda":
+        clocks["device_us"] = interleave(calls, device, rounds, block_seconds, run_ahead=True)
+    found: Json = {
+        clock: {name: round(1e6 * t.median, 2) for name, t in times.items()}
+        for clock, times in clocks.items()
+    }
+    found["spread"] = {name: round(t.spread, 4) for name, t in clocks["times_us"].items()}
+    return found
+
+
 def apart(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """`function` behind code of its own, which is called `name`.
 

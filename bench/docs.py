@@ -31,7 +31,7 @@ from bench.docs_linears import (
     lora_section,
     projections_section,
 )
-from bench.docs_pieces import NONE, NOTICE, Json, get, header, number, quotient, table
+from bench.docs_pieces import NONE, NOTICE, Json, get, number, opening, quotient, table
 from inductor_fusions.tables import MARGIN
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -179,7 +179,7 @@ def models_section(data: Json) -> str:
         if any("frozen" in (row.get("median_ms") or {}) for row in rows)
         else "Whole models"
     )
-    parts = [f"## {what}, {data.get('device', '?')}", header(data), tally(rows)]
+    parts = [*opening(what, data), tally(rows)]
     single = [len(compiles) < 2 for compiles in _compiles(rows)]
     if any(single):
         who = "Each case was" if all(single) else "Some cases were"
@@ -353,7 +353,7 @@ def _emitted(rows: Sequence[Json]) -> str:
 def attention_section(data: Json) -> str:
     """Summary of a file of bench.tune_attention."""
     rows: list[Json] = data["rows"]
-    parts = [f"## Attention alone, {data.get('device', '?')}", header(data)]
+    parts = opening("Attention alone", data)
     wrong = sorted(str(row["key"]) for row in rows if row.get("wrong"))
     text = (
         f"{len(rows)} shapes. Each is timed as written out (stock) and as each kernel that takes it. A gain "
@@ -426,7 +426,7 @@ def _kernel_row(group: Sequence[Json]) -> tuple[str, ...]:
 def flex_section(data: Json) -> str:
     """Every shape of a file of bench.tune_flex."""
     rows: list[Json] = data["rows"]
-    parts = [f"## Flex attention, {data.get('device', '?')}", header(data)]
+    parts = opening("Flex attention", data)
     parts.append(
         f"{len(rows)} attentions whose masks are predicates, or whose scores are changed, as models write "
         "them: stock, SDPA with the mask as a dense tensor, and flex attention with its block mask computed "
@@ -451,7 +451,7 @@ def flex_section(data: Json) -> str:
 def bench_section(data: Json) -> str:
     """Every case of a results file of `inductor_fusions bench`."""
     rows = [row for row in data["rows"] if row.get("median_ms")]
-    parts = [f"## Operations and blocks, {data.get('device', '?')}", header(data)]
+    parts = opening("Operations and blocks", data)
     columns = ("suite", "cases", "geometric mean", "below 1.0", "by more than noise")
     body = [
         (mean.kind, str(mean.cases), number(mean.mean, 3), str(mean.below), str(mean.clearly))

@@ -5,19 +5,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from bench import modules
 from bench.compare import geometric_mean
-from bench.docs_pieces import NONE, Json, get, header, number, quotient, table
-from bench.modules import gain
+from bench.docs_pieces import NONE, Json, get, number, opening, quotient, table
 from inductor_fusions.tables import MARGIN
-
-#: Variants of a row of bench.tune_lora that are not ours.
-OTHERS = ("stock", "max_autotune", "frozen")
 
 
 def projections_section(data: Json) -> str:
     """Summary of a file of bench.tune_projections."""
     rows: list[Json] = data["rows"]
-    parts = [f"## Linears, {data.get('device', '?')}", header(data)]
+    parts = opening("Linears", data)
     parts.append(
         f"{len(rows)} problems. A gain is the time of stock, the faster one of the default and max-autotune, "
         "over that of the best configuration of the block GEMM. `pays` counts gains of "
@@ -30,7 +27,7 @@ def projections_section(data: Json) -> str:
         groups.setdefault(f"{row['kind']}, {few}", []).append(row)
     body = []
     for name, group in sorted(groups.items()):
-        found = [gain for row in group if (gain := _linear_gain(row)) is not None]
+        found = [gain for row in group if (gain := _gain(row)) is not None]
         limits = [r for row in group if row.get("best") and (r := quotient(row, str(row["best"]), "limit"))]
         middle = statistics.median(found) if found else None
         body.append(
@@ -46,16 +43,25 @@ def projections_section(data: Json) -> str:
     return "\n\n".join([*parts, table(columns, body)])
 
 
-def _linear_gain(row: Json) -> float | None:
-    stock = [t for name in ("stock", "max_autotune") if (t := get(row, "times_us", name)) is not None]
-    best = get(row, "times_us", str(row.get("best")))
-    return min(stock) / best if stock and best else None
+def _stock(row: Json) -> float | None:
+    """The faster one of stock's two."""
+    found = [get(row, "times_us", name) for name in ("stock", "max_autotune")]
+    return min((time for time in found if time is not None), default=None)
+
+
+def _best(row: Json) -> float | None:
+    return get(row, "times_us", str(row.get("best")))
+
+
+def _gain(row: Json) -> float | None:
+    stock, best = _stock(row), _best(row)
+    return stock / best if stock and best else None
 
 
 def lora_section(data: Json) -> str:
     """Summary of a file of bench.tune_lora."""
     rows: list[Json] = data["rows"]
-    parts = [f"## Linears with adapters, {data.get('device', '?')}", header(data)]
+    parts = opening("Linears with adapters", data)
     parts.append(
         f"{len(rows)} problems: `forward` is the linear with its adapter, `backward` the gradient of its "
         "input, `step` both with the gradients of the adapter, and `gradient` one narrow product over all "
@@ -71,8 +77,8 @@ def lora_section(data: Json) -> str:
         (
             f"{kind}, {adapters} adapters",
             str(len(group)),
-            number(_mean([_lora_gain(row) for row in group]), 2),
-            number(min((g for row in group if (g := _lora_gain(row))), default=None), 2),
+            number(_mean([_gain(row) for row in group]), 2),
+            number(min((g for row in group if (g := _gain(row))), default=None), 2),
             number(_mean([_over_frozen(row) for row in group]), 2),
         )
         for (kind, adapters), group in sorted(groups.items())
@@ -85,8 +91,8 @@ def lora_section(data: Json) -> str:
             str(row["key"]),
             number(_stock(row), 1),
             number(get(row, "times_us", "frozen"), 1),
-            number(_ours(row), 1),
-            number(_lora_gain(row), 2),
+            number(_best(row), 1),
+            number(_gain(row), 2),
             number(_over_frozen(row), 2),
         )
         for row in rows
@@ -94,25 +100,9 @@ def lora_section(data: Json) -> str:
     return "\n\n".join([*parts, table(columns, body)])
 
 
-def _stock(row: Json) -> float | None:
-    return min(
-        (t for n in ("stock", "max_autotune") if (t := get(row, "times_us", n)) is not None), default=None
-    )
-
-
-def _ours(row: Json) -> float | None:
-    times = row.get("times_us") or {}
-    return min((float(t) for n, t in times.items() if n not in OTHERS), default=None)
-
-
-def _lora_gain(row: Json) -> float | None:
-    stock, ours = _stock(row), _ours(row)
-    return stock / ours if stock and ours else None
-
-
 def _over_frozen(row: Json) -> float | None:
-    frozen, ours = get(row, "times_us", "frozen"), _ours(row)
-    return ours / frozen if frozen and ours else None
+    frozen, best = get(row, "times_us", "frozen"), _best(row)
+    return best / frozen if frozen and best else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -123,7 +113,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def lora_models_section(data: Json) -> str:
     """Every case of bench.models_lora."""
     rows: list[Json] = [row for row in data["rows"] if row.get("median_ms")]
-    parts = [f"## Llama-1B with adapters, {data.get('device', '?')}", header(data)]
+    parts = opening("Llama-1B with adapters", data)
     parts.append(
         "PEFT's adapters of rank 16 on every linear, where the case says nothing else; `frozen` is the model "
         "without them, with the fusions: what adapters would cost nothing beside. In inference, `no guards` "
@@ -162,7 +152,7 @@ def interactions_section(title: str, data: Json) -> str:
         title: of the section.
         data: the file.
     """
-    parts = [f"## {title}, {data.get('device', '?')}", header(data)]
+    parts = opening(title, data)
     parts.append(
         "Microseconds, by the wall clock and, in brackets, on the device alone; MiB is the peak beyond "
         "weights and inputs. The gain is that over the better stock, by the worse one of both clocks: it "
@@ -183,7 +173,7 @@ def interactions_section(title: str, data: Json) -> str:
         (
             str(row["key"]),
             *(time(row, name) for name in names),
-            number(gain(row), 2),
+            number(modules.gain(row), 2),
             mebibytes(row, "stock"),
             mebibytes(row, "fused"),
         )

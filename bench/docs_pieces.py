@@ -48,6 +48,11 @@ def header(data: Json) -> str:
     return "\n".join(lines)
 
 
+def opening(title: str, data: Json) -> list[str]:
+    """The heading of a section about a results file, and where it was measured."""
+    return [f"## {title}, {data.get('device', '?')}", header(data)]
+
+
 def get(row: Json, table_name: str, name: str) -> float | None:
     """`row[table_name][name]`, or None."""
     value = (row.get(table_name) or {}).get(name)

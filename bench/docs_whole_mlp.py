@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.docs_pieces import NONE, NOTICE, Json, get, header, number, table
+from bench.docs_pieces import NONE, NOTICE, Json, get, number, opening, table
 from inductor_fusions.tables import MARGIN
 
 TEXT = """# An MLP in one kernel?
@@ -75,7 +75,7 @@ def page(results: Path) -> str:
 
 def section(data: Json) -> str:
     """Every row of a file of bench.whole_mlp."""
-    parts = [f"## Measurements, {data.get('device', '?')}", header(data)]
+    parts = opening("Measurements", data)
     peak = data.get("peak") or {}
     for dtype, rate in (peak.get("tflops") or {}).items():
         parts.append(

@@ -15,10 +15,10 @@ import inductor_fusions
 from bench.common import (
     Json,
     apart,
+    both_clocks,
     compiled_only,
     error_limit,
     fresh_cache,
-    interleave,
     peak_bytes,
     relative_error,
 )
@@ -101,18 +101,10 @@ def measure(
             for name, call in calls.items()
         }
         rounds, block = (3, 0.001) if quick else (9, 0.03)
-        times = {"times_us": interleave(calls, device, rounds, block)}
-        if device == "cuda":
-            times["device_us"] = interleave(calls, device, rounds, block, run_ahead=True)
+        times = both_clocks(calls, device, rounds, block)
         peak = {name: peak_bytes(call, device) for name, call in calls.items()}
     return {
-        "fused": sites,
-        **{
-            clock: {name: round(1e6 * t.median, 2) for name, t in found.items()}
-            for clock, found in times.items()
-        },
-        "spread": {name: round(t.spread, 4) for name, t in times["times_us"].items()},
-        "peak_bytes": peak, "error": error,
+        "fused": sites, **times, "peak_bytes": peak, "error": error,
         "correct": error["fused"] <= error_limit(error["stock"], next(module.parameters(), inputs[0]).dtype),
         "compile_s": round(sum(compile_s.values()), 2), "compile_s_of": compile_s,
     }  # fmt: skip

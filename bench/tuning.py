@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -182,8 +183,7 @@ def one_by_one(
         return {**found, "measure_s": round(seconds, 2)}, True
 
     groups = [[row] for row in select(rows, options)]
-    first = lambda group: group[0]  # noqa: E731
-    _, failed = measure(module, options, groups, work, first, describe, 1, 5.0, header)
+    _, failed = measure(module, options, groups, work, itemgetter(0), describe, 1, 5.0, header)
     end(failed)
 
 

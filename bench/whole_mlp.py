@@ -36,6 +36,7 @@ from bench.common import (
     DTYPES,
     Json,
     apart,
+    both_clocks,
     compiled_only,
     error_limit,
     fresh_cache,
@@ -275,19 +276,12 @@ def measure(row: Row, device: str, dtype: str, peak: Json, quick: bool) -> Json:
             error = {name: relative_error(call(), exact) for name, call in calls.items() if name != "bare"}
             del exact
             rounds, block = (3, 0.001) if quick else (7, 0.02)
-            times = {"times_us": interleave(calls, device, rounds, block)}
-            if device == "cuda":
-                times["device_us"] = interleave(calls, device, rounds, block, run_ahead=True)
+            times = both_clocks(calls, device, rounds, block)
     done = work(row, operands[0].element_size())
     limit = error_limit(error.get("stock"), DTYPES[dtype])
     return {
         "key": row.key, "part": row.part, "width": w, "hidden": h, "tokens": row.tokens, "dtype": dtype,
-        **{
-            clock: {name: round(1e6 * t.median, 2) for name, t in found.items()}
-            for clock, found in times.items()
-        },
-        "spread": {name: round(t.spread, 4) for name, t in times["times_us"].items()},
-        **done, "roofline_us": roofline(done, peak, dtype), "error": error,
+        **times, **done, "roofline_us": roofline(done, peak, dtype), "error": error,
         "wrong": [name for name, value in error.items() if not value <= limit], "skipped": skipped, **extra,
     }  # fmt: skip
 

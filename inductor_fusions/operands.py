@@ -32,6 +32,14 @@ def text(value: torch.Tensor | None) -> str:
     return "" if value is None else f"{dtype_name(value.dtype)}{list(value.shape)}"
 
 
+def may_use_tf32() -> bool:
+    """Whether torch may multiply float32 as TF32 on CUDA devices.
+
+    `torch.get_float32_matmul_precision` raises where it was said by `torch.backends` since.
+    """
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
 def check_device(value: torch.Tensor, dtypes: Collection[torch.dtype] | None = None) -> None:
     """Leave what there is no kernel for to stock.
 

@@ -175,7 +175,10 @@ def test_wrote_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_text(json.dumps({"rows": [{"key": "a s1"}]}))
     given: list[Any] = []
     parser = tuning.parser("bench.tune_x", "Words.", table=True)
-    write = lambda *what: given.append(what)  # noqa: E731
+
+    def write(*what: Any) -> None:
+        given.append(what)
+
     assert not tuning.wrote_table(parser.parse_args(["--out", str(path)]), write) and not given
     assert tuning.wrote_table(parser.parse_args(["--out", str(path), "--table", "a_device"]), write)
     assert given == [(Path("configs/devices/a_device.json"), [{"key": "a s1"}])]

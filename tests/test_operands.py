@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -116,3 +118,30 @@ def test_what_is_no_write() -> None:
 
     first, last = calls(fx.Graph(), "between", reads)
     operands.check_between([first], last, "here and there")
+
+
+SETTINGS = """
+import torch
+from inductor_fusions.operands import may_use_tf32
+
+matmul = torch.backends.cuda.matmul
+found = [may_use_tf32()]
+torch.set_float32_matmul_precision("high")
+found.append(may_use_tf32())
+torch.set_float32_matmul_precision("highest")
+found.append(may_use_tf32())
+matmul.allow_tf32 = True
+found.append(may_use_tf32())
+torch.set_float32_matmul_precision("high")
+matmul.allow_tf32 = False  # after this, torch.get_float32_matmul_precision() raises
+found.append(may_use_tf32())
+matmul.fp32_precision = "tf32"
+found.append(may_use_tf32())
+assert found == [False, True, False, True, False, True], found
+"""
+
+
+def test_tf32_however_it_is_allowed() -> None:
+    """By the old settings, by the new ones, and by a mixture; in a process of its own, since they stick."""
+    done = subprocess.run([sys.executable, "-c", SETTINGS], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

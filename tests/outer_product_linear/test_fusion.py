@@ -203,21 +203,25 @@ def test_memory_that_two_variables_share(one: bool) -> None:
     assert seen == [one]
 
 
-def test_float32_needs_tf32() -> None:
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_float32_needs_tf32(tf32: None) -> None:
     """The kernels multiply float32 as TF32, where torch may; else the report says how to allow it."""
     with FakeTensorMode():
         whole, half = (torch.empty(ROWS, N, dtype=d, device="cuda") for d in (torch.float32, torch.bfloat16))
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("highest")
-        check_kernel(half)
-        with pytest.raises(LeftToStock, match="without TF32") as left:
-            check_kernel(whole)
-        assert "set_float32_matmul_precision" in left.value.hint
-        torch.set_float32_matmul_precision("high")
+    check_kernel(half)
+    check_kernel(whole)
+    torch.set_float32_matmul_precision("highest")
+    check_kernel(half)
+    with pytest.raises(LeftToStock, match="without TF32") as left:
         check_kernel(whole)
-    finally:
-        torch.set_float32_matmul_precision(before)
+    assert "set_float32_matmul_precision" in left.value.hint
     with pytest.raises(LeftToStock, match="on the CPU"):
         check_kernel(torch.empty(ROWS, N))
 
@@ -235,8 +239,7 @@ def test_operation() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 128, 513])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_on_a_gpu(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+def test_on_a_gpu(rows: int, dtype: torch.dtype, tf32: None) -> None:
     z, w = rand(rows, 72), rand(96, 72 * 72)
     inputs = [(t.detach() / 4).cuda().requires_grad_() for t in (z, w)]
     check(

@@ -45,7 +45,7 @@ def check_operands(nodes: Sequence[fx.Node]) -> None:
             raise Rejected(f"matrices of dtypes {dtype_name(first.dtype)} and {dtype_name(found.dtype)}")
         if found.device != first.device:
             raise Rejected("matrices on two devices")
-    if first.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+    if first.dtype == torch.float32 and not operands.may_use_tf32():
         raise LeftToStock(
             "float32 without TF32: the products of the library are as fast",
             'torch.set_float32_matmul_precision("high")',

@@ -212,7 +212,7 @@ def default(problem: Problem, arch: int) -> Config:
         block_n, block_k = 2 if few == 1 or problem.gated else 4, 512 if few > 1 and wide else 1024
         return Config("row", tall(few), block_n, _row_step(problem, block_k), 4, 1)
     if most <= 64:
-        block_m = max(16, 1 << (most - 1).bit_length())
+        block_m = max(16, tall(most))
         block_k = 64 if wide else 128
         stages = 3 if wide or block_m == 64 else 4
         return Config("tiled", block_m, 32, block_k, 4, stages)
@@ -282,7 +282,7 @@ def candidates(problem: Problem, arch: int) -> list[Config]:
         for block_n in (16, 32, 64):
             found.append(Config("tiled", 16, block_n, 256, 2, 4))
     elif most <= 64:
-        block_m = max(16, 1 << (most - 1).bit_length())
+        block_m = max(16, tall(most))
         for block_n, block_k, warps, stages in (
             (16, 256, 2, 4), (32, 256, 2, 4), (64, 256, 2, 4), (64, 256, 4, 3), (64, 256, 8, 4),
             (64, 128, 4, 5), (32, 128, 4, 5), (16, 128, 2, 4),

@@ -12,6 +12,7 @@ import torch
 from ... import _inductor
 from ...fusion import Rejected
 from ...lowering import kernel_or
+from ...operands import may_use_tf32
 from . import guards, heuristics, template
 from .op import BLOCK_MM, dtypes
 
@@ -265,7 +266,7 @@ def _precision(dtype: torch.dtype, later: bool) -> str:
     """
     if dtype != torch.float32:
         return "tf32"
-    return "tf32x3" if later or torch.get_float32_matmul_precision() != "highest" else "ieee"
+    return "tf32x3" if later or may_use_tf32() else "ieee"
 
 
 def _activate(name: str, x: Any) -> Any:

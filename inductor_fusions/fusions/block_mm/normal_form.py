@@ -94,8 +94,9 @@ def _of_padded_rows(node: fx.Node) -> fx.Node | None:
     if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.kwargs or node.args[1:3] != (0, 0):
         return None
     inner = node.args[0]
-    is_product = isinstance(inner, fx.Node) and inner.target in (aten.mm.default, aten.addmm.default)
-    return inner if is_product else None  # type: ignore[return-value]
+    if isinstance(inner, fx.Node) and inner.target in (aten.mm.default, aten.addmm.default):
+        return inner
+    return None
 
 
 def _without_padding(node: fx.Node, inner: fx.Node) -> Product | None:

@@ -18,6 +18,8 @@ import torch
 from ... import _inductor, tables
 from ...fusion import Rejected
 from ...lowering import kernel_or
+from ...operands import may_use_tf32
+from ..block_mm import heuristics
 from ..block_mm.heuristics import capability
 from ..block_mm.op import dtypes
 from . import lowering, narrow
@@ -93,7 +95,7 @@ class Shape:
 
 def block_m(rows: int) -> int:
     """Rows of a tile."""
-    return max(16, 1 << (rows - 1).bit_length())
+    return max(16, heuristics.tall(rows))
 
 
 def default(shape: Shape, arch: int) -> Config:
@@ -323,7 +325,6 @@ class Call:
                 }
             )
             start = end
-        exact = torch.get_float32_matmul_precision() == "highest"
         ragged = shape.inner % config.block_k != 0
         text = lowering.render(
             "decode_row.py.jinja" if config.row else "decode.py.jinja",
@@ -332,11 +333,11 @@ class Call:
             splits=config.splits,
             ragged=ragged,
             early=early,
-            precision="tf32x3" if exact else "tf32",
+            precision="tf32" if may_use_tf32() else "tf32x3",
             **(self._of_rows(shape) if config.row else self._of_tiles(shape, config, ragged)),
         )
-        tall = 1 << (shape.rows - 1).bit_length() if config.row else block_m(shape.rows)
-        meta = {"BLOCK_M": tall, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
+        rows = heuristics.tall(shape.rows) if config.row else block_m(shape.rows)
+        meta = {"BLOCK_M": rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
         return _inductor.Variant(
             source=text,
             meta={**meta, "ACC_TYPE": "tl.float32"},

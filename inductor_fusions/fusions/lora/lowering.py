@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from ... import _inductor
+from ... import _inductor, tables
 from ...fusion import Rejected
 from ...lowering import kernel_or
+from ...operands import may_use_tf32
 from ..block_mm import heuristics as block_heuristics
 from . import narrow
 from .op import NARROW_MM
@@ -24,8 +25,8 @@ SUMMANDS = (torch.bfloat16,)
 
 #: Up to so many rows, one thread block for each part of K reads the narrow matrices.
 FEW_ROWS = 64
-#: Elements that a thread block splits up into summands.
-SUMMANDS_BLOCK = 1024
+#: Elements of a thread block where a kernel goes over elements.
+ELEMENTS = 1024
 
 FOLDER = Path(__file__).parent / "templates"
 
@@ -105,7 +106,7 @@ def _count(shape: narrow.Shape) -> int:
     """How many matrices of the dtype of x a narrow matrix of float32 is the sum of; 1 for others."""
     if shape.dtype == shape.narrow or shape.dtype not in SUMMANDS:
         return 1
-    return 3 if torch.get_float32_matmul_precision() == "highest" else 2
+    return 2 if may_use_tf32() else 3
 
 
 def _ahead(shape: narrow.Shape) -> int:
@@ -128,43 +129,21 @@ def narrow_inputs(b: Sequence[Any], shape: narrow.Shape) -> list[tuple[str, Any]
 
 
 def _summands(b: Sequence[Any], shape: narrow.Shape, count: int) -> list[Any]:
-    factors, start = [], 0
+    factors: list[dict[str, Any]] = []
     for i, right in enumerate(b):
         sizes, strides = (
             [_inductor.static(n) for n in each] for each in (right.get_size(), right.get_stride())
         )
         rows_dim = 0 if strides[1] == 1 else 1  # the dim whose rows lie one behind the other
-        size = sizes[0] * sizes[1]
-        end = start + -(-size // SUMMANDS_BLOCK)
         factors.append(
             {
-                "name": f"B{i}", "output": f"Y{i}" if i else "", "start": start, "end": end, "size": size,
+                "name": f"B{i}", "output": f"Y{i}" if i else "", "size": sizes[0] * sizes[1],
                 "columns": sizes[1 - rows_dim], "rows_dim": rows_dim,
                 "dense": strides[rows_dim] == sizes[1 - rows_dim] and strides[1 - rows_dim] == 1,
             }
         )  # fmt: skip
-        start = end
-    outputs = tuple(str(f["output"]) for f in factors[1:])
-    text = render(
-        "summands.py.jinja",
-        names=[*(f["name"] for f in factors), *outputs],
-        factors=factors,
-        count=count,
-        dtype=f"tl.{str(shape.dtype).removeprefix('torch.')}",
-    )
-    meta = {"BLOCK_M": SUMMANDS_BLOCK, "BLOCK_N": 1, "ACC_TYPE": "tl.float32"}
-    stacks = _inductor.lower_to_template(
-        name="lora_summands",
-        inputs=[(str(f["name"]), right) for f, right in zip(factors, b, strict=True)],
-        shapes=[(count, f["size"]) for f in factors],
-        dtype=shape.dtype,
-        device=b[0].get_device(),
-        variants=[_inductor.Variant(text, meta, num_warps=4, num_stages=1, outputs=outputs)],
-        stock=None,
-        grid_sizes=[size for f in factors for size in (f["size"], 1)],
-    )
-    if stacks is None:
-        raise Rejected("Inductor took no template")
+    outputs = [(f["output"], (count, f["size"]), shape.dtype) for f in factors]
+    stacks = _by_elements("summands", b, factors, outputs, count=count, dtype=shape.dtype)
     call, found = _inductor.call_lowering, []
     for stack, factor in zip(stacks, factors, strict=True):
         columns = factor["columns"]
@@ -172,6 +151,57 @@ def _summands(b: Sequence[Any], shape: narrow.Shape, count: int) -> list[Any]:
         first = call(aten.select.int, stored, 0, 0)
         found.append(first if factor["rows_dim"] == 0 else call(aten.permute.default, first, [1, 0]))
     return _inductor.realize(found)
+
+
+def _by_elements(
+    name: str,
+    inputs: Sequence[Any],
+    factors: list[dict[str, Any]],
+    outputs: Sequence[tuple[str, tuple[Any, Any], torch.dtype]],
+    dtype: torch.dtype,
+    **structure: Any,
+) -> list[Any]:
+    """One kernel for several matrices, each with thread blocks of its own that go over its elements.
+
+    Args:
+        name: of the template.
+        inputs: the matrices.
+        factors: what the template knows of each, its "name" and "size" among it; here they get "start" and
+            "end", the thread blocks that are theirs.
+        outputs: name, sizes and dtype of each; the first has no name.
+        dtype: of 16 bits, or that of x.
+        structure: what else the template takes.
+
+    Raises:
+        Rejected: Inductor took no template.
+    """
+    start = 0
+    for factor in factors:
+        factor["start"], start = start, start + -(-factor["size"] // ELEMENTS)
+        factor["end"] = start
+    names = tuple(output for output, _, _ in outputs[1:])
+    text = render(
+        f"{name}.py.jinja",
+        names=[*(f["name"] for f in factors), *names],
+        factors=factors,
+        dtype=f"tl.{tables.dtype_name(dtype)}",
+        **structure,
+    )
+    meta = {"BLOCK_M": ELEMENTS, "BLOCK_N": 1, "ACC_TYPE": "tl.float32"}
+    found = _inductor.lower_to_template(
+        name=f"lora_{name}",
+        inputs=[(f["name"], value) for f, value in zip(factors, inputs, strict=True)],
+        shapes=[sizes for _, sizes, _ in outputs],
+        dtype=outputs[0][2],
+        device=inputs[0].get_device(),
+        variants=[_inductor.Variant(text, meta, num_warps=4, num_stages=1, outputs=names)],
+        stock=None,
+        dtypes=[kind for _, _, kind in outputs],
+        grid_sizes=[size for f in factors for size in (f["size"], 1)],
+    )
+    if found is None:
+        raise Rejected("Inductor took no template")
+    return found
 
 
 def choose(shape: narrow.Shape, device: torch.device) -> narrow.Config:
@@ -190,7 +220,19 @@ def _added_up(
 ) -> list[Any]:
     """The products from those of the parts of K."""
     if any(further) and (len(outputs) > 1 or wide != dtype):
-        return _sums(outputs, rows, ranks, splits, dtype, wide, further)
+        # Inductor's loops would be two kernels for each product.
+        factors: list[dict[str, Any]] = [
+            {
+                "name": f"P{i}", "output": f"Y{i}" if i else "", "size": rows * rank, "rank": rank,
+                "halves": wide != dtype, "form": f"H{i}" if factor else "", "form_scale": factor,
+            }
+            for i, (rank, factor) in enumerate(zip(ranks, further, strict=True))
+        ]  # fmt: skip
+        columns = 1 if wide == dtype else 3
+        named = [(f["output"], (rows, f["rank"]), wide) for f in factors]
+        named += [(f["form"], (rows, columns * f["rank"]), dtype) for f in factors if f["form"]]
+        values = _inductor.realize(list(outputs))
+        return _by_elements("sums", values, factors, named, dtype, splits=splits)
     # What reads a single one is fused with the sum.
     call = _inductor.call_lowering
     found, forms = [], []
@@ -201,56 +243,6 @@ def _added_up(
         if factor:
             forms.append(_form(total, factor, wide, dtype))
     return found + forms
-
-
-def _sums(
-    outputs: Sequence[Any],
-    rows: int,
-    ranks: Sequence[int],
-    splits: int,
-    dtype: torch.dtype,
-    wide: torch.dtype,
-    further: Sequence[float],
-) -> list[Any]:
-    """All sums and further forms by one kernel, where loops of Inductor would be two for each product."""
-    values = _inductor.realize(list(outputs))
-    factors: list[dict[str, Any]] = []
-    start = 0
-    for i, (rank, factor) in enumerate(zip(ranks, further, strict=True)):
-        end = start + -(-rows * rank // SUMMANDS_BLOCK)
-        factors.append(
-            {
-                "name": f"P{i}", "output": f"Y{i}" if i else "", "start": start, "end": end,
-                "size": rows * rank, "rank": rank, "halves": wide != dtype,
-                "form": f"H{i}" if factor else "", "form_scale": factor,
-            }
-        )  # fmt: skip
-        start = end
-    forms = [f for f in factors if f["form"]]
-    names = [*(f["output"] for f in factors[1:]), *(f["form"] for f in forms)]
-    text = render(
-        "sums.py.jinja",
-        names=[*(f["name"] for f in factors), *names],
-        factors=factors,
-        splits=splits,
-        dtype=f"tl.{str(dtype).removeprefix('torch.')}",
-    )
-    meta = {"BLOCK_M": SUMMANDS_BLOCK, "BLOCK_N": 1, "ACC_TYPE": "tl.float32"}
-    wider = 1 if wide == dtype else 3
-    found = _inductor.lower_to_template(
-        name="lora_sums",
-        inputs=[(f["name"], value) for f, value in zip(factors, values, strict=True)],
-        shapes=[(rows, rank) for rank in ranks] + [(rows, wider * f["rank"]) for f in forms],
-        dtype=wide,
-        device=outputs[0].get_device(),
-        variants=[_inductor.Variant(text, meta, num_warps=4, num_stages=1, outputs=tuple(names))],
-        stock=None,
-        dtypes=[wide] * len(ranks) + [dtype] * len(forms),
-        grid_sizes=[size for f in factors for size in (f["size"], 1)],
-    )
-    if found is None:
-        raise Rejected("Inductor took no template")
-    return found
 
 
 def _form(y: Any, factor: float, wide: torch.dtype, dtype: torch.dtype) -> Any:
@@ -354,7 +346,7 @@ def variant(
 
 
 def _factor(index: int, rank: int, shape: narrow.Shape, scale: float, further: float) -> dict[str, Any]:
-    exact, ahead = torch.get_float32_matmul_precision() == "highest", _ahead(shape)
+    exact, ahead = not may_use_tf32(), _ahead(shape)
     return {
         "index": index,
         "name": f"B{index}",

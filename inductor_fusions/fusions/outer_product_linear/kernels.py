@@ -352,29 +352,16 @@ def packed(w: Tensor, p: int, q: int, block: int, one: bool, turned: bool = Fals
     f = w.new_empty((columns, n)).t() if turned else w.new_empty((n, columns))
     grid = (triton.cdiv(p, 64), triton.cdiv(q, block), triton.cdiv(n, 8))
     pack_kernel[grid](
-        w,
-        f,
-        n,
-        p,
-        q,
-        *w.stride(),
-        *f.stride(),
-        BLOCK_P=64,
-        BLOCK_N=8,
-        num_warps=4,
+        w, f, n, p, q, *w.stride(), *f.stride(), BLOCK_P=64, BLOCK_N=8, num_warps=4,
         **_constants(w.dtype, block, one),
-    )
+    )  # fmt: skip
     return f
 
 
 def is_one(u: Tensor, v: Tensor) -> bool:
     """Whether the two hold one matrix, of a dtype whose weights may be added up."""
-    return (
-        u.dtype != torch.float16
-        and u.data_ptr() == v.data_ptr()
-        and u.shape == v.shape
-        and u.stride() == v.stride()
-    )
+    same = u.data_ptr() == v.data_ptr() and u.shape == v.shape and u.stride() == v.stride()
+    return same and u.dtype != torch.float16
 
 
 def pairs(p: int, q: int, block: int, one: bool) -> int:

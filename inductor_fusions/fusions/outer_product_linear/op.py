@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ...operands import may_use_tf32
+
 
 def dtypes() -> tuple[torch.dtype, ...]:
     """Dtypes that the kernels multiply now: float32 where torch may use TF32."""
     half = torch.bfloat16, torch.float16
-    return (*half, torch.float32) if torch.backends.cuda.matmul.allow_tf32 else half
+    return (*half, torch.float32) if may_use_tf32() else half
 
 
 def _check(u: Tensor, v: Tensor, w: Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 from .... import _inductor
 from ....fusion import Rejected
 from ....lowering import kernel_or
+from ....operands import may_use_tf32
 from ...block_mm.template import environment
 from . import op, plan
 
@@ -234,7 +235,7 @@ def _literal(number: float) -> str:
 
 def _precision() -> str:
     """How float32 is multiplied: as torch is told to."""
-    return '"ieee"' if torch.get_float32_matmul_precision() == "highest" else '"tf32"'
+    return '"tf32"' if may_use_tf32() else '"ieee"'
 
 
 @functools.cache

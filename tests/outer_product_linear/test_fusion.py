@@ -242,9 +242,11 @@ def test_operation() -> None:
 def test_on_a_gpu(rows: int, dtype: torch.dtype, tf32: None) -> None:
     z, w = rand(rows, 72), rand(96, 72 * 72)
     inputs = [(t.detach() / 4).cuda().requires_grad_() for t in (z, w)]
+    # Stock's product of one row is no matter for tensor cores: it is exact where TF32 is allowed as well.
+    slack = 2.0**-10 / torch.finfo(dtype).eps if dtype == torch.float32 and rows == 1 else 4.0
     check(
         lambda z, w: F.linear((z[:, :, None] * z[:, None, :]).flatten(1), w), inputs, dtype=dtype,
-        backend="inductor",
+        backend="inductor", slack=slack,
     )  # fmt: skip
 
 
@@ -263,7 +265,9 @@ def test_memory_on_a_gpu() -> None:
         linear.zero_grad()
         z.grad = None
         torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         compiled(z).sum().backward()
-    # The weight, its gradient, and what is small.
-    assert torch.cuda.max_memory_allocated() < 0.5 * 2**30
+    # The gradient of the weight, the same in the order of the kernel, and what is small: in bytes less than
+    # two weights, where the row alone takes four.
+    assert torch.cuda.max_memory_allocated() - before < 2 * linear.weight.nbytes

@@ -95,6 +95,12 @@ CASES = {
     "narrow t": replace(NARROW, layout="t"),
     "narrow t odd": replace(NARROW, layout="t", inner=83, ranks=(16, 5)),
     "narrow t transposed": replace(NARROW, layout="t", transposed=True, ranks=(16, 5)),
+    "narrow t transposed in parts": replace(
+        NARROW, layout="t", transposed=True, ranks=(16, 5), config=replace(PLAIN, splits=3)
+    ),
+    "narrow alone transposed in parts": replace(
+        NARROW, transposed=True, dtypes=(HALF, WHOLE), ranks=(5,), config=replace(PLAIN, splits=2)
+    ),
     "narrow transposed float32": replace(NARROW, transposed=True, dtypes=(HALF, WHOLE)),
     "narrow dynamic": replace(NARROW, dynamic=True, ranks=(16, 8)),
     "decode": DECODE,
@@ -169,7 +175,7 @@ def error(case: Case) -> float:
         torch._dynamo.mark_dynamic(x, 0)
     templates = 2 if case.summands and case.rows > lowering.FEW_ROWS else 1
     in_parts = case.config.splits > 1
-    together = in_parts and case.split and (len(a) > 1 or case.dtypes[0] != case.dtypes[1])
+    together = in_parts and (len(a) > 1 or (case.split and case.dtypes[0] != case.dtypes[1]))
     outputs = generated(fn, (x, a), in_parts and not together, templates + together)
     exact = [s * x.double() @ right.double() for s, right in zip(scales, a, strict=True)]
     whole = [y.double().t() if case.transposed else y.double() for y in outputs[: len(a)]]

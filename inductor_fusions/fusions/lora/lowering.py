@@ -75,19 +75,18 @@ def _kernel(
         tuple(ranks), "n" if strides[1] == 1 else "t", x.get_dtype(), b[0].get_dtype(),
     )  # fmt: skip
     config = choose(shape, device)
-    if config.splits > 1 and (transposed or not isinstance(rows, int)):
+    if config.splits > 1 and (not isinstance(rows, int) or (transposed and any(further))):
         config = replace(config, splits=1)
     whole = config.splits == 1
     wide = b[0].get_dtype() if whole else torch.float32
-    shapes: list[tuple[Any, Any]] = [
-        (rank, rows) if transposed else (rows * config.splits, rank) for rank in ranks
-    ]
+    shapes: list[tuple[Any, Any]] = [(rank, rows) if transposed else (rows, rank) for rank in ranks]
+    stacked = [(config.splits * height, width) for height, width in shapes]
     forms = [i for i, factor in enumerate(further) if factor and whole]
     wider = 1 if b[0].get_dtype() == x.get_dtype() else 3
     outputs = _inductor.lower_to_template(
         name="lora_narrow_mm",
         inputs=[("X", x), *narrow_inputs(b, shape)],
-        shapes=shapes + [(rows, wider * ranks[i]) for i in forms],
+        shapes=stacked + [(rows, wider * ranks[i]) for i in forms],
         dtype=wide,
         device=device,
         variants=[variant(config, shape, scales, further if whole else (), transposed)],
@@ -99,7 +98,7 @@ def _kernel(
         raise Rejected("Inductor took no template")
     if whole:
         return outputs
-    return _added_up(outputs, rows, ranks, config.splits, x.get_dtype(), b[0].get_dtype(), further)
+    return _added_up(outputs, shapes, config.splits, x.get_dtype(), b[0].get_dtype(), further)
 
 
 def _count(shape: narrow.Shape) -> int:
@@ -211,38 +210,36 @@ def choose(shape: narrow.Shape, device: torch.device) -> narrow.Config:
 
 def _added_up(
     outputs: Sequence[Any],
-    rows: int,
-    ranks: Sequence[int],
+    shapes: Sequence[tuple[int, int]],
     splits: int,
     dtype: torch.dtype,
     wide: torch.dtype,
     further: Sequence[float],
 ) -> list[Any]:
-    """The products from those of the parts of K."""
-    if any(further) and (len(outputs) > 1 or wide != dtype):
-        # Inductor's loops would be two kernels for each product.
+    """The products from those of the parts of K, which lie one behind the other."""
+    if len(outputs) > 1 or (any(further) and wide != dtype):
+        # Inductor's loops would be a kernel for each product, and one for its form.
         factors: list[dict[str, Any]] = [
             {
-                "name": f"P{i}", "output": f"Y{i}" if i else "", "size": rows * rank, "rank": rank,
+                "name": f"P{i}", "output": f"Y{i}" if i else "", "size": height * width, "width": width,
                 "halves": wide != dtype, "form": f"H{i}" if factor else "", "form_scale": factor,
             }
-            for i, (rank, factor) in enumerate(zip(ranks, further, strict=True))
+            for i, ((height, width), factor) in enumerate(zip(shapes, further, strict=True))
         ]  # fmt: skip
         columns = 1 if wide == dtype else 3
-        named = [(f["output"], (rows, f["rank"]), wide) for f in factors]
-        named += [(f["form"], (rows, columns * f["rank"]), dtype) for f in factors if f["form"]]
+        named = [(f["output"], shape, wide) for f, shape in zip(factors, shapes, strict=True)]
+        named += [
+            (f["form"], (height, columns * width), dtype)
+            for f, (height, width) in zip(factors, shapes, strict=True)
+            if f["form"]
+        ]
         values = _inductor.realize(list(outputs))
         return _by_elements("sums", values, factors, named, dtype, splits=splits)
     # What reads a single one is fused with the sum.
     call = _inductor.call_lowering
-    found, forms = [], []
-    for output, rank, factor in zip(outputs, ranks, further, strict=True):
-        each = call(aten.view.default, output, [splits, rows, rank])
-        total = call(aten.sum.dim_IntList, each, [0])
-        found.append(cast(total, wide))
-        if factor:
-            forms.append(_form(total, factor, wide, dtype))
-    return found + forms
+    total = call(aten.sum.dim_IntList, call(aten.view.default, outputs[0], [splits, *shapes[0]]), [0])
+    forms = [_form(total, further[0], wide, dtype)] if further[0] else []
+    return [cast(total, wide), *forms]
 
 
 def _form(y: Any, factor: float, wide: torch.dtype, dtype: torch.dtype) -> Any:

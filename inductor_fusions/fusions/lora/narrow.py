@@ -127,6 +127,10 @@ def splits_for(rows: int, block_m: int, inner: int | None, block_k: int) -> int:
 def fitted(config: Config, shape: Shape) -> Config:
     """The same with shorter steps or fewer of them under way, where shared memory or registers ask for it."""
     columns = sum(padded(r) for r in shape.ranks)
+    if shape.dtype == torch.float32:
+        # A product is three, and the parts of both sides are in registers.
+        while config.block_m > 16 and config.block_m * columns > 32 * 32 * config.num_warps:
+            config = replace(config, block_m=config.block_m // 2)
     if config.block_m * columns > 64 * 32 * config.num_warps:
         config = replace(config, num_warps=8)
     while config.block_m > 16 and config.block_m * columns > 64 * 32 * config.num_warps:

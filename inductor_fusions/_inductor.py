@@ -52,6 +52,7 @@ __all__ = [
     "compile_apart",
     "compile_counters",
     "computing_fakes",
+    "drops_narrow_casts",
     "fake_mode_of",
     "flex_attention_op",
     "flex_block_mask",
@@ -270,6 +271,14 @@ def patterns_take_tensors_for_numbers() -> bool:
     Seen on 2.13; right on 2.15.
     """
     return torch_version() < (2, 15)
+
+
+def drops_narrow_casts() -> bool:
+    """Whether Inductor takes out a cast to a narrower dtype that another one widens again.
+
+    Seen on 2.11; on 2.13 it stays, so that what is in memory is narrow.
+    """
+    return torch_version() < (2, 13)
 
 
 # -- symbolic shapes and fake tensors -----------------------------------------------------------

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inductor_fusions import config, testing
+from inductor_fusions import _inductor, config, testing
 from inductor_fusions.fusions.lora import inputs
-from inductor_fusions.fusions.lora.op import LORA_DOWN, NARROW_MM
+from inductor_fusions.fusions.lora.op import LORA_DOWN, NARROW_MM, ROUNDED
+from inductor_fusions.fusions.lora.recognise import source
 
 
 class Adapted(nn.Module):
@@ -35,6 +36,17 @@ class Adapted(nn.Module):
             wide = F.dropout(wide, 0.5)
         result = self.base(x)
         return (result + self.b(self.a(wide)) * 2.0).to(result.dtype)
+
+
+class Gated(nn.Module):
+    """The first half of a gated MLP: the gradient of its activation is computed in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = Adapted(), Adapted()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(self.gate(x)) * self.up(x)
 
 
 @pytest.fixture
@@ -90,6 +102,54 @@ def test_the_input_is_kept_as_it_is() -> None:
         assert kept("ours") == [torch.bfloat16]
 
 
+@pytest.fixture
+def marked(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded sums are marked, as on a torch that takes casts out."""
+    monkeypatch.setattr(inputs, "drops_narrow_casts", lambda: True)
+
+
+@pytest.mark.usefixtures("marked")
+def test_a_rounded_sum() -> None:
+    """Its gradient is in memory in 16 bits alone: what reads it in float32 reads a cast of that."""
+    marks = 0
+
+    def count(candidate: Any, rounded: torch.fx.Node | None) -> None:
+        nonlocal marks
+        marks += rounded is not None
+        mark(candidate, rounded)
+
+    def read(enabled: bool) -> list[torch.dtype]:
+        found: list[torch.dtype] = []
+
+        def collect(graph: torch.fx.Graph) -> None:
+            assert not graph.find_nodes(op="call_function", target=ROUNDED)
+            products = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+            for operand in (x for p in products for x in p.args if p.meta["val"].dtype == torch.float32):
+                base = source(operand).base.meta["val"]
+                if base.numel() == 24 * 48:
+                    found.append(base.dtype)
+
+        torch._dynamo.reset()
+        settings = {"post_grad_custom_post_pass": collect, "force_disable_caches": True}
+        with config.patch(enabled=enabled), torch._inductor.config.patch(settings):
+            torch.compile(Gated(), fullgraph=True)(rand(24, 64)).sum().backward()
+        return found
+
+    mark = inputs.WidenedInput._mark
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inputs.WidenedInput, "_mark", count)
+        assert set(read(True)) == {torch.bfloat16}
+    assert marks == 2
+    assert (torch.float32 in read(False)) == _inductor.drops_narrow_casts()
+
+
+@pytest.mark.usefixtures("marked")
+@pytest.mark.parametrize("backend", ["inductor", testing.EAGER_AFTER_PASSES])
+def test_numbers_of_a_rounded_sum(backend: str) -> None:
+    """Also where no fusion of adapters reads the graph."""
+    testing.check(Gated(), (rand(24, 64),), fused=2, kernel="narrow_mm", train=True, backend=backend)
+
+
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("how", ["dropout", "double first"])
 def test_another_input_stays(how: str) -> None:
@@ -118,6 +178,9 @@ def test_operations() -> None:
     utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(NARROW_MM, (x, [a, b], [0.5, 2.0], [False, False], False), test_utils=utils)
     torch.library.opcheck(NARROW_MM, (x.detach(), [a.detach()], [1.0], [True], True), test_utils=utils[:3])
+
+    torch.library.opcheck(ROUNDED, (torch.randn(3, 4).t().requires_grad_(),))
+    assert torch.autograd.gradcheck(ROUNDED, (torch.randn(5, dtype=torch.float64, requires_grad=True),))
 
     def through(x: Any, a: Any) -> Any:
         return LORA_DOWN(x, a)

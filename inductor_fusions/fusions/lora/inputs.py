@@ -3,10 +3,15 @@
 PEFT's adapters are float32 beside a base of 16 bits. Autograd then keeps the widened input for the gradient
 of A, twice the memory of the input that is there. After autograd it is too late: what is kept is settled. So
 `F.linear(x.to(torch.float32), A)` becomes one operation here, which keeps x.
+
+The sum with the base is float32 as well, and cast to 16 bits. Its gradient is rounded to them and widened
+again. Where Inductor takes that out, the gradient is in memory in both dtypes. An operation that only marks
+the rounded sum, until the fusion of adapters reads the graph, prevents it.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,12 +20,14 @@ import torch.nn.functional as F
 from torch import fx
 
 from ... import config
-from ..._inductor import fake_mode_of, suppress_guards
+from ..._inductor import drops_narrow_casts, fake_mode_of, suppress_guards
 from ...fusion import Candidate, Fusion
 from ...operands import check_device, tensor, text
 from . import narrow, profit
-from .op import LORA_DOWN
+from .op import LORA_DOWN, ROUNDED
 from .recognise import MOST_RANK
+
+_SUMS = (operator.add, operator.iadd, operator.mul, torch.add, torch.mul)
 
 
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
@@ -49,6 +56,22 @@ def _widened(node: Any) -> fx.Node | None:
     if x is None or x.dtype != torch.bfloat16 or x.device != found.device or x.dim() < 2:
         return None
     return node.args[0]
+
+
+def _rounded_sum(up: fx.Node, dtype: torch.dtype) -> fx.Node | None:
+    """The cast to a dtype of the sum that a float32 product is added to, if nothing else reads that."""
+    node = up
+    while len(node.users) == 1:
+        (user,) = node.users
+        found = tensor(user)
+        if found is None:
+            return None
+        if user.op == "call_method" and user.target in ("to", "type", "type_as", "bfloat16"):
+            return user if found.dtype == dtype else None
+        if user.target not in _SUMS or found.dtype != torch.float32:
+            return None
+        node = user
+    return None
 
 
 def _is_adapter(x: fx.Node, a: Any) -> bool:
@@ -89,7 +112,8 @@ class WidenedInput(Candidate):
         self.kernel = profit.narrow_kernel(shape, x.device)
 
     def rewrite(self) -> str:
-        old = self.anchor
+        old, x = self.anchor, tensor(self.x)
+        assert x is not None
         mode = fake_mode_of(self.graph)
         with self.graph.inserting_before(old):
             new = self.graph.call_function(LORA_DOWN, (self.x, old.args[1]))
@@ -98,11 +122,22 @@ class WidenedInput(Candidate):
         with suppress_guards(mode):
             new.meta["example_value"] = old.meta["example_value"]
         widened = old.args[0]
+        ups = [user for user in old.users if _is_linear(user) and user.args[0] is old]
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
         if isinstance(widened, fx.Node) and not widened.users:
             self.graph.erase_node(widened)
+        for up in ups if drops_narrow_casts() else ():
+            self._mark(_rounded_sum(up, x.dtype))
         return self.kernel
+
+    def _mark(self, rounded: fx.Node | None) -> None:
+        if rounded is None or any(user.target is ROUNDED for user in rounded.users):
+            return
+        with self.graph.inserting_after(rounded):
+            marked = self.graph.call_function(ROUNDED, (rounded,))
+        marked.meta.update(rounded.meta)
+        rounded.replace_all_uses_with(marked, delete_user_cb=lambda user: user is not marked)
 
 
 FUSION = Fusion(

@@ -16,7 +16,7 @@ from ...lowering import kernel_or
 from ...operands import may_use_tf32
 from ..block_mm import heuristics as block_heuristics
 from . import narrow
-from .op import NARROW_MM
+from .op import NARROW_MM, ROUNDED
 
 aten = torch.ops.aten
 
@@ -34,6 +34,8 @@ FOLDER = Path(__file__).parent / "templates"
 def register() -> None:
     """Tell Inductor of the lowering, now or as soon as it is imported."""
     _inductor.register_lowering_when_loaded(NARROW_MM, lower)
+    # Where the fusion of adapters has not read the graph, and taken the mark out.
+    _inductor.register_lowering_when_loaded(ROUNDED, lambda y: y)
 
 
 def lower(

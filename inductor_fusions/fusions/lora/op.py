@@ -153,6 +153,18 @@ def _lora_down(x: Tensor, a: Tensor) -> Tensor:
 LORA_DOWN: Any = torch.ops.inductor_fusions.lora_down.default
 
 
+@torch.library.custom_op("inductor_fusions::lora_rounded", mutates_args=())
+def _rounded(y: Tensor) -> Tensor:
+    """y. Casts on both sides of it, and on both sides of its gradient, are not simplified together."""
+    return y.clone()
+
+
+#: What graphs call.
+ROUNDED: Any = torch.ops.inductor_fusions.lora_rounded.default
+_rounded.register_fake(torch.empty_like)
+_rounded.register_autograd(lambda ctx, dy: ROUNDED(dy))
+
+
 # -- FLOPs ----------------------------------------------------------------------------------------
 
 

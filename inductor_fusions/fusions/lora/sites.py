@@ -17,6 +17,7 @@ from ..block_mm.normal_form import RESHAPES, VIEWS, Product, identity, product, 
 from ..block_mm.placement import Order, Place
 from . import decode, narrow, profit
 from .emitter import Emitter
+from .op import ROUNDED
 from .recognise import Adapter, Linear, Narrow, Source, gradients, linears, source, unrounded
 
 aten = torch.ops.aten
@@ -24,6 +25,9 @@ aten = torch.ops.aten
 
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     """Linears with adapters, those on one input together; then what is left of the adapters' gradients."""
+    for mark in graph.find_nodes(op="call_function", target=ROUNDED):
+        mark.replace_all_uses_with(mark.args[0])
+        graph.erase_node(mark)
     found = linears(graph)
     narrows = gradients(graph, {a.down.node for linear in found for a in linear.adapters})
     replaced: dict[fx.Node, fx.Node] = {}

@@ -381,16 +381,23 @@ class Narrow:
     """A product with a narrow matrix: `scale * x @ b`, or the same transposed.
 
     Attributes:
-        node: the mm.
-        x: the large operand, shape (M, K).
-        b: the narrow one, shape (K, r).
+        node: the mm, or the result of a narrow product.
+        x: the large operand, shape (M, K); of an mm that is transposed, its transpose.
+        b: the narrow one, shape (K, r), likewise.
         transposed: whether `node` is the transposed product.
+        scale: factor of a narrow product.
     """
 
     node: fx.Node
     x: fx.Node
     b: fx.Node
     transposed: bool
+    scale: float = 1.0
+
+    @property
+    def call(self) -> fx.Node | None:
+        """The narrow product, where it is one already."""
+        return self.node.args[0] if self.node.target is operator.getitem else None  # type: ignore[return-value]
 
 
 def gradients(graph: fx.Graph, downs: set[fx.Node]) -> list[Narrow]:
@@ -421,6 +428,17 @@ def gradients(graph: fx.Graph, downs: set[fx.Node]) -> list[Narrow]:
     return found
 
 
+def made_before(graph: fx.Graph) -> list[Narrow]:
+    """The gradients of A that were made narrow products before autograd: several may read one input."""
+    found = []
+    for call in graph.find_nodes(op="call_function", target=NARROW_MM):
+        x, b, scales, further, transposed = call.args
+        users = list(call.users)
+        if transposed and len(b) == len(users) == 1 and not any(further):
+            found.append(Narrow(users[0], x, b[0], True, scales[0]))
+    return found
+
+
 def _is_one_of(size: Any, ranks: list[int]) -> bool:
     return isinstance(size, int) and size in ranks
 
@@ -434,6 +452,8 @@ def _only_for_weights(node: fx.Node) -> bool:
     if not isinstance(rank, int) or rank > MOST_RANK or (isinstance(inner, int) and inner <= 2 * rank):
         return False
     for user in readers(node, RESHAPES):
+        if user.target is NARROW_MM and user.args[4]:
+            return True
         for reader in user.users if user.target in _PERMUTES else ():
             p = product(reader)
             if p is not None and p.a is user and str(value(p.b).shape[1]) != str(rank):
@@ -457,6 +477,7 @@ __all__ = [
     "alone",
     "gradients",
     "linears",
+    "made_before",
     "readers",
     "source",
 ]

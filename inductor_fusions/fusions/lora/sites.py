@@ -18,7 +18,7 @@ from ..block_mm.placement import Order, Place
 from . import decode, narrow, profit
 from .emitter import Emitter
 from .op import ROUNDED
-from .recognise import Adapter, Linear, Narrow, Source, gradients, linears, source, unrounded
+from .recognise import Adapter, Linear, Narrow, Source, gradients, linears, made_before, source, unrounded
 
 aten = torch.ops.aten
 
@@ -37,10 +37,14 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
             yield candidate
             group = candidate.left_over
     present = set(graph.nodes)
-    narrows = [n for n in narrows if n.node in present]
+    yield from _gradients(graph, [n for n in narrows if n.node in present])
+    yield from _gradients(graph, made_before(graph))
+
+
+def _gradients(graph: fx.Graph, narrows: Sequence[Narrow]) -> Iterator[Candidate]:
     for key in dict.fromkeys(_key(n) for n in narrows):
         members = [n for n in narrows if _key(n) == key]
-        while members:
+        while len(members) > 1 or any(n.call is None for n in members):
             gradient = Gradients(graph, members)
             yield gradient
             members = gradient.left_over
@@ -70,7 +74,8 @@ def _current(linear: Linear, replaced: dict[fx.Node, fx.Node]) -> Linear:
 
 def _key(n: Narrow) -> tuple[Any, ...]:
     base = source(n.x)
-    return (base.base, n.transposed, tuple(str(view.args[1:]) for view in base.views))
+    views = tuple(str(view.args[1:]) for view in base.views)
+    return (base.base, n.transposed, n.call is None, views)
 
 
 def _groups(graph: fx.Graph, found: Sequence[Linear]) -> Iterator[list[Linear]]:
@@ -527,7 +532,7 @@ class Gradients(Candidate):
                 raise Rejected("matrices of two dtypes of 16 bits")
         order, reason = Order(self.graph), None
         everything = self.members
-        for count in range(len(everything), 0, -1):
+        for count in range(len(everything), int(everything[0].call is not None), -1):
             self.members, self.left_over = everything[:count], everything[count:]
             try:
                 self._check(order)
@@ -535,6 +540,7 @@ class Gradients(Candidate):
                 reason = reason or miss
             else:
                 return
+        self.members, self.left_over = everything[:1], everything[1:]
         assert reason is not None
         raise reason
 
@@ -551,12 +557,13 @@ class Gradients(Candidate):
     def _shape(self) -> narrow.Shape:
         first = self.members[0]
         x, origin = value(first.x), source(first.x)
-        rows, inner = (x.shape[1], x.shape[0]) if first.transposed else (x.shape[0], x.shape[1])
+        turned = first.transposed and first.call is None
+        inner, rows = (x.shape[0], x.shape[1]) if turned else (x.shape[1], x.shape[0])
         return narrow.Shape(
             rows if isinstance(rows, int) else None,
             inner if isinstance(inner, int) else None,
             tuple(min(int(s) for s in value(n.b).shape if isinstance(s, int)) for n in self.members),
-            "t" if (x.stride(1) == 1) == first.transposed else "n",
+            "t" if (x.stride(1) == 1) == turned else "n",
             value(origin.base).dtype,
             value(first.b).dtype,
         )
@@ -570,10 +577,10 @@ class Gradients(Candidate):
         origins = [source(n.x) for n in self.members]
         x = make.replay(origins[0])
         right = [n.b for n in self.members]
-        if first.transposed:
+        if first.transposed and first.call is None:
             x = make.call(aten.permute.default, x, [1, 0])
             right = [make.call(aten.permute.default, b, [1, 0]) for b in right]
-        scales = [origin.scale for origin in origins]
+        scales = [origin.scale * n.scale for origin, n in zip(origins, self.members, strict=True)]
         outputs = make.narrow(x, right, scales, [0.0] * len(right), first.transposed)
         for node in self.place.sunk:
             self.place.before.prepend(node)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
+from inductor_fusions.fusions.lora.op import LORA_DOWN, LORA_LINEAR, NARROW_MM
 from tests.block_mm.support import Run, check, rand, run
 
 WHOLE = torch.float32
@@ -206,6 +206,26 @@ def test_gradient_of_an_input_that_linears_share() -> None:
     seen = check(fn, (x, w, rand(32, 64), a, b, rand(16, 64), rand(32, 16)), train=True, budget=2.0)
     (call,) = [call for call in seen.calls(1) if list(call.args[4]) == [0] * 4]
     assert sorted(value.meta["val"].shape[1] for value in call.args[0]) == [16, 16, 32, 128]
+
+
+@pytest.mark.parametrize("of_input", [True, False])
+def test_gradients_of_adapters_that_keep_their_input(of_input: bool) -> None:
+    """Those of A, which are narrow products since before autograd, read the input once."""
+
+    def fn(x: Any, w: Any, v: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        y = (F.linear(x, w) + F.linear(LORA_DOWN(x, a), b) * 2.0).to(x.dtype)
+        return y.sin() * (F.linear(x, v) + F.linear(LORA_DOWN(x, c), d) * 0.5).to(x.dtype)
+
+    x, w, v = rand(512, 256), rand(128, 256), rand(128, 256)
+    adapters = (16, 256), (128, 16), (5, 256), (128, 5)
+    args = x, w, v, *(rand(*shape, dtype=WHOLE) for shape in adapters)
+    for t in args:
+        t.requires_grad_(t.dtype == WHOLE)
+    x.requires_grad_(of_input)
+    seen = check(fn, args, train=True, budget=2.0)
+    (together,) = [call for call in targets(seen, NARROW_MM, 1) if call.args[4]]
+    assert len(together.args[1]) == 2
+    assert not seen.products(1)
 
 
 def test_what_is_in_the_middle_is_an_output_where_it_is_used() -> None:

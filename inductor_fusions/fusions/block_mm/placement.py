@@ -6,6 +6,7 @@ changes its place but the products themselves. What lives longer for it is count
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,8 +128,9 @@ class Order:
             terms = _sources(node) & births.keys() & set(members)
             deaths[node] = min([deaths[node], max((deaths[term] for term in terms), default=deaths[node])])
         later = dict(deaths)
+        gone = {*members, *(node.args[0] for node in members if node.target is operator.getitem)}
         for node in reads & births.keys():
-            others = [at[user] for user in readers(node) if user not in members]
+            others = [at[user] for user in readers(node) if user not in gone]
             later[node] = max([position, *others])
         peak = self._peak(births, deaths)
         if self._peak(after, later) > peak + min(peak * SLACK, ROUNDING):

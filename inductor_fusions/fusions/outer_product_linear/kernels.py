@@ -216,9 +216,12 @@ def weight_kernel(
         in_m = m < M
         x = tl.load(u + at_p[:, None] * u_rows + m[None, :], mask=in_m[None, :], other=0.0)
         y = tl.load(v + at_q[:, None] * v_rows + m[None, :], mask=in_m[None, :], other=0.0)
-        z = tl.load(
-            dy + m.to(tl.int64)[:, None] * dy_rows + n[None, :], mask=in_m[:, None] & in_n[None, :], other=0.0
-        )
+        if TF32:
+            # The tensor cores read it along the dim that is summed: dy is turned around.
+            z_at = dy + n.to(tl.int64)[None, :] * dy_rows + m[:, None]
+        else:
+            z_at = dy + m.to(tl.int64)[:, None] * dy_rows + n[None, :]
+        z = tl.load(z_at, mask=in_m[:, None] & in_n[None, :], other=0.0)
         a = x * y  # rounded as the written product would be
         if TF32:
             a = to_tf32(a)
@@ -329,7 +332,7 @@ def weight(dy: Tensor, u: Tensor, v: Tensor, tile: Tile | None = None, block: in
     if not rows or not dw.numel():
         return dw.zero_()
     tile, block = tile or WEIGHT[u.itemsize], block or BLOCK_Q[u.itemsize]
-    one, dy = is_one(u, v), rounded(dy.contiguous())
+    one, dy = is_one(u, v), rounded((dy.t() if u.dtype == torch.float32 else dy).contiguous())
     columns = pairs(p, q, block, one) * block
     left = u.t().contiguous()
     right = left if one else v.t().contiguous()

@@ -29,6 +29,7 @@ from bench.docs_linears import (
     interactions_section,
     lora_models_section,
     lora_section,
+    lora_summary,
     projections_section,
 )
 from bench.docs_pieces import NONE, NOTICE, Json, get, number, opening, quotient, table
@@ -37,8 +38,9 @@ from inductor_fusions.tables import MARGIN
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- measured: begin (python -m bench.docs) -->"
 END = "<!-- measured: end -->"
-#: The device of the README's table.
+#: The device of the README's table, and of what it says of adapters.
 README_RESULTS = "models_h200.json"
+README_ADAPTERS = "lora_models_h200.json"
 #: Cases of the README's table, in this order; all cases are in docs/performance.md.
 README_CASES = (
     "llama-1b sdpa b1 s8192",
@@ -537,6 +539,9 @@ def readme(text: str, results: Path) -> str:
         raise SystemExit(f"README.md has no {BEGIN} ... {END}")
     path = results / README_RESULTS
     made = readme_table(json.loads(path.read_text("utf-8"))) if path.exists() else "Nothing is measured yet."
+    adapters = results / README_ADAPTERS
+    if adapters.exists() and (told := lora_summary(json.loads(adapters.read_text("utf-8")))):
+        made += f"\n\n{told}"
     return f"{before}{BEGIN}\n{made}\n{END}{after}"
 
 

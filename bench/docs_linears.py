@@ -145,6 +145,24 @@ def lora_models_section(data: Json) -> str:
     return "\n\n".join(parts)
 
 
+def lora_summary(data: Json) -> str:
+    """What bench.models_lora measured with PEFT's own settings, in a sentence or two; "" where it did not."""
+    told = []
+    for row in data["rows"]:
+        what = {
+            "train b2 s2048": "a training step of 2 x 2048 tokens",
+            "decode b1 s1 reduce-overhead": "decoding a token",
+        }.get(str(row["name"]))
+        if what and row.get("correct") and get(row, "ratio", "stock/fused"):
+            ms = [f"{get(row, 'median_ms', name):.3g}" for name in ("stock", "fused", "frozen")]
+            told.append(f"{what} takes {ms[1]} ms in place of {ms[0]} (without adapters {ms[2]})")
+    if not told:
+        return ""
+    return (
+        "Llama-1B with PEFT's adapters on every linear, as `LoraConfig` makes them: " + "; ".join(told) + "."
+    )
+
+
 def interactions_section(title: str, data: Json) -> str:
     """Every row of bench.outer_product or bench.dot_interaction.
 

@@ -1,14 +1,15 @@
 """Linears with low-rank adapters: `x W + s * (x A) B` as two kernels, in both directions.
 
 `recognise` reads linears with adapters from a post-grad graph, `sites` and `emitter` decide and rewrite,
-`profit` says what is measured. `op` has the operations: products with narrow matrices, of which `narrow` and
-`lowering` make a kernel, and whole linears on few rows, of which `decode` makes two.
+`profit` says what is measured, and `gather` lets few kernels (`split`) split up float32 inputs of the graph.
+`op` has the operations: products with narrow matrices, of which `narrow` and `lowering` make a kernel, and
+whole linears on few rows, of which `decode` makes two.
 """
 
 from __future__ import annotations
 
 from ...fusion import Fusion
-from . import decode, inputs, lowering
+from . import decode, inputs, lowering, split
 from .sites import candidates
 
 FUSION = Fusion(
@@ -23,3 +24,4 @@ INPUTS = inputs.FUSION
 
 lowering.register()
 decode.register()
+split.register()

@@ -11,14 +11,14 @@ from torch import fx
 
 from ..block_mm import emit, guards
 from ..block_mm.normal_form import value
+from . import gather
 from .op import LORA_LINEAR, NARROW_MM
 from .recognise import Source
+from .split import HIGH_BITS, LORA_SPLIT
 
 aten = torch.ops.aten
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
-#: The bits of a float32 that a bfloat16 has as well.
-HIGH_BITS = -(1 << 16)
 
 
 class Emitter:
@@ -76,19 +76,30 @@ class Emitter:
         return self.call(aten.cat.default, [high, high, low], 1)
 
     def right_halves(self, right: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """(r, N) of float32 as (high; low; high), (3r, N), lying in memory as before."""
+        """(r, N) of float32 as (high; low; high), (3r, N), lying in memory as before.
+
+        Where `gather` may make it with others, it has the zeros of `aligned` already.
+        """
         stored, turned = self._as_stored(right)
-        high, low = self._halves(stored, dtype)
-        made = self.call(aten.cat.default, [high, low, high], int(turned))
+        if gather.takes(stored):
+            rows = 3 * int(value(right).shape[0])
+            size = rows + _missing(rows, dtype)
+            parts = self.call(LORA_SPLIT, [stored], [0], [int(turned)], [size], dtype)
+            made = self.call(operator.getitem, parts, 0)
+        else:
+            high, low = self._halves(stored, dtype)
+            made = self.call(aten.cat.default, [high, low, high], int(turned))
         return self.call(aten.permute.default, made, [1, 0]) if turned else made
 
     def aligned(self, left: fx.Node, right: fx.Node) -> tuple[fx.Node, fx.Node]:
         """The operands of an up-projection, with zeros up to a rank that vector loads can read."""
         rank = int(value(left).shape[1])
-        missing = -rank % (guards.ALIGNMENT // value(left).dtype.itemsize)
+        missing = _missing(rank, value(left).dtype)
         if not missing:
             return left, right
         left = self.call(aten.constant_pad_nd.default, left, [0, missing])
+        if int(value(right).shape[0]) != rank:
+            return left, right
         stored, turned = self._as_stored(right)
         padding = [0, missing] if turned else [0, 0, 0, missing]
         made = self.call(aten.constant_pad_nd.default, stored, padding)
@@ -109,3 +120,8 @@ class Emitter:
         low = self.call(aten.sub.Tensor, matrix, high)
         convert = torch.ops.prims.convert_element_type.default
         return self.call(convert, high, dtype), self.call(convert, low, dtype)
+
+
+def _missing(rank: int, dtype: torch.dtype) -> int:
+    """How many zeros make a rank one that vector loads can read."""
+    return -rank % (guards.ALIGNMENT // dtype.itemsize)

@@ -63,8 +63,10 @@ def _kernel(
 ) -> list[Any]:
     device = x.get_device()
     check_device(device)
-    x, *b = _inductor.realize([x, *b])
+    made = len(b[0].get_size()) == 3 and _inductor.static(b[0].get_size()[0])
+    x, *b = _inductor.realize([x, *(_firsts(b) if made else b)])
     ranks = [_inductor.static(right.get_size()[1]) for right in b]
+    thin = torch.float32 if made else b[0].get_dtype()
     rows, inner = (_inductor.static(size) for size in x.get_size())
     strides = [_inductor.static(stride) for stride in x.get_stride()]
     if not all(isinstance(r, int) and r <= narrow.MOST_COLUMNS for r in ranks) or 1 not in strides:
@@ -74,17 +76,17 @@ def _kernel(
     shape = narrow.Shape(
         rows if isinstance(rows, int) else None,
         inner if isinstance(inner, int) else None,
-        tuple(ranks), "n" if strides[1] == 1 else "t", x.get_dtype(), b[0].get_dtype(),
+        tuple(ranks), "n" if strides[1] == 1 else "t", x.get_dtype(), thin, int(made),
     )  # fmt: skip
     config = choose(shape, device)
     if config.splits > 1 and (not isinstance(rows, int) or (transposed and any(further))):
         config = replace(config, splits=1)
     whole = config.splits == 1
-    wide = b[0].get_dtype() if whole else torch.float32
+    wide = thin if whole else torch.float32
     shapes: list[tuple[Any, Any]] = [(rank, rows) if transposed else (rows, rank) for rank in ranks]
     stacked = [(config.splits * height, width) for height, width in shapes]
     forms = [i for i, factor in enumerate(further) if factor and whole]
-    wider = 1 if b[0].get_dtype() == x.get_dtype() else 3
+    wider = 1 if thin == x.get_dtype() else 3
     outputs = _inductor.lower_to_template(
         name="lora_narrow_mm",
         inputs=[("X", x), *narrow_inputs(b, shape)],
@@ -100,7 +102,18 @@ def _kernel(
         raise Rejected("Inductor took no template")
     if whole:
         return outputs
-    return _added_up(outputs, shapes, config.splits, x.get_dtype(), b[0].get_dtype(), further)
+    return _added_up(outputs, shapes, config.splits, x.get_dtype(), thin, further)
+
+
+def _firsts(stacks: Sequence[Any]) -> list[Any]:
+    """The first of the summands of each narrow matrix, with the others behind it in memory."""
+    for held in _inductor.realize(stacks):
+        sizes, strides = (
+            [_inductor.static(n) for n in each] for each in (held.get_size(), held.get_stride())
+        )
+        if strides not in ([sizes[1] * sizes[2], sizes[2], 1], [sizes[1] * sizes[2], 1, sizes[1]]):
+            raise Rejected("summands that do not lie one behind the other")
+    return [_inductor.call_lowering(aten.select.int, stack, 0, 0) for stack in stacks]
 
 
 def _count(shape: narrow.Shape) -> int:
@@ -110,11 +123,13 @@ def _count(shape: narrow.Shape) -> int:
     return 2 if may_use_tf32() else 3
 
 
-def _ahead(shape: narrow.Shape) -> int:
-    """How many summands of each narrow matrix a kernel of their own makes; 1: there is none.
+def ahead(shape: narrow.Shape) -> int:
+    """How many summands of each narrow matrix a kernel in front makes; 1: there is none.
 
     With few rows, few thread blocks read the narrow matrices, and split them up themselves.
     """
+    if shape.made:
+        return shape.made
     few = shape.rows is not None and shape.rows <= FEW_ROWS
     return 1 if few or shape.inner is None else _count(shape)
 
@@ -124,27 +139,15 @@ def narrow_inputs(b: Sequence[Any], shape: narrow.Shape) -> list[tuple[str, Any]
 
     The other summands are behind the first one. One kernel makes those of all narrow matrices.
     """
-    count = _ahead(shape)
-    values = list(b) if count == 1 else _summands(b, shape, count)
+    count = ahead(shape)
+    values = list(b) if count == 1 or shape.made else _summands(b, shape, count)
     return [(f"B{i}", value) for i, value in enumerate(values)]
 
 
 def _summands(b: Sequence[Any], shape: narrow.Shape, count: int) -> list[Any]:
-    factors: list[dict[str, Any]] = []
-    for i, right in enumerate(b):
-        sizes, strides = (
-            [_inductor.static(n) for n in each] for each in (right.get_size(), right.get_stride())
-        )
-        rows_dim = 0 if strides[1] == 1 else 1  # the dim whose rows lie one behind the other
-        factors.append(
-            {
-                "name": f"B{i}", "output": f"Y{i}" if i else "", "size": sizes[0] * sizes[1],
-                "columns": sizes[1 - rows_dim], "rows_dim": rows_dim,
-                "dense": strides[rows_dim] == sizes[1 - rows_dim] and strides[1 - rows_dim] == 1,
-            }
-        )  # fmt: skip
+    factors = [{**elements_of(i, right), "summands": count} for i, right in enumerate(b)]
     outputs = [(f["output"], (count, f["size"]), shape.dtype) for f in factors]
-    stacks = _by_elements("summands", b, factors, outputs, count=count, dtype=shape.dtype)
+    stacks = by_elements("split", b, factors, outputs, dtype=shape.dtype)
     call, found = _inductor.call_lowering, []
     for stack, factor in zip(stacks, factors, strict=True):
         columns = factor["columns"]
@@ -154,7 +157,27 @@ def _summands(b: Sequence[Any], shape: narrow.Shape, count: int) -> list[Any]:
     return _inductor.realize(found)
 
 
-def _by_elements(
+def elements_of(index: int, matrix: Any, rows_dim: int | None = None) -> dict[str, Any]:
+    """What the template of parts knows of a matrix.
+
+    Args:
+        index: its number.
+        matrix: the matrix.
+        rows_dim: the dim whose rows are to lie one behind the other; as they are in memory by default.
+    """
+    sizes, strides = (
+        [_inductor.static(n) for n in each] for each in (matrix.get_size(), matrix.get_stride())
+    )
+    if rows_dim is None:
+        rows_dim = 0 if strides[1] == 1 else 1
+    return {
+        "name": f"B{index}", "output": f"Y{index}" if index else "", "size": sizes[0] * sizes[1],
+        "columns": sizes[1 - rows_dim], "rows_dim": rows_dim, "summands": 0,
+        "dense": strides[rows_dim] == sizes[1 - rows_dim] and strides[1 - rows_dim] == 1,
+    }  # fmt: skip
+
+
+def by_elements(
     name: str,
     inputs: Sequence[Any],
     factors: list[dict[str, Any]],
@@ -236,7 +259,7 @@ def _added_up(
             if f["form"]
         ]
         values = _inductor.realize(list(outputs))
-        return _by_elements("sums", values, factors, named, dtype, splits=splits)
+        return by_elements("sums", values, factors, named, dtype, splits=splits)
     # What reads a single one is fused with the sum.
     call = _inductor.call_lowering
     total = call(aten.sum.dim_IntList, call(aten.view.default, outputs[0], [splits, *shapes[0]]), [0])
@@ -278,7 +301,7 @@ def _one_by_one(
     """The products as stock lowers them, each by itself."""
     call = _inductor.call_lowering
     found, forms = [], []
-    for right, scale, factor in zip(b, scales, further, strict=True):
+    for right, scale, factor in zip(map(_sum, b), scales, further, strict=True):
         y = call(aten.mm.default, cast(x, right.get_dtype()), right)
         y = y if scale == 1 else call(aten.mul.Tensor, y, scale)
         found.append(call(aten.permute.default, y, [1, 0]) if transposed else y)
@@ -287,6 +310,17 @@ def _one_by_one(
     if transposed:
         found = [call(aten.clone.default, y) for y in found]
     return found + forms
+
+
+def _sum(right: Any) -> Any:
+    """A narrow matrix, where it came in summands."""
+    if len(right.get_size()) == 2:
+        return right
+    call, total = _inductor.call_lowering, None
+    for i in range(_inductor.static(right.get_size()[0])):
+        part = cast(call(aten.select.int, right, 0, i), torch.float32)
+        total = part if total is None else call(aten.add.Tensor, total, part)
+    return total
 
 
 # -- the kernel -----------------------------------------------------------------------------------
@@ -345,11 +379,11 @@ def variant(
 
 
 def _factor(index: int, rank: int, shape: narrow.Shape, scale: float, further: float) -> dict[str, Any]:
-    exact, ahead = not may_use_tf32(), _ahead(shape)
+    exact, summands = not may_use_tf32(), ahead(shape)
     return {
         "index": index,
         "name": f"B{index}",
-        "summands": ahead,
+        "summands": summands,
         "size": rank,
         "block": narrow.padded(rank),
         "scale": scale,
@@ -357,7 +391,7 @@ def _factor(index: int, rank: int, shape: narrow.Shape, scale: float, further: f
         "form": f"H{index}" if further else "",
         "form_scale": further * scale,
         "halves": shape.dtype != shape.narrow,
-        "parts": _count(shape) if ahead == 1 else 1,
+        "parts": _count(shape) if summands == 1 else 1,
         "widen": shape.dtype != shape.narrow and _count(shape) == 1,
         "precision": "tf32x3" if exact else "tf32",
     }

@@ -29,6 +29,7 @@ class Shape:
         ranks: columns of each narrow matrix.
         layout: "n" where x has its elements in order along K, "t" where along M.
         dtype, narrow: of x, and of the narrow matrices.
+        made: how many summands of the dtype of x each narrow matrix comes in; 0: in none.
     """
 
     rows: int | None
@@ -37,6 +38,7 @@ class Shape:
     layout: str
     dtype: torch.dtype
     narrow: torch.dtype
+    made: int = 0
 
 
 @dataclass(frozen=True)

@@ -46,10 +46,18 @@ def check(x: Tensor, b: Sequence[Tensor], scales: Sequence[float], further: Sequ
     """
     if not b or not (len(b) == len(scales) == len(further)):
         raise ValueError("narrow_mm needs a matrix, and a scale and a form for each")
-    if x.dim() != 2 or any(right.dim() != 2 for right in b):
+    if x.dim() != 2 or any(right.dim() not in (2, 3) for right in b):
         raise ValueError("the operands of narrow_mm are matrices")
+    counts = {int(right.shape[0]) if right.dim() == 3 else 0 for right in b}
+    if len(counts) != 1 or counts == {1}:
+        raise ValueError(
+            "the narrow matrices of narrow_mm come in several summands, or in none, all of them alike"
+        )
     for right in b:
-        torch._check(right.shape[0] == x.shape[1], lambda: "inner sizes of narrow_mm differ")
+        torch._check(right.shape[-2] == x.shape[1], lambda: "inner sizes of narrow_mm differ")
+        summands = right.dim() == 3
+        if summands and (right.dtype != x.dtype or x.dtype.itemsize != 2):
+            raise ValueError("the summands of narrow_mm have the dtype of x, of 16 bits")
         if right.dtype != x.dtype and right.dtype.itemsize <= x.dtype.itemsize:
             raise ValueError(f"narrow_mm does not multiply {x.dtype} by {right.dtype}")
 
@@ -61,7 +69,8 @@ def composite(
 
     Args:
         x: shape (M, K), any strides.
-        b: shape (K, r) each, of the dtype of x or wider.
+        b: shape (K, r) each, of the dtype of x or wider; or each of them as summands of the dtype of x, shape
+            (count, K, r), that stand for their sum in float32.
         scales: factor of each product.
         further: for each product, the factor of the form that a product of the dtype of x reads; 0: it is
             not wanted.
@@ -70,6 +79,7 @@ def composite(
     Returns:
         Every product, shape (M, r) and row-major, then the further forms: `parts`.
     """
+    b = [right.float().sum(0) if right.dim() == 3 else right for right in b]
     outputs = [_product(x, right, scale) for right, scale in zip(b, scales, strict=True)]
     forms = [
         parts(_product(x, right, scale * factor), x.dtype)
@@ -102,12 +112,15 @@ def _fake(
 ) -> list[Tensor]:
     check(x, b, scales, further)
     rows = x.shape[0]
-    shapes = [(right.shape[1], rows) if transposed else (rows, right.shape[1]) for right in b]
-    found = [right.new_empty(shape) for right, shape in zip(b, shapes, strict=True)]
-    forms = [right for right, factor in zip(b, further, strict=True) if factor]
-    return found + [
-        x.new_empty((rows, right.shape[1] * (1 if right.dtype == x.dtype else 3))) for right in forms
+    shapes = [(right.shape[-1], rows) if transposed else (rows, right.shape[-1]) for right in b]
+    kinds = [torch.float32 if right.dim() == 3 else right.dtype for right in b]
+    found = [x.new_empty(shape, dtype=kind) for shape, kind in zip(shapes, kinds, strict=True)]
+    forms = [
+        right.shape[-1] * (1 if kind == x.dtype else 3)
+        for right, kind, factor in zip(b, kinds, further, strict=True)
+        if factor
     ]
+    return found + [x.new_empty((rows, columns)) for columns in forms]
 
 
 # -- gradient -------------------------------------------------------------------------------------
@@ -117,6 +130,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, b, ctx.scales, further, transposed = inputs
     if any(further) or transposed:
         raise NotImplementedError("lora_narrow_mm has a gradient in its plain form alone")
+    if any(right.dim() == 3 for right in b):
+        raise NotImplementedError("lora_narrow_mm has no gradient of summands")
     ctx.products = len(b)
     ctx.save_for_backward(x, *b)
 
@@ -171,7 +186,7 @@ _rounded.register_autograd(lambda ctx, dy: ROUNDED(dy))
 @register_flop_formula(torch.ops.inductor_fusions.lora_narrow_mm)
 def flops(x_shape: Any, b_shapes: Any, *args: Any, **kwargs: Any) -> int:
     """Two for each multiplication and addition."""
-    return sum(2 * x_shape[0] * right[0] * right[1] for right in b_shapes)
+    return sum(2 * x_shape[0] * right[-2] * right[-1] for right in b_shapes)
 
 
 # -- whole linears ----------------------------------------------------------------------------------

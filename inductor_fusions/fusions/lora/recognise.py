@@ -134,7 +134,7 @@ def narrow_product(node: fx.Node) -> Product | None:
     if call.target is not NARROW_MM or not isinstance(index, int):
         return None
     x, b, scales, _, transposed = call.args
-    if transposed or index >= len(b):  # type: ignore[arg-type]
+    if transposed or index >= len(b) or value(b[index]).dim() != 2:  # type: ignore[arg-type, index]
         return None
     return Product(node, x, b[index], None, float(scales[index]))  # type: ignore[arg-type, index]
 

@@ -13,9 +13,9 @@ from torch import fx
 from ...fusion import Candidate, LeftToStock, Rejected
 from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
-from ..block_mm.normal_form import RESHAPES, VIEWS, Product, identity, product, products, through, value
+from ..block_mm.normal_form import RESHAPES, Product, identity, product, products, through, value
 from ..block_mm.placement import Order, Place
-from . import decode, narrow, profit
+from . import decode, gather, narrow, profit
 from .emitter import Emitter
 from .op import ROUNDED
 from .recognise import Adapter, Linear, Narrow, Source, gradients, linears, made_before, source, unrounded
@@ -48,6 +48,7 @@ def _gradients(graph: fx.Graph, narrows: Sequence[Narrow]) -> Iterator[Candidate
             gradient = Gradients(graph, members)
             yield gradient
             members = gradient.left_over
+    gather.gather(graph)
 
 
 def _current(linear: Linear, replaced: dict[fx.Node, fx.Node]) -> Linear:
@@ -328,7 +329,7 @@ class Adapted(Candidate):
             [a.up.b for _, a in adapters],
             [g for g, _ in adapters],
             [a.scale * source(a.down.a).scale for _, a in adapters],
-            all(map(is_input, weights)),
+            all(map(gather.is_input, weights)),
             dtype,
             *([wide] if wide else []),
         )
@@ -418,11 +419,6 @@ def _result_dtypes(group: Sequence[Linear]) -> tuple[torch.dtype, str]:
     found = [value(linear.root).dtype for linear in group]
     dtype = min(found, key=lambda each: each.itemsize)
     return dtype, ",".join(str(g) for g, each in enumerate(found) if each != dtype)
-
-
-def is_input(matrix: fx.Node) -> bool:
-    """Whether a matrix is an input of the graph, or a view of one."""
-    return through(matrix, VIEWS).op in ("placeholder", "get_attr")
 
 
 def _is_whole(group: Sequence[Linear]) -> bool:

@@ -1,0 +1,222 @@
+"""Float32 matrices that are inputs of a graph, split up for its products many at a time.
+
+By itself each is a kernel of a microsecond, which the host launches more slowly than the device runs it. So they
+are made together, in the order in which they are read: those of about one layer at a time, right in front of the
+first that is needed, so that none is in memory for long.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..block_mm import emit
+from ..block_mm.normal_form import VIEWS, tensor, through, value
+from . import lowering, narrow
+from .op import NARROW_MM
+from .split import LORA_SPLIT
+
+aten = torch.ops.aten
+
+#: Most matrices that one kernel splits up: a layer's of a model where every linear has an adapter.
+MOST = 24
+#: Most bytes of what one kernel makes. Larger matrices take longer than a launch.
+MOST_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A matrix that is read in parts.
+
+    Attributes:
+        reader: a narrow product, or a call of the operation for this matrix alone.
+        index: of the matrix in the narrow product, or of the output.
+        matrix: as it lies in memory, but for `turned`.
+        turned: whether it is transposed there.
+        form: what the operation takes for it.
+    """
+
+    reader: fx.Node
+    index: int
+    matrix: fx.Node
+    turned: bool
+    form: tuple[int, int, int]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for two matrices whose part of a kernel is the same code."""
+        return (self.form, self.turned, tuple(value(self.matrix).shape), tuple(value(self.matrix).stride()))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parts."""
+        read = self.reader.args[0 if self.reader.target is NARROW_MM else -1]
+        return value(read).dtype if isinstance(read, fx.Node) else read  # type: ignore[return-value]
+
+    @property
+    def bytes(self) -> int:
+        """Of the parts, about."""
+        return _bytes(self.matrix)
+
+
+def is_input(matrix: fx.Node) -> bool:
+    """Whether a matrix is an input of the graph, or a view of one."""
+    return through(matrix, VIEWS).op in ("placeholder", "get_attr")
+
+
+def takes(matrix: fx.Node) -> bool:
+    """Whether a float32 matrix may be split up together with others, at any place.
+
+    It is an input that nothing in the graph writes to, of known sizes, and not so large that it is better made
+    when it is read.
+    """
+    found = tensor(matrix)
+    if found is None or found.dim() != 2 or found.dtype != torch.float32 or not is_input(matrix):
+        return False
+    chain = list(_chain(matrix))
+    if any(other.op != "placeholder" for view in chain[1:] for other in view.all_input_nodes[1:]):
+        return False
+    known = all(isinstance(n, int) for n in (*found.shape, *found.stride()))
+    return known and 1 in found.stride() and _bytes(matrix) <= MOST_BYTES and not _is_written(chain[0])
+
+
+def gather(graph: fx.Graph) -> None:
+    """Let few kernels split up what the adapters' products read in parts."""
+    index = {node: i for i, node in enumerate(graph.nodes)}
+    moved: set[fx.Node] = set()
+    wanted = list(_wanted(graph))
+    made: list[tuple[_Wanted, fx.Node]] = []
+    for dtype, device in dict.fromkeys((w.dtype, value(w.matrix).device) for w in wanted):
+        alike = [w for w in wanted if w.dtype == dtype and value(w.matrix).device == device]
+        for chunk in _chunks(alike):
+            if len(chunk) > 1 or chunk[0].reader.target is NARROW_MM:
+                made += _make(graph, chunk, dtype, index, moved)
+    for w, part in made:
+        if w.reader.target is NARROW_MM:
+            right = list(w.reader.args[1])  # type: ignore[arg-type]
+            right[w.index] = part
+            w.reader.update_arg(1, right)
+        else:
+            for output in list(w.reader.users):
+                emit.replace(graph, output, part)
+
+
+def _bytes(matrix: fx.Node) -> int:
+    return 3 * 2 * int(value(matrix).numel())
+
+
+def _chain(matrix: fx.Node) -> Iterator[fx.Node]:
+    """An input and the views of it up to a matrix, in order."""
+    found = [matrix]
+    while found[-1].op == "call_function":
+        found.append(found[-1].all_input_nodes[0])
+    yield from reversed(found)
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether something in the graph writes to a tensor, or to a view of it."""
+    for user in node.users:
+        schema = getattr(user.target, "_schema", None)
+        if user.op == "call_function" and schema is not None and schema.is_mutable:
+            return True
+        if user.target in VIEWS and _is_written(user):
+            return True
+    return False
+
+
+def _wanted(graph: fx.Graph) -> Iterator[_Wanted]:
+    """What is split up of inputs, in the order in which it is read."""
+    for node in graph.nodes:
+        if node.target is LORA_SPLIT:
+            (matrix,), (summands,), (along,), (size,), _ = node.args
+            yield _Wanted(node, 0, matrix, False, (summands, along, size))
+        elif node.target is NARROW_MM:
+            x, right, *_ = node.args
+            count = _summands(value(x), [value(b) for b in right])
+            if count > 1 and all(map(takes, right)):
+                for i, b in enumerate(right):
+                    yield _Wanted(node, i, b, value(b).stride(1) != 1, (count, 0, 0))
+
+
+def _summands(x: torch.Tensor, right: Sequence[torch.Tensor]) -> int:
+    """How many summands of its narrow matrices a narrow product has made in front; 1: none."""
+    if any(b.dim() != 2 or b.dtype != torch.float32 for b in right):
+        return 1
+    rows, inner = (n if isinstance(n, int) else None for n in x.shape)
+    ranks = tuple(int(b.shape[1]) for b in right)
+    return lowering.ahead(narrow.Shape(rows, inner, ranks, "n", x.dtype, torch.float32))
+
+
+def _chunks(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
+    """What one kernel makes at a time.
+
+    Where layers are alike, so are the chunks of each: a kernel is compiled once for all of them.
+    """
+    period = _period([w.kind for w in wanted])
+    # Several layers, or an even part of one.
+    length = period * (MOST // period) if period <= MOST else -(-period // -(-period // MOST))
+    whole = period * max(1, MOST // period)
+    for start in range(0, len(wanted), whole):
+        layer = wanted[start : min(start + whole, len(wanted))]
+        for first in range(0, len(layer), length):
+            chunk: list[_Wanted] = []
+            for w in layer[first : first + length]:
+                if chunk and sum(other.bytes for other in (*chunk, w)) > MOST_BYTES:
+                    yield chunk
+                    chunk = []
+                chunk.append(w)
+            yield chunk
+
+
+def _period(kinds: Sequence[Any]) -> int:
+    """After how many matrices they repeat, most of them; all, where they do not."""
+    best, share = max(1, len(kinds)), 2 / 3
+    for period in range(1, len(kinds) // 2 + 1):
+        pairs = list(zip(kinds, kinds[period:], strict=False))
+        same = sum(first == second for first, second in pairs) / len(pairs)
+        if same > share:
+            best, share = period, same
+    return best
+
+
+def _make(
+    graph: fx.Graph,
+    chunk: Sequence[_Wanted],
+    dtype: torch.dtype,
+    index: dict[fx.Node, int],
+    moved: set[fx.Node],
+) -> list[tuple[_Wanted, fx.Node]]:
+    """One call of the operation for a chunk, in front of its first reader; what each reads then."""
+    before = chunk[0].reader
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return emit.call(graph, before, before, target, *args)
+
+    distinct: dict[tuple[Any, ...], _Wanted] = {}
+    for w in chunk:
+        for node in _chain(w.matrix):
+            # Views, and attributes, that stand behind the place.
+            if node.op != "placeholder" and node not in moved and index[node] > index[before]:
+                before.prepend(node)
+                moved.add(node)
+        distinct.setdefault(_key(w), w)
+    matrices = [
+        call(aten.permute.default, w.matrix, [1, 0]) if w.turned else w.matrix for w in distinct.values()
+    ]
+    forms = [list(each) for each in zip(*(w.form for w in distinct.values()), strict=True)]
+    made = call(LORA_SPLIT, matrices, *forms, dtype)
+    parts = [call(operator.getitem, made, i) for i in range(len(distinct))]
+    read = {
+        key: call(aten.permute.default, part, [0, 2, 1]) if w.turned else part
+        for (key, w), part in zip(distinct.items(), parts, strict=True)
+    }
+    return [(w, read[_key(w)]) for w in chunk]
+
+
+def _key(w: _Wanted) -> tuple[Any, ...]:
+    return (w.matrix, w.turned, w.form)

@@ -1,7 +1,7 @@
 """Float32 matrices that are inputs of a graph, split up for its products many at a time.
 
-By itself each is a kernel of a microsecond, which the host launches more slowly than the device runs it. So they
-are made together, in the order in which they are read: those of about one layer at a time, right in front of the
+By itself each is a kernel of a microsecond, which the host launches more slowly than the device runs it. So
+they are made together, in the order in which they are read: those of about one layer at a time, in front of the
 first that is needed, so that none is in memory for long.
 """
 
@@ -72,8 +72,8 @@ def is_input(matrix: fx.Node) -> bool:
 def takes(matrix: fx.Node) -> bool:
     """Whether a float32 matrix may be split up together with others, at any place.
 
-    It is an input that nothing in the graph writes to, of known sizes, and not so large that it is better made
-    when it is read.
+    It is an input that nothing in the graph writes to, of known sizes, and not so large that it is better
+    made when it is read.
     """
     found = tensor(matrix)
     if found is None or found.dim() != 2 or found.dtype != torch.float32 or not is_input(matrix):
@@ -122,11 +122,21 @@ def _is_written(node: fx.Node) -> bool:
     """Whether something in the graph writes to a tensor, or to a view of it."""
     for user in node.users:
         schema = getattr(user.target, "_schema", None)
-        if user.op == "call_function" and schema is not None and schema.is_mutable:
-            return True
+        for argument, given in _arguments(user, schema) if schema is not None else ():
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and (given is node or (isinstance(given, (list, tuple)) and node in given)):
+                return True
         if user.target in VIEWS and _is_written(user):
             return True
     return False
+
+
+def _arguments(call: fx.Node, schema: Any) -> Iterator[tuple[Any, Any]]:
+    """The arguments of a call, as its schema has them and as they are given."""
+    yield from zip(schema.arguments, call.args, strict=False)
+    for argument in schema.arguments:
+        if argument.name in call.kwargs:
+            yield argument, call.kwargs[argument.name]
 
 
 def _wanted(graph: fx.Graph) -> Iterator[_Wanted]:

@@ -50,9 +50,7 @@ def check(x: Tensor, b: Sequence[Tensor], scales: Sequence[float], further: Sequ
         raise ValueError("the operands of narrow_mm are matrices")
     counts = {int(right.shape[0]) if right.dim() == 3 else 0 for right in b}
     if len(counts) != 1 or counts == {1}:
-        raise ValueError(
-            "the narrow matrices of narrow_mm come in several summands, or in none, all of them alike"
-        )
+        raise ValueError("the narrow matrices of narrow_mm come in summands all alike, or none of them")
     for right in b:
         torch._check(right.shape[-2] == x.shape[1], lambda: "inner sizes of narrow_mm differ")
         summands = right.dim() == 3

@@ -1,7 +1,7 @@
 """`inductor_fusions::lora_split`: float32 matrices in parts of 16 bits, many of them in one kernel.
 
-Adapters of float32 beside a base of 16 bits are multiplied in parts. What is an input of the graph is split for
-all that reads it in one place (`gather`), because each of the matrices by itself takes a launch and hardly more.
+Adapters of float32 beside a base of 16 bits are multiplied in parts. Inputs of a graph are split up together
+(`gather`), because each of the matrices by itself takes a launch and hardly more.
 """
 
 from __future__ import annotations

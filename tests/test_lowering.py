@@ -43,12 +43,20 @@ def with_adapter(x: Any, w: Any, a: Any, b: Any) -> Any:
     return F.linear(x, w) + F.linear(F.linear(x, a), b) * 2.0
 
 
+def with_wide_adapter(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return (F.linear(x, w) + F.linear(F.linear(x.float(), a), b) * 2.0).bfloat16()
+
+
 def attention(q: Any, k: Any, v: Any, bias: Any) -> Any:
     return ops.short_attention(q, k, v, [bias])
 
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "narrow_mm": (with_adapter, (rand(96, 64), rand(128, 64), rand(16, 64), rand(128, 16))),
+    "lora_split": (
+        with_wide_adapter,
+        (rand(96, 64), rand(128, 64), torch.randn(16, 64), torch.randn(128, 16)),
+    ),
     "lora_linear": (with_adapter, (rand(4, 64), rand(128, 64), rand(16, 64), rand(128, 16))),
     "short_attention": (
         attention,

@@ -18,6 +18,7 @@ from bench import cuda_codegen
 from inductor_fusions import config
 from inductor_fusions.fusions.lora import decode, lowering, narrow
 from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
+from inductor_fusions.fusions.lora.split import LORA_SPLIT
 
 HALF, WHOLE = torch.float16, torch.float32
 
@@ -35,6 +36,7 @@ class Case:
         split: whether the form for a product of the dtype of x is wanted as well, doubled.
         transposed: whether the results are.
         summands: whether float32 is split up into parts of 16 bits, as beside bfloat16.
+        given: whether that is an operation of its own, in front.
         columns: N of each linear.
         groups: which linear each adapter belongs to.
         bias: whether each linear has one.
@@ -51,6 +53,7 @@ class Case:
     split: bool = False
     transposed: bool = False
     summands: bool = False
+    given: bool = False
     columns: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
     bias: bool = False
@@ -78,6 +81,20 @@ CASES = {
     ),
     "narrow t in summands made ahead": replace(
         NARROW, rows=96, inner=83, layout="t", transposed=True, dtypes=(HALF, WHOLE), summands=True
+    ),
+    "narrow in summands given": replace(
+        NARROW, rows=70, dtypes=(HALF, WHOLE), summands=True, ranks=(16, 5), given=True, split=True
+    ),
+    "narrow t in summands given, in parts": replace(
+        NARROW,
+        rows=96,
+        inner=83,
+        layout="t",
+        transposed=True,
+        dtypes=(HALF, WHOLE),
+        summands=True,
+        given=True,
+        config=replace(PLAIN, splits=3),
     ),
     "narrow float32": replace(NARROW, dtypes=(WHOLE, WHOLE)),
     "narrow halves": replace(NARROW, dtypes=(HALF, WHOLE), split=True, ranks=(16, 5)),
@@ -169,6 +186,10 @@ def error(case: Case) -> float:
     narrow.default = lambda shape: case.config  # type: ignore[assignment]
 
     def fn(x: Any, a: Any) -> Any:
+        if case.given:
+            zeros = [0] * len(a)
+            stacks = LORA_SPLIT([right.t() for right in a], [3] * len(a), zeros, zeros, wide)
+            a = [stack.permute(0, 2, 1) for stack in stacks]
         return NARROW_MM(x, a, scales, [2.0 * case.split] * len(a), case.transposed)
 
     if case.dynamic:
@@ -234,11 +255,39 @@ def relative(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
     return max(float((x - y).norm() / y.norm()) for x, y in zip(found, exact, strict=True))
 
 
+def _parts(matrices: list[torch.Tensor], halves: list[bool]) -> tuple[Any, Any]:
+    """What the kernel makes of matrices, and what the operation does."""
+    summands = [0 if half else 2 + i % 2 for i, half in enumerate(halves)]
+    along = [i % 2 for i in range(len(matrices))]
+    sizes = [3 * matrix.shape[dim] + dim for matrix, dim in zip(matrices, along, strict=True)]
+
+    def fn(matrices: Any) -> Any:
+        return LORA_SPLIT(matrices, summands, along, sizes, HALF)
+
+    return generated(fn, (matrices,), False), fn(matrices)
+
+
+def different_bits() -> int:
+    """Matrices in parts that are not those of the operation in eager mode."""
+    torch.manual_seed(0)
+    matrices = [rand(37, 16, WHOLE), rand(5, 130, WHOLE), rand(70, 5, WHOLE, True), rand(12, 96, WHOLE)]
+    matrices.append(rand(20, 64, WHOLE)[:, 3:50])
+    wrong = 0
+    # The first one is stored by Inductor's own code, the others by the template's.
+    for first in (0, 1, 2):
+        given = [*matrices[first:], *matrices[:first]] * 2
+        halves = [i >= len(matrices) for i in range(len(given))]
+        for turn in (1, -1):
+            found = _parts(given[::turn], halves[::turn])
+            wrong += sum(not torch.equal(y, z) for y, z in zip(*found, strict=True))
+    return wrong
+
+
 if __name__ == "__main__":
     errors: dict[str, Any] = {}
-    for name in sys.argv[1:] or list(CASES):
+    for name in sys.argv[1:] or [*CASES, "split"]:
         try:
-            errors[name] = error(CASES[name])
+            errors[name] = different_bits() if name == "split" else error(CASES[name])
         except Exception as problem:
             errors[name] = repr(problem)[:2000]
     print(json.dumps(errors))

@@ -13,8 +13,9 @@ import torch._inductor.config
 
 from bench import cuda_codegen
 from inductor_fusions import config
-from inductor_fusions.fusions.lora import decode, lowering, narrow
+from inductor_fusions.fusions.lora import decode, gather, lowering, narrow
 from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
+from inductor_fusions.fusions.lora.split import LORA_SPLIT
 
 ARCHS = sorted(cuda_codegen.DEVICES)
 HALF, WHOLE = torch.bfloat16, torch.float32
@@ -66,6 +67,25 @@ SHAPES = {
 def test_narrow(name: str, arch: int) -> None:
     found = narrow_code(SHAPES[name], arch, transposed="gradient" in name)
     assert found.fits and found.uses_mma, found
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_split(arch: int) -> None:
+    """As many matrices as one kernel takes, in each form."""
+    shapes = [(4096, 16), (16, 4096), (1024, 16), (5, 8192), (8192, 12), (64, 4096)] * (gather.MOST // 6)
+    matrices = [torch.empty(shape) for shape in shapes]
+    summands = [(2, 3, 0)[i % 3] for i in range(len(shapes))]
+    along = [int(columns < rows) for rows, columns in shapes]
+    sizes = [3 * shape[dim] + 1 for shape, dim in zip(shapes, along, strict=True)]
+
+    def fn(*given: Any) -> Any:
+        return LORA_SPLIT(list(given), summands, along, sizes, HALF)
+
+    with torch.no_grad(), config.patch(policy="always", strict=True):
+        made = cuda_codegen.generate(fn, tuple(matrices), arch=arch)
+    (kernel,) = made.kernels
+    (found,) = cuda_codegen.compile_kernel(kernel.source, arch)
+    assert found.fits and not found.spill_bytes, found
 
 
 @pytest.mark.long

@@ -48,6 +48,9 @@ OPERATIONS: dict[str, Callable[[], tuple[tuple[Any, ...], int]]] = {
         (torch.randn(5, 8), [torch.randn(8, 6)], [torch.randn(6)], [0], [torch.randn(8, 3)],
          [torch.randn(3, 6)], [0], [0.5], False, torch.float32), 0,
     ),
+    "lora_split": lambda: (
+        ([torch.randn(5, 8), torch.randn(3, 8)], [3, 0], [0, 0], [0, 16], torch.bfloat16), 0,
+    ),
     "lora_narrow_mm": lambda: ((leaf(5, 8), [leaf(8, 3), leaf(8, 2)], [0.5, 2.0], [0.0] * 2, False), 2),
     "lora_rounded": lambda: ((leaf(5, 8),), 1),
     "outer_product_linear": lambda: ((leaf(5, 4), leaf(5, 3), leaf(6, 12)), 3),

@@ -1,8 +1,8 @@
 """Float32 matrices that are inputs of a graph, split up for its products many at a time.
 
 By itself each is a kernel of a microsecond, which the host launches more slowly than the device runs it. So
-they are made together, in the order in which they are read: those of about one layer at a time, in front of the
-first that is needed, so that none is in memory for long.
+they are made together, in the order in which they are read: those of about one layer at a time, in front of
+the first that is needed, so that none is in memory for long.
 """
 
 from __future__ import annotations
@@ -143,8 +143,9 @@ def _wanted(graph: fx.Graph) -> Iterator[_Wanted]:
     """What is split up of inputs, in the order in which it is read."""
     for node in graph.nodes:
         if node.target is LORA_SPLIT:
-            (matrix,), (summands,), (along,), (size,), _ = node.args
-            yield _Wanted(node, 0, matrix, False, (summands, along, size))
+            matrices, *forms, _ = node.args
+            if len(matrices) == 1 and takes(matrices[0]):  # one of ours
+                yield _Wanted(node, 0, matrices[0], False, tuple(form[0] for form in forms))
         elif node.target is NARROW_MM:
             x, right, *_ = node.args
             count = _summands(value(x), [value(b) for b in right])

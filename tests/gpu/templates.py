@@ -201,7 +201,7 @@ TEMPLATES: dict[str, Template] = {
     "gated MLP, persistent": Template(gated, GATED, GEMM, False, PERSISTENT, least=90, marks=BULK),
     "adapters": Template(lora, LORA, NARROW, True, TILED, fixed=(1,)),
     "adapters of float32": Template(
-        lora, LORA, NARROW, True, PERSISTENT, (BF16, BF16, FP32, FP32), (1,), 90, BULK
+        lora, LORA, (*NARROW, "lora_split"), True, PERSISTENT, (BF16, BF16, FP32, FP32), (1,), 90, BULK
     ),
     "adapters, few rows": Template(lora, FEW, PAIR, False, functools.partial(pair, False)),
     "adapters, few rows, early": Template(

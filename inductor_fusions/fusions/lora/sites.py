@@ -24,7 +24,10 @@ aten = torch.ops.aten
 
 
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
-    """Linears with adapters, those on one input together; then what is left of the adapters' gradients."""
+    """Linears with adapters, those on one input together; then what is left of the adapters' gradients.
+
+    What all of these read in parts is split up together in the end.
+    """
     for mark in graph.find_nodes(op="call_function", target=ROUNDED):
         mark.replace_all_uses_with(mark.args[0])
         graph.erase_node(mark)
@@ -39,6 +42,7 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     present = set(graph.nodes)
     yield from _gradients(graph, [n for n in narrows if n.node in present])
     yield from _gradients(graph, made_before(graph))
+    gather.gather(graph)
 
 
 def _gradients(graph: fx.Graph, narrows: Sequence[Narrow]) -> Iterator[Candidate]:
@@ -48,7 +52,6 @@ def _gradients(graph: fx.Graph, narrows: Sequence[Narrow]) -> Iterator[Candidate
             gradient = Gradients(graph, members)
             yield gradient
             members = gradient.left_over
-    gather.gather(graph)
 
 
 def _current(linear: Linear, replaced: dict[fx.Node, fx.Node]) -> Linear:

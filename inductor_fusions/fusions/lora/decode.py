@@ -22,7 +22,7 @@ from ...operands import may_use_tf32
 from ..block_mm import heuristics
 from ..block_mm.heuristics import capability
 from ..block_mm.op import dtypes
-from . import lowering, narrow
+from . import elements, lowering, narrow
 from .op import LORA_LINEAR
 
 aten = torch.ops.aten
@@ -326,7 +326,7 @@ class Call:
             )
             start = end
         ragged = shape.inner % config.block_k != 0
-        text = lowering.render(
+        text = elements.render(
             "decode_row.py.jinja" if config.row else "decode.py.jinja",
             names=[*names, *outputs],
             groups=groups,

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ... import _inductor, tables
+from ... import _inductor
 from ...fusion import Rejected
 from ...lowering import kernel_or
 from ...operands import may_use_tf32
 from ..block_mm import heuristics as block_heuristics
 from . import narrow
+from .elements import by_elements, elements_of, render
 from .op import NARROW_MM, ROUNDED
 
 aten = torch.ops.aten
@@ -25,10 +24,6 @@ SUMMANDS = (torch.bfloat16,)
 
 #: Up to so many rows, one thread block for each part of K reads the narrow matrices.
 FEW_ROWS = 64
-#: Elements of a thread block where a kernel goes over elements.
-ELEMENTS = 1024
-
-FOLDER = Path(__file__).parent / "templates"
 
 
 def register() -> None:
@@ -155,77 +150,6 @@ def _summands(b: Sequence[Any], shape: narrow.Shape, count: int) -> list[Any]:
         first = call(aten.select.int, stored, 0, 0)
         found.append(first if factor["rows_dim"] == 0 else call(aten.permute.default, first, [1, 0]))
     return _inductor.realize(found)
-
-
-def elements_of(index: int, matrix: Any, rows_dim: int | None = None) -> dict[str, Any]:
-    """What the template of parts knows of a matrix.
-
-    Args:
-        index: its number.
-        matrix: the matrix.
-        rows_dim: the dim whose rows are to lie one behind the other; as they are in memory by default.
-    """
-    sizes, strides = (
-        [_inductor.static(n) for n in each] for each in (matrix.get_size(), matrix.get_stride())
-    )
-    if rows_dim is None:
-        rows_dim = 0 if strides[1] == 1 else 1
-    return {
-        "name": f"B{index}", "output": f"Y{index}" if index else "", "size": sizes[0] * sizes[1],
-        "columns": sizes[1 - rows_dim], "rows_dim": rows_dim, "summands": 0,
-        "dense": strides[rows_dim] == sizes[1 - rows_dim] and strides[1 - rows_dim] == 1,
-    }  # fmt: skip
-
-
-def by_elements(
-    name: str,
-    inputs: Sequence[Any],
-    factors: list[dict[str, Any]],
-    outputs: Sequence[tuple[str, tuple[Any, Any], torch.dtype]],
-    dtype: torch.dtype,
-    **structure: Any,
-) -> list[Any]:
-    """One kernel for several matrices, each with thread blocks of its own that go over its elements.
-
-    Args:
-        name: of the template.
-        inputs: the matrices.
-        factors: what the template knows of each, its "name" and "size" among it; here they get "start" and
-            "end", the thread blocks that are theirs.
-        outputs: name, sizes and dtype of each; the first has no name.
-        dtype: of 16 bits, or that of x.
-        structure: what else the template takes.
-
-    Raises:
-        Rejected: Inductor took no template.
-    """
-    start = 0
-    for factor in factors:
-        factor["start"], start = start, start + -(-factor["size"] // ELEMENTS)
-        factor["end"] = start
-    names = tuple(output for output, _, _ in outputs[1:])
-    text = render(
-        f"{name}.py.jinja",
-        names=[*(f["name"] for f in factors), *names],
-        factors=factors,
-        dtype=f"tl.{tables.dtype_name(dtype)}",
-        **structure,
-    )
-    meta = {"BLOCK_M": ELEMENTS, "BLOCK_N": 1, "ACC_TYPE": "tl.float32"}
-    found = _inductor.lower_to_template(
-        name=f"lora_{name}",
-        inputs=[(f["name"], value) for f, value in zip(factors, inputs, strict=True)],
-        shapes=[sizes for _, sizes, _ in outputs],
-        dtype=outputs[0][2],
-        device=inputs[0].get_device(),
-        variants=[_inductor.Variant(text, meta, num_warps=4, num_stages=1, outputs=names)],
-        stock=None,
-        dtypes=[kind for _, _, kind in outputs],
-        grid_sizes=[size for f in factors for size in (f["size"], 1)],
-    )
-    if found is None:
-        raise Rejected("Inductor took no template")
-    return found
 
 
 def choose(shape: narrow.Shape, device: torch.device) -> narrow.Config:
@@ -395,26 +319,3 @@ def _factor(index: int, rank: int, shape: narrow.Shape, scale: float, further: f
         "widen": shape.dtype != shape.narrow and _count(shape) == 1,
         "precision": "tf32x3" if exact else "tf32",
     }
-
-
-def render(template: str, **structure: Any) -> str:
-    """The text that Inductor's templates take."""
-    text: str = _environment().get_template(template).render(**structure)
-    return text
-
-
-@functools.cache
-def _environment() -> Any:
-    import jinja2
-
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(FOLDER),
-        undefined=jinja2.StrictUndefined,
-        block_start_string="[%",
-        block_end_string="%]",
-        variable_start_string="<<",
-        variable_end_string=">>",
-        comment_start_string="{#-",
-        comment_end_string="-#}",
-        keep_trailing_newline=True,
-    )

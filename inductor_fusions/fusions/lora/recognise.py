@@ -24,7 +24,7 @@ aten = torch.ops.aten
 MOST_RANK = 128
 NO_PRODUCT = "nothing is added to the adapter but what is no product: a quantised base, perhaps"
 _MUL = (aten.mul.Tensor, aten.mul.Scalar)
-_PERMUTES = (aten.permute.default, aten.t.default)
+PERMUTES = (aten.permute.default, aten.t.default)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def source(matrix: fx.Node) -> Source:
         inner = tensor(node.args[0])
         if inner is None or not inner.is_floating_point():
             break
-        if node.target in RESHAPES or node.target in _PERMUTES:
+        if node.target in RESHAPES or node.target in PERMUTES:
             views.append(node)
         elif node.target in CASTS and inner.dtype.itemsize <= value(node).dtype.itemsize:
             found = Source(node.args[0], tuple(reversed(views)), scale)
@@ -116,7 +116,7 @@ def unrounded(matrix: fx.Node) -> Source:
         inner = tensor(node.args[0])
         if inner is None or inner.dtype not in (value(matrix).dtype, torch.float32):
             break
-        if node.target in RESHAPES or node.target in _PERMUTES:
+        if node.target in RESHAPES or node.target in PERMUTES:
             views.append(node)
         elif node.target not in CASTS:
             break
@@ -373,111 +373,14 @@ def _is_number(node: fx.Node) -> bool:
     return found is not None and found.dim() == 0 and found.is_floating_point()
 
 
-# -- narrow products ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Narrow:
-    """A product with a narrow matrix: `scale * x @ b`, or the same transposed.
-
-    Attributes:
-        node: the mm, or the result of a narrow product.
-        x: the large operand, shape (M, K); of an mm that is transposed, its transpose.
-        b: the narrow one, shape (K, r), likewise.
-        transposed: whether `node` is the transposed product.
-        scale: factor of a narrow product.
-    """
-
-    node: fx.Node
-    x: fx.Node
-    b: fx.Node
-    transposed: bool
-    scale: float = 1.0
-
-    @property
-    def call(self) -> fx.Node | None:
-        """The narrow product, where it is one already."""
-        return self.node.args[0] if self.node.target is operator.getitem else None  # type: ignore[return-value]
-
-
-def gradients(graph: fx.Graph, downs: set[fx.Node]) -> list[Narrow]:
-    """The products of a backward that are no part of a sum: `dY @ B`, `dY^T @ h` and `dh^T @ x`.
-
-    Args:
-        graph: a post-grad graph.
-        downs: the down-projections that it has, in whatever direction.
-    """
-    found = []
-    alone = {node for node in graph.nodes if _only_for_weights(node)}
-    downs = {node for node in downs if product(node) is not None} | alone
-    # A symbolic size has no hash.
-    ranks = [rank for rank in (value(node).shape[1] for node in downs) if isinstance(rank, int)]
-    lefts = {source(down.args[0]).base for down in downs}  # type: ignore[arg-type]
-    for node in graph.nodes:
-        p = product(node)
-        if p is None or p.bias is not None or p.scale != 1:
-            continue
-        if node in downs:
-            # What is left of them after the sums: the input is read without its casts and factors.
-            if source(p.a).base is not p.a:
-                found.append(Narrow(node, p.a, p.b, False))
-        elif p.a.target in _PERMUTES and _plain(p.a.args[0]) in downs:
-            found.append(Narrow(node, p.b, p.a, True))
-        elif p.a.target in _PERMUTES and _is_one_of(value(p.b).shape[1], ranks) and source(p.a).base in lefts:
-            found.append(Narrow(node, p.a, p.b, False))
-    return found
-
-
-def made_before(graph: fx.Graph) -> list[Narrow]:
-    """The gradients of A that were made narrow products before autograd: several may read one input."""
-    found = []
-    for call in graph.find_nodes(op="call_function", target=NARROW_MM):
-        x, b, scales, further, transposed = call.args
-        users = list(call.users)
-        if transposed and len(b) == len(users) == 1 and not any(further):
-            found.append(Narrow(users[0], x, b[0], True, scales[0]))
-    return found
-
-
-def _is_one_of(size: Any, ranks: list[int]) -> bool:
-    return isinstance(size, int) and size in ranks
-
-
-def _only_for_weights(node: fx.Node) -> bool:
-    """Whether a product is `dY @ B` of an adapter whose input has no gradient."""
-    down = product(node)
-    if down is None or down.bias is not None:
-        return False
-    rank, inner = value(node).shape[1], value(down.a).shape[1]
-    if not isinstance(rank, int) or rank > MOST_RANK or (isinstance(inner, int) and inner <= 2 * rank):
-        return False
-    for user in readers(node, RESHAPES):
-        if user.target is NARROW_MM and user.args[4]:
-            return True
-        for reader in user.users if user.target in _PERMUTES else ():
-            p = product(reader)
-            if p is not None and p.a is user and str(value(p.b).shape[1]) != str(rank):
-                return True
-    return False
-
-
-def _plain(node: Any) -> Any:
-    while isinstance(node, fx.Node) and node.target in RESHAPES:
-        node = node.args[0]
-    return node
-
-
 __all__ = [
     "MOST_RANK",
     "Adapter",
     "Linear",
-    "Narrow",
     "Source",
     "adapter",
     "alone",
-    "gradients",
     "linears",
-    "made_before",
     "readers",
     "source",
 ]

@@ -15,10 +15,10 @@ from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
 from ..block_mm.normal_form import RESHAPES, Product, identity, product, products, through, value
 from ..block_mm.placement import Order, Place
-from . import decode, gather, narrow, profit
+from . import decode, gather, gradients, narrow, profit
 from .emitter import Emitter
 from .op import ROUNDED
-from .recognise import Adapter, Linear, Narrow, Source, gradients, linears, made_before, source, unrounded
+from .recognise import Adapter, Linear, Source, linears, source, unrounded
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
         mark.replace_all_uses_with(mark.args[0])
         graph.erase_node(mark)
     found = linears(graph)
-    narrows = gradients(graph, {a.down.node for linear in found for a in linear.adapters})
+    narrows = gradients.read(graph, {a.down.node for linear in found for a in linear.adapters})
     replaced: dict[fx.Node, fx.Node] = {}
     for group in _groups(graph, found):
         while group:
@@ -40,18 +40,9 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
             yield candidate
             group = candidate.left_over
     present = set(graph.nodes)
-    yield from _gradients(graph, [n for n in narrows if n.node in present])
-    yield from _gradients(graph, made_before(graph))
+    yield from gradients.candidates(graph, [n for n in narrows if n.node in present])
+    yield from gradients.candidates(graph, gradients.made_before(graph))
     gather.gather(graph)
-
-
-def _gradients(graph: fx.Graph, narrows: Sequence[Narrow]) -> Iterator[Candidate]:
-    for key in dict.fromkeys(_key(n) for n in narrows):
-        members = [n for n in narrows if _key(n) == key]
-        while len(members) > 1 or any(n.call is None for n in members):
-            gradient = Gradients(graph, members)
-            yield gradient
-            members = gradient.left_over
 
 
 def _current(linear: Linear, replaced: dict[fx.Node, fx.Node]) -> Linear:
@@ -74,12 +65,6 @@ def _current(linear: Linear, replaced: dict[fx.Node, fx.Node]) -> Linear:
         ],
         rest=None if linear.rest is None else now(linear.rest),
     )
-
-
-def _key(n: Narrow) -> tuple[Any, ...]:
-    base = source(n.x)
-    views = tuple(str(view.args[1:]) for view in base.views)
-    return (base.base, n.transposed, n.call is None, views)
 
 
 def _groups(graph: fx.Graph, found: Sequence[Linear]) -> Iterator[list[Linear]]:
@@ -501,88 +486,3 @@ def shape_of(group: Sequence[Linear]) -> profit.Shape:
         adapters=value(adapters[0].up.b).dtype,
         layout="n" if value(first.b).stride(1) == 1 else "t",
     )
-
-
-class Gradients(Candidate):
-    """Narrow products that are in no sum: gradients of adapters that read one large matrix."""
-
-    def __init__(self, graph: fx.Graph, members: Sequence[Narrow]) -> None:
-        self.graph, self.members = graph, list(members)
-        self.anchor = members[0].node
-        self.place: Place | None = None
-        self.kernel = ""
-        self.left_over: list[Narrow] = []
-
-    def describe(self) -> dict[str, str]:
-        return {
-            "input": guards.text(self.members[0].x),
-            "narrow": ", ".join(guards.text(n.b) for n in self.members),
-        }
-
-    def guard(self) -> None:
-        guards.check_device(self.anchor)
-        self.left_over = self.members[1:]
-        for n in self.members:
-            origin = source(n.x)
-            misfit = narrow.usable(value(origin.base), [value(n.b)]) if not n.transposed else ""
-            if misfit:
-                raise Rejected(misfit)
-            if value(n.b).dtype not in (value(origin.base).dtype, torch.float32):
-                raise Rejected("matrices of two dtypes of 16 bits")
-        order, reason = Order(self.graph), None
-        everything = self.members
-        for count in range(len(everything), int(everything[0].call is not None), -1):
-            self.members, self.left_over = everything[:count], everything[count:]
-            try:
-                self._check(order)
-            except Rejected as miss:
-                reason = reason or miss
-            else:
-                return
-        self.members, self.left_over = everything[:1], everything[1:]
-        assert reason is not None
-        raise reason
-
-    def _check(self, order: Order) -> None:
-        if len({value(n.b).dtype for n in self.members}) > 1:
-            raise Rejected("gradients of two dtypes")
-        if sum(narrow.padded(r) for r in self._shape().ranks) > narrow.MOST_TOGETHER:
-            raise Rejected("more columns than one kernel takes")
-        reading = [Product(n.node, source(n.x).base, n.b) for n in self.members]
-        self.place = order.find(reading)
-        order.check_memory(reading, self.place)
-        self.kernel = profit.narrow_kernel(self._shape(), value(self.anchor).device)
-
-    def _shape(self) -> narrow.Shape:
-        first = self.members[0]
-        x, origin = value(first.x), source(first.x)
-        turned = first.transposed and first.call is None
-        inner, rows = (x.shape[0], x.shape[1]) if turned else (x.shape[1], x.shape[0])
-        return narrow.Shape(
-            rows if isinstance(rows, int) else None,
-            inner if isinstance(inner, int) else None,
-            tuple(min(int(s) for s in value(n.b).shape if isinstance(s, int)) for n in self.members),
-            "t" if (x.stride(1) == 1) == turned else "n",
-            value(origin.base).dtype,
-            value(first.b).dtype,
-        )
-
-    def rewrite(self) -> str:
-        assert self.place is not None
-        first = self.members[0]
-        for node in self.place.hoisted:
-            self.place.before.prepend(node)
-        make = Emitter(self.graph, self.place.before, self.anchor)
-        origins = [source(n.x) for n in self.members]
-        x = make.replay(origins[0])
-        right = [n.b for n in self.members]
-        if first.transposed and first.call is None:
-            x = make.call(aten.permute.default, x, [1, 0])
-            right = [make.call(aten.permute.default, b, [1, 0]) for b in right]
-        scales = [origin.scale * n.scale for origin, n in zip(origins, self.members, strict=True)]
-        outputs = make.narrow(x, right, scales, [0.0] * len(right), first.transposed)
-        for node in self.place.sunk:
-            self.place.before.prepend(node)
-        for n, output in zip(self.members, outputs, strict=True):
-            emit.replace(self.graph, n.node, output)
-        return self.kernel

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ... import _inductor
 from ...fusion import Rejected
 from ...lowering import kernel_or
-from . import lowering
+from . import elements, lowering
 
 #: The bits of a float32 that a bfloat16 has as well.
 HIGH_BITS = -(1 << 16)
@@ -142,7 +142,7 @@ def _kernel(
         if not all(isinstance(length, int) for length in found):
             raise Rejected("sizes that are not known")
         shapes.append(_shape(found, count, dim, size))
-        factor = lowering.elements_of(i, matrix, 0)
+        factor = elements.elements_of(i, matrix, 0)
         if count:
             factor["summands"] = count
             stored = (count, factor["size"])
@@ -152,7 +152,7 @@ def _kernel(
             stored = rows, columns
         factors.append(factor)
         outputs.append((factor["output"], stored, dtype))
-    made = lowering.by_elements("split", matrices, factors, outputs, dtype, high_bits=HIGH_BITS)
+    made = elements.by_elements("split", matrices, factors, outputs, dtype, high_bits=HIGH_BITS)
     return [
         _inductor.call_lowering(torch.ops.aten.view.default, value, shape)
         for value, shape in zip(made, shapes, strict=True)

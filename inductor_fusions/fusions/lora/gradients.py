@@ -1,0 +1,217 @@
+"""Gradients of adapters as narrow products over all tokens: `dY^T h`, `dh^T x`, `dY B` that is in no sum."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...fusion import Candidate, Rejected
+from ..block_mm import emit, guards
+from ..block_mm.normal_form import RESHAPES, Product, product, readers, value
+from ..block_mm.placement import Order, Place
+from . import narrow, profit
+from .emitter import Emitter
+from .op import NARROW_MM
+from .recognise import MOST_RANK, PERMUTES, source
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """A product with a narrow matrix: `scale * x @ b`, or the same transposed.
+
+    Attributes:
+        node: the mm, or the result of a narrow product.
+        x: the large operand, shape (M, K); of an mm that is transposed, its transpose.
+        b: the narrow one, shape (K, r), likewise.
+        transposed: whether `node` is the transposed product.
+        scale: factor of a narrow product.
+    """
+
+    node: fx.Node
+    x: fx.Node
+    b: fx.Node
+    transposed: bool
+    scale: float = 1.0
+
+    @property
+    def call(self) -> fx.Node | None:
+        """The narrow product, where it is one already."""
+        return self.node.args[0] if self.node.target is operator.getitem else None  # type: ignore[return-value]
+
+
+def read(graph: fx.Graph, downs: set[fx.Node]) -> list[Narrow]:
+    """The products of a backward that are no part of a sum: `dY @ B`, `dY^T @ h` and `dh^T @ x`.
+
+    Args:
+        graph: a post-grad graph.
+        downs: the down-projections that it has, in whatever direction.
+    """
+    found = []
+    alone = {node for node in graph.nodes if _only_for_weights(node)}
+    downs = {node for node in downs if product(node) is not None} | alone
+    # A symbolic size has no hash.
+    ranks = [rank for rank in (value(node).shape[1] for node in downs) if isinstance(rank, int)]
+    lefts = {source(down.args[0]).base for down in downs}  # type: ignore[arg-type]
+    for node in graph.nodes:
+        p = product(node)
+        if p is None or p.bias is not None or p.scale != 1:
+            continue
+        if node in downs:
+            # What is left of them after the sums: the input is read without its casts and factors.
+            if source(p.a).base is not p.a:
+                found.append(Narrow(node, p.a, p.b, False))
+        elif p.a.target in PERMUTES and _plain(p.a.args[0]) in downs:
+            found.append(Narrow(node, p.b, p.a, True))
+        elif p.a.target in PERMUTES and _is_one_of(value(p.b).shape[1], ranks) and source(p.a).base in lefts:
+            found.append(Narrow(node, p.a, p.b, False))
+    return found
+
+
+def made_before(graph: fx.Graph) -> list[Narrow]:
+    """The gradients of A that were made narrow products before autograd: several may read one input."""
+    found = []
+    for call in graph.find_nodes(op="call_function", target=NARROW_MM):
+        x, b, scales, further, transposed = call.args
+        users = list(call.users)
+        if transposed and len(b) == len(users) == 1 and not any(further):
+            found.append(Narrow(users[0], x, b[0], True, scales[0]))
+    return found
+
+
+def _is_one_of(size: Any, ranks: list[int]) -> bool:
+    return isinstance(size, int) and size in ranks
+
+
+def _only_for_weights(node: fx.Node) -> bool:
+    """Whether a product is `dY @ B` of an adapter whose input has no gradient."""
+    down = product(node)
+    if down is None or down.bias is not None:
+        return False
+    rank, inner = value(node).shape[1], value(down.a).shape[1]
+    if not isinstance(rank, int) or rank > MOST_RANK or (isinstance(inner, int) and inner <= 2 * rank):
+        return False
+    for user in readers(node, RESHAPES):
+        if user.target is NARROW_MM and user.args[4]:
+            return True
+        for reader in user.users if user.target in PERMUTES else ():
+            p = product(reader)
+            if p is not None and p.a is user and str(value(p.b).shape[1]) != str(rank):
+                return True
+    return False
+
+
+def _plain(node: Any) -> Any:
+    while isinstance(node, fx.Node) and node.target in RESHAPES:
+        node = node.args[0]
+    return node
+
+
+# -- candidates ---------------------------------------------------------------------------------------
+
+
+def candidates(graph: fx.Graph, narrows: Sequence[Narrow]) -> Iterator[Candidate]:
+    """Those that read one matrix together; none for one that is a narrow product as it is."""
+    for key in dict.fromkeys(_key(n) for n in narrows):
+        members = [n for n in narrows if _key(n) == key]
+        while len(members) > 1 or any(n.call is None for n in members):
+            gradient = Gradients(graph, members)
+            yield gradient
+            members = gradient.left_over
+
+
+def _key(n: Narrow) -> tuple[Any, ...]:
+    base = source(n.x)
+    views = tuple(str(view.args[1:]) for view in base.views)
+    return (base.base, n.transposed, n.call is None, views)
+
+
+class Gradients(Candidate):
+    """Narrow products that are in no sum: gradients of adapters that read one large matrix."""
+
+    def __init__(self, graph: fx.Graph, members: Sequence[Narrow]) -> None:
+        self.graph, self.members = graph, list(members)
+        self.anchor = members[0].node
+        self.place: Place | None = None
+        self.kernel = ""
+        self.left_over: list[Narrow] = []
+
+    def describe(self) -> dict[str, str]:
+        return {
+            "input": guards.text(self.members[0].x),
+            "narrow": ", ".join(guards.text(n.b) for n in self.members),
+        }
+
+    def guard(self) -> None:
+        guards.check_device(self.anchor)
+        self.left_over = self.members[1:]
+        for n in self.members:
+            origin = source(n.x)
+            misfit = narrow.usable(value(origin.base), [value(n.b)]) if not n.transposed else ""
+            if misfit:
+                raise Rejected(misfit)
+            if value(n.b).dtype not in (value(origin.base).dtype, torch.float32):
+                raise Rejected("matrices of two dtypes of 16 bits")
+        order, reason = Order(self.graph), None
+        everything = self.members
+        for count in range(len(everything), int(everything[0].call is not None), -1):
+            self.members, self.left_over = everything[:count], everything[count:]
+            try:
+                self._check(order)
+            except Rejected as miss:
+                reason = reason or miss
+            else:
+                return
+        self.members, self.left_over = everything[:1], everything[1:]
+        assert reason is not None
+        raise reason
+
+    def _check(self, order: Order) -> None:
+        if len({value(n.b).dtype for n in self.members}) > 1:
+            raise Rejected("gradients of two dtypes")
+        if sum(narrow.padded(r) for r in self._shape().ranks) > narrow.MOST_TOGETHER:
+            raise Rejected("more columns than one kernel takes")
+        reading = [Product(n.node, source(n.x).base, n.b) for n in self.members]
+        self.place = order.find(reading)
+        order.check_memory(reading, self.place)
+        self.kernel = profit.narrow_kernel(self._shape(), value(self.anchor).device)
+
+    def _shape(self) -> narrow.Shape:
+        first = self.members[0]
+        x, origin = value(first.x), source(first.x)
+        turned = first.transposed and first.call is None
+        inner, rows = (x.shape[0], x.shape[1]) if turned else (x.shape[1], x.shape[0])
+        return narrow.Shape(
+            rows if isinstance(rows, int) else None,
+            inner if isinstance(inner, int) else None,
+            tuple(min(int(s) for s in value(n.b).shape if isinstance(s, int)) for n in self.members),
+            "t" if (x.stride(1) == 1) == turned else "n",
+            value(origin.base).dtype,
+            value(first.b).dtype,
+        )
+
+    def rewrite(self) -> str:
+        assert self.place is not None
+        first = self.members[0]
+        for node in self.place.hoisted:
+            self.place.before.prepend(node)
+        make = Emitter(self.graph, self.place.before, self.anchor)
+        origins = [source(n.x) for n in self.members]
+        x = make.replay(origins[0])
+        right = [n.b for n in self.members]
+        if first.transposed and first.call is None:
+            x = make.call(aten.permute.default, x, [1, 0])
+            right = [make.call(aten.permute.default, b, [1, 0]) for b in right]
+        scales = [origin.scale * n.scale for origin, n in zip(origins, self.members, strict=True)]
+        outputs = make.narrow(x, right, scales, [0.0] * len(right), first.transposed)
+        for node in self.place.sunk:
+            self.place.before.prepend(node)
+        for n, output in zip(self.members, outputs, strict=True):
+            emit.replace(self.graph, n.node, output)
+        return self.kernel

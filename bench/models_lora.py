@@ -7,9 +7,9 @@ Llama with PEFT's adapters on every linear, random weights, in one process and i
     frozen  the model without adapters, with inductor_fusions switched on: what adapters would cost nothing
             beside. In training its backward gives the gradient of the embedded tokens.
 
-In inference, times are taken once more without Dynamo's guards (`torch.compiler.set_stance` with
-skip_guard_eval_unsafe), and on the device alone: the guards of PEFT's modules take the host hundreds of
-microseconds a call.
+On a GPU times are taken once more on the device alone: adapters are many small kernels, which the host may
+not launch as fast as they run. In inference, also without Dynamo's guards (`torch.compiler.set_stance` with
+skip_guard_eval_unsafe): those of PEFT's modules take the host hundreds of microseconds a call.
 
 A training step is a forward and a backward, without the optimizer. Without dropout, the output and the
 gradient of each adapter are compared with a float64 copy, eager and uncompiled, on the first tokens of the
@@ -49,6 +49,8 @@ from bench.common import (
 )
 from bench.pool import FileLock
 
+#: Seconds of a block of training steps. They follow each other, as in a loop that does not wait for each.
+TRAINING_BLOCK = 0.2
 #: Tokens of the first sample that are compared with float64; a causal model's do not depend on the rest.
 COMPARED = 256
 
@@ -279,14 +281,15 @@ def measure(
             if peak is not None:
                 row["peak_gib"][name] = round((peak + fixed) / 2**30, 4)
         steps = {n: v.step for n, v in variants.items()}
-        times = interleave(steps, device, rounds, 1e-2, max_calls=20)
+        block = TRAINING_BLOCK if case.train and device == "cuda" else 1e-2
+        times = interleave(steps, device, rounds, block, max_calls=20)
+        if device == "cuda":
+            on_device = interleave(steps, device, rounds // 2, 1e-2, max_calls=20, run_ahead=True)
+            row["device_ms"] = {n: round(t.median * 1e3, 4) for n, t in on_device.items()}
         if not case.train:
-            if device == "cuda":
-                on_device = interleave(steps, device, rounds, 1e-2, max_calls=20, run_ahead=True)
-                row["device_ms"] = {n: round(t.median * 1e3, 4) for n, t in on_device.items()}
             # PEFT's modules have many guards, and a decoder that waits for the host waits for them.
             with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
-                unguarded = interleave(steps, device, rounds, 1e-2, max_calls=20)
+                unguarded = interleave(steps, device, rounds, block, max_calls=20)
             row["unguarded_ms"] = {n: round(t.median * 1e3, 4) for n, t in unguarded.items()}
     row["median_ms"] = {name: round(t.median * 1e3, 4) for name, t in times.items()}
     row["spread"] = {name: round(t.spread, 4) for name, t in times.items()}

@@ -304,8 +304,11 @@ def variant(
 
 def _factor(index: int, rank: int, shape: narrow.Shape, scale: float, further: float) -> dict[str, Any]:
     exact, summands = not may_use_tf32(), ahead(shape)
+    apart = exact and _count(shape) > 1
     return {
         "index": index,
+        "apart": apart,
+        "sum": f"{'step' if apart else 'acc'}_{index}",
         "name": f"B{index}",
         "summands": summands,
         "size": rank,

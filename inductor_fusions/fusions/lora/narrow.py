@@ -87,7 +87,9 @@ def default(shape: Shape) -> Config:
         # Each thread block reads the narrow matrices: fewer of them, and K in parts instead.
         while block_m < 64 and block_m < rows:
             block_m *= 2
-    return fitted(Config(block_m, 128, splits_for(rows, block_m, shape.inner, 128), 4, 4), shape)
+    # Parts of a float32 matrix are summed up step by step, which takes registers.
+    block_k = 64 if shape.layout == "t" and shape.narrow != shape.dtype else 128
+    return fitted(Config(block_m, block_k, splits_for(rows, block_m, shape.inner, block_k), 4, 4), shape)
 
 
 def key(shape: Shape) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from inductor_fusions.fusions.lora import lowering, narrow
 from tests.lora.interpreted import CASES
 from tests.support.interpreter import errors_of
 
@@ -31,3 +32,16 @@ def test_error(name: str, errors: dict[str, Any]) -> None:
 def test_split(errors: dict[str, Any]) -> None:
     """Bit for bit, in each form, whichever comes first."""
     assert errors["split"] == 0
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_what_tensor_cores_add_up(tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cut off where they add to a sum: without TF32 those of two steps are added elsewhere."""
+    monkeypatch.setattr(lowering, "may_use_tf32", lambda: tf32)
+    shape = narrow.Shape(4096, 2048, (16, 5), "n", torch.bfloat16, torch.float32)
+    source = lowering.variant(narrow.default(shape), shape, [1.0, 1.0], (), False).source
+    products = source.split("for k in range(start, stop, BLOCK_K):")[1].split("idx_m = ")[0]
+    for i in (0, 1):
+        assert products.count("tl.dot(x") == 2 * (2 if tf32 else 3)
+        assert (f"tl.dot(x, b, acc_{i}" in products) == tf32
+        assert (f"acc_{i} += step_{i}" in products) == (not tf32)

@@ -17,8 +17,8 @@ from bench import cuda_codegen
 from inductor_fusions import config
 from tests.attention.support import flex_everywhere
 
-#: Two blocks of queries and of keys, the second not whole.
-S, D = 200, 16
+#: Two blocks of queries and of keys, the second not whole; several samples, which share no mask.
+B, H, S, D = 2, 2, 200, 16
 LOWEST = torch.finfo(torch.float32).min
 #: Most that an output or gradient may differ from float64, relatively: float32 has 1e-7.
 LIMIT = 3e-6
@@ -56,26 +56,20 @@ def softcap(q, k, v, data, sinks):
 def sink(q, k, v, data, sinks):
     i, j = indices()
     scores = (q @ k.mT * 0.1).masked_fill((j > i) | (j <= i - 70), LOWEST)
-    column = sinks.view(1, -1, 1, 1).expand(len(q), -1, S, -1)
+    column = sinks.view(1, H, 1, 1).expand(B, -1, S, -1)
     return torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1] @ v
 
 
 CASES = {f.__name__: f for f in (padding, window, documents, softcap, sink)}
-#: Cases of several samples, which share no mask; others have several heads.
-SAMPLES = ("padding", "documents")
 
 
-def errors(name: str, train: bool) -> list[float]:
+def errors(fn: Any, train: bool) -> list[float]:
     """Relative errors of the output, and of the gradients in training."""
-    fn, batch = CASES[name], 2 if name in SAMPLES else 1
-    heads = 3 - batch
     torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(batch, S, heads, D).transpose(1, 2).detach().requires_grad_(train) for _ in range(3)
-    )
-    lengths = torch.tensor([110, S])[:batch]
+    q, k, v = (torch.randn(B, S, H, D).transpose(1, 2).detach().requires_grad_(train) for _ in range(3))
+    lengths = torch.tensor([110, S])
     data = torch.where(torch.arange(S) < lengths[:, None], 1 + torch.arange(S) // 90, 0)
-    sinks = torch.randn(heads, requires_grad=train)
+    sinks = torch.randn(H, requires_grad=train)
     with flex_everywhere("flex"), config.patch(strict=True):
         made = cuda_codegen.generate(fn, (q, k, v, data, sinks), train=train, interpreted=True)
     wide = [t.detach().double().requires_grad_(train) for t in (q, k, v, sinks)]
@@ -94,7 +88,7 @@ if __name__ == "__main__":
     for name in sys.argv[1:]:
         kind, _, mode = name.partition(" ")
         try:
-            results[name] = errors(kind, mode == "train")
+            results[name] = errors(CASES[kind], mode == "train")
         except Exception as problem:
             results[name] = repr(problem)[:2000]
     print(json.dumps(results))

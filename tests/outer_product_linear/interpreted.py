@@ -25,11 +25,11 @@ CASES: dict[str, tuple[int, int, int, int]] = {
     "one row": (1, 7, 33, 40),
     "many parts": (16, 20, 20, 16),
     "one pair": (9, 1, 1, 5),
-    "more tiles than parts": (70, 2, 17, 20),
-    "one matrix": (21, 37, 0, 20),
-    "one matrix, two variables": (9, 21, 0, 5),
+    "more tiles than parts": (150, 2, 17, 20),
+    "one matrix": (37, 43, 0, 40),
+    "one matrix, two variables": (37, 43, 0, 40),
     "one matrix, one block": (16, 9, 0, 16),
-    "one matrix, whole blocks": (16, 32, 0, 17),
+    "one matrix, whole blocks": (20, 32, 0, 33),
 }
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 

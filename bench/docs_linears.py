@@ -153,9 +153,11 @@ def lora_summary(data: Json) -> str:
             "train b2 s2048": "a training step of 2 x 2048 tokens",
             "decode b1 s1 reduce-overhead": "decoding a token",
         }.get(str(row["name"]))
-        if what and row.get("correct") and get(row, "ratio", "stock/fused"):
-            ms = [f"{get(row, 'median_ms', name):.3g}" for name in ("stock", "fused", "frozen")]
-            told.append(f"{what} takes {ms[1]} ms in place of {ms[0]} (without adapters {ms[2]})")
+        stock, fused, frozen = (get(row, "median_ms", name) for name in ("stock", "fused", "frozen"))
+        if what and row.get("correct") and stock and fused and frozen:
+            told.append(
+                f"{what} takes {fused:.3g} ms in place of {stock:.3g} (without adapters {frozen:.3g})"
+            )
     if not told:
         return ""
     return (

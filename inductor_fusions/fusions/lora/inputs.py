@@ -27,6 +27,7 @@ from . import narrow, profit
 from .op import LORA_DOWN, ROUNDED
 from .recognise import MOST_RANK
 
+#: What a product passes on its way into a sum.
 _SUMS = (operator.add, operator.iadd, operator.mul, torch.add, torch.mul)
 
 

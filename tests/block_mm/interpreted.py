@@ -100,6 +100,9 @@ CASES |= {
     "persistent chain two adapters": replace(
         chain, tail=True, columns=(64,), inner=(64, 8, 16), scales=(1.0,) * 3
     ),
+    "persistent chain of long products": replace(
+        chain, tail=True, columns=(64,), inner=(72, 144, 8, 80), scales=(1.0,) * 4
+    ),
 }
 CASES["two programs on a multiprocessor"] = replace(
     CASES["persistent gated silu"], rows=333, columns=(256, 256), config=replace(PERSISTENT, per_processor=2)

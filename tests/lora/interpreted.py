@@ -79,6 +79,9 @@ CASES = {
     "narrow in summands made ahead": replace(
         NARROW, rows=70, dtypes=(HALF, WHOLE), summands=True, ranks=(16, 5)
     ),
+    "narrow in summands one by one": replace(
+        NARROW, rows=70, dtypes=(HALF, WHOLE), summands=True, ranks=(16, 5, 20)
+    ),
     "narrow t in summands made ahead": replace(
         NARROW, rows=96, inner=83, layout="t", transposed=True, dtypes=(HALF, WHOLE), summands=True
     ),

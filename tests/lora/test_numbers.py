@@ -34,14 +34,21 @@ def test_split(errors: dict[str, Any]) -> None:
     assert errors["split"] == 0
 
 
+@pytest.mark.parametrize("ranks", [(16, 5), (16, 64)], ids=["beside", "one by one"])
 @pytest.mark.parametrize("tf32", [False, True])
-def test_what_tensor_cores_add_up(tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They cut off where they add to a sum: without TF32 those of two steps are added elsewhere."""
+def test_what_tensor_cores_add_up(
+    tf32: bool, ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They cut off where they add to a sum: without TF32 those of two steps are added elsewhere.
+
+    Where the summands of a matrix lie beside each other, a step has one product for all of them.
+    """
     monkeypatch.setattr(lowering, "may_use_tf32", lambda: tf32)
-    shape = narrow.Shape(4096, 2048, (16, 5), "n", torch.bfloat16, torch.float32)
+    shape = narrow.Shape(4096, 2048, ranks, "n", torch.bfloat16, torch.float32)
     source = lowering.variant(narrow.default(shape), shape, [1.0, 1.0], (), False).source
     products = source.split("for k in range(start, stop, BLOCK_K):")[1].split("idx_m = ")[0]
+    summands = 1 if ranks == (16, 5) else 2 if tf32 else 3
     for i in (0, 1):
-        assert products.count("tl.dot(x") == 2 * (2 if tf32 else 3)
+        assert products.count("tl.dot(x") == 2 * summands
         assert (f"tl.dot(x, b, acc_{i}" in products) == tf32
         assert (f"acc_{i} += step_{i}" in products) == (not tf32)

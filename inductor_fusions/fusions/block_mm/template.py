@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "templates"
+#: Most products that are one loop: each step chooses among their operands.
+LONGEST_CHAIN = 8
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,10 @@ def _groups(structure: Structure, block_k: int, may_chain: bool, rows: int) -> l
                 }
             )
         first = factors[0][0]
-        chained = may_chain and _is_chain(factors, block_k)
+        chained = may_chain and _is_chain(factors)
+        starts = [0]  # of each product, in steps of a chain
+        for factor in factors[0]:
+            starts.append(starts[-1] + -(-(factor.size or 0) // block_k))
         found.append(
             {
                 "index": index,
@@ -170,6 +175,7 @@ def _groups(structure: Structure, block_k: int, may_chain: bool, rows: int) -> l
                 "accumulators": accumulators,
                 "joint": structure.pair and first.a.inner and first.b.inner,
                 "chained": chained,
+                "starts": starts,
                 "steps": _steps(index, factors, block_k, chained, rows),
                 "output": "" if index == 0 else structure.outputs[index - 1],
             }
@@ -177,18 +183,12 @@ def _groups(structure: Structure, block_k: int, may_chain: bool, rows: int) -> l
     return found
 
 
-def _is_chain(factors: Sequence[Sequence[Factor]], block_k: int) -> bool:
-    """Whether the products of a group are one loop: small ones are further steps of that of the first."""
-    if len(factors) != 1 or len(factors[0]) < 2:
+def _is_chain(factors: Sequence[Sequence[Factor]]) -> bool:
+    """Whether the products of a group are one loop: the later ones are further steps of that of the first."""
+    if len(factors) != 1 or not 1 < len(factors[0]) <= LONGEST_CHAIN:
         return False
-    first, *more = factors[0]
-    how = (first.a.inner, first.b.inner, first.precision, first.dtype, first.scale)
-    return first.size is not None and all(
-        f.size is not None
-        and f.size <= block_k
-        and (f.a.inner, f.b.inner, f.precision, f.dtype, f.scale) == how
-        for f in more
-    )
+    alike = {(f.a.inner, f.b.inner, f.precision, f.dtype, f.scale) for f in factors[0]}
+    return len(alike) == 1 and all(f.size is not None for f in factors[0])
 
 
 def _steps(

@@ -279,7 +279,13 @@ def variant(
         masks.append("(rm[:, None] < M)")
     for factor in factors:
         inside = ["(rk[:, None] < stop - k)"] if ragged else []
-        if factor["block"] != factor["size"]:
+        if factor["beside"] > 1:
+            column = f"column_{factor['index']}"
+            if factor["block"] != factor["size"]:
+                inside.append(f"({column} % {factor['block']} < {factor['size']})")
+            if factor["beside"] != factor["summands"]:
+                inside.append(f"({column} < {factor['block'] * factor['summands']})")
+        elif factor["block"] != factor["size"]:
             inside.append(f"(rn_{factor['index']}[None, :] < {factor['size']})")
         factor["mask"] = " & ".join(inside)
     text = render(
@@ -311,6 +317,7 @@ def _factor(index: int, rank: int, shape: narrow.Shape, scale: float, further: f
         "sum": f"{'step' if apart else 'acc'}_{index}",
         "name": f"B{index}",
         "summands": summands,
+        "beside": narrow.beside(shape, summands),
         "size": rank,
         "block": narrow.padded(rank),
         "scale": scale,

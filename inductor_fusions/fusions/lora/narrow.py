@@ -15,6 +15,8 @@ from ... import tables
 FILLS = 128
 #: Most columns of one narrow matrix, and of all in one kernel: their accumulators are in registers.
 MOST_COLUMNS, MOST_TOGETHER = 128, 256
+#: Most columns of tiles in which the summands of narrow matrices lie beside each other.
+MOST_BESIDE = 128
 #: Bytes of a thread block's tiles under way that leave room on every architecture.
 SHARED_BUDGET = 98304
 
@@ -67,13 +69,30 @@ def padded(rank: int) -> int:
     return max(16, 1 << (rank - 1).bit_length())
 
 
+def beside(shape: Shape, summands: int) -> int:
+    """How many matrices lie beside each other in a tile, where one comes in summands; 1: its summands follow
+    each other.
+
+    Beside each other x is multiplied once for all of them. They are filled up to a power of two.
+    """
+    wide = 1 << (summands - 1).bit_length()
+    return wide if wide * sum(map(padded, shape.ranks)) <= MOST_BESIDE else 1
+
+
+def columns_of(shape: Shape) -> int:
+    """The columns of all tiles of narrow matrices together, at most."""
+    # Three summands of 16 bits in place of a float32.
+    mixed = shape.narrow != shape.dtype and shape.dtype == torch.bfloat16
+    return sum(map(padded, shape.ranks)) * (beside(shape, 3) if mixed else 1)
+
+
 def shared_bytes(config: Config, shape: Shape) -> int:
     """About what the tiles under way need of shared memory."""
-    columns = sum(padded(r) for r in shape.ranks)
-    # Three summands of 16 bits in place of a float32.
-    mixed = shape.narrow != shape.dtype
-    step = config.block_m * shape.dtype.itemsize + columns * (6 if mixed else shape.narrow.itemsize)
-    return step * config.block_k * config.num_stages
+    columns = sum(map(padded, shape.ranks))
+    size = columns * shape.narrow.itemsize
+    if shape.narrow != shape.dtype:
+        size = max(columns * 6, columns_of(shape) * shape.dtype.itemsize)
+    return (config.block_m * shape.dtype.itemsize + size) * config.block_k * config.num_stages
 
 
 def default(shape: Shape) -> Config:
@@ -130,7 +149,7 @@ def splits_for(rows: int, block_m: int, inner: int | None, block_k: int) -> int:
 
 def fitted(config: Config, shape: Shape) -> Config:
     """The same with shorter steps or fewer of them under way, where shared memory or registers ask for it."""
-    columns = sum(padded(r) for r in shape.ranks)
+    columns = columns_of(shape)
     if shape.dtype == torch.float32:
         # A product is three, and the parts of both sides are in registers.
         while config.block_m > 16 and config.block_m * columns > 32 * 32 * config.num_warps:
@@ -141,7 +160,7 @@ def fitted(config: Config, shape: Shape) -> Config:
         config = replace(config, block_m=config.block_m // 2)
     # A step of the narrow matrices is in registers while it is split up.
     held = (64 if shape.narrow == shape.dtype else 24) * 32 * config.num_warps
-    while config.block_k > 32 and config.block_k * columns > held:
+    while config.block_k > 32 and config.block_k * sum(map(padded, shape.ranks)) > held:
         config = replace(config, block_k=config.block_k // 2)
     if shape.dtype == torch.float32:
         while config.block_k > 32 and config.block_m * config.block_k > 1024 * config.num_warps // 4:

@@ -6,8 +6,8 @@
 Every figure comes from bench/results/*.json, and a file or a column that is not there is left out.
 `models_*.json` are files of bench.models, `lora_models_*.json` of bench.models_lora, `bench_*.json` of
 `inductor_fusions bench`; `attention_*.json`, `flex_*.json`, `projections_*.json` and `lora_*.json` of the
-scripts bench.tune_*; `outer_product_*.json`, `dot_interaction_*.json` and `whole_mlp_*.json` of scripts of
-these names.
+scripts bench.tune_*; `outer_product_*.json`, `dot_interaction_*.json`, `whole_mlp_*.json` and
+`distributed_*.json` of scripts of these names.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from bench import docs_whole_mlp, picture
 from bench.compare import geometric_mean, means, noise
 from bench.device_table import gains
+from bench.docs_distributed import distributed_section
 from bench.docs_linears import (
     interactions_section,
     lora_models_section,
@@ -514,6 +515,7 @@ SECTIONS: dict[str, Callable[[Json], str]] = {
     "lora_[!m]*.json": lora_section,
     "outer_product_*.json": partial(interactions_section, "A linear on an outer product"),
     "dot_interaction_*.json": partial(interactions_section, "Pairwise dot products"),
+    "distributed_*.json": distributed_section,
 }
 
 

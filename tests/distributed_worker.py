@@ -1,4 +1,4 @@
-"""One process of `tests/test_distributed.py`: a small Llama under torch's engines, one after the other.
+"""One process of `bench.distributed.torchrun`: a small Llama under torch's engines, one after the other.
 
 An engine whose name ends in "lora" trains adapters of PEFT on the frozen model.
 

@@ -1,0 +1,89 @@
+"""Measure training steps over two processes under torch's engines, with the fusions and without.
+
+A Llama of four blocks, width 2048, in bfloat16 with 4 x 2048 tokens a process; an engine whose name ends in
+"lora" trains PEFT's adapters on it. `stock` is the fusions switched off, `fused` the default policy; the two
+take turns, each is the best of six blocks of steps, by the wall clock, on the slower process.
+
+    python -m bench.distributed --out bench/results/distributed_h200.json
+    python -m bench.distributed --backend gloo --out /tmp/try.json --only '^tp'
+
+The first needs two GPUs. The processes are those of `tests/distributed_worker.py`, so it runs in a checkout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.common import Json, Results, environment
+
+ROOT = Path(__file__).resolve().parents[1]
+#: What is tried, one after the other; the last two need PEFT.
+ENGINES = ("ddp", "ddp_outside", "fsdp", "tp", "fsdp_lora", "tp_lora")
+
+
+def engines() -> list[str]:
+    """Those that can run here."""
+    return [e for e in ENGINES if not e.endswith("lora") or importlib.util.find_spec("peft")]
+
+
+def torchrun(backend: str, folder: Path, chosen: Sequence[str], *options: str, seconds: float = 900) -> Json:
+    """engine -> what its two processes say.
+
+    Args:
+        backend: "gloo" or "nccl".
+        folder: of Inductor's cache, and of the answer.
+        chosen: the engines.
+        options: of the worker: "--times" for times instead of what is wrong.
+        seconds: after which it is stopped; what was found by then is returned.
+
+    Raises:
+        RuntimeError: with the end of what it wrote, where it failed.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    env = {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    result = folder / "result.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.distributed_worker", backend, str(result), *options, *chosen]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=seconds)
+        if done.returncode:
+            raise RuntimeError(done.stderr[-4000:])
+    found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
+    return found
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser("bench.distributed", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="JSON file, grown and resumed")
+    parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), help="engines that match")
+    parser.add_argument("--budget", type=float, default=900, help="seconds after which it is stopped")
+    options = parser.parse_args()
+    device = "cuda" if options.backend == "nccl" else "cpu"
+    header = environment(device, "bench.distributed")
+    header["device"] = f"2 x {header['device']}"
+    results = Results(options.out, header, lambda row: str(row["key"]))
+    chosen = [e for e in engines() if options.only.search(e)]
+    with tempfile.TemporaryDirectory() as folder:
+        found = torchrun(options.backend, Path(folder), chosen, "--times", seconds=options.budget)
+    for engine, times in found.items():
+        results.append({"key": engine, **times})
+        print(f"{engine}: {times}")
+    if missing := [e for e in chosen if e not in found]:
+        raise SystemExit(f"no time was left for {', '.join(missing)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""torch's own engines over two processes, and two of them over four: results of one, and each attention fused on each rank.
+"""torch's own engines over two processes, or four: results of one, and each attention fused on each rank.
 
 On a machine with two GPUs, all with NCCL, and the times of training steps beside stock's:
 
@@ -27,7 +27,7 @@ def test_gloo(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 def test_two_by_two(tmp_path: Path) -> None:
-    """FSDP2 over tensor parallel, also with adapters: samples over one dim of the mesh, heads over the other."""
+    """FSDP2 over tensor parallel, also with adapters: samples over one dim of the mesh, heads over one."""
     chosen = engines(COMBINED)
     assert torchrun("gloo", tmp_path, chosen, processes=4) == dict.fromkeys(chosen, "")
 

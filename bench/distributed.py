@@ -31,14 +31,24 @@ ROOT = Path(__file__).resolve().parents[1]
 #: What is tried, one after the other; the last two need PEFT.
 ENGINES = ("ddp", "ddp_outside", "fsdp", "tp", "fsdp_lora", "tp_lora")
 
+#: FSDP2 over tensor parallel: two by two processes. Tested, not timed.
+COMBINED = ("fsdp_tp", "fsdp_tp_lora")
 
-def engines() -> list[str]:
+
+def engines(names: Sequence[str] = ENGINES) -> list[str]:
     """Those that can run here."""
-    return [e for e in ENGINES if not e.endswith("lora") or importlib.util.find_spec("peft")]
+    return [e for e in names if not e.endswith("lora") or importlib.util.find_spec("peft")]
 
 
-def torchrun(backend: str, folder: Path, chosen: Sequence[str], *options: str, seconds: float = 900) -> Json:
-    """engine -> what its two processes say.
+def torchrun(
+    backend: str,
+    folder: Path,
+    chosen: Sequence[str],
+    *options: str,
+    seconds: float = 900,
+    processes: int = 2,
+) -> Json:
+    """engine -> what its processes say.
 
     Args:
         backend: "gloo" or "nccl".
@@ -46,6 +56,7 @@ def torchrun(backend: str, folder: Path, chosen: Sequence[str], *options: str, s
         chosen: the engines.
         options: of the worker: "--times" for times instead of what is wrong.
         seconds: after which it is stopped; what was found by then is returned.
+        processes: how many.
 
     Raises:
         RuntimeError: with the end of what it wrote, where it failed.
@@ -53,8 +64,8 @@ def torchrun(backend: str, folder: Path, chosen: Sequence[str], *options: str, s
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     env = {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
     result = folder / "result.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.distributed_worker", backend, str(result), *options, *chosen]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += [str(processes), "-m", "tests.distributed_worker", backend, str(result), *options, *chosen]
     with contextlib.suppress(subprocess.TimeoutExpired):
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=seconds)
         if done.returncode:

@@ -57,13 +57,18 @@ DTYPES = ("bfloat16", "float32")
 HEADS = 4
 #: Versions that decide what a row holds. Their rows are compared only where all of them are the same.
 PACKAGES = ("torch", "transformers", "triton")
-#: Cases of the quick check: every fusion is in one of them.
+#: Cases of the quick check.
 QUICK = ("bert-base eager padded", "llama-1b sdpa", "gpt2 eager")
 
 #: Names of a configuration for the number of heads, of shared heads, and for what is a multiple of the heads.
-_HEADS = ("num_attention_heads", "n_head", "num_heads")
+_HEADS = (
+    "num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads",
+)  # fmt: skip
 _SHARED = ("num_key_value_heads",)
-_WIDTHS = "hidden_size intermediate_size n_embd n_inner d_model d_ff ffn_dim word_embed_proj_dim".split()
+_WIDTHS = (
+    "hidden_size intermediate_size n_embd n_inner d_model d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim "
+    "word_embed_proj_dim"
+).split()
 
 
 # Cases -------------------------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from bench.common import Json
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "models"
-CAUSAL = ("llama", "gpt2", "opt", "bloom", "gemma2", "gpt_oss", "mistral")
+CAUSAL = ("llama", "gpt2", "opt", "bloom", "gemma2", "gpt_oss", "mistral", "qwen3")
+#: Encoders with decoders: architecture -> tokens that the decoder is given.
+DECODED = {"T5Model": 128, "WhisperModel": 128}
 #: A causal model is compared with float64 on so many tokens, or on twice its window where that is more.
 REFERENCE_TOKENS = 1024
 BY_HAND = "causal_by_hand"
@@ -34,7 +36,7 @@ class Case:
         model: file in `configs/models`, without the ending.
         attn: the model's `attn_implementation`.
         batch: samples.
-        seq: tokens of a sample; 0 for images.
+        seq: tokens of a sample, those of the encoder where there is a decoder too; 0 for images and sound.
         train: a forward and a backward, instead of a forward.
         padded: the batch has a padding mask: to the right, lengths spread from half of `seq` to `seq`, so
             that three quarters of all tokens are real.
@@ -158,7 +160,23 @@ PLAIN = [
     Case("llama-1b sdpa cache b4 s2048", "llama-1b", "sdpa", 4, 2048, use_cache=True, by_hand="causal"),
 ]
 
-CASES = [*STRUCTURED, *PLAIN]
+#: Further families, and training of those above that are measured in inference alone.
+FAMILIES = [
+    Case("roberta-base eager padded b32 s512", "roberta-base", "eager", 32, 512, padded=True),
+    Case("roberta-base eager b32 s512 train", "roberta-base", "eager", 32, 512, train=True),
+    Case("gpt2 eager b16 s1024 train", "gpt2", "eager", 16, 1024, train=True),
+    Case("llama-8b-8l sdpa b1 s4096", "llama-8b-8l", "sdpa", 1, 4096, by_hand="causal"),
+    Case("llama-8b-8l sdpa b1 s4096 train", "llama-8b-8l", "sdpa", 1, 4096, train=True, by_hand="causal"),
+    Case("qwen3-8l sdpa b1 s4096", "qwen3-8l", "sdpa", 1, 4096, by_hand="causal"),
+    Case("qwen3-8l sdpa b1 s4096 train", "qwen3-8l", "sdpa", 1, 4096, train=True, by_hand="causal"),
+    Case("t5-base padded b16 s512", "t5-base", "eager", 16, 512, padded=True),
+    Case("t5-base b16 s512 train", "t5-base", "eager", 16, 512, train=True),
+    Case("whisper-small eager b8", "whisper-small", "eager", 8),
+    Case("whisper-small eager b8 train", "whisper-small", "eager", 8, train=True),
+    Case("vit-base eager b64 train", "vit-base", "eager", 64, train=True),
+]
+
+CASES = [*STRUCTURED, *PLAIN, *FAMILIES]
 
 
 def quick_case(case: Case) -> Case:
@@ -168,6 +186,7 @@ def quick_case(case: Case) -> Case:
 
 QUICK = {"num_hidden_layers": 2, "n_layer": 2, "num_layers": 2, "vocab_size": 1000, "image_size": 112}
 QUICK |= {"sliding_window": 16, "intermediate_size": 512}
+QUICK |= {"num_decoder_layers": 2, "encoder_layers": 2, "decoder_layers": 2, "max_source_positions": 64}
 QUICK_SWIN = {"depths": [2, 2], "num_heads": [3, 6]}
 
 
@@ -185,7 +204,7 @@ def model_config(case: Case, quick: bool) -> tuple[str, Json]:
         values |= {name: value for name, value in QUICK.items() if name in values}
         if "depths" in values:
             values |= QUICK_SWIN
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
             if values.get(name) is not None:
                 values[name] %= 3
     return architecture, values
@@ -259,6 +278,11 @@ def register_by_hand() -> None:
 def make_inputs(case: Case, values: Json, device: str) -> dict[str, Any]:
     """Keyword arguments of the model."""
     generator = torch.Generator(device).manual_seed(1)
+    decoded = DECODED.get(model_config(case, False)[0], 0)
+    if values["model_type"] == "whisper":
+        shape = (case.batch, values["num_mel_bins"], 2 * values["max_source_positions"])
+        sound = torch.randn(shape, generator=generator, device=device).to(getattr(torch, case.dtype))
+        return {"input_features": sound, **_decoder_inputs(case, decoded, values, generator)}
     if not case.seq:
         size = values["image_size"]
         shape = (case.batch, values["num_channels"], size, size)
@@ -266,6 +290,8 @@ def make_inputs(case: Case, values: Json, device: str) -> dict[str, Any]:
         return {"pixel_values": pixels.to(getattr(torch, case.dtype))}
     ids = torch.randint(3, values["vocab_size"], (case.batch, case.seq), generator=generator, device=device)
     inputs: dict[str, Any] = {"input_ids": ids}
+    if decoded:
+        inputs |= _decoder_inputs(case, min(decoded, case.seq), values, generator)
     if case.padded:
         lengths = torch.linspace(case.seq // 2, case.seq, case.batch, device=device).long()
         keys = torch.arange(case.seq, device=device)
@@ -276,6 +302,13 @@ def make_inputs(case: Case, values: Json, device: str) -> dict[str, Any]:
     if values["model_type"] in CAUSAL:
         inputs["use_cache"] = case.use_cache
     return inputs
+
+
+def _decoder_inputs(case: Case, tokens: int, values: Json, generator: torch.Generator) -> dict[str, Any]:
+    """Tokens of the decoder of an encoder with a decoder."""
+    shape = (case.batch, tokens)
+    ids = torch.randint(3, values["vocab_size"], shape, generator=generator, device=generator.device)
+    return {"decoder_input_ids": ids, "use_cache": False}
 
 
 def first_tokens(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
@@ -289,6 +322,8 @@ def first_tokens(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
 def reference_tokens(case: Case, values: Json) -> int:
     """How many tokens of the first sample are compared with float64: for causal models, which do not see
     what comes after them, the first ones."""
+    if values["model_type"] == "whisper":
+        return DECODED["WhisperModel"]
     if values["model_type"] not in CAUSAL:
         return max(1, case.seq)
     window = values.get("sliding_window") or 0

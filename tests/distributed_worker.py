@@ -76,25 +76,33 @@ def tensor_parallel(model: Any, mesh: Any) -> Any:
     return model
 
 
-def wrapped(engine: str, size: int, model: Any) -> Any:
-    """(a compiled model under an engine, whether each rank has samples of its own)."""
+def wrapped(engine: str, size: int, model: Any) -> tuple[Any, int]:
+    """(a compiled model under an engine, into how many parts the samples go over the ranks)."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     model.to(device)
+    if engine.startswith("fsdp_tp"):
+        pairs = init_device_mesh(device, (size // 2, 2), mesh_dim_names=("samples", "heads"))
+        return sharded(tensor_parallel(model, pairs["heads"]), pairs["samples"]), size // 2
     mesh = init_device_mesh(device, (size,))
     if engine == "ddp":
-        return DistributedDataParallel(torch.compile(model)), True
+        return DistributedDataParallel(torch.compile(model)), size
     if engine == "ddp_outside":
-        return torch.compile(DistributedDataParallel(model)), True
+        return torch.compile(DistributedDataParallel(model)), size
     if engine.startswith("fsdp"):
-        for block in blocks_of(model):
-            block.compile()
-            fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh), True
+        return sharded(model, mesh), size
     assert engine.startswith("tp")
     model = tensor_parallel(model, mesh)
     for block in blocks_of(model):
         block.compile()
-    return model, False
+    return model, 1
+
+
+def sharded(model: Any, mesh: Any) -> Any:
+    """FSDP2 of compiled blocks."""
+    for block in blocks_of(model):
+        block.compile()
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -109,12 +117,14 @@ def modules_of_code() -> list[Any]:
 
 
 def written_code(first: int) -> list[str]:
-    """Hashes of those modules, from the first one asked for on, without the number of the device."""
+    """Hashes of those modules, from the first one asked for on, without numbers of devices and groups."""
     found = []
     for module in modules_of_code()[first:]:
         text = Path(str(module.__file__)).read_text()
         if "AsyncCompile()" in text:
             text = re.sub(r"(cuda:|index=|stream\(?|Guard\(|device\()\d+", r"\1", text)
+            # Groups of ranks along one dim of a mesh have names of their own, on stock as well.
+            text = re.sub(r"(_c10d_functional\.\w+\.default\(.*)'\d+'\)", r"\1)", text)
             # Files of kernels are named after their text, with the number of the device in it.
             text = re.sub(r"(# kernel path:).*", r"\1", text)
             found.append(hashlib.sha256(text.encode()).hexdigest()[:16])
@@ -129,9 +139,9 @@ def problems(engine: str, device: str) -> str:
     counters.clear()
     first = len(modules_of_code())
     with config.patch(policy="always"):
-        model, own_samples = wrapped(engine, size, made(engine))
-        x = blocks.batch(4).to(device)
-        out = model(x.chunk(size)[rank] if own_samples else x)
+        model, parts = wrapped(engine, size, made(engine))
+        x, mine = blocks.batch(4).to(device), rank * parts // size
+        out = model(x.chunk(parts)[mine])
         out.square().mean().backward()
     report = inductor_fusions.report()
 
@@ -139,7 +149,7 @@ def problems(engine: str, device: str) -> str:
     expected = alone(x)
     expected.square().mean().backward()
     grads = dict(alone.named_parameters())
-    expected = expected.chunk(size)[rank] if own_samples else expected
+    expected = expected.chunk(parts)[mine]
     found = {"the output": (whole(out), expected)}
     for name, parameter in model.named_parameters():
         name = name.replace("module.", "").replace("_orig_mod.", "")

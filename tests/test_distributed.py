@@ -1,4 +1,4 @@
-"""torch's own engines over two processes: results of one, and each attention fused on each rank.
+"""torch's own engines over two processes, or four: results of one, and each attention fused on each rank.
 
 On a machine with two GPUs, all with NCCL, and the times of training steps beside stock's:
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.distributed import engines, torchrun
+from bench.distributed import COMBINED, engines, torchrun
 
 #: Of a training step, stock / fused: noise may take so much of it away.
 SLOWEST = 0.95
@@ -22,6 +22,14 @@ SLOWEST = 0.95
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 def test_gloo(tmp_path: Path) -> None:
     assert torchrun("gloo", tmp_path, engines()) == dict.fromkeys(engines(), "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+def test_two_by_two(tmp_path: Path) -> None:
+    """FSDP2 over tensor parallel, also with adapters: samples over one dim of the mesh, heads over one."""
+    chosen = engines(COMBINED)
+    assert torchrun("gloo", tmp_path, chosen, processes=4) == dict.fromkeys(chosen, "")
 
 
 @pytest.mark.long

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.attention.support import check, qkv
+from tests.attention.support import check, qkv, rand
 
 
 def triangle(length: int) -> torch.Tensor:
@@ -27,3 +28,66 @@ def test_negative_scale_of_a_call_whose_mask_is_causal() -> None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=triangle(q.shape[-2]), scale=-0.4)
 
     check(attention, qkv(9, 9), slack=4.0)
+
+
+def repeated(t: Any) -> Any:
+    """(2, 2, length, dim) -> (2, 4, length, dim)"""
+    return t[:, :, None].expand(2, 2, 2, *t.shape[-2:]).reshape(2, 4, *t.shape[-2:])
+
+
+#: A copy is made, of q cast or of heads repeated, and then the copy or what it was made of is written to.
+def heads_written_through_an_alias(q: Any, k: Any, v: Any) -> Any:
+    k, v = repeated(k), repeated(v)
+    k.view(8, *k.shape[-2:]).mul_(0.5)
+    return torch.softmax(q @ k.mT * 0.3, dim=-1) @ v
+
+
+def heads_written_before_they_were_repeated(q: Any, k: Any, v: Any) -> Any:
+    first = k * 1.0
+    k, v = repeated(first), v.repeat_interleave(2, dim=1)
+    first.mul_(0.5)
+    return torch.softmax(q @ k.mT * 0.3, dim=-1) @ v
+
+
+def heads_of_a_call(q: Any, k: Any, v: Any) -> Any:
+    first = v * 1.0
+    k, v = repeated(k), repeated(first)
+    first.add_(1.0)
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def heads_of_a_call_written_through_an_alias(q: Any, k: Any, v: Any) -> Any:
+    k, v = repeated(k), repeated(v)
+    v[0].mul_(2.0)
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        heads_written_through_an_alias,
+        heads_written_before_they_were_repeated,
+        heads_of_a_call,
+        heads_of_a_call_written_through_an_alias,
+    ],
+)
+def test_repeated_heads_that_are_overwritten(function: Any) -> None:
+    inputs = [rand(2, 4, 7, 8), rand(2, 2, 13, 8), rand(2, 2, 13, 8)]
+    run = check(function, inputs, fused=None, slack=4.0).ours
+    assert not any(call.kwargs.get("enable_gqa") for call in run.calls("scaled_dot_product_attention"))
+
+
+@pytest.mark.parametrize("which", ["before", "after"])
+def test_cast_operand_that_is_overwritten(which: str) -> None:
+    """q in float32 for the scores, while v is in bfloat16: the cast is not what a kernel reads."""
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        q = q * 1.0
+        wide = q.float()
+        (q if which == "before" else wide.view(6, 7, 8)).mul_(-2.0)
+        weights = torch.softmax(wide @ k.float().mT * 0.3, dim=-1)
+        return weights.to(v.dtype) @ v
+
+    check(attention, qkv(7, 13, dim=8), dtype=torch.bfloat16, fused=None, slack=4.0)

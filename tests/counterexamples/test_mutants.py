@@ -172,6 +172,32 @@ def laid_out_otherwise(node: fx.Node) -> None:
         user.replace_input_with(node, back)
 
 
+def through(dtype: torch.dtype) -> Change:
+    """The value as it is in another dtype, and back."""
+
+    def change(node: fx.Node) -> None:
+        after("to", node.meta["example_value"].dtype)(node)
+        (back,) = [user for user in node.users if user.target == "to"]
+        with node.graph.inserting_before(back):
+            back.args = (node.graph.call_method("to", (node, dtype)), *back.args[1:])
+
+    return change
+
+
+def only(dim: int) -> Change:
+    """The first of a dim alone, which broadcasts."""
+    return after(operator.getitem, (Ellipsis, slice(0, 1), *[slice(None)] * (-1 - dim)))
+
+
+def overwritten_through_an_alias(node: fx.Node) -> None:
+    """Behind the first user, who may have read it or hold another view of it."""
+    user = next(iter(node.users))
+    with node.graph.inserting_before(user):
+        alias = node.graph.call_method("view_as", (node, node))
+    with node.graph.inserting_after(user if user.op != "output" else alias):
+        node.graph.call_method("mul_", (alias, 0.5))
+
+
 def overwritten_at_the_end(node: fx.Node) -> None:
     (output,) = node.graph.find_nodes(op="output")
     with node.graph.inserting_before(output):
@@ -220,9 +246,17 @@ def mutations(node: fx.Node) -> Iterator[tuple[str, Change]]:
         yield "clamped", after("clamp", -0.5)
         yield "overwritten at the end", overwritten_at_the_end
         yield "scaled in place", after("mul_", 0.5)
+        yield "overwritten through an alias", overwritten_through_an_alias
+        for dtype in (torch.float64, torch.bfloat16):
+            yield f"through {dtype}", through(dtype)
+        yield "in float64 from here on", after("double")
     elif value.dtype == torch.bool:
         yield "inverted", after("logical_not")
         yield "rolled", after("roll", 1, -1)
+        yield "a dim more", after("unsqueeze", 0)
+    for dim in range(-value.dim(), 0):
+        if value.shape[dim] > 1:
+            yield f"first of dim {dim}", only(dim)
     if value.dim() == 4:
         yield "batch and heads exchanged", after("transpose", 0, 1)
         yield "transposed", after("transpose", -2, -1)

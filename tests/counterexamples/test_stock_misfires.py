@@ -66,6 +66,14 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], Any], int]] = {
         lambda q, k, v: torch.bmm(torch.softmax(torch.bmm(q, k.permute(2, 0, 1)), -1), v),
         lambda: tensors(*[(8, 8, 8)] * 3), 1,
     ),
+    "k permuted by (0, 2, 1, 3), not transposed": (
+        lambda q, k, v, b: attention(q.transpose(1, 2), k.permute(0, 2, 1, 3), v.transpose(1, 2)),
+        lambda: four(8), 1,
+    ),
+    "k permuted by (1, 0, 2), 3-D": (
+        lambda q, k, v: torch.bmm(torch.softmax(torch.bmm(q, k.permute(1, 0, 2)), -1), v),
+        lambda: tensors(*[(8, 8, 8)] * 3), 1,
+    ),
     "q turned otherwise": (
         lambda q, k, v, b: attention(q.permute(0, 3, 2, 1), k.transpose(1, 2).mT, v.transpose(1, 2)),
         lambda: four(8), 1,
@@ -179,7 +187,15 @@ def test_training(name: str) -> None:
 
 
 @pytest.mark.skipif(not torch.__version__.startswith(MISFIRES), reason="this torch has other patterns")
-@pytest.mark.parametrize("name", ["softmax over the heads", "k not transposed", "addition with a factor"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "softmax over the heads",
+        "k not transposed",
+        "addition with a factor",
+        "k permuted by (1, 0, 2), 3-D",
+    ],
+)
 def test_stock_is_wrong(name: str) -> None:
     """Without the respelling the result is wrong, so that the tests above can fail."""
     with config.patch(stock_misfires=False, attention=False):

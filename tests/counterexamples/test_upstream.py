@@ -113,6 +113,12 @@ CASES = {
     "191260 k permuted, three dims": Case(
         lambda q, k, v: torch.bmm(softmax(torch.bmm(q[0], k[0].permute(2, 0, 1))), v[0]), same, 1
     ),
+    "195320 k permuted by (0, 2, 1, 3), not transposed": Case(
+        lambda q, k, v: softmax(q @ k.permute(0, 2, 1, 3) / 3) @ v, same, 1
+    ),
+    "191260 k permuted by (1, 0, 2), three dims": Case(
+        lambda q, k, v: torch.bmm(softmax(torch.bmm(q[0], k[0].permute(1, 0, 2))), v[0]), same, 1
+    ),
     "174049 a scale that is not the default": Case(
         lambda q, k, v: softmax(scores_of(q, k) * 0.05) @ v, qkv
     ),

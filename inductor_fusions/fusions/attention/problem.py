@@ -17,6 +17,7 @@ from torch import fx
 from ..._inductor import known_true
 from ...fusion import Rejected
 from . import structure, torch_ops
+from .aliasing import Mutations
 from .masks import Interpreter, classify, constant_over, negation, visibility
 from .operands import Operand, alignment, product, regroup, same_shape, unrepeated
 from .recognise import Attention, Stage, Term
@@ -140,7 +141,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
     assert result is not None and output is not None
     dtype = result.dtype
     if not is_autocast(site):
-        q, k, v = _one_dtype(q, k, v)
+        q, k, v = _one_dtype(q, k, v, interpreter.mutations, site.output)
         dtype = q.value.dtype
     lead, grouped = _batch_and_heads(site)
     target = (*lead[:-2], product(lead[-2:])) if grouped else lead
@@ -154,7 +155,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
     else:
         k, v = _moved(k, site.lead, target), _moved(v, site.out_lead, target)
         full_k, full_v = _whole(k, target), _whole(v, target)
-        short_k, short_v = few_heads(k, v, target)
+        short_k, short_v = few_heads(k, v, target, interpreter.mutations, site.output)
     remaining = _remaining_terms(site, interpreter)
     causal = remaining is None
     terms = [(t, _term_operand(t, target, interpreter)) for t in remaining or []]
@@ -239,7 +240,9 @@ def _needs_grad(*nodes: fx.Node) -> bool:
     return any((t := torch_ops.tensor(n)) is not None and t.requires_grad for n in nodes)
 
 
-def _one_dtype(q: Operand, k: Operand, v: Operand) -> tuple[Operand, Operand, Operand]:
+def _one_dtype(
+    q: Operand, k: Operand, v: Operand, mutations: Mutations, reader: fx.Node
+) -> tuple[Operand, Operand, Operand]:
     """Bring q, k and v to one dtype without losing a bit of any of them."""
     if q.value.dtype != k.value.dtype:
         raise Rejected("q and k have different dtypes")
@@ -247,7 +250,12 @@ def _one_dtype(q: Operand, k: Operand, v: Operand) -> tuple[Operand, Operand, Op
         return q, k, v
     # Scores of values in bf16, computed in fp32, are what a kernel for bf16 accumulates anyway.
     narrow_q, narrow_k = _before_upcast(q, v.value.dtype), _before_upcast(k, v.value.dtype)
-    if narrow_q is not None and narrow_k is not None:
+    if (
+        narrow_q is not None
+        and narrow_k is not None
+        and _still_equal(q.node, narrow_q.node, mutations, reader)
+        and _still_equal(k.node, narrow_k.node, mutations, reader)
+    ):
         return narrow_q, narrow_k, v
     wide = torch.promote_types(q.value.dtype, v.value.dtype)
     return q.to(wide), k.to(wide), v.to(wide)
@@ -308,15 +316,35 @@ def _whole(operand: Operand, lead: Sequence[Any]) -> Operand:
     return operand.expand((*lead, *operand.shape[-2:]))
 
 
-def few_heads(k: Operand, v: Operand, lead: Sequence[Any]) -> tuple[Operand, Operand]:
-    """Keys and values with the heads that they had before they were repeated, batch expanded."""
+def few_heads(
+    k: Operand, v: Operand, lead: Sequence[Any], mutations: Mutations, reader: fx.Node
+) -> tuple[Operand, Operand]:
+    """Keys and values with the heads that they had before they were repeated, batch expanded.
+
+    Not where those or the repeated ones are overwritten between the repetition and their reader.
+    """
     found_k, found_v = unrepeated(k, -3), unrepeated(v, -3)
     if found_k is not None and found_v is not None and found_k[1] == found_v[1]:
-        k, v = found_k[0], found_v[0]
+        pairs = ((k.node, found_k[0].node), (v.node, found_v[0].node))
+        if all(_still_equal(copy, base, mutations, reader) for copy, base in pairs):
+            k, v = found_k[0], found_v[0]
     if not known_true(k.shape[1] == v.shape[1]):
         k, v = (t.expand((t.shape[0], lead[1], *t.shape[-2:])) for t in (k, v))
     k, v = (t.expand((lead[0], *t.shape[1:])) for t in (k, v))
     return k, v
+
+
+def _still_equal(copy: fx.Node, base: fx.Node, mutations: Mutations, reader: fx.Node) -> bool:
+    """Whether neither a value nor the one that it was made of is written to until they are read."""
+    node = copy
+    while node is not base:
+        if mutations.between(node, node, reader) or mutations.between(base, node, reader):
+            return False
+        op = torch_ops.read(node)
+        if op is None or not isinstance(op.input, fx.Node):
+            return False
+        node = op.input
+    return True
 
 
 def _term_operand(term: Term, target: Sequence[Any], interpreter: Interpreter) -> Operand:

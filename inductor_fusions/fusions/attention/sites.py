@@ -218,7 +218,7 @@ class SdpaCall(Candidate):
         q, k, v = q, k.expand((q.shape[0], *k.shape[1:])), v.expand((q.shape[0], *v.shape[1:]))
         few_k, few_v = k, v
         if known_true(q.shape[1] == k.shape[1]):
-            few_k, few_v = few_heads(k, v, q.shape[:2])
+            few_k, few_v = few_heads(k, v, q.shape[:2], self.scope.mutations, self.anchor)
         shape = (*q.shape[:-1], k.shape[-2])
         problem = Problem(
             q=q, k=few_k, v=few_v, full_k=k, full_v=v, scale=scale, dropout=float(dropout),

@@ -1,7 +1,8 @@
 """What torch.compile makes of each model, counted without a GPU: the ledger `bench/ledger.json`.
 
-A row stands for a model of `configs/models` with its layers, heads and widths cut down, in inference or in
-training, in one dtype, compiled by one version of torch for one device. It holds
+A row stands for a model of `configs/models` with its layers, heads and widths cut down, plain or with PEFT's
+adapters on every linear, or for a model of recommendation; in inference or in training, in one dtype,
+compiled by one version of torch for one device. It holds
 
     sites     fused sites by fusion
     kernels   kernels that Inductor wrote and launches
@@ -11,7 +12,8 @@ training, in one dtype, compiled by one version of torch for one device. It hold
 `INDUCTOR_FUSIONS_POLICY=always`: what is proved is fused, whatever a table of measurements says, so that a
 row changes with the code and with torch alone. CUDA is a device that does not exist (`bench.cuda_codegen`):
 attention is decided as on a CPU, because that is settled before the graph is moved there, and attention
-calls are counted under one name, since which kernel SDPA takes is not known without a GPU.
+calls are counted under one name, since which kernel SDPA takes is not known without a GPU. Fusions before
+autograd that have kernels for CUDA alone are decided as if there were some for the CPU (`ON_A_GPU`).
 
 A row is worse where a fusion has fewer sites, or where there are more kernels, extern calls or bytes.
 Rewriting the file accepts that, and the diff is what is reviewed.
@@ -45,7 +47,7 @@ import torch
 from torch import fx
 
 import inductor_fusions
-from bench import cuda_codegen, model_cases
+from bench import cuda_codegen, dot_interaction, model_cases, models_lora, outer_product
 from bench.common import Json, Progress, one_line
 from bench.pool import run_tasks
 from inductor_fusions import reporting
@@ -58,7 +60,15 @@ HEADS = 4
 #: Versions that decide what a row holds. Their rows are compared only where all of them are the same.
 PACKAGES = ("torch", "transformers", "triton")
 #: Cases of the quick check.
-QUICK = ("bert-base eager padded", "llama-1b sdpa", "gpt2 eager")
+QUICK = (
+    "bert-base eager padded", "llama-1b sdpa", "gpt2 eager", "llama-1b lora float32", "dlrm outer product",
+    "dlrm dot products",
+)  # fmt: skip
+#: Models of recommendation, by how they combine their features.
+RECOMMENDATION: dict[str, type[outer_product.DLRM | dot_interaction.DLRM]] = {
+    "outer product": outer_product.DLRM,
+    "dot products": dot_interaction.DLRM,
+}
 
 #: Names of a configuration for the number of heads, of shared heads, and for what is a multiple of the heads.
 _HEADS = (
@@ -71,33 +81,67 @@ _WIDTHS = (
 ).split()
 
 
+#: What leaves a site to stock on a CPU, in fusions before autograd.
+ON_A_GPU = (
+    "fusions.outer_product_linear.check_kernel", "fusions.dot_interaction.check_kernel",
+    "fusions.lora.inputs.WidenedInput.guard",
+)  # fmt: skip
+
 # Cases -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One model to compile."""
+    """One model to compile.
 
-    case: model_cases.Case
+    Attributes:
+        model: as in the names of its rows.
+        train: forward and backward.
+        dtype: of the model.
+        make: builds it, with the keyword arguments that it is called with.
+    """
+
+    model: str
+    train: bool
+    dtype: str
+    make: Callable[[], tuple[torch.nn.Module, Json]]
 
     @property
     def name(self) -> str:
         """As in the names of its rows."""
-        return f"{self.case.name} {self.mode} {self.case.dtype}"
+        return f"{self.model} {self.mode} {self.dtype}"
 
     @property
     def mode(self) -> str:
         """ "inference" or "training"."""
-        return "training" if self.case.train else "inference"
+        return "training" if self.train else "inference"
 
     def header(self, device: str) -> Json:
         """What names a row."""
-        names = {"model": self.case.name, "mode": self.mode, "dtype": self.case.dtype}
+        names = {"model": self.model, "mode": self.mode, "dtype": self.dtype}
         return {**names, "device": device, "torch": series()}
 
 
 def entries(quick: bool = False) -> list[Entry]:
-    """Each kind of model and attention that is measured: inference in each dtype, training in the first."""
+    """Each kind of model and attention that is measured: inference in each dtype, training in the first.
+
+    Then models with adapters, and those of recommendation.
+    """
+    found = _of_models(quick)
+    for adapters in DTYPES:
+        for load, seq, modes in (("", 128, (False, True)), (" decode", 1, (False,))):
+            for train in modes:
+                case = models_lora.Case("ledger", 1, seq, train=train, adapters=adapters)
+                name = f"llama-1b lora {adapters}{load}"
+                found.append(Entry(name, train, DTYPES[0], partial(_adapted, case)))
+    for interaction in RECOMMENDATION:
+        for train in (False, True):
+            made = partial(_recommendation, interaction)
+            found.append(Entry(f"dlrm {interaction}", train, DTYPES[0], made))
+    return [each for each in found if not quick or each.model in QUICK]
+
+
+def _of_models(quick: bool) -> list[Entry]:
     found: dict[str, Entry] = {}
     for case in model_cases.CASES:
         words = [case.model, case.attn]
@@ -110,9 +154,27 @@ def entries(quick: bool = False) -> list[Entry]:
                 small = replace(
                     model_cases.quick_case(case), name=load, train=train, dtype=dtype, mode="default"
                 )
-                if not quick or load in QUICK:
-                    found.setdefault(Entry(small).name, Entry(small))
+                entry = Entry(load, train, dtype, partial(_model, small))
+                found.setdefault(entry.name, entry)
     return list(found.values())
+
+
+def _model(case: model_cases.Case) -> tuple[torch.nn.Module, Json]:
+    model = model_cases.build(case, case.attn, "cpu", quick=True)
+    return model, model_cases.make_inputs(case, narrow(case, True)[1], "cpu")
+
+
+def _adapted(case: models_lora.Case) -> tuple[torch.nn.Module, Json]:
+    base = models_lora.base(case)
+    model = models_lora.build(case, "cpu", quick=True)
+    return model, model_cases.make_inputs(base, narrow(base, True)[1], "cpu")
+
+
+def _recommendation(interaction: str) -> tuple[torch.nn.Module, Json]:
+    torch.manual_seed(0)
+    model = RECOMMENDATION[interaction](entries=10).bfloat16()
+    sparse = torch.randint(0, 10, (256, len(model.tables)))
+    return model, {"dense": torch.randn(256, 13).bfloat16(), "sparse": sparse}
 
 
 def narrow(case: model_cases.Case, quick: bool) -> tuple[str, Json]:
@@ -169,21 +231,22 @@ def compiled(entry: Entry) -> dict[str, Compiled]:
     found = {device: Compiled(Counter(), 0, Counter(), 0) for device in DEVICES}
     # Which instructions and how many threads this machine has must not matter.
     settings = {"force_disable_caches": True, "compile_threads": 1, "cpp.simdlen": 1, "cpp.threads": 4}
-    case = entry.case
     torch._dynamo.reset()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(model_cases, "model_config", narrow))
+        for check in ON_A_GPU:
+            stack.enter_context(mock.patch(f"inductor_fusions.{check}", lambda t: None))
         stack.enter_context(inductor_config.patch(settings))
         stack.enter_context(inductor_fusions.config.patch(enabled=True, policy="always"))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        model = model_cases.build(case, case.attn, "cpu", quick=True)
-        inputs = model_cases.make_inputs(case, narrow(case, True)[1], "cpu")
+        model, inputs = entry.make()
         backend = partial(compile_fx.compile_fx, inner_compile=partial(_count, found))
         before = stack.enter_context(reporting.isolated(keep=False))
-        with torch.set_grad_enabled(case.train):
-            hidden = torch.compile(model, backend=backend, dynamic=False)(**inputs).last_hidden_state
-            if case.train:
+        with torch.set_grad_enabled(entry.train):
+            out = torch.compile(model, backend=backend, dynamic=False)(**inputs)
+            hidden = out if isinstance(out, torch.Tensor) else out.last_hidden_state
+            if entry.train:
                 hidden.float().pow(2).mean().backward()
     for each in found.values():
         each.sites.update(_fused(before))

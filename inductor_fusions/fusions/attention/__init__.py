@@ -1,6 +1,6 @@
 """Attention, hand-written or SDPA, to the cheapest kernel that means the same.
 
-`recognise` reads the attention around a softmax into a normal form, `masks` proves what its mask says,
+`recognise` reads the attention around a softmax into its `normal_form`, `masks` proves what its mask says,
 `problem` brings it to (batch, heads, length, dim), `kernels` picks a kernel, `emit` writes it.
 """
 

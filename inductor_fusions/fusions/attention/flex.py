@@ -22,10 +22,10 @@ from ...fusion import Rejected
 from . import torch_ops
 from .builder import Builder
 from .masks import Bool
+from .normal_form import SCORE_FUNCTIONS, Stage
 from .operands import Operand
 from .predicates import BlockWriter, Writer
 from .problem import Problem
-from .recognise import SCORE_FUNCTIONS, Stage
 from .structure import BATCH, HEAD, KEY, QUERY
 
 #: More blocks than any row has.

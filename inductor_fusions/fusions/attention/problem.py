@@ -19,8 +19,8 @@ from ...fusion import Rejected
 from . import structure, torch_ops
 from .aliasing import Mutations
 from .masks import Interpreter, classify, constant_over, negation, visibility
+from .normal_form import Attention, Stage, Term
 from .operands import Operand, alignment, product, regroup, same_shape, unrepeated
-from .recognise import Attention, Stage, Term
 from .structure import Structure
 
 

@@ -23,9 +23,9 @@ from ..._inductor import known_true
 from . import predicates, torch_ops
 from .builder import Builder
 from .masks import Bool, conjunction
+from .normal_form import Term
 from .operands import Operand
 from .problem import Problem
-from .recognise import Term
 from .structure import BATCH, KEY, depends_only_on, is_causal
 
 #: Devices that have the kernel.

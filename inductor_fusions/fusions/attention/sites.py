@@ -25,9 +25,10 @@ from .aliasing import Mutations, name_overwritten_values
 from .mask_builder import DROWNED, MaskMemo, check_empty_rows
 from .masks import Interpreter, classify, may_hide_rows, visibility
 from .multihead import MultiheadForward, is_call
+from .normal_form import Attention, Term
 from .operands import Operand
 from .problem import Problem, few_heads, pose, same_problem_shapes
-from .recognise import Attention, Term, recognise, softmaxes
+from .recognise import recognise, softmaxes
 from .short import terms as short
 from .structure import Structure
 

@@ -34,8 +34,8 @@ from .masks import (
     substitute,
     visibility,
 )
+from .normal_form import Term
 from .operands import Operand, same_shape
-from .recognise import Term
 
 BATCH, HEAD, QUERY, KEY = -4, -3, -2, -1
 

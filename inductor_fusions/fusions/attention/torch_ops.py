@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from ...fusion import Rejected
+
 #: Names of the arguments, in positional order, of every operation that is read.
 SIGNATURES: dict[str, tuple[str, ...]] = {
     # arithmetic
@@ -118,6 +120,10 @@ CASTS = frozenset(
     "to type_as type _to_copy convert_element_type float half bfloat16 double bool int long".split()
 )
 COPIES = frozenset("contiguous clone alias lift_fresh_copy lift_fresh".split())
+#: The scores of an attention are one of these, and so is its output.
+PRODUCTS = frozenset({"matmul", "bmm", "einsum"})
+#: Operations that read only the shape, dtype and device of their first argument.
+_LIKE = frozenset("full_like zeros_like ones_like empty_like new_full new_zeros new_ones new_tensor".split())
 
 
 @dataclass(frozen=True)
@@ -280,6 +286,31 @@ def same_dtype_device(op: Op) -> bool:
         and before.dtype == after.dtype
         and before.device == after.device
     )
+
+
+def reads_metadata(user: fx.Node, node: fx.Node) -> bool:
+    """Whether `user` reads the shape or dtype of `node` and none of its values."""
+    op = read(user)
+    if op is None:
+        return False
+    if op.name in ("type_as", "to", "view_as", "reshape_as", "expand_as"):
+        return op.input is not node
+    return op.name in _LIKE or op.name in ("size", "dim", "sym_size", "_assert_tensor_metadata")
+
+
+def dropout_p(op: Op) -> float:
+    """Probability with which a dropout drops now: 0 in evaluation.
+
+    Raises:
+        Rejected: if it is not known.
+    """
+    training = op["training"] if op["training"] is not None else True
+    p = op["p"] if op["p"] is not None else 0.5
+    if not training:
+        return 0.0
+    if not isinstance(p, (int, float)) or not isinstance(training, bool):
+        raise Rejected("dropout with a probability that is not a number")
+    return float(p)
 
 
 def permutation(op: Op) -> list[int] | None:

@@ -12,9 +12,9 @@ from torch import fx
 
 from ...._inductor import hint, known_true
 from .. import torch_ops
+from ..normal_form import Term
 from ..operands import Operand, alignment, product, same_shape
 from ..problem import Problem
-from ..recognise import Term
 from . import plan
 from .lowering import DTYPES, MOST_MASKS
 

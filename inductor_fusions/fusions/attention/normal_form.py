@@ -1,0 +1,136 @@
+"""The normal form of an attention: what a softmax and its surroundings are read into.
+
+    out = dropout(softmax(scale * q @ k^T + sum(biases), where fills do not hide)) @ v
+
+with, in between, functions of a score (`Stage`: the softcap is one) and an attention sink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from .operands import Operand
+
+
+@dataclass(frozen=True)
+class Term:
+    """Something between the product and the softmax that acts on the scores.
+
+    Attributes:
+        node: a tensor broadcastable to the scores of its stage: a bias, or the condition of a fill.
+        lead: leading dims of the scores where it is applied.
+        factor: what a bias is multiplied by.
+        fill: None for a bias; for a fill the number that replaces the score.
+        hides: whether a fill replaces scores where its condition is true.
+        floor: the scores are clamped to this afterwards, which makes -inf finite.
+        depth: for a bias that is 0 where a key is seen and one number elsewhere: that number.
+    """
+
+    node: fx.Node
+    lead: tuple[Any, ...]
+    factor: float = 1.0
+    fill: float | None = None
+    hides: bool = True
+    floor: float | None = None
+    depth: float | None = None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A function of the scores on their way to the softmax: function(scale * scores + sum(terms)).
+
+    Attributes:
+        scale, scalers, terms: as in `Attention`, before the function.
+        function: name in `SCORE_FUNCTIONS`, or "mul", "div" (by `operand`), "where" (`operand` is the
+            condition under which `numbers[0]` replaces a score), "where_not".
+        numbers: arguments of the function after the score.
+        operand: a tensor that varies over queries or keys.
+    """
+
+    scale: float
+    scalers: list[tuple[str, fx.Node, tuple[Any, ...]]]
+    terms: list[Term]
+    function: str
+    numbers: tuple[float | None, ...] = ()
+    operand: Term | None = None
+
+
+#: Functions of one score, of which a kernel can be told.
+SCORE_FUNCTIONS = {
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "relu": torch.relu,
+    "abs": torch.abs,
+    "exp": torch.exp,
+    "clamp": torch.clamp,
+    "pow": torch.pow,
+}
+
+
+@dataclass(frozen=True)
+class Sink:
+    """A column concatenated to the scores before the softmax and dropped after it.
+
+    Attributes:
+        term: the column: its node, leading dims and factor.
+        first: whether it comes before the keys.
+    """
+
+    term: Term
+    first: bool
+
+
+@dataclass
+class Attention:
+    """One attention in the normal form.
+
+    Attributes:
+        q, k, v: operands of shape (*lead, length, dim); leads of k and v broadcast to that of q.
+        stages: functions of the scores, in order; what follows is applied after the last one.
+        scale: number that the scores are multiplied by.
+        scalers: tensors, constant over queries and keys, that q is multiplied ("mul") or divided
+            ("div") by, with the lead of their stage.
+        terms: biases and fills, from the product to the softmax.
+        sink: a logit of each row that takes weight and has no value.
+        below_sink: number of terms that are applied before the sink is there.
+        lead: leading dims of the product; `softmax_lead` and `out_lead` those at the softmax and at
+            the product with v.
+        out_dims: the result (*out_lead, q_len, v_dim) is permuted by this to give `output`.
+        chain: the nodes that the site consists of, each used by the next one only.
+        readers: nodes that read the shape or dtype of the scores, not their values.
+    """
+
+    q: Operand
+    k: Operand
+    lead: tuple[Any, ...]
+    softmax: fx.Node
+    product: fx.Node
+    scale: float = 1.0
+    scalers: list[tuple[str, fx.Node, tuple[Any, ...]]] = field(default_factory=list)
+    terms: list[Term] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+    sink: Sink | None = None
+    below_sink: int = 0
+    dropout: float = 0.0
+    v: Operand | None = None
+    output: fx.Node | None = None
+    softmax_lead: tuple[Any, ...] = ()
+    out_lead: tuple[Any, ...] = ()
+    out_dims: tuple[int, ...] = ()
+    chain: list[fx.Node] = field(default_factory=list)
+    readers: list[fx.Node] = field(default_factory=list)
+
+    def read_on_the_way(self) -> Iterator[fx.Node]:
+        """Every tensor that acts on the scores."""
+        parts: list[Stage | Attention] = [*self.stages, self]
+        for part in parts:
+            yield from (term.node for term in part.terms)
+            yield from (node for _, node, _ in part.scalers)
+        yield from (stage.operand.node for stage in self.stages if stage.operand is not None)
+        if self.sink is not None:
+            yield self.sink.term.node

@@ -1,0 +1,102 @@
+"""From a softmax down to the product of the weights with the values: dropout, casts, a sink's column."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ..._inductor import known_true
+from ...fusion import Rejected
+from . import einsum
+from .normal_form import Attention
+from .operands import Operand, product, same_shape
+from .torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, Op, dropout_p, read, reads_metadata, tensor
+
+
+def downwards(site: Attention) -> None:
+    """Read from the softmax down to the product with the values, into `site`."""
+    node, dropped = site.softmax, False
+    while True:
+        users = [u for u in node.users if not reads_metadata(u, node)]
+        site.readers.extend(u for u in node.users if reads_metadata(u, node))
+        if len(users) != 1:
+            other = next((u for u in users if (op := read(u)) is None or op.name not in PRODUCTS), users[-1])
+            raise Rejected(
+                f"the attention weights are used elsewhere, by {other.name}",
+                "do not ask for the weights (output_attentions=False, need_weights=False)",
+            )
+        user = users[0]
+        op = read(user)
+        if op is None:
+            raise Rejected("the attention weights are returned")
+        if op.name in PRODUCTS:
+            break
+        if op.inplace and op.name != "dropout":
+            raise Rejected(f"{op.name}_ changes the attention weights")
+        if op.input is not node:
+            raise Rejected(f"{op.name} stands between the softmax and the product with v")
+        if site.sink is not None and not dropped and _drops_column(op, site.sink.first):
+            dropped = True
+            site.chain.append(user)
+            node = user
+            continue
+        before, after = tensor(node), tensor(user)
+        if op.name == "dropout":
+            p = dropout_p(op)
+            if p and site.dropout:
+                raise Rejected("two dropouts follow the softmax")
+            site.dropout = site.dropout or p
+        elif op.name in VIEWS or op.name == "expand":
+            if before is None or after is None or not same_shape(before.shape[-2:], after.shape[-2:]):
+                raise Rejected(f"{op.name} changes the query or key dim of the weights")
+            if op.name == "expand" and not same_shape(before.shape, after.shape):
+                raise Rejected("the attention weights are expanded")
+        elif op.name in CASTS:
+            if after is None or not after.is_floating_point():
+                raise Rejected("the attention weights are cast to integers")
+        elif op.name not in COPIES:
+            raise Rejected(f"{op.name} stands between the softmax and the product with v")
+        site.chain.append(user)
+        node = user
+    if site.sink is not None and not dropped:
+        raise Rejected("the scores are concatenated with a column that stays among the weights")
+    weights = tensor(node)
+    assert weights is not None
+    site.output = user
+    site.out_lead = tuple(weights.shape[:-2])
+    if op.node.kwargs.get("out") is not None:
+        raise Rejected("the product with v writes to a given tensor (out=)")
+    if op.name == "einsum":
+        site.v, site.out_dims = einsum.values(op, node)
+    else:
+        if op.input is not node:
+            raise Rejected("the attention weights are the right operand of their product")
+        site.v = Operand.of(op["other"]) if isinstance(op["other"], fx.Node) else None
+        if site.v is None or site.v.value.dim() < 2 or op["other"] is node:
+            raise Rejected("the product of the weights is not with a matrix of values")
+        result = tensor(user)
+        assert result is not None
+        if result.dim() != weights.dim():
+            raise Rejected("the product with v broadcasts the weights")
+        site.out_dims = tuple(range(result.dim()))
+    result = tensor(user)
+    if result is None or not known_true(product(result.shape) == product(
+        (*site.out_lead, weights.shape[-2], site.v.shape[-1])
+    )):  # fmt: skip
+        raise Rejected("the product with v broadcasts the weights")
+
+
+def _drops_column(op: Op, first: bool) -> bool:
+    """Whether an operation is `weights[..., :-1]`, or `weights[..., 1:]` for the first column."""
+    before = tensor(op.input)
+    wanted = slice(1, None, None) if first else slice(None, -1, None)
+    if before is None:
+        return False
+    if op.name == "getitem":
+        index = op["index"] if isinstance(op["index"], tuple) else (op["index"],)
+        whole = all(i is Ellipsis or i == slice(None) for i in index[:-1])
+        return whole and (index[0] is Ellipsis or len(index) == before.dim()) and index[-1] == wanted
+    if op.name == "narrow":
+        dim, start, length = op["dim"], op["start"], op["length"]
+        last = isinstance(dim, int) and dim % before.dim() == before.dim() - 1
+        return last and start == int(first) and known_true(length == before.shape[-1] - 1)
+    return False

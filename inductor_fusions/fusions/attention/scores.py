@@ -1,0 +1,216 @@
+"""What each operation between the product of queries and keys and the softmax does to the scores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._inductor import known_true
+from ...fusion import Rejected
+from . import torch_ops
+from .masks import is_fill
+from .normal_form import Attention, Sink, Term
+from .torch_ops import Op, read, tensor
+from .walk import Walk
+
+#: A backward computes weights anew from the logsumexp, which must not lose the digits of the scores.
+LARGEST_SCORE = 1e3
+
+
+class Upwards(Walk):
+    """Reads the scores from the softmax up to the product of q and k."""
+
+    def _neg(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+        return self.up(op, op.input, -factor, scalers)
+
+    def _mul(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+        return self._scaled(op, [(op.input, op["other"]), (op["other"], op.input)], lead, factor, scalers)
+
+    def _div(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+        if op["rounding_mode"] is not None:
+            raise Rejected("the scores are divided with rounding")
+        return self._scaled(op, [(op.input, op["other"])], lead, factor, scalers)
+
+    def _scaled(self, op: Op, sides: Any, lead: Any, factor: float, scalers: Any) -> Attention:
+        def try_side(scores: Any, other: Any) -> Attention:
+            number = self.number(other)
+            if number is not None:
+                if op.name == "div" and number == 0:
+                    raise Rejected("the scores are divided by zero")
+                return self.up(op, scores, factor / number if op.name == "div" else factor * number, scalers)
+            if isinstance(torch_ops.value(other), (torch.SymFloat, torch.SymInt)):
+                return self.up(op, scores, factor, [*scalers, (op.name, other, lead)])
+            scale = tensor(other)
+            if scale is None:
+                raise Rejected("the scale is neither a number nor a tensor")
+            if any(not known_true(size == 1) for size in scale.shape[-2:]):
+                varying = Term(other, lead)
+                return self.stage(op, scores, op.name, (), varying, factor, scalers)
+            if not scale.is_floating_point() and scale.dim() > 0:
+                raise Rejected("the scores are scaled by a tensor of integers")
+            return self.up(op, scores, factor, [*scalers, (op.name, other, lead)])
+
+        return self.either(op, sides, try_side)
+
+    def _add(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+        return self._biased(
+            op, [(op.input, op["other"], 1), (op["other"], op.input, 0)], 1.0, lead, factor, scalers
+        )
+
+    def _sub(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+        return self._biased(op, [(op.input, op["other"], 1)], -1.0, lead, factor, scalers)
+
+    def _biased(self, op: Op, sides: Any, sign: float, lead: Any, factor: float, scalers: Any) -> Attention:
+        alpha = torch_ops.concrete(op["alpha"]) if op["alpha"] is not None else 1
+        if not isinstance(alpha, (int, float)):
+            raise Rejected("the bias is added with a symbolic alpha")
+        second = {id(scores): which for scores, _, which in sides}
+
+        def try_side(scores: Any, other: Any) -> Attention:
+            if sign < 0 and alpha == 1 and self._is_row_maximum(other, scores):
+                return self.up(op, scores, factor, scalers)
+            # add(x, y, alpha) is x + alpha * y: with the scores second, alpha scales them.
+            bias_factor, score_factor = (sign * alpha, 1.0) if second[id(scores)] else (1.0, float(alpha))
+            site = self.up(op, scores, factor * score_factor, scalers)
+            number = torch_ops.concrete(other)
+            if isinstance(number, (int, float)):
+                return site  # the softmax does not see what is added everywhere
+            if scalers:
+                raise Rejected("a tensor scale is applied after a bias")
+            if tensor(other) is None:
+                raise Rejected("what is added to the scores is no tensor")
+            site.terms.append(Term(other, lead, factor=factor * bias_factor))
+            return site
+
+        return self.either(op, [(scores, other) for scores, other, _ in sides], try_side)
+
+    def _is_row_maximum(self, node: Any, scores: Any) -> bool:
+        """Whether a node holds the largest score of each row, and serves for nothing else."""
+        own, current = [], node
+        while isinstance(current, fx.Node):
+            op = read(current)
+            if op is None or len(current.users) != 1:
+                return False
+            own.append(current)
+            if op.name in ("amax", "max"):
+                dim, keep = op["dim"], op["keepdim"]
+                if op.name == "max" and dim is None:  # x.max(-1, True)
+                    dim, keep = op["other"], keep if not op.rest else op.rest[0]
+                dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+                result = tensor(node)
+                last = isinstance(dim, int) and result is not None and dim % result.dim() == result.dim() - 1
+                if op.input is not scores or not last or keep is not True:
+                    return False
+                self.row_maxima.update(own)
+                return True
+            picks = op.name == "getattr" and op["name"] == "values"
+            picks |= op.name == "getitem" and op["index"] == 0
+            if not picks and op.name != "detach":
+                return False
+            current = op.input
+        return False
+
+    def _function(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+        """A function of one score, such as the tanh of a softcap."""
+        arguments = [op["exponent"]] if op.name == "pow" else []
+        numbers = tuple(self.number(argument) for argument in arguments)
+        if None in numbers or op.name == "exp" or op.input is op["exponent"]:
+            raise Rejected(f"{op.name} stands between the product of q and k and the softmax")
+        return self.stage(op, op.input, op.name, numbers, None, factor, scalers)
+
+    _tanh = _sigmoid = _relu = _abs = _pow = _function
+
+    def _cat(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+        parts, dim = op["tensors"], torch_ops.concrete(op["dim"] or 0)
+        result = tensor(op.node)
+        if not isinstance(parts, (list, tuple)) or len(parts) != 2 or result is None:
+            raise Rejected("the scores are concatenated with more than one tensor")
+        if not isinstance(dim, int) or dim % result.dim() != result.dim() - 1 or scalers:
+            raise Rejected("the scores are concatenated over another dim than the keys")
+        first, second = (tensor(part) for part in parts)
+        if first is None or second is None:
+            raise Rejected("the scores are concatenated with something that is no tensor")
+        before = known_true(first.shape[-1] == 1) and not known_true(second.shape[-1] == 1)
+        scores, sink = (parts[1], parts[0]) if before else (parts[0], parts[1])
+        column = tensor(sink)
+        if column is None or not known_true(column.shape[-1] == 1) or column.dim() < 2:
+            raise Rejected("the scores are concatenated with more than one column")
+        site = self.up(op, scores, factor, [])
+        if site.sink is not None:
+            raise Rejected("the scores have two attention sinks")
+        site.sink = Sink(Term(sink, lead, factor=factor), before)
+        site.below_sink = len(site.terms)
+        return site
+
+    def _where(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+        if op["other"] is None:
+            raise Rejected("where with one argument")
+
+        def try_side(scores: Any, other: Any) -> Attention:
+            hides = scores is op["other"]
+            return self._filled(op, scores, op["condition"], other, hides, lead, factor, scalers)
+
+        return self.either(op, [(op.input, op["other"]), (op["other"], op.input)], try_side)
+
+    def _masked_fill(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+        return self._filled(op, op.input, op["mask"], op["value"], True, lead, factor, scalers)
+
+    def _filled(
+        self,
+        op: Op,
+        scores: Any,
+        condition: Any,
+        fill: Any,
+        hides: bool,
+        lead: Any,
+        factor: float,
+        scalers: Any,
+    ) -> Attention:
+        number = self.number(fill)
+        if number is None:
+            raise Rejected("masked scores are replaced by a tensor that is not a known number")
+        mask = tensor(condition)
+        if mask is None or mask.dtype != torch.bool:
+            raise Rejected("the condition of a mask is no boolean tensor")
+        if not is_fill(number * factor) and not abs(number * factor) <= LARGEST_SCORE:
+            raise Rejected(f"masked scores are replaced by {number * factor:g}, in which others drown")
+        if not is_fill(number * factor):
+            function = "where" if hides else "where_not"
+            return self.stage(op, scores, function, (number,), Term(condition, lead), factor, scalers)
+        if scalers:
+            raise Rejected("a tensor scale is applied after a mask")
+        site = self.up(op, scores, factor, scalers)
+        site.terms.append(Term(condition, lead, fill=number * factor, hides=hides))
+        return site
+
+    def _clamp(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+        floor, ceiling = (None if op[name] is None else self.number(op[name]) for name in ("min", "max"))
+        if (floor is None) != (op["min"] is None) or (ceiling is None) != (op["max"] is None):
+            raise Rejected("the scores are clamped to tensors")
+        if ceiling is not None or floor is None or not is_fill(floor * factor):
+            return self.stage(op, op.input, "clamp", (floor, ceiling), None, factor, scalers)
+        return self._floored(op, op.input, floor, factor, scalers)
+
+    def _maximum(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+        floor = self.number(op["other"])
+        if floor is None:
+            raise Rejected("the scores are clamped to a tensor")
+        if not is_fill(floor * factor):
+            return self.stage(op, op.input, "clamp", (floor, None), None, factor, scalers)
+        return self._floored(op, op.input, floor, factor, scalers)
+
+    def _floored(self, op: Op, scores: Any, floor: float, factor: float, scalers: Any) -> Attention:
+        """max(scores, a number so low that only hidden scores are below it)."""
+        site = self.up(op, scores, factor, scalers)
+        low = floor * factor
+        site.terms = [
+            replace(t, fill=max(t.fill, low)) if t.fill is not None else replace(t, floor=low)
+            for t in site.terms
+        ]
+        return site
+
+    _max = _maximum
+    _clamp_min = _clamp_max = _clamp

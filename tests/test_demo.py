@@ -15,6 +15,9 @@ import pytest
 import torch
 
 from inductor_fusions import demo
+from inductor_fusions.demo import runner
+from inductor_fusions.demo.models import Case, build, make_inputs
+from inductor_fusions.demo.reference import Reference, relative_error, run_reference, within_budget
 
 pytest.importorskip("transformers")
 
@@ -78,7 +81,7 @@ def test_a_failure_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("out of\nmemory")
 
-    monkeypatch.setattr(demo, "build", fail)
+    monkeypatch.setattr(runner, "build", fail)
     result = demo.run(torch.device("cpu"), quick=True)
     assert len(result.rows) == 4 and not result.ok
     assert result.rows[0].verdict == "failed: RuntimeError: out of memory"
@@ -86,29 +89,29 @@ def test_a_failure_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_budget() -> None:
     eps = torch.finfo(torch.float32).eps
-    assert demo.within_budget({"output": 1.5e-6}, {"output": 1e-6}, torch.float32)
-    assert demo.within_budget({"output": eps}, {"output": 0.0}, torch.float32)
-    assert not demo.within_budget({"output": 2e-6}, {"output": 1e-6}, torch.float32)
+    assert within_budget({"output": 1.5e-6}, {"output": 1e-6}, torch.float32)
+    assert within_budget({"output": eps}, {"output": 0.0}, torch.float32)
+    assert not within_budget({"output": 2e-6}, {"output": 1e-6}, torch.float32)
     bad = {"output": 1e-6, "gradient": math.nan}
-    assert not demo.within_budget(bad, {"output": 1e-6, "gradient": 1e-6}, torch.float32)
+    assert not within_budget(bad, {"output": 1e-6, "gradient": 1e-6}, torch.float32)
 
 
 def test_worst_gradient_and_nan_count() -> None:
     one = torch.ones(1, 2, 3, dtype=torch.float64)
-    reference = demo.Reference(one, {"a": one, "b": one, "never used": 0 * one})
+    reference = Reference(one, {"a": one, "b": one, "never used": 0 * one})
     found = reference.errors(one.float(), {"a": one.float(), "b": 1.5 * one, "never used": one})
     assert found == {"output": 0.0, "gradient": 0.5}
     assert math.isnan(reference.errors(one.float(), {"a": one * math.nan, "b": one})["gradient"])
 
 
 @pytest.mark.parametrize("case", demo.cases("tiny"), ids=lambda case: case.title)
-def test_reference_is_float64(case: demo.Case) -> None:
+def test_reference_is_float64(case: Case) -> None:
     """The reference of a model that is float64 itself is exact, whatever casts to float32 it spells out."""
     device = torch.device("cpu")
-    model: Any = demo.build(case, device, torch.float32)
-    inputs = demo.make_inputs(case, model.config.vocab_size, device)
+    model: Any = build(case, device, torch.float32)
+    inputs = make_inputs(case, model.config.vocab_size, device)
     cotangent = torch.randn(case.batch, case.seq, model.config.hidden_size) if case.train else None
-    reference = demo.run_reference(case, model, inputs, cotangent)
+    reference = run_reference(case, model, inputs, cotangent)
     assert reference.output.dtype == torch.float64
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
@@ -116,9 +119,9 @@ def test_reference_is_float64(case: demo.Case) -> None:
     nudged: Any = copy.deepcopy(model)
     with torch.no_grad():
         next(p for p in nudged.parameters() if p.dim() == 2).mul_(1 + 2**-20)
-    moved = demo.run_reference(case, nudged, inputs, cotangent)
-    change = demo.relative_error(moved.output, reference.output)
+    moved = run_reference(case, nudged, inputs, cotangent)
+    change = relative_error(moved.output, reference.output)
     assert 0 < change < 1e-4
-    again = demo.run_reference(case, model, inputs, cotangent)
-    assert demo.relative_error(again.output, reference.output) == 0
+    again = run_reference(case, model, inputs, cotangent)
+    assert relative_error(again.output, reference.output) == 0
     assert bool(reference.gradients) == case.train

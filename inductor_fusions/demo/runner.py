@@ -1,0 +1,196 @@
+"""One model, compiled stock and fused: compared, and timed in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .. import _inductor, config, reporting
+from .models import Case, build, make_inputs
+from .reference import reference_tokens, run_reference, within_budget
+
+#: Blocks of each that are timed.
+FEWEST_ROUNDS, MOST_ROUNDS = 5, 25
+
+# Dynamo shares compiled code between equal backends, and backends are equal if their options are. So
+# stock's differ: they empty the hooks that the fusions are installed in, beside the toggle.
+_STOCK_OPTIONS: dict[str, Any] = dict.fromkeys(_inductor.HOOKS.values())
+
+
+@dataclass
+class Row:
+    """What came of one model; the fields of the JSON report.
+
+    Attributes:
+        sites: attentions in the model, by its configuration.
+        fused: of those, the fused ones, by `inductor_fusions.report()`.
+        left: of those, the ones that no fused kernel is measured to be faster for on this device.
+        errors, stock_errors: relative errors against float64: "output", and in training "gradient",
+            the worst parameter's.
+        verdict: "ok" and what was left to stock, or what is wrong.
+        missed: why the others were not fused: reason -> number of sites.
+    """
+
+    model: str
+    layers: int
+    batch: int
+    seq: int
+    train: bool
+    sites: int
+    fused: int = 0
+    left: int = 0
+    stock_ms: float = 0.0
+    fused_ms: float = 0.0
+    ratio: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
+    stock_errors: dict[str, float] = field(default_factory=dict)
+    stock_compile_s: float = 0.0
+    fused_compile_s: float = 0.0
+    kernels: list[str] = field(default_factory=list)
+    missed: dict[str, int] = field(default_factory=dict)
+    verdict: str = "ok"
+
+    @property
+    def ok(self) -> bool:
+        """Whether every site that should fuse did, and the errors are within their budget."""
+        return self.verdict.partition(",")[0] == "ok"
+
+
+#: Phases of a case, as the progress bar counts them.
+PHASES = ("building", "compiling stock", "compiling fused", "running in float64", "timing")
+
+
+class Runner:
+    """Measures one case.
+
+    Args:
+        case: which.
+        device: where.
+        dtype: of weights and activations.
+        seconds: how long to time.
+        say: called with the name of each phase as it begins.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        device: torch.device,
+        dtype: torch.dtype,
+        seconds: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self.case, self.device, self.dtype, self.seconds, self.say = case, device, dtype, seconds, say
+        say(PHASES[0])
+        self.model = build(case, device, dtype)
+        found: Any = self.model.config
+        self.config = found
+        self.inputs = make_inputs(case, self.config.vocab_size, device)
+        self.cotangent = self._cotangent() if case.train else None
+        layers = self.config.num_hidden_layers
+        self.row = Row(case.title, layers, case.batch, case.seq, case.train, case.sites(self.config))
+
+    def run(self) -> Row:
+        """Compile both, compare and time them."""
+        row = self.row
+        toggles: Any = config  # install_config_module() gives it methods that mypy does not see
+        stock: Any = torch.compile(self.model, dynamic=False, options=_STOCK_OPTIONS)
+        fused: Any = torch.compile(self.model, dynamic=False)
+        with _inductor.fresh_compile():
+            self.say(PHASES[1])
+            with toggles.patch(enabled=False):
+                row.stock_compile_s, stock_output, stock_gradients = self._first(stock)
+            self.say(PHASES[2])
+            reporting.clear()
+            row.fused_compile_s, output, gradients = self._first(fused)
+            self._count_sites()
+            self.say(PHASES[3])
+            reference = run_reference(self.case, self.model, self.inputs, self.cotangent)
+            row.stock_errors = reference.errors(stock_output, stock_gradients)
+            row.errors = reference.errors(output, gradients)
+            del reference, stock_output, stock_gradients, output, gradients
+            self.say(PHASES[4])
+            times = interleave(
+                [lambda: self.step(stock), lambda: self.step(fused)], self.device, self.seconds
+            )
+            row.stock_ms, row.fused_ms = (1e3 * t for t in times)
+            row.ratio = row.stock_ms / row.fused_ms
+        if row.fused + row.left < row.sites:
+            row.verdict = f"{row.sites - row.fused - row.left} not fused"
+        elif not within_budget(row.errors, row.stock_errors, self.dtype):
+            row.verdict = "error over budget"
+        elif row.left:
+            row.verdict = f"ok, {row.left} left to stock"
+        return row
+
+    def step(self, compiled: Callable[..., Any]) -> torch.Tensor:
+        """One inference, or one training step without an optimizer; the last hidden state."""
+        if self.case.train:
+            self.model.zero_grad(set_to_none=True)
+        with torch.set_grad_enabled(self.case.train):
+            output: torch.Tensor = compiled(**self.inputs).last_hidden_state
+        if self.case.train:
+            output.backward(self.cotangent)
+        return output.detach()
+
+    def _first(self, compiled: Callable[..., Any]) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
+        """Compile and run one step: seconds, output and gradients."""
+        start = time.perf_counter()
+        output = self.step(compiled)
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        synchronize(self.device)
+        self.model.zero_grad(set_to_none=True)
+        return time.perf_counter() - start, output, gradients
+
+    def _cotangent(self) -> torch.Tensor:
+        """A random gradient of the output, zero beyond the slice that the float64 run takes."""
+        shape = (self.case.batch, self.case.seq, self.config.hidden_size)
+        generator = torch.Generator(self.device).manual_seed(2)
+        values = torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
+        values[1:] = 0
+        values[:, reference_tokens(self.case) :] = 0
+        return values
+
+    def _count_sites(self) -> None:
+        found = [site for site in reporting.report() if site.fusion == "attention"]
+        fused = [site for site in found if site.verdict == "fused"]
+        # The hint says that it is the policy, and so a measurement, that keeps a site from being fused.
+        left = [s for s in found if s.verdict == "left to stock" and "INDUCTOR_FUSIONS_POLICY" in s.hint]
+        self.row.fused, self.row.left = len(fused), len(left)
+        self.row.kernels = sorted({site.kernel for site in fused})
+        self.row.missed = dict(Counter(site.reason for site in found if site.verdict != "fused"))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def interleave(steps: Sequence[Callable[[], object]], device: torch.device, seconds: float) -> list[float]:
+    """Median seconds of each step: one block of each in turn, so that what slows the machine hits all."""
+
+    def block(step: Callable[[], object], count: int) -> float:
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(count):
+            step()
+        synchronize(device)
+        return (time.perf_counter() - start) / count
+
+    count = max(1, min(10, round(0.02 / min(block(step, 1) for step in steps))))
+    samples: list[list[float]] = [[] for _ in steps]
+    order = list(range(len(steps)))
+    start = time.perf_counter()
+    for rounds in range(MOST_ROUNDS):
+        if rounds >= FEWEST_ROUNDS and time.perf_counter() - start > seconds:
+            break
+        for i in order:
+            samples[i].append(block(steps[i], count))
+        order.reverse()
+    return [statistics.median(values) for values in samples]

@@ -339,7 +339,8 @@ _FRAME = re.compile(
 def source_line(node: fx.Node) -> str:
     """The innermost user line that made `node`, as "file:line in function: text"."""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
-    frames = [frame for frame in frames if frame["file"] != _inductor.__file__]
+    own = os.path.dirname(_inductor.__file__)
+    frames = [frame for frame in frames if os.path.dirname(frame["file"]) != own]
     if not frames:
         return ""
     last = frames[-1]

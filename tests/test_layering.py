@@ -55,6 +55,21 @@ LAYERS = {
     "demo": {"public", "testing", "fusion"} | BASE,
     "__main__": {"cli"},
 }
+# The same inside _inductor/. Its __init__ imports them all; the rest of the package imports that alone.
+PRIVATE_LAYERS = {
+    "loading": set(),
+    "versions": set(),
+    "shapes": set(),
+    "flex": set(),
+    "bisector": set(),
+    "hooks": {"loading", "versions"},
+    "graphs": {"shapes", "versions"},
+    "reports": {"loading"},
+    "compiling": {"loading", "shapes"},
+    "lowering": {"loading"},
+    "templates": {"loading"},
+    "probing": {"bisector", "hooks", "reports", "templates"},
+}
 # Inside fusions/: every fusion may build on this one, and on no other.
 SHARED_FUSION = "block_mm"
 
@@ -119,11 +134,14 @@ def violations(
     own = layer(module)
     if own not in LAYERS:
         return [(1, f"no row for {own} in LAYERS of tests/test_layering.py")]
+    inner = module.split(".")[2:]
+    if own == "_inductor" and inner and inner[0] not in PRIVATE_LAYERS:
+        return [(1, f"no row for {inner[0]} in PRIVATE_LAYERS of tests/test_layering.py")]
     found = []
     names = list(imports(tree, module, is_package, modules))
     if own not in PRIVATE_TORCH_USERS:
         private = {(line, name) for line, name in [*names, *attributes(tree)] if is_private(name)}
-        found += [(line, f"{name} is private to torch: use _inductor.py") for line, name in sorted(private)]
+        found += [(line, f"{name} is private to torch: use _inductor") for line, name in sorted(private)]
 
     for line, name in names:
         if name != PACKAGE and not name.startswith(PACKAGE + "."):
@@ -132,9 +150,18 @@ def violations(
         if target == own == "fusions":
             if not _same_fusion(module, name):
                 found.append((line, f"a fusion imports another fusion: {name}"))
+        elif target == "_inductor" and not _own_private_layer(module, name):
+            found.append((line, f"{module} imports {name}"))
         elif target not in LAYERS[own] | {own, "_version"}:
             found.append((line, f"{own} imports {name}"))
     return found
+
+
+def _own_private_layer(module: str, name: str) -> bool:
+    parts, target = module.split("."), name.split(".")
+    if parts[1:2] != ["_inductor"]:
+        return len(target) == 2
+    return len(parts) == 2 or (len(target) == 3 and target[2] in PRIVATE_LAYERS[parts[2]])
 
 
 def _same_fusion(module: str, name: str) -> bool:
@@ -153,6 +180,7 @@ def test_layers(path: Path) -> None:
 FAKE_MODULES = {
     PACKAGE,
     *(f"{PACKAGE}.{name}" for name in LAYERS if not name.startswith("__")),
+    *(f"{PACKAGE}._inductor.{name}" for name in PRIVATE_LAYERS),
     *(f"{PACKAGE}.fusions.{name}" for name in ("qkv", "lora", "attention", "attention.masks", "block_mm")),
 }
 
@@ -179,6 +207,12 @@ FAKE_MODULES = {
         ("fusions.qkv", "from inductor_fusions.fusions import FUSIONS"),
         ("fusions.attention.masks", "from ..qkv import FUSION"),
         ("surprise", ""),
+        ("passes", "from ._inductor.shapes import hint"),
+        ("passes", "from ._inductor import shapes"),
+        ("_inductor.shapes", "from ..config import patch"),
+        ("_inductor.loading", "from .versions import torch_version"),
+        ("_inductor.hooks", "from . import torch_version"),
+        ("_inductor.surprise", ""),
     ],
 )
 def test_layers_are_enforced(module: str, source: str) -> None:
@@ -189,7 +223,10 @@ def test_layers_are_enforced(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("_inductor", "import torch._inductor.config\nfrom torch._dynamo import utils"),
+        ("_inductor", "from .shapes import hint\nfrom . import probing"),
+        ("_inductor.hooks", "from torch._inductor import config\nfrom . import loading, versions"),
         ("passes", "import torch\nfrom torch.fx.experimental import symbolic_shapes\ntorch.ops.aten.mm"),
+        ("passes", "from . import _inductor\nfrom ._inductor import hint"),
         ("passes", "from . import fusion, reporting\nfrom ._version import __version__"),
         ("registration", "from . import passes\nfrom .fusions import FUSIONS"),
         ("fusions", "from .attention import FUSION\nfrom . import qkv"),
@@ -200,7 +237,7 @@ def test_layers_are_enforced(module: str, source: str) -> None:
     ],
 )
 def test_layers_allow(module: str, source: str) -> None:
-    is_package = module == "fusions"
+    is_package = module in ("fusions", "_inductor")
     assert violations(source, f"{PACKAGE}.{module}", is_package, FAKE_MODULES) == []
 
 

@@ -102,7 +102,8 @@ def test_hook_that_holds_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = Other("theirs")
     inductor_fusions.disable()
     try:
-        monkeypatch.setattr(_inductor, "hooks_hold_lists", lambda: False)
+        for module in (_inductor, _inductor.hooks):
+            monkeypatch.setattr(module, "hooks_hold_lists", lambda: False)
         inductor_config.pre_grad_custom_pass = theirs
         inductor_fusions.enable()
         (held,) = _inductor.get_hook("pre_grad")

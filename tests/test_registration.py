@@ -317,7 +317,9 @@ def test_torch_that_is_newer_than_tested() -> None:
 
 
 BROKEN = {
-    "a private name is gone": "from inductor_fusions import _inductor\ndel _inductor.trace_id",
+    "a private name is gone": (
+        "from inductor_fusions import _inductor\ndel _inductor.trace_id, _inductor.reports.trace_id"
+    ),
     "other numbers": (
         "def scaled_dot_product_attention(q, k, v, **_): return v * 2\n"
         "torch._C._nn.scaled_dot_product_attention = scaled_dot_product_attention\n"

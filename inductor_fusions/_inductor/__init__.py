@@ -1,0 +1,143 @@
+"""The only modules that import private torch names; differences between torch versions live here.
+
+| torch | a config hook holds | a pre-grad pass is in the cache key by |
+|---|---|---|
+| 2.11, 2.12 | one callable | its pickled value (2.11), its uuid (2.12) |
+| 2.13 to 2.15 | a callable or a list of them | its uuid |
+
+| torch | what differs besides |
+|---|---|
+| 2.11 | pre-grad passes run before the caches are asked; patterns take any divisor for sqrt(head_dim) |
+| 2.11 | a fake product has numbers for a symbolic batch, outside of the Python dispatcher |
+| 2.11, 2.12 | a nested compile region is differentiated only where AOTAutograd traces it |
+| before 2.15 | attention patterns raise where scores are divided by a tensor |
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torch.utils._config_module import Config, install_config_module
+
+from .bisector import bisected_away, bisecting, join_bisector
+from .compiling import compile_apart, fresh_compile, inductor, passes_only
+from .flex import flex_attention_op, flex_backward_op, flex_block_mask, flex_on_cpu
+from .graphs import is_body_of_dynamo, only_traced_autograd_runs, rename, trace_decomposed
+from .hooks import HOOKS, get_hook, hooks_hold_lists, missing_hook, passes_installed, update_hook
+from .loading import deferred, inductor_loaded, run_deferred, when_inductor_loads
+from .lowering import (
+    beside,
+    call_eagerly,
+    call_lowering,
+    decompose_in_graphs,
+    realize,
+    register_lowering_when_loaded,
+    static,
+    value_key,
+)
+from .probing import probe, without_modes
+from .reports import artifact_log, cache_folder, compile_counters, trace_artifact, trace_id
+from .shapes import (
+    computing_fakes,
+    expression,
+    fake_mode_of,
+    hint,
+    is_batched,
+    is_dense,
+    is_wrapper,
+    known_true,
+    suppress_guards,
+    symbol_parts,
+    unbatched,
+)
+from .templates import Output, Variant, lower_to_kernel, lower_to_template, max_autotune
+from .versions import (
+    NEWEST_TESTED,
+    beyond_tested,
+    drops_narrow_casts,
+    patterns_ignore_the_scale,
+    patterns_take_tensors_for_numbers,
+    torch_version,
+    version_problem,
+)
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+__all__ = [
+    "HOOKS",
+    "NEWEST_TESTED",
+    "Config",
+    "CustomGraphPass",
+    "Output",
+    "Variant",
+    "artifact_log",
+    "beside",
+    "beyond_tested",
+    "bisected_away",
+    "bisecting",
+    "cache_folder",
+    "call_eagerly",
+    "call_lowering",
+    "compile_apart",
+    "compile_counters",
+    "computing_fakes",
+    "decompose_in_graphs",
+    "deferred",
+    "drops_narrow_casts",
+    "expression",
+    "fake_mode_of",
+    "flex_attention_op",
+    "flex_backward_op",
+    "flex_block_mask",
+    "flex_on_cpu",
+    "fresh_compile",
+    "get_hook",
+    "hint",
+    "hooks_hold_lists",
+    "inductor",
+    "inductor_loaded",
+    "install_config_module",
+    "is_batched",
+    "is_body_of_dynamo",
+    "is_dense",
+    "is_wrapper",
+    "join_bisector",
+    "known_true",
+    "lower_to_kernel",
+    "lower_to_template",
+    "max_autotune",
+    "missing_hook",
+    "only_traced_autograd_runs",
+    "passes_installed",
+    "passes_only",
+    "patterns_ignore_the_scale",
+    "patterns_take_tensors_for_numbers",
+    "probe",
+    "realize",
+    "register_lowering_when_loaded",
+    "rename",
+    "run_deferred",
+    "static",
+    "suppress_guards",
+    "symbol_parts",
+    "torch_version",
+    "trace_artifact",
+    "trace_decomposed",
+    "trace_id",
+    "unbatched",
+    "update_hook",
+    "value_key",
+    "version_problem",
+    "when_inductor_loads",
+    "without_modes",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Importing any module of torch._inductor imports Dynamo: a second that `import
+    # inductor_fusions` does not spend.
+    if name == "CustomGraphPass":
+        return importlib.import_module("torch._inductor.custom_graph_pass").CustomGraphPass
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,151 @@
+"""Compiling for tests, and beside the caller without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import inspect
+import sys
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .loading import inductor_config
+from .shapes import fake_mode_of
+
+if TYPE_CHECKING:
+    from torch import fx
+
+
+@contextlib.contextmanager
+def fresh_compile() -> Iterator[None]:
+    """Compile anew inside: no cache is read or written, no compiled code is kept from before."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    with inductor_config().patch(force_disable_caches=True):
+        yield
+    torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def compile_apart() -> Iterator[Callable[..., Any]]:
+    """Gives a `compile(fn, backend, dynamic)` whose work leaves no trace, and that finds none.
+
+    Caches on disk are neither read nor written. The code that Dynamo keeps for the caller stays; what is
+    added inside goes at the end, as do counters and what Dynamo remembers of sizes. Random number generators
+    go on as if nothing had been drawn.
+
+    A backend is told apart by identity: it must be an object that is made for this use.
+    """
+    from torch._dynamo import config as dynamo_config
+    from torch._dynamo import convert_frame, pgo
+    from torch._dynamo.utils import counters
+
+    kept_before: dict[CodeType, set[int]] = {}
+    counted = {name: Counter(values) for name, values in counters.items()}
+    sizes = pgo._CODE_STATE
+    limits = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
+    options: dict[str, Any] = {}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        options["isolate_recompiles"] = True
+
+    def note(code: CodeType, new_code: CodeType) -> None:
+        # The hook runs before the new entry is kept.
+        kept_before.setdefault(code, {id(entry.guard_manager) for entry in _entries(code)})
+
+    def compile(fn: Callable[..., Any], backend: Any, dynamic: bool | None = None) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return fn(*args, **kwargs)
+
+        # Dynamo keeps what it compiled with the code of the outermost function: this one, which is new.
+        call.__code__ = call.__code__.replace()
+        compiled: Callable[..., Any] = torch.compile(call, backend=backend, dynamic=dynamic, **options)
+        return compiled
+
+    hook = convert_frame.register_bytecode_hook(note)
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    pgo._CODE_STATE = defaultdict(pgo.CodeState)
+    try:
+        with (
+            warnings.catch_warnings(),
+            inductor_config().patch(force_disable_caches=True),
+            dynamo_config.patch(limits),
+            torch.compiler.set_stance("default"),
+            torch.random.fork_rng(devices),
+        ):
+            warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
+            yield compile
+    finally:
+        hook.remove()
+        for code, known in kept_before.items():
+            for entry in _entries(code):
+                if id(entry.guard_manager) not in known:
+                    _drop(entry)
+        pgo._CODE_STATE = sizes
+        counters.clear()
+        counters.update(counted)
+
+
+def _entries(code: CodeType) -> list[Any]:
+    """What Dynamo has compiled for a code object."""
+    from torch._dynamo import eval_frame
+
+    return list(eval_frame._debug_get_cache_entry_list(code))
+
+
+def _drop(entry: Any) -> None:
+    """As Dynamo does when an object that the compiled code depends on goes away."""
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    manager, gone = entry.guard_manager, DeletedGuardManagerWrapper("compiled apart")
+    if isinstance(manager, DeletedGuardManagerWrapper) or manager.extra_state is None:
+        return
+    # Its arguments changed after 2.13; where none of these fits, the entry stays, and matches nothing.
+    for arguments in ((entry, gone), (entry, gone, manager), (gone, manager)):
+        with contextlib.suppress(TypeError):
+            manager.extra_state.invalidate(*arguments)
+            return
+
+
+def inductor() -> Callable[..., Any]:
+    """A backend, equal to no other, that is Inductor."""
+
+    def backend(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        stock: Any = importlib.import_module("torch._inductor.compile_fx")
+        return stock.compile_fx(graph, example_inputs)  # type: ignore[no-any-return]
+
+    return backend
+
+
+def passes_only() -> Callable[..., Any]:
+    """A backend, equal to no other, that is Inductor up to its last pass and then runs aten operations.
+
+    Every decision of a fusion is taken in a pass, so this shows them all without generating code.
+    """
+
+    def lower(graph: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        from torch._inductor.virtualized import V
+        from torch.fx import GraphModule
+
+        stock: Any = importlib.import_module("torch._inductor.compile_fx")
+        functorch: Any = importlib.import_module("functorch.compile")
+        runs = GraphModule(graph, copy.deepcopy(graph.graph))
+        mode = fake_mode_of(graph.graph)
+        with contextlib.ExitStack() as stack:
+            if mode is not None:
+                stack.enter_context(V.set_fake_mode(mode))
+            stock.view_to_reshape(graph)
+            stock._recursive_post_grad_passes(graph, is_inference=bool(options.get("is_inference")))
+        return functorch.make_boxed_func(runs.forward)  # type: ignore[no-any-return]
+
+    def backend(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        stock: Any = importlib.import_module("torch._inductor.compile_fx")
+        return stock.compile_fx(graph, example_inputs, inner_compile=lower)  # type: ignore[no-any-return]
+
+    return backend

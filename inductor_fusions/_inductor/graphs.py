@@ -1,0 +1,61 @@
+"""Graphs: what they are of, names in them, and graphs traced anew."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .shapes import suppress_guards
+from .versions import torch_version
+
+if TYPE_CHECKING:
+    from torch import fx
+
+
+def is_body_of_dynamo(graph: fx.Graph) -> bool:
+    """Whether a graph is the body of a higher-order operation that Dynamo traced.
+
+    The inputs of a graph that Dynamo hands to a backend carry "tensor_dict"; those of a body are
+    proxies that were created in the middle of tracing.
+    """
+    inputs = [node.meta for node in graph.nodes if node.op == "placeholder"]
+    owner = getattr(graph, "owning_module", None)
+    if "dynamo_compile_id" in getattr(owner, "meta", {}):
+        return False
+    return any("creation_timestamp" in meta for meta in inputs) and not any(
+        "tensor_dict" in m for m in inputs
+    )
+
+
+def only_traced_autograd_runs(graph: fx.Graph) -> bool:
+    """Whether a graph calls nested compile regions, whose backward runs in a trace alone (before 2.13)."""
+    if torch_version() >= (2, 13):
+        return False
+    region = importlib.import_module("torch._higher_order_ops.invoke_subgraph").invoke_subgraph
+    return any(node.target is region for node in graph.nodes)
+
+
+def trace_decomposed(
+    fn: Callable[..., Any], values: Sequence[torch.Tensor], fake_mode: Any
+) -> fx.GraphModule:
+    """The operations that a function is made of, as a post-grad graph has them.
+
+    Args:
+        fn: a function of tensors that returns a tuple of tensors.
+        values: its arguments, fake tensors of `fake_mode`.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    decomposition = importlib.import_module("torch._inductor.decomposition")
+    with fake_mode, torch.no_grad(), suppress_guards(fake_mode):
+        traced = make_fx(fn, decomposition_table=decomposition.select_decomp_table())(*values)
+    traced.graph.eliminate_dead_code()
+    return traced
+
+
+def rename(node: fx.Node, name: str) -> None:
+    """Give a node another name, made unique in its graph."""
+    node._rename(name)

@@ -1,0 +1,94 @@
+"""Lowering operations of ours: registered where Inductor keeps its own, and made of values of Inductor."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .loading import when_loaded
+
+
+def decompose_in_graphs(op: Any, fn: Callable[..., Any]) -> None:
+    """Have an operation of ours traced as `fn` where AOTAutograd makes a graph: Inductor sees its kernels.
+
+    As torch.library.triton_op, which imports Inductor at once, and so cannot be used while that is imported.
+    `torch.export` keeps the operation.
+
+    Args:
+        op: what torch.library.custom_op returned.
+        fn: the same in functions of torch and kernels in torch.library.wrap_triton.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+    def decompose(mode: Any, overload: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        from torch.export._trace import custom_triton_ops_decomposition_disabled
+
+        if custom_triton_ops_decomposition_disabled():
+            return mode.__torch_dispatch__(overload, types, args, kwargs)
+        if not all(issubclass(t, FakeTensor) or t in (torch.Tensor, FunctionalTensor) for t in types):
+            return NotImplemented
+        with mode:
+            return fn(*args, **kwargs)
+
+    op.register_torch_dispatch(FunctionalTensorMode, decompose)
+
+
+def register_lowering_when_loaded(op: Any, lower: Callable[..., Any]) -> None:
+    """Register `lower` as Inductor's lowering of an operation of ours, once Inductor has its own."""
+
+    def register() -> None:
+        lowering = importlib.import_module("torch._inductor.lowering")
+        if op not in lowering.lowerings:
+            lowering.register_lowering(op, type_promotion_kind=None)(lower)
+
+    # Inductor may be in the middle of importing its lowerings; it imports the others later.
+    for name in ("torch._inductor.lowering", "torch._inductor.graph", "torch._inductor.compile_fx"):
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if not getattr(spec, "_initializing", False):
+            when_loaded(name, register)
+            return
+
+
+def call_lowering(op: Any, *args: Any) -> Any:
+    """What Inductor makes of an operation."""
+    lowering = importlib.import_module("torch._inductor.lowering")
+    return lowering.lowerings[op](*args)
+
+
+def call_eagerly(op: Any, *args: Any) -> Any:
+    """A call of an operation as it is, from generated code."""
+    lowering = importlib.import_module("torch._inductor.lowering")
+    return lowering.fallback_handler(op, add_to_fallback_set=False)(*args)
+
+
+def beside(values: Sequence[Any]) -> Any:
+    """Matrices side by side, computed in one loop."""
+    lowering = importlib.import_module("torch._inductor.lowering")
+    return lowering.pointwise_cat(list(values), 1)
+
+
+def realize(values: Sequence[Any]) -> list[Any]:
+    """The same values in memory, with strides that stay as they are."""
+    ir = importlib.import_module("torch._inductor.ir")
+    found = []
+    for value in values:
+        value = ir.ExternKernel.realize_input(value)
+        value.freeze_layout()
+        found.append(value)
+    return found
+
+
+def value_key(value: Any) -> tuple[Any, ...]:
+    """Equal for two values of Inductor that are one matrix in memory."""
+    layout = value.get_layout()
+    return (value.get_name(), tuple(layout.size), tuple(layout.stride), layout.offset)
+
+
+def static(size: Any) -> Any:
+    """A size of Inductor's as an int, where it is one."""
+    return int(size) if getattr(size, "is_Integer", isinstance(size, int)) else size

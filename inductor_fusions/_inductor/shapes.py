@@ -1,0 +1,104 @@
+"""Symbolic shapes and fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import fx
+
+
+def known_true(condition: Any) -> bool:
+    """True where `condition` (a bool or a SymBool) holds without adding a guard."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(condition))
+
+
+def hint(size: Any) -> int:
+    """The value of an int, or the hint of a SymInt, without adding a guard."""
+    if isinstance(size, int):
+        return size
+    node = size.node
+    return int(node.hint) if node.hint is not None else 1
+
+
+def expression(size: torch.SymInt) -> Any:
+    """The sympy expression of a symbolic size."""
+    return size.node.expr
+
+
+def symbol_parts(expression: Any) -> tuple[str, tuple[Any, ...]]:
+    """("integer" | "symbol" | "add" | "mul" | "max" | "min" | "other", operands) of a sympy expression."""
+    if expression.is_Integer:
+        return "integer", ()
+    if expression.is_Symbol:
+        return "symbol", ()
+    if expression.is_Add:
+        return "add", tuple(expression.args)
+    if expression.is_Pow and expression.exp.is_Integer and expression.exp > 0:
+        return "mul", (expression.base,) * int(expression.exp)
+    known = {"Max": "max", "Min": "min"}  # torch has classes of its own for them
+    other = known.get(type(expression).__name__, "other")
+    return ("mul" if expression.is_Mul else other), tuple(expression.args)
+
+
+def fake_mode_of(graph: fx.Graph) -> Any | None:
+    """The FakeTensorMode under which the values of `graph` were made."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    for node in graph.nodes:
+        value = node.meta.get("example_value", node.meta.get("val"))
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return None
+
+
+def is_batched(tensor: Any) -> bool:
+    """Whether a fake value lives inside torch.vmap, with a dim that its shape does not show."""
+    return isinstance(tensor, torch.Tensor) and bool(torch._C._functorch.is_batchedtensor(tensor))
+
+
+def unbatched(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of all samples behind a value inside torch.vmap."""
+    while torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a fake value lie in memory once each, without gaps; adds no guard."""
+    return bool(torch._prims_common.is_non_overlapping_and_dense_or_false(tensor))
+
+
+def is_wrapper(tensor: Any) -> bool:
+    """Whether a value is a tensor around others, such as a DTensor: not every operation is defined for it."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return isinstance(tensor, torch.Tensor) and bool(is_traceable_wrapper_subclass(tensor))
+
+
+@contextlib.contextmanager
+def suppress_guards(fake_mode: Any | None) -> Iterator[None]:
+    """Questions about sizes asked inside add no guard to the user's graph."""
+    shape_env = getattr(fake_mode, "shape_env", None)
+    with shape_env.suppress_guards() if shape_env is not None else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def computing_fakes(fake_mode: Any | None) -> Iterator[None]:
+    """Operations inside give fake values whose symbolic sizes stay symbolic, as in Dynamo.
+
+    By the decompositions in Python: those in C++ make numbers of the batch of a matrix product (torch 2.11).
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+
+    with fake_mode if fake_mode is not None else contextlib.nullcontext(), enable_python_dispatcher():
+        yield

@@ -1,0 +1,196 @@
+"""Kernel templates, and whether what they make is chosen by measuring."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .loading import inductor_config
+
+
+def max_autotune() -> bool:
+    """Whether Inductor chooses between matrix products by measuring them."""
+    return bool(inductor_config().max_autotune or inductor_config().max_autotune_gemm)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One configuration of a kernel template.
+
+    Attributes:
+        source: what Inductor's TritonTemplate takes.
+        meta: constants of the kernel.
+        num_warps, num_stages: as Triton has them.
+        outputs: arguments of the kernel, at its end, that are outputs beside the first.
+        early: whether it starts before the kernel in front of it ends, and waits in its own code.
+    """
+
+    source: str
+    meta: dict[str, Any]
+    num_warps: int
+    num_stages: int
+    outputs: tuple[str, ...]
+    early: bool = False
+
+
+def lower_to_template(
+    name: str,
+    inputs: Sequence[tuple[str, Any]],
+    shapes: Sequence[tuple[Any, Any]],
+    dtype: torch.dtype,
+    device: torch.device,
+    variants: Sequence[Variant],
+    stock: Callable[..., torch.Tensor] | None,
+    dtypes: Sequence[torch.dtype] = (),
+    grid_sizes: Sequence[Any] = (),
+) -> list[Any] | None:
+    """One Triton kernel with one or several outputs.
+
+    Args:
+        name: of the kernel.
+        inputs: its arguments by name, in memory.
+        shapes: of its outputs, which are row-major.
+        dtype, device: of its outputs.
+        variants: its configurations; the fastest is taken where there are several.
+        stock: what does the same without it, on tensors that are `inputs` and outputs: where
+            given, it is measured as well.
+        dtypes: of each output, where they differ.
+        grid_sizes: pairs of sizes whose tiles are counted for the grid; `shapes` by default.
+
+    Returns:
+        The outputs; None where `stock` is faster.
+    """
+    each = list(dtypes) or [dtype] * len(shapes)
+    row_major = [Output("", s, (s[1], 1), kind) for s, kind in zip(shapes, each, strict=True)]
+    call_sizes = list(grid_sizes) or [size for shape in shapes for size in shape]
+    return _lower(name, inputs, row_major, device, _tiles, call_sizes, variants, stock)
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """An output of a kernel: its argument (the first has none), sizes, strides and dtype."""
+
+    name: str
+    size: Sequence[Any]
+    stride: Sequence[Any]
+    dtype: torch.dtype
+
+
+def lower_to_kernel(
+    name: str,
+    inputs: Sequence[tuple[str, Any]],
+    outputs: Sequence[Output],
+    device: torch.device,
+    grid: Callable[..., Any],
+    grid_sizes: Sequence[Any],
+    variant: Variant,
+) -> list[Any]:
+    """One Triton kernel with outputs of any layout and a grid of its own.
+
+    Args:
+        name: of the kernel.
+        inputs: its arguments by name, in memory.
+        outputs: its outputs; those after the first are its last arguments.
+        device: of its outputs.
+        grid: called with `grid_sizes`, the constants of the kernel, `cdiv` and `min`.
+        grid_sizes: sizes that the number of programs depends on.
+        variant: its source and configuration.
+    """
+    made = _lower(name, inputs, outputs, device, grid, grid_sizes, [variant], None)
+    assert made is not None
+    return made
+
+
+def _lower(
+    name: str,
+    inputs: Sequence[tuple[str, Any]],
+    outputs: Sequence[Output],
+    device: torch.device,
+    grid: Callable[..., Any],
+    call_sizes: Sequence[Any],
+    variants: Sequence[Variant],
+    stock: Callable[..., torch.Tensor] | None,
+) -> list[Any] | None:
+    ir = importlib.import_module("torch._inductor.ir")
+    select = importlib.import_module("torch._inductor.select_algorithm")
+    lowering = importlib.import_module("torch._inductor.lowering")
+    first = outputs[0]
+    layout = ir.FixedLayout(device, first.dtype, list(first.size), list(first.stride))
+    more = [
+        lowering.empty_strided(list(out.size), list(out.stride), dtype=out.dtype, device=device)
+        for out in outputs[1:]
+    ]
+    nodes = [*(value for _, value in inputs), *more]
+    choices: list[Any] = []
+    for variant in variants:
+        _template(name, variant.source, grid).maybe_append_choice(
+            choices, input_nodes=tuple(nodes), layout=layout, call_sizes=list(call_sizes),
+            num_warps=variant.num_warps, num_stages=variant.num_stages,
+            **({"triton_meta": {"launch_pdl": True}} if variant.early else {}), **variant.meta,
+        )  # fmt: skip
+    if not choices:
+        return None
+    if stock is not None:
+        choices.append(_extern(stock).bind(tuple(nodes), layout))
+    chosen = select.autotune_select_algorithm(name, choices, nodes, layout, return_multi_template=False)
+    output = chosen[0] if isinstance(chosen, tuple) else chosen
+    buffer = output.data.data
+    if not isinstance(buffer, ir.TritonTemplateBuffer):
+        return None
+    # Not given to the template itself: torch 2.11 lets only its own operations write into inputs.
+    writes = [ir.MutationOutput(ir.NoneLayout(device=device), value, buffer) for value in more]
+    if writes:
+        buffer.mutated_inputs = more
+        if hasattr(buffer, "mutation_outputs"):
+            buffer.mutation_outputs = [*buffer.mutation_outputs, *writes]
+        else:
+            buffer.outputs = [*buffer.outputs, *writes]
+    return [output, *more]
+
+
+@functools.cache
+def _symbolic_grid(grid: Callable[..., Any]) -> Any:
+    select = importlib.import_module("torch._inductor.select_algorithm")
+    return select.SymbolicGridFn(grid)
+
+
+def _tiles(*sizes_and_meta: Any, cdiv: Any, min: Any) -> tuple[Any, int, int]:
+    """The grid of a block GEMM."""
+    *sizes, meta = sizes_and_meta
+    pairs = list(zip(sizes[::2], sizes[1::2], strict=True))
+    tiles = sum(cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]) for m, n in pairs)
+    tiles = tiles * meta.get("SPLITS", 1)
+    return (min(tiles, meta["NUM_PROGRAMS"]) if "NUM_PROGRAMS" in meta else tiles, 1, 1)
+
+
+_templates: dict[tuple[str, str], Any] = {}
+
+
+def _template(name: str, source: str, grid: Callable[..., Any]) -> Any:
+    """The TritonTemplate of a source; its registry wants each name once."""
+    if (name, source) not in _templates:
+        select = importlib.import_module("torch._inductor.select_algorithm")
+        unique = f"{name}_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
+        _templates[name, source] = select.TritonTemplate(
+            name=unique, grid=_symbolic_grid(grid), source=source
+        )
+    return _templates[name, source]
+
+
+_externs: dict[Any, Any] = {}
+
+
+def _extern(function: Callable[..., torch.Tensor]) -> Any:
+    """An eager function as a choice of autotuning."""
+    if function not in _externs:
+        select = importlib.import_module("torch._inductor.select_algorithm")
+        _externs[function] = select.ExternKernelChoice(
+            function, name=f"{function.__name__}", has_out_variant=False
+        )
+    return _externs[function]

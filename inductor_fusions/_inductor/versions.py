@@ -1,0 +1,53 @@
+"""The version of torch in use, and what depends on it alone."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+OLDEST, NEWEST_TESTED = (2, 11), (2, 15)
+
+
+def torch_version() -> tuple[int, int]:
+    """(major, minor) of the torch in use."""
+    match = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if match is None:
+        raise RuntimeError(f"cannot read the version of torch: {torch.__version__!r}")
+    return int(match[1]), int(match[2])
+
+
+def version_problem() -> str | None:
+    """Why nothing can be registered with this torch, or None."""
+    if torch_version() < OLDEST:
+        return f"torch {torch.__version__} is older than {OLDEST[0]}.{OLDEST[1]}; no fusion is registered"
+    return None
+
+
+def beyond_tested() -> bool:
+    """True where this torch is newer than the newest one that the tests ran on."""
+    return torch_version() > NEWEST_TESTED
+
+
+def patterns_ignore_the_scale() -> bool:
+    """Whether Inductor's attention patterns take any divisor of the scores for sqrt(head_dim).
+
+    Seen on 2.11; right on 2.13.
+    """
+    return torch_version() < (2, 13)
+
+
+def patterns_take_tensors_for_numbers() -> bool:
+    """Whether Inductor's attention patterns raise where the scores are divided by a tensor (pytorch#191203).
+
+    Seen on 2.13; right on 2.15.
+    """
+    return torch_version() < (2, 15)
+
+
+def drops_narrow_casts() -> bool:
+    """Whether Inductor takes out a cast to a narrower dtype that another one widens again.
+
+    Seen on 2.11; on 2.13 it stays, so that what is in memory is narrow.
+    """
+    return torch_version() < (2, 13)

@@ -28,8 +28,8 @@ from typing import Any
 from bench.common import Json, Results, environment
 
 ROOT = Path(__file__).resolve().parents[1]
-#: What is tried, one after the other; the last two need PEFT.
-ENGINES = ("ddp", "ddp_outside", "fsdp", "tp", "fsdp_lora", "tp_lora")
+#: What is tried, one after the other; the last three need PEFT.
+ENGINES = ("ddp", "ddp_outside", "fsdp", "tp", "ddp_lora", "fsdp_lora", "tp_lora")
 
 #: FSDP2 over tensor parallel: two by two processes. Tested, not timed.
 COMBINED = ("fsdp_tp", "fsdp_tp_lora")

@@ -9,6 +9,7 @@ NAMES = {
     "ddp_outside": "DDP, compiled outside of it",
     "fsdp": "FSDP2",
     "tp": "tensor parallel",
+    "ddp_lora": "DDP, PEFT's adapters",
     "fsdp_lora": "FSDP2, PEFT's adapters",
     "tp_lora": "tensor parallel, PEFT's adapters",
 }

@@ -84,7 +84,7 @@ def wrapped(engine: str, size: int, model: Any) -> tuple[Any, int]:
         pairs = init_device_mesh(device, (size // 2, 2), mesh_dim_names=("samples", "heads"))
         return sharded(tensor_parallel(model, pairs["heads"]), pairs["samples"]), size // 2
     mesh = init_device_mesh(device, (size,))
-    if engine == "ddp":
+    if engine in ("ddp", "ddp_lora"):
         return DistributedDataParallel(torch.compile(model)), size
     if engine == "ddp_outside":
         return torch.compile(DistributedDataParallel(model)), size

@@ -91,6 +91,43 @@ def test_a_thousand_compiles() -> None:
     assert grown(1000, enabled=True) <= max(0, grown(1000, enabled=False))
 
 
+MEMORY = """
+import ctypes, gc, os, sys
+import torch
+import inductor_fusions
+from inductor_fusions import config, testing
+from tests.test_load import attention, qkv
+
+compiles, enabled = int(sys.argv[1]), sys.argv[2] == "fused"
+held = []
+for number in range(compiles):
+    torch._dynamo.reset()
+    with config.patch(policy="always", enabled=enabled), torch.no_grad():
+        torch.compile(attention(0.5 + number), backend=testing._AfterPasses([]))(*qkv())
+    if number in (compiles // 3, compiles - 1):
+        torch._dynamo.reset()
+        inductor_fusions.clear()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        pages = int(open("/proc/self/statm").read().split()[1])
+        held.append(pages * os.sysconf("SC_PAGE_SIZE"))
+print(held[1] - held[0])
+"""
+
+
+def grown_bytes(compiles: int, kind: str, folder: Path) -> int:
+    """How much more memory a process of its own holds after all of some compiles than after a third."""
+    return int(finish(process(folder, MEMORY, str(compiles), kind)))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
+def test_memory_of_a_thousand_compiles(tmp_path: Path) -> None:
+    """At most 10% more than what stock keeps, which is some tens of kilobytes a compile, and noise."""
+    stock, fused = (grown_bytes(1000, kind, tmp_path) for kind in ("stock", "fused"))
+    assert fused < 1.1 * max(0, stock) + 4 * 2**20, (stock, fused)
+
+
 COMPILE = """
 import sys, torch, inductor_fusions
 
@@ -107,14 +144,18 @@ print("fused", counters["inductor"]["fusions_attention"])
 """
 
 
-def process(cache: Path, code: str = COMPILE, **environment: str) -> subprocess.Popen[str]:
+def process(cache: Path, code: str = COMPILE, *words: str, **environment: str) -> subprocess.Popen[str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     env = {
         **os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "INDUCTOR_FUSIONS_POLICY": "always", **environment,
     }  # fmt: skip
     return subprocess.Popen(
-        [sys.executable, "-c", code], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", code, *words],
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 

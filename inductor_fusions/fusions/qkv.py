@@ -145,13 +145,14 @@ class SumOfProducts(Candidate):
         self.kernel = guards.kernel([terms])
 
     def rewrite(self) -> str:
-        terms, root, before = list(self.sum.terms), self.sum.root, self.place.before
+        terms, root = list(self.sum.terms), self.sum.root
+        place = self.place.hoist()  # in front of the new view
         if self.sum.rest is not None:
             first = terms[0]
             rows = list(value(first.node).shape)
-            rest = emit.reshaped(self.graph, before, self.sum.rest, rows, root)
+            rest = emit.reshaped(self.graph, place.before, self.sum.rest, rows, root)
             terms[0] = Product(first.node, first.a, first.b, rest, first.scale)
-        (output,) = emit.insert(self.graph, self.place, root, [terms], dtype=value(root).dtype)
+        (output,) = emit.insert(self.graph, place, root, [terms], dtype=value(root).dtype)
         emit.replace(self.graph, root, emit.reshaped(self.graph, root, output, self.sizes, root))
         return self.kernel
 

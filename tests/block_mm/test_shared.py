@@ -37,6 +37,17 @@ def test_backward_is_one_sum_and_one_group() -> None:
     assert seen.products(1) == 0
 
 
+def test_backward_with_a_term_that_is_turned() -> None:
+    """The term that is no product is viewed behind the place of the sum: its views are moved first."""
+
+    def fn(x: Any, w: Any, v: Any, u: Any) -> Any:
+        return F.linear(x, w), F.linear(x, v), torch.einsum("...i,oi->...o", x, u)
+
+    args = [rand(1, 32), *(rand(16, 32) for _ in range(3))]
+    seen = check(fn, tuple(t.requires_grad_() for t in args), train=True)
+    assert any(len(call.args[0]) == 2 and call.args[2] for call in seen.calls(1))
+
+
 @pytest.mark.parametrize("shape", [(64,), (5, 64), (2, 3, 5, 64)])
 def test_leading_dims(shape: tuple[int, ...]) -> None:
     seen = check(Linears(64, (64, 32)).bfloat16(), (rand(*shape),))

@@ -42,8 +42,7 @@ def insert(
     Returns:
         One node for each output.
     """
-    for node in place.hoisted:
-        place.before.prepend(node)
+    place = place.hoist()
     products = [(index, p) for index, group in enumerate(groups) for p in group]
     biases = [(index, p.bias) for index, p in products if p.bias is not None]
     arguments: tuple[Any, ...] = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,12 @@ class Place:
     before: fx.Node
     hoisted: tuple[fx.Node, ...]
     sunk: tuple[fx.Node, ...]
+
+    def hoist(self) -> Place:
+        """Move the views of operands; the place where they are there."""
+        for node in self.hoisted:
+            self.before.prepend(node)
+        return replace(self, hoisted=())
 
 
 class Order:

@@ -112,27 +112,45 @@ class Row:
 
 
 SMALL, LARGE = (1, 4, 16, 32, 64), (128, 256, 512, 1024, 2048, 4096, 8192)
+#: Rows whose neighbours bracket all that lie between, for what is wanted at many sizes.
+FEW = (512, 2048, 8192)
 
 
 def grid() -> list[Row]:
-    """What is measured, the widths of issue and documentation first."""
+    """What is measured, the widths of the documentation first."""
     rows: list[Row] = []
     for width, outs in (
         (4096, (4096, 1024, 1024)), (768, (768,) * 3), (1024, (1024,) * 3), (2048, (2048, 512, 512)),
         (4096, (4096,) * 3),
     ):  # fmt: skip
         rows += [Row("shared_a", m, (width,), outs) for m in SMALL + LARGE]
+    for width in (768, 1024):  # batches of encoders
+        rows += [Row("shared_a", 16384, (width,), (width,) * 3)]
+        rows += [Row("sum", m, (width,) * 3, (width,)) for m in (4096, 8192, 16384)]
+        rows += [Row("shared_b", m, (width,), (width,) * 3) for m in (4096, 8192, 16384)]
     for width, hidden, activation in ((4096, 14336, "silu"), (2048, 8192, "silu"), (4096, 11008, "silu")):
         rows += [Row("gated", m, (width,), (hidden,) * 2, activation=activation) for m in SMALL + LARGE]
         rows += [Row("shared_a", m, (width,), (hidden,) * 2) for m in LARGE[3:]]
         rows += [Row("sum", m, (hidden,) * 2, (width,)) for m in LARGE[3:]]
         rows += [Row("shared_b", m, (width,), (hidden,) * 2) for m in LARGE[3:]]
+    for width, hidden, activation in (
+        (2304, 9216, "gelu_tanh"), (4096, 12288, "silu"), (2560, 9728, "silu"), (3584, 18944, "silu"),
+        (5120, 13824, "silu"), (768, 2048, "gelu_tanh"),
+    ):  # fmt: skip
+        rows += [Row("gated", m, (width,), (hidden,) * 2, activation=activation) for m in (1, 16, *FEW)]
+        rows += [Row("sum", m, (hidden,) * 2, (width,)) for m in FEW[1:]]
+    rows += [Row("shared_a", m, (2304,), (2048, 1024, 1024)) for m in (1, 16, *FEW)]
     for width, outs in ((4096, (4096, 1024, 1024)), (2048, (2048, 512, 512)), (768, (768,) * 3)):
         rows += [Row("sum", m, outs, (width,)) for m in LARGE[3:]]
         rows += [Row("shared_b", m, (width,), outs) for m in LARGE[3:]]
     for width, hidden in ((768, 3072), (1024, 4096)):
-        rows += [Row("linear", m, (width,), (hidden,), activation="gelu") for m in SMALL + LARGE]
-    return rows
+        for activation, sizes in (
+            ("gelu", (*SMALL, *LARGE, 16384)),
+            ("relu", (1, 16, *FEW, 16384)),
+            ("gelu_tanh", (1, 16, *FEW, 16384)),
+        ):
+            rows += [Row("linear", m, (width,), (hidden,), activation=activation) for m in sizes]
+    return list(dict.fromkeys(rows))
 
 
 # Operands and candidates -------------------------------------------------------------------------------
@@ -182,14 +200,11 @@ def unfused(row: Row, a: Tensors, b: Tensors) -> Tensors:
 
 
 def fused(row: Row, a: Tensors, b: Tensors) -> Tensors:
-    """The same as one operation, with what Inductor fuses behind it."""
+    """The same as one operation."""
     from inductor_fusions import ops
 
-    gated = row.kind == "gated"
-    outputs = ops.block_mm(
-        a, b, groups=row.groups, gated=gated, activations=[row.activation, ""] if gated else None
-    )
-    return outputs if gated else [ACTIVATIONS[row.activation](y) for y in outputs]
+    activations = [row.activation, *[""] * row.groups[-1]]
+    return ops.block_mm(a, b, groups=row.groups, gated=row.kind == "gated", activations=activations)
 
 
 def problem(row: Row, operands: Operands) -> Any:
@@ -206,6 +221,7 @@ def problem(row: Row, operands: Operands) -> Any:
         row.kind == "gated",
         DTYPES[row.dtype],
         [(id(x), id(w)) for x, w in zip(operands.a, operands.b, strict=True)],
+        row.activation,
     )
 
 
@@ -467,9 +483,11 @@ def table_rows(rows: Sequence[Json]) -> list[Json]:
 def write_table(path: Path, rows: Sequence[Json]) -> None:
     """Put the rows into a device's table, in place of those of the same problems that it has."""
     data = json.loads(path.read_text())
-    new = {json.dumps({**row, "gain": 0, "config": None}): row for row in table_rows(rows)}
-    old = {json.dumps({**row, "gain": 0, "config": None}): row for row in data.pop("block_mm", [])}
-    device_table.write(path, {**data, "block_mm": list({**old, **new}.values())})
+    found = {
+        json.dumps({**row, "gain": 0, "config": None}, sort_keys=True): row
+        for row in (*data.get("block_mm", []), *table_rows(rows))
+    }
+    device_table.write(path, {**data, "block_mm": list(found.values())})
 
 
 # The command -------------------------------------------------------------------------------------------

@@ -14,12 +14,12 @@ from .block_mm.normal_form import (
     Expressions,
     Product,
     activation,
+    between,
     identity,
     leaves,
     mul,
     product,
     same,
-    tensor,
     value,
 )
 from .block_mm.op import ACTIVATIONS
@@ -82,7 +82,7 @@ class GatedPair(Candidate):
             raise Rejected("the two weights lie in memory differently")
         if list(value(self.anchor).shape)[-1] != value(gate.node).shape[1]:
             raise Rejected("the result has other columns than the linears")
-        inside = self._inside()
+        inside = between(self.anchor, {p.node for p in self.pair})
         if any(user not in inside for node in inside - {self.anchor} for user in node.users):
             raise Rejected(
                 "the linears are used elsewhere as well: a backward needs them",
@@ -90,17 +90,7 @@ class GatedPair(Candidate):
             )
         self.sizes = emit.sizes_of(self.anchor, inside)
         Order(self.graph).check_memory(self.pair, self.place, [self.anchor])
-        self.kernel = guards.kernel([[gate], [up]], gated=True)
-
-    def _inside(self) -> set[fx.Node]:
-        """The nodes from the two linears to the root."""
-        ends, found, waiting = {p.node for p in self.pair}, set(), [self.anchor]
-        while waiting:
-            node = waiting.pop()
-            if node not in found and tensor(node) is not None:
-                found.add(node)
-                waiting += [] if node in ends else node.all_input_nodes
-        return found
+        self.kernel = guards.kernel([[gate], [up]], True, self.name)
 
     def rewrite(self) -> str:
         root, (gate, up) = self.anchor, self.pair
@@ -109,7 +99,7 @@ class GatedPair(Candidate):
             self.graph, self.place, root, [[gate], [up]], [self.name, ""], True, value(root).dtype
         )
         emit.replace(self.graph, root, emit.reshaped(self.graph, root, output, self.sizes, root))
-        return f"{self.kernel}, {self.name}"
+        return self.kernel
 
 
 FUSION = Fusion(

@@ -1,19 +1,36 @@
 """A linear and the pointwise operations that follow it, as one kernel.
 
-The linear becomes a block GEMM of one group. What follows it stays in the graph: Inductor's scheduler
-fuses it into the kernel's epilogue, whatever it is (`relu(x @ W + b)`, `sigmoid(x + m * y + bias)`).
+The linear becomes a block GEMM of one group. An activation that is all that reads it goes into the kernel
+(`gelu(x @ W + b)`). Whatever else follows stays in the graph, and Inductor's scheduler fuses it into the
+kernel's epilogue (`sigmoid(x @ W + m * y + bias)`, or an activation beside a value that a backward needs).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
 
 from ..fusion import Candidate, Fusion, Rejected
 from .block_mm import emit, guards
-from .block_mm.normal_form import CASTS, RESHAPES, Product, products, readers, tensor, value
+from .block_mm.normal_form import (
+    CASTS,
+    RESHAPES,
+    Expressions,
+    Product,
+    activation,
+    between,
+    leaves,
+    product,
+    products,
+    readers,
+    same,
+    tensor,
+    value,
+)
+from .block_mm.op import ACTIVATIONS
 from .block_mm.placement import Place
 
 aten = torch.ops.aten
@@ -25,15 +42,50 @@ _NONLINEAR = frozenset(
         aten.leaky_relu.default, aten.hardtanh.default, aten.clamp_min.default, aten.where.self,
     }
 )  # fmt: skip
+#: The last operation of an activation of `op.ACTIVATIONS`, or the rounding of its result.
+_LAST = CASTS | {
+    aten.relu.default, aten.sigmoid.default, aten.reciprocal.default, aten.mul.Tensor, aten.div.Tensor,
+}  # fmt: skip
 #: How far behind the linear it may be.
 _STEPS = 8
 
 
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     """Every linear that an activation follows."""
+    behind = _activations(graph)
     for found in products(graph):
-        if _activated(found.node):
+        if found.node in behind:
+            yield Activated(graph, found, *behind[found.node])
+        elif _activated(found.node):
             yield LinearEpilogue(graph, found)
+
+
+def _activations(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, str]]:
+    """The activation of each linear that one reads and nothing else does: its last node, and its name."""
+    expressions = Expressions()
+    found: dict[fx.Node, tuple[fx.Node, str]] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in _LAST:
+            continue
+        expression = expressions.of(node)
+        inputs = leaves(expression)
+        linear = product(next(iter(inputs))) if len(inputs) == 1 else None
+        name = linear and _name(expression, linear.node)
+        if linear and name and _only_between(node, linear.node):
+            # The last one counts: that of silu comes after that of its sigmoid. A cast back to float32 would
+            # only make the result twice as large.
+            if value(node).dtype.itemsize <= value(linear.node).dtype.itemsize or linear.node not in found:
+                found[linear.node] = node, name
+    return found
+
+
+def _name(expression: Any, leaf: fx.Node) -> str | None:
+    return next((name for name in ACTIVATIONS if name and same(activation(name, leaf), expression)), None)
+
+
+def _only_between(root: fx.Node, linear: fx.Node) -> bool:
+    inside = between(root, {linear})
+    return all(user in inside for node in inside - {root} for user in node.users)
 
 
 def _activated(node: fx.Node, steps: int = _STEPS) -> bool:
@@ -76,6 +128,38 @@ class LinearEpilogue(Candidate):
     def rewrite(self) -> str:
         (output,) = emit.insert(self.graph, Place(self.anchor, (), ()), self.anchor, [[self.product]])
         emit.replace(self.graph, self.anchor, output)
+        return self.kernel
+
+
+class Activated(LinearEpilogue):
+    """A linear of which nothing but its activation is used."""
+
+    def __init__(self, graph: fx.Graph, found: Product, root: fx.Node, name: str) -> None:
+        super().__init__(graph, found)
+        self.root, self.name = root, name
+        self.sizes: list[Any] = []
+
+    def describe(self) -> dict[str, str]:
+        return {**super().describe(), "activation": self.name}
+
+    def guard(self) -> None:
+        guards.check_products([self.product])
+        if list(value(self.root).shape)[-1] != value(self.anchor).shape[1]:
+            raise Rejected("the linear is broadcast by what follows it")
+        self.sizes = emit.sizes_of(self.root, between(self.root, {self.anchor}))
+        self.kernel = guards.kernel([[self.product]], activation=self.name)
+
+    def rewrite(self) -> str:
+        root = self.root
+        (output,) = emit.insert(
+            self.graph,
+            Place(root, (), ()),
+            root,
+            [[self.product]],
+            [self.name],
+            dtype=value(root).dtype,
+        )
+        emit.replace(self.graph, root, emit.reshaped(self.graph, root, output, self.sizes, root))
         return self.kernel
 
 

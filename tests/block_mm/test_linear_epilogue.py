@@ -17,22 +17,48 @@ TAILS: dict[str, Callable[..., Any]] = {
     "gelu": lambda x, w, b, y: F.gelu(F.linear(x, w)),
     "sigmoid": lambda x, w, b, y: torch.sigmoid(F.linear(x, w) + 0.3 * y + b),
     "tanh": lambda x, w, b, y: torch.tanh(F.linear(x, w, b)),
+    "silu": lambda x, w, b, y: F.silu(F.linear(x, w, b)),
+    "gelu_tanh": lambda x, w, b, y: F.gelu(F.linear(x, w, b), approximate="tanh"),
+    "sigmoid alone": lambda x, w, b, y: torch.sigmoid(F.linear(x, w)),
+    "scaled": lambda x, w, b, y: F.gelu(2 * F.linear(x, w)),
+    "residual": lambda x, w, b, y: F.relu(F.linear(x, w, b) + y),
+}
+#: Those that go into the kernel; the others stay in the graph, for Inductor's scheduler to fuse.
+INSIDE = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "silu": "silu",
+    "gelu_tanh": "gelu_tanh",
+    "sigmoid alone": "sigmoid",
 }
 
 
 @pytest.mark.parametrize("name", TAILS)
 def test_tail(name: str) -> None:
-    """The tail stays in the graph, for Inductor's scheduler to fuse."""
     args = (rand(2, 16, 64), rand(32, 64), rand(32), rand(2, 16, 32))
     seen = check(TAILS[name], args, budget=2.0)
     (call,) = seen.calls()
-    assert call.args[6] == "" and len(call.args[0]) == 1
+    assert call.args[6] == INSIDE.get(name, "") and len(call.args[0]) == 1
     assert seen.fused("linear_epilogue") == 1 and seen.products() == 0
 
 
 def test_training() -> None:
     seen = check(TAILS["gelu"], (rand(16, 64), rand(32, 64), rand(32), rand(16, 32)), train=True, budget=2.0)
     assert seen.fused("linear_epilogue") == 1
+    (call, *_) = seen.calls()
+    assert call.args[6] == ""  # the backward needs what the linear gives
+
+
+def test_read_beside_its_activation() -> None:
+    """The linear is used as well: the activation stays behind it, for the scheduler."""
+
+    def fn(x: Any, w: Any) -> Any:
+        y = F.linear(x, w)
+        return F.gelu(y), y + 1
+
+    seen = check(fn, (rand(16, 64), rand(32, 64)), budget=2.0)
+    (call,) = seen.calls()
+    assert call.args[6] == "" and seen.fused("linear_epilogue") == 1
 
 
 @pytest.mark.parametrize(

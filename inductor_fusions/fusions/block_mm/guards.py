@@ -98,8 +98,8 @@ def check_products(products: Sequence[Product]) -> None:
             raise Rejected("a bias that is not floating point")
 
 
-def problem(groups: Sequence[Sequence[Product]], gated: bool = False) -> Problem:
-    """The sizes of a block GEMM of these products."""
+def problem(groups: Sequence[Sequence[Product]], gated: bool = False, activation: str = "") -> Problem:
+    """The sizes of a block GEMM of these products, with the activation of the first group."""
     flat = [(index, p) for index, group in enumerate(groups) for p in group]
 
     def shape(node: fx.Node) -> tuple[tuple[object, ...], tuple[object, ...]]:
@@ -112,16 +112,22 @@ def problem(groups: Sequence[Sequence[Product]], gated: bool = False) -> Problem
         gated,
         value(flat[0][1].a).dtype,
         [(identity(p.a), identity(p.b)) for _, p in flat],
+        activation,
     )
 
 
-def kernel(groups: Sequence[Sequence[Product]], gated: bool = False) -> str:
+def kernel(groups: Sequence[Sequence[Product]], gated: bool = False, activation: str = "") -> str:
     """Which kernel the products get, for the report.
+
+    Args:
+        groups: the products of each group.
+        gated: whether the two groups are multiplied.
+        activation: of the first group.
 
     Raises:
         LeftToStock: none pays, or their sizes are not known.
     """
-    posed = problem(groups, gated)
+    posed = problem(groups, gated, activation)
     if config.policy != "always":
         if posed.tokens is None:
             raise LeftToStock("the number of rows is symbolic: what pays for one may not pay for another")

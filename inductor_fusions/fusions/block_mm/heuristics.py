@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -34,6 +34,8 @@ class Problem:
         dtype: of the operands of the first product.
         gated: whether the two groups are multiplied.
         shared: "a" or "b" where all products have that operand in common, else "".
+        activation: that the kernel applies to the first group; what the scheduler fuses behind it is not
+            known here.
     """
 
     rows: tuple[int | None, ...]
@@ -44,6 +46,7 @@ class Problem:
     dtype: torch.dtype
     gated: bool = False
     shared: str = ""
+    activation: str = ""
 
     @property
     def kind(self) -> str:
@@ -62,8 +65,9 @@ class Problem:
         """What a row of a table must agree in. Rows of a shared a, K of a shared b, are left open."""
         open_inner = self.kind == "shared_b"
         return {
-            **({"groups": list(self.groups)} if self.kind == "mixed" else {}),
             "kind": self.kind,
+            **({"groups": list(self.groups)} if self.kind == "mixed" else {}),
+            **({"activation": self.activation} if self.kind in ("gated", "linear") else {}),
             "n": list(self.columns),
             "m": list(self.rows) if open_inner else None,
             "k": None if open_inner else list(self.inner),
@@ -187,11 +191,12 @@ def _matches(row: dict[str, Any], problem: Problem) -> bool:
 
 
 def describe(problem: Problem) -> str:
-    """A problem in words: "2048 x (4096 -> 4096 + 1024 + 1024), bfloat16"."""
+    """A problem in words: "2048 x (4096 -> 14336 + 14336), bfloat16, silu"."""
     inner = problem.inner if problem.kind == "sum" else dict.fromkeys(problem.inner)
     rows = " + ".join(_text(m) for m in dict.fromkeys(problem.rows))
     sizes = f"{' + '.join(_text(k) for k in inner)} -> {' + '.join(_text(n) for n in problem.columns)}"
-    return f"{rows} x ({sizes}), {str(problem.dtype).removeprefix('torch.')}"
+    words = [f"{rows} x ({sizes})", str(problem.dtype).removeprefix("torch."), problem.activation]
+    return ", ".join(filter(None, words))
 
 
 def _text(size: int | None) -> str:
@@ -298,7 +303,7 @@ def candidates(problem: Problem, arch: int) -> list[Config]:
             # A gated pair has two accumulators, each of half of the columns.
             block_n, parts = (columns // 2, 1) if problem.gated else (columns, parts)
             found.append(Config("persistent", block_m, block_n, 64, warps, stages, group_m, parts, each))
-    if 64 < most <= 1024 or arch < 90:
+    if 64 < most <= 2048 or arch < 90:
         for block_m, block_n, block_k, warps, stages in (
             (64, 64, 64, 4, 4), (64, 64, 64, 4, 6), (64, 64, 128, 4, 3), (64, 64, 128, 4, 5),
             (128, 128, 64, 8, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 64, 128, 8, 4),
@@ -337,8 +342,35 @@ def shared_bytes(choice: Config, problem: Problem) -> int:
     return (choice.block_m + columns) * choice.block_k * problem.dtype.itemsize * choice.num_stages
 
 
+def fitted(choice: Config, problem: Problem, arch: int, dtype: torch.dtype) -> Config:
+    """A configuration with tiles that are stored in so many parts that shared memory holds one.
+
+    Tables are measured with outputs of the dtype of the operands. Others may be wider, and a part is staged
+    in shared memory beside the tiles that are under way.
+
+    Args:
+        choice: the configuration.
+        problem: what is computed.
+        arch: 80, 90, 100.
+        dtype: the widest of the outputs.
+    """
+    if choice.template != "persistent" or problem.gated or dtype.itemsize <= problem.dtype.itemsize:
+        return choice
+    room = SHARED_LIMIT[arch] // choice.per_processor - shared_bytes(choice, problem)
+    parts = choice.subtiles
+    while choice.block_n // parts > 16 and choice.block_m * choice.block_n // parts * dtype.itemsize > room:
+        parts *= 2
+    return replace(choice, subtiles=parts)
+
+
 def of_operands(
-    a: Sequence[Any], b: Sequence[Any], groups: Sequence[int], gated: bool, dtype: torch.dtype, names: Any
+    a: Sequence[Any],
+    b: Sequence[Any],
+    groups: Sequence[int],
+    gated: bool,
+    dtype: torch.dtype,
+    names: Any,
+    activation: str = "",
 ) -> Problem:
     """A problem from (sizes, strides) of its operands.
 
@@ -348,6 +380,7 @@ def of_operands(
         gated: whether the groups are multiplied.
         dtype: of the operands.
         names: of each product: what tells its operands apart, a pair.
+        activation: of the first group.
     """
 
     def number(size: Any) -> int | None:
@@ -365,6 +398,7 @@ def of_operands(
         dtype=dtype,
         gated=gated,
         shared=shared,
+        activation=activation,
     )
 
 

@@ -94,7 +94,7 @@ class Call:
         problem = heuristics.of_operands(
             [(_sizes(x), _strides(x)) for x in self.left], [(_sizes(x), _strides(x)) for x in self.right],
             self.groups, self.gated, self.a[0].get_dtype(),
-            [(f.a.name, f.b.name) for f in structure.factors],
+            [(f.a.name, f.b.name) for f in structure.factors], self.activations[0],
         )  # fmt: skip
         arch = heuristics.capability(device)
         autotune = _inductor.max_autotune()
@@ -103,6 +103,8 @@ class Call:
         else:
             configs = [heuristics.choose(problem, device).config]
         configs = [chosen for chosen in configs if heuristics.suits(chosen, problem)]
+        widest = max(self.dtypes, key=lambda dtype: dtype.itemsize)
+        configs = [heuristics.fitted(chosen, problem, arch, widest) for chosen in configs]
         if not all(_aligned(x) for x in (*self.left, *self.right)):
             configs = [chosen for chosen in configs if chosen.template != "persistent"]
         if not configs:
@@ -202,9 +204,10 @@ class Call:
             (held,) = _inductor.realize([offset])
             biases[group] = (name("C", held), len(held.get_size()) == 2)
         outputs = () if self.gated else tuple(f"Y{g}" for g in range(1, len(self.activations)))
+        kinds = self.dtypes * 2 if self.gated else self.dtypes
         structure = template.Structure(
             (*(n for n, _ in inputs), *outputs), tuple(factors), tuple(biases),
-            tuple(self.activations), outputs, self.gated, pair=self.gated and self._is_pair(factors),
+            tuple(map(_rendered, self.activations, kinds)), outputs, self.gated, pair=self.gated and self._is_pair(factors),
         )  # fmt: skip
         return inputs, structure
 
@@ -267,6 +270,11 @@ def _precision(dtype: torch.dtype, later: bool) -> str:
     if dtype != torch.float32:
         return "tf32"
     return "tf32x3" if later or may_use_tf32() else "ieee"
+
+
+def _rendered(activation: str, dtype: torch.dtype) -> str:
+    """The name of an activation in the templates, for results of a dtype."""
+    return "gelu_rounded" if activation == "gelu" and dtype == torch.bfloat16 else activation
 
 
 def _activate(name: str, x: Any) -> Any:

@@ -319,6 +319,17 @@ def leaves(expression: Any) -> set[fx.Node]:
     return set()
 
 
+def between(root: fx.Node, ends: set[fx.Node]) -> set[fx.Node]:
+    """The tensors from some nodes to one that is computed of them, both included."""
+    found, waiting = set(), [root]
+    while waiting:
+        node = waiting.pop()
+        if node not in found and tensor(node) is not None:
+            found.add(node)
+            waiting += [] if node in ends else node.all_input_nodes
+    return found
+
+
 # -- sums of products -----------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,11 +122,57 @@ def source(template: str, structure: Structure, block_k: int, rows: int = 0) -> 
         .get_template(f"{template}.py.jinja")
         .render(
             names=structure.names,
-            groups=_groups(structure, block_k, template == "persistent", rows),
+            **_parts(structure, block_k, template == "persistent", rows),
             rows=rows,
         )
     )
     return text
+
+
+def _parts(structure: Structure, block_k: int, persistent: bool, rows: int) -> dict[str, Any]:
+    """What a template loops over: groups one by one, or sections of groups that are one loop."""
+    groups = _groups(structure, block_k, persistent, rows)
+    if not persistent:
+        return {"groups": groups}
+    alike = not structure.gated and len({_signature(structure, g) for g in range(len(groups))}) == 1
+    return {"sections": [_section(part) for part in ([groups] if alike else [[g] for g in groups])]}
+
+
+def _signature(structure: Structure, group: int) -> tuple[Any, ...]:
+    """What the groups of one loop have in common: all but their operands, outputs and sizes."""
+    members = [f for f in structure.factors if f.group == group]
+    return tuple((f.a.inner, f.b.inner, f.scale, f.size, f.precision, f.dtype) for f in members)
+
+
+def _section(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Groups whose tiles are one loop, with what that loop reads.
+
+    Its `lefts` and `rights` say for each step which bulk copy it takes: pairs of the first group that takes
+    it and its name. `left_copies` and `right_copies` are the distinct ones: step, operand, and a group that
+    has its size.
+    """
+    steps = range(len(groups[0]["steps"]))
+    section: dict[str, Any] = {
+        "groups": groups,
+        "along_n": len(groups) > 1 and len({g["a"] for g in groups}) == 1,
+        "chained": groups[0]["chained"],
+    }
+    for letter, side in ("a", "left"), ("b", "right"):
+        copies: dict[Any, Any] = {}
+        for g, i in itertools.product(groups, steps):
+            for name in getattr(g["steps"][i], side):
+                copies.setdefault((i, name), (i, name, g["index"]))
+        section[f"{side}_copies"] = list(copies.values())
+        section[f"{side}s"] = [
+            [
+                (number, f"{letter}_{i}_{names[number]}")
+                for number in range(len(groups))
+                if number == 0 or names[number] != names[number - 1]
+            ]
+            for i in steps
+            for names in [[getattr(g["steps"][i], side)[0] for g in groups]]
+        ]
+    return section
 
 
 @functools.cache

@@ -35,7 +35,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import inductor_fusions
-from bench import cases, model_cases, models
+from bench import cases, model_cases
 from bench.common import (
     DTYPES,
     Json,
@@ -49,6 +49,8 @@ from bench.common import (
     peak_bytes,
     synchronize,
 )
+from bench.models import measure as whole_models
+from bench.models.variants import AUTOTUNED, BASIC, MARKERS
 from inductor_fusions import reporting
 
 SUITES = ("attention", "projections", "lora", "blocks", "models")
@@ -69,7 +71,7 @@ class Settings:
         device: "cpu" or "cuda".
         quick: fewer rounds.
         repeats: runs of the timing; the noise band comes from them.
-        autotune: measure stock with max-autotune too (operations and blocks).
+        autotune: measure stock with max-autotune too; whole models also fused.
     """
 
     device: str
@@ -201,7 +203,7 @@ def peak_rates(device: str, dtypes: Sequence[str]) -> Json:
 def _compile(function: Callable[..., Any], variant: str) -> Callable[..., Any]:
     from torch._inductor import config, list_mode_options
 
-    marker = models.MARKERS.get(variant)
+    marker = None if variant == "autotuned" else MARKERS.get(variant)
     # Equal options would share compiled code; those of max-autotune are others anyway.
     options = {marker: getattr(config, marker)} if marker else list_mode_options("max-autotune-no-cudagraphs")
     compiled: Callable[..., Any] = torch.compile(apart(function, variant), dynamic=False, options=options)
@@ -235,7 +237,7 @@ def compiled_variants(
                     step = partial(work.step, variant, compiled, 0)
                     facts["error"][variant] = work.errors(step)
             if variant == "fused":
-                facts["sites"] = models.site_counts(list(sites))
+                facts["sites"] = whole_models.site_counts(list(sites))
         except Exception as error:
             if "CUDA error" in str(error):
                 raise
@@ -351,12 +353,13 @@ def measure_model(case: model_cases.Case, settings: Settings, say: Callable[[str
     """A row of `bench.models`; each repeated run compiles anew."""
     small = settings.device == "cpu"
     rounds = 8 if settings.quick else 24
-    how = models.Settings(settings.device, small, tuple(models.MARKERS), rounds, 1)
+    wanted = (*BASIC, *(AUTOTUNED if settings.autotune else ()))
+    how = whole_models.Settings(settings.device, small, wanted, rounds)
     rows = []
     with _switched(inductor_fusions.enabled()):  # bench.models leaves the fusions off
         for i in range(settings.repeats):
-            rows.append(models.measure(case, how, i % 2 == 1, say))
-            models.free(settings.device)
+            rows.append(whole_models.measure(case, how, i % 2 == 1, say))
+            whole_models.free(settings.device)
     row, ratios = rows[-1], [r["ratio"]["stock/fused"] for r in rows if "stock/fused" in r["ratio"]]
     if ratios:
         row["ratio"]["stock/fused"] = round(statistics.median(ratios), 4)
@@ -370,10 +373,10 @@ def measure_model(case: model_cases.Case, settings: Settings, say: Callable[[str
 
 def prepare(todo: Sequence[Entry], device: str) -> None:
     """What a process needs once: for whole models on a GPU, what else the first of them would pay for."""
-    models.set_up()
+    whole_models.set_up()
     if device == "cuda" and any(entry.suite == "models" for entry in todo):
         with _switched(inductor_fusions.enabled()):
-            models.warm_up(device)
+            whole_models.warm_up(device)
 
 
 def run(

@@ -68,7 +68,7 @@ def bench(
     repeat: Annotated[
         int, typer.Option(min=1, help="Time each case this often: the noise band comes from the runs.")
     ] = 1,
-    autotune: Annotated[bool, typer.Option("--autotune", help="Stock with max-autotune as well.")] = False,
+    autotune: Annotated[bool, typer.Option("--autotune", help="With max-autotune as well.")] = False,
     compare: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Results of an earlier run, to compare ratios with.")
     ] = None,

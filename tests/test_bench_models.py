@@ -162,7 +162,7 @@ def test_autotuning_has_the_device_alone(tmp_path: Path, monkeypatch: pytest.Mon
     """With several processes, cases without it go first; the others wait until no process is left."""
     chosen = [next(c for c in CASES if c.autotuned), *(c for c in CASES if not c.autotuned)][:3]
     said: list[tuple[str, str]] = []
-    row: Json = {"failed": {"stock": "not run"}}
+    row: Json = {"failed": dict.fromkeys(MARKERS, "not run")}
 
     def pool(work: Any, tasks: Any, *_: Any, **__: Any) -> Iterator[tuple[Any, Any]]:
         for task in tasks:
@@ -185,6 +185,18 @@ def test_autotuning_has_the_device_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert [row["name"] for row in results.rows] == [names[1], names[2], names[0]]
     said.clear()
     assert command.run(options, chosen, results) == [] and said == []  # the file has them all
+
+
+def test_row_without_what_is_asked_for_is_measured_again() -> None:
+    tuned = next(case for case in CASES if case.autotuned)
+    plain = next(case for case in CASES if not case.autotuned)
+    rows: list[Json] = [{"name": c.name, "median_ms": {"stock": 1.0, "fused": 1.0}} for c in (tuned, plain)]
+    assert command.lacking([tuned, plain], (), rows) == [tuned]
+    assert command.lacking([tuned, plain], BASIC, rows) == []
+    assert command.lacking([tuned, plain], ("stock", "autotuned"), rows) == [tuned, plain]
+    rows[0] |= {"median_ms": {"autotuned": 1.0}, "failed": {"fused_autotuned": "out of memory"}}
+    assert command.lacking([tuned, plain], (), rows) == []
+    assert command.lacking([tuned, plain], (), rows[1:]) == [tuned]
 
 
 def test_budget_leaves_what_would_not_end(tmp_path: Path) -> None:

@@ -50,7 +50,9 @@ def read_options() -> argparse.Namespace:
     summary = (models.__doc__ or "").split("\n\n")[0]
     parser = argparse.ArgumentParser(prog="python -m bench.models", description=summary)
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="JSON file; cases that it has are skipped")
+    add(
+        "--out", type=Path, required=True, help="JSON file; cases that it has with these variants are skipped"
+    )
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--only", type=re.compile, help="only cases whose name matches this expression")
     add("--budget", type=float, help="seconds after which no case is started that would not end")
@@ -114,12 +116,24 @@ def expected_seconds(case: Case, asked: Sequence[str], quick: bool) -> float:
     return SECONDS[case.train] + alone
 
 
+def lacking(cases: Sequence[Case], asked: Sequence[str], rows: Sequence[Json]) -> list[Case]:
+    """The cases that have no row, or one from before they were autotuned."""
+    tried = {str(row["name"]): {*row.get("median_ms", ()), *(row.get("failed") or ())} for row in rows}
+    needed = {
+        case.name: set(AUTOTUNED) & set(wanted_variants(case, asked))
+        if case.mode != "max-autotune"
+        else set()
+        for case in cases
+    }
+    return [case for case in cases if case.name not in tried or needed[case.name] - tried[case.name]]
+
+
 def run(options: argparse.Namespace, cases: Sequence[Case], results: Results) -> list[str]:
     """Measure the cases that the file lacks, while the budget lasts; the names of those that failed."""
     asked: tuple[str, ...] = options.variants
     settings = Settings(options.device, options.quick, asked, options.rounds, options.compiles)
     budget = Budget(options.budget)
-    todo = [case for case in cases if options.again or case.name not in results]
+    todo = list(cases) if options.again else lacking(cases, asked, results.rows)
     tasks = [(case, settings, i % 2 == 1) for i, case in enumerate(todo)]
     together = [task for task in tasks if options.jobs > 1 and not autotunes(task[0], asked)]
     alone = [task for task in tasks if task not in together]

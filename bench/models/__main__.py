@@ -50,9 +50,7 @@ def read_options() -> argparse.Namespace:
     summary = (models.__doc__ or "").split("\n\n")[0]
     parser = argparse.ArgumentParser(prog="python -m bench.models", description=summary)
     add = parser.add_argument
-    add(
-        "--out", type=Path, required=True, help="JSON file; cases that it has with these variants are skipped"
-    )
+    add("--out", type=Path, required=True, help="JSON file; cases that it has are skipped")
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--only", type=re.compile, help="only cases whose name matches this expression")
     add("--budget", type=float, help="seconds after which no case is started that would not end")

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import math
 import re
 import statistics
@@ -59,6 +60,10 @@ GROUPS = {"ops": ("attention", "projections", "lora"), "all": SUITES}
 SHORT_CALL = 1.5e-3
 #: The quick selection of whole models.
 QUICK_MODELS = ("llama-1b sdpa b4 s2048", "bert-base eager padded b32 s512", "bert-base eager b32 s512 train")
+#: Of whole models, these are enough to say what is faster here.
+QUICK_VARIANTS = ("stock", "fused")
+#: Where the seconds that a whole model took are recorded.
+RECORDED = Path(__file__).parent / "results" / "models_h200.json"
 #: The most tokens of a whole model on a CPU.
 CPU_TOKENS = 256
 
@@ -99,14 +104,25 @@ def entries(device: str) -> list[Entry]:
         Entry(case.suite, case.name, case.train, case.quick, case.dtype, partial(measure, case), 20.0)
         for case in cases.cases(device)
     ]
+    seconds = recorded_seconds()
     for case in model_cases.CASES:
         chosen = case if device == "cuda" else _for_cpu(case)
         quick = case.name in QUICK_MODELS
-        seconds = 15.0 if device == "cpu" else 80.0 if case.train else 50.0
-
+        expected = 15.0 if device == "cpu" else seconds.get(case.name, 80.0 if case.train else 50.0)
         whole = partial(measure_model, chosen)
-        found.append(Entry("models", chosen.name, chosen.train, quick, chosen.dtype, whole, seconds))
+        found.append(Entry("models", chosen.name, chosen.train, quick, chosen.dtype, whole, expected))
     return list({entry.name: entry for entry in found}.values())
+
+
+def recorded_seconds() -> dict[str, float]:
+    """What each whole model took where it was measured last, by name, without compiles under max-autotune."""
+    found: dict[str, float] = {}
+    rows = json.loads(RECORDED.read_text("utf-8"))["rows"] if RECORDED.exists() else []
+    for row in rows:
+        if "seconds" in row:
+            tuned = sum(s for name, s in row["compile_s"].items() if name in AUTOTUNED)
+            found[str(row["name"])] = row["seconds"] - tuned
+    return found
 
 
 def _for_cpu(case: model_cases.Case) -> model_cases.Case:
@@ -353,7 +369,8 @@ def measure_model(case: model_cases.Case, settings: Settings, say: Callable[[str
     """A row of `bench.models`; each repeated run compiles anew."""
     small = settings.device == "cpu"
     rounds = 8 if settings.quick else 24
-    wanted = (*BASIC, *(AUTOTUNED if settings.autotune else ()))
+    basic = QUICK_VARIANTS if settings.quick else BASIC
+    wanted = (*basic, *(AUTOTUNED if settings.autotune else ()))
     how = whole_models.Settings(settings.device, small, wanted, rounds)
     rows = []
     with _switched(inductor_fusions.enabled()):  # bench.models leaves the fusions off
@@ -390,11 +407,17 @@ def run(
     Args:
         todo: the cases.
         settings: how.
-        left: seconds left; a case that would not end in time is left out.
+        left: seconds left; a case that would not end in time is left out. Operations and blocks are taken to
+            last as long as the longest of their suite so far, whole models as long as they did elsewhere.
         say: told what is going on.
     """
+    longest: dict[str, float] = {}
     for entry in todo:
-        if left() < entry.seconds * (settings.repeats if entry.suite == "models" else 1):
+        expected = longest.get(entry.suite, entry.seconds)
+        if entry.suite == "models":
+            expected = entry.seconds * settings.repeats
+        if left() < expected:
+            say(f"{entry.name}: left out, {left():.0f} s are too few")
             continue
         start = time.monotonic()
         try:
@@ -404,6 +427,7 @@ def run(
                 raise
             row = {"failed": {"case": one_line(error, 300)}, "ratio": {}, "median_ms": {}, "correct": None}
         row["seconds"] = round(time.monotonic() - start, 1)
+        longest[entry.suite] = max(row["seconds"], longest.get(entry.suite, 0.0))
         _free(settings.device)
         yield entry, {"suite": entry.suite, "name": entry.name, "train": entry.train, **row}
 

@@ -22,7 +22,7 @@ from torch.utils import checkpoint
 import inductor_fusions
 from inductor_fusions import config, fusions, tables, testing
 from tests import blocks
-from tests.seed_systems.support import QUICK, check, launched, leaf, qkv
+from tests.seed_systems.support import QUICK, check, launched, leaf, on, qkv
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -174,11 +174,14 @@ def operands_of_the_tail() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("fn", "product"), [(bias_outside, "mm"), (bias_inside, "addmm")])
-def test_S4_bias_dropout_residual_norm(fn: Callable[..., Any], product: str) -> None:
+def test_S4_bias_dropout_residual_norm(fn: Callable[..., Any], product: str, device: torch.device) -> None:
     """What follows a linear is one kernel of stock Inductor, with the bias taken out of it or not."""
     pytest.importorskip("triton")
-    kernels, calls = launched(fn, (*operands_of_the_tail(), False))
+    args = (*operands_of_the_tail(), False)
+    kernels, calls = launched(fn, args, device)
     assert len(kernels) == 1 and calls == [f"extern_kernels.{product}"]
+    if device.type == "cuda":  # elsewhere nothing was run
+        testing.assert_close_to_eager(fn, on(device, args), train=False)
 
 
 @pytest.mark.parametrize("fn", [bias_outside, bias_inside])

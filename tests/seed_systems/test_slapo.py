@@ -117,8 +117,12 @@ def test_S2_qkv() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 16, 512])
 def test_S2_qkv_on_a_gpu(rows: int) -> None:
-    seen = check(Projections(), (leaf(rows, 64),), torch.device("cuda"), dtype=torch.bfloat16, fused=None)
+    model, x, device = Projections(), leaf(rows, 64), torch.device("cuda")
+    seen = check(model, (x,), device, dtype=torch.bfloat16, fused=None)
     assert sum(site.fusion == "qkv" for site in seen.ours.fused) >= 1
+    with config.patch(policy="always", strict=True):
+        kernels, calls = launched(model.bfloat16(), (x.bfloat16(),), device)
+    assert len(kernels) == 1 and not calls
 
 
 class Core(nn.Module):
@@ -225,8 +229,12 @@ def test_S5_fused_mlp() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [16, 512])
 def test_S5_fused_mlp_on_a_gpu(rows: int) -> None:
-    seen = check(MLP(), (leaf(rows, 64),), torch.device("cuda"), dtype=torch.bfloat16, fused=None)
+    model, x, device = MLP(), leaf(rows, 64), torch.device("cuda")
+    seen = check(model, (x,), device, dtype=torch.bfloat16, fused=None)
     assert sum(site.fusion == "linear_epilogue" for site in seen.ours.fused) == 1
+    with config.patch(policy="always", strict=True):
+        kernels, calls = launched(model.bfloat16(), (x.bfloat16(),), device)
+    assert len(kernels) == 1 and calls == ["extern_kernels.addmm"]
 
 
 # -- S6, S7: tools ------------------------------------------------------------------------------------

@@ -17,8 +17,10 @@ import torch
 pytest.importorskip("transformers")
 
 import inductor_fusions
-from bench import model_cases, models
-from bench.common import synchronize
+from bench import model_cases
+from bench.common import Json, synchronize
+from bench.models.correctness import check, is_correct, make_reference
+from bench.models.variants import Variant, make_variants
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = (
@@ -33,16 +35,16 @@ CASES = [
 
 
 @functools.lru_cache(maxsize=1)
-def compiled(case: model_cases.Case) -> tuple[dict[str, models.Variant], models.Json]:
+def compiled(case: model_cases.Case) -> tuple[dict[str, Variant], Json]:
     """The variants, and their errors."""
     torch._dynamo.reset()
     model = model_cases.build(case, case.attn, DEVICE, quick=True)
     inputs = model_cases.make_inputs(case, model_cases.model_config(case, True)[1], DEVICE)
-    variants = models.make_variants(case, model, inputs, ("stock", "fused"), DEVICE, True)
+    variants = make_variants(case, model, inputs, ("stock", "fused"), DEVICE, True)
     for variant in variants.values():
         variant.first_step(DEVICE)
-    reference = models.make_reference(case, model, inputs, DEVICE, True)
-    errors = models.check(case, variants, reference, {}, DEVICE)[0]
+    reference = make_reference(case, model, inputs, DEVICE, True)
+    errors = check(case, variants, reference, {}, DEVICE)[0]
     inductor_fusions.enable()  # variants leave the fusions off
     return variants, errors
 
@@ -53,7 +55,7 @@ def compiled(case: model_cases.Case) -> tuple[dict[str, models.Variant], models.
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
 def test_model(benchmark: Any, case: model_cases.Case, variant: str) -> None:
     variants, errors = compiled(case)
-    assert models.is_correct(case, errors), errors
+    assert is_correct(case, errors), errors
     fused = sum(site.verdict == "fused" for site in variants["fused"].sites)
     benchmark.group = f"{case.name}: {f'{fused} sites fused' if fused else 'left to stock'}"
     benchmark.extra_info |= {"fused": fused, "errors": errors[variant]}

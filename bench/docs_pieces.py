@@ -59,6 +59,13 @@ def get(row: Json, table_name: str, name: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
+def baseline(row: Json) -> str:
+    """The variant that a whole model's gain is stated against: the faster one of stock and stock under
+    max-autotune, where both were measured."""
+    found = {name: time for name in ("stock", "autotuned") if (time := get(row, "median_ms", name))}
+    return min(found, key=found.__getitem__, default="stock")
+
+
 def quotient(row: Json, above: str, below: str, times: str = "times_us") -> float | None:
     """Quotient of the times of two variants."""
     first, second = get(row, times, above), get(row, times, below)

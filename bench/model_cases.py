@@ -48,6 +48,7 @@ class Case:
         dtype: of weights and activations.
         by_hand: the attention of the `limit` variant: "causal" (SDPA with is_causal and enable_gqa, and no
             mask), "flex_attention" (that of Hugging Face), or "" for none.
+        autotuned: it is measured under max-autotune too.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Case:
     use_cache: bool = False
     dtype: str = "bfloat16"
     by_hand: str = ""
+    autotuned: bool = False
 
 
 #: Masks, scores and biases that SDPA alone cannot tell.
@@ -128,22 +130,31 @@ STRUCTURED = [
 PLAIN = [
     Case("llama-1b sdpa b1 s8192", "llama-1b", "sdpa", 1, 8192, by_hand="causal"),
     Case("llama-1b sdpa b1 s8192 train", "llama-1b", "sdpa", 1, 8192, train=True, by_hand="causal"),
-    Case("bert-base eager padded b32 s512", "bert-base", "eager", 32, 512, padded=True),
-    Case("bert-base eager b32 s512 train", "bert-base", "eager", 32, 512, train=True),
-    Case("gpt2 eager b16 s1024", "gpt2", "eager", 16, 1024),
+    Case("bert-base eager padded b32 s512", "bert-base", "eager", 32, 512, padded=True, autotuned=True),
+    Case("bert-base eager b32 s512 train", "bert-base", "eager", 32, 512, train=True, autotuned=True),
+    Case("gpt2 eager b16 s1024", "gpt2", "eager", 16, 1024, autotuned=True),
     Case("llama-1b eager b4 s2048", "llama-1b", "eager", 4, 2048, by_hand="causal"),
     Case("bloom padded b8 s1024", "bloom", "eager", 8, 1024, padded=True),
     Case("mpnet-base b32 s384", "mpnet-base", "eager", 32, 384),
     Case("mpnet-base padded b32 s384", "mpnet-base", "eager", 32, 384, padded=True),
     Case("opt eager padded b8 s1024", "opt", "eager", 8, 1024, padded=True),
-    Case("vit-base eager b64", "vit-base", "eager", 64),
+    Case("vit-base eager b64", "vit-base", "eager", 64, autotuned=True),
     Case("deberta-v2-base b8 s384", "deberta-v2-base", "eager", 8, 384),
     Case("deberta-v2-base padded b8 s384", "deberta-v2-base", "eager", 8, 384, padded=True),
     Case("t5-base encoder b16 s512", "t5-base-encoder", "eager", 16, 512),
     Case("t5-base encoder padded b16 s512", "t5-base-encoder", "eager", 16, 512, padded=True),
     Case("swin-tiny b64", "swin-tiny", "eager", 64),
-    Case("llama-1b sdpa b4 s2048", "llama-1b", "sdpa", 4, 2048, by_hand="causal"),
-    Case("llama-1b sdpa b2 s2048 train", "llama-1b", "sdpa", 2, 2048, train=True, by_hand="causal"),
+    Case("llama-1b sdpa b4 s2048", "llama-1b", "sdpa", 4, 2048, by_hand="causal", autotuned=True),
+    Case(
+        "llama-1b sdpa b2 s2048 train",
+        "llama-1b",
+        "sdpa",
+        2,
+        2048,
+        train=True,
+        by_hand="causal",
+        autotuned=True,
+    ),
     Case("bert-base eager b1 s128", "bert-base", "eager", 1, 128),
     Case("bert-base eager b1 s128 reduce-overhead", "bert-base", "eager", 1, 128, mode="reduce-overhead"),
     Case("llama-1b sdpa b1 s1 reduce-overhead", "llama-1b", "sdpa", 1, 1, mode="reduce-overhead"),
@@ -173,6 +184,16 @@ FAMILIES = [
     Case("t5-base b16 s512 train", "t5-base", "eager", 16, 512, train=True),
     Case("whisper-small eager b8", "whisper-small", "eager", 8),
     Case("whisper-small eager b8 train", "whisper-small", "eager", 8, train=True),
+    Case(
+        "t5-base padded b16 s512 reduce-overhead",
+        "t5-base",
+        "eager",
+        16,
+        512,
+        padded=True,
+        mode="reduce-overhead",
+    ),
+    Case("whisper-small eager b8 reduce-overhead", "whisper-small", "eager", 8, mode="reduce-overhead"),
     Case("vit-base eager b64 train", "vit-base", "eager", 64, train=True),
 ]
 

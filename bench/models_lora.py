@@ -23,7 +23,6 @@ first sample; the check runs the very code that is timed.
 from __future__ import annotations
 
 import copy
-import gc
 import os
 import time
 from collections.abc import Callable
@@ -35,9 +34,10 @@ from typing import Any
 import torch
 
 import inductor_fusions
-from bench import models, tuning
+from bench import model_cases, tuning
 from bench.common import (
     Json,
+    device_milliseconds,
     error_limit,
     fresh_cache,
     interleave,
@@ -47,6 +47,8 @@ from bench.common import (
     relative_error,
     synchronize,
 )
+from bench.models.measure import free, site_counts, static_bytes
+from bench.models.variants import collect
 from bench.pool import FileLock
 
 #: Seconds of a block of training steps. They follow each other, as in a loop that does not wait for each.
@@ -100,16 +102,18 @@ CASES = [
 ]
 
 
-def base(case: Case) -> models.Case:
+def base(case: Case) -> model_cases.Case:
     """The same load on the model without adapters."""
-    return models.Case(case.name, "llama-1b", "sdpa", case.batch, case.seq, train=case.train, mode=case.mode)
+    return model_cases.Case(
+        case.name, "llama-1b", "sdpa", case.batch, case.seq, train=case.train, mode=case.mode
+    )
 
 
 def build(case: Case, device: str, quick: bool) -> torch.nn.Module:
     """The model with adapters, none of which is zero."""
     import peft
 
-    model = models.build(base(case), "sdpa", device, quick)
+    model = model_cases.build(base(case), "sdpa", device, quick)
     targets: Any = case.targets if case.targets == "all-linear" else case.targets.split(",")
     config = peft.LoraConfig(
         r=case.rank, lora_alpha=2 * case.rank, lora_dropout=case.dropout, target_modules=targets,
@@ -181,7 +185,8 @@ class Variant:
         return seconds
 
 
-#: As in `bench.models`: each variant names one Inductor option of its own, at the value that it has anyway.
+#: As in `bench.models.variants`: each variant names one Inductor option of its own, at the value that it has
+#: anyway.
 MARKERS = {"stock": "verbose_progress", "fused": "comment_origin", "frozen": "debug_fusion"}
 
 
@@ -189,10 +194,10 @@ def make_variants(case: Case, device: str, quick: bool) -> dict[str, Variant]:
     """The variants; stock and fused share their weights."""
     from torch._inductor import config, list_mode_options
 
-    values = models.model_config(base(case), quick)[1]
-    inputs = models.make_inputs(base(case), values, device)
+    values = model_cases.model_config(base(case), quick)[1]
+    inputs = model_cases.make_inputs(base(case), values, device)
     adapted = build(case, device, quick)
-    plain = models.build(base(case), "sdpa", device, quick).requires_grad_(False)
+    plain = model_cases.build(base(case), "sdpa", device, quick).requires_grad_(False)
     found = {}
     for name in MARKERS:
         own, leaf, given = adapted, None, dict(inputs)
@@ -265,7 +270,7 @@ def measure(
             del variants[name]
         collect(device)
     if "fused" in variants:
-        row["sites"] = models.site_counts(list(variants["fused"].sites))
+        row["sites"] = site_counts(list(variants["fused"].sites))
     with lock or nullcontext():
         if case.dropout == 0 and {"stock", "fused"} <= variants.keys():
             check(case, variants, row)
@@ -275,7 +280,7 @@ def measure(
                 variant.step()
             variant.forget()
             collect(device)
-            fixed = models.static_bytes(variant.model, variant.inputs)
+            fixed = static_bytes(variant.model, variant.inputs)
             peak = peak_bytes(variant.step, device)
             variant.forget()
             if peak is not None:
@@ -284,8 +289,7 @@ def measure(
         block = TRAINING_BLOCK if case.train and device == "cuda" else 1e-2
         times = interleave(steps, device, rounds, block, max_calls=20)
         if device == "cuda":
-            on_device = interleave(steps, device, rounds // 2, 1e-2, max_calls=20, run_ahead=True)
-            row["device_ms"] = {n: round(t.median * 1e3, 4) for n, t in on_device.items()}
+            row["device_ms"] = device_milliseconds(steps, device, rounds // 2)
         if not case.train:
             # PEFT's modules have many guards, and a decoder that waits for the host waits for them.
             with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
@@ -298,13 +302,6 @@ def measure(
         f"{a}/{b}": round(times[a].median / times[b].median, 4) for a, b in pairs if {a, b} <= times.keys()
     }
     return row
-
-
-def collect(device: str) -> None:
-    """Give unused memory back."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 def describe(row: Json) -> str:
@@ -346,7 +343,7 @@ def work(task: tuple[Case, str, bool, int], path: Path) -> tuple[Json, bool]:
     except Exception as error:
         return {"failed": one_line(error, 300)}, not is_fatal(error)
     finally:
-        models.free(device)
+        free(device)
     row["seconds"] = round(time.monotonic() - start, 1)
     row["compile_s"] = round(sum(row["compile_s_of"].values()), 1)
     row["measure_s"] = round(row["seconds"] - row["compile_s"], 1)

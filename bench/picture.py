@@ -7,10 +7,9 @@ it is stale.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 from xml.sax.saxutils import escape
 
-Json = dict[str, Any]
+from bench.docs_pieces import Json, baseline, quotient
 
 #: Pixels.
 WIDTH, LABELS, RIGHT, LINE, TOP, BOTTOM = 720, 250, 56, 15, 44, 34
@@ -62,8 +61,7 @@ def draw(data: Json) -> str:
 
 
 def _ratio(row: Json) -> float | None:
-    times = row.get("median_ms") or {}
-    return times["stock"] / times["fused"] if times.get("stock") and times.get("fused") else None
+    return quotient(row, baseline(row), "fused", "median_ms")
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import math
 import re
 import statistics
@@ -35,7 +36,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import inductor_fusions
-from bench import cases, model_cases, models
+from bench import cases, model_cases
 from bench.common import (
     DTYPES,
     Json,
@@ -49,6 +50,8 @@ from bench.common import (
     peak_bytes,
     synchronize,
 )
+from bench.models import measure as whole_models
+from bench.models.variants import AUTOTUNED, BASIC, MARKERS
 from inductor_fusions import reporting
 
 SUITES = ("attention", "projections", "lora", "blocks", "models")
@@ -57,6 +60,10 @@ GROUPS = {"ops": ("attention", "projections", "lora"), "all": SUITES}
 SHORT_CALL = 1.5e-3
 #: The quick selection of whole models.
 QUICK_MODELS = ("llama-1b sdpa b4 s2048", "bert-base eager padded b32 s512", "bert-base eager b32 s512 train")
+#: Of whole models, these are enough to say what is faster here.
+QUICK_VARIANTS = ("stock", "fused")
+#: Where the seconds that a whole model took are recorded.
+RECORDED = Path(__file__).parent / "results" / "models_h200.json"
 #: The most tokens of a whole model on a CPU.
 CPU_TOKENS = 256
 
@@ -69,7 +76,7 @@ class Settings:
         device: "cpu" or "cuda".
         quick: fewer rounds.
         repeats: runs of the timing; the noise band comes from them.
-        autotune: measure stock with max-autotune too (operations and blocks).
+        autotune: measure stock with max-autotune too; whole models also fused.
     """
 
     device: str
@@ -97,14 +104,25 @@ def entries(device: str) -> list[Entry]:
         Entry(case.suite, case.name, case.train, case.quick, case.dtype, partial(measure, case), 20.0)
         for case in cases.cases(device)
     ]
+    seconds = recorded_seconds()
     for case in model_cases.CASES:
         chosen = case if device == "cuda" else _for_cpu(case)
         quick = case.name in QUICK_MODELS
-        seconds = 15.0 if device == "cpu" else 80.0 if case.train else 50.0
-
+        expected = 15.0 if device == "cpu" else seconds.get(case.name, 80.0 if case.train else 50.0)
         whole = partial(measure_model, chosen)
-        found.append(Entry("models", chosen.name, chosen.train, quick, chosen.dtype, whole, seconds))
+        found.append(Entry("models", chosen.name, chosen.train, quick, chosen.dtype, whole, expected))
     return list({entry.name: entry for entry in found}.values())
+
+
+def recorded_seconds() -> dict[str, float]:
+    """What each whole model took where it was measured last, by name, without compiles under max-autotune."""
+    found: dict[str, float] = {}
+    rows = json.loads(RECORDED.read_text("utf-8"))["rows"] if RECORDED.exists() else []
+    for row in rows:
+        if "seconds" in row:
+            tuned = sum(s for name, s in row["compile_s"].items() if name in AUTOTUNED)
+            found[str(row["name"])] = row["seconds"] - tuned
+    return found
 
 
 def _for_cpu(case: model_cases.Case) -> model_cases.Case:
@@ -201,7 +219,7 @@ def peak_rates(device: str, dtypes: Sequence[str]) -> Json:
 def _compile(function: Callable[..., Any], variant: str) -> Callable[..., Any]:
     from torch._inductor import config, list_mode_options
 
-    marker = models.MARKERS.get(variant)
+    marker = None if variant == "autotuned" else MARKERS.get(variant)
     # Equal options would share compiled code; those of max-autotune are others anyway.
     options = {marker: getattr(config, marker)} if marker else list_mode_options("max-autotune-no-cudagraphs")
     compiled: Callable[..., Any] = torch.compile(apart(function, variant), dynamic=False, options=options)
@@ -235,7 +253,7 @@ def compiled_variants(
                     step = partial(work.step, variant, compiled, 0)
                     facts["error"][variant] = work.errors(step)
             if variant == "fused":
-                facts["sites"] = models.site_counts(list(sites))
+                facts["sites"] = whole_models.site_counts(list(sites))
         except Exception as error:
             if "CUDA error" in str(error):
                 raise
@@ -351,12 +369,14 @@ def measure_model(case: model_cases.Case, settings: Settings, say: Callable[[str
     """A row of `bench.models`; each repeated run compiles anew."""
     small = settings.device == "cpu"
     rounds = 8 if settings.quick else 24
-    how = models.Settings(settings.device, small, tuple(models.MARKERS), rounds, 1)
+    basic = QUICK_VARIANTS if settings.quick else BASIC
+    wanted = (*basic, *(AUTOTUNED if settings.autotune else ()))
+    how = whole_models.Settings(settings.device, small, wanted, rounds)
     rows = []
     with _switched(inductor_fusions.enabled()):  # bench.models leaves the fusions off
         for i in range(settings.repeats):
-            rows.append(models.measure(case, how, i % 2 == 1, say))
-            models.free(settings.device)
+            rows.append(whole_models.measure(case, how, i % 2 == 1, say))
+            whole_models.free(settings.device)
     row, ratios = rows[-1], [r["ratio"]["stock/fused"] for r in rows if "stock/fused" in r["ratio"]]
     if ratios:
         row["ratio"]["stock/fused"] = round(statistics.median(ratios), 4)
@@ -370,10 +390,10 @@ def measure_model(case: model_cases.Case, settings: Settings, say: Callable[[str
 
 def prepare(todo: Sequence[Entry], device: str) -> None:
     """What a process needs once: for whole models on a GPU, what else the first of them would pay for."""
-    models.set_up()
+    whole_models.set_up()
     if device == "cuda" and any(entry.suite == "models" for entry in todo):
         with _switched(inductor_fusions.enabled()):
-            models.warm_up(device)
+            whole_models.warm_up(device)
 
 
 def run(
@@ -387,11 +407,17 @@ def run(
     Args:
         todo: the cases.
         settings: how.
-        left: seconds left; a case that would not end in time is left out.
+        left: seconds left; a case that would not end in time is left out. Operations and blocks are taken to
+            last as long as the longest of their suite so far, whole models as long as they did elsewhere.
         say: told what is going on.
     """
+    longest: dict[str, float] = {}
     for entry in todo:
-        if left() < entry.seconds * (settings.repeats if entry.suite == "models" else 1):
+        expected = longest.get(entry.suite, entry.seconds)
+        if entry.suite == "models":
+            expected = entry.seconds * settings.repeats
+        if left() < expected:
+            say(f"{entry.name}: left out, {left():.0f} s are too few")
             continue
         start = time.monotonic()
         try:
@@ -401,6 +427,7 @@ def run(
                 raise
             row = {"failed": {"case": one_line(error, 300)}, "ratio": {}, "median_ms": {}, "correct": None}
         row["seconds"] = round(time.monotonic() - start, 1)
+        longest[entry.suite] = max(row["seconds"], longest.get(entry.suite, 0.0))
         _free(settings.device)
         yield entry, {"suite": entry.suite, "name": entry.name, "train": entry.train, **row}
 

@@ -225,6 +225,47 @@ def test_no_time(measured: dict[str, dict[str, Any]]) -> None:
     assert (found["rows"], found["left"]) == ([], 1)
 
 
+def test_quick_ends_in_time(measured: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case that was seen to take longer than what is left is left out, and counted."""
+    limits: list[float | None] = []
+    budget = common.Budget
+
+    def limited(seconds: float | None) -> common.Budget:
+        limits.append(seconds)
+        return budget(seconds)
+
+    monkeypatch.setattr(common, "Budget", limited)
+    run("--quick")
+    run("--quick", "--repeat", "3")
+    run("--quick", "--budget", "7")
+    run()
+    assert limits == [benching.QUICK_SECONDS, 3 * benching.QUICK_SECONDS, 7.0, None]
+    assert benching.QUICK_SECONDS < 240
+
+
+def test_operations_are_expected_to_last_as_long_as_those_before() -> None:
+    clock = iter([0.0, 40.0])  # the first takes 40 s
+
+    def entry(name: str, seconds: float) -> suites.Entry:
+        return suites.Entry("blocks", name, False, True, "float32", lambda *_: row(name), seconds)
+
+    found, said = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suites.time, "monotonic", lambda: next(clock))
+        left = iter([100.0, 30.0, 30.0])
+        todo = [entry("a", 5.0), entry("b", 5.0)]
+        for done, _ in suites.run(todo, suites.Settings("cpu"), lambda: next(left), said.append):
+            found.append(done.name)
+    assert found == ["a"] and said == ["b: left out, 30 s are too few"]
+
+
+def test_whole_models_are_expected_to_last_as_recorded() -> None:
+    recorded = suites.recorded_seconds()
+    quick = [e for e in suites.select(["models"], None, True, "cuda") if e.suite == "models"]
+    assert quick and all(entry.seconds == recorded[entry.name] for entry in quick)
+    assert sum(entry.seconds for entry in quick) < benching.QUICK_SECONDS
+
+
 def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     monkeypatch.setattr(sys, "argv", ["inductor-fusions", *arguments])
     with pytest.raises(SystemExit) as exit:

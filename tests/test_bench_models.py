@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench import models
-from bench.common import Json
+import inductor_fusions
+from bench.common import Json, Results
 from bench.model_cases import (
     CASES,
     REFERENCE_TOKENS,
@@ -16,7 +20,22 @@ from bench.model_cases import (
     compared_inputs,
     make_inputs,
     model_config,
+    quick_case,
     reference_tokens,
+)
+from bench.models import __main__ as command
+from bench.models.correctness import is_correct
+from bench.models.measure import Settings, measure, set_up
+from bench.models.report import attentions, describe, kernels
+from bench.models.variants import (
+    AUTOTUNED,
+    BASIC,
+    MARKERS,
+    Variant,
+    attempt,
+    compile_mode,
+    make_variant,
+    wanted_variants,
 )
 
 WINDOWED = [
@@ -64,13 +83,13 @@ class NoModel:
 
 
 def failing(error: Exception) -> tuple[dict[str, Any], Json]:
-    variant = models.Variant("stock", NoModel(), lambda: None, CASES[0], {})  # type: ignore[arg-type]
+    variant = Variant("stock", NoModel(), lambda: None, CASES[0], {})  # type: ignore[arg-type]
     variants, failed = {"stock": variant}, {}
 
     def action() -> None:
         raise error
 
-    models.attempt("stock", action, variants, failed, "cpu")
+    attempt("stock", action, variants, failed, "cpu")
     return variants, failed
 
 
@@ -88,11 +107,122 @@ def test_broken_device_ends_the_run() -> None:
 def test_budget_without_stock_is_that_of_the_uncompiled_model() -> None:
     case = CASES[0]
     fused: Json = {"out": 0.04}
-    assert models.is_correct(case, {"fused": fused, "uncompiled": {"out": 0.04}}) is True
-    assert models.is_correct(case, {"fused": fused, "uncompiled": {"out": 0.01}}) is False
-    assert (
-        models.is_correct(case, {"fused": fused, "stock": {"out": 0.01}, "uncompiled": {"out": 1.0}}) is False
-    )
+    assert is_correct(case, {"fused": fused, "uncompiled": {"out": 0.04}}) is True
+    assert is_correct(case, {"fused": fused, "uncompiled": {"out": 0.01}}) is False
+    assert is_correct(case, {"fused": fused, "stock": {"out": 0.01}, "uncompiled": {"out": 1.0}}) is False
+
+
+def test_fused_is_held_to_stock_in_its_own_mode() -> None:
+    """Templates add up in another order than the library: neither excuses the other's error."""
+    errors: Json = {"stock": {"out": 0.01}, "fused": {"out": 0.01}, "autotuned": {"out": 0.04}}
+    assert is_correct(CASES[0], {**errors, "fused_autotuned": {"out": 0.04}}) is True
+    assert is_correct(CASES[0], {**errors, "fused_autotuned": {"out": 0.08}}) is False
+    assert is_correct(CASES[0], {**errors, "fused": {"out": 0.04}}) is False
+    assert is_correct(CASES[0], {"autotuned": {"out": 0.04}}) is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "expected"),
+    [
+        ("default", "stock", "default"),
+        ("default", "autotuned", "max-autotune-no-cudagraphs"),
+        ("reduce-overhead", "fused", "reduce-overhead"),
+        ("reduce-overhead", "fused_autotuned", "max-autotune"),
+    ],
+)
+def test_autotuned_keeps_cuda_graphs(mode: str, name: str, expected: str) -> None:
+    assert compile_mode(name, replace(CASES[0], mode=mode)) == expected
+
+
+def test_variants_share_no_compiled_code() -> None:
+    """Dynamo takes what an equal backend compiled: the options of any two variants differ."""
+    assert len(set(MARKERS.values())) == len(MARKERS)
+    model = torch.nn.Linear(2, 2)
+    for mode in ("default", "reduce-overhead"):
+        case = replace(CASES[0], mode=mode)
+        found = [make_variant(name, model, case, {}).compiled for name in MARKERS]
+        backends = [torch._dynamo.eval_frame.innermost_backend(f.dynamo_ctx.callback) for f in found]
+        assert all(a != b for i, a in enumerate(backends) for b in backends[:i])
+
+
+def test_headlines_are_autotuned() -> None:
+    found = [case for case in CASES if case.autotuned]
+    assert {case.train for case in found} == {False, True}
+    assert all(wanted_variants(case) == (*BASIC, *AUTOTUNED) for case in found)
+    assert wanted_variants(CASES[0]) == BASIC
+    assert wanted_variants(CASES[0], ("stock", "autotuned")) == ("stock", "autotuned")
+
+
+def options_with(folder: Path, **chosen: Any) -> argparse.Namespace:
+    fixed = {"device": "cpu", "variants": (), "rounds": 1, "compiles": 1, "again": False}
+    return argparse.Namespace(out=folder / "r.json", **fixed, **chosen)
+
+
+def test_autotuning_has_the_device_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several processes, cases without it go first; the others wait until no process is left."""
+    chosen = [next(c for c in CASES if c.autotuned), *(c for c in CASES if not c.autotuned)][:3]
+    said: list[tuple[str, str]] = []
+    row: Json = {"failed": dict.fromkeys(MARKERS, "not run")}
+
+    def pool(work: Any, tasks: Any, *_: Any, **__: Any) -> Iterator[tuple[Any, Any]]:
+        for task in tasks:
+            said.append(("pool", task[0].name))
+            yield task, {"name": task[0].name, **row}
+
+    def here(case: Case, *_: Any) -> Json:
+        said.append(("alone", case.name))
+        return dict(row)
+
+    monkeypatch.setattr(command, "run_tasks", pool)
+    monkeypatch.setattr(command, "measure", here)
+    for name in ("set_up", "warm_up", "free"):
+        monkeypatch.setattr(command, name, lambda *_: None)
+    options = options_with(tmp_path, quick=True, budget=None, jobs=4)
+    results = Results(tmp_path / "r.json", {}, key=lambda row: str(row["name"]))
+    assert command.run(options, chosen, results) == []
+    names = [case.name for case in chosen]
+    assert said == [("pool", names[1]), ("pool", names[2]), ("alone", names[0])]
+    assert [row["name"] for row in results.rows] == [names[1], names[2], names[0]]
+    said.clear()
+    assert command.run(options, chosen, results) == [] and said == []  # the file has them all
+
+
+def test_row_without_what_is_asked_for_is_measured_again() -> None:
+    tuned = next(case for case in CASES if case.autotuned)
+    plain = next(case for case in CASES if not case.autotuned)
+    rows: list[Json] = [{"name": c.name, "median_ms": {"stock": 1.0, "fused": 1.0}} for c in (tuned, plain)]
+    assert command.lacking([tuned, plain], (), rows) == [tuned]
+    assert command.lacking([tuned, plain], BASIC, rows) == []
+    assert command.lacking([tuned, plain], ("stock", "autotuned"), rows) == [tuned, plain]
+    rows[0] |= {"median_ms": {"autotuned": 1.0}, "failed": {"fused_autotuned": "out of memory"}}
+    assert command.lacking([tuned, plain], (), rows) == []
+    assert command.lacking([tuned, plain], (), rows[1:]) == [tuned]
+
+
+def test_budget_leaves_what_would_not_end(tmp_path: Path) -> None:
+    tuned = next(case for case in CASES if case.autotuned and not case.train)
+    plain = ("stock", "fused")
+    assert command.expected_seconds(tuned, plain, quick=False) < 100
+    assert command.expected_seconds(tuned, (), quick=False) > 100
+    options = options_with(tmp_path, quick=False, budget=0.0, jobs=1)
+    results = Results(tmp_path / "r.json", {}, key=lambda row: str(row["name"]))
+    assert command.run(options, [tuned], results) == []
+    assert results.rows == []
+
+
+@pytest.mark.slow
+def test_row_with_autotuned_variants() -> None:
+    """Both are compiled, held to float64 and timed beside the others."""
+    case = replace(quick_case(next(c for c in CASES if c.name == "bert-base eager b1 s128")), seq=16)
+    variants = ("stock", "fused", "autotuned", "fused_autotuned")
+    set_up()
+    row = measure(case, Settings("cpu", True, variants, rounds=2), False, lambda text: None)
+    inductor_fusions.enable()  # variants leave the fusions off
+    assert row["failed"] == {} and row["correct"] is True
+    assert list(row["median_ms"]) == list(row["error"]) == list(variants)
+    assert {"stock/fused", "autotuned/fused", "autotuned/fused_autotuned"} <= row["ratio"].keys()
+    assert "device_ms" not in row  # there is no device beside the host
+    assert describe({**row, "seconds": 1.0}).count("autotuned") >= 2
 
 
 def test_only_attentions_are_counted_as_attentions() -> None:
@@ -102,11 +232,11 @@ def test_only_attentions_are_counted_as_attentions() -> None:
         "qkv: left to stock: not measured": 8,
     }
     row = {"sites": {"what": what}}
-    assert models.attentions(row) == "3/4"
-    assert models.kernels(row) == {"flex -> flex": 3}
+    assert attentions(row) == "3/4"
+    assert kernels(row) == {"flex -> flex": 3}
 
 
 @pytest.mark.parametrize("setting", ["attention_kernel", "no_such_toggle=1"])
 def test_setting_that_is_not_one(setting: str) -> None:
     with pytest.raises(SystemExit, match=setting):
-        models.apply_settings([setting])
+        command.apply_settings([setting])

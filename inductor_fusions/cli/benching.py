@@ -24,6 +24,8 @@ from .common import PROG, Device, JsonFlag, UserError, console, find_device, pri
 from .models import need_transformers
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Seconds that `bench --quick` takes at most for each `--repeat`, beside its start: four minutes with that.
+QUICK_SECONDS = 210.0
 SUITES = ("attention", "projections", "lora", "blocks", "models", "ops", "all")
 
 
@@ -56,19 +58,24 @@ def bench(
         typer.Option(metavar="NAME", help=f"{', '.join(SUITES)}; may be given again. Default: all."),
     ] = None,
     only: Annotated[str, typer.Option(metavar="REGEX", help="Only cases whose name matches this.")] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="A few cases of each suite, fewer rounds.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few cases, four minutes at most.")] = False,
     device: Annotated[Device, typer.Option(help="Where; auto takes a GPU if there is one.")] = Device.auto,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Keep the results here; cases that it has are not measured again."),
     ] = None,
     budget: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Start no case that would not end in this time.")
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help=f"Start no case that would not end in this time. Default: {QUICK_SECONDS:.0f} for each "
+            "--repeat with --quick, else no limit.",
+        ),
     ] = None,
     repeat: Annotated[
         int, typer.Option(min=1, help="Time each case this often: the noise band comes from the runs.")
     ] = 1,
-    autotune: Annotated[bool, typer.Option("--autotune", help="Stock with max-autotune as well.")] = False,
+    autotune: Annotated[bool, typer.Option("--autotune", help="With max-autotune as well.")] = False,
     compare: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Results of an earlier run, to compare ratios with.")
     ] = None,
@@ -104,6 +111,8 @@ def bench(
     old = _read(compare) if compare is not None else None
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UserError("--plot needs matplotlib: pip install 'inductor_fusions[bench]'")
+    if budget is None and quick:
+        budget = QUICK_SECONDS * repeat
     data = _measure(suites, todo, where, out, budget, repeat, quick, autotune, old)
     names = {entry.name for entry in todo}
     data["rows"] = [row for row in data["rows"] if row["name"] in names]
@@ -260,7 +269,10 @@ def _show(data: dict[str, Any], verdict: dict[str, Any], compared: bool) -> None
         means.add_row(mean["kind"], str(mean["cases"]), value, str(mean["below"]), str(mean["clearly"]))
     out.print(means)
     if data["left"]:
-        out.print(f"{data['left']} cases are left: the time was up; --out FILE keeps what was measured")
+        out.print(
+            f"{data['left']} cases are left: the time was up. --out FILE keeps what was measured, "
+            "--budget gives more time"
+        )
     if verdict["worse"]:
         what = "the earlier run" if compared else "stock"
         out.print(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from inductor_fusions import testing
@@ -14,6 +16,7 @@ from inductor_fusions import testing
 #: A backend that runs the passes and then the graph as it is: for the variants of a case that has been
 #: compiled in full.
 QUICK = testing.EAGER_AFTER_PASSES
+CPU = torch.device("cpu")
 LOWEST = torch.finfo(torch.float32).min
 
 
@@ -70,17 +73,54 @@ def padding(batch: int, length: int, fill: float = LOWEST) -> torch.Tensor:
     return mask
 
 
-def launched(fn: Callable[..., Any], args: Sequence[Any], **options: Any) -> tuple[list[str], list[str]]:
+def launched(
+    fn: Callable[..., Any], args: Sequence[Any], device: torch.device = CPU, **options: Any
+) -> tuple[list[str], list[str]]:
     """The Triton kernels and the library calls of a forward on a GPU, which need not be there.
 
     Args:
         fn, args, options: as in `bench.cuda_codegen.generate`.
+        device: a GPU compiles and runs it; the CPU writes what a GPU would get.
 
     Returns:
         Names of the kernels that are launched, and of the library calls, each in order.
     """
+    module = written(fn, args, device, **options)
+    return module.launches, module.extern_calls
+
+
+def written(fn: Callable[..., Any], args: Sequence[Any], device: torch.device = CPU, **options: Any) -> Any:
+    """The code of a forward on a GPU, a `bench.cuda_codegen.Module`; arguments as in `launched`."""
     from bench import cuda_codegen
 
     with torch.set_grad_enabled(options.get("train", False)):
-        module = cuda_codegen.generate(fn, args, **options).forward
-    return module.launches, module.extern_calls
+        if device.type == "cpu":
+            return cuda_codegen.generate(fn, args, **options).forward
+        from torch._inductor.utils import run_and_get_code
+
+        torch._dynamo.reset()
+        with torch._inductor.config.patch(force_disable_caches=True):
+            fn = on(device, copy.deepcopy(fn)) if isinstance(fn, nn.Module) else fn
+            _, codes = run_and_get_code(torch.compile(fn, dynamic=False), *on(device, tuple(args)))
+        return cuda_codegen.Module(codes[0], fx.Graph(), is_backward=False)
+
+
+def fused_on(
+    device: torch.device, fn: Callable[..., Any], args: Sequence[Any], *, train: bool = False, factor: float
+) -> Counter[str]:
+    """How many sites of each fusion are fused on a GPU, where outputs and gradients keep the error budget.
+
+    Args:
+        device: a GPU compiles and runs it, and stock's error counts; on the CPU the passes take it to be on a
+            GPU, their graphs run as they are, and eager mode's error counts.
+        fn, args: a function or a module, and its arguments on the CPU.
+        train: differentiate it.
+        factor: an error may be so many times the other.
+    """
+    if device.type == "cpu":
+        from tests.block_mm import support
+
+        sites = support.check(fn, args, train=train, budget=factor).sites
+    else:
+        sites = check(fn, args, device, fused=None, train=train, factor=factor).sites
+    return Counter(site.fusion for site in sites if site.verdict == "fused")

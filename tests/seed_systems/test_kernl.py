@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -123,11 +125,16 @@ def test_K3_decoding_step_by_step(make: Callable[[], Any], device: torch.device)
     model, inputs = on(device, model), on(device, inputs)
     ids = torch.randint(3, 96, (2, 4)).to(device)
     with torch.no_grad(), config.patch(policy="always"):
-        with config.patch(enabled=False):
-            expected = model(**inputs, decoder_input_ids=ids).logits
+        wide = {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
+        exact = copy.deepcopy(model).double()(**wide, decoder_input_ids=ids).logits
+        eager = decoded(model, model, inputs, ids)
         inductor_fusions.clear()
         found = decoded(model, torch.compile(model, mode="reduce-overhead"), inputs, ids)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    # Each step is as exact as in eager mode: the cache holds what the steps before it wrote.
+    for place in range(ids.shape[1]):
+        ours, theirs = ((t[:, place] - exact[:, place]).norm() for t in (found, eager))
+        limit = 1.5 * theirs + 4 * torch.finfo(torch.float32).eps * exact[:, place].norm()
+        assert ours <= limit, (place, ours, theirs)
     sites = [site for site in inductor_fusions.report() if site.fusion == "attention"]
     assert sites and all(site.verdict == "fused" for site in sites), sites
     lengths = {site.details["scores"].split(", ")[2] for site in sites}
@@ -196,12 +203,14 @@ def rms_norm(x: Any, weight: Any, eps: float) -> Any:
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_K6_norms(name: str) -> None:
+def test_K6_norms(name: str, device: torch.device) -> None:
     """Stock Inductor already makes one kernel of a norm, with its residual too."""
     pytest.importorskip("triton")
     tensors = [torch.randn(*shape).half() for shape in ((4, 16, 256), (4, 16, 256), (256,), (256,))]
-    kernels, calls = launched(NORMS[name], tensors)
+    kernels, calls = launched(NORMS[name], tensors, device)
     assert len(kernels) == 1 and not calls, (kernels, calls)
+    if device.type == "cuda":  # elsewhere nothing was run
+        testing.assert_close_to_eager(NORMS[name], on(device, tensors), train=False)
 
 
 ACTIVATIONS: dict[str, Callable[..., Any]] = {
@@ -407,15 +416,15 @@ def test_K11_pattern_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- K12, K13: models ---------------------------------------------------------------------------------
 
 
-def test_K12_llama_layer() -> None:
+def test_K12_llama_layer(device: torch.device) -> None:
     """Kernels of a whole layer on a GPU, named, before and after."""
     pytest.importorskip("triton")
     model = blocks.model(1).bfloat16().eval()
     x = blocks.batch(4).bfloat16()
     with config.patch(enabled=False):
-        stock, stock_calls = launched(model, (x,))
+        stock, stock_calls = launched(model, (x,), device)
     with config.patch(policy="always", strict=True):
-        ours, our_calls = launched(model, (x,))
+        ours, our_calls = launched(model, (x,), device)
     # Seven linears, the two products of attention, and a softmax between them.
     assert sorted(stock_calls) == ["extern_kernels.bmm"] * 2 + ["extern_kernels.mm"] * 7
     assert sum("softmax" in name for name in stock) == 1 and not any("_tem_" in name for name in stock)
@@ -426,6 +435,10 @@ def test_K12_llama_layer() -> None:
     # Around them Inductor's: both norms with their residuals, and RoPE.
     assert sum("rsqrt" in name and "_tem_" not in name for name in ours) == 2
     assert len(ours) + len(our_calls) <= len(stock) + len(stock_calls) - 7
+    if device.type == "cuda":
+        run = check(model, (x,), device, fused=None, train=False, dtype=torch.bfloat16, slack=4.0)
+        fused = Counter(site.fusion for site in run.ours.fused)
+        assert fused == {"attention": 1, "qkv": 1, "gated_mlp": 1}
 
 
 FAMILIES = {

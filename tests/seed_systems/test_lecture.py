@@ -19,7 +19,7 @@ from bench.outer_product import DLRM
 from inductor_fusions import config
 from inductor_fusions.fusions import dot_interaction, outer_product_linear
 from tests import blocks
-from tests.seed_systems.support import QUICK, check, launched
+from tests.seed_systems.support import QUICK, check, fused_on, launched, written
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -115,7 +115,7 @@ def test_L1_memory_of_dot_products() -> None:
 
 
 @pytest.mark.parametrize("shape", [(16, 64, 32), (48, 72, 136)], ids=str)
-def test_L2_add_bias_relu(shape: tuple[int, int, int]) -> None:
+def test_L2_add_bias_relu(shape: tuple[int, int, int], device: torch.device) -> None:
     """relu(x @ W + bias) is one kernel, of any shape; so is a sum that is added before."""
     pytest.importorskip("triton")
     from tests.block_mm import support
@@ -131,9 +131,9 @@ def test_L2_add_bias_relu(shape: tuple[int, int, int]) -> None:
     def fn(x: Any, w: Any, b: Any, y: Any) -> Any:
         return F.relu(F.linear(x, w) + y + b)
 
-    assert support.check(fn, args, train=True, budget=2.0).fused("linear_epilogue") == 1
+    assert fused_on(device, fn, args, train=True, factor=2.0)["linear_epilogue"] == 1
     with config.patch(policy="always", strict=True):
-        kernels, calls = launched(fn, args)
+        kernels, calls = launched(fn, args, device)
     assert len(kernels) == 1 and not calls
 
 
@@ -141,7 +141,7 @@ def test_L2_add_bias_relu(shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("tail", [torch.relu, torch.sigmoid], ids=["relu", "sigmoid"])
-def test_L3_tail_of_an_adapter(tail: Any) -> None:
+def test_L3_tail_of_an_adapter(tail: Any, device: torch.device) -> None:
     """relu and sigmoid of x + m * y + bias, where y is the adapter: the epilogue of the block GEMM."""
     pytest.importorskip("triton")
     from tests.block_mm import support
@@ -149,10 +149,10 @@ def test_L3_tail_of_an_adapter(tail: Any) -> None:
     def fn(x: Any, w: Any, a: Any, b: Any, bias: Any) -> Any:
         return tail(x @ w.t() + 0.5 * ((x @ a) @ b) + bias)
 
-    args = adapter(support.rand)
-    assert support.check(fn, (*args, support.rand(128)), budget=2.0).fused("lora") == 1
+    args = (*adapter(support.rand), support.rand(128))
+    assert fused_on(device, fn, args, factor=2.0)["lora"] == 1
     with config.patch(policy="always", strict=True):
-        kernels, calls = launched(fn, (*args, support.rand(128)))
+        kernels, calls = launched(fn, args, device)
     # The narrow product, and the rest.
     assert sum("_tem_" in name for name in kernels) == 2 and not calls
 
@@ -164,7 +164,7 @@ def adapter(rand: Any, rank: int = 5) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("rank", [1, 5, 16])
-def test_L4_adapter_of_an_mlp(rank: int, train: bool) -> None:
+def test_L4_adapter_of_an_mlp(rank: int, train: bool, device: torch.device) -> None:
     """linear(x) + alpha * (x @ A @ B) with alpha 0.5 and rank 5, and other ranks."""
     pytest.importorskip("triton")
     from tests.block_mm import support
@@ -172,8 +172,11 @@ def test_L4_adapter_of_an_mlp(rank: int, train: bool) -> None:
     def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
         return F.linear(x, w) + 0.5 * (x @ a @ b)
 
-    seen = support.check(fn, adapter(support.rand, rank), train=train, budget=3.0)
-    assert seen.fused("lora") >= 1 and not seen.products()
+    args = adapter(support.rand, rank)
+    assert fused_on(device, fn, args, train=train, factor=3.0)["lora"] >= 1
+    with config.patch(policy="always", strict=True):
+        _, calls = launched(fn, args, device, train=train)
+    assert not calls  # the linear and both products of the adapter are kernels of ours
 
 
 # -- L5: one kernel for an MLP? ------------------------------------------------------------------------------
@@ -219,7 +222,7 @@ def test_L5_machine_code(width: int, tile: tuple[int, int, int, int]) -> None:
     assert found.uses_wgmma and found.shared_bytes <= found.shared_limit and found.spill_bytes == 0
 
 
-def test_L5_first_half() -> None:
+def test_L5_first_half(device: torch.device) -> None:
     """Bias and activation are the epilogue of the first product; the second is a product of its own."""
     pytest.importorskip("triton")
     from tests.block_mm import support
@@ -231,9 +234,9 @@ def test_L5_first_half() -> None:
         support.rand(48, 64), support.rand(256, 64), support.rand(256), support.rand(64, 256),
         support.rand(64),
     )  # fmt: skip
-    assert support.check(fn, args, budget=2.0).fused("linear_epilogue") == 1
+    assert fused_on(device, fn, args, factor=2.0)["linear_epilogue"] == 1
     with config.patch(policy="always", strict=True):
-        kernels, calls = launched(fn, args)
+        kernels, calls = launched(fn, args, device)
     assert len(kernels) == 1 and len(calls) == 1
 
 
@@ -254,14 +257,13 @@ def test_L6_names_in_the_generated_code(device: torch.device) -> None:
     assert "_scaled_dot_product" in code
 
 
-def test_L6_names_of_kernels() -> None:
+def test_L6_names_of_kernels(device: torch.device) -> None:
     pytest.importorskip("triton")
-    from bench import cuda_codegen
     from tests.block_mm import support
 
     model = support.Linears(64, (64, 32, 32)).bfloat16()
-    with config.patch(policy="always", strict=True), torch.no_grad():
-        module = cuda_codegen.generate(model, (support.rand(16, 64),)).forward
+    with config.patch(policy="always", strict=True):
+        module = written(model, (support.rand(16, 64),), device)
     assert "block_mm" in module.wrapper and module.kernels[0].is_template
 
 

@@ -14,7 +14,7 @@ COUNTS = {"K": 13, "S": 9, "L": 6, "E": 7, "X": 7}
 ROWS = [f"{letter}{number}" for letter, count in COUNTS.items() for number in range(1, count + 1)]
 
 
-def tests() -> list[str]:
+def names_of_tests() -> list[str]:
     """Names of the tests in this folder."""
     files = [ast.parse(path.read_text("utf-8")) for path in HERE.glob("test_*.py")]
     return [node.name for file in files for node in file.body if isinstance(node, ast.FunctionDef)]
@@ -22,11 +22,11 @@ def tests() -> list[str]:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_row_has_a_test(row: str) -> None:
-    assert [name for name in tests() if name.startswith(f"test_{row}_")]
+    assert [name for name in names_of_tests() if name.startswith(f"test_{row}_")]
 
 
 def test_no_test_of_a_row_that_is_none() -> None:
-    named = {match[1] for name in tests() if (match := re.match(r"test_([A-Z]\d+)_", name))}
+    named = {match[1] for name in names_of_tests() if (match := re.match(r"test_([A-Z]\d+)_", name))}
     assert named == set(ROWS)
 
 

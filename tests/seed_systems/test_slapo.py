@@ -22,7 +22,7 @@ from torch.utils import checkpoint
 import inductor_fusions
 from inductor_fusions import config, fusions, tables, testing
 from tests import blocks
-from tests.seed_systems.support import QUICK, check, launched, leaf, qkv
+from tests.seed_systems.support import QUICK, check, launched, leaf, on, qkv
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -117,8 +117,12 @@ def test_S2_qkv() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 16, 512])
 def test_S2_qkv_on_a_gpu(rows: int) -> None:
-    seen = check(Projections(), (leaf(rows, 64),), torch.device("cuda"), dtype=torch.bfloat16, fused=None)
+    model, x, device = Projections(), leaf(rows, 64), torch.device("cuda")
+    seen = check(model, (x,), device, dtype=torch.bfloat16, fused=None)
     assert sum(site.fusion == "qkv" for site in seen.ours.fused) >= 1
+    with config.patch(policy="always", strict=True):
+        kernels, calls = launched(model.bfloat16(), (x.bfloat16(),), device)
+    assert len(kernels) == 1 and not calls
 
 
 class Core(nn.Module):
@@ -174,11 +178,14 @@ def operands_of_the_tail() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("fn", "product"), [(bias_outside, "mm"), (bias_inside, "addmm")])
-def test_S4_bias_dropout_residual_norm(fn: Callable[..., Any], product: str) -> None:
+def test_S4_bias_dropout_residual_norm(fn: Callable[..., Any], product: str, device: torch.device) -> None:
     """What follows a linear is one kernel of stock Inductor, with the bias taken out of it or not."""
     pytest.importorskip("triton")
-    kernels, calls = launched(fn, (*operands_of_the_tail(), False))
+    args = (*operands_of_the_tail(), False)
+    kernels, calls = launched(fn, args, device)
     assert len(kernels) == 1 and calls == [f"extern_kernels.{product}"]
+    if device.type == "cuda":  # elsewhere nothing was run
+        testing.assert_close_to_eager(fn, on(device, args), train=False)
 
 
 @pytest.mark.parametrize("fn", [bias_outside, bias_inside])
@@ -222,8 +229,12 @@ def test_S5_fused_mlp() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [16, 512])
 def test_S5_fused_mlp_on_a_gpu(rows: int) -> None:
-    seen = check(MLP(), (leaf(rows, 64),), torch.device("cuda"), dtype=torch.bfloat16, fused=None)
+    model, x, device = MLP(), leaf(rows, 64), torch.device("cuda")
+    seen = check(model, (x,), device, dtype=torch.bfloat16, fused=None)
     assert sum(site.fusion == "linear_epilogue" for site in seen.ours.fused) == 1
+    with config.patch(policy="always", strict=True):
+        kernels, calls = launched(model.bfloat16(), (x.bfloat16(),), device)
+    assert len(kernels) == 1 and calls == ["extern_kernels.addmm"]
 
 
 # -- S6, S7: tools ------------------------------------------------------------------------------------

@@ -1,0 +1,333 @@
+"""Whole models, from results of bench.models: the README's table, and a section of docs/performance.md."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from bench.compare import geometric_mean
+from bench.docs_pieces import NONE, Json, baseline, get, number, opening, quotient, table
+
+#: Cases of the README's table, in this order; all cases are in docs/performance.md.
+README_CASES = (
+    "llama-1b sdpa b1 s8192",
+    "llama-1b sdpa b1 s8192 train",
+    "llama-1b sdpa padded b4 s2048",
+    "gpt-oss-8l eager b2 s4096",
+    "gpt2 eager b16 s1024",
+    "bert-base eager padded b32 s512",
+    "t5-base encoder padded b16 s512",
+    "swin-tiny b64",
+)
+#: Ratios this close to 1 count as level.
+LEVEL = 0.02
+#: What a gain is stated against, where there is a choice.
+BETTER = "`autotuned` is max-autotune; where it was measured, the faster stock counts."
+#: More memory or compile time than this, relative to stock, is told.
+MORE = 1.05
+#: An error may be this many times that of stock, plus eps of the dtype.
+ERROR_FACTOR = 1.5
+EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
+
+
+def ratio(row: Json, above: str, below: str) -> float | None:
+    """Quotient of the median times of two variants."""
+    return quotient(row, above, below, "median_ms")
+
+
+def gain(row: Json) -> float | None:
+    """The time of the better stock over that of fused."""
+    return ratio(row, baseline(row), "fused")
+
+
+def gain_text(row: Json, fused: str = "fused") -> str:
+    """The time of the better stock over that of fused, or of another variant, with its spread."""
+    return ratio_text(row, baseline(row), fused)
+
+
+def device_text(row: Json) -> str:
+    """The gain on the device alone."""
+    found = [time for name in ("stock", "autotuned") if (time := get(row, "device_ms", name))]
+    fused = get(row, "device_ms", "fused")
+    return number(min(found) / fused if found and fused else None, 2)
+
+
+def ratio_text(row: Json, above: str, below: str) -> str:
+    """The quotient with its spread: half of both interquartile ranges, added in quadrature."""
+    value = ratio(row, above, below)
+    if value is None:
+        return NONE
+    parts = [get(row, "spread", name) for name in (above, below)]
+    if any(part is None for part in parts):
+        return f"{value:.2f}"
+    return f"{value:.2f} ± {value * math.hypot(*(part or 0.0 for part in parts)) / 2:.2f}"
+
+
+def time_text(row: Json, variant: str) -> str:
+    """The median time of a variant in ms, or that it ran out of memory."""
+    reason = str((row.get("failed") or {}).get(variant, ""))
+    return "out of memory" if "out of memory" in reason else number(get(row, "median_ms", variant), 2)
+
+
+def error(row: Json, variant: str, which: str) -> float | None:
+    """Relative error of a variant against float64: of its output, its gradients or its worst gradient."""
+    return get(row.get("error") or {}, variant, which)
+
+
+def sites(row: Json) -> str:
+    """How many attentions were fused, of how many."""
+    what: dict[str, int] | None = (row.get("sites") or {}).get("what")
+    if what is None:
+        return NONE
+    attention = {text: count for text, count in what.items() if text.startswith("attention: ")}
+    fused = sum(count for text, count in attention.items() if ": fused: " in text)
+    return f"{fused} of {sum(attention.values())}"
+
+
+def not_fused(row: Json) -> dict[str, int]:
+    """Verdict and reason of the sites that were not fused, with their number."""
+    what: dict[str, int] = (row.get("sites") or {}).get("what") or {}
+    return {text: count for text, count in what.items() if ": fused: " not in text}
+
+
+def verdict(row: Json) -> str:
+    """ "faster", "level" or "slower" than the better stock."""
+    value = gain(row)
+    if value is None:
+        return "not compared"
+    if abs(value - 1) <= LEVEL:
+        return "level"
+    return "faster" if value > 1 else "slower"
+
+
+def tally(rows: Sequence[Json]) -> str:
+    """One sentence: how many cases are faster, level and slower."""
+    counts = Counter(verdict(row) for row in rows)
+    text = f"{len(rows)} cases were measured: {counts['faster']} are faster than stock, "
+    text += f"{counts['level']} are level (within {LEVEL:.0%}), {counts['slower']} are slower"
+    text += f", {counts['not compared']} could not be compared." if counts["not compared"] else "."
+    told = []
+    for train, name in ((False, "inference"), (True, "training")):
+        found = [r for row in rows if bool(row.get("train")) is train and (r := gain(row))]
+        if found:
+            told.append(f"{geometric_mean(found):.2f} over the {len(found)} {name} cases")
+    return text + (f" The geometric mean of stock / fused is {' and '.join(told)}." if told else "")
+
+
+def readme_table(data: Json) -> str:
+    """The README's table of measured gains."""
+    rows: list[Json] = data["rows"]
+    by_name = {row["name"]: row for row in rows}
+    chosen = [by_name[name] for name in README_CASES if name in by_name] or rows
+    body = [
+        (
+            str(row["name"]),
+            sites(row),
+            time_text(row, "stock"),
+            time_text(row, "autotuned"),
+            time_text(row, "fused"),
+            gain_text(row),
+        )
+        for row in chosen
+    ]
+    dtypes = ", ".join(sorted({str(row["dtype"]) for row in rows if row.get("dtype")}))
+    text = f"{data.get('device', '?')}, torch {data.get('torch', '?')}, "
+    text += f"transformers {data.get('transformers', '?')}, {dtypes}, {str(data.get('date', '?'))[:10]}. "
+    text += "Whole Hugging Face models with random weights, stock `torch.compile` beside the same with the "
+    text += "import, in one process. `eager` and `sdpa` are the model's `attn_implementation`; `padded` "
+    text += "means that the batch has a padding mask; `train` is a forward and a backward.\n\n"
+    if any(get(row, "median_ms", "autotuned") for row in chosen):
+        text = f"{text.strip()} {BETTER}\n\n"
+    columns = ("case", "attentions fused", "stock ms", "stock autotuned ms", "fused ms", "stock / fused")
+    left = (
+        f"{tally(rows)} The table holds {len(chosen)} of them. " if len(chosen) < len(rows) else tally(rows)
+    )
+    return f"{text}{table(columns, body)}\n\n{left.strip()}"
+
+
+def models_section(data: Json) -> str:
+    """Every case of a file of bench.models."""
+    rows: list[Json] = data["rows"]
+    what = (
+        "Whole models with adapters"
+        if any("frozen" in (row.get("median_ms") or {}) for row in rows)
+        else "Whole models"
+    )
+    parts = [*opening(what, data), tally(rows)]
+    single = [len(compiles) < 2 for compiles in _compiles(rows)]
+    if any(single):
+        who = "Each case was" if all(single) else "Some cases were"
+        parts.append(f"{who} compiled once: such a compile time is a single measurement.")
+    parts += ["### Time", _times(rows), "### Memory and compile time", _resources(rows)]
+    parts += ["### Error against float64", _errors(rows), "### Where it loses or ties", _losses(rows)]
+    parts += ["### Sites left to stock, and rejected", _left(rows), "### What was emitted", _emitted(rows)]
+    return "\n\n".join(parts)
+
+
+def _compiles(rows: Sequence[Json]) -> list[list[float]]:
+    return [times for row in rows for times in [(row.get("compiles_s") or {}).get("fused")] if times]
+
+
+def _times(rows: Sequence[Json]) -> str:
+    columns = ["case", "attentions fused"]
+    columns += ["stock ms", "stock autotuned ms", "fused ms", "fused autotuned ms"]
+    columns += ["stock / fused", "stock / fused autotuned"]
+    columns += ["stock ms, device", "fused ms, device", "stock / fused, device"]
+    columns += ["by hand ms", "fused / by hand", "sdpa path ms", "fused / sdpa path"]
+    columns += ["frozen ms", "fused / frozen"]
+    body = [
+        (
+            str(row["name"]),
+            sites(row),
+            *(time_text(row, name) for name in ("stock", "autotuned", "fused", "fused_autotuned")),
+            gain_text(row),
+            gain_text(row, "fused_autotuned"),
+            *(number(get(row, "device_ms", name), 2) for name in ("stock", "fused")),
+            device_text(row),
+            *(
+                text
+                for name in ("limit", "sdpa", "frozen")
+                for text in (time_text(row, name), ratio_text(row, "fused", name))
+            ),
+        )
+        for row in rows
+    ]
+    return table(columns, body)
+
+
+def _resources(rows: Sequence[Json]) -> str:
+    titles = {
+        "stock": "stock",
+        "autotuned": "stock autotuned",
+        "fused": "fused",
+        "fused_autotuned": "fused autotuned",
+        "limit": "by hand",
+        "sdpa": "sdpa path",
+    }
+    compiled = [name for name in titles if name not in ("limit", "sdpa")]
+    columns = ["case", *(f"GiB {title}" for title in titles.values())]
+    columns += [f"compile s {titles[name]}" for name in compiled]
+    return table(
+        columns,
+        [
+            (
+                str(row["name"]),
+                *(number(get(row, "peak_gib", name), 2) for name in titles),
+                *(number(get(row, "compile_s", name), 1) for name in compiled),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _errors(rows: Sequence[Json]) -> str:
+    def text(row: Json, variant: str, which: str) -> str:
+        value = error(row, variant, which)
+        return NONE if value is None else f"{value:.4f}"
+
+    kinds = {"out": "output", "grad": "gradients", "worst_grad": "worst gradient", "tables_grad": "tables"}
+    names = ("stock", "autotuned", "fused", "fused_autotuned")
+    titles = [name.replace("_", " ") for name in names]
+    columns = ["case", *(f"{kind}, {title}" for kind in kinds.values() for title in titles)]
+    columns.append("within budget")
+    words = {True: "yes", False: "no", None: "not compared"}
+    body = [
+        (
+            str(row["name"]),
+            *(text(row, variant, which) for which in kinds for variant in names),
+            words[row.get("correct")],
+        )
+        for row in rows
+    ]
+    note = (
+        "Relative errors: the norm of the difference over the norm of the float64 result. `gradients` takes "
+    )
+    note += (
+        "all parameters together, `worst gradient` the one parameter with the largest error, `tables` the "
+    )
+    note += "position tables, learned scales and sinks together. The budget "
+    note += (
+        f"allows {ERROR_FACTOR} times the error of stock plus eps of the dtype, for output and gradients. "
+    )
+    note += "Where stock ran out of memory, the model without `torch.compile` takes its place. "
+    note += "A case with dropout draws other random numbers than stock, so that it is not compared."
+    return note + "\n\n" + table(columns, body)
+
+
+def _losses(rows: Sequence[Json]) -> str:
+    lines: list[str] = []
+    tests: list[tuple[str, Callable[[Json], str | None]]] = [
+        ("Slower than stock", lambda r: gain_text(r) if verdict(r) == "slower" else None),
+        ("Level with stock", lambda r: gain_text(r) if verdict(r) == "level" else None),
+        ("Slower than the same written by hand (fused / by hand)", lambda r: _behind(r, "limit")),
+        ("Slower than the model's own sdpa path (fused / sdpa path)", lambda r: _behind(r, "sdpa")),
+        ("Takes more memory than stock (GiB)", lambda r: _more(r, "peak_gib", 2)),
+        ("Takes longer to compile than stock (s)", lambda r: _more(r, "compile_s", 1)),
+        ("Error out of budget", lambda r: "output or gradients" if r.get("correct") is False else None),
+        ("Worst single gradient over the same budget (relative error)", _worst_gradient),
+        ("Recompiled while it was timed", lambda r: "timed all the same" if r.get("recompiled") else None),
+        ("A variant failed", _failed),
+    ]
+    if any(ratio(row, "fused_autotuned", "autotuned") for row in rows):
+        tests.insert(2, ("Slower than stock where both are autotuned (fused / stock)", _behind_autotuned))
+    for title, test in tests:
+        found = [(str(row["name"]), text) for row in rows if (text := test(row)) is not None]
+        said = "; ".join(f"{name} ({text})" for name, text in found) or "none"
+        lines.append(f"- {title}: {said}.")
+    note = f"Ratios within {LEVEL:.0%} of 1 count as level. More memory or compile time than stock is told "
+    return note + f"from {MORE - 1:.0%} on.\n\n" + "\n".join(lines)
+
+
+def _failed(row: Json) -> str | None:
+    found: Mapping[str, str] = row.get("failed") or {}
+    short = {n: "out of memory" if "out of memory" in text else text for n, text in found.items()}
+    return ", ".join(f"{name}: {text}" for name, text in short.items()) or None
+
+
+def _behind(row: Json, other: str) -> str | None:
+    value = ratio(row, "fused", other)
+    return ratio_text(row, "fused", other) if value is not None and value > 1 + LEVEL else None
+
+
+def _behind_autotuned(row: Json) -> str | None:
+    value = ratio(row, "fused_autotuned", "autotuned")
+    return ratio_text(row, "fused_autotuned", "autotuned") if value and value > 1 + LEVEL else None
+
+
+def _more(row: Json, name: str, digits: int) -> str | None:
+    stock, fused = get(row, name, "stock"), get(row, name, "fused")
+    if stock is None or fused is None or fused <= MORE * stock:
+        return None
+    return f"{number(fused, digits)} against {number(stock, digits)}"
+
+
+def _worst_gradient(row: Json) -> str | None:
+    stock, fused = error(row, "stock", "worst_grad"), error(row, "fused", "worst_grad")
+    eps = EPS.get(str(row.get("dtype")), 0.0)
+    if stock is None or fused is None or fused <= ERROR_FACTOR * stock + eps:
+        return None
+    where = row["error"]["fused"].get("worst_grad_of", "?")
+    return f"{fused:.4f} in `{where}`, against {stock:.4f} for stock's worst"
+
+
+def _left(rows: Sequence[Json]) -> str:
+    body = []
+    for row in rows:
+        for text, count in not_fused(row).items():
+            _, what, reason = (*text.split(": ", 2), "", "")[:3]
+            body.append((f"{row['name']}: {reason}", what, str(count)))
+    return table(("case and reason", "verdict", "sites"), body) if body else "None: every site was fused."
+
+
+def _emitted(rows: Sequence[Json]) -> str:
+    body = []
+    for row in rows:
+        what: Mapping[str, int] = (row.get("sites") or {}).get("what") or {}
+        for text, count in what.items():
+            if ": fused: " in text:
+                body.append((f"{row['name']}: {text.split(': fused: ', 1)[1]}", str(count)))
+    note = (
+        "A gain that is named here is the one that the table of the device predicts for the attention alone."
+    )
+    return note + "\n\n" + table(("case and kernel", "sites"), body) if body else "Nothing."

@@ -1,0 +1,220 @@
+"""A row: every variant of a case compiled, compared and timed."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.common import (
+    Json,
+    Timing,
+    device_milliseconds,
+    interleave,
+    is_fatal,
+    one_line,
+    peak_bytes,
+)
+from bench.model_cases import (
+    Case,
+    build,
+    compared_inputs,
+    first_tokens,
+    make_inputs,
+    model_config,
+    register_by_hand,
+)
+from bench.models.correctness import check, is_correct, make_reference
+from bench.models.variants import (
+    Variant,
+    attempt,
+    collect,
+    compile_variants,
+    make_variants,
+    uncompiled,
+    wanted_variants,
+)
+from bench.pool import FileLock
+
+
+def site_counts(sites: list[Any]) -> Json:
+    """Verdicts, and what each fused site became or why another was not fused, with counts."""
+    verdicts = Counter(str(getattr(site, "verdict", "?")) for site in sites)
+    what = Counter(
+        f"{getattr(s, 'fusion', '?')}: {getattr(s, 'verdict', '?')}: {getattr(s, 'what', '')}" for s in sites
+    )
+    return {**verdicts, "total": len(sites), "what": dict(what)}
+
+
+def static_bytes(model: torch.nn.Module, inputs: dict[str, Any]) -> int:
+    """Bytes of parameters, buffers and inputs."""
+    tensors = [
+        *model.parameters(),
+        *model.buffers(),
+        *(x for x in inputs.values() if isinstance(x, torch.Tensor)),
+    ]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def ratio(times: dict[str, Timing], above: str, below: str) -> float | None:
+    """Quotient of two medians."""
+    if above not in times or below not in times:
+        return None
+    return round(times[above].median / times[below].median, 4)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How every case is measured.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        quick: two layers, tiny inputs.
+        variants: which to measure; none: those that a case has of itself.
+        rounds: interleaved blocks of each variant.
+        compiles: how often stock and fused are compiled.
+    """
+
+    device: str
+    quick: bool = False
+    variants: tuple[str, ...] = ()
+    rounds: int = 24
+    compiles: int = 1
+
+
+def measure(
+    case: Case,
+    settings: Settings,
+    fused_first: bool,
+    say: Callable[[str], None],
+    lock: AbstractContextManager[Any] | None = None,
+) -> Json:
+    """Compile, then under the lock check and time, every variant of a case."""
+    device, quick = settings.device, settings.quick
+    say("building")
+    model = build(case, case.attn, device, quick)
+    values = model_config(case, quick)[1]
+    inputs = make_inputs(case, values, device)
+    wanted = wanted_variants(case, settings.variants)
+    variants = make_variants(case, model, inputs, wanted, device, quick)
+    failed, firsts = compile_variants(variants, settings.compiles, fused_first, device, say)
+    row: Json = {"failed": failed}
+    fusing = [variants[name] for name in ("fused", "fused_autotuned") if name in variants]
+    row["sites"] = site_counts(fusing[0].sites) if fusing else {}
+    with lock or contextlib.nullcontext():
+        _check_and_time(case, settings, model, values, inputs, variants, firsts, row, say)
+    return row
+
+
+def _check_and_time(
+    case: Case,
+    settings: Settings,
+    model: torch.nn.Module,
+    values: Json,
+    inputs: dict[str, Any],
+    variants: dict[str, Variant],
+    firsts: dict[str, list[float]],
+    row: Json,
+    say: Callable[[str], None],
+) -> None:
+    from torch._dynamo.utils import counters
+
+    device, quick, failed = settings.device, settings.quick, row["failed"]
+    graphs = counters["stats"]["unique_graphs"]
+    errors: Json = {}
+    row["difference_from_stock"] = {}
+    if case.dropout == 0.0:
+        say("checking")
+        compared = compared_inputs(case, values, inputs)
+        for variant in variants.values():
+            variant.inputs = compared
+        reference = make_reference(case, model, compared, device, quick)
+        collect(device)
+        errors, row["difference_from_stock"] = check(case, variants, reference, failed, device)
+        if "stock" not in errors and {"fused", "fused_autotuned"} & errors.keys():
+            plain = uncompiled(case, model, first_tokens(compared, reference.output.shape[1]))
+            errors["uncompiled"] = reference.compare(plain, plain.output())
+        for variant in variants.values():
+            variant.inputs = inputs
+        del reference
+    row["error"] = errors
+    row["correct"] = is_correct(case, errors)
+    collect(device)
+
+    say("timing")
+    fixed = static_bytes(model, inputs)
+    row["peak_gib"] = {}
+
+    def find_peak(name: str, variant: Variant) -> None:
+        with variant.switched():
+            for _ in range(3):
+                variant.step()
+        model.zero_grad(set_to_none=True)
+        peak = peak_bytes(variant.step, device)
+        if peak is not None:
+            row["peak_gib"][name] = round((peak + fixed) / 2**30, 4)
+
+    for name, variant in list(variants.items()):
+        attempt(name, partial(find_peak, name, variant), variants, failed, device)
+    calls = {name: variant.step for name, variant in variants.items()}
+    times = interleave(calls, device, settings.rounds, block_seconds=1e-2, max_calls=20) if calls else {}
+    if calls and device == "cuda":
+        row["device_ms"] = device_milliseconds(calls, device, settings.rounds // 3)
+    row["recompiled"] = counters["stats"]["unique_graphs"] != graphs
+    row["median_ms"] = {name: round(t.median * 1e3, 4) for name, t in times.items()}
+    row["spread"] = {name: round(t.spread, 4) for name, t in times.items()}
+    row["compiles_s"] = {n: [round(x - times[n].median, 2) for x in firsts[n]] for n in times}
+    row["compile_s"] = {n: statistics.median(x[1:] or x) for n, x in row["compiles_s"].items()}
+    pairs = [("stock", "fused"), ("fused", "limit"), ("fused", "sdpa"), ("stock", "limit")]
+    pairs += [("autotuned", "fused"), ("autotuned", "fused_autotuned"), ("stock", "autotuned")]
+    ratios = {f"{a}/{b}": ratio(times, a, b) for a, b in pairs if row["correct"] is not False}
+    row["ratio"] = {name: value for name, value in ratios.items() if value is not None}
+
+
+def set_up() -> None:
+    """Settings of a process that measures."""
+    warnings.filterwarnings("ignore", message=".*force_disable_caches")
+    register_by_hand()
+    torch._dynamo.config.recompile_limit = 64
+
+
+def work(task: tuple[Case, Settings, bool], path: Path) -> tuple[Json, bool]:
+    """In a worker: measure one case. The others compile meanwhile; the device is one's alone."""
+    case, settings, fused_first = task
+    set_up()
+    start = time.monotonic()
+    try:
+        row = measure(case, settings, fused_first, lambda text: None, FileLock(path))
+    except Exception as error:
+        return {"name": case.name, "raised": one_line(error, 300)}, not is_fatal(error)
+    row["seconds"] = round(time.monotonic() - start, 1)
+    free(settings.device)
+    return {**asdict(case), **row}, True
+
+
+def free(device: str) -> None:
+    """Give the memory of the last case back."""
+    torch._dynamo.reset()
+    collect(device)
+
+
+def warm_up(device: str) -> None:
+    """Compile a tiny inference and a tiny training step, so that no variant pays for what a process does
+    once."""
+    for train, names in ((False, ["stock", "fused"]), (True, ["fused"])):
+        case = Case("warm-up", "bert-base", "eager", 2, 64, train=train)
+        model = build(case, case.attn, device, quick=True)
+        inputs = make_inputs(case, model_config(case, quick=True)[1], device)
+        for variant in make_variants(case, model, inputs, names, device, quick=True).values():
+            variant.first_step(device)
+        free(device)

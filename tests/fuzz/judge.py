@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from hypothesis import assume, reject
 
-from inductor_fusions import testing
+from inductor_fusions import config, testing
 from inductor_fusions.runs import Exact, cast, run
+from inductor_fusions.sites import Site
 from tests.attention.support import flex_everywhere
 from tests.fuzz.programs import Program
 
@@ -18,6 +20,26 @@ from tests.fuzz.programs import Program
 SLACK = 64.0
 #: Runs of the unfused program, on inputs that differ a little, that say how large an error of rounding is.
 SAMPLES = 6
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A program that was judged right.
+
+    Attributes:
+        sites: what the fusions made of it.
+        code: whether Inductor's code for the CPU ran, not the graphs alone.
+        stock_wrong: what is wrong, where it is so without the fusions as well.
+    """
+
+    sites: Sequence[Site]
+    code: bool = False
+    stock_wrong: str = ""
+
+    @property
+    def fused(self) -> list[str]:
+        """The fusion of each fused site."""
+        return [site.fusion for site in self.sites if site.verdict == "fused"]
 
 
 def runs(program: Program) -> list[torch.Tensor] | None:
@@ -33,8 +55,12 @@ def runs(program: Program) -> list[torch.Tensor] | None:
     return program.tensors() if all(bool(x.isfinite().all()) for x in values) else None
 
 
-def judge(program: Program) -> None:
+def judge(program: Program, code: bool = False) -> Judged:
     """The program compiled with the fusions is about as exact as without: outputs and gradients.
+
+    Args:
+        program: an attention, or nearly one.
+        code: judge the code that Inductor makes of it for the CPU, not the graphs alone.
 
     Raises:
         AssertionError: it is not, or a fusion raised.
@@ -42,21 +68,60 @@ def judge(program: Program) -> None:
     inputs = runs(program)
     assume(inputs is not None)
     assert inputs is not None
+    function = program.function()
+    if code:
+
+        def right(ours: testing.Capture) -> bool:
+            found = [*ours.tensors, *ours.grads.values()]
+            return is_rounding(function, inputs, found, len(ours.tensors), ours.cotangents, SLACK)
+
+        return _judge_code(program, function, inputs, right, train=True)
     with flex_everywhere(program.kernel):
         try:
-            testing.check(
-                program.function(), inputs, fused=None, slack=SLACK, backend=testing.EAGER_AFTER_PASSES
+            seen = testing.check(
+                function, inputs, fused=None, slack=SLACK, backend=testing.EAGER_AFTER_PASSES
             )
+            return Judged(seen.sites)
         except AssertionError:
-            function = program.function()
             ours = testing.capture(function, *inputs, train=True, backend=testing.EAGER_AFTER_PASSES)
             failed = [site for site in ours.sites if site.verdict == "failed"]
             found = [*ours.tensors, *ours.grads.values()]
             if failed or not is_rounding(function, inputs, found, len(ours.tensors), ours.cotangents, SLACK):
                 raise
+            return Judged(ours.sites)
 
 
-def judge_products(program: Program) -> None:
+def _judge_code(
+    program: Program,
+    function: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    right: Callable[[testing.Capture], bool],
+    train: bool,
+) -> Judged:
+    """What Inductor's code computes is right; or wrong in the same way without the fusions.
+
+    Raises:
+        AssertionError: it is wrong with the fusions alone, or one raised.
+    """
+
+    def compiled(enabled: bool) -> tuple[Sequence[Site], str]:
+        with config.patch(attention_kernel=program.kernel, enabled=enabled):
+            try:
+                found = testing.capture(function, *inputs, train=train)
+            except Exception as error:
+                return (), f"{type(error).__name__}: {error}"
+        return found.sites, "" if right(found) else "wrong values"
+
+    sites, wrong = compiled(True)
+    failed = [site for site in sites if site.verdict == "failed"]
+    assert not failed, failed
+    if wrong:
+        _, without = compiled(False)
+        assert without.partition(":")[0] == wrong.partition(":")[0], f"{wrong}, stock: {without}, {sites}"
+    return Judged(sites, True, wrong)
+
+
+def judge_products(program: Program) -> Judged:
     """The program with the fusions of linears, on what seems to be a GPU, is about as exact as in eager mode.
 
     Raises:
@@ -73,6 +138,7 @@ def judge_products(program: Program) -> None:
     cotangents = support.cotangents(fused.outputs)
     outputs = len(fused.outputs)
     assert is_rounding(function, inputs, found, outputs, cotangents, 2.0), f"wrong: {fused.sites}"
+    return Judged(fused.sites)
 
 
 def is_rounding(
@@ -143,9 +209,14 @@ def _distance(x: torch.Tensor | None, z: torch.Tensor | None) -> float:
     return float((x.detach().double() - z.detach()).norm())
 
 
-def judge_mask(program: Program, mask: Program) -> None:
+def judge_mask(program: Program, mask: Program, code: bool = False) -> Judged:
     """A mask is dropped only where evaluating it, for all samples, queries and keys, agrees; and rows that
     see a key have their value.
+
+    Args:
+        program: calls attention with a mask.
+        mask: gives the mask alone.
+        code: judge the values of the code that Inductor makes of it for the CPU, not of the graphs.
 
     Raises:
         AssertionError: it was dropped and is not what was said of it, or values differ.
@@ -159,6 +230,14 @@ def judge_mask(program: Program, mask: Program) -> None:
         reject()
     batch, heads, q, k = *expected.shape[:-1], inputs[1].shape[2]
     seen = torch.broadcast_to(seen, (batch, heads, q, k))
+    visible = seen.any(-1)
+    if code:
+
+        def right(ours: testing.Capture) -> bool:
+            (found,) = ours.tensors
+            return torch.allclose(found[visible], expected[visible], rtol=1e-4, atol=1e-5)
+
+        return _judge_code(program, program.function(), inputs, right, train=False)
     with flex_everywhere(program.kernel):
         run = testing.capture(program.function(), *inputs, backend=testing.EAGER_AFTER_PASSES)
     failed = [site for site in run.sites if site.verdict == "failed"]
@@ -168,5 +247,5 @@ def judge_mask(program: Program, mask: Program) -> None:
             assert torch.equal(seen, torch.ones_like(seen).tril()), "taken for causal"
         elif call.kwargs.get("attn_mask") is None and len(call.args) < 4:
             assert bool(seen.all()), "taken for all visible"
-    visible = seen.any(-1)
     torch.testing.assert_close(run.outputs[visible], expected[visible], rtol=1e-4, atol=1e-5)
+    return Judged(run.sites)

@@ -119,7 +119,7 @@ print(grown(int(sys.argv[1]), sys.argv[2] == "fused", resident_bytes))
 
 def grown_bytes(compiles: int, kind: str, folder: Path) -> int:
     """`grown` in bytes, in a process of its own, which holds nothing of other tests."""
-    return int(finish(process(folder, MEMORY, str(compiles), kind)))
+    return int(finish(process(folder, MEMORY, str(compiles), kind), seconds=3600))
 
 
 @pytest.mark.long
@@ -161,8 +161,8 @@ def process(cache: Path, code: str = COMPILE, *words: str, **environment: str) -
     )
 
 
-def finish(running: subprocess.Popen[str]) -> str:
-    out, err = running.communicate(timeout=300)
+def finish(running: subprocess.Popen[str], seconds: float = 300) -> str:
+    out, err = running.communicate(timeout=seconds)
     assert running.returncode == 0, err
     return out
 

@@ -2,8 +2,9 @@
 
 An engine whose name ends in "lora" trains adapters of PEFT on the frozen model.
 
-The first rank writes a JSON file after each engine: engine -> "" or what was wrong. With `--times` first it is
-engine -> times of a training step of a larger model, with the fusions as they are by default and without.
+The first rank writes a JSON file after each engine: engine -> "" or what was wrong. With `--times` before
+them it is engine -> times of a training step of a larger model, with the fusions as they are by default and
+without.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ def runs(program: Program) -> list[torch.Tensor] | None:
         leaves = program.tensors()
         outputs = program.function()(*(x.clone() for x in leaves))
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        sum(x.double().sum() for x in outputs).backward()
+        if any(x.requires_grad for x in leaves):
+            sum(x.double().sum() for x in outputs).backward()
     except (RuntimeError, IndexError):
         return None
     values = [*outputs, *(x.grad for x in leaves if x.grad is not None)]
@@ -136,14 +137,18 @@ def judge_products(program: Program) -> Judged:
 
 
 def check_products(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Sequence[Site]:
-    """`judge_products` of any function; inputs that it overwrites stay as they are."""
+    """`judge_products` of any function: in training, or in inference where no input requires a gradient.
+
+    Inputs that it overwrites stay as they are.
+    """
     from bench.ledger import ON_A_GPU
     from tests.block_mm import support
 
+    train = any(x.requires_grad for x in inputs)
     with contextlib.ExitStack() as stack:
         for check in ON_A_GPU:
             stack.enter_context(mock.patch(f"inductor_fusions.{check}", lambda *_: None))
-        fused = support.run(function, copied(tuple(inputs), True), train=True)
+        fused = support.run(function, copied(tuple(inputs), train), train=train)
     found = [*fused.outputs, *fused.grads]
     cotangents = support.cotangents(fused.outputs)
     outputs = len(fused.outputs)

@@ -18,12 +18,13 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from bench.common import Json, Results, environment
 
@@ -31,6 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 #: What is tried, one after the other; the last three need PEFT.
 ENGINES = ("ddp", "ddp_outside", "fsdp", "tp", "ddp_lora", "fsdp_lora", "tp_lora")
 
+#: File of what the processes say.
+ANSWER = "result.json"
 #: FSDP2 over tensor parallel: two by two processes. Tested, not timed.
 COMBINED = ("fsdp_tp", "fsdp_tp_lora")
 
@@ -38,6 +41,40 @@ COMBINED = ("fsdp_tp", "fsdp_tp_lora")
 def engines(names: Sequence[str] = ENGINES) -> list[str]:
     """Those that can run here."""
     return [e for e in names if not e.endswith("lora") or importlib.util.find_spec("peft")]
+
+
+def start(folder: Path, log: IO[str], module: str, *words: str, processes: int = 2) -> subprocess.Popen[str]:
+    """Start torchrun, in a session of its own.
+
+    Args:
+        folder: of Inductor's cache.
+        log: a file for what it writes.
+        module: that each process runs.
+        words: its arguments.
+        processes: how many.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    env = {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += [str(processes), "-m", module, *words]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, text=True, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def stop(running: subprocess.Popen[str]) -> None:
+    """End torchrun, if it still runs, and its processes.
+
+    Each of them has a session of its own, which torchrun ends when it is asked to; what is left in its own
+    session is killed.
+    """
+    if running.poll() is None:
+        running.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            running.wait(60)  # it gives its processes 30 s
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
 
 
 def torchrun(
@@ -55,22 +92,36 @@ def torchrun(
         folder: of Inductor's cache, and of the answer.
         chosen: the engines.
         options: of the worker: "--times" for times instead of what is wrong.
-        seconds: after which it is stopped; what was found by then is returned.
+        seconds: after which all processes are stopped.
         processes: how many.
 
     Raises:
-        RuntimeError: with the end of what it wrote, where it failed.
+        RuntimeError: it failed, with the end of what it wrote.
+        TimeoutError: the same, when no time is left; `answer(folder)` is what was found by then.
     """
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-    result = folder / "result.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += [str(processes), "-m", "tests.distributed_worker", backend, str(result), *options, *chosen]
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=seconds)
-        if done.returncode:
-            raise RuntimeError(done.stderr[-4000:])
-    found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
+    with (folder / "log.txt").open("w+") as log:
+        words = backend, str(folder / ANSWER), *options, *chosen
+        running = start(folder, log, "tests.distributed_worker", *words, processes=processes)
+        late = False
+        try:
+            running.wait(seconds)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            stop(running)
+        log.seek(0)
+        wrote = log.read()[-4000:]
+    if late:
+        raise TimeoutError(f"stopped after {seconds:g} s\n{wrote}")
+    if running.returncode:
+        raise RuntimeError(wrote)
+    return answer(folder)
+
+
+def answer(folder: Path) -> Json:
+    """engine -> what was said of it so far, in a folder that was given to `torchrun`."""
+    path = folder / ANSWER
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return found
 
 
@@ -86,9 +137,15 @@ def main() -> None:
     header = environment(device, "bench.distributed")
     header["device"] = f"2 x {header['device']}"
     results = Results(options.out, header, lambda row: str(row["key"]))
-    chosen = [e for e in engines() if options.only.search(e)]
+    chosen = [e for e in engines() if options.only.search(e) and e not in results]
+    if not chosen:
+        print(f"nothing is left to measure: {options.out}")
+        return
     with tempfile.TemporaryDirectory() as folder:
-        found = torchrun(options.backend, Path(folder), chosen, "--times", seconds=options.budget)
+        try:
+            found = torchrun(options.backend, Path(folder), chosen, "--times", seconds=options.budget)
+        except TimeoutError:
+            found = answer(Path(folder))
     for engine, times in found.items():
         results.append({"key": engine, **times})
         print(f"{engine}: {times}")

@@ -15,6 +15,12 @@ NAMES = {
 }
 
 
+def _place(row: Json) -> int:
+    """Engines in the order of `NAMES`, those without a name behind them."""
+    names = list(NAMES)
+    return names.index(row["key"]) if row["key"] in names else len(names)
+
+
 def distributed_section(data: Json) -> str:
     """Every row of bench.distributed."""
     parts = opening("Two processes", data)
@@ -31,6 +37,6 @@ def distributed_section(data: Json) -> str:
             f"{row['ratio']:.2f}",
             f"{row['spread']:.0%}",
         )
-        for row in sorted(data["rows"], key=lambda row: list(NAMES).index(row["key"]))
+        for row in sorted(data["rows"], key=_place)
     ]
     return "\n\n".join([*parts, table(columns, body)])

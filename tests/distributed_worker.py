@@ -2,14 +2,16 @@
 
 An engine whose name ends in "lora" trains adapters of PEFT on the frozen model.
 
-The first rank writes a JSON file: engine -> "" or what was wrong. With `--times` as the first engine it is
-engine -> times of a training step of a larger model, with the fusions as they are by default and without.
+The first rank writes a JSON file after each engine: engine -> "" or what was wrong. With `--times` before
+them it is engine -> times of a training step of a larger model, with the fusions as they are by default and
+without.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import statistics
 import sys
@@ -222,6 +224,14 @@ def times(engine: str, device: str) -> dict[str, Any]:
     }
 
 
+def write(path: Path, results: dict[str, Any]) -> None:
+    """In one step: whoever stops this finds a whole file."""
+    if dist.get_rank() == 0:
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(results, indent=1))
+        os.replace(temporary, path)
+
+
 def main(backend: str, result: str, *engines: str) -> None:
     dist.init_process_group(backend)
     device = "cpu"
@@ -233,8 +243,7 @@ def main(backend: str, result: str, *engines: str) -> None:
     for engine in engines[timed:]:
         if timed:
             results[engine] = times(engine, device)
-            if dist.get_rank() == 0:
-                Path(result).write_text(json.dumps(results, indent=1))
+            write(Path(result), results)
             continue
         said: list[Any] = [None] * dist.get_world_size()
         try:
@@ -243,8 +252,7 @@ def main(backend: str, result: str, *engines: str) -> None:
             mine = traceback.format_exc()
         dist.all_gather_object(said, mine)
         results[engine] = "\n".join(filter(None, said))
-    if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(results))
+        write(Path(result), results)
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +61,29 @@ def test_threads() -> None:
     assert inductor_fusions.report().count("fused") == 16
 
 
-def live(kind: type) -> int:
+def live_graphs() -> int:
+    """Number of graphs that something holds."""
     gc.collect()
-    return sum(type(item) is kind for item in gc.get_objects())
+    return sum(type(item) is torch.fx.Graph for item in gc.get_objects())
 
 
-def grown(compiles: int, enabled: bool) -> int:
-    """How many graphs are kept by some compiles, after the first few."""
+def resident_bytes() -> int:
+    """Memory that this process holds, without what malloc would give back."""
+    inductor_fusions.clear()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def grown(compiles: int, enabled: bool, held: Callable[[], int] = live_graphs) -> int:
+    """How much more is held after all of some compiles than after a third of them.
+
+    Args:
+        compiles: how many.
+        enabled: with the fusions, or stock.
+        held: what is measured.
+    """
     counts = []
     for number in range(compiles):
         torch._dynamo.reset()
@@ -73,7 +91,7 @@ def grown(compiles: int, enabled: bool) -> int:
             torch.compile(attention(0.5 + number), backend=testing._AfterPasses([]))(*qkv())
         if number in (compiles // 3, compiles - 1):
             torch._dynamo.reset()
-            counts.append(live(torch.fx.Graph))
+            counts.append(held())
     return counts[1] - counts[0]
 
 
@@ -92,32 +110,16 @@ def test_a_thousand_compiles() -> None:
 
 
 MEMORY = """
-import ctypes, gc, os, sys
-import torch
-import inductor_fusions
-from inductor_fusions import config, testing
-from tests.test_load import attention, qkv
+import sys
+from tests.test_load import grown, resident_bytes
 
-compiles, enabled = int(sys.argv[1]), sys.argv[2] == "fused"
-held = []
-for number in range(compiles):
-    torch._dynamo.reset()
-    with config.patch(policy="always", enabled=enabled), torch.no_grad():
-        torch.compile(attention(0.5 + number), backend=testing._AfterPasses([]))(*qkv())
-    if number in (compiles // 3, compiles - 1):
-        torch._dynamo.reset()
-        inductor_fusions.clear()
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        pages = int(open("/proc/self/statm").read().split()[1])
-        held.append(pages * os.sysconf("SC_PAGE_SIZE"))
-print(held[1] - held[0])
+print(grown(int(sys.argv[1]), sys.argv[2] == "fused", resident_bytes))
 """
 
 
 def grown_bytes(compiles: int, kind: str, folder: Path) -> int:
-    """How much more memory a process of its own holds after all of some compiles than after a third."""
-    return int(finish(process(folder, MEMORY, str(compiles), kind)))
+    """`grown` in bytes, in a process of its own, which holds nothing of other tests."""
+    return int(finish(process(folder, MEMORY, str(compiles), kind), seconds=3600))
 
 
 @pytest.mark.long
@@ -159,8 +161,8 @@ def process(cache: Path, code: str = COMPILE, *words: str, **environment: str) -
     )
 
 
-def finish(running: subprocess.Popen[str]) -> str:
-    out, err = running.communicate(timeout=300)
+def finish(running: subprocess.Popen[str], seconds: float = 300) -> str:
+    out, err = running.communicate(timeout=seconds)
     assert running.returncode == 0, err
     return out
 

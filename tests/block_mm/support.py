@@ -82,12 +82,10 @@ def run(
         inductor: Inductor's config while the passes run.
     """
     import torch._dynamo
-    from torch._inductor import compile_fx
     from torch._inductor import config as inductor_config
 
     found = Run()
-    inner = functools.partial(_fuse, found, arch, inductor or {})
-    backend = functools.partial(compile_fx.compile_fx, inner_compile=inner)
+    backend = as_on_a_gpu(found, arch, inductor)
     torch._dynamo.reset()
     with (
         config.patch(policy=policy, strict=True),
@@ -102,6 +100,19 @@ def run(
     found.sites = list(sites)
     torch._dynamo.reset()
     return found
+
+
+def as_on_a_gpu(found: Run, arch: int = 90, inductor: dict[str, Any] | None = None) -> Callable[..., Any]:
+    """A backend of `torch.compile` that runs what the passes make of a graph for a CUDA device.
+
+    Args:
+        found: takes the graphs.
+        arch, inductor: as in `run`.
+    """
+    from torch._inductor import compile_fx
+
+    inner = functools.partial(_fuse, found, arch, inductor or {})
+    return functools.partial(compile_fx.compile_fx, inner_compile=inner)
 
 
 def differentiate(

@@ -6,17 +6,21 @@ must be left alone, with a reason. Issues of pytorch/pytorch where no other proj
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from inductor_fusions import config, testing
+from inductor_fusions import config, reporting, testing
 from tests.attention.support import additive, check, qkv, rand, through_flex, visible
+from tests.caches.machine import Machine
 
 HALF_SLACK = 8.0  # a fused backward reads an output that was rounded
 
@@ -275,3 +279,136 @@ def test_53366_toggles_are_in_the_key() -> None:
     before = passes.FusionPass("pre_grad", fusions.ALL).uuid()
     with config.patch(empty_rows="ignore"):
         assert passes.FusionPass("pre_grad", fusions.ALL).uuid() != before
+
+
+#: An operation of the package, in a module of its own, and a program that calls it: no fusion knows it.
+OPERATION = """
+import torch
+
+@torch.library.custom_op("inductor_fusions::extra", mutates_args={mutates})
+def extra(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    out.copy_(x)
+    return x.to(torch.bfloat16)
+
+@extra.register_fake
+def _(x, out):
+    return torch.empty_like(x, dtype=torch.{dtype})
+"""
+CALLER = """
+import torch, inductor_fusions, inductor_fusions.fusions.extra
+from torch._dynamo.utils import counters
+
+def call(x):
+    out = torch.zeros_like(x)
+    rounded = torch.ops.inductor_fusions.extra(x, out)
+    return {result}
+
+with torch.no_grad():
+    try:
+        print(torch.compile(call)(torch.full((8,), 3.0)).tolist()[:2], end=" ")
+    except Exception as error:
+        print(type(error).__name__, end=" ")
+hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+print("hit" if hits else "miss")
+"""
+
+
+#: What is read of it, and the declarations (what it overwrites, what it gives) that were wrong and are right.
+MENDED = {
+    "187319 schema": ("out + 1", ("()", "bfloat16"), ("('out',)", "bfloat16")),
+    "160472 fake": ("rounded + 1", ("('out',)", "float16"), ("('out',)", "bfloat16")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MENDED)
+def test_an_operation_that_was_mended(name: str, tmp_path: Path) -> None:
+    """What an operation of the package says that it overwrites, or gives, is in the key of the caches."""
+    result, wrong, right = MENDED[name]
+    expected = "[4.0, 4.0]"
+    machine = Machine(tmp_path)
+    source = machine.root / "inductor_fusions" / "fusions" / "extra.py"
+
+    def found(version: tuple[str, str]) -> str:
+        source.write_text(OPERATION.format(mutates=version[0], dtype=version[1]))
+        running = machine.start(CALLER.format(result=result))
+        out, errors = running.communicate(timeout=300)
+        assert running.returncode == 0, errors
+        return out.strip()
+
+    assert not found(wrong).startswith(expected)
+    assert found(right) == f"{expected} miss"
+    assert found(right) == f"{expected} hit"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target_rank", [None, 16], ids=["one rank", "several ranks"])
+def test_diffusers_9279_another_adapter(target_rank: int | None, tmp_path: Path) -> None:
+    """Adapters that are swapped as PEFT does it need no new code, and stay fused, also where ranks differ."""
+    hotswap = pytest.importorskip("peft.utils.hotswap")
+    pytest.importorskip("transformers")
+    from tests.block_mm.support import Run, as_on_a_gpu
+    from tests.lora.test_peft import Adapted, ids
+
+    targets, x = ["q_proj", "v_proj"], ids("Llama")
+    # Another rank or scale is other code, unless PEFT has padded the ranks and made tensors of the scales.
+    saved = {"first": (4, 16), "second": (8, 4)} if target_rank else {"first": (8, 16), "second": (8, 16)}
+    for name, (rank, alpha) in saved.items():
+        Adapted("Llama", targets, r=rank, lora_alpha=alpha).model.save_pretrained(str(tmp_path / name))
+    model, seen = Adapted("Llama", targets), Run()
+    if target_rank:
+        peft_config = model.model.peft_config
+        hotswap.prepare_model_for_compiled_hotswap(model.model, target_rank=target_rank, config=peft_config)
+    compiled = torch.compile(model, backend=as_on_a_gpu(seen), fullgraph=True)
+    found = []
+    with config.patch(policy="always", strict=True), reporting.isolated() as sites, torch.no_grad():
+        for name in ("", "first", "second"):
+            if name:
+                where = str(tmp_path / name)
+                hotswap.hotswap_adapter(model.model, where, adapter_name="default", torch_device="cpu")
+            found.append(compiled(x))
+            exact = copy.deepcopy(model).double()(x)
+            assert float((found[-1].double() - exact).norm() / exact.norm()) < 1e-2
+    assert len(seen.graphs) == 1
+    assert sum(site.fusion == "lora" and site.verdict == "fused" for site in sites) == 2
+    assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
+
+
+@pytest.mark.slow
+def test_peft_1199_compiled_adapters() -> None:
+    """A model with two adapters is one graph, and has fewer products than it is written with."""
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    from inductor_fusions.fusions.lora.op import NARROW_MM
+    from tests.block_mm.support import Run, as_on_a_gpu
+    from tests.lora.test_peft import Adapted, ids
+
+    model, x = Adapted("Llama"), ids("Llama")
+    other = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+    model.model.add_adapter("other", other)
+    counts = {}
+    for enabled in (False, True):
+        seen = Run()
+        torch._dynamo.reset()
+        with config.patch(policy="always", enabled=enabled, lora=enabled, qkv=enabled, gated_mlp=enabled):
+            compiled = torch.compile(model, backend=as_on_a_gpu(seen), fullgraph=True)
+            with torch.no_grad():
+                found = compiled(x)
+        (graph,) = seen.graphs
+        narrow = sum(node.target is NARROW_MM for node in graph.nodes)
+        counts[enabled] = seen.products() + len(seen.calls()) + narrow
+        exact = copy.deepcopy(model).double()(x)
+        assert float((found.double() - exact).norm() / exact.norm()) < 1e-2
+    # Two layers of seven linears: each is three products, and one without an adapter.
+    assert counts[False] == 2 * 7 * 3
+    assert counts[True] <= 2 * 8
+
+
+def test_peft_1199_is_measured() -> None:
+    """No model with adapters is slower than stock where it was measured."""
+    results = Path(__file__).resolve().parents[2] / "bench" / "results"
+    rows = [
+        row for path in results.glob("lora_models_*.json") for row in json.loads(path.read_text())["rows"]
+    ]
+    times = {row["name"]: row["median_ms"] for row in rows if {"stock", "fused"} <= row["median_ms"].keys()}
+    assert times and not [name for name, t in times.items() if t["fused"] > 1.02 * t["stock"]]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import assume, reject
 
-from inductor_fusions import testing
-from inductor_fusions.runs import Exact, cast, run
+from inductor_fusions import config, testing
+from inductor_fusions.runs import Exact, cast, copied, run
+from inductor_fusions.sites import Site
 from tests.attention.support import flex_everywhere
 from tests.fuzz.programs import Program
 
@@ -20,21 +24,46 @@ SLACK = 64.0
 SAMPLES = 6
 
 
+@dataclass(frozen=True)
+class Judged:
+    """A program that was judged right.
+
+    Attributes:
+        sites: what the fusions made of it.
+        code: whether Inductor's code for the CPU ran, not the graphs alone.
+        stock_wrong: what is wrong, where it is so without the fusions as well.
+    """
+
+    sites: Sequence[Site]
+    code: bool = False
+    stock_wrong: str = ""
+
+    @property
+    def fused(self) -> list[str]:
+        """The fusion of each fused site."""
+        return [site.fusion for site in self.sites if site.verdict == "fused"]
+
+
 def runs(program: Program) -> list[torch.Tensor] | None:
     """The inputs, if the program runs eagerly and gives numbers, forward and backward."""
     try:
         leaves = program.tensors()
         outputs = program.function()(*(x.clone() for x in leaves))
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        sum(x.double().sum() for x in outputs).backward()
+        if any(x.requires_grad for x in leaves):
+            sum(x.double().sum() for x in outputs).backward()
     except (RuntimeError, IndexError):
         return None
     values = [*outputs, *(x.grad for x in leaves if x.grad is not None)]
     return program.tensors() if all(bool(x.isfinite().all()) for x in values) else None
 
 
-def judge(program: Program) -> None:
+def judge(program: Program, code: bool = False) -> Judged:
     """The program compiled with the fusions is about as exact as without: outputs and gradients.
+
+    Args:
+        program: an attention, or nearly one.
+        code: judge the code that Inductor makes of it for the CPU, not the graphs alone.
 
     Raises:
         AssertionError: it is not, or a fusion raised.
@@ -42,37 +71,89 @@ def judge(program: Program) -> None:
     inputs = runs(program)
     assume(inputs is not None)
     assert inputs is not None
+    function = program.function()
+    if code:
+
+        def right(ours: testing.Capture) -> bool:
+            found = [*ours.tensors, *ours.grads.values()]
+            return is_rounding(function, inputs, found, len(ours.tensors), ours.cotangents, SLACK)
+
+        return _judge_code(program, function, inputs, right, train=True)
     with flex_everywhere(program.kernel):
         try:
-            testing.check(
-                program.function(), inputs, fused=None, slack=SLACK, backend=testing.EAGER_AFTER_PASSES
+            seen = testing.check(
+                function, inputs, fused=None, slack=SLACK, backend=testing.EAGER_AFTER_PASSES
             )
+            return Judged(seen.sites)
         except AssertionError:
-            function = program.function()
             ours = testing.capture(function, *inputs, train=True, backend=testing.EAGER_AFTER_PASSES)
             failed = [site for site in ours.sites if site.verdict == "failed"]
             found = [*ours.tensors, *ours.grads.values()]
             if failed or not is_rounding(function, inputs, found, len(ours.tensors), ours.cotangents, SLACK):
                 raise
+            return Judged(ours.sites)
 
 
-def judge_products(program: Program) -> None:
+def _judge_code(
+    program: Program,
+    function: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    right: Callable[[testing.Capture], bool],
+    train: bool,
+) -> Judged:
+    """What Inductor's code computes is right; or wrong in the same way without the fusions.
+
+    Raises:
+        AssertionError: it is wrong with the fusions alone, or one raised.
+    """
+
+    def compiled(enabled: bool) -> tuple[Sequence[Site], str]:
+        with config.patch(attention_kernel=program.kernel, enabled=enabled):
+            try:
+                found = testing.capture(function, *inputs, train=train)
+            except Exception as error:
+                return (), f"{type(error).__name__}: {error}"
+        return found.sites, "" if right(found) else "wrong values"
+
+    sites, wrong = compiled(True)
+    failed = [site for site in sites if site.verdict == "failed"]
+    assert not failed, failed
+    if wrong:
+        _, without = compiled(False)
+        assert without.partition(":")[0] == wrong.partition(":")[0], f"{wrong}, stock: {without}, {sites}"
+    return Judged(sites, True, wrong)
+
+
+def judge_products(program: Program) -> Judged:
     """The program with the fusions of linears, on what seems to be a GPU, is about as exact as in eager mode.
 
     Raises:
         AssertionError: it is not, or a fusion raised.
     """
-    from tests.block_mm import support
-
     inputs = runs(program)
     assume(inputs is not None)
     assert inputs is not None
-    function = program.function()
-    fused = support.run(function, inputs, train=True)
+    return Judged(check_products(program.function(), inputs))
+
+
+def check_products(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Sequence[Site]:
+    """`judge_products` of any function: in training, or in inference where no input requires a gradient.
+
+    Inputs that it overwrites stay as they are.
+    """
+    from bench.ledger import ON_A_GPU
+    from tests.block_mm import support
+
+    train = any(x.requires_grad for x in inputs)
+    with contextlib.ExitStack() as stack:
+        for check in ON_A_GPU:
+            stack.enter_context(mock.patch(f"inductor_fusions.{check}", lambda *_: None))
+        fused = support.run(function, copied(tuple(inputs), train), train=train)
     found = [*fused.outputs, *fused.grads]
     cotangents = support.cotangents(fused.outputs)
     outputs = len(fused.outputs)
     assert is_rounding(function, inputs, found, outputs, cotangents, 2.0), f"wrong: {fused.sites}"
+    return fused.sites
 
 
 def is_rounding(
@@ -143,9 +224,14 @@ def _distance(x: torch.Tensor | None, z: torch.Tensor | None) -> float:
     return float((x.detach().double() - z.detach()).norm())
 
 
-def judge_mask(program: Program, mask: Program) -> None:
+def judge_mask(program: Program, mask: Program, code: bool = False) -> Judged:
     """A mask is dropped only where evaluating it, for all samples, queries and keys, agrees; and rows that
     see a key have their value.
+
+    Args:
+        program: calls attention with a mask.
+        mask: gives the mask alone.
+        code: judge the values of the code that Inductor makes of it for the CPU, not of the graphs.
 
     Raises:
         AssertionError: it was dropped and is not what was said of it, or values differ.
@@ -159,6 +245,14 @@ def judge_mask(program: Program, mask: Program) -> None:
         reject()
     batch, heads, q, k = *expected.shape[:-1], inputs[1].shape[2]
     seen = torch.broadcast_to(seen, (batch, heads, q, k))
+    visible = seen.any(-1)
+    if code:
+
+        def right(ours: testing.Capture) -> bool:
+            (found,) = ours.tensors
+            return torch.allclose(found[visible], expected[visible], rtol=1e-4, atol=1e-5)
+
+        return _judge_code(program, program.function(), inputs, right, train=False)
     with flex_everywhere(program.kernel):
         run = testing.capture(program.function(), *inputs, backend=testing.EAGER_AFTER_PASSES)
     failed = [site for site in run.sites if site.verdict == "failed"]
@@ -168,5 +262,5 @@ def judge_mask(program: Program, mask: Program) -> None:
             assert torch.equal(seen, torch.ones_like(seen).tril()), "taken for causal"
         elif call.kwargs.get("attn_mask") is None and len(call.args) < 4:
             assert bool(seen.all()), "taken for all visible"
-    visible = seen.any(-1)
     torch.testing.assert_close(run.outputs[visible], expected[visible], rtol=1e-4, atol=1e-5)
+    return Judged(run.sites)

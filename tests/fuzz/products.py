@@ -27,11 +27,12 @@ class ProductWriter:
         self.width = w.pick(32, 64)
         self.equal = w.maybe()  # outputs of one width
         self.out = w.pick(16, 32, 64)
+        self.leaf = w.pick("leaf", "leaf", "rand")  # nothing is trained: some fusions are for inference alone
         self.returned: list[str] = []
 
     def program(self) -> Program:
         w = self.w
-        w.line(f"x = {w.input('leaf16', *self.lead, self.width)}")
+        w.line(f"x = {w.input(f'{self.leaf}16', *self.lead, self.width)}")
         outputs = []
         for index in range(w.pick(1, 2, 2, 3)):
             outputs.append(f"y{index}")
@@ -62,9 +63,9 @@ class ProductWriter:
     def linear(self, name: str) -> None:
         w = self.w
         out = self.out if self.equal else w.pick(16, 32, 48)
-        kind = "rand16" if self.adapters and w.maybe() else "leaf16"
+        kind = "rand16" if self.adapters and w.maybe() else f"{self.leaf}16"
         x, weight = self.source(), self.weight(out, self.width, kind)
-        bias = w.input("leaf16", out)
+        bias = w.input(f"{self.leaf}16", out)
         forms = [
             f"F.linear({x}, {weight})",
             f"F.linear({x}, {weight})",
@@ -82,7 +83,7 @@ class ProductWriter:
     def adapter(self, name: str, out: int) -> None:
         w = self.w
         rank, wide = w.pick(4, 8, 16), w.pick(True, False)
-        kind = "leaf" if wide else "leaf16"
+        kind = self.leaf if wide else f"{self.leaf}16"
         down, up = self.weight(rank, self.width, kind), self.weight(out, rank, kind)
         x = w.pick("x", "x", "x", "x", "(x * 0.5)", "F.dropout(x, 0.1, training=False)")
         x = f"{x}.{w.pick('float()', 'to(torch.float32)')}" if wide else x
@@ -111,7 +112,7 @@ class ProductWriter:
         act = w.pick(*ACTIVATIONS)
         kinds = ["returned", "returned", "tail", "residual", "used twice", "in place", "scaled"]
         if self.equal:
-            kinds += ["gated", "gated", "sum", "difference", "gated and down"]
+            kinds += [*["gated"] * 4, "sum", "difference", "gated and down"]
         kind = w.pick(*kinds)
         first = outputs[0]
         rest = outputs[1:]
@@ -120,14 +121,14 @@ class ProductWriter:
             if kind == "gated":
                 return gated
             w.line(f"z = {gated}")
-            return f"F.linear(z, {self.weight(32, self.out, 'leaf16')})"
+            return f"F.linear(z, {self.weight(32, self.out, f'{self.leaf}16')})"
         if kind in ("sum", "difference"):
             return (" + " if kind == "sum" else " - ").join(outputs)
         self.returned += rest
         if kind == "tail":
             return act.format(f"({first} * 0.3 + 1)")
         if kind == "residual":
-            w.line(f"r = {w.input('leaf16', *self.lead, 1)}")
+            w.line(f"r = {w.input(f'{self.leaf}16', *self.lead, 1)}")
             return w.pick(f"{first} + r", f"r - {first}", act.format(f"({first} + r)"))
         if kind == "used twice":
             self.returned.append(f"{first}.sum(-1)")
@@ -137,7 +138,7 @@ class ProductWriter:
             w.line(f"{first}.{w.pick('mul_(2.0)', 'add_(1.0)', 'neg_()')}")
             return first
         if kind == "scaled":
-            return f"{first} * {w.input('leaf16', 1)}"
+            return f"{first} * {w.input(f'{self.leaf}16', 1)}"
         return first
 
 

@@ -59,17 +59,35 @@ class Program:
         names = ", ".join(i.name for i in self.inputs)
         return "\n    ".join([f"def program({names}):", *self.lines, f"return {self.result}"]) + "\n"
 
-    def script(self) -> str:
-        """A script that runs the program with the fusions and compares it with float64."""
+    def script(self, how: str = "graphs") -> str:
+        """A script that runs the program with the fusions and compares it with float64.
+
+        Args:
+            how: it was judged: "graphs", run as they are after the passes; "code", what Inductor makes of
+                them for the CPU; "products", graphs on what seems to be a GPU.
+        """
         made = "\n".join(
             f"    Input({i.name!r}, {i.kind!r}, {i.shape!r}).make({n})," for n, i in enumerate(self.inputs)
         )
+        imports, check = {
+            "graphs": (
+                "from inductor_fusions import testing\nfrom tests.attention.support import flex_everywhere\n",
+                f"with flex_everywhere({self.kernel!r}):\n    testing.check(\n        program, inputs, "
+                "fused=None, slack=64.0, backend=testing.EAGER_AFTER_PASSES\n    )\n",
+            ),
+            "code": (
+                "from inductor_fusions import config, testing\n",
+                f"with config.patch(attention_kernel={self.kernel!r}):\n"
+                "    testing.assert_close_to_eager(program, inputs, slack=64.0)\n",
+            ),
+            "products": (
+                "from tests.block_mm import support\n",
+                "support.check(program, inputs, train=True)\n",
+            ),
+        }[how]
         return (
-            "import torch\nimport torch.nn.functional as F\n\nfrom inductor_fusions import testing\n"
-            "from tests.attention.support import flex_everywhere\nfrom tests.fuzz.programs import Input\n\n\n"
-            f"{self.source}\n\ninputs = [\n{made}\n]\nwith flex_everywhere({self.kernel!r}):\n"
-            "    testing.check(\n        program, inputs, fused=None, slack=64.0, "
-            "backend=testing.EAGER_AFTER_PASSES\n    )\n"
+            f"import torch\nimport torch.nn.functional as F\n\n{imports}"
+            f"from tests.fuzz.programs import Input\n\n\n{self.source}\n\ninputs = [\n{made}\n]\n{check}"
         )
 
     def function(self) -> Callable[..., Any]:

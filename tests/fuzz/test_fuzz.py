@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 
+from bench.common import Results
+from inductor_fusions import config, testing
+from inductor_fusions.sites import Site
 from tests.fuzz import products, programs
-from tests.fuzz.__main__ import fuzz, written
-from tests.fuzz.judge import is_rounding, judge, judge_mask, judge_products
+from tests.fuzz.__main__ import fuzz, provenance, written
+from tests.fuzz.judge import Judged, is_rounding, judge, judge_mask, judge_products
 
 quick = settings(max_examples=80, suppress_health_check=list(HealthCheck), print_blob=False)
 
@@ -61,20 +67,124 @@ def test_a_wrong_gradient_is_no_rounding() -> None:
 def test_a_failure_is_found_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that is judged wrong ends minimised in a file, as a script that runs."""
 
-    def wrong(program: programs.Program) -> None:
+    def wrong(program: programs.Program, code: bool) -> Judged:
         assert "masked_fill" not in program.source
+        return Judged([], code)
 
     monkeypatch.setattr("tests.fuzz.__main__.judge", wrong)
     report = tmp_path / "failures.py"
     failures = fuzz(examples=200, seed=3, kinds=["attentions"], out=report, batch=200)
     assert failures == 1
     text = report.read_text()
-    assert "masked_fill" in text and "seed 3" in text
+    assert "masked_fill" in text and "attentions 3" in text
     compile(text, str(report), "exec")
+
+
+def report_of(path: Path, **settings: object) -> Results:
+    return Results(path, provenance(**settings), lambda row: str(row["key"]))
+
+
+def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what was judged, batch by batch; a run that was stopped goes on where it was."""
+    seen: list[bool] = []
+
+    def right(program: programs.Program, code: bool) -> Judged:
+        seen.append(code)
+        if len(seen) == stops:
+            raise KeyboardInterrupt
+        assume(len(program.lines) > 8)
+        site = Site("attention", "fused" if len(seen) % 2 else "rejected", "why")
+        return Judged([site, site], code, "wrong" if code else "")
+
+    monkeypatch.setattr("tests.fuzz.__main__.judge", right)
+    path, out = tmp_path / "report.json", tmp_path / "failures.py"
+    run = partial(fuzz, 60, 3, ["attentions"], out, batch=20, share=0.3)
+    stops = 45
+    with pytest.raises(KeyboardInterrupt):
+        run(report=report_of(path, seed=3))
+    kept = json.loads(path.read_text())["rows"]
+    assert 0 < len(kept) < 3
+    stops, before = -1, len(seen)
+    assert run(report=report_of(path, seed=3)) == 0
+    data = json.loads(path.read_text())
+    assert data["rows"][: len(kept)] == kept and len(data["rows"]) == 3
+    assert data["settings"] == {"seed": 3} and data["torch"] == torch.__version__
+    for row in data["rows"]:
+        assert row["judged"] >= row["fused"] > 0 and row["sites"] == {"attention": 2 * row["fused"]}
+        assert 0 < row["code"] == row["stock_wrong"] < row["judged"]
+    new = data["rows"][len(kept) :]
+    assert sum(row["judged"] + row["rejected"] for row in new) == len(seen) - before
+    assert sum(row["rejected"] for row in data["rows"]) > 0
+    with pytest.raises(SystemExit, match="settings"):  # other programs
+        report_of(path, seed=4)
+
+
+def test_report_of_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure in the code is made smaller as code; what was tried meanwhile is not counted."""
+    first: list[int] = []
+
+    def wrong(program: programs.Program, code: bool) -> Judged:
+        if code:
+            first.append(len(first))
+            raise AssertionError("wrong code")
+        return Judged([])
+
+    monkeypatch.setattr("tests.fuzz.__main__.judge", wrong)
+    path, out = tmp_path / "report.json", tmp_path / "failures.py"
+    assert fuzz(40, 3, ["attentions"], out, 40, 0.2, report_of(path, seed=3)) == 1
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["failures"] == row["code"] == 1 < row["judged"] < 40 and len(first) > 1
+    assert "its code" in out.read_text() and "assert_close_to_eager" in out.read_text()
+    assert fuzz(40, 3, ["attentions"], out, 40, 0.2, report_of(path, seed=3)) == 1  # it is still there
+
+
+@pytest.mark.slow
+def test_processes(tmp_path: Path) -> None:
+    """Two processes judge what one does."""
+    found = []
+    for jobs in (1, 2):
+        path = tmp_path / f"{jobs}.json"
+        kinds = ["attentions", "masks"]
+        assert fuzz(6, 5, kinds, tmp_path / "failures.py", 3, 0.0, report_of(path), jobs) == 0
+        rows = json.loads(path.read_text())["rows"]
+        found.append({row["key"]: (row["judged"], row["fused"], row["sites"]) for row in rows})
+    assert found[0] == found[1] and len(found[0]) == 4
+
+
+@pytest.mark.slow
+def test_code() -> None:
+    """What Inductor makes of an attention and of a mask is judged, not the graphs alone."""
+    inputs = tuple(programs.Input(f"x{i}", "leaf", (2, 2, 4, 4)) for i in range(3))
+    attention = programs.Program(inputs, ("scores = x0 @ x1.mT",), "scores.softmax(-1) @ x2")
+    seen = judge(attention, code=True)
+    assert seen.code and seen.fused == ["attention"] and not seen.stock_wrong
+    lines = ("mask = torch.arange(4)[:, None] >= torch.arange(4)",)
+    call = programs.Program(inputs, lines, "F.scaled_dot_product_attention(x0, x1, x2, attn_mask=mask)")
+    seen = judge_mask(call, programs.Program(inputs, lines, "mask"), code=True)
+    assert seen.code and seen.fused == ["attention"]
+
+
+def test_wrong_code_is_told_from_wrong_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that is wrong fails; where it is so without the fusions, it is not theirs."""
+    program = programs.Program((programs.Input("x0", "leaf", (2, 2, 4, 4)),), ("y = x0 * 2",), "y")
+    capture = testing.capture
+
+    def fake(fn: Any, *args: Any, **options: Any) -> Any:
+        found = capture(fn, *args, **{**options, "backend": testing.EAGER_AFTER_PASSES})
+        if config.enabled or both:
+            found.outputs.mul_(1.01)
+        return found
+
+    monkeypatch.setattr(testing, "capture", fake)
+    both = True
+    assert judge(program, code=True).stock_wrong == "wrong values"
+    both = False
+    with pytest.raises(AssertionError, match="wrong values"):
+        judge(program, code=True)
 
 
 def test_script_runs() -> None:
     program = programs.Program(
         (programs.Input("x0", "leaf", (2, 2, 4, 4)),), ("scores = x0 @ x0.mT",), "scores.softmax(-1) @ x0"
     )
-    exec(compile(written(program, "seed 0", AssertionError("why")), "script", "exec"), {})
+    exec(compile(written("attentions", program, "seed 0", AssertionError("why")), "script", "exec"), {})

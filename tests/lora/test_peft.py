@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections import Counter
 from typing import Any
 
@@ -19,7 +18,7 @@ import transformers
 
 from inductor_fusions import tables
 from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
-from tests.block_mm.support import Run, check, run
+from tests.block_mm.support import Run, as_on_a_gpu, check, run
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
@@ -224,16 +223,13 @@ def test_dropout() -> None:
 def test_new_weights_are_seen() -> None:
     """Nothing is folded into the code: an optimizer step and swapped weights need no new one."""
     import torch._dynamo
-    from torch._inductor import compile_fx
 
     from inductor_fusions import config
-    from tests.block_mm.support import _fuse
 
     found = Run()
-    backend = functools.partial(compile_fx.compile_fx, inner_compile=functools.partial(_fuse, found, 90, {}))
     model, x = Adapted("Llama", ["q_proj", "v_proj"]), ids("Llama")
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend=backend)
+    compiled = torch.compile(model, backend=as_on_a_gpu(found))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     previous = None
     with config.patch(policy="always", strict=True):

@@ -364,6 +364,8 @@ def takes(problem: Problem) -> str:
         return f"flex attention does not take {problem.dtype}"
     if not isinstance(problem.first_scale, (int, float)):
         return "flex attention takes a scale that is a number"
+    if problem.train and _learns(problem) and torch.are_deterministic_algorithms_enabled():
+        return "flex attention's gradient of a bias is not deterministic"  # it is added up atomically
     if problem.train and _learns(problem) and not _is_static(problem):
         return "Inductor does not lower flex attention's gradient of a bias where sizes are symbolic"
     return ""

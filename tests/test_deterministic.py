@@ -1,0 +1,155 @@
+"""torch.use_deterministic_algorithms(True): a kernel that is not deterministic is not used, the others are.
+
+Decisions are made as on a GPU. What runs there is written without one, and must hold no atomic addition: the
+only thing in Triton code whose result depends on the order in which blocks run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+import inductor_fusions
+from bench import cuda_codegen
+from bench.ledger import ON_A_GPU
+from inductor_fusions import config, reporting, testing
+from tests.attention.support import flex_everywhere, qkv, rand
+from tests.counterexamples.test_product_mutants import PRODUCTS
+
+PACKAGE = Path(inductor_fusions.__file__).parent
+ATOMIC = re.compile(r"\batomic_\w+\(")
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def on_a_gpu(kernel: str = "auto") -> Iterator[list[reporting.Site]]:
+    """Every fusion decides as on a GPU; gives what is reported."""
+    with contextlib.ExitStack() as stack:
+        for check in ON_A_GPU:
+            stack.enter_context(mock.patch(f"inductor_fusions.{check}", lambda *_: None))
+        stack.enter_context(flex_everywhere(kernel))
+        stack.enter_context(config.patch(policy="always", strict=True))
+        yield stack.enter_context(reporting.isolated())
+
+
+def fused(sites: list[reporting.Site]) -> set[str]:
+    return {site.fusion for site in sites if site.verdict == "fused"}
+
+
+def adds_atomically(code: cuda_codegen.Generated) -> bool:
+    return any(ATOMIC.search(kernel.source) for kernel in code.kernels)
+
+
+@pytest.mark.parametrize("name", ["shared", "gated", "epilogue", "in_float32"])
+def test_linears(name: str) -> None:
+    """Block GEMMs and narrow products are used: each output is summed by one block of threads."""
+    function, inputs, fusion = PRODUCTS[name]
+    values = inputs()
+    with on_a_gpu() as sites:
+        code = cuda_codegen.generate(function, values, train=any(x.requires_grad for x in values))
+    assert fusion in fused(sites)
+    assert any(kernel.is_template for kernel in code.kernels)
+    assert not adds_atomically(code)
+
+
+def outer_product_linear(u: Any, v: Any, w: Any) -> Any:
+    return F.linear((u[:, :, None] * v[:, None, :]).flatten(1), w)
+
+
+def dot_interaction(t: Any) -> Any:
+    first = torch.tensor([i for i in range(5) for j in range(i)])
+    second = torch.tensor([j for i in range(5) for j in range(i)])
+    return torch.bmm(t, t.transpose(1, 2))[:, first, second]
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [(outer_product_linear, [(6, 5), (6, 7), (9, 35)]), (dot_interaction, [(6, 5, 8)])],
+    ids=["outer_product_linear", "dot_interaction"],
+)
+def test_interactions(function: Any, shapes: list[tuple[int, ...]]) -> None:
+    """Used; and twice the same, gradients among it."""
+    inputs = [rand(*shape) for shape in shapes]
+    with on_a_gpu():
+        first, second = (
+            testing.capture(function, *inputs, train=True, backend=testing.EAGER_AFTER_PASSES)
+            for _ in range(2)
+        )
+    assert [site.fusion for site in first.fused] == [function.__name__]
+    assert torch.equal(first.outputs, second.outputs)
+    for name, grad in first.grads.items():
+        assert grad is not None and torch.equal(grad, second.grads[name])  # type: ignore[arg-type]
+
+
+def test_no_kernel_of_ours_adds_atomically() -> None:
+    """One that did would have to ask whether it may."""
+    sources = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".jinja")]
+    assert any("template" in path.name for path in sources)
+    found = [path.name for path in sources if ATOMIC.search(path.read_text())]
+    assert not found
+
+
+def softcap(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    scores = torch.tanh((q @ k.mT * 0.1 + bias) / 5.0) * 5.0
+    return torch.softmax(scores, -1) @ v
+
+
+def flex_inputs(bias: bool) -> list[torch.Tensor]:
+    """q, k, v, and a bias that takes a gradient, or none."""
+    return [*qkv(64, 64, batch=1, heads=2, dim=16), rand(2, 64, 64, grad=bias)]
+
+
+def test_flex_attention() -> None:
+    """Its gradients of q, k and v are deterministic."""
+    with on_a_gpu() as sites:
+        code = cuda_codegen.generate(softcap, flex_inputs(bias=False), train=True, run_backward=False)
+    assert fused(sites) == {"attention"}
+    templates = [kernel for kernel in code.kernels if kernel.is_template]
+    assert len(code.modules) == 2 and len(templates) >= 2
+    assert not adds_atomically(code)
+
+
+def test_flex_attention_with_a_gradient_of_its_bias() -> None:
+    """That one is added up atomically, in no order."""
+    torch.use_deterministic_algorithms(False)
+    with on_a_gpu() as sites:
+        code = cuda_codegen.generate(softcap, flex_inputs(bias=True), train=True, run_backward=False)
+    assert fused(sites) == {"attention"}
+    assert adds_atomically(code)
+
+    torch.use_deterministic_algorithms(True)
+    with on_a_gpu("flex") as sites:
+        code = cuda_codegen.generate(softcap, flex_inputs(bias=True), train=True, run_backward=False)
+    assert not fused(sites) and "not deterministic" in sites[0].reason
+    assert not adds_atomically(code)
+    with on_a_gpu(), torch.no_grad():  # there is no gradient to add up
+        inputs = flex_inputs(bias=True)
+        run = testing.capture(softcap, *inputs, backend=testing.EAGER_AFTER_PASSES)
+    assert [site.kernel.split(",")[0] for site in run.fused] == ["flex"]
+
+
+def test_a_bias_without_flex_attention() -> None:
+    """A bias that takes a gradient, and no function of the scores: another kernel takes it."""
+
+    def biased(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return torch.softmax(q @ k.mT * 0.1 + bias, -1) @ v
+
+    with on_a_gpu("flex"):
+        run = testing.capture(biased, *flex_inputs(bias=True), train=True, backend=testing.EAGER_AFTER_PASSES)
+    assert all(not site.kernel.startswith("flex") for site in run.sites)

@@ -38,6 +38,8 @@ class Case:
         same: whether all weights are one matrix in memory, as different tensors.
         turned: whether weights lie in memory in the opposite order.
         wide: the outputs that are float32, as in the operation.
+        heights: M of each group, if each has inputs of its own.
+        last: the layout of the last weight, if it is another one.
         layout: of the operands: "nt" (as linears have them), "nn", "tn" (as gradients of weights) or "tt".
         bias: "", "row" or "whole".
         activations: of each group.
@@ -59,6 +61,8 @@ class Case:
     turned: bool = False
     same: bool = False
     wide: str = ""
+    heights: tuple[int, ...] = ()
+    last: str = ""
 
 
 CASES: dict[str, Case] = {}
@@ -143,6 +147,13 @@ CASES["persistent in two parts"] = replace(
 CASES["persistent in four parts with a tail"] = replace(
     CASES["persistent tail"], config=replace(PERSISTENT, block_n=64, subtiles=4), columns=(104,)
 )
+for name in ("qkv bias", "adapters", "chain", "in two parts"):
+    base = CASES[f"persistent {name}"]
+    CASES[f"persistent {name}, inputs of their own"] = replace(base, heights=(37, 100, 1))
+    CASES[f"persistent {name}, layouts of their own"] = replace(base, last="n")
+CASES["persistent with activations"] = replace(
+    CASES["persistent qkv bias"], activations=("relu", "gelu", "gelu_tanh")
+)
 CASES["more tiles than multiprocessors"] = replace(
     CASES["persistent qkv"],
     rows=333,
@@ -162,9 +173,10 @@ def operands(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor], list[t
 
     left = [matrix(case.rows, k, case.layout[0]) for k in case.inner]
     a, b = [], []
-    for n in case.columns:
-        a += left
-        b += [matrix(k, n, case.layout[1]) for k in case.inner]
+    for g, n in enumerate(case.columns):
+        a += [matrix(case.heights[g], k, case.layout[0]) for k in case.inner] if case.heights else left
+        layout = case.last if case.last and g == len(case.columns) - 1 else case.layout[1]
+        b += [matrix(k, n, layout) for k in case.inner]
     if case.same:
         b = [b[0].view_as(right) for right in b]
     if case.turned:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from inductor_fusions.fusions.block_mm import template
+from inductor_fusions.fusions.block_mm.op import ACTIVATIONS
 from tests.block_mm.interpreted import CASES
 from tests.support.interpreter import errors_of
 
@@ -22,3 +26,27 @@ def test_error(name: str, errors: dict[str, Any]) -> None:
     limit = 1e-6 if "tf32" in name else 5e-4
     assert isinstance(errors[name], float), errors[name]
     assert errors[name] < limit
+
+
+@pytest.mark.parametrize("name", ["relu", "sigmoid", "silu", "gelu", "gelu_tanh", "gelu_rounded"])
+def test_activation(name: str) -> None:
+    """The kernels' activations in float32, element by element: to some eps, and for results that are
+    rounded to bfloat16 to a thousandth of what the rounding of 1 loses."""
+    text = template.environment(template.FOLDER).get_template("activations.py.jinja").render()
+    functions: dict[str, Any] = {
+        "tl": SimpleNamespace(exp=torch.exp, exp2=torch.exp2, erf=torch.erf, maximum=_maximum),
+        "triton": SimpleNamespace(jit=lambda function: function),
+    }
+    exec(text, functions)
+    x = torch.linspace(-12, 12, 1_000_001, dtype=torch.float64)
+    found = functions[name](x.float())
+    exact = ACTIVATIONS[name.removesuffix("_rounded")](x)
+    allowed = 4e-6 if name == "gelu_rounded" else 5e-7
+    assert bool(((found - exact).abs() <= allowed + 2 * torch.finfo(torch.float32).eps * x.abs()).all())
+    ends = torch.tensor([float("inf"), -3e38, 3e38, float("nan")])
+    limits = torch.tensor([1.0, 0.0, 1.0, float("nan")]) if name == "sigmoid" else ends.clamp_min(0.0)
+    torch.testing.assert_close(functions[name](ends), limits, equal_nan=True)
+
+
+def _maximum(x: torch.Tensor, y: float) -> torch.Tensor:
+    return torch.clamp_min(x, y)

@@ -26,7 +26,7 @@ import copy
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -254,21 +254,20 @@ def check(case: Case, variants: dict[str, Variant], row: Json) -> None:
 # Measuring ---------------------------------------------------------------------------------------------
 
 
-def measure(
-    case: Case, device: str, quick: bool, rounds: int, lock: AbstractContextManager[Any] | None = None
-) -> Json:
-    """Compile, then under the lock check and time, every variant of a case."""
-    variants = make_variants(case, device, quick)
+def measure(case: Case, device: str, quick: bool, rounds: int, lock: FileLock | None = None) -> Json:
+    """Compile beside others that share the lock, then alone check and time, every variant of a case."""
     row: Json = {"failed_variants": {}, "compile_s_of": {}, "error": {}, "correct": None, "peak_gib": {}}
-    for name, variant in list(variants.items()):
-        try:
-            row["compile_s_of"][name] = round(variant.first_step(device), 2)
-        except Exception as error:
-            if is_fatal(error):
-                raise
-            row["failed_variants"][name] = one_line(error, 300)
-            del variants[name]
-        collect(device)
+    with lock.shared() if lock else nullcontext():
+        variants = make_variants(case, device, quick)
+        for name, variant in list(variants.items()):
+            try:
+                row["compile_s_of"][name] = round(variant.first_step(device), 2)
+            except Exception as error:
+                if is_fatal(error):
+                    raise
+                row["failed_variants"][name] = one_line(error, 300)
+                del variants[name]
+            collect(device)
     if "fused" in variants:
         row["sites"] = site_counts(list(variants["fused"].sites))
     with lock or nullcontext():
@@ -334,7 +333,7 @@ def print_table(rows: list[Json]) -> None:
 
 
 def work(task: tuple[Case, str, bool, int], path: Path) -> tuple[Json, bool]:
-    """Measure one case. Other processes compile meanwhile; the device is one's alone when it is timed."""
+    """Measure one case. Other processes compile beside it, and wait while it is timed."""
     case, device, quick, rounds = task
     torch._dynamo.config.recompile_limit = 64
     start = time.monotonic()

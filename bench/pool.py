@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import multiprocessing
 import os
@@ -17,18 +18,37 @@ Worker = Callable[[Any, Path], Answer]
 
 
 class FileLock:
-    """A lock between processes, which the system frees if its holder dies."""
+    """A lock between processes, which the system frees if its holder dies.
+
+    `with lock:` waits until no one else has it. `with lock.shared():` is for work that may go on side by
+    side, but not beside the former; it waits behind those who wait for the lock alone, so that they get it.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "w")  # noqa: SIM115 - it lives as long as the lock
+        # They live as long as the lock.
+        self._file = open(path, "w")  # noqa: SIM115
+        self._gate = open(f"{path}.gate", "w")  # noqa: SIM115
 
     def __enter__(self) -> None:
+        fcntl.flock(self._gate, fcntl.LOCK_EX)
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         fcntl.flock(self._file, fcntl.LOCK_UN)
+        fcntl.flock(self._gate, fcntl.LOCK_UN)
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """Beside others that share it."""
+        fcntl.flock(self._gate, fcntl.LOCK_SH)
+        fcntl.flock(self._file, fcntl.LOCK_SH)
+        fcntl.flock(self._gate, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 def _loop(work: Worker, lock: Path, pipe: Connection) -> None:

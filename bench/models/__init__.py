@@ -14,9 +14,9 @@ rotates:
     fused_autotuned  fused, under the same mode: the fusions' templates compete with stock's own
 
 The last two take minutes to compile: of themselves, only some cases have them (`Case.autotuned`), and
-`--variants` names them for others. With `--jobs` several processes compile, and each runs its first steps on
-the device; the lock that they share covers checks and timing alone. So a case that is autotuned is measured
-after the others, by one process: what Inductor times and chooses by must have the device to itself.
+`--variants` names them for others. With `--jobs` several processes compile side by side, each with first
+steps on the device, and wait while one of them checks and times. What is autotuned is measured after the
+others, by one process: what Inductor times while it compiles, and chooses by, must have the device to itself.
 
 Times are those of the wall clock and, on a GPU, also of the device alone, with the launches queued
 beforehand: models of many short kernels wait for the host.

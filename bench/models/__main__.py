@@ -62,7 +62,7 @@ def read_options() -> argparse.Namespace:
         help=f"of {','.join(MARKERS)}; by default the first four, and all in some cases",
     )
     add("--rounds", type=int, default=24, help="interleaved blocks of each variant")
-    add("--jobs", type=int, default=1, help="processes: one has the device, others compile")
+    add("--jobs", type=int, default=1, help="processes that compile side by side; one at a time is timed")
     add("--quick", action="store_true", help="2 layers, tiny inputs: to try the script")
     add("--again", action="store_true", help="measure and replace cases that the file has too")
     add("--list", action="store_true", help="name the cases and stop")

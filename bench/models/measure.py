@@ -8,7 +8,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -97,17 +96,27 @@ def measure(
     settings: Settings,
     fused_first: bool,
     say: Callable[[str], None],
-    lock: AbstractContextManager[Any] | None = None,
+    lock: FileLock | None = None,
 ) -> Json:
-    """Compile, then under the lock check and time, every variant of a case."""
+    """Compile, then check and time, every variant of a case.
+
+    Args:
+        case: what to measure.
+        settings: how.
+        fused_first: whether fused is compiled before stock.
+        say: told what is going on.
+        lock: shared while this compiles and takes first steps, and held alone from then on: while one process
+            times, the others neither use the device nor keep the host busy.
+    """
     device, quick = settings.device, settings.quick
-    say("building")
-    model = build(case, case.attn, device, quick)
-    values = model_config(case, quick)[1]
-    inputs = make_inputs(case, values, device)
-    wanted = wanted_variants(case, settings.variants)
-    variants = make_variants(case, model, inputs, wanted, device, quick)
-    failed, firsts = compile_variants(variants, settings.compiles, fused_first, device, say)
+    with lock.shared() if lock else contextlib.nullcontext():
+        say("building")
+        model = build(case, case.attn, device, quick)
+        values = model_config(case, quick)[1]
+        inputs = make_inputs(case, values, device)
+        wanted = wanted_variants(case, settings.variants)
+        variants = make_variants(case, model, inputs, wanted, device, quick)
+        failed, firsts = compile_variants(variants, settings.compiles, fused_first, device, say)
     row: Json = {"failed": failed}
     fusing = [variants[name] for name in ("fused", "fused_autotuned") if name in variants]
     row["sites"] = site_counts(fusing[0].sites) if fusing else {}
@@ -189,7 +198,7 @@ def set_up() -> None:
 
 
 def work(task: tuple[Case, Settings, bool], path: Path) -> tuple[Json, bool]:
-    """In a worker: measure one case. The others compile meanwhile; the device is one's alone."""
+    """In a worker: measure one case. Others compile beside it, and wait while one is timed."""
     case, settings, fused_first = task
     set_up()
     start = time.monotonic()

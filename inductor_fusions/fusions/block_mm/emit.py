@@ -62,8 +62,7 @@ def insert(
         call(graph, place.before, anchor, operator.getitem, made, index)
         for index in range(len(made.meta["val"]))
     ]
-    for node in place.sunk:
-        place.before.prepend(node)
+    place.sink()
     return outputs
 
 

@@ -63,7 +63,7 @@ def test_launched_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
         written.append(write(*args, **kwargs))  # type: ignore[arg-type]
         return written[-1]
 
-    monkeypatch.setattr(cuda_codegen, "write", keep)
+    monkeypatch.setattr(cuda_codegen.compiling, "write", keep)
     monkeypatch.setattr(op, "_has_kernel", lambda t: True)
     x, t = torch.randn(8, 64).bfloat16(), torch.randn(8, 27, 64).bfloat16()
 
@@ -71,7 +71,7 @@ def test_launched_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
         return op.DOT_INTERACTION(t, x, False, False, []) * 2
 
     # What is written for a GPU does not run here.
-    with cuda_codegen._stub_driver(cuda_codegen.DEVICES[90]), pytest.raises(Exception):  # noqa: B017
+    with cuda_codegen.stub_driver(cuda_codegen.DEVICES[90]), pytest.raises(Exception):  # noqa: B017
         cuda_codegen.generate(fn, (x.requires_grad_(), t.requires_grad_()), train=True, run_backward=False)
     forward, backward = written
     assert [name for name in forward.launches if "interaction" in name] == ["interaction_kernel_0"]

@@ -13,7 +13,16 @@ from torch import fx
 from ...fusion import Candidate, LeftToStock, Rejected
 from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
-from ..block_mm.normal_form import RESHAPES, Product, identity, product, products, through, value
+from ..block_mm.normal_form import (
+    RESHAPES,
+    Product,
+    identity,
+    product,
+    products,
+    same_sizes,
+    through,
+    value,
+)
 from ..block_mm.placement import Order, Place
 from . import decode, gather, gradients, narrow, profit
 from .emitter import Emitter
@@ -172,7 +181,7 @@ class Adapted(Candidate):
     def _check_linear(self, linear: Linear) -> None:
         root, first = linear.root, value(linear.bases[0].node)
         for p in (*linear.bases, *(a.up for a in linear.adapters)):
-            if [str(s) for s in value(p.node).shape] != [str(s) for s in first.shape]:
+            if not same_sizes(value(p.node).shape, first.shape):
                 raise Rejected("terms of different shapes")
         if linear.adapters and str(value(root).shape[-1]) != str(first.shape[1]):
             raise Rejected("the sum has other columns than its terms")

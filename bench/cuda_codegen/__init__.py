@@ -19,7 +19,7 @@ What it cannot show: launches, races, and anything that Inductor finds out by ru
 from __future__ import annotations
 
 from .compiling import Generated, generate
-from .device import DEVICES, Device, pretended, stub_driver
+from .device import DEVICES, Device, pretended
 from .interpreter import interpret
 from .machine_code import MachineCode, compile_function, compile_kernel
 from .moving import copied, on_cuda
@@ -39,6 +39,5 @@ __all__ = [
     "interpret",
     "on_cuda",
     "pretended",
-    "stub_driver",
     "write",
 ]

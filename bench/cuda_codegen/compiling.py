@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,8 @@ class Generated:
 
     Attributes:
         modules: forward first, then backward.
-        outputs: what the function returned on the CPU.
-        grads: gradients of its inputs and parameters that require one, in order.
+        outputs: what the function returned on the CPU; None where it was not run.
+        grads: gradients of its inputs and parameters that require one, in order; none likewise.
     """
 
     modules: list[Module] = field(default_factory=list)
@@ -53,7 +53,7 @@ def generate(
     args: Sequence[Any],
     *,
     train: bool = False,
-    run_backward: bool = True,
+    run: bool = True,
     arch: int = 90,
     dynamic: bool | None = None,
     config: Mapping[str, Any] | None = None,
@@ -67,8 +67,8 @@ def generate(
         fn: a function or a module, on the CPU.
         args: its arguments, CPU tensors among them; those that require a gradient are differentiated.
         train: run a backward, with ones as cotangents. Else nothing requires a gradient.
-        run_backward: False only compiles it, with the forward: uncompiled, that of flex attention takes
-            minutes on a CPU.
+        run: False only compiles the first graph, and its backward with it. Uncompiled, products of real
+            sizes take seconds on a CPU, and flex attention minutes.
         arch: a key of `DEVICES`.
         dynamic: as in `torch.compile`.
         config: Inductor's config inside, such as {"max_autotune": True}.
@@ -87,24 +87,33 @@ def generate(
     from torch._inductor import config as inductor_config
 
     found = Generated()
-    inner = functools.partial(_inner_compile, found, arch, prefer, change, dict(config or {}), interpreted)
+    inner = functools.partial(
+        _inner_compile, found, arch, prefer, change, dict(config or {}), run, interpreted
+    )
     backend = functools.partial(compile_fx.compile_fx, inner_compile=inner)
     torch._dynamo.reset()
-    eager_backward = torch._functorch.config.patch(force_non_lazy_backward_lowering=not run_backward)
-    with inductor_config.patch(force_disable_caches=True), _no_parallel_compile(), eager_backward:
-        with torch.enable_grad() if train else torch.no_grad():
-            outputs = torch.compile(fn, backend=backend, dynamic=dynamic)(*args)
-            if train and run_backward:
-                tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
-                tensors = [t for t in tensors if t.requires_grad]
-                leaves = [t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
-                leaves += list(fn.parameters()) if isinstance(fn, torch.nn.Module) else []
-                wanted = [t for t in leaves if t.requires_grad and t.is_leaf]
-                ones = [torch.ones_like(t) for t in tensors]
-                found.grads = torch.autograd.grad(tensors, wanted, ones, allow_unused=True)
-        found.outputs = outputs
+    with (
+        # One process: what stands for the device holds in this one alone.
+        inductor_config.patch(force_disable_caches=True, compile_threads=1),
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=not run),
+        torch.enable_grad() if train else torch.no_grad(),
+        contextlib.suppress(_CompiledOnlyError),
+    ):
+        found.outputs = torch.compile(fn, backend=backend, dynamic=dynamic)(*args)
+        if train:
+            tensors = [t for t in pytree.tree_leaves(found.outputs) if isinstance(t, torch.Tensor)]
+            tensors = [t for t in tensors if t.requires_grad]
+            leaves = [t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+            leaves += list(fn.parameters()) if isinstance(fn, torch.nn.Module) else []
+            wanted = [t for t in leaves if t.requires_grad and t.is_leaf]
+            ones = [torch.ones_like(t) for t in tensors]
+            found.grads = torch.autograd.grad(tensors, wanted, ones, allow_unused=True)
     torch._dynamo.reset()
     return found
+
+
+class _CompiledOnlyError(Exception):
+    """Raised in place of the first run."""
 
 
 def _inner_compile(
@@ -113,6 +122,7 @@ def _inner_compile(
     prefer: Callable[[str], float] | None,
     change: Callable[[fx.Graph], None] | None,
     config: dict[str, Any],
+    run: bool,
     interpreted: bool,
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -129,9 +139,15 @@ def _inner_compile(
     with pretended(DEVICES[arch], prefer), _config_patch(config):
         written = write(moved, inputs, **kwargs)
     found.modules.append(written)
+    if not run:
+        return make_boxed_func(_stop)
     if interpreted:
         return make_boxed_func(lambda *values: interpret(written, values))
     return make_boxed_func(gm.forward)
+
+
+def _stop(*values: Any) -> Any:
+    raise _CompiledOnlyError
 
 
 def _config_patch(changes: dict[str, Any]) -> Any:
@@ -139,12 +155,3 @@ def _config_patch(changes: dict[str, Any]) -> Any:
 
     # Nothing can be run to see whether an epilogue pays.
     return config.patch({"benchmark_epilogue_fusion": False, **changes})
-
-
-@contextlib.contextmanager
-def _no_parallel_compile() -> Iterator[None]:
-    """No worker processes: the stubs below hold in this one alone."""
-    from torch._inductor import config
-
-    with config.patch(compile_threads=1):
-        yield

@@ -145,7 +145,7 @@ def pretended(device: Device, prefer: Callable[[str], float] | None = None) -> I
                 stack.enter_context(
                     mock.patch.object(device_interface.CudaInterface, name, staticmethod(answer))
                 )
-        stack.enter_context(stub_driver(device))
+        stack.enter_context(_stub_driver(device))
         selector = select_algorithm.AlgorithmSelectorCache
 
         def time(self: Any, *args: Any, **kwargs: Any) -> dict[Any, float]:
@@ -164,7 +164,7 @@ def pretended(device: Device, prefer: Callable[[str], float] | None = None) -> I
 
 
 @contextlib.contextmanager
-def stub_driver(device: Device) -> Iterator[None]:
+def _stub_driver(device: Device) -> Iterator[None]:
     """Triton's active driver, for code that asks it of the target."""
     from torch._inductor.runtime import triton_helpers
     from triton.backends.compiler import GPUTarget

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Sequence
@@ -56,6 +57,10 @@ def _tanh(x):
 """
 
 
+#: Rows that one program of a loop takes.
+MOST_ROWS = 256
+
+
 class _Launcher:
     """A kernel of generated code; `run` is the interpreter."""
 
@@ -68,14 +73,20 @@ class _Launcher:
             self.autotuner = load(source + _TANH)
 
     def run(self, *arguments: Any, stream: int = 0, **kwargs: Any) -> None:
-        """Launch it over its whole grid, in its first configuration."""
+        """Launch it over its whole grid, in its first configuration.
+
+        The time goes by the number of programs, so those of Inductor's own loops take more rows each.
+        """
         from torch._inductor.runtime.triton_heuristics import GridExpr
 
         autotuner = self.autotuner
-        config, kernel = autotuner.configs[0], autotuner.fn
+        config, kernel = copy.copy(autotuner.configs[0]), autotuner.fn
         extra = autotuner.inductor_meta.get("extra_launcher_args", [])
         names = [name for name in kernel.arg_names if name not in config.kwargs]
         scope = dict(zip([*names, *extra], arguments, strict=True))
+        if {"XBLOCK", "xnumel"} <= {*config.kwargs, *scope}:  # a loop of Inductor's own, for any block
+            wide = min(MOST_ROWS, 1 << (int(scope["xnumel"]) - 1).bit_length())
+            config.kwargs = {**config.kwargs, "XBLOCK": max(config.kwargs["XBLOCK"], wide)}
         expressions = GridExpr.from_meta(autotuner.inductor_meta, config)
         exec("\n".join(expressions.prefix), scope)
         grid = tuple(

@@ -207,7 +207,8 @@ class Call:
         kinds = self.dtypes * 2 if self.gated else self.dtypes
         structure = template.Structure(
             (*(n for n, _ in inputs), *outputs), tuple(factors), tuple(biases),
-            tuple(map(_rendered, self.activations, kinds)), outputs, self.gated, pair=self.gated and self._is_pair(factors),
+            tuple(map(_rendered, self.activations, kinds)), outputs, self.gated,
+            pair=self.gated and self._is_pair(factors),
         )  # fmt: skip
         return inputs, structure
 

@@ -2,7 +2,7 @@
 
 They are written as models write them. Whole models are those of `bench.models`.
 
-    attention     softmax(q @ kT + mask) @ v: the rows of `bench.tune_attention`
+    attention     softmax(q @ kT + mask) @ v: the rows of `bench.attention`
     projections   linears that share an input, gated MLPs, a linear and its activation
     lora          a frozen linear with a low-rank adapter
     blocks        layers of an encoder and of a decoder
@@ -30,7 +30,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import tune_attention as tune
+from bench.attention.inputs import SMALL_INPUTS, allocate, fill
+from bench.attention.reference import check, reference
+from bench.attention.rows import Row, rows_of
+from bench.attention.spellings import fused, repeat_kv, unfused
 from bench.common import DTYPES, relative_error
 
 Tensors = tuple[torch.Tensor, ...]
@@ -89,14 +92,14 @@ class Case:
 
 
 class AttentionWork:
-    """A row of `bench.tune_attention`."""
+    """A row of `bench.attention`."""
 
-    def __init__(self, row: tune.Row, device: str) -> None:
+    def __init__(self, row: Row, device: str) -> None:
         self.row = row
-        first = tune.allocate(row, device)
-        self._inputs = [first] if first.nbytes() > tune.SMALL_INPUTS else [first, tune.allocate(row, device)]
+        first = allocate(row, device)
+        self._inputs = [first] if first.nbytes() > SMALL_INPUTS else [first, allocate(row, device)]
         for seed, inputs in enumerate(self._inputs):
-            tune.fill(row, inputs, seed)
+            fill(row, inputs, seed)
         self._expected: Any = None
         self.sets = len(self._inputs)
         self.hands = ("limit",)
@@ -107,7 +110,7 @@ class AttentionWork:
         self.nbytes *= 2 if row.train else 1
 
     def function(self, variant: str) -> Callable[..., torch.Tensor]:
-        return partial(tune.fused, self.row, False) if variant == "limit" else partial(tune.unfused, self.row)
+        return partial(fused, self.row, False) if variant == "limit" else partial(unfused, self.row)
 
     def step(self, variant: str, compiled: Callable[..., torch.Tensor], which: int) -> Tensors:
         row, inputs = self.row, self._inputs[which]
@@ -119,11 +122,11 @@ class AttentionWork:
 
     def errors(self, run: Callable[[], Tensors]) -> Errors:
         if self._expected is None:
-            self._expected = tune.reference(self.row, self._inputs[0])
-        return tune.check(self.row, run, *self._expected)
+            self._expected = reference(self.row, self._inputs[0])
+        return check(self.row, run, *self._expected)
 
 
-def attention(rows: Iterable[tune.Row], quick: bool = False, line: str = "") -> list[Case]:
+def attention(rows: Iterable[Row], quick: bool = False, line: str = "") -> list[Case]:
     """Cases of the attention suite; with a `line`, one curve over the key length."""
     return [
         Case("attention", f"attention {row.key}", row.dtype, row.train, partial(AttentionWork, row),
@@ -164,7 +167,7 @@ class ModuleWork:
         if not train:
             self.module.requires_grad_(False)
         size = inputs[0].nbytes + sum(p.nbytes for p in self.module.parameters())
-        self._inputs = inputs[:1] if size > tune.SMALL_INPUTS else inputs
+        self._inputs = inputs[:1] if size > SMALL_INPUTS else inputs
         self.sets = len(self._inputs)
         self._by_hand = by_hand(self.module) if by_hand is not None else None
         self.hands = ("limit",) if by_hand is not None else ()
@@ -347,7 +350,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self._heads(self.first(x))
-        k, v = (tune.repeat_kv(t, self.heads // self.shared) for t in (k, v))
+        k, v = (repeat_kv(t, self.heads // self.shared) for t in (k, v))
         seq = x.shape[1]
         future = torch.ones(seq, seq, dtype=torch.bool, device=x.device).triu(1)
         scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(future, float("-inf"))
@@ -369,7 +372,7 @@ def cases(device: str) -> list[Case]:
 
 
 def _cuda_cases() -> list[Case]:
-    rows, both, bf16 = tune.rows_of, (False, True), "bfloat16"
+    rows, both, bf16 = rows_of, (False, True), "bfloat16"
     found: list[Case] = []
     for seq in (512, 1024, 2048, 4096, 8192):
         curve = rows([(1, 32, seq, 64)], ["causal"], kv_heads=8)
@@ -437,7 +440,7 @@ def _cuda_cases() -> list[Case]:
 
 
 def _cpu_cases() -> list[Case]:
-    rows, both, fp32 = tune.rows_of, (False, True), "float32"
+    rows, both, fp32 = rows_of, (False, True), "float32"
     found: list[Case] = []
     for seq in (128, 256, 512, 1024):
         curve = rows([(1, 12, seq, 64)], ["causal"], dtype=fp32, trains=[False])

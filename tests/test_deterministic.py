@@ -118,7 +118,7 @@ def flex_inputs(bias: bool) -> list[torch.Tensor]:
 def test_flex_attention() -> None:
     """Its gradients of q, k and v are deterministic."""
     with on_a_gpu() as sites:
-        code = cuda_codegen.generate(softcap, flex_inputs(bias=False), train=True, run_backward=False)
+        code = cuda_codegen.generate(softcap, flex_inputs(bias=False), train=True, run=False)
     assert fused(sites) == {"attention"}
     templates = [kernel for kernel in code.kernels if kernel.is_template]
     assert len(code.modules) == 2 and len(templates) >= 2
@@ -129,13 +129,13 @@ def test_flex_attention_with_a_gradient_of_its_bias() -> None:
     """That one is added up atomically, in no order."""
     torch.use_deterministic_algorithms(False)
     with on_a_gpu() as sites:
-        code = cuda_codegen.generate(softcap, flex_inputs(bias=True), train=True, run_backward=False)
+        code = cuda_codegen.generate(softcap, flex_inputs(bias=True), train=True, run=False)
     assert fused(sites) == {"attention"}
     assert adds_atomically(code)
 
     torch.use_deterministic_algorithms(True)
     with on_a_gpu("flex") as sites:
-        code = cuda_codegen.generate(softcap, flex_inputs(bias=True), train=True, run_backward=False)
+        code = cuda_codegen.generate(softcap, flex_inputs(bias=True), train=True, run=False)
     assert not fused(sites) and "not deterministic" in sites[0].reason
     assert not adds_atomically(code)
     with on_a_gpu(), torch.no_grad():  # there is no gradient to add up

@@ -16,7 +16,7 @@ def test_template(name: str) -> None:
     template = TEMPLATES[name]
     with template.active():
         made = cuda_codegen.generate(
-            template.function, template.inputs("cpu"), train=template.train, run_backward=False
+            template.function, template.inputs("cpu"), train=template.train, run=False
         )
     kernels = [kernel for kernel in made.kernels if kernel.is_template]
     for wanted in template.kernels:

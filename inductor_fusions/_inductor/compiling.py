@@ -118,7 +118,8 @@ def inductor() -> Callable[..., Any]:
 
     def backend(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         stock: Any = importlib.import_module("torch._inductor.compile_fx")
-        return stock.compile_fx(graph, example_inputs)  # type: ignore[no-any-return]
+        compiled: Callable[..., Any] = stock.compile_fx(graph, example_inputs)
+        return compiled
 
     return backend
 
@@ -142,10 +143,12 @@ def passes_only() -> Callable[..., Any]:
                 stack.enter_context(V.set_fake_mode(mode))
             stock.view_to_reshape(graph)
             stock._recursive_post_grad_passes(graph, is_inference=bool(options.get("is_inference")))
-        return functorch.make_boxed_func(runs.forward)  # type: ignore[no-any-return]
+        boxed: Callable[..., Any] = functorch.make_boxed_func(runs.forward)
+        return boxed
 
     def backend(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         stock: Any = importlib.import_module("torch._inductor.compile_fx")
-        return stock.compile_fx(graph, example_inputs, inner_compile=lower)  # type: ignore[no-any-return]
+        compiled: Callable[..., Any] = stock.compile_fx(graph, example_inputs, inner_compile=lower)
+        return compiled
 
     return backend

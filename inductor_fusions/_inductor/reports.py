@@ -27,7 +27,7 @@ def trace_id() -> tuple[str, int] | None:
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:
     """Write a JSON artifact to TORCH_TRACE; tlparse shows it as `name`.json."""
-    from torch._logging import trace_structured  # type: ignore[attr-defined]
+    from torch._logging._internal import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=payload)
 

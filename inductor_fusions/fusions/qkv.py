@@ -15,7 +15,16 @@ from torch import fx
 from ..fusion import Candidate, Fusion, Rejected
 from .block_mm import emit, guards
 from .block_mm.lowering import MOST_PRODUCTS
-from .block_mm.normal_form import Product, Sum, identity, product, products, sum_of_products, value
+from .block_mm.normal_form import (
+    Product,
+    Sum,
+    identity,
+    product,
+    products,
+    same_sizes,
+    sum_of_products,
+    value,
+)
 from .block_mm.placement import Order, Place
 
 
@@ -130,7 +139,7 @@ class SumOfProducts(Candidate):
         if len(terms) > MOST_PRODUCTS:
             raise Rejected(f"a sum of more than {MOST_PRODUCTS} products")
         first = value(terms[0].node).shape
-        if any([str(s) for s in value(p.node).shape] != [str(s) for s in first] for p in terms):
+        if not all(same_sizes(value(p.node).shape, first) for p in terms):
             raise Rejected("terms of different shapes")
         if str(value(root).shape[-1]) != str(first[1]):
             raise Rejected("the sum has other columns than its terms")

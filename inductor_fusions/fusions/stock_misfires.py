@@ -64,7 +64,7 @@ def name_of(node: Any) -> str:
     return name.strip("_") if name != "__matmul__" else "matmul"
 
 
-def reaches_product(node: fx.Node, neighbours: Callable[[fx.Node], Sequence[fx.Node]]) -> fx.Node | None:
+def nearest_product(node: fx.Node, neighbours: Callable[[fx.Node], Sequence[fx.Node]]) -> fx.Node | None:
     """The nearest matrix product upwards or downwards of `node`, within `REACH` nodes."""
     seen, edge = {node}, [node]
     while edge and len(seen) < REACH:
@@ -368,7 +368,7 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
         if found is None:
             continue
         source, dims, rank = found
-        product, output = reaches_product(node, inputs_of), reaches_product(node, users_of)
+        product, output = nearest_product(node, inputs_of), nearest_product(node, users_of)
         if product is None or output is None:
             continue
         for each in between(node, product):

@@ -140,7 +140,7 @@ def test_no_buffer_of_pairs(case: Case, dynamic: bool) -> None:
     with flex_everywhere("flex"), config.patch(strict=True):
         code = cuda_codegen.generate(
             of_projections(case.fn), inputs(2, length, dtype=torch.float16, grad=True),
-            train=True, run_backward=False, dynamic=dynamic,
+            train=True, run=False, dynamic=dynamic,
         )  # fmt: skip
     assert [module.is_backward for module in code.modules] == [False, True]
     for module in code.modules:
@@ -167,5 +167,5 @@ def test_inference_is_lowered(case: Case) -> None:
         return attention(attention(q, k, v, data), k, v, data)
 
     with flex_everywhere("flex"), config.patch(strict=True):
-        code = cuda_codegen.generate(layers, inputs(2, 640, dtype=torch.float16))
+        code = cuda_codegen.generate(layers, inputs(2, 640, dtype=torch.float16), run=False)
     assert len([name for name in code.forward.launches if "flex_attention" in name]) == 2

@@ -68,7 +68,7 @@ def compute(case):
 
     chunked = mock.patch.object(tables, "flex_backward", lambda **_: CHUNK)
     with flex_everywhere("flex"), chunked, config.patch(flex_backward=False):
-        cuda_codegen.generate(case, inputs(), train=True, run_backward=False, change=change)
+        cuda_codegen.generate(case, inputs(), train=True, run=False, change=change)
     candidate = found["candidate"]
     q, k, v, data = inputs(torch.float64)
     out = case(q, k, v, data)
@@ -173,7 +173,7 @@ def test_graph(case) -> None:
     chunked = mock.patch.object(tables, "flex_backward", lambda **_: CHUNK)
     traced = mock.patch.object(flex_backward, "trace_decomposed", trace_on_cpu)
     with flex_everywhere("flex"), chunked, traced, config.patch(flex_backward=False):
-        code = cuda_codegen.generate(case, inputs(), train=True, run_backward=False, change=change)
+        code = cuda_codegen.generate(case, inputs(), train=True, run=False, change=change)
     assert rewritten == [f"products in chunks of {CHUNK} queries"]
     (backward,) = [module for module in code.modules if module.is_backward]
     assert not any(kernel.is_template for kernel in backward.kernels)
@@ -193,5 +193,5 @@ def test_nothing_measured() -> None:
 
     unknown = mock.patch.object(tables, "device_name", lambda device: "none")
     with flex_everywhere("flex"), mock.patch.object(tables, "load", lambda name: None), unknown:
-        cuda_codegen.generate(softcap, inputs(), train=True, run_backward=False, change=change)
+        cuda_codegen.generate(softcap, inputs(), train=True, run=False, change=change)
     assert reasons == ["the template of flex attention: nothing is measured to be faster there"]

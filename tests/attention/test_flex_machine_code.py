@@ -46,7 +46,7 @@ def test_forward(case) -> None:
     q, k, v = (torch.randn(B, S, H, D).transpose(1, 2) for _ in range(3))
     data = torch.randint(0, 3, (B, S)).sort(-1).values
     with flex_everywhere("flex"), torch.no_grad():
-        code = cuda_codegen.generate(case, (q.half(), k.half(), v.half(), data), arch=90)
+        code = cuda_codegen.generate(case, (q.half(), k.half(), v.half(), data), run=False)
     assert code.forward.extern_calls == []
     (template,) = [kernel for kernel in code.forward.kernels if kernel.is_template]
     assert "flex_attention" in template.name

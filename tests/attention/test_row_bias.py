@@ -281,7 +281,7 @@ def test_generated_code_holds_no_mask_of_pairs(train: bool) -> None:
     length, dim = 512, 16
     inputs = (*qkv(length, length, batch=B, heads=H, dim=dim, dtype=torch.bfloat16, grad=train),)
     with everywhere():
-        code = cuda_codegen.generate(layers, (*inputs, padding("left", length)), train=train)
+        code = cuda_codegen.generate(layers, (*inputs, padding("left", length)), train=train, run=False)
     calls = [call for module in code.modules for call in module.extern_calls if "cudnn" in call]
     assert len(calls) == (4 if train else 2)
     assert max(max(module.buffers) for module in code.modules) <= B * H * length * dim

@@ -57,7 +57,7 @@ def code(posed: Problem, chosen: Config | None, arch: int) -> cuda_codegen.Machi
         if chosen is not None:
             patch.setattr(heuristics, "choose", lambda problem, device: heuristics.Choice(chosen, ""))
         with config.patch(policy="always", strict=True):
-            made = cuda_codegen.generate(fn, (a, b), arch=arch)
+            made = cuda_codegen.generate(fn, (a, b), run=False, arch=arch)
     (kernel,) = made.kernels
     assert kernel.is_template
     (found,) = cuda_codegen.compile_kernel(kernel.source, arch)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from bench import device_table, tune_projections
-from bench.tune_projections import Row
+from bench import device_table, projections, tune_projections
+from bench.projections import Row
 from inductor_fusions import tables
 from inductor_fusions.fusion import LeftToStock
 from inductor_fusions.fusions.block_mm import heuristics
@@ -28,15 +28,15 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.kind)
 def test_candidates_mean_the_same(row: Row) -> None:
-    operands = tune_projections.make(row, "cpu", 0)
-    wanted = [y.float() for y in tune_projections.unfused(row, operands.a, operands.b)]
-    ours = tune_projections.fused(row, operands.a, operands.b)
+    operands = projections.make(row, "cpu", 0)
+    wanted = [y.float() for y in projections.unfused(row, operands.a, operands.b)]
+    ours = projections.fused(row, operands.a, operands.b)
     for x, y in zip(ours, wanted, strict=True):
         torch.testing.assert_close(x.float(), y, rtol=2e-2, atol=2e-2)
     expected, cut = tune_projections.reference(row, operands)
     for x, y in zip(expected, cut(wanted), strict=True):
         torch.testing.assert_close(x.float(), y, rtol=2e-2, atol=2e-2)
-    limit = tune_projections.limit(row, [operands])(operands)
+    limit = projections.limit(row, [operands])(operands)
     assert limit[0].numel() == sum((x @ w).numel() for x, w in zip(operands.a, operands.b, strict=True)) or (
         row.kind == "sum" and limit[0].shape == ours[0].shape
     )
@@ -44,12 +44,12 @@ def test_candidates_mean_the_same(row: Row) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.kind)
 def test_kind_is_that_of_the_lowering(row: Row) -> None:
-    posed = tune_projections.problem(row, tune_projections.make(row, "cpu", 0))
+    posed = projections.problem(row, projections.make(row, "cpu", 0))
     assert posed.kind == row.kind and posed.tokens == row.tokens
 
 
 def test_grid() -> None:
-    keys = [row.key for row in tune_projections.grid()]
+    keys = [row.key for row in projections.grid()]
     assert len(keys) == len(set(keys))
     for wanted in (
         "shared_a 4096->4096+1024+1024 m1 bfloat16",
@@ -64,11 +64,11 @@ def test_grid() -> None:
 def test_each_candidate_is_compiled() -> None:
     """Dynamo must not hand the kernel of one configuration to the next, nor compile one again later."""
     row, calls = ROWS[0], []
-    operands = tune_projections.make(row, "cpu", 0)
+    operands = projections.make(row, "cpu", 0)
     torch._dynamo.reset()
     before = counters["stats"]["unique_graphs"]
     for _ in range(3):
-        calls.append(tune_projections.compiled(row, tune_projections.unfused, operands, backend="eager"))
+        calls.append(projections.compiled(row, projections.unfused, operands, backend="eager"))
     assert counters["stats"]["unique_graphs"] == before + 3
     for call in calls:
         call(operands)
@@ -76,7 +76,7 @@ def test_each_candidate_is_compiled() -> None:
 
 
 def measured(row: Row, stock: float, autotuned: float, ours: float) -> dict[str, Any]:
-    posed = tune_projections.problem(row, tune_projections.make(row, "cpu", 0))
+    posed = projections.problem(row, projections.make(row, "cpu", 0))
     chosen = heuristics.default(posed, 90)
     return {
         "key": row.key, "tokens": row.tokens, "problem": posed.key, "best": "ours", "capability": [9, 0],
@@ -136,7 +136,7 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "device_name", lambda device: "nvidia_h200")
     tables.load.cache_clear()
     try:
-        posed = tune_projections.problem(ROWS[0], tune_projections.make(ROWS[0], "cpu", 0))
+        posed = projections.problem(ROWS[0], projections.make(ROWS[0], "cpu", 0))
         choice = heuristics.measured(posed, torch.device("cuda"))
         assert choice.config == heuristics.default(posed, 90) and "3.00x" in choice.note
     finally:

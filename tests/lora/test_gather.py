@@ -97,7 +97,7 @@ def test_summands(tf32: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> No
 def launches(train: bool) -> list[int]:
     """Kernels of the forward, and of the backward."""
     with config.patch(policy="always", strict=True), torch.set_grad_enabled(train):
-        made = cuda_codegen.generate(Layers(), (rand(),), train=train, run_backward=False)
+        made = cuda_codegen.generate(Layers(), (rand(),), train=train, run=False)
     return [len([line for line in m.wrapper.splitlines() if ".run(" in line]) for m in made.modules]
 
 

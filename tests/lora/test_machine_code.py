@@ -36,7 +36,7 @@ def narrow_code(shape: narrow.Shape, arch: int, chosen: Any = None, transposed: 
         if chosen is not None:
             patch.setattr(lowering, "choose", lambda shape, device: chosen)
         with config.patch(policy="always", strict=True):
-            made = cuda_codegen.generate(fn, (x.t() if turned else x, right), arch=arch)
+            made = cuda_codegen.generate(fn, (x.t() if turned else x, right), run=False, arch=arch)
     templates = [kernel for kernel in made.kernels if kernel.is_template]
     (kernel,) = [kernel for kernel in templates if "tl.dot(" in kernel.source]
     for beside in templates:
@@ -82,7 +82,7 @@ def test_split(arch: int) -> None:
         return LORA_SPLIT(list(given), summands, along, sizes, HALF)
 
     with torch.no_grad(), config.patch(policy="always", strict=True):
-        made = cuda_codegen.generate(fn, tuple(matrices), arch=arch)
+        made = cuda_codegen.generate(fn, tuple(matrices), run=False, arch=arch)
     (kernel,) = made.kernels
     (found,) = cuda_codegen.compile_kernel(kernel.source, arch)
     assert found.fits and not found.spill_bytes, found
@@ -118,7 +118,7 @@ def pair_code(shape: decode.Shape, arch: int, chosen: Any = None) -> list[Any]:
         if chosen is not None:
             patch.setattr(decode, "choose", lambda shape, device: chosen)
         with config.patch(policy="always", strict=True):
-            made = cuda_codegen.generate(fn, (x, w, a, b), arch=arch)
+            made = cuda_codegen.generate(fn, (x, w, a, b), run=False, arch=arch)
     assert len(made.kernels) == 2 and all(kernel.is_template for kernel in made.kernels)
     return [cuda_codegen.compile_kernel(kernel.source, arch)[0] for kernel in made.kernels]
 

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench import device_table, tune_lora
-from bench.tune_lora import Row
+from bench import device_table
+from bench.lora import spellings
+from bench.lora.rows import Row, grid
+from bench.lora.table import write_table
 from inductor_fusions import tables
 from inductor_fusions.fusion import LeftToStock
 from inductor_fusions.fusions.block_mm import heuristics
@@ -30,10 +32,10 @@ ROWS = [
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.kind)
 def test_reference(row: Row) -> None:
     """What float64 says is what the function computes; for a step, its gradients as well."""
-    one = tune_lora.make(row, "cpu", 0)
-    exact, cut = tune_lora.reference(row, one)
+    one = spellings.make(row, "cpu", 0)
+    exact, cut = spellings.reference(row, one)
     x = one.x[:1] if row.kind == "step" else one.x
-    found = tune_lora.FUNCTIONS[row.kind](row, x, one.w, one.a, one.b)
+    found = spellings.FUNCTIONS[row.kind](row, x, one.w, one.a, one.b)
     if row.kind == "step":
         found += torch.autograd.grad(found, [one.x[0], *one.a, *one.b], [one.x[1]])
     for y, z in zip(cut(found), exact, strict=True):
@@ -44,13 +46,13 @@ def test_reference(row: Row) -> None:
 @pytest.mark.parametrize("outer", [(), (16, 16)])
 def test_gradient_of_the_fusion(outer: tuple[int, ...]) -> None:
     row = Row("gradient", 128, 64, outer)
-    one = tune_lora.make(row, "cpu", 0)
-    found = tune_lora.narrow_gradient(row, one.x, one.w, one.a, one.b)
-    torch.testing.assert_close(found, tune_lora.gradient(row, one.x, one.w, one.a, one.b))
+    one = spellings.make(row, "cpu", 0)
+    found = spellings.narrow_gradient(row, one.x, one.w, one.a, one.b)
+    torch.testing.assert_close(found, spellings.gradient(row, one.x, one.w, one.a, one.b))
 
 
 def test_grid() -> None:
-    keys = [row.key for row in tune_lora.grid()]
+    keys = [row.key for row in grid()]
     assert len(keys) == len(set(keys))
     for wanted in (
         "forward 4096->4096 r16 float32 m1",
@@ -98,8 +100,8 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ]),
         measured(ROWS[3], 30.0, 10.0),
     ]  # fmt: skip
-    tune_lora.write_table(target, rows)
-    tune_lora.write_table(target, rows)
+    write_table(target, rows)
+    write_table(target, rows)
     data = json.loads(target.read_text())
     assert data["attention"] == attention
     assert {name: len(found) for name, found in device_table.kept(target).items()} == {

@@ -95,7 +95,7 @@ def written(fn: Callable[..., Any], args: Sequence[Any], device: torch.device = 
 
     with torch.set_grad_enabled(options.get("train", False)):
         if device.type == "cpu":
-            return cuda_codegen.generate(fn, args, **options).forward
+            return cuda_codegen.generate(fn, args, run=False, **options).forward
         from torch._inductor.utils import run_and_get_code
 
         torch._dynamo.reset()

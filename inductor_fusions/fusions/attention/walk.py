@@ -5,6 +5,7 @@ What the operations in between do to the scores is in `scores`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
@@ -99,7 +100,9 @@ class Walk:
             return float(known.const)
         return None
 
-    def either(self, op: Op, sides: list[tuple[Any, Any]], attempt: Any) -> Attention:
+    def either(
+        self, op: Op, sides: list[tuple[Any, Any]], attempt: Callable[[Any, Any], Attention]
+    ) -> Attention:
         """Try each (scores, other) side that has the shape of the result; the first that works.
 
         Where none does, the reason of the side that holds the longest chain is told.
@@ -110,7 +113,7 @@ class Walk:
             if value is None or result is None or not same_shape(value.shape, result.shape):
                 continue
             try:
-                return attempt(scores, other)  # type: ignore[no-any-return]
+                return attempt(scores, other)
             except Rejected as miss:
                 misses.append(miss)
         found = [m for m in misses if "no product" not in m.reason]

@@ -12,7 +12,7 @@ from torch import fx
 
 from ..._inductor import fake_mode_of, suppress_guards
 from ...fusion import Rejected
-from .normal_form import Product, value
+from .normal_form import Product, same_sizes, value
 from .op import BLOCK_MM
 from .placement import Place
 
@@ -62,8 +62,7 @@ def insert(
         call(graph, place.before, anchor, operator.getitem, made, index)
         for index in range(len(made.meta["val"]))
     ]
-    for node in place.sunk:
-        place.before.prepend(node)
+    place.sink()
     return outputs
 
 
@@ -81,7 +80,7 @@ def sizes_of(node: fx.Node, inner: Iterable[fx.Node]) -> list[Any]:
     if all(isinstance(size, int) for size in sizes):
         return sizes
     for other in inner:
-        if other.target in _WITH_SIZES and [str(s) for s in value(other).shape] == [str(s) for s in sizes]:
+        if other.target in _WITH_SIZES and same_sizes(value(other).shape, sizes):
             return list(other.args[1])  # type: ignore[arg-type]
     raise Rejected("no reshape names the symbolic sizes of the result")
 
@@ -91,7 +90,7 @@ _WITH_SIZES = (torch.ops.aten.reshape.default, torch.ops.aten.view.default)
 
 def reshaped(graph: fx.Graph, before: fx.Node, node: fx.Node, sizes: list[Any], anchor: fx.Node) -> fx.Node:
     """`node` with other sizes, if it has others."""
-    if [str(s) for s in value(node).shape] == [str(s) for s in sizes]:
+    if same_sizes(value(node).shape, sizes):
         return node
     return call(graph, before, anchor, torch.ops.aten.reshape.default, node, sizes)
 

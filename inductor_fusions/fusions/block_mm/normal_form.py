@@ -7,7 +7,7 @@ between two reshapes. Reshapes and casts are looked through, so that two spellin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,7 @@ def product(node: Any) -> Product | None:
     if not isinstance(scale, (int, float)) or not isinstance(beta, (int, float)) or beta != 1:
         return None
     out, offset = value(node), value(bias)
-    whole = offset.dim() == 2 and all(_same(x, y) for x, y in zip(offset.shape, out.shape, strict=True))
+    whole = offset.dim() == 2 and same_sizes(offset.shape, out.shape)
     if not whole and not (offset.dim() == 1 and _same(offset.shape[0], out.shape[1])):
         return None
     return Product(node, a, b, bias, float(scale))
@@ -138,6 +138,11 @@ def _same(first: Any, second: Any) -> bool:
     return str(first) == str(second)
 
 
+def same_sizes(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Whether sizes are written alike: symbols that are compared themselves would add a guard."""
+    return [str(size) for size in first] == [str(size) for size in second]
+
+
 def through(node: fx.Node, targets: frozenset[Any] | set[Any]) -> fx.Node:
     """The first node upstream that is no operation of `targets`, each on one tensor."""
     while node.op == "call_function" and node.target in targets and isinstance(node.args[0], fx.Node):
@@ -181,7 +186,8 @@ def readers(node: fx.Node, targets: frozenset[Any] | set[Any] = VIEWS) -> Iterat
 
 # -- pointwise expressions ------------------------------------------------------------------------
 
-_MUL, _ADD, _DIV = (aten.mul.Tensor, aten.mul.Scalar), (aten.add.Tensor, aten.add.Scalar), aten.div.Tensor
+MUL = (aten.mul.Tensor, aten.mul.Scalar)
+_ADD, _DIV = (aten.add.Tensor, aten.add.Scalar), aten.div.Tensor
 _UNARY = {
     aten.relu.default: "relu", aten.erf.default: "erf", aten.tanh.default: "tanh", aten.exp.default: "exp",
 }  # fmt: skip
@@ -227,7 +233,7 @@ class Expressions:
 
 
 def _combine(target: Any, operands: list[Any]) -> Any:
-    if target in _MUL and len(operands) == 2:
+    if target in MUL and len(operands) == 2:
         return mul(*operands)
     if target in _ADD and len(operands) == 2:
         return _flat("add", *operands)
@@ -352,7 +358,7 @@ class Sum:
 
 def sum_of_products(root: fx.Node) -> Sum | None:
     """Read a tree of additions whose leaves are products, but for one at most."""
-    if root.target is not aten.add.Tensor or root.kwargs or not _floating(root):
+    if root.target is not aten.add.Tensor or root.kwargs or not is_floating(root):
         return None
     terms: list[Product] = []
     rest: list[fx.Node] = []
@@ -366,7 +372,7 @@ def sum_of_products(root: fx.Node) -> Sum | None:
         if found is not None and found.bias is None and found.scale == 1:
             terms.append(Product(node, found.a, found.b, None, scale))
             return
-        if node.op == "call_function" and _floating(node):
+        if node.op == "call_function" and is_floating(node):
             if node.target is aten.add.Tensor and not node.kwargs and scale == 1:
                 if all(_full(argument, node) for argument in node.args):
                     inner.append(node)
@@ -377,7 +383,7 @@ def sum_of_products(root: fx.Node) -> Sum | None:
                 inner.append(node)
                 visit(node.args[0], scale)  # type: ignore[arg-type]
                 return
-            if node.target in _MUL and isinstance(node.args[1], (int, float)):
+            if node.target in MUL and isinstance(node.args[1], (int, float)):
                 inner.append(node)
                 visit(node.args[0], scale * float(node.args[1]))  # type: ignore[arg-type]
                 return
@@ -393,7 +399,8 @@ def _only_read_here(node: fx.Node) -> bool:
     return len(node.users) == 1
 
 
-def _floating(node: Any) -> bool:
+def is_floating(node: Any) -> bool:
+    """Whether a node is a tensor of floating dtype."""
     found = tensor(node)
     return found is not None and found.is_floating_point()
 
@@ -401,7 +408,7 @@ def _floating(node: Any) -> bool:
 def _full(argument: Any, node: fx.Node) -> bool:
     """Whether an operand has the shape of the result: nothing is broadcast."""
     found = tensor(argument)
-    return found is not None and [str(s) for s in found.shape] == [str(s) for s in value(node).shape]
+    return found is not None and same_sizes(found.shape, value(node).shape)
 
 
 def _widens(cast: fx.Node) -> bool:

@@ -7,7 +7,7 @@ changes its place but the products themselves. What lives longer for it is count
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +51,19 @@ class Place:
         for node in self.hoisted:
             self.before.prepend(node)
         return replace(self, hoisted=())
+
+    def sink(self) -> None:
+        """Move the views of results behind what was inserted: to be called last."""
+        for node in self.sunk:
+            self.before.prepend(node)
+
+    def without(self, moved: Container[fx.Node]) -> Place:
+        """The same place for one who moves neither of these views: another place has moved them."""
+        return replace(
+            self,
+            hoisted=tuple(n for n in self.hoisted if n not in moved),
+            sunk=tuple(n for n in self.sunk if n not in moved),
+        )
 
 
 class Order:

@@ -201,10 +201,8 @@ class Gradients(Candidate):
 
     def rewrite(self) -> str:
         assert self.place is not None
-        first = self.members[0]
-        for node in self.place.hoisted:
-            self.place.before.prepend(node)
-        make = Emitter(self.graph, self.place.before, self.anchor)
+        first, place = self.members[0], self.place.hoist()
+        make = Emitter(self.graph, place.before, self.anchor)
         origins = [source(n.x) for n in self.members]
         x = make.replay(origins[0])
         right = [n.b for n in self.members]
@@ -213,8 +211,7 @@ class Gradients(Candidate):
             right = [make.call(aten.permute.default, b, [1, 0]) for b in right]
         scales = [origin.scale * n.scale for origin, n in zip(origins, self.members, strict=True)]
         outputs = make.narrow(x, right, scales, [0.0] * len(right), first.transposed)
-        for node in self.place.sunk:
-            self.place.before.prepend(node)
+        place.sink()
         for n, output in zip(self.members, outputs, strict=True):
             emit.replace(self.graph, n.node, output)
         return self.kernel

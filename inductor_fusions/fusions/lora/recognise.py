@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..block_mm.normal_form import CASTS, RESHAPES, Product, product, readers, tensor, value
+from ..block_mm.normal_form import (
+    CASTS,
+    MUL,
+    RESHAPES,
+    Product,
+    is_floating,
+    product,
+    same_sizes,
+    tensor,
+    value,
+)
 from .op import NARROW_MM
 
 aten = torch.ops.aten
@@ -23,7 +33,6 @@ aten = torch.ops.aten
 #: The widest matrix in the middle of an adapter.
 MOST_RANK = 128
 NO_PRODUCT = "nothing is added to the adapter but what is no product: a quantised base, perhaps"
-_MUL = (aten.mul.Tensor, aten.mul.Scalar)
 PERMUTES = (aten.permute.default, aten.t.default)
 
 
@@ -93,7 +102,7 @@ def source(matrix: fx.Node) -> Source:
             views.append(node)
         elif node.target in CASTS and inner.dtype.itemsize <= value(node).dtype.itemsize:
             found = Source(node.args[0], tuple(reversed(views)), scale)
-        elif node.target in _MUL and isinstance(node.args[1], (int, float)) and not node.kwargs:
+        elif node.target in MUL and isinstance(node.args[1], (int, float)) and not node.kwargs:
             scale *= float(node.args[1])
             found = Source(node.args[0], tuple(reversed(views)), scale)
         else:
@@ -148,7 +157,7 @@ def adapter(up: Product) -> tuple[Product, float] | None:
     while node.op == "call_function":
         if node.target in RESHAPES or node.target in CASTS:
             node = node.args[0]  # type: ignore[assignment]
-        elif node.target in _MUL and isinstance(node.args[1], (int, float)):
+        elif node.target in MUL and isinstance(node.args[1], (int, float)):
             scale *= float(node.args[1])
             node = node.args[0]  # type: ignore[assignment]
         else:
@@ -158,7 +167,7 @@ def adapter(up: Product) -> tuple[Product, float] | None:
         return None
     scale *= down.scale
     out, before = value(down.node), value(up.a)
-    if [str(s) for s in out.shape] != [str(s) for s in before.shape] or not out.is_floating_point():
+    if not same_sizes(out.shape, before.shape) or not out.is_floating_point():
         return None
     inner = value(down.a).shape[1]
     narrow = not isinstance(inner, int) or inner > rank
@@ -171,7 +180,7 @@ def linears(graph: fx.Graph) -> list[Linear]:
     taken: set[fx.Node] = set()
     problems: dict[fx.Node, str] = {}
     for node in reversed(list(graph.nodes)):
-        if node.target is aten.add.Tensor and node not in taken and _floating(node):
+        if node.target is aten.add.Tensor and node not in taken and is_floating(node):
             read = _Reader(node).read()
             if read.problem:  # perhaps what it adds is a linear
                 problems.update({a.up.node: read.problem for a in read.adapters})
@@ -236,7 +245,7 @@ class _Reader:
         found = product(node)
         if found is not None:
             return self._product(found, scale, factor)
-        if node.op == "call_function" and _floating(node) and _leads_to_products(node):
+        if node.op == "call_function" and is_floating(node) and _leads_to_products(node):
             inner = node.args[0] if node.args else None
             if node.target is aten.add.Tensor and factor is None and set(node.kwargs) <= {"alpha"}:
                 if isinstance(node.kwargs.get("alpha", 1), (int, float)) and all(
@@ -244,10 +253,10 @@ class _Reader:
                 ):
                     linear.inner.append(node)
                     return self._add(node, scale, factor)
-            if (node.target in RESHAPES or node.target in CASTS) and _floating(inner):
+            if (node.target in RESHAPES or node.target in CASTS) and is_floating(inner):
                 linear.inner.append(node)
                 return self._visit(inner, scale, factor, node)
-            if node.target in _MUL and len(node.args) == 2:
+            if node.target in MUL and len(node.args) == 2:
                 for x, by in ((node.args[0], node.args[1]), (node.args[1], node.args[0])):
                     if not isinstance(x, fx.Node) or not _full(x, node):
                         continue
@@ -295,7 +304,7 @@ def _leads_to_products(node: fx.Node) -> bool:
     while node.op == "call_function" and product(node) is None and node.target is not aten.add.Tensor:
         if node.target in RESHAPES or node.target in CASTS:
             step = node.args[0]
-        elif node.target in _MUL:
+        elif node.target in MUL:
             step = next((x for x in node.args if _full(x, node)), None)
         else:
             return False
@@ -313,7 +322,7 @@ def alone(up: fx.Node) -> str:
         if len(users) != 1 or len(users) != len(node.users):
             return "the result of the adapter is used elsewhere as well"
         user = users[0]
-        if user.target in _MUL and user.args[0] is not user.args[1]:
+        if user.target in MUL and user.args[0] is not user.args[1]:
             by = user.args[1] if user.args[0] is node else user.args[0]
             found = tensor(by)
             if found is not None and found.numel() != 1:
@@ -344,17 +353,12 @@ def _cast_behind(top: fx.Node) -> fx.Node:
         (user,) = node.users
         if user.op != "call_function" or not (user.target in RESHAPES or user.target in CASTS):
             break
-        if not _floating(user):
+        if not is_floating(user):
             break
         node = user
         if user.target in CASTS:
             return node if value(node).dtype.itemsize < value(top).dtype.itemsize else top
     return top
-
-
-def _floating(node: Any) -> bool:
-    found = tensor(node)
-    return found is not None and found.is_floating_point()
 
 
 def _full(argument: Any, node: fx.Node, count: bool = False) -> bool:
@@ -364,23 +368,10 @@ def _full(argument: Any, node: fx.Node, count: bool = False) -> bool:
         return False
     if count:
         return str(found.numel()) == str(value(node).numel())
-    return [str(s) for s in found.shape] == [str(s) for s in value(node).shape]
+    return same_sizes(found.shape, value(node).shape)
 
 
 def _is_number(node: fx.Node) -> bool:
     """Whether a node is a tensor of one element, without dims."""
     found = tensor(node)
     return found is not None and found.dim() == 0 and found.is_floating_point()
-
-
-__all__ = [
-    "MOST_RANK",
-    "Adapter",
-    "Linear",
-    "Source",
-    "adapter",
-    "alone",
-    "linears",
-    "readers",
-    "source",
-]

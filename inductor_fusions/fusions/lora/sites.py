@@ -13,7 +13,16 @@ from torch import fx
 from ...fusion import Candidate, LeftToStock, Rejected
 from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
-from ..block_mm.normal_form import RESHAPES, Product, identity, product, products, through, value
+from ..block_mm.normal_form import (
+    RESHAPES,
+    Product,
+    identity,
+    product,
+    products,
+    same_sizes,
+    through,
+    value,
+)
 from ..block_mm.placement import Order, Place
 from . import decode, gather, gradients, narrow, profit
 from .emitter import Emitter
@@ -172,7 +181,7 @@ class Adapted(Candidate):
     def _check_linear(self, linear: Linear) -> None:
         root, first = linear.root, value(linear.bases[0].node)
         for p in (*linear.bases, *(a.up for a in linear.adapters)):
-            if [str(s) for s in value(p.node).shape] != [str(s) for s in first.shape]:
+            if not same_sizes(value(p.node).shape, first.shape):
                 raise Rejected("terms of different shapes")
         if linear.adapters and str(value(root).shape[-1]) != str(first.shape[1]):
             raise Rejected("the sum has other columns than its terms")
@@ -271,18 +280,12 @@ class Adapted(Candidate):
         moved: set[fx.Node] = set()
         for down in downs:
             ups.update(self._emit_down(down, moved, finish))
-        place = replace(
-            place,
-            hoisted=tuple(n for n in place.hoisted if n not in moved),
-            sunk=tuple(n for n in place.sunk if n not in moved),
-        )
-        for node in place.hoisted:
-            place.before.prepend(node)
+        place = place.without(moved).hoist()
         groups = [self._products(linear, made, ups) for linear in self.group]
         dtype, wide = _result_dtypes(self.group)
-        outputs = emit.insert(
-            self.graph, replace(place, hoisted=(), sunk=()), self.anchor, groups, dtype=dtype, wide=wide
-        )
+        # Results are reshaped before views of them are moved.
+        bare = replace(place, sunk=())
+        outputs = emit.insert(self.graph, bare, self.anchor, groups, dtype=dtype, wide=wide)
         self._replace_roots(outputs, place)
         for step in finish:
             step()
@@ -294,16 +297,14 @@ class Adapted(Candidate):
             emit.reshaped(self.graph, place.before, output, self.sizes[root], root)
             for root, output in zip(roots, outputs, strict=True)
         ]
-        for node in place.sunk:
-            place.before.prepend(node)
+        place.sink()
         for root, new in zip(roots, shaped, strict=True):
             self.replaced[root] = new
             emit.replace(self.graph, root, new)
 
     def _rewrite_whole(self, make: Emitter, place: Place) -> str:
         """Two kernels: everything in one operation."""
-        for node in place.hoisted:
-            place.before.prepend(node)
+        place = place.hoist()
         bases = [linear.bases[0] for linear in self.group]
         dtype, wide = _result_dtypes(self.group)
         adapters = [(g, a) for g, linear in enumerate(self.group) for a in linear.adapters]
@@ -330,10 +331,8 @@ class Adapted(Candidate):
         """Adds one narrow product; returns its results by down-projection: as they are, and as the block
         GEMM reads them, with the factor of the adapter, where that differs."""
         graph, place = self.graph, down.place
-        for node in place.hoisted:
-            if node not in moved:
-                place.before.prepend(node)
-        moved.update(place.hoisted)
+        views = {*place.hoisted, *place.sunk}
+        place = place.without(moved).hoist()
         make = Emitter(graph, place.before, down.members[0].node)
         right = [p.b for p in down.members]
         x = make.replay(down.origin)
@@ -341,9 +340,8 @@ class Adapted(Candidate):
         scales = {a.down.node: a.scale for linear in self.group for a in linear.adapters}
         further = [self._form(p, scales[p.node], value(x).dtype, dtype) for p in down.members]
         outputs = make.narrow(x, right, [down.origin.scale] * len(right), further, False)
-        for node in place.sunk:
-            place.before.prepend(node)
-        moved.update(place.sunk)
+        place.sink()
+        moved.update(views)
         read = {}
         forms = iter(outputs[len(right) :])
         for p, output, factor in zip(down.members, outputs, further, strict=False):

@@ -26,6 +26,7 @@ from .values import (
     affine,
     as_bool,
     as_number,
+    branches,
     choose,
     combine,
     compare,
@@ -214,11 +215,8 @@ def _in_dtype(value: Value, dtype: torch.dtype) -> Value:
     """What a rule found, if a tensor of that dtype holds it."""
     if dtype == torch.bool:
         return as_bool(value)  # True + True is True
-    parts = [value] if isinstance(value, Affine) else []
-    if isinstance(value, Choice):
-        parts = [value.then, value.otherwise]
     if dtype.is_floating_point:
-        for part in parts:
+        for part in branches(value):
             if any(True for _ in part.elements):
                 return None  # an integer of the data may be rounded
             large = isinstance(part.const, (int, float)) and abs(part.const) > EXACT
@@ -247,33 +245,46 @@ def rank_of(node: Any) -> int:
     return tensor.dim() if tensor is not None else 0
 
 
-def _alpha(op: torch_ops.Op) -> bool:
+def _is_plain(op: torch_ops.Op) -> bool:
+    """Whether a sum has no factor for its second operand."""
     return op["alpha"] in (None, 1)
 
 
 @rule("add")
-def _add(read: Interpreter, op: torch_ops.Op) -> Value:
-    return combine(read.read(op.input), read.read(op["other"]), lambda x, y: x + y) if _alpha(op) else None
+def _add(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return (
+        combine(interpreter.read(op.input), interpreter.read(op["other"]), lambda x, y: x + y)
+        if _is_plain(op)
+        else None
+    )
 
 
 @rule("sub")
-def _sub(read: Interpreter, op: torch_ops.Op) -> Value:
-    return combine(read.read(op.input), read.read(op["other"]), lambda x, y: x - y) if _alpha(op) else None
+def _sub(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return (
+        combine(interpreter.read(op.input), interpreter.read(op["other"]), lambda x, y: x - y)
+        if _is_plain(op)
+        else None
+    )
 
 
 @rule("rsub")
-def _rsub(read: Interpreter, op: torch_ops.Op) -> Value:
-    return combine(read.read(op["other"]), read.read(op.input), lambda x, y: x - y) if _alpha(op) else None
+def _rsub(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return (
+        combine(interpreter.read(op["other"]), interpreter.read(op.input), lambda x, y: x - y)
+        if _is_plain(op)
+        else None
+    )
 
 
 @rule("neg")
-def _neg(read: Interpreter, op: torch_ops.Op) -> Value:
-    return map_parts(read.read(op.input), lambda x: x.map(lambda c: -c))
+def _neg(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return map_parts(interpreter.read(op.input), lambda x: x.map(lambda c: -c))
 
 
 @rule("mul")
-def _mul(read: Interpreter, op: torch_ops.Op) -> Value:
-    left, right = read.read(op.input), read.read(op["other"])
+def _mul(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    left, right = interpreter.read(op.input), interpreter.read(op["other"])
     if isinstance(left, BOOL) and isinstance(right, BOOL):
         return conjunction([left, right])
 
@@ -286,53 +297,55 @@ def _mul(read: Interpreter, op: torch_ops.Op) -> Value:
 
 
 @rule("eq", "ne", "lt", "le", "gt", "ge")
-def _comparison(read: Interpreter, op: torch_ops.Op) -> Value:
-    return compare(op.name, read.read(op.input), read.read(op["other"]))
+def _comparison(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return compare(op.name, interpreter.read(op.input), interpreter.read(op["other"]))
 
 
 @rule("bitwise_and", "logical_and")
-def _and(read: Interpreter, op: torch_ops.Op) -> Value:
-    left, right = _logical(read, op)
+def _and(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    left, right = _logical(interpreter, op)
     return None if left is None or right is None else conjunction([left, right])
 
 
 @rule("bitwise_or", "logical_or")
-def _or(read: Interpreter, op: torch_ops.Op) -> Value:
-    left, right = _logical(read, op)
+def _or(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    left, right = _logical(interpreter, op)
     return None if left is None or right is None else disjunction([left, right])
 
 
-def _logical(read: Interpreter, op: torch_ops.Op) -> tuple[Bool | None, Bool | None]:
+def _logical(interpreter: Interpreter, op: torch_ops.Op) -> tuple[Bool | None, Bool | None]:
     """Operands of a logical operation; of a bitwise one only where they are boolean."""
-    left, right = read.read(op.input), read.read(op["other"])
+    left, right = interpreter.read(op.input), interpreter.read(op["other"])
     if op.name.startswith("bitwise") and not (isinstance(left, BOOL) and isinstance(right, BOOL)):
         return None, None
     return as_bool(left), as_bool(right)
 
 
 @rule("bitwise_not", "logical_not")
-def _not(read: Interpreter, op: torch_ops.Op) -> Value:
-    found = read.read(op.input)
+def _not(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    found = interpreter.read(op.input)
     if op.name == "bitwise_not" and not isinstance(found, BOOL):
         return None
     return negation_of(as_bool(found))
 
 
 @rule("where")
-def _where(read: Interpreter, op: torch_ops.Op) -> Value:
+def _where(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     if op["other"] is None:
         return None
-    return choose(read.boolean(op["condition"]), read.read(op.input), read.read(op["other"]))
+    return choose(
+        interpreter.boolean(op["condition"]), interpreter.read(op.input), interpreter.read(op["other"])
+    )
 
 
 @rule("masked_fill")
-def _masked_fill(read: Interpreter, op: torch_ops.Op) -> Value:
-    return choose(read.boolean(op["mask"]), read.read(op["value"]), read.read(op.input))
+def _masked_fill(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return choose(interpreter.boolean(op["mask"]), interpreter.read(op["value"]), interpreter.read(op.input))
 
 
 @rule(*torch_ops.CASTS, "cpu", "cuda")
-def _cast(read: Interpreter, op: torch_ops.Op) -> Value:
-    found, target = read.read(op.input), torch_ops.tensor(op.node)
+def _cast(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    found, target = interpreter.read(op.input), torch_ops.tensor(op.node)
     if target is None or found is None:
         return None
     if _holds_elements(found) and target.dtype not in (torch.int32, torch.int64):
@@ -341,20 +354,15 @@ def _cast(read: Interpreter, op: torch_ops.Op) -> Value:
         return as_bool(found)
     found = as_number(found)
     if not target.dtype.is_floating_point:
-        parts = [found] if isinstance(found, Affine) else [found.then, found.otherwise] if found else []
-        return found if all(is_integral(part) for part in parts) else None
+        return found if all(is_integral(part) for part in branches(found)) else None
     if target.dtype in (torch.float16, torch.bfloat16):
         # An index beyond the dtype's integers would be rounded; two-valued masks are not.
-        parts = [found] if isinstance(found, Affine) else [found.then, found.otherwise] if found else []
-        return _rounded(found, target.dtype) if all(part.is_constant for part in parts) else None
+        return _rounded(found, target.dtype) if all(part.is_constant for part in branches(found)) else None
     return found
 
 
 def _holds_elements(value: Value) -> bool:
-    parts = [value] if isinstance(value, Affine) else []
-    if isinstance(value, Choice):
-        parts = [value.then, value.otherwise]
-    return any(True for part in parts for _ in part.elements)
+    return any(True for part in branches(value) for _ in part.elements)
 
 
 def _rounded(value: Affine | Choice | None, dtype: torch.dtype) -> Value:
@@ -368,12 +376,12 @@ def _rounded(value: Affine | Choice | None, dtype: torch.dtype) -> Value:
 
 
 @rule(*torch_ops.COPIES, "detach")
-def _copy(read: Interpreter, op: torch_ops.Op) -> Value:
-    return read.read(op.input)
+def _copy(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return interpreter.read(op.input)
 
 
 @rule("arange")
-def _arange(read: Interpreter, op: torch_ops.Op) -> Value:
+def _arange(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     given = [torch_ops.concrete(a) for a in op.node.args]
     keyword = {k: torch_ops.concrete(v) for k, v in op.node.kwargs.items()}
     start, step = 0, keyword.get("step", 1)
@@ -388,22 +396,22 @@ def _arange(read: Interpreter, op: torch_ops.Op) -> Value:
 
 
 @rule("full", "full_like", "new_full")
-def _full(read: Interpreter, op: torch_ops.Op) -> Value:
+def _full(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     return _constant(op, op["fill_value"])
 
 
 @rule("ones", "ones_like", "new_ones")
-def _ones(read: Interpreter, op: torch_ops.Op) -> Value:
+def _ones(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     return _constant(op, 1)
 
 
 @rule("zeros", "zeros_like", "new_zeros")
-def _zeros(read: Interpreter, op: torch_ops.Op) -> Value:
+def _zeros(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     return _constant(op, 0)
 
 
 @rule("tensor", "scalar_tensor")
-def _scalar(read: Interpreter, op: torch_ops.Op) -> Value:
+def _scalar(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     data = op["data"] if op["data"] is not None else op["s"]
     return _constant(op, data)
 
@@ -425,21 +433,21 @@ def _of_dtype(number: bool | int | float, dtype: torch.dtype) -> Value:
 
 
 @rule("tril", "triu")
-def _triangle(read: Interpreter, op: torch_ops.Op) -> Value:
+def _triangle(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     diagonal = torch_ops.concrete(op["diagonal"] if op["diagonal"] is not None else 0)
     if not isinstance(diagonal, (int, torch.SymInt)):
         return None
     kept = NonNegative(affine(diagonal, {-2: 1, -1: -1}))  # row - column + diagonal >= 0
     if op.name == "triu":
         kept = NonNegative(affine(-diagonal, {-2: -1, -1: 1}))
-    found = read.read(op.input)
+    found = interpreter.read(op.input)
     return choose(kept, found, False if isinstance(found, BOOL) else Affine(0))
 
 
 @rule("cumsum")
-def _cumsum(read: Interpreter, op: torch_ops.Op) -> Value:
+def _cumsum(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     dim = torch_ops.concrete(op["dim"])
-    found = as_number(read.read(op.input))
+    found = as_number(interpreter.read(op.input))
     if not isinstance(dim, int) or not isinstance(found, Affine) or not found.is_constant:
         return None
     dim = dim if dim < 0 else dim - rank_of(op.input)
@@ -447,9 +455,9 @@ def _cumsum(read: Interpreter, op: torch_ops.Op) -> Value:
 
 
 @rule("diff")
-def _diff(read: Interpreter, op: torch_ops.Op) -> Value:
+def _diff(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     dim = op["dim"] if op["dim"] is not None else -1
-    found, prepend = read.read(op.input), read.read(op["prepend"])
+    found, prepend = interpreter.read(op.input), interpreter.read(op["prepend"])
     rank = rank_of(op.input)
     if op["n"] not in (None, 1) or op["append"] is not None or not isinstance(dim, int):
         return None

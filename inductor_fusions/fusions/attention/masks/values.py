@@ -245,6 +245,13 @@ def choose(condition: Bool | None, then: Value, otherwise: Value) -> Value:
     return None
 
 
+def branches(value: Value) -> tuple[Affine, ...]:
+    """The affine values that a number may have: one, or the two of a choice; none of anything else."""
+    if isinstance(value, Choice):
+        return (value.then, value.otherwise)
+    return (value,) if isinstance(value, Affine) else ()
+
+
 def map_parts(value: Value, function: Callable[[Affine], Affine | None]) -> Value:
     """Apply a function to an affine value, or to both branches of a choice."""
     value = as_number(value)

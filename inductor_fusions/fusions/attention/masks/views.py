@@ -14,21 +14,21 @@ from .values import Affine, Value, affine, identity, renamed, substitute
 
 
 @rule(*torch_ops.TRANSPOSES, "getattr")
-def _transpose(read: Interpreter, op: torch_ops.Op) -> Value:
+def _transpose(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     dims = torch_ops.transposed_attribute(op) if op.name == "getattr" else torch_ops.permutation(op)
     if dims is None:
         return None
     rank = len(dims)
-    return substitute(read.read(op.input), renamed({d - rank: i - rank for i, d in enumerate(dims)}))
+    return substitute(interpreter.read(op.input), renamed({d - rank: i - rank for i, d in enumerate(dims)}))
 
 
 @rule("expand", "expand_as", "broadcast_to")
-def _expand(read: Interpreter, op: torch_ops.Op) -> Value:
-    return read.read(op.input)  # dims count from the right, and an expanded dim had one index
+def _expand(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return interpreter.read(op.input)  # dims count from the right, and an expanded dim had one index
 
 
 @rule("repeat")
-def _repeat(read: Interpreter, op: torch_ops.Op) -> Value:
+def _repeat(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     """Repeats of dims of size 1, which is what `expand` does as well."""
     source = torch_ops.tensor(op.input)
     given = torch_ops.concrete(op["repeats"] if op["repeats"] is not None else op.rest)
@@ -37,14 +37,14 @@ def _repeat(read: Interpreter, op: torch_ops.Op) -> Value:
         return None
     pairs = zip(reversed(source.shape), reversed(times), strict=False)
     if all(known_true(size == 1) or known_true(count == 1) for size, count in pairs):
-        return read.read(op.input)
+        return interpreter.read(op.input)
     return None
 
 
 @rule(*torch_ops.VIEWS)
-def _view(read: Interpreter, op: torch_ops.Op) -> Value:
+def _view(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     """A view that only adds and removes dims of size 1."""
-    found = read.read(op.input)
+    found = interpreter.read(op.input)
     if isinstance(found, (bool, Affine)) and (isinstance(found, bool) or found.is_constant):
         return found
     source, target = torch_ops.tensor(op.input), torch_ops.tensor(op.node)
@@ -63,70 +63,70 @@ def _view(read: Interpreter, op: torch_ops.Op) -> Value:
 
 
 @rule("select")
-def _select(read: Interpreter, op: torch_ops.Op) -> Value:
+def _select(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     dim, rank = torch_ops.concrete(op["dim"]), rank_of(op.input)
     if not isinstance(dim, int):
         return None
     index: list[Any] = [slice(None)] * rank
     index[dim] = op["index"]
-    return _indexed(read, op, tuple(index))
+    return _indexed(interpreter, op, tuple(index))
 
 
 @rule("slice")
-def _slice(read: Interpreter, op: torch_ops.Op) -> Value:
+def _slice(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     dim = torch_ops.concrete(op["dim"] or 0)
     index: list[Any] = [slice(None)] * rank_of(op.input)
     index[dim] = slice(op["start"], op["end"], op["step"])
-    return _indexed(read, op, tuple(index))
+    return _indexed(interpreter, op, tuple(index))
 
 
 @rule("getitem")
-def _getitem(read: Interpreter, op: torch_ops.Op) -> Value:
+def _getitem(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     if torch_ops.tensor(op.input) is None:
         return None
     index = op["index"]
-    return _indexed(read, op, index if isinstance(index, tuple) else (index,))
+    return _indexed(interpreter, op, index if isinstance(index, tuple) else (index,))
 
 
 @rule("index")
-def _index(read: Interpreter, op: torch_ops.Op) -> Value:
+def _index(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     """`aten.index`, which indexing is inside torch.vmap."""
     source = torch_ops.tensor(op.input)
     if source is None or not isinstance(op["indices"], (list, tuple)):
         return None
-    return _gathered(read, read.read(op.input), source, tuple(op["indices"]))
+    return _gathered(interpreter, interpreter.read(op.input), source, tuple(op["indices"]))
 
 
 @rule("_add_batch_dim")
-def _into_vmap(read: Interpreter, op: torch_ops.Op) -> Value:
+def _into_vmap(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     """torch.vmap takes a dim away: its index becomes that of a level of samples."""
     given, rank = [torch_ops.concrete(x) for x in op.rest], rank_of(op.rest[0])
     if len(given) != 3 or not all(isinstance(x, int) for x in given[1:]):
         return None
     dim, level = given[1] % rank, given[2]
     places = {d - rank: d - (d > dim) - (rank - 1) for d in range(rank) if d != dim}
-    return substitute(read.read(op.rest[0]), renamed({**places, dim - rank: level}))
+    return substitute(interpreter.read(op.rest[0]), renamed({**places, dim - rank: level}))
 
 
 @rule("_remove_batch_dim")
-def _out_of_vmap(read: Interpreter, op: torch_ops.Op) -> Value:
+def _out_of_vmap(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     """The samples of a level of torch.vmap become a dim again."""
     given, rank = [torch_ops.concrete(x) for x in op.rest], rank_of(op.node)
     if len(given) != 4 or not all(isinstance(given[i], int) for i in (1, 3)):
         return None
     level, dim = given[1], given[3] % rank
     places = {d - (rank - 1): d + (d >= dim) - rank for d in range(rank - 1)}
-    return substitute(read.read(op.rest[0]), renamed(places), {level: identity(dim - rank)})
+    return substitute(interpreter.read(op.rest[0]), renamed(places), {level: identity(dim - rank)})
 
 
-def _indexed(read: Interpreter, op: torch_ops.Op, index: tuple[Any, ...]) -> Value:
+def _indexed(interpreter: Interpreter, op: torch_ops.Op, index: tuple[Any, ...]) -> Value:
     source, target = torch_ops.tensor(op.input), torch_ops.tensor(op.node)
     if source is None or target is None:
         return None
-    found = read.read(op.input)
+    found = interpreter.read(op.input)
     tensors = [i for i in index if torch_ops.tensor(i) is not None]
     if tensors:
-        return _gathered(read, found, source, index)
+        return _gathered(interpreter, found, source, index)
     used = sum(i is not None and i is not Ellipsis for i in index)
     full: list[Any] = []
     for item in index:
@@ -161,7 +161,7 @@ def _indexed(read: Interpreter, op: torch_ops.Op, index: tuple[Any, ...]) -> Val
     return substitute(found, mapping.get)
 
 
-def _gathered(read: Interpreter, found: Value, source: torch.Tensor, index: tuple[Any, ...]) -> Value:
+def _gathered(interpreter: Interpreter, found: Value, source: torch.Tensor, index: tuple[Any, ...]) -> Value:
     """`x[i, j, ...]` with one index tensor for each dim of x, each affine and in range."""
     if isinstance(found, (bool, Affine)) and (isinstance(found, bool) or found.is_constant):
         return found
@@ -169,7 +169,7 @@ def _gathered(read: Interpreter, found: Value, source: torch.Tensor, index: tupl
         return None
     mapping: dict[int, Affine] = {}
     for dim, item in enumerate(index):
-        inner = read.read(item)
+        inner = interpreter.read(item)
         given = torch_ops.tensor(item)
         if not isinstance(inner, Affine) or given is None or given.dtype == torch.bool:
             return None

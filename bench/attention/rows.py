@@ -1,0 +1,138 @@
+"""The attentions that are measured: shapes, masks and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from bench.common import DTYPES
+
+TAKES_GRADIENT = ("bias_grad", "full_grad", "window_grad")
+"""Masks that take a gradient."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One attention to measure."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    dtype: str
+    mask: str
+    train: bool
+
+    @property
+    def key(self) -> str:
+        """How `--only` and the progress name it."""
+        return (
+            f"{self.dtype} {self.mask} b{self.batch} h{self.heads}/{self.kv_heads} q{self.q_len} "
+            f"k{self.kv_len} d{self.head_dim} {'train' if self.train else 'infer'}"
+        )
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes of the scores."""
+        return self.batch * self.heads * self.q_len * self.kv_len * DTYPES[self.dtype].itemsize
+
+
+Shape = tuple[int, int, int, int]
+
+
+def rows_of(
+    shapes: Iterable[Shape],
+    masks: Sequence[str],
+    dtype: str = "bfloat16",
+    trains: Sequence[bool] = (False, True),
+    kv_heads: int | None = None,
+    q_len: int | None = None,
+) -> list[Row]:
+    """Each (batch, heads, length, head_dim) with each mask, in inference and in training."""
+    return [
+        Row(b, h, kv_heads or h, q_len or s, s, d, dtype, mask, train)
+        for b, h, s, d in shapes
+        for mask in masks
+        for train in trains
+        if train or mask not in TAKES_GRADIENT
+    ]
+
+
+def whole_models() -> list[Row]:
+    """The attentions of the models that the whole-model benchmark runs."""
+    rows: list[Row] = []
+    rows += rows_of([(32, 12, 512, 64)], ["pad", "none"])  # BERT
+    rows += rows_of([(16, 12, 1024, 64)], ["causal"])  # GPT-2
+    rows += rows_of([(64, 12, 197, 64)], ["none"])  # ViT
+    rows += rows_of([(16, 12, 512, 64)], ["bias", "bias_grad"])  # T5
+    swin = [(4096, 3, 49, 32), (1024, 6, 49, 32), (256, 12, 49, 32), (64, 24, 49, 32)]
+    rows += rows_of(swin, ["bias", "bias_grad"])
+    rows += rows_of(swin[:3], ["window", "window_grad"])
+    second = [(4096, 3, 64, 32), (1024, 6, 64, 32), (256, 12, 64, 32), (64, 24, 64, 32)]  # Swin V2
+    rows += rows_of(second, ["bias", "bias_grad"])
+    rows += rows_of(second[:3], ["window", "window_grad"])
+    rows += rows_of([(64, 6, 50, 64), (64, 12, 50, 64), (8, 12, 50, 64)], ["none"])  # ViT, patches of 32
+    rows += rows_of([(8, 16, 1024, 64)], ["bias_batch", "alibi"])  # OPT, BLOOM
+    rows += rows_of([(32, 12, 384, 64)], ["bias", "bias_grad"])  # MPNet
+    rows += rows_of([(8, 12, 384, 64)], ["bias_full", "full_grad"])  # DeBERTa
+    llama = [(4, 32, 2048, 64), (1, 32, 8192, 64), (4, 32, 2048, 128), (1, 32, 8192, 128)]
+    rows += rows_of(llama, ["causal"], kv_heads=8)
+    rows += rows_of([(2, 32, 2048, 64)], ["causal", "bias_batch"], kv_heads=8)
+    rows += rows_of([(1, 12, 128, 64), (64, 12, 128, 64)], ["pad", "none"])  # BERT
+    rows += rows_of([(8, 12, 1024, 64)], ["bias"])
+    return rows
+
+
+def cuda_rows() -> list[Row]:
+    """The grid for a GPU, the most important rows first."""
+    rows = whole_models()
+    rows += rows_of([(8, 12, 512, 64), (1, 16, 2048, 64), (8, 16, 256, 64)], ["none", "causal", "pad"])
+    rows += rows_of([(8, 12, 128, 64), (2, 16, 2048, 64)], ["bias", "bias_batch", "bool4d"])
+    rows += rows_of([(8, 12, 512, 64), (1, 12, 512, 64)], ["bias", "bias_full", "bool4d"])
+    rows += rows_of(
+        [(1, 12, 1024, 64), (1, 16, 4096, 64), (512, 12, 64, 64)], ["none", "causal", "pad", "bias"]
+    )
+    rows += rows_of([(16, 12, 64, 64), (1, 12, 64, 64), (1, 12, 256, 64)], ["none", "pad", "bias"])
+    rows += rows_of([(8, 16, 1024, 64)], ["none", "pad", "bool4d", "bias_full", "full_grad"])
+    rows += rows_of([(64, 12, 197, 64)], ["bias", "bias_full"])
+    for d in (32, 80, 128, 256):
+        rows += rows_of([(8, 16, 1024, d)], ["none", "pad", "bias"])
+    for d in (32, 128):
+        rows += rows_of([(8, 16, 256, d)], ["none", "pad", "bias"])
+    for d in (80, 128, 256):
+        rows += rows_of([(1, 16, 2048, d)], ["causal", "bias_batch"])
+    rows += rows_of([(1, 32, 1024, 128), (1, 32, 512, 64)], ["causal", "bias_batch"], kv_heads=8)
+    rows += rows_of([(1, 32, 4096, 128)], ["causal", "bias_batch"], kv_heads=8)
+    for b in (1, 32):
+        decode = [(b, 32, k, 128) for k in (512, 2048, 8192)]
+        rows += rows_of(decode, ["none", "pad"], trains=[False], kv_heads=8, q_len=1)
+        decode = [(b, 16, k, 64) for k in (512, 2048, 8192)]
+        rows += rows_of(decode, ["none", "pad"], trains=[False], q_len=1)
+    rows += rows_of([(512, 8, 49, 32), (512, 12, 128, 64), (64, 16, 256, 64)], ["none", "bias", "bias_batch"])
+    rows += rows_of([(1, 16, 8192, 64), (2, 32, 4096, 128)], ["none", "causal", "bias_batch"])
+    rows += rows_of([(32, 12, 384, 64)], ["none", "pad", "bool4d"])
+    rows += rows_of([(32, 12, 512, 64), (8, 16, 1024, 64)], ["none", "pad", "bias"], dtype="float16")
+    rows += rows_of(
+        [(8, 12, 512, 64), (2, 16, 1024, 64), (8, 12, 128, 64)], ["none", "pad", "bias"], dtype="float32"
+    )
+    return list(dict.fromkeys(rows))
+
+
+def cpu_rows() -> list[Row]:
+    """The grid for a CPU: the same axes, in sizes that take a second or two."""
+    rows: list[Row] = []
+    rows += rows_of([(2, 12, 128, 64), (1, 12, 512, 64)], ["pad", "none", "causal", "bias"], dtype="float32")
+    rows += rows_of([(1, 32, 256, 64)], ["causal", "bias_batch"], dtype="float32", kv_heads=8)
+    rows += rows_of([(1, 12, 1024, 64), (1, 12, 32, 64)], ["none", "causal", "pad", "bias"], dtype="float32")
+    rows += rows_of([(4, 12, 64, 64), (1, 4, 256, 64)], ["none", "pad", "bias"], dtype="float32")
+    rows += rows_of([(16, 3, 49, 32)], ["bias", "window"], dtype="float32")
+    rows += rows_of([(1, 12, 256, 32), (1, 12, 256, 128)], ["none", "pad", "bias"], dtype="float32")
+    rows += rows_of(
+        [(2, 12, 128, 64)], ["bias_batch", "bias_full", "bool4d", "alibi", "bias_grad"], dtype="float32"
+    )
+    shapes = [(2, 12, 128, 64), (1, 12, 512, 64), (1, 12, 1024, 64), (1, 12, 32, 64)]
+    rows += rows_of(shapes, ["none", "causal", "pad", "bias"], dtype="bfloat16")
+    rows += rows_of([(1, 16, 512, 64), (1, 16, 1024, 64)], ["none", "pad"], "float32", [False], q_len=1)
+    return list(dict.fromkeys(rows))

@@ -1,0 +1,184 @@
+"""The ways to compute a linear with adapters: stock, frozen, and the fusion in its configurations."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+from bench.common import apart
+from bench.lora.rows import Row
+from bench.lora.spellings import FUNCTIONS, Operands, Tensors, frozen, narrow_gradient
+
+#: Configurations that are tried: of the block GEMM, and of the narrow product beside the best of them.
+BLOCK_CHOICES, NARROW_CHOICES = 6, 4
+
+
+Run = Callable[[Operands], Tensors]
+_numbers = itertools.count()
+
+
+def compiled(row: Row, fn: Callable[..., Tensors], operands: Operands, **options: Any) -> Run:
+    """A function under `torch.compile`, compiled for `operands`; with its backward, for a step."""
+
+    def call(x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors:
+        return fn(row, x, w, a, b)
+
+    own = apart(call, f"candidate_{next(_numbers)}")
+    compiled_call = torch.compile(own, dynamic=False, **options)
+
+    def run(one: Operands) -> Tensors:
+        if row.kind != "step":
+            return compiled_call(one.x, one.w, one.a, one.b)  # type: ignore[no-any-return]
+        (y,) = compiled_call(one.x[:1], one.w, one.a, one.b)
+        return [y, *torch.autograd.grad([y], [one.x[0], *one.a, *one.b], [one.x[1]])]
+
+    run(operands)
+    return run
+
+
+def stock(row: Row, operands: Operands, mode: str | None) -> Run:
+    """Stock's own, with the fusions switched off."""
+    from inductor_fusions import config
+
+    with config.patch(enabled=False):
+        return compiled(row, FUNCTIONS[row.kind], operands, mode=mode)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Configurations of the kernels of one candidate; None: the default one."""
+
+    block: Any = None
+    narrow: Any = None
+    decode: Any = None
+
+    @property
+    def name(self) -> str:
+        """Short."""
+        parts = []
+        for kind, chosen in (("block", self.block), ("narrow", self.narrow), ("pair", self.decode)):
+            if chosen is not None:
+                parts.append(f"{kind} " + "-".join(str(v) for v in chosen.to_json().values()))
+        return ", ".join(parts) or "defaults"
+
+
+class Seen:
+    """The problems that the lowerings met."""
+
+    def __init__(self) -> None:
+        self.block: list[Any] = []
+        self.narrow: list[Any] = []
+        self.decode: list[Any] = []
+
+
+@contextlib.contextmanager
+def choosing(choice: Choice, seen: Seen) -> Iterator[None]:
+    """Inside, the kernels get these configurations."""
+    from inductor_fusions import config
+    from inductor_fusions.fusions.block_mm import heuristics
+    from inductor_fusions.fusions.lora import decode, lowering, narrow
+
+    def block(posed: Any, device: torch.device) -> Any:
+        seen.block.append(posed)
+        arch = heuristics.capability(device)
+        return heuristics.Choice(choice.block or heuristics.default(posed, arch), "")
+
+    def thin(shape: Any, device: torch.device) -> Any:
+        seen.narrow.append(shape)
+        return choice.narrow or narrow.default(shape)
+
+    def pair(shape: Any, device: torch.device) -> Any:
+        seen.decode.append(shape)
+        return choice.decode or decode.default(shape, heuristics.capability(device))
+
+    others = {"qkv": False, "gated_mlp": False, "linear_epilogue": False}
+    with (
+        config.patch(policy="always", **others),
+        mock.patch.object(heuristics, "choose", block),
+        mock.patch.object(lowering, "choose", thin),
+        mock.patch.object(decode, "choose", pair),
+        nullcontext() if torch.cuda.is_available() else on_the_cpu(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def on_the_cpu() -> Iterator[None]:
+    """Inside, the CPU counts as a device, to try the script: the operations are products one by one."""
+    from inductor_fusions.fusions.block_mm import guards
+    from inductor_fusions.fusions.lora import profit
+
+    with (
+        mock.patch.object(guards, "check_device", lambda node: None),
+        mock.patch.object(profit, "capability", lambda device: 80),
+    ):
+        yield
+
+
+def ours(row: Row, operands: Operands, choice: Choice, seen: Seen) -> Run:
+    """The fusion in one configuration.
+
+    Raises:
+        RuntimeError: nothing was fused.
+    """
+    import inductor_fusions
+
+    fn = narrow_gradient if row.kind == "gradient" else FUNCTIONS[row.kind]
+    inductor_fusions.clear()
+    with choosing(choice, seen):
+        run = compiled(row, fn, operands)
+    sites = list(inductor_fusions.report())
+    if row.kind != "gradient" and not any(s.fusion == "lora" and s.verdict == "fused" for s in sites):
+        raise RuntimeError(f"not fused: {[s.reason for s in sites]}")
+    return run
+
+
+def frozen_run(row: Row) -> Run:
+    """The library's linears alone; of a step, with the gradient of the input."""
+
+    def run(one: Operands) -> Tensors:
+        if row.kind != "step":
+            return frozen(row, one)
+        return [F.linear(one.x[0].detach(), one.w[0]), one.x[1] @ one.w[0]]
+
+    return run
+
+
+def first_choices(row: Row, seen: Seen, arch: int, quick: bool) -> list[Choice]:
+    """What to try: configurations of the kernel that does most of the work."""
+    from inductor_fusions.fusions.block_mm import heuristics
+    from inductor_fusions.fusions.lora import decode, narrow
+
+    found = [Choice()]
+    if seen.decode:
+        found += [Choice(decode=c) for c in decode.candidates(seen.decode[0], arch)]
+    elif seen.block and row.kind != "step":
+        wanted = heuristics.candidates(seen.block[0], arch)
+        found += [Choice(block=c) for c in wanted[:BLOCK_CHOICES]]
+    elif row.kind == "gradient" and seen.narrow:
+        found += [Choice(narrow=c) for c in spread(narrow.candidates(seen.narrow[0]), 10)]
+    return found[:3] if quick else found
+
+
+def second_choices(best: Choice, seen: Seen, quick: bool) -> list[Choice]:
+    """Configurations of the narrow product beside the best block GEMM."""
+    from inductor_fusions.fusions.lora import narrow
+
+    if best.block is None or not seen.narrow:
+        return []
+    wanted = spread(narrow.candidates(seen.narrow[0]), NARROW_CHOICES)
+    return [Choice(block=best.block, narrow=c) for c in wanted][: 2 if quick else None]
+
+
+def spread(items: Sequence[Any], count: int) -> list[Any]:
+    """So many of them, evenly."""
+    step = max(1, -(-len(items) // count))
+    return list(items[::step])

@@ -1,0 +1,83 @@
+"""The linears with adapters that are measured: shapes, ranks and dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One problem.
+
+    Attributes:
+        kind: "forward", "backward", "gradient" or "step".
+        tokens: rows of x.
+        inner, outer: widths of the input and of each linear; of a gradient, `inner` is the width of the
+            large matrix, and `outer` are the ranks where several adapters read it.
+        rank: of each adapter.
+        adapters: dtype of the adapters, a key of `DTYPES`.
+        dropout: in front of each adapter.
+        large: dtype of the large matrix of a gradient.
+    """
+
+    kind: str
+    tokens: int
+    inner: int
+    outer: tuple[int, ...]
+    rank: int = 16
+    adapters: str = "float32"
+    dropout: float = 0.0
+    large: str = "bfloat16"
+
+    @property
+    def key(self) -> str:
+        """How `--only` and the progress name it."""
+        sizes = f"{self.inner}->{'+'.join(map(str, self.outer or (self.rank,)))}"
+        extra = [f"dropout{self.dropout}"] if self.dropout else []
+        extra += [self.large] if self.kind == "gradient" else []
+        return " ".join([self.kind, sizes, f"r{self.rank}", self.adapters, *extra, f"m{self.tokens}"])
+
+
+#: K and N of the linears that LoRAFusion reports, and of Llama 3 8B.
+SQUARE = ((4096, 4096), (5120, 5120), (8192, 8192), (4096, 14336), (14336, 4096))
+#: The linears of a layer of Llama 3.2 1B, by input.
+LLAMA_1B = ((2048, (2048, 512, 512)), (2048, (2048,)), (2048, (8192, 8192)), (8192, (2048,)))
+
+
+def grid() -> list[Row]:
+    """What is measured: decode and the shapes of the models first."""
+    rows: list[Row] = []
+    for adapters in ("float32", "bfloat16"):
+        for inner, outer in LLAMA_1B:
+            rows += [Row("forward", m, inner, outer, 16, adapters) for m in (1, 4, 8, 16, 4096)]
+            rows.append(Row("backward", 4096, inner, outer, 16, adapters))
+        # Behind a dropout of its own each of gate and up stands alone.
+        rows.append(Row("forward", 4096, 2048, (8192,), 16, adapters))
+        for outer_width in (4096, 14336):
+            rows += [Row("forward", m, 4096, (outer_width,), 16, adapters) for m in (1, 4, 8, 16)]
+        # Of the input of q, k and v, and of that of gate and up.
+        rows += [Row("gradient", 4096, 2048, (16,) * count, 16, adapters) for count in (3, 2)]
+        for width in (512, 2048, 8192):
+            rows.append(Row("gradient", 4096, width, (), 16, adapters))
+        if adapters == "float32":
+            rows += [Row("gradient", 4096, w, (), 16, adapters, large="float32") for w in (2048, 8192)]
+    for adapters in ("float32", "bfloat16"):
+        for inner, width in SQUARE:
+            for tokens in (4096, 8192, 2048):
+                rows += [
+                    Row(kind, tokens, inner, (width,), 16, adapters)
+                    for kind in ("forward", "backward", "step")
+                ]
+    for inner, width in SQUARE:
+        for kind in ("forward", "step"):
+            rows += [Row(kind, m, inner, (width,), 16, "bfloat16", 0.1) for m in (4096, 8192, 2048)]
+    for rank in (64, 128):
+        for adapters in ("float32", "bfloat16"):
+            for kind in ("forward", "backward", "step"):
+                rows += [Row(kind, 4096, inner, (width,), rank, adapters) for inner, width in SQUARE]
+            rows += [Row("forward", m, 4096, (4096,), rank, adapters) for m in (1, 4, 16)]
+    for adapters in ("float32", "bfloat16"):
+        rows += [Row("forward", m, 4096, (4096, 1024, 1024), 16, adapters) for m in (1, 4, 16, 2048, 4096)]
+        rows += [Row("gradient", m, 4096, (), 16, adapters) for m in (2048, 4096, 8192)]
+        rows += [Row("gradient", m, 14336, (), 16, adapters) for m in (2048, 4096, 8192)]
+    return list(dict.fromkeys(rows))

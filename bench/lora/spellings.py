@@ -1,0 +1,140 @@
+"""A linear with adapters as PEFT and autograd spell it, its operands, and its outputs in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from bench.common import DTYPES
+from bench.linears import checked_rows as rows
+from bench.lora.rows import Row
+
+#: Factor of every adapter: lora_alpha / r.
+SCALE = 2.0
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass
+class Operands:
+    """One set of tensors.
+
+    Attributes:
+        x: what is read: x; dY of each linear; or the large matrix and the small ones of a gradient.
+        w: weights, shape (out, in).
+        a, b: adapters, shapes (r, in) and (out, r).
+    """
+
+    x: Tensors
+    w: Tensors
+    a: Tensors
+    b: Tensors
+
+    def flat(self) -> Tensors:
+        """Every tensor."""
+        return [*self.x, *self.w, *self.a, *self.b]
+
+
+def make(row: Row, device: str, seed: int) -> Operands:
+    """Random operands."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def rand(dtype: str, *shape: int) -> torch.Tensor:
+        made = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+        return (made / shape[-1] ** 0.5).to(DTYPES[dtype])
+
+    if row.kind == "gradient":
+        large = rand(row.large, row.tokens, row.inner)
+        ranks = row.outer or (row.rank,)
+        return Operands([large, *(rand(row.adapters, row.tokens, r) for r in ranks)], [], [], [])
+    w = [rand("bfloat16", n, row.inner) for n in row.outer]
+    a = [rand(row.adapters, row.rank, row.inner) for _ in row.outer]
+    b = [rand(row.adapters, n, row.rank) for n in row.outer]
+    widths = row.outer if row.kind == "backward" else (row.inner,)
+    found = Operands([rand("bfloat16", row.tokens, width) for width in widths], w, a, b)
+    if row.kind == "step":
+        for t in (*found.x, *found.a, *found.b):
+            t.requires_grad_()
+        found.x.append(rand("bfloat16", row.tokens, row.outer[0]))  # the cotangent
+    return found
+
+
+def forward(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors:
+    """As PEFT spells it."""
+    outputs = []
+    for weight, down, up in zip(w, a, b, strict=True):
+        base = F.linear(x[0], weight)
+        inside = x[0].to(down.dtype)
+        if row.dropout:
+            inside = F.dropout(inside, row.dropout)
+        outputs.append((base + F.linear(F.linear(inside, down), up) * SCALE).to(base.dtype))
+    return outputs
+
+
+def backward(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors:
+    """The gradient of the input, as autograd spells it."""
+    total: torch.Tensor | None = None
+    for dy, weight, down, up in zip(x, w, a, b, strict=True):
+        through = ((dy.to(up.dtype) * SCALE) @ up) @ down
+        part = through.to(dy.dtype) + dy @ weight
+        total = part if total is None else total + part
+    assert total is not None
+    return [total]
+
+
+def gradient(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors:
+    """dB; for dA, the same is stored transposed."""
+    large, *small = x
+    return [(large.to(b.dtype) * SCALE).t() @ b for b in small]
+
+
+def narrow_gradient(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors:
+    """The same as the operation that the fusion puts into graphs."""
+    from inductor_fusions.fusions.lora.op import NARROW_MM
+
+    large, *small = x
+    count = len(small)
+    found: Tensors = NARROW_MM(large.t(), small, [SCALE] * count, [0.0] * count, False)
+    return found
+
+
+def frozen(row: Row, one: Operands) -> Tensors:
+    """The linears without adapters."""
+    if row.kind == "backward":
+        return [dy @ weight for dy, weight in zip(one.x, one.w, strict=True)]
+    return [F.linear(one.x[0], weight) for weight in one.w]
+
+
+FUNCTIONS = {"forward": forward, "backward": backward, "gradient": gradient, "step": forward}
+
+
+def reference(row: Row, one: Operands) -> tuple[Tensors, Callable[[Tensors], Tensors]]:
+    """The first and the last rows of each output in float64, and how to cut them from outputs."""
+
+    def cut(outputs: Tensors) -> Tensors:
+        return [rows(y) for y in outputs]
+
+    def wide(tensors: Tensors) -> Tensors:
+        return [t.detach().double() for t in tensors]
+
+    if row.kind == "gradient":
+        large, *small = wide(one.x)
+        return [SCALE * rows(large.t()) @ b for b in small], cut
+    if row.kind == "step":
+        # Every gradient of the adapters needs all tokens.
+        x, dy = wide(one.x)
+        (weight,), (down,), (up,) = wide(one.w), wide(one.a), wide(one.b)
+        h, dh = x @ down.t(), SCALE * dy @ up
+        exact = [
+            rows(x) @ weight.t() + SCALE * rows(h) @ up.t(),
+            rows(dy) @ weight + rows(dh) @ down,
+        ]
+        exact += [rows(dh.t() @ x), rows(SCALE * dy.t() @ h)]
+        return exact, cut
+    x = [rows(t.double()) for t in one.x]
+    plain = Row(row.kind, row.tokens, row.inner, row.outer, row.rank)
+    exact = FUNCTIONS[row.kind](plain, x, wide(one.w), wide(one.a), wide(one.b))
+    return exact, cut

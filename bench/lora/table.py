@@ -1,0 +1,59 @@
+"""What was measured of linears with adapters, as the table of a device has it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench import device_table
+from bench.common import Json
+from bench.linears import plain_gain
+from inductor_fusions import tables
+
+
+def sections(rows: Sequence[Json]) -> dict[str, list[Json]]:
+    """What the package looks up: `profit` says how it is read."""
+    found: dict[str, list[Json]] = {"lora": [], "block_mm": [], "narrow_mm": [], "lora_decode": []}
+    for row in rows:
+        if row["dropout"] or row["kind"] == "step" or not row.get("best"):
+            continue
+        ratio, tokens = round(plain_gain(row), 3), row["tokens"]
+        if row["kind"] == "gradient":
+            found["narrow_mm"] += [{**thin, "tokens": tokens, "gain": ratio} for thin in row["narrow"]]
+            continue
+        forward_row = row["kind"] == "forward"
+        inner = [row["inner"]] if forward_row else list(row["outer"])
+        outer = list(row["outer"]) if forward_row else [row["inner"]]
+        ranks = [[row["rank"]] for _ in outer] if forward_row else [[row["rank"]] * len(inner)]
+        found["lora"].append(
+            {
+                "inner": inner, "outer": outer, "ranks": ranks, "dtype": "bfloat16",
+                "adapters": row["adapters"], "layout": "t" if forward_row else "n",
+                "tokens": tokens, "gain": ratio,
+            }
+        )  # fmt: skip
+        if "decode" in row:
+            found["lora_decode"].append({**row["decode"], "tokens": tokens})
+        for thin in row.get("narrow", ()):
+            found["narrow_mm"].append({**thin, "tokens": tokens, "gain": ratio})
+        if "block" in row:
+            block = dict(row["block"])
+            chosen = block.pop("config")
+            block |= {"tokens": tokens, "gain": ratio, "capability": row["capability"]}
+            found["block_mm"].append({**block, "config": chosen if ratio >= tables.MARGIN else None})
+    return found
+
+
+def write_table(path: Path, rows: Sequence[Json]) -> None:
+    """Put the rows into a device's table, in place of those of the same problems that it has."""
+    data = json.loads(path.read_text())
+
+    def same(row: Json) -> str:
+        return json.dumps({**row, "gain": 0, "config": None}, sort_keys=True)
+
+    for name, new in sections(rows).items():
+        merged = {same(row): row for row in (*data.pop(name, []), *new)}
+        if merged:
+            data[name] = list(merged.values())
+    device_table.write(path, data)

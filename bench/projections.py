@@ -1,0 +1,230 @@
+"""Linears of real models as block GEMMs: the grid, the operands, and each way to compute them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bench.common import DTYPES, apart
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "": lambda x: x,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One block GEMM to measure.
+
+    Attributes:
+        kind: as in `heuristics.Problem`.
+        tokens: rows of the input; for gradients of weights, their K.
+        inner: widths of the inputs: one for linears that share theirs, one for each term of a sum. For
+            gradients of weights: the width of the input.
+        outer: widths of the outputs; for gradients of weights, of the linears' outputs.
+        dtype: a key of `DTYPES`.
+        activation: what follows; of the first of a gated pair.
+    """
+
+    kind: str
+    tokens: int
+    inner: tuple[int, ...]
+    outer: tuple[int, ...]
+    dtype: str = "bfloat16"
+    activation: str = ""
+
+    @property
+    def key(self) -> str:
+        """How `--only` and the progress name it."""
+        sizes = f"{'+'.join(map(str, self.inner))}->{'+'.join(map(str, self.outer))}"
+        return " ".join(filter(None, [self.kind, sizes, self.activation, f"m{self.tokens}", self.dtype]))
+
+    @property
+    def groups(self) -> list[int]:
+        """Group of each product."""
+        return [0] * len(self.inner) if self.kind == "sum" else list(range(len(self.outer)))
+
+
+SMALL, LARGE = (1, 4, 16, 32, 64), (128, 256, 512, 1024, 2048, 4096, 8192)
+#: Rows whose neighbours bracket all that lie between, for what is wanted at many sizes.
+FEW = (512, 2048, 8192)
+
+
+def grid() -> list[Row]:
+    """What is measured, the widths of the documentation first."""
+    rows: list[Row] = []
+    for width, outs in (
+        (4096, (4096, 1024, 1024)), (768, (768,) * 3), (1024, (1024,) * 3), (2048, (2048, 512, 512)),
+        (4096, (4096,) * 3),
+    ):  # fmt: skip
+        rows += [Row("shared_a", m, (width,), outs) for m in SMALL + LARGE]
+    for width in (768, 1024):  # batches of encoders
+        rows += [Row("shared_a", 16384, (width,), (width,) * 3)]
+        rows += [Row("sum", m, (width,) * 3, (width,)) for m in (4096, 8192, 16384)]
+        rows += [Row("shared_b", m, (width,), (width,) * 3) for m in (4096, 8192, 16384)]
+    for width, hidden, activation in ((4096, 14336, "silu"), (2048, 8192, "silu"), (4096, 11008, "silu")):
+        rows += [Row("gated", m, (width,), (hidden,) * 2, activation=activation) for m in SMALL + LARGE]
+        rows += [Row("shared_a", m, (width,), (hidden,) * 2) for m in LARGE[3:]]
+        rows += [Row("sum", m, (hidden,) * 2, (width,)) for m in LARGE[3:]]
+        rows += [Row("shared_b", m, (width,), (hidden,) * 2) for m in LARGE[3:]]
+    for width, hidden, activation in (
+        (2304, 9216, "gelu_tanh"), (4096, 12288, "silu"), (2560, 9728, "silu"), (3584, 18944, "silu"),
+        (5120, 13824, "silu"), (768, 2048, "gelu_tanh"),
+    ):  # fmt: skip
+        rows += [Row("gated", m, (width,), (hidden,) * 2, activation=activation) for m in (1, 16, *FEW)]
+        rows += [Row("sum", m, (hidden,) * 2, (width,)) for m in FEW[1:]]
+    rows += [Row("shared_a", m, (2304,), (2048, 1024, 1024)) for m in (1, 16, *FEW)]
+    for width, outs in ((4096, (4096, 1024, 1024)), (2048, (2048, 512, 512)), (768, (768,) * 3)):
+        rows += [Row("sum", m, outs, (width,)) for m in LARGE[3:]]
+        rows += [Row("shared_b", m, (width,), outs) for m in LARGE[3:]]
+    for width, hidden in ((768, 3072), (1024, 4096)):
+        for activation, sizes in (
+            ("gelu", (*SMALL, *LARGE, 16384)),
+            ("relu", (1, 16, *FEW, 16384)),
+            ("gelu_tanh", (1, 16, *FEW, 16384)),
+        ):
+            rows += [Row("linear", m, (width,), (hidden,), activation=activation) for m in sizes]
+    return list(dict.fromkeys(rows))
+
+
+@dataclass
+class Operands:
+    """One set of tensors: a and b of each product, in the layouts that a graph has them in."""
+
+    a: Tensors
+    b: Tensors
+
+    def flat(self) -> Tensors:
+        """Each tensor once."""
+        return list({id(t): t for t in (*self.a, *self.b)}.values())
+
+
+def make(row: Row, device: str, seed: int) -> Operands:
+    """Random operands. Weights have the shape (out, in), as linears have them."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def rand(*shape: int) -> torch.Tensor:
+        made = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+        return (made / shape[-1] ** 0.5).to(DTYPES[row.dtype])
+
+    if row.kind == "sum":  # dX = sum of dY_i @ W_i
+        return Operands([rand(row.tokens, n) for n in row.inner], [rand(n, row.outer[0]) for n in row.inner])
+    if row.kind == "shared_b":  # dW_i = dY_i^T @ X
+        x = rand(row.tokens, row.inner[0])
+        return Operands([rand(row.tokens, n).t() for n in row.outer], [x] * len(row.outer))
+    x = rand(row.tokens, row.inner[0])
+    return Operands([x] * len(row.outer), [rand(n, row.inner[0]).t() for n in row.outer])
+
+
+def unfused(row: Row, a: Tensors, b: Tensors) -> Tensors:
+    """What the graph of a model has."""
+    products = [x @ w for x, w in zip(a, b, strict=True)]
+    act = ACTIVATIONS[row.activation]
+    if row.kind == "gated":
+        return [act(products[0]) * products[1]]
+    if row.kind == "sum":
+        total = products[0]
+        for product in products[1:]:
+            total = total + product
+        return [total]
+    return [act(y) for y in products]
+
+
+def fused(row: Row, a: Tensors, b: Tensors) -> Tensors:
+    """The same as one operation."""
+    from inductor_fusions import ops
+
+    activations = [row.activation, *[""] * row.groups[-1]]
+    return ops.block_mm(a, b, groups=row.groups, gated=row.kind == "gated", activations=activations)
+
+
+def problem(row: Row, operands: Operands) -> Any:
+    """The problem that the lowering sees."""
+    from inductor_fusions.fusions.block_mm import heuristics
+
+    def shape(t: torch.Tensor) -> tuple[Any, Any]:
+        return tuple(t.shape), tuple(t.stride())
+
+    return heuristics.of_operands(
+        [shape(t) for t in operands.a],
+        [shape(t) for t in operands.b],
+        row.groups,
+        row.kind == "gated",
+        DTYPES[row.dtype],
+        [(id(x), id(w)) for x, w in zip(operands.a, operands.b, strict=True)],
+        row.activation,
+    )
+
+
+Run = Callable[[Operands], Tensors]
+_numbers = itertools.count()
+
+
+def compiled(row: Row, fn: Callable[..., Tensors], operands: Operands, **options: Any) -> Run:
+    """A function under `torch.compile`, compiled for `operands`.
+
+    Dynamo keeps what it compiled by code object: each candidate has one of its own, or it would get the
+    kernel of the one before.
+    """
+
+    def call(a: Tensors, b: Tensors) -> Tensors:
+        return fn(row, a, b)
+
+    own = apart(call, f"candidate_{next(_numbers)}")
+    run = torch.compile(own, dynamic=False, **options)
+    run(operands.a, operands.b)
+    return lambda one: run(one.a, one.b)  # type: ignore[no-any-return]
+
+
+def stock(row: Row, operands: Operands, mode: str | None) -> Run:
+    """Stock's own, with the fusions switched off."""
+    from inductor_fusions import config
+
+    with config.patch(enabled=False):
+        return compiled(row, unfused, operands, mode=mode)
+
+
+def ours(row: Row, operands: Operands, chosen: Any) -> Run:
+    """One configuration."""
+    from unittest import mock
+
+    from inductor_fusions import config
+    from inductor_fusions.fusions.block_mm import heuristics
+
+    choice = heuristics.Choice(chosen, "")
+    with config.patch(policy="always"), mock.patch.object(heuristics, "choose", lambda p, device: choice):
+        return compiled(row, fused, operands)
+
+
+def bare(row: Row) -> Run:
+    """The products alone, by the library."""
+
+    def run(one: Operands) -> Tensors:
+        return [x @ w for x, w in zip(one.a, one.b, strict=True)]
+
+    return run
+
+
+def limit(row: Row, sets: Sequence[Operands]) -> Run:
+    """One product of the library on concatenated operands, which are made here."""
+    joined: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for one in sets:
+        if row.kind == "sum":
+            pair = torch.cat(one.a, dim=1), torch.cat(one.b, dim=0)
+        elif row.kind == "shared_b":
+            pair = torch.cat([x.t() for x in one.a], dim=1).t(), one.b[0]
+        else:
+            pair = one.a[0], torch.cat([w.t() for w in one.b], dim=0).t()
+        joined[id(one)] = pair
+    return lambda one: [joined[id(one)][0] @ joined[id(one)][1]]

@@ -7,7 +7,7 @@ Every figure comes from bench/results/*.json, and a file or a column that is not
 `models_*.json` are files of bench.models, `lora_models_*.json` of bench.models_lora, `bench_*.json` of
 `inductor_fusions bench`; `attention_*.json`, `flex_*.json`, `projections_*.json` and `lora_*.json` of the
 scripts bench.tune_*; `outer_product_*.json`, `dot_interaction_*.json`, `whole_mlp_*.json` and
-`distributed_*.json` of scripts of these names.
+`distributed_*.json` of scripts of these names; `fuzz_cpu.json` of tests.fuzz.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from bench import docs_whole_mlp, picture
+from bench import docs_reliability, docs_whole_mlp, picture
 from bench.docs_attention import attention_section, flex_section
 from bench.docs_distributed import distributed_section
 from bench.docs_linears import (
@@ -86,8 +86,8 @@ def performance(results: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def readme(text: str, results: Path) -> str:
-    """The README with its table between the markers made anew.
+def between(text: str, made: str, name: str) -> str:
+    """A page with what is between its markers made anew.
 
     Raises:
         SystemExit: it has no markers.
@@ -95,23 +95,30 @@ def readme(text: str, results: Path) -> str:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise SystemExit(f"README.md has no {BEGIN} ... {END}")
+        raise SystemExit(f"{name} has no {BEGIN} ... {END}")
+    return f"{before}{BEGIN}\n{made}\n{END}{after}"
+
+
+def readme(text: str, results: Path) -> str:
+    """The README with its table made anew."""
     path = results / README_RESULTS
     made = readme_table(json.loads(path.read_text("utf-8"))) if path.exists() else "Nothing is measured yet."
     adapters = results / README_ADAPTERS
     if adapters.exists() and (told := lora_summary(json.loads(adapters.read_text("utf-8")))):
         made += f"\n\n{told}"
-    return f"{before}{BEGIN}\n{made}\n{END}{after}"
+    return between(text, made, "README.md")
 
 
 def render(root: Path = ROOT) -> dict[Path, str]:
     """Each file that this script writes, with what it should hold."""
     results, page = root / "bench" / "results", root / "README.md"
+    tested = root / "docs" / "reliability.md"
     measured = results / README_RESULTS
     return {
         page: readme(page.read_text("utf-8"), results),
         root / "docs" / "performance.md": performance(results),
         root / "docs" / "whole_mlp.md": docs_whole_mlp.page(results),
+        tested: between(tested.read_text("utf-8"), docs_reliability.fuzzing(results), tested.name),
         root / "docs" / "speedups.svg": picture.draw(
             json.loads(measured.read_text("utf-8")) if measured.exists() else {"rows": []}
         ),

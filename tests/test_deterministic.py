@@ -136,7 +136,8 @@ def test_flex_attention_with_a_gradient_of_its_bias() -> None:
     torch.use_deterministic_algorithms(True)
     with on_a_gpu("flex") as sites:
         code = cuda_codegen.generate(softcap, flex_inputs(bias=True), train=True, run=False)
-    assert not fused(sites) and "not deterministic" in sites[0].reason
+    assert "attention" not in fused(sites)
+    assert any("not deterministic" in site.reason for site in sites)
     assert not adds_atomically(code)
     with on_a_gpu(), torch.no_grad():  # there is no gradient to add up
         inputs = flex_inputs(bias=True)

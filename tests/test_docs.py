@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench import docs, docs_models, picture
+from bench import docs, docs_models, docs_reliability, picture
 from inductor_fusions import config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -185,6 +185,25 @@ def test_whole_mlp(tmp_path: Path) -> None:
     assert "| width 256, 64 tokens | 9.0 | 8.0 | 16.0 | 2.0 | 1.0 | epilogue |" in text
     assert "| width 64, 64 tokens | 4.0 | wrong | 2.0 | 2.0 | 1.5 | stock |" in text
     assert "in 0 of 0 cases" in text and "Nothing is measured yet" not in text
+
+
+def test_reliability(tmp_path: Path) -> None:
+    """Without a report the page says what makes one; with it, sums over its batches."""
+    root = copied(tmp_path)
+    page, path = root / "docs" / "reliability.md", root / "bench" / "results" / docs_reliability.REPORT
+    path.unlink(missing_ok=True)
+    assert "python -m tests.fuzz" in docs.render(root)[page]
+    counts = {"rejected": 1, "judged": 100, "code": 5, "stock_wrong": 0, "seconds": 1800.0}
+    rows = [
+        {"kind": "masks", **counts, "fused": 60, "sites": {"attention": 61}, "failures": 0},
+        {"kind": "masks", **counts, "fused": 50, "sites": {"attention": 50}, "failures": 1},
+        {"kind": "adapters", **counts, "fused": 90, "sites": {"lora": 150}, "failures": 0},
+    ]
+    path.write_text(json.dumps({"schema": 1, "device": "a device", "rows": rows}))
+    text = docs.render(root)[page]
+    assert "300 programs were judged, 200 of them with a fused site at least; 1 failed." in text
+    assert "| masks of attentions | 200 | 2 | 110 | 10 | 0 | 1 | 1.0 |" in text
+    assert "| `lora` | 150 |\n| `attention` | 111 |" in text and "Nothing is recorded yet" not in text
 
 
 def test_picture() -> None:

@@ -106,7 +106,9 @@ def test_nothing_is_kept() -> None:
 
 @pytest.mark.long
 def test_a_thousand_compiles() -> None:
-    assert grown(1000, enabled=True) <= max(0, grown(1000, enabled=False))
+    stock, fused = (grown(1000, enabled) for enabled in (False, True))
+    print(f"graphs kept by two thirds of 1000 compiles: stock {stock}, fused {fused}")
+    assert fused <= max(0, stock)
 
 
 MEMORY = """
@@ -127,6 +129,7 @@ def grown_bytes(compiles: int, kind: str, folder: Path) -> int:
 def test_memory_of_a_thousand_compiles(tmp_path: Path) -> None:
     """At most 10% more than what stock keeps, which is some tens of kilobytes a compile, and noise."""
     stock, fused = (grown_bytes(1000, kind, tmp_path) for kind in ("stock", "fused"))
+    print(f"bytes kept by two thirds of 1000 compiles: stock {stock}, fused {fused}")
     assert fused < 1.1 * max(0, stock) + 4 * 2**20, (stock, fused)
 
 

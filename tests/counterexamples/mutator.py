@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from inductor_fusions.runs import Exact, cast, copied
+
 #: What hides a key.
 LOWEST = torch.finfo(torch.float32).min / 64
 
@@ -282,9 +284,12 @@ def mutants(
 
 
 def runs(mutant: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether a mutant is a program at all, and gives numbers."""
+    """Whether a mutant is a program at all, also in float64, and gives numbers."""
     try:
-        copies = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+        (wide,), _ = cast(((*inputs,), {}), torch.float64)
+        with Exact():  # a cast makes no copy there: what is written to may be an input then
+            mutant(*copied(wide, True))
+        copies = copied((*inputs,), True)
         outputs = mutant(*copies)
         if any(x.requires_grad for x in inputs):
             sum(x.double().sum() for x in outputs if x.requires_grad).backward()

@@ -27,6 +27,11 @@ def tensor(node: Any) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
+def known_size(size: Any) -> int | None:
+    """A size that is a number; None for a symbolic one."""
+    return size if isinstance(size, int) else None
+
+
 def text(value: torch.Tensor | None) -> str:
     """Dtype and shape for reports, such as "float32[8, 16]"; "" of None."""
     return "" if value is None else f"{dtype_name(value.dtype)}{list(value.shape)}"

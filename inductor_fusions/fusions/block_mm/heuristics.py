@@ -11,6 +11,7 @@ import torch
 
 from ... import config, tables
 from ...fusion import LeftToStock
+from ...operands import known_size
 
 Template = Literal["tiled", "persistent", "row"]
 
@@ -385,16 +386,13 @@ def of_operands(
         activation: of the first group.
     """
 
-    def number(size: Any) -> int | None:
-        return size if isinstance(size, int) else None
-
     first = [list(groups).index(group) for group in range(groups[-1] + 1)]
     shared = "a" if len({pair[0] for pair in names}) == 1 else ""
     shared = shared or ("b" if len({pair[1] for pair in names}) == 1 else "")
     return Problem(
-        rows=tuple(number(a[p][0][0]) for p in first),
-        columns=tuple(number(b[p][0][1]) or 0 for p in first),
-        inner=tuple(number(left[0][1]) for left in a),
+        rows=tuple(known_size(a[p][0][0]) for p in first),
+        columns=tuple(known_size(b[p][0][1]) or 0 for p in first),
+        inner=tuple(known_size(left[0][1]) for left in a),
         groups=tuple(groups),
         layouts=tuple(_letter(left) + _letter(right) for left, right in zip(a, b, strict=True)),
         dtype=dtype,

@@ -12,7 +12,7 @@ import torch
 from ... import _inductor
 from ...fusion import Rejected
 from ...lowering import kernel_or
-from ...operands import may_use_tf32
+from ...operands import known_size, may_use_tf32
 from . import guards, heuristics, template
 from .op import BLOCK_MM, dtypes
 
@@ -187,14 +187,13 @@ class Call:
         factors = []
         for p, group in enumerate(self.groups):
             left, right = self.left[p], self.right[p]
-            k = _sizes(left)[1]
             factors.append(
                 template.Factor(
                     group,
                     template.Operand(name("A", left), _inner(left, 1)),
                     template.Operand(name("B", right), _inner(right, 0)),
                     self.scales[p],
-                    k if isinstance(k, int) else None,
+                    known_size(_sizes(left)[1]),
                     _precision(left.get_dtype(), p > 0 and _repeats(self.groups, p)),
                     str(left.get_dtype()),
                 )

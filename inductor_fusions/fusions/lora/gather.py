@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...operands import known_size
 from ..block_mm import emit
 from ..block_mm.normal_form import VIEWS, tensor, through, value
 from . import lowering, narrow
@@ -161,7 +162,7 @@ def _summands(x: torch.Tensor, right: Sequence[torch.Tensor]) -> int:
     """How many summands of its narrow matrices a narrow product has made in front; 1: none."""
     if any(b.dim() != 2 or b.dtype != torch.float32 for b in right):
         return 1
-    rows, inner = (n if isinstance(n, int) else None for n in x.shape)
+    rows, inner = map(known_size, x.shape)
     ranks = tuple(int(b.shape[1]) for b in right)
     return lowering.ahead(narrow.Shape(rows, inner, ranks, "n", x.dtype, torch.float32))
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ...fusion import Candidate, Rejected
+from ...operands import known_size
 from ..block_mm import emit, guards
 from ..block_mm.normal_form import RESHAPES, Product, product, readers, value
 from ..block_mm.placement import Order, Place
@@ -191,8 +192,8 @@ class Gradients(Candidate):
         turned = first.transposed and first.call is None
         inner, rows = (x.shape[0], x.shape[1]) if turned else (x.shape[1], x.shape[0])
         return narrow.Shape(
-            rows if isinstance(rows, int) else None,
-            inner if isinstance(inner, int) else None,
+            known_size(rows),
+            known_size(inner),
             tuple(min(int(s) for s in value(n.b).shape if isinstance(s, int)) for n in self.members),
             "t" if (x.stride(1) == 1) == turned else "n",
             value(origin.base).dtype,

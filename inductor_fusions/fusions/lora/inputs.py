@@ -22,7 +22,7 @@ from torch import fx
 from ... import config
 from ..._inductor import drops_narrow_casts, fake_mode_of, suppress_guards
 from ...fusion import Candidate, Fusion
-from ...operands import check_device, tensor, text
+from ...operands import check_device, known_size, tensor, text
 from . import narrow, profit
 from .op import LORA_DOWN, ROUNDED
 from .recognise import MOST_RANK
@@ -107,7 +107,7 @@ class WidenedInput(Candidate):
         for size in x.shape[:-1]:
             tokens = tokens * size
         shape = narrow.Shape(
-            int(x.shape[-1]), tokens if isinstance(tokens, int) else None, (int(a.shape[0]),), "t",
+            int(x.shape[-1]), known_size(tokens), (int(a.shape[0]),), "t",
             x.dtype, a.dtype,
         )  # fmt: skip
         self.kernel = profit.narrow_kernel(shape, x.device)

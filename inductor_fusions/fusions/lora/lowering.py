@@ -11,7 +11,7 @@ import torch
 from ... import _inductor
 from ...fusion import Rejected
 from ...lowering import kernel_or
-from ...operands import may_use_tf32
+from ...operands import known_size, may_use_tf32
 from ..block_mm import heuristics as block_heuristics
 from . import narrow
 from .elements import by_elements, elements_of, render
@@ -69,8 +69,7 @@ def _kernel(
     if sum(narrow.padded(r) for r in ranks) > narrow.MOST_TOGETHER:
         raise Rejected(f"narrow matrices of more than {narrow.MOST_TOGETHER} columns together")
     shape = narrow.Shape(
-        rows if isinstance(rows, int) else None,
-        inner if isinstance(inner, int) else None,
+        known_size(rows), known_size(inner),
         tuple(ranks), "n" if strides[1] == 1 else "t", x.get_dtype(), thin, int(made),
     )  # fmt: skip
     config = choose(shape, device)

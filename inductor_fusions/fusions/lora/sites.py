@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ...fusion import Candidate, LeftToStock, Rejected
+from ...operands import known_size
 from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
 from ..block_mm.normal_form import (
@@ -474,9 +475,8 @@ def shape_of(group: Sequence[Linear]) -> profit.Shape:
     """What a table knows a group of linears by."""
     first = group[0].bases[0]
     adapters = [a for linear in group for a in linear.adapters]
-    rows = value(first.a).shape[0]
     return profit.Shape(
-        tokens=rows if isinstance(rows, int) else None,
+        tokens=known_size(value(first.a).shape[0]),
         inner=tuple(int(value(p.a).shape[1]) for p in group[0].bases),
         outer=tuple(int(value(linear.bases[0].b).shape[1]) for linear in group),
         ranks=tuple(tuple(int(value(a.up.a).shape[1]) for a in linear.adapters) for linear in group),

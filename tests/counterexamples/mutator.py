@@ -286,7 +286,7 @@ def mutants(
 def runs(mutant: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
     """Whether a mutant is a program at all, also in float64, and gives numbers."""
     try:
-        (wide,), _ = cast(((*inputs,), {}), torch.float64)
+        wide = cast((*inputs,), torch.float64)
         with Exact():  # a cast makes no copy there: what is written to may be an input then
             mutant(*copied(wide, True))
         copies = copied((*inputs,), True)

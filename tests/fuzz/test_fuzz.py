@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ from bench.common import Results
 from inductor_fusions import config, testing
 from inductor_fusions.sites import Site
 from tests.fuzz import products, programs
-from tests.fuzz.__main__ import fuzz, provenance, written
 from tests.fuzz.judge import Judged, is_rounding, judge, judge_mask, judge_products
+from tests.fuzz.running import fuzz, provenance, written
 
+ROOT = Path(__file__).resolve().parents[2]
 quick = settings(max_examples=80, suppress_health_check=list(HealthCheck), print_blob=False)
 
 
@@ -71,7 +74,7 @@ def test_a_failure_is_found_and_written(tmp_path: Path, monkeypatch: pytest.Monk
         assert "masked_fill" not in program.source
         return Judged([], code)
 
-    monkeypatch.setattr("tests.fuzz.__main__.judge", wrong)
+    monkeypatch.setattr("tests.fuzz.running.judge", wrong)
     report = tmp_path / "failures.py"
     failures = fuzz(examples=200, seed=3, kinds=["attentions"], out=report, batch=200)
     assert failures == 1
@@ -96,7 +99,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         site = Site("attention", "fused" if len(seen) % 2 else "rejected", "why")
         return Judged([site, site], code, "wrong" if code else "")
 
-    monkeypatch.setattr("tests.fuzz.__main__.judge", right)
+    monkeypatch.setattr("tests.fuzz.running.judge", right)
     path, out = tmp_path / "report.json", tmp_path / "failures.py"
     run = partial(fuzz, 60, 3, ["attentions"], out, batch=20, share=0.3)
     stops = 45
@@ -110,6 +113,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert data["rows"][: len(kept)] == kept and len(data["rows"]) == 3
     assert data["settings"] == {"seed": 3} and data["torch"] == torch.__version__
     for row in data["rows"]:
+        assert row["commit"] == data["commit"]
         assert row["judged"] >= row["fused"] > 0 and row["sites"] == {"attention": 2 * row["fused"]}
         assert 0 < row["code"] == row["stock_wrong"] < row["judged"]
     new = data["rows"][len(kept) :]
@@ -129,7 +133,7 @@ def test_report_of_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             raise AssertionError("wrong code")
         return Judged([])
 
-    monkeypatch.setattr("tests.fuzz.__main__.judge", wrong)
+    monkeypatch.setattr("tests.fuzz.running.judge", wrong)
     path, out = tmp_path / "report.json", tmp_path / "failures.py"
     assert fuzz(40, 3, ["attentions"], out, 40, 0.2, report_of(path, seed=3)) == 1
     (row,) = json.loads(path.read_text())["rows"]
@@ -140,15 +144,19 @@ def test_report_of_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 def test_processes(tmp_path: Path) -> None:
-    """Two processes judge what one does."""
+    """Two processes judge what one does; from the command line, as one starts them."""
+    command = [sys.executable, "-m", "tests.fuzz", "--examples", "4", "--seed", "5", "--code", "0"]
+    command += ["--only", "attentions", "--only", "masks", "--out", str(tmp_path / "failures.py")]
     found = []
-    for jobs in (1, 2):
+    for jobs in ("1", "2"):
         path = tmp_path / f"{jobs}.json"
-        kinds = ["attentions", "masks"]
-        assert fuzz(6, 5, kinds, tmp_path / "failures.py", 3, 0.0, report_of(path), jobs) == 0
+        done = subprocess.run(
+            [*command, "--jobs", jobs, "--json", str(path)], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
         rows = json.loads(path.read_text())["rows"]
         found.append({row["key"]: (row["judged"], row["fused"], row["sites"]) for row in rows})
-    assert found[0] == found[1] and len(found[0]) == 4
+    assert found[0] == found[1] and len(found[0]) == 2
 
 
 @pytest.mark.slow

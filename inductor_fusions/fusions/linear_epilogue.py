@@ -27,6 +27,7 @@ from .block_mm.normal_form import (
     products,
     readers,
     same,
+    same_sizes,
     tensor,
     value,
 )
@@ -146,7 +147,9 @@ class Activated(LinearEpilogue):
         guards.check_products([self.product])
         if list(value(self.root).shape)[-1] != value(self.anchor).shape[1]:
             raise Rejected("the linear is broadcast by what follows it")
-        self.sizes = emit.sizes_of(self.root, between(self.root, {self.anchor}))
+        self.sizes = list(value(self.anchor).shape)
+        if not same_sizes(value(self.root).shape, self.sizes):
+            self.sizes = emit.sizes_of(self.root, between(self.root, {self.anchor}))
         self.kernel = guards.kernel([[self.product]], activation=self.name)
 
     def rewrite(self) -> str:

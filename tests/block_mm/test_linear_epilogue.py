@@ -49,6 +49,14 @@ def test_training() -> None:
     assert call.args[6] == ""  # the backward needs what the linear gives
 
 
+@pytest.mark.parametrize("shape", [(6, 64), (2, 7, 64)])
+def test_dynamic_rows(shape: tuple[int, ...]) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.GELU()).bfloat16()
+    seen = check(model, (rand(*shape),), dynamic=True, budget=2.0)
+    (call,) = seen.calls()
+    assert call.args[6] == "gelu"
+
+
 def test_read_beside_its_activation() -> None:
     """The linear is used as well: the activation stays behind it, for the scheduler."""
 

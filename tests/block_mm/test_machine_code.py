@@ -33,8 +33,10 @@ def problem(kind: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Prob
     }[kind]
 
 
-def code(posed: Problem, chosen: Config | None, arch: int) -> cuda_codegen.MachineCode:
-    """The machine code of a problem in one configuration, or in the default one."""
+def code(
+    posed: Problem, chosen: Config | None, arch: int, output: torch.dtype | None = None
+) -> cuda_codegen.MachineCode:
+    """The machine code of a problem in one configuration, or in the default one, for outputs of a dtype."""
 
     def matrix(rows: int, columns: int, letter: str) -> torch.Tensor:
         made = torch.empty((rows, columns) if letter == "n" else (columns, rows), dtype=posed.dtype)
@@ -48,10 +50,12 @@ def code(posed: Problem, chosen: Config | None, arch: int) -> cuda_codegen.Machi
         same_b = posed.shared == "b" and p
         a.append(a[0] if same_a else matrix(m, k, posed.layouts[p][0]))
         b.append(b[0] if same_b else matrix(k, n, posed.layouts[p][1]))
-    activations = ["silu", ""] if posed.gated else None
+    activations = [posed.activation or ("silu" if posed.gated else ""), *[""] * posed.groups[-1]]
 
     def fn(a: Any, b: Any) -> Any:
-        return ops.block_mm(a, b, groups=posed.groups, gated=posed.gated, activations=activations)
+        return ops.block_mm(
+            a, b, groups=posed.groups, gated=posed.gated, activations=activations, dtype=output
+        )
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         if chosen is not None:
@@ -78,6 +82,16 @@ def test_default(kind: str, tokens: int, arch: int) -> None:
         assert found.uses_wgmma and found.uses_tma
     if arch == 80:
         assert not found.uses_tma
+
+
+@pytest.mark.parametrize(
+    "tile", [(128, 256, 64, 8, 3, 8, 1), (128, 128, 64, 4, 3, 8, 1, 2), (256, 128, 64, 8, 3, 8, 2)]
+)
+def test_wider_outputs(tile: tuple[int, ...]) -> None:
+    """A tile of float32 takes twice the shared memory of that which was measured: it is stored in parts."""
+    chosen = Config("persistent", *tile)
+    found = code(problem("linear", 4096), chosen, 90, torch.float32)
+    assert found.fits and found.shared_bytes <= found.shared_limit // chosen.per_processor, found
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -166,6 +180,7 @@ def test_shipped_tables(name: str, row: Any) -> None:
         dtype=getattr(torch, row["dtype"]),
         gated=row["kind"] == "gated",
         shared=wide,
+        activation=row.get("activation", ""),
     )
     arch = 10 * row["capability"][0] + row["capability"][1]
     found = code(posed, Config(**row["config"]), arch)

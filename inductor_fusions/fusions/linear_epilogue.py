@@ -145,22 +145,15 @@ class Activated(LinearEpilogue):
 
     def guard(self) -> None:
         guards.check_products([self.product])
-        if list(value(self.root).shape)[-1] != value(self.anchor).shape[1]:
-            raise Rejected("the linear is broadcast by what follows it")
         self.sizes = list(value(self.anchor).shape)
         if not same_sizes(value(self.root).shape, self.sizes):
             self.sizes = emit.sizes_of(self.root, between(self.root, {self.anchor}))
         self.kernel = guards.kernel([[self.product]], activation=self.name)
 
     def rewrite(self) -> str:
-        root = self.root
+        root, place = self.root, Place(self.anchor, (), ())
         (output,) = emit.insert(
-            self.graph,
-            Place(root, (), ()),
-            root,
-            [[self.product]],
-            [self.name],
-            dtype=value(root).dtype,
+            self.graph, place, root, [[self.product]], [self.name], dtype=value(root).dtype
         )
         emit.replace(self.graph, root, emit.reshaped(self.graph, root, output, self.sizes, root))
         return self.kernel

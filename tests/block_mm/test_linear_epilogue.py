@@ -21,16 +21,14 @@ TAILS: dict[str, Callable[..., Any]] = {
     "gelu_tanh": lambda x, w, b, y: F.gelu(F.linear(x, w, b), approximate="tanh"),
     "sigmoid alone": lambda x, w, b, y: torch.sigmoid(F.linear(x, w)),
     "scaled": lambda x, w, b, y: F.gelu(2 * F.linear(x, w)),
+    "heads": lambda x, w, b, y: F.relu(F.linear(x, w, b).view(2, 16, 4, 8)).transpose(1, 2),
     "residual": lambda x, w, b, y: F.relu(F.linear(x, w, b) + y),
 }
 #: Those that go into the kernel; the others stay in the graph, for Inductor's scheduler to fuse.
 INSIDE = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "silu": "silu",
-    "gelu_tanh": "gelu_tanh",
-    "sigmoid alone": "sigmoid",
-}
+    "relu": "relu", "gelu": "gelu", "silu": "silu", "gelu_tanh": "gelu_tanh", "sigmoid alone": "sigmoid",
+    "heads": "relu",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TAILS)

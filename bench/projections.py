@@ -35,6 +35,7 @@ class Row:
         outer: widths of the outputs; for gradients of weights, of the linears' outputs.
         dtype: a key of `DTYPES`.
         activation: what follows; of the first of a gated pair.
+        conv1d: whether weights have the shape (in, out), as those of GPT-2 have, in place of (out, in).
     """
 
     kind: str
@@ -43,12 +44,14 @@ class Row:
     outer: tuple[int, ...]
     dtype: str = "bfloat16"
     activation: str = ""
+    conv1d: bool = False
 
     @property
     def key(self) -> str:
         """How `--only` and the progress name it."""
         sizes = f"{'+'.join(map(str, self.inner))}->{'+'.join(map(str, self.outer))}"
-        return " ".join(filter(None, [self.kind, sizes, self.activation, f"m{self.tokens}", self.dtype]))
+        words = [self.kind, sizes, "conv1d" if self.conv1d else "", self.activation, f"m{self.tokens}"]
+        return " ".join(filter(None, [*words, self.dtype]))
 
     @property
     def groups(self) -> list[int]:
@@ -95,6 +98,8 @@ def grid() -> list[Row]:
             ("gelu_tanh", (1, 16, *FEW, 16384)),
         ):
             rows += [Row("linear", m, (width,), (hidden,), activation=activation) for m in sizes]
+        sizes = (1, 16, *FEW, 16384)
+        rows += [Row("linear", m, (width,), (hidden,), activation="gelu_tanh", conv1d=True) for m in sizes]
     return list(dict.fromkeys(rows))
 
 
@@ -111,7 +116,7 @@ class Operands:
 
 
 def make(row: Row, device: str, seed: int) -> Operands:
-    """Random operands. Weights have the shape (out, in), as linears have them."""
+    """Random operands."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def rand(*shape: int) -> torch.Tensor:
@@ -124,7 +129,8 @@ def make(row: Row, device: str, seed: int) -> Operands:
         x = rand(row.tokens, row.inner[0])
         return Operands([rand(row.tokens, n).t() for n in row.outer], [x] * len(row.outer))
     x = rand(row.tokens, row.inner[0])
-    return Operands([x] * len(row.outer), [rand(n, row.inner[0]).t() for n in row.outer])
+    weights = [rand(n, row.inner[0]).t() for n in row.outer]
+    return Operands([x] * len(row.outer), [w.contiguous() if row.conv1d else w for w in weights])
 
 
 def unfused(row: Row, a: Tensors, b: Tensors) -> Tensors:

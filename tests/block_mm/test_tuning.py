@@ -23,6 +23,7 @@ ROWS = [
     Row("sum", 12, (32, 16), (48,)),
     Row("shared_b", 24, (32,), (48, 16)),
     Row("linear", 12, (32,), (48,), activation="gelu"),
+    Row("linear", 12, (32,), (48,), activation="gelu_tanh", conv1d=True),
 ]
 
 

@@ -54,10 +54,13 @@ _STEPS = 8
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     """Every linear that an activation follows."""
     behind = _activations(graph)
-    for found in products(graph):
-        if found.node in behind:
-            yield Activated(graph, found, *behind[found.node])
-        elif _activated(found.node):
+    for node in [found.node for found in products(graph)]:
+        found = product(node)  # anew: its input may be the activation that the last one has replaced
+        if found is None:
+            continue
+        if node in behind:
+            yield Activated(graph, found, *behind[node])
+        elif _activated(node):
             yield LinearEpilogue(graph, found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -53,6 +54,14 @@ def test_dynamic_rows(shape: tuple[int, ...]) -> None:
     seen = check(model, (rand(*shape),), dynamic=True, budget=2.0)
     (call,) = seen.calls()
     assert call.args[6] == "gelu"
+
+
+def test_one_after_the_other() -> None:
+    """Each reads what has taken the place of the activation before it."""
+    widths = [64, 32, 48, 16]
+    layers = [torch.nn.Sequential(torch.nn.Linear(*pair), torch.nn.ReLU()) for pair in pairwise(widths)]
+    seen = check(torch.nn.Sequential(*layers).bfloat16(), (rand(16, 64),), budget=3.0)
+    assert [call.args[6] for call in seen.calls()] == ["relu"] * 3
 
 
 def test_read_beside_its_activation() -> None:

@@ -23,7 +23,13 @@ from torch.utils._config_module import Config, install_config_module
 from .bisector import bisected_away, bisecting, join_bisector
 from .compiling import compile_apart, fresh_compile, inductor, passes_only
 from .flex import flex_attention_op, flex_backward_op, flex_block_mask, flex_on_cpu
-from .graphs import is_body_of_dynamo, only_traced_autograd_runs, rename, trace_decomposed
+from .graphs import (
+    is_body_of_dynamo,
+    only_traced_autograd_runs,
+    rename,
+    trace_decomposed,
+    was_erased,
+)
 from .hooks import HOOKS, get_hook, hooks_hold_lists, missing_hook, passes_installed, update_hook
 from .loading import deferred, inductor_loaded, run_deferred, when_inductor_loads
 from .lowering import (
@@ -130,6 +136,7 @@ __all__ = [
     "update_hook",
     "value_key",
     "version_problem",
+    "was_erased",
     "when_inductor_loads",
     "without_modes",
 ]

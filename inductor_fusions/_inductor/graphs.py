@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from torch import fx
 
 
+def was_erased(node: fx.Node) -> bool:
+    """Whether a node is in no graph any more."""
+    return bool(node._erased)
+
+
 def is_body_of_dynamo(graph: fx.Graph) -> bool:
     """Whether a graph is the body of a higher-order operation that Dynamo traced.
 

@@ -66,6 +66,7 @@ def run(
     arch: int = 90,
     policy: str = "always",
     inductor: dict[str, Any] | None = None,
+    strict: bool = True,
 ) -> Run:
     """Compile `fn` with the post-grad fusions, on what seems to be a CUDA device, and run the result.
 
@@ -80,6 +81,7 @@ def run(
         arch: the architecture of the device.
         policy: as in the toggle.
         inductor: Inductor's config while the passes run.
+        strict: as the toggle.
     """
     import torch._dynamo
     from torch._inductor import config as inductor_config
@@ -88,7 +90,7 @@ def run(
     backend = as_on_a_gpu(found, arch, inductor)
     torch._dynamo.reset()
     with (
-        config.patch(policy=policy, strict=True),
+        config.patch(policy=policy, strict=strict),
         reporting.isolated() as sites,
         inductor_config.patch(force_disable_caches=True),
         torch.set_grad_enabled(train),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from inductor_fusions import config
+from inductor_fusions.fusions import linear_epilogue
 from tests.block_mm.support import check, rand
 
 TAILS: dict[str, Callable[..., Any]] = {
@@ -103,3 +105,11 @@ def test_toggle() -> None:
     with config.patch(linear_epilogue=False):
         seen = check(TAILS["relu"], (rand(16, 64), rand(32, 64), rand(32), rand(16, 32)))
     assert not seen.sites and not seen.calls()
+
+
+def test_a_stale_input_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site whose input is in no graph any more stays as it is, and so does the compile."""
+    monkeypatch.setattr(linear_epilogue, "product", functools.cache(linear_epilogue.product))
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(2)]
+    seen = check(torch.nn.Sequential(*layers).bfloat16(), (rand(16, 64),), budget=3.0, strict=False)
+    assert [site.verdict for site in seen.sites] == ["fused", "failed"]

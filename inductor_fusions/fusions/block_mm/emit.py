@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import fake_mode_of, suppress_guards
+from ..._inductor import fake_mode_of, suppress_guards, was_erased
 from ...fusion import Rejected
 from .normal_form import Product, same_sizes, value
 from .op import BLOCK_MM
@@ -96,7 +96,16 @@ def reshaped(graph: fx.Graph, before: fx.Node, node: fx.Node, sizes: list[Any], 
 
 
 def call(graph: fx.Graph, before: fx.Node, anchor: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """Add a call of an operation in front of `before`, with its fake value."""
+    """Add a call of an operation in front of `before`, with its fake value.
+
+    Raises:
+        RuntimeError: an argument is in no graph any more. Nothing is changed yet, so the site stays as it is.
+    """
+    inputs: list[fx.Node] = []
+    fx.node.map_arg(args, inputs.append)
+    for node in inputs:
+        if was_erased(node):
+            raise RuntimeError(f"{node} was replaced by another fusion, and is in no graph")
     with graph.inserting_before(before):
         node = graph.call_function(target, args)
     if "stack_trace" in anchor.meta:

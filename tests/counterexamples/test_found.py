@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from inductor_fusions import testing
 from tests.attention.support import check, qkv, rand
 
 
@@ -91,3 +92,17 @@ def test_cast_operand_that_is_overwritten(which: str) -> None:
         return weights.to(v.dtype) @ v
 
     check(attention, qkv(7, 13, dim=8), dtype=torch.bfloat16, fused=None, slack=4.0)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_keys_in_another_order(train: bool) -> None:
+    """Keys that come as (batch, heads, dim, length): Inductor's code for SDPA with a permuted k is wrong on a
+    CPU."""
+
+    def program(a: Any, b: Any, c: Any) -> Any:
+        q, k, v = (t.transpose(1, 2) for t in (a, b, c))
+        return torch.softmax(q @ k, -1) @ v
+
+    inputs = [torch.randn(2, 8, 3, 8, requires_grad=train) for _ in range(3)]
+    found = testing.check(program, inputs, fused=1, train=train, backend="inductor", slack=8.0)
+    assert found.ours.fused

@@ -60,6 +60,8 @@ class Emitter:
             q, problem = build.call(torch.neg, q), replace(problem, scale=-problem.scale)
         k = build.build(problem.k if grouped else problem.full_k)
         v = build.build(problem.v if grouped else problem.full_v)
+        if problem.q.value.device.type == "cpu":
+            q, k, v = (_in_rows(build, each) for each in (q, k, v))
         correction = None
         if mask.empty is not None and (mask.blocked or not problem.train):
             q = build.call(torch.where, mask.empty, 0.0, q)
@@ -317,3 +319,12 @@ def erase_chain(graph: fx.Graph, chain: list[fx.Node]) -> None:
     for node in sorted(set(chain), key=lambda n: -order.get(n, 0)):
         if not node.users:
             graph.erase_node(node)
+
+
+def _in_rows(build: Builder, node: fx.Node) -> fx.Node:
+    """The operand with its last dim in order in memory.
+
+    Inductor's code for a CPU (2.13) gives wrong results for SDPA where k is a permuted view of another order,
+    with or without the fusions.
+    """
+    return node if known_true(build.value(node).stride(-1) == 1) else build.call("contiguous", node)

@@ -93,6 +93,7 @@ class _Step:
     dots: list[dict[str, str]]
     a_mask: str = ""
     b_mask: str = ""
+    whole: bool = False  # all of K in one block: Triton takes the loop away
     single: bool = False
     ragged: bool = False
     together: int = 1
@@ -134,8 +135,22 @@ def _parts(structure: Structure, block_k: int, persistent: bool, rows: int) -> d
     groups = _groups(structure, block_k, persistent, rows)
     if not persistent:
         return {"groups": groups}
-    alike = not structure.gated and len({_signature(structure, g) for g in range(len(groups))}) == 1
-    return {"sections": [_section(part) for part in ([groups] if alike else [[g] for g in groups])]}
+    parts = [groups] if _is_one_loop(structure, groups) else [[g] for g in groups]
+    return {"sections": [_section(part) for part in parts]}
+
+
+def _is_one_loop(structure: Structure, groups: Sequence[dict[str, Any]]) -> bool:
+    """Whether the tiles of all groups can be one loop: they are computed alike, and Triton compiles it.
+
+    Each step chooses the bulk copy of its group. Triton 3.6 and 3.7 fail where the loop over the tiles does so
+    without a loop over K inside, and where a product behind that loop has operands of other layouts.
+    """
+    if structure.gated or len({_signature(structure, g) for g in range(len(groups))}) != 1:
+        return False
+    steps = groups[0]["steps"]
+    return len(groups) == 1 or (
+        not all(step.whole for step in steps) and len({(s.a_inner, s.b_inner) for s in steps}) == 1
+    )
 
 
 def _signature(structure: Structure, group: int) -> tuple[Any, ...]:
@@ -255,6 +270,7 @@ def _steps(
             b_inner=first.b.inner,
             block_k=block,
             precision=first.precision,
+            whole=not chained and size is not None and size <= block,
             single=index > 0 and size is not None and size <= block,
             left=list(dict.fromkeys(f.a.name for f in side_by_side)),
             right=list(dict.fromkeys(f.b.name for f in side_by_side)),

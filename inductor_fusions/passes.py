@@ -99,9 +99,9 @@ class FusionPass(CustomGraphPass):
         code = code_digest(self.fusions)
         if code is None or config.most_sites() is not None or _inductor.bisecting():
             return None
-        toggles = config.get_config_copy()
+        toggles, autocast = config.get_config_copy(), _inductor.autocast_beside_the_key()
         state = json.dumps(
-            [self.stage, [f.name for f in self.fusions], toggles, tables.digest(), self._problem()],
+            [self.stage, [f.name for f in self.fusions], toggles, autocast, tables.digest(), self._problem()],
             default=str,
         )
         return hashlib.sha256(f"{code}{state}{before!r}".encode()).hexdigest()

@@ -9,6 +9,7 @@
 |---|---|
 | 2.11 | pre-grad passes run before the caches are asked; patterns take any divisor for sqrt(head_dim) |
 | 2.11 | a fake product has numbers for a symbolic batch, outside of the Python dispatcher |
+| 2.11, 2.12 | the key of AOTAutograd's cache lacks the dtype of autocast |
 | 2.11, 2.12 | a nested compile region is differentiated only where AOTAutograd traces it |
 | before 2.15 | attention patterns raise where scores are divided by a tensor |
 """
@@ -60,6 +61,7 @@ from .shapes import (
 from .templates import Output, Variant, lower_to_kernel, lower_to_template, max_autotune
 from .versions import (
     NEWEST_TESTED,
+    autocast_beside_the_key,
     beyond_tested,
     drops_narrow_casts,
     patterns_ignore_the_scale,
@@ -79,6 +81,7 @@ __all__ = [
     "Output",
     "Variant",
     "artifact_log",
+    "autocast_beside_the_key",
     "beside",
     "beyond_tested",
     "bisected_away",

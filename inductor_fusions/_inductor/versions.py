@@ -51,3 +51,14 @@ def drops_narrow_casts() -> bool:
     Seen on 2.11; on 2.13 it stays, so that what is in memory is narrow.
     """
     return torch_version() < (2, 13)
+
+
+def autocast_beside_the_key() -> dict[str, str]:
+    """The dtype of autocast on each device where it is on, if the key of AOTAutograd's cache lacks it.
+
+    On 2.11 the key says whether autocast is on: code for float16 is taken for bfloat16. In 2.13's key.
+    """
+    if torch_version() >= (2, 13):
+        return {}
+    devices = filter(torch.is_autocast_enabled, torch._C._autocast_supported_devices())
+    return {device: str(torch.get_autocast_dtype(device)) for device in devices}

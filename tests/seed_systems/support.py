@@ -39,11 +39,14 @@ def check(
 ) -> testing.Checked:
     """`testing.check` on a device: one fused attention, with outputs and gradients in the error budget.
 
-    In float32 the budget has two eps: a fused backward computes the weights anew from the logsumexp.
+    In float32 the budget has two eps: a fused backward computes the weights anew from the logsumexp. It has
+    four on a GPU, where the kernels that SDPA brings take `exp2` from the special function unit.
     """
-    wide = options.get("dtype", torch.float32) == torch.float32
+    slack = 1.0
+    if options.get("dtype", torch.float32) == torch.float32:
+        slack = 4.0 if device.type == "cuda" else 2.0
     fn = on(device, fn) if isinstance(fn, nn.Module) else fn
-    return testing.check(fn, on(device, inputs), **{"slack": 2.0 if wide else 1.0, **options})
+    return testing.check(fn, on(device, inputs), **{"slack": slack, **options})
 
 
 def leaf(*shape: int, scale: float = 0.7, grad: bool = True) -> torch.Tensor:

@@ -66,6 +66,8 @@ def test_L1_dlrm_in_full(device: torch.device) -> None:
 @pytest.mark.slow
 def test_L1_memory_of_a_training_step() -> None:
     """The model of the lecture at its own size: the rows of 186,624 products are never there."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()  # by other tests
     model = DLRM().to("cuda", torch.bfloat16)
     inputs = (
         torch.rand(2048, 13, device="cuda").bfloat16(),
@@ -77,7 +79,7 @@ def test_L1_memory_of_a_training_step() -> None:
             torch.cuda.reset_peak_memory_stats()
             compiled(*inputs).sum().backward()
             model.zero_grad()
-    assert torch.cuda.max_memory_allocated() < 0.5 * 2**30
+    assert torch.cuda.max_memory_allocated() - before < 0.5 * 2**30
 
 
 def test_L1_dot_products(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,8 +142,8 @@ def _parts(structure: Structure, block_k: int, persistent: bool, rows: int) -> d
 def _is_one_loop(structure: Structure, groups: Sequence[dict[str, Any]]) -> bool:
     """Whether the tiles of all groups can be one loop: they are computed alike, and Triton compiles it.
 
-    Each step chooses the bulk copy of its group. Triton 3.6 and 3.7 fail where the loop over the tiles does so
-    without a loop over K inside, and where a product behind that loop has operands of other layouts.
+    Each step chooses the bulk copy of its group. Triton 3.6 and 3.7 fail where the loop over the tiles does
+    so without a loop over K inside, and where a product behind that loop has operands of other layouts.
     """
     if structure.gated or len({_signature(structure, g) for g in range(len(groups))}) != 1:
         return False

@@ -98,7 +98,10 @@ def text_model() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 def decoded(model: nn.Module, step: Callable[..., Any], inputs: dict[str, Any], ids: Any) -> torch.Tensor:
-    """Logits of a decoder that is given its tokens one by one, with a static cache of keys and values."""
+    """Logits of a decoder that is given its tokens one by one, with a static cache of keys and values.
+
+    The first step is eager, as a prefill is: it makes the caches, which no CUDA graph may own.
+    """
     from transformers.cache_utils import EncoderDecoderCache, StaticCache
 
     sizes = model.config.get_text_config(decoder=True)
@@ -109,7 +112,7 @@ def decoded(model: nn.Module, step: Callable[..., Any], inputs: dict[str, Any], 
     )
     logits = []
     for place in range(ids.shape[1]):
-        found = step(
+        found = (step if place else model)(
             encoder_outputs=memory, decoder_input_ids=ids[:, place : place + 1], past_key_values=cache,
             use_cache=True, return_dict=True,
         )  # fmt: skip
@@ -434,7 +437,8 @@ def test_K12_llama_layer(device: torch.device) -> None:
     (attention, *products) = our_calls
     assert "_scaled_dot_product" in attention and products == ["extern_kernels.mm"] * 2
     # Around them Inductor's: both norms with their residuals, and RoPE.
-    assert sum("rsqrt" in name and "_tem_" not in name for name in ours) == 2
+    norms = [name for name in ours if re.search("rsqrt|rms_norm", name) and "_tem_" not in name]
+    assert len(norms) == 2, ours
     assert len(ours) + len(our_calls) <= len(stock) + len(stock_calls) - 7
     if device.type == "cuda":
         run = check(model, (x,), device, fused=None, train=False, dtype=torch.bfloat16, slack=4.0)

@@ -143,6 +143,9 @@ def test_default_in_float32(tokens: int, arch: int) -> None:
             ("shared_a", 4096),
             ("gated", 4096),
             ("sum", 4096),
+            ("shared_a", 512),
+            ("gated", 512),
+            ("sum", 512),
         )
         for candidate in heuristics.candidates(problem(kind, tokens), 90)
     ],

@@ -312,14 +312,24 @@ def candidates(problem: Problem, arch: int) -> list[Config]:
             (64, 32, 128, 4, 4),
         ):  # fmt: skip
             found.append(Config("tiled", block_m, block_n, block_k, warps, stages))
+    if 64 < most <= 2048 and arch >= 90:
+        # One tile for each multiprocessor, as large as its accumulator can be: loads by pointer start a
+        # microsecond earlier for each descriptor of a bulk copy that is not made.
+        for block_m, columns, block_k, warps, stages in (
+            (64, 128, 128, 4, 4), (64, 128, 128, 8, 4), (64, 128, 64, 4, 6), (128, 128, 64, 8, 6),
+            (64, 256, 64, 4, 4), (64, 256, 64, 8, 4), (128, 256, 64, 8, 4),
+        ):  # fmt: skip
+            block_n = columns // 2 if problem.gated else columns
+            found.append(Config("tiled", block_m, block_n, block_k, warps, stages))
     return [
         c
         for c in dict.fromkeys(found)
-        if shared_bytes(c, problem) <= SHARED_LIMIT[arch] // c.per_processor and _fits_registers(c, problem)
+        if shared_bytes(c, problem) <= SHARED_LIMIT[arch] // c.per_processor
+        and _fits_registers(c, problem, arch)
     ]
 
 
-def _fits_registers(choice: Config, problem: Problem) -> bool:
+def _fits_registers(choice: Config, problem: Problem, arch: int) -> bool:
     """Whether the accumulators and the tiles of one step leave a thread without spills, as compiled."""
     if choice.template == "tiled" and choice.block_m >= 64:
         if choice.block_k > 128 or (choice.num_warps == 8 and choice.block_n == 16):
@@ -329,7 +339,7 @@ def _fits_registers(choice: Config, problem: Problem) -> bool:
         most = 16 if choice.block_m > 1 and problem.dtype == torch.float32 else 64
         return columns * choice.block_k <= most * 32 * choice.num_warps
     held = choice.block_m * columns // (32 * choice.num_warps)
-    return held <= (128 if choice.template == "persistent" else 64)
+    return held <= (64 if choice.template == "tiled" and arch < 90 else 128)
 
 
 #: Shared memory of one thread block, in bytes.

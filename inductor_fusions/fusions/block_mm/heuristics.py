@@ -334,6 +334,9 @@ def _fits_registers(choice: Config, problem: Problem, arch: int) -> bool:
     if choice.template == "tiled" and choice.block_m >= 64:
         if choice.block_k > 128 or (choice.num_warps == 8 and choice.block_n == 16):
             return False
+    if choice.template == "tiled" and choice.num_warps == 2:
+        if (choice.block_m + choice.block_n) * choice.block_k > 80 * 256:
+            return False
     columns = choice.block_n * (2 if problem.gated else 1)
     if choice.template == "row":
         most = 16 if choice.block_m > 1 and problem.dtype == torch.float32 else 64

@@ -40,7 +40,27 @@ def projections_section(data: Json) -> str:
             )
         )
     columns = ("kind", "problems", "least gain", "median gain", "largest gain", "pays", "of the limit")
+    parts.append(table(columns, body))
+    parts.append(
+        "Linears on one input and gated pairs, in microseconds. `bare` is the library's products alone, one "
+        "for each weight and without the activation; `limit` one product on concatenated weights."
+    )
+    columns = ("problem", "stock", "bare", "limit", "ours", "stock / ours", "ours / limit")
+    forward = [row for row in rows if row["kind"] in ("shared_a", "gated")]
+    body = [
+        (
+            str(row["key"]),
+            *(number(time, 1) for time in (_stock(row), *_times(row, "bare", "limit"), _best(row))),
+            number(_gain(row), 2),
+            number(quotient(row, str(row["best"]), "limit") if row.get("best") else None, 2),
+        )
+        for row in sorted(forward, key=lambda row: (row["kind"], row["inner"], row["outer"], row["tokens"]))
+    ]
     return "\n\n".join([*parts, table(columns, body)])
+
+
+def _times(row: Json, *names: str) -> list[float | None]:
+    return [get(row, "times_us", name) for name in names]
 
 
 def _stock(row: Json) -> float | None:

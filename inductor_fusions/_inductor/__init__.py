@@ -58,7 +58,14 @@ from .shapes import (
     symbol_parts,
     unbatched,
 )
-from .templates import Output, Variant, lower_to_kernel, lower_to_template, max_autotune
+from .templates import (
+    Output,
+    Variant,
+    captures_graphs,
+    lower_to_kernel,
+    lower_to_template,
+    max_autotune,
+)
 from .versions import (
     NEWEST_TESTED,
     autocast_beside_the_key,
@@ -89,6 +96,7 @@ __all__ = [
     "cache_folder",
     "call_eagerly",
     "call_lowering",
+    "captures_graphs",
     "compile_apart",
     "compile_counters",
     "computing_fakes",

@@ -19,6 +19,11 @@ def max_autotune() -> bool:
     return bool(inductor_config().max_autotune or inductor_config().max_autotune_gemm)
 
 
+def captures_graphs() -> bool:
+    """Whether Inductor launches what it compiles as CUDA graphs."""
+    return bool(inductor_config().triton.cudagraphs)
+
+
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """One configuration of a kernel template.

@@ -117,6 +117,17 @@ def test_few_rows(kind: str, tokens: int, dtype: torch.dtype, arch: int) -> None
     assert chosen.template == "row" and found.fits and not found.uses_mma, found
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("tokens", [1, 16, 4096])
+def test_launched_early(tokens: int, arch: int, graphs: bool) -> None:
+    """In CUDA graphs, short kernels start before the one in front has ended, and wait for it."""
+    with torch._inductor.config.patch({"triton.cudagraphs": graphs}):
+        found = code(problem("shared_a", tokens), None, arch)
+    assert found.fits, found
+    assert ("griddepcontrol.wait" in found.ptx) == (graphs and arch >= 90 and tokens < 4096)
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("tokens", [16, 1024])
 def test_default_in_float32(tokens: int, arch: int) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inductor_fusions import config
+from inductor_fusions import _inductor, config
 from inductor_fusions.fusions.attention.short import terms
 from inductor_fusions.fusions.block_mm import heuristics
 from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
@@ -93,6 +93,13 @@ def block(template: str, **wanted: int) -> Iterator[None]:
         return heuristics.Choice(fits[0] if fits else heuristics.default(problem, arch), "")
 
     with mock.patch.object(heuristics, "choose", choose):
+        yield
+
+
+@contextlib.contextmanager
+def early(template: str) -> Iterator[None]:
+    """As `block`, and started as in a CUDA graph: before the kernel in front has ended."""
+    with block(template), mock.patch.object(_inductor, "captures_graphs", lambda: True):
         yield
 
 
@@ -192,6 +199,12 @@ TEMPLATES: dict[str, Template] = {
     ),
     "block GEMM, three rows": Template(
         linears, ((3, 256), *QKV[1:]), GEMM, False, functools.partial(block, "row")
+    ),
+    "block GEMM, tiled, launched early": Template(
+        linears, QKV, GEMM, True, functools.partial(early, "tiled"), least=90, marks=EARLY
+    ),
+    "block GEMM, one row, launched early": Template(
+        linears, ((1, 256), *QKV[1:]), GEMM, False, functools.partial(early, "row"), least=90, marks=EARLY
     ),
     "block GEMM, persistent": Template(linears, QKV, GEMM, True, PERSISTENT, least=90, marks=BULK),
     "block GEMM, persistent, in parts": Template(

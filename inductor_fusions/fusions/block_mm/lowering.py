@@ -323,6 +323,10 @@ def _variant(
         raise Rejected("the device has no bulk tensor copies")
     rows = (problem.rows[0] or 0) if len(set(problem.rows)) == 1 else 0
     row = chosen.template == "row"
+    # In a graph the launch of a short kernel is prepared while the one in front runs; outside of one, such
+    # launches take the host longer. Not with bulk copies: their descriptors are in memory that the kernel in
+    # front may use as well.
+    early = arch >= 90 and chosen.template != "persistent" and _inductor.captures_graphs()
     meta: dict[str, Any] = {
         "BLOCK_M": heuristics.tall(rows) if row else chosen.block_m,
         "BLOCK_N": chosen.block_n,
@@ -338,10 +342,11 @@ def _variant(
         }
     return _inductor.Variant(
         source=template.source(
-            chosen.template, structure, chosen.block_k, rows if row or rows < chosen.block_m else 0
+            chosen.template, structure, chosen.block_k, rows if row or rows < chosen.block_m else 0, early
         ),
         meta=meta,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
         outputs=structure.outputs,
+        early=early,
     )

@@ -109,7 +109,7 @@ def can_gate(structure: Structure) -> bool:
     )
 
 
-def source(template: str, structure: Structure, block_k: int, rows: int = 0) -> str:
+def source(template: str, structure: Structure, block_k: int, rows: int = 0, early: bool = False) -> str:
     """The text that Inductor's templates take.
 
     Args:
@@ -117,6 +117,7 @@ def source(template: str, structure: Structure, block_k: int, rows: int = 0) -> 
         structure: what is computed.
         block_k: most of K that one step takes.
         rows: M of every group where it is known to be less than a tile has, else 0; "row" needs it.
+        early: whether it starts before the kernel in front ends, and waits: "tiled" and "row".
     """
     text: str = (
         environment(FOLDER)
@@ -125,6 +126,7 @@ def source(template: str, structure: Structure, block_k: int, rows: int = 0) -> 
             names=structure.names,
             **_parts(structure, block_k, template == "persistent", rows),
             rows=rows,
+            early=early,
         )
     )
     return text

@@ -97,9 +97,9 @@ def block(template: str, **wanted: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def early(template: str) -> Iterator[None]:
-    """As `block`, and started as in a CUDA graph: before the kernel in front has ended."""
-    with block(template), mock.patch.object(_inductor, "captures_graphs", lambda: True):
+def as_in_a_graph(forced: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    """Kernels that are launched before the one in front of them has ended, as in CUDA graphs."""
+    with forced(), mock.patch.object(_inductor, "captures_graphs", lambda: True):
         yield
 
 
@@ -201,10 +201,16 @@ TEMPLATES: dict[str, Template] = {
         linears, ((3, 256), *QKV[1:]), GEMM, False, functools.partial(block, "row")
     ),
     "block GEMM, tiled, launched early": Template(
-        linears, QKV, GEMM, True, functools.partial(early, "tiled"), least=90, marks=EARLY
+        linears, QKV, GEMM, True, functools.partial(as_in_a_graph, TILED), least=90, marks=EARLY
     ),
     "block GEMM, one row, launched early": Template(
-        linears, ((1, 256), *QKV[1:]), GEMM, False, functools.partial(early, "row"), least=90, marks=EARLY
+        linears,
+        ((1, 256), *QKV[1:]),
+        GEMM,
+        False,
+        functools.partial(as_in_a_graph, functools.partial(block, "row")),
+        least=90,
+        marks=EARLY,
     ),
     "block GEMM, persistent": Template(linears, QKV, GEMM, True, PERSISTENT, least=90, marks=BULK),
     "block GEMM, persistent, in parts": Template(
@@ -225,6 +231,24 @@ TEMPLATES: dict[str, Template] = {
     ),
     "adapters, three rows": Template(
         lora, ((3, 512), *FEW[1:]), PAIR, False, functools.partial(pair, True), least=90, marks=EARLY
+    ),
+    "adapters, few rows, both launched early": Template(
+        lora,
+        FEW,
+        PAIR,
+        False,
+        functools.partial(as_in_a_graph, functools.partial(pair, True)),
+        least=90,
+        marks=("gdc_wait", "gdc_launch_dependents"),
+    ),
+    "adapters, one row, both launched early": Template(
+        lora,
+        ((1, 512), *FEW[1:]),
+        PAIR,
+        False,
+        functools.partial(as_in_a_graph, functools.partial(pair, True)),
+        least=90,
+        marks=("gdc_wait", "gdc_launch_dependents"),
     ),
     "adapters, few rows, a lane for each warp": Template(
         lora, FEW, PAIR, False, functools.partial(pair, True, block_k=256, lanes=4), least=90, marks=LANES

@@ -281,13 +281,14 @@ class Call:
         posed = narrow.Shape(shape.rows, shape.inner, shape.ranks, "n", shape.dtype, shape.adapters)
         warps = 4
         chosen = narrow.fitted(narrow.Config(block_m(shape.rows), 128, config.splits, warps, 3), posed)
+        waits = early and _inductor.captures_graphs()  # as short kernels of the block GEMM
         made = _inductor.lower_to_template(
             name="lora_narrow_mm",
             inputs=[("X", x), *lowering.narrow_inputs(a, posed)],
             shapes=[(shape.rows * config.splits, rank) for rank in shape.ranks],
             dtype=torch.float32,
             device=device,
-            variants=[lowering.variant(chosen, posed, [1.0] * len(a), (), False, early)],
+            variants=[lowering.variant(chosen, posed, [1.0] * len(a), (), False, early, waits)],
             stock=None,
             grid_sizes=[shape.rows, 1],
         )

@@ -256,6 +256,7 @@ def variant(
     further: Sequence[float],
     transposed: bool,
     early: bool = False,
+    waits: bool = False,
 ) -> _inductor.Variant:
     """The template for one configuration.
 
@@ -266,6 +267,7 @@ def variant(
         further: of each product the factor of its further form, or 0; none has one where it is empty.
         transposed: whether they are stored as (r, M).
         early: whether the kernel behind it may start before this one ends.
+        waits: whether this one starts before the kernel in front of it ends.
     """
     outputs = [f"Y{i}" for i in range(1, len(shape.ranks))] + [f"H{i}" for i, f in enumerate(further) if f]
     factors = [
@@ -296,6 +298,7 @@ def variant(
         x_mask=" & ".join(masks),
         transposed=transposed,
         early=early,
+        waits=waits,
     )
     meta = {"BLOCK_M": config.block_m, "BLOCK_N": 1, "BLOCK_K": config.block_k, "ACC_TYPE": "tl.float32"}
     return _inductor.Variant(
@@ -304,6 +307,7 @@ def variant(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         outputs=tuple(outputs),
+        early=waits,
     )
 
 

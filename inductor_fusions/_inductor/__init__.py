@@ -11,6 +11,7 @@
 | 2.11 | a fake product has numbers for a symbolic batch, outside of the Python dispatcher |
 | 2.11, 2.12 | the key of AOTAutograd's cache lacks the dtype of autocast |
 | 2.11, 2.12 | a nested compile region is differentiated only where AOTAutograd traces it |
+| 2.13 | attention patterns misread SDPA that is decomposed |
 | before 2.15 | attention patterns raise where scores are divided by a tensor |
 """
 
@@ -72,6 +73,7 @@ from .versions import (
     beyond_tested,
     drops_narrow_casts,
     patterns_ignore_the_scale,
+    patterns_match_decomposed_sdpa,
     patterns_take_tensors_for_numbers,
     torch_version,
     version_problem,
@@ -130,6 +132,7 @@ __all__ = [
     "passes_installed",
     "passes_only",
     "patterns_ignore_the_scale",
+    "patterns_match_decomposed_sdpa",
     "patterns_take_tensors_for_numbers",
     "probe",
     "realize",

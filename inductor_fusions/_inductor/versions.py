@@ -45,6 +45,14 @@ def patterns_take_tensors_for_numbers() -> bool:
     return torch_version() < (2, 15)
 
 
+def patterns_match_decomposed_sdpa() -> bool:
+    """Whether Inductor's attention patterns misread what SDPA is decomposed to where no backend takes it.
+
+    Seen on 2.13; 2.11 has no such pattern, and 2.15 reads it rightly.
+    """
+    return (2, 12) <= torch_version() < (2, 15)
+
+
 def drops_narrow_casts() -> bool:
     """Whether Inductor takes out a cast to a narrower dtype that another one widens again.
 

@@ -16,6 +16,10 @@ brought here to an equal form that means to the pattern what it means to everybo
 
 Views cost nothing, and a factor is computed in the kernel of the addition. Only what lies between two matrix
 products is touched, and attention that is fused before has none of it left.
+
+torch 2.13 also has patterns (29 and 30) for what SDPA is decomposed to where no backend takes it: where the
+last dim of q, k or v is not in order in memory, or v has another head dim, or the mask takes a gradient. They
+ignore the permutations of q, k and v as well, so those of every SDPA call are brought to that form.
 """
 
 from __future__ import annotations
@@ -32,7 +36,9 @@ from .._inductor import (
     computing_fakes,
     fake_mode_of,
     is_batched,
+    known_true,
     patterns_ignore_the_scale,
+    patterns_match_decomposed_sdpa,
     patterns_take_tensors_for_numbers,
     suppress_guards,
 )
@@ -50,6 +56,7 @@ _PERMUTES = {"transpose", "permute", "swapaxes", "swapdims", "t", "movedim", "mo
 _ATTRIBUTES = {"numpy_T": "T", "mT": "mT", "mH": "mH", "matrix_H": "H"}
 #: The dims that stock's patterns take every permutation to have: heads brought forward, k transposed.
 _HEADS = (0, 2, 1, 3)
+_SDPA = "scaled_dot_product_attention"
 
 
 def name_of(node: Any) -> str:
@@ -258,20 +265,24 @@ def inverse(dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(dims.index(i) for i in range(len(dims)))
 
 
-Chain = tuple[fx.Node, fx.Node, list[tuple[int, ...]]]
+def permutations_of(
+    operand: Any, copied: bool = True
+) -> tuple[fx.Node, fx.Node, list[tuple[int, ...]]] | None:
+    """(last node, input, steps) of the permutations, in a row, of an operand of a product or of SDPA.
 
-
-def permutations_of(product: fx.Node, index: int) -> Chain | None:
-    """(last node, input, steps) of the permutations, in a row, of one operand of a product."""
-    if name_of(product) not in ("matmul", "bmm") or len(product.args) <= index:
-        return None
-    node = product.args[index]
+    Args:
+        operand: the operand.
+        copied: whether what lies behind them may lay it out anew.
+    """
+    node = operand
     while isinstance(node, fx.Node) and permutation_of(node) is None:
         below = node.args[0] if node.args else None
         before, after = tensor(below), tensor(node)
         if before is None or after is None or before.dim() != after.dim():
             return None
         if name_of(node) not in _TRANSPARENT:
+            return None
+        if not copied and not all(map(_same, before.stride(), after.stride())):
             return None
         node = below
     if not isinstance(node, fx.Node):
@@ -284,26 +295,60 @@ def permutations_of(product: fx.Node, index: int) -> Chain | None:
     return (node, source, steps) if len(steps[0]) in (3, 4) else None
 
 
+def _same(one: Any, other: Any) -> bool:
+    return known_true(one == other)
+
+
+def factor(product: fx.Node, index: int) -> Any:
+    """An operand of a product of two matrices, where it is one."""
+    return (
+        product.args[index] if name_of(product) in ("matmul", "bmm") and len(product.args) > index else None
+    )
+
+
 def permuted(product: fx.Node, output: fx.Node) -> Iterator[Candidate]:
     """The permutations of q, k and v that a pattern would read wrongly. Every pattern wants one of k."""
-    if permutations_of(product, 1) is None:
+    if permutations_of(factor(product, 1)) is None:
         return
     for node, index, is_key in ((product, 0, False), (product, 1, True), (output, 1, False)):
-        found = permutations_of(node, index)
-        if found is None:
-            continue
-        last, source, steps = found
-        rank = len(steps[0])
-        identity = tuple(range(rank))
-        known: list[tuple[int, ...]] = [_HEADS] if rank == 4 else []
-        if is_key:
-            known.append((*identity[:-2], rank - 1, rank - 2))
-        whole = identity
-        for dims in steps:
-            whole = composed(whole, dims)
-        wanted = standard(whole, known, identity)
-        if steps != wanted:
-            yield Permutation(last, source, wanted)
+        yield from respelled(factor(node, index), transposed=is_key)
+
+
+def permuted_for(call: fx.Node) -> Iterator[Candidate]:
+    """The permutations of q, k and v of an SDPA call, which transposes k itself.
+
+    A copy is left: no pattern has one in front of what SDPA is decomposed to.
+    """
+    for index, name in enumerate(("query", "key", "value")):
+        operand = call.args[index] if len(call.args) > index else call.kwargs.get(name)
+        result = tensor(operand)
+        if result is not None and result.dim() == 4:
+            yield from respelled(operand, transposed=False, copied=False)
+
+
+def respelled(operand: Any, transposed: bool, copied: bool = True) -> Iterator[Candidate]:
+    """The permutations of one operand, where its pattern would take them for others.
+
+    Args:
+        operand: what a product or SDPA reads.
+        transposed: whether the pattern has the transpose of k among them.
+        copied: as for `permutations_of`.
+    """
+    found = permutations_of(operand, copied)
+    if found is None:
+        return
+    last, source, steps = found
+    rank = len(steps[0])
+    identity = tuple(range(rank))
+    known: list[tuple[int, ...]] = [_HEADS] if rank == 4 else []
+    if transposed:
+        known.append((*identity[:-2], rank - 1, rank - 2))
+    whole = identity
+    for dims in steps:
+        whole = composed(whole, dims)
+    wanted = standard(whole, known, identity)
+    if steps != wanted:
+        yield Permutation(last, source, wanted)
 
 
 def divided(softmax: fx.Node, product: fx.Node, ignored: bool) -> Iterator[Candidate]:
@@ -362,8 +407,11 @@ def standard(
 
 
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
-    """What stock's patterns would read wrongly, around each softmax between two products."""
+    """What stock's patterns would read wrongly: around each softmax between two products, and before SDPA."""
+    calls_are_misread = patterns_match_decomposed_sdpa()
     for node in list(graph.nodes):
+        if name_of(node) == _SDPA and calls_are_misread:
+            yield from permuted_for(node)
         found = reduction_of(node)
         if found is None:
             continue

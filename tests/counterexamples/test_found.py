@@ -96,8 +96,8 @@ def test_cast_operand_that_is_overwritten(which: str) -> None:
 
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 def test_keys_in_another_order(train: bool) -> None:
-    """Keys that come as (batch, heads, dim, length): Inductor's code for SDPA with a permuted k is wrong on a
-    CPU."""
+    """Keys that come as (batch, heads, dim, length): SDPA has no kernel for them on a CPU, and is decomposed.
+    Stock's patterns (2.13) misread what it becomes."""
 
     def program(a: Any, b: Any, c: Any) -> Any:
         q, k, v = (t.transpose(1, 2) for t in (a, b, c))

@@ -20,6 +20,21 @@ _IN_PLACE = frozenset(
      operator.iand}
 )  # fmt: skip
 
+#: Dtypes to compute in. A cast to a floating dtype that is none of them (float8) quantises.
+_COMPUTED_IN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+def holds(dtype: torch.dtype, *others: torch.dtype) -> bool:
+    """Whether a dtype has all numbers of one of `others`, and both are dtypes to compute in.
+
+    A cast may be left out where its dtype holds that of the operands, or that of the result, which is rounded
+    itself: the error budget has room for it. Where it holds neither, the graph rounds for a purpose.
+    """
+    if dtype not in _COMPUTED_IN:
+        return False
+    mine, theirs = torch.finfo(dtype), map(torch.finfo, _COMPUTED_IN.intersection(others))
+    return any(mine.eps <= each.eps and mine.max >= each.max for each in theirs)
+
 
 def tensor(node: Any) -> torch.Tensor | None:
     """The fake value of a node, in a graph of Dynamo's or of aten operations, where it is a tensor."""

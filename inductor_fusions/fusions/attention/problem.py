@@ -16,6 +16,8 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...fusion import Rejected
+from ...operands import holds
+from ...tables import dtype_name
 from . import structure, torch_ops
 from .aliasing import Mutations
 from .masks import Interpreter, classify, constant_over, negation, visibility
@@ -143,6 +145,12 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
     if not is_autocast(site):
         q, k, v = _one_dtype(q, k, v, interpreter.mutations, site.output)
         dtype = q.value.dtype
+    for node in site.chain:
+        op, rounded = torch_ops.read(node), torch_ops.tensor(node)
+        if op is None or rounded is None or not (op.name in torch_ops.CASTS or node is site.softmax):
+            continue
+        if not holds(rounded.dtype, dtype, output.dtype):
+            raise Rejected(f"scores or weights are rounded to {dtype_name(rounded.dtype)} on their way")
     lead, grouped = _batch_and_heads(site)
     target = (*lead[:-2], product(lead[-2:])) if grouped else lead
     q = _moved(q.expand((*site.lead, *q.shape[-2:])), site.lead, target)
@@ -266,6 +274,8 @@ def _before_upcast(operand: Operand, dtype: torch.dtype) -> Operand | None:
     op = torch_ops.read(operand.node)
     source = torch_ops.tensor(op.input) if op is not None else None
     if op is None or op.name not in torch_ops.CASTS or source is None or source.dtype != dtype:
+        return None
+    if not holds(operand.value.dtype, dtype):
         return None
     base = Operand.of(op.input)
     for method, args in operand.steps:

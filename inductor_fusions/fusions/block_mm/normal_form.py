@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...operands import holds
+
 aten = torch.ops.aten
 
 #: Views that keep the elements in their order.
@@ -197,36 +199,44 @@ class Expressions:
     """Pointwise expressions over the products of a graph, in a form that does not depend on spelling.
 
     An expression is a number, a product's node, or a tuple ("mul" | "add", sorted operands) or
-    ("recip" | "relu" | "erf" | "tanh" | "exp", operand). Products and sums are flat. Casts between floating
-    dtypes and reshapes fall away: what they round is kept exact.
+    ("recip" | "relu" | "erf" | "tanh" | "exp", operand). Products and sums are flat. Reshapes fall away, and
+    casts to the dtype of the products, to that of the expression, or to one that holds either: what they
+    round is kept exact. There is no expression of other casts, such as to float8 and back.
     """
 
     def __init__(self) -> None:
-        self._known: dict[fx.Node, Any] = {}
+        self._known: dict[tuple[fx.Node, torch.dtype], Any] = {}
 
-    def of(self, node: Any, depth: int = 24) -> Any:
+    def of(self, node: Any) -> Any:
         """The expression of a node; None where it is no pointwise function of products."""
+        found = tensor(node)
+        return None if found is None else self._of(node, found.dtype, 24)
+
+    def _of(self, node: Any, result: torch.dtype, depth: int) -> Any:
+        """The same for a part of an expression of dtype `result`."""
         if isinstance(node, (int, float)) and not isinstance(node, bool):
             return float(node)
         if not isinstance(node, fx.Node) or depth == 0 or tensor(node) is None:
             return None
-        if node not in self._known:
-            self._known[node] = self._read(node, depth)
-        return self._known[node]
+        key = node, result
+        if key not in self._known:
+            self._known[key] = self._read(node, result, depth - 1)
+        return self._known[key]
 
-    def _read(self, node: fx.Node, depth: int) -> Any:
+    def _read(self, node: fx.Node, result: torch.dtype, depth: int) -> Any:
         if product(node) is not None:
             return node
         if node.op != "call_function":
             return None
         if node.target in RESHAPES:
-            return self.of(node.args[0], depth - 1)
+            return self._of(node.args[0], result, depth)
         if node.target in CASTS:
-            both = value(node).dtype, value(node.args[0]).dtype  # type: ignore[arg-type]
-            return self.of(node.args[0], depth - 1) if all(d.is_floating_point for d in both) else None
+            inner = self._of(node.args[0], result, depth)
+            dtypes = [value(leaf).dtype for leaf in leaves(inner)]
+            return inner if holds(value(node).dtype, result, *dtypes) else None
         if node.kwargs:
             return None
-        operands = [self.of(argument, depth - 1) for argument in node.args]
+        operands = [self._of(argument, result, depth) for argument in node.args]
         if not operands or any(operand is None for operand in operands):
             return None
         return _combine(node.target, operands)
@@ -379,7 +389,7 @@ def sum_of_products(root: fx.Node) -> Sum | None:
                     for argument in node.args:
                         visit(argument, scale)  # type: ignore[arg-type]
                     return
-            if node.target in RESHAPES or (node.target in CASTS and _widens(node)):
+            if node.target in RESHAPES or (node.target in CASTS and widens(node)):
                 inner.append(node)
                 visit(node.args[0], scale)  # type: ignore[arg-type]
                 return
@@ -411,6 +421,7 @@ def _full(argument: Any, node: fx.Node) -> bool:
     return found is not None and same_sizes(found.shape, value(node).shape)
 
 
-def _widens(cast: fx.Node) -> bool:
+def widens(cast: fx.Node) -> bool:
+    """Whether a cast keeps every number that it is given, and both dtypes are such that one computes in."""
     inner = tensor(cast.args[0])
-    return inner is not None and inner.dtype.itemsize <= value(cast).dtype.itemsize
+    return inner is not None and holds(value(cast).dtype, inner.dtype)

@@ -188,8 +188,7 @@ def _triangle(size: int, upper: bool, diagonal: bool) -> tuple[list[int], list[i
 def _content(index: Any) -> list[int] | None:
     """The numbers of a vector of indices, where the graph has them."""
     while isinstance(index, fx.Node) and index.target in _SAME:
-        found = tensor(index)
-        if found is None or found.is_floating_point() or not isinstance(index.args[0], fx.Node):
+        if not _holds_indices(index) or not isinstance(index.args[0], fx.Node):
             return None
         index = index.args[0]
     if isinstance(index, (list, tuple)):
@@ -204,10 +203,19 @@ def _content(index: Any) -> list[int] | None:
     return _of_triangle(source, which) if type(which) is int and which in (0, 1) else None
 
 
+def _holds_indices(node: fx.Node) -> bool:
+    """Whether no index is cut off by the dtype of a vector."""
+    found = tensor(node)
+    return found is not None and found.dtype in (torch.int64, torch.int32)
+
+
 def _of_triangle(node: fx.Node, which: Any) -> list[int] | None:
     """Rows or columns that `tril_indices` or `triu_indices` give."""
     while node.target in _SAME | {"unbind", torch.unbind} and isinstance(node.args[0], fx.Node):
-        if node.target in ("unbind", torch.unbind) and (len(node.args) > 1 or node.kwargs):
+        if node.target in ("unbind", torch.unbind):
+            if len(node.args) > 1 or node.kwargs:
+                return None
+        elif not _holds_indices(node):
             return None
         node = node.args[0]
     if node.target not in _TRIANGLES:

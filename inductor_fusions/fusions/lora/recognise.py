@@ -1,8 +1,8 @@
 """Linears with adapters, read from a post-grad graph.
 
 Forward, an adapter is `s * (x @ A) @ B`, added to `x @ W`. Backward, the gradient of the input is a sum of
-the same form: `s * (dY @ B^T) @ A^T`, added to `dY @ W^T`. So one reading serves both. Casts between
-floating dtypes on the way are looked through: what they round is kept exact.
+the same form: `s * (dY @ B^T) @ A^T`, added to `dY @ W^T`. So one reading serves both. Casts on the way are
+looked through where their dtype holds that of the products or of the result: what they round is kept exact.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...operands import holds
 from ..block_mm.normal_form import (
     CASTS,
     MUL,
@@ -25,6 +26,7 @@ from ..block_mm.normal_form import (
     same_sizes,
     tensor,
     value,
+    widens,
 )
 from .op import NARROW_MM
 
@@ -100,7 +102,7 @@ def source(matrix: fx.Node) -> Source:
             break
         if node.target in RESHAPES or node.target in PERMUTES:
             views.append(node)
-        elif node.target in CASTS and inner.dtype.itemsize <= value(node).dtype.itemsize:
+        elif node.target in CASTS and widens(node):
             found = Source(node.args[0], tuple(reversed(views)), scale)
         elif node.target in MUL and isinstance(node.args[1], (int, float)) and not node.kwargs:
             scale *= float(node.args[1])
@@ -154,8 +156,10 @@ def adapter(up: Product) -> tuple[Product, float] | None:
     if not isinstance(rank, int) or rank > MOST_RANK:
         return None
     node, scale = up.a, 1.0
+    casts: list[torch.dtype] = []
     while node.op == "call_function":
         if node.target in RESHAPES or node.target in CASTS:
+            casts += [value(node).dtype] if node.target in CASTS else []
             node = node.args[0]  # type: ignore[assignment]
         elif node.target in MUL and isinstance(node.args[1], (int, float)):
             scale *= float(node.args[1])
@@ -168,6 +172,8 @@ def adapter(up: Product) -> tuple[Product, float] | None:
     scale *= down.scale
     out, before = value(down.node), value(up.a)
     if not same_sizes(out.shape, before.shape) or not out.is_floating_point():
+        return None
+    if not all(holds(cast, out.dtype, before.dtype) for cast in casts):
         return None
     inner = value(down.a).shape[1]
     narrow = not isinstance(inner, int) or inner > rank
@@ -225,7 +231,12 @@ class _Reader:
         self._add(self.top, 1.0, None)
         if not linear.adapters:
             return linear
-        if not linear.bases:
+        # What rounds the sum on its way, to less than the products have and the result.
+        dtypes = [value(node).dtype for node in (linear.root, *(base.node for base in linear.bases))]
+        casts = [value(node).dtype for node in linear.inner if node.target in CASTS]
+        if not all(holds(cast, *dtypes) for cast in casts):
+            linear.problem = "the sum is rounded to another dtype on its way"
+        elif not linear.bases:
             linear.problem = NO_PRODUCT
         elif linear.rest is not None and any(p.bias is not None for p in linear.bases):
             linear.problem = linear.problem or "a bias and another term"
@@ -357,7 +368,8 @@ def _cast_behind(top: fx.Node) -> fx.Node:
             break
         node = user
         if user.target in CASTS:
-            return node if value(node).dtype.itemsize < value(top).dtype.itemsize else top
+            narrows = holds(value(top).dtype, value(node).dtype) and value(node).dtype != value(top).dtype
+            return node if narrows else top
     return top
 
 

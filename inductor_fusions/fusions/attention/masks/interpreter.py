@@ -358,7 +358,7 @@ def _cast(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     if target.dtype in (torch.float16, torch.bfloat16):
         # An index beyond the dtype's integers would be rounded; two-valued masks are not.
         return _rounded(found, target.dtype) if all(part.is_constant for part in branches(found)) else None
-    return found
+    return found if target.dtype in (torch.float32, torch.float64) else None
 
 
 def _holds_elements(value: Value) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.nn.functional as F
 
+from bench.attention import rows
 from bench.common import DTYPES, relative_error
 
 REFERENCE_BYTES = 2**30
@@ -16,18 +17,9 @@ REFERENCE_BYTES = 2**30
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(rows.Row):
     """One attention to measure; `window` is the number of keys that a query sees, 0 for all."""
 
-    batch: int
-    heads: int
-    kv_heads: int
-    q_len: int
-    kv_len: int
-    head_dim: int
-    dtype: str
-    mask: str
-    train: bool
     window: int = 0
 
     @property
@@ -53,45 +45,45 @@ def row(
 
 def cuda_rows() -> list[Row]:
     """The grid for a GPU, the most important rows first."""
-    rows: list[Row] = []
-    rows += row(2, 16, 8, 4096, 256, "tanh causal")  # Gemma-2
-    rows += row(2, 64, 8, 4096, 64, "sink causal+window", 128)  # gpt-oss
-    rows += row(2, 64, 8, 4096, 64, "sink causal")
-    rows += row(1, 32, 8, 8192, 128, "causal+window", 1024)  # Mistral
-    rows += row(4, 32, 8, 2048, 64, "causal+pad")  # Llama-1B
-    rows += row(2, 32, 8, 8192, 64, "causal+pad")
-    rows += row(1, 32, 8, 8192, 64, "causal+document")
-    rows += row(4, 32, 8, 2048, 128, "causal+pad")
-    rows += row(2, 16, 8, 4096, 256, "tanh causal+window", 2048)
-    rows += row(1, 32, 8, 8192, 128, "causal+document")
-    rows += row(2, 16, 8, 4096, 256, "causal+window", 1024)  # Gemma-3
-    rows += row(4, 16, 8, 1024, 256, "tanh causal")
-    rows += row(2, 64, 8, 1024, 64, "sink causal+window", 128)
-    rows += row(2, 64, 8, 1024, 64, "sink causal")
-    rows += row(2, 32, 16, 4096, 128, "tanh causal")
-    rows += row(4, 32, 8, 2048, 128, "causal+window", 512)
-    rows += row(4, 32, 8, 512, 64, "causal+pad")
-    rows += row(4, 32, 8, 512, 128, "causal+pad")
-    rows += row(4, 32, 8, 512, 128, "causal+document")
-    rows += row(8, 16, 16, 512, 64, "tanh")
-    rows += row(8, 16, 16, 1024, 64, "alibi causal+pad")  # BLOOM
-    rows += row(8, 16, 16, 1024, 64, "alibi causal")
-    rows += row(2, 32, 32, 2048, 128, "alibi causal+pad")
-    rows += row(2, 32, 32, 2048, 128, "alibi causal")
-    rows += row(1, 32, 8, 32768, 128, "causal+window", 1024)
-    return rows
+    found: list[Row] = []
+    found += row(2, 16, 8, 4096, 256, "tanh causal")  # Gemma-2
+    found += row(2, 64, 8, 4096, 64, "sink causal+window", 128)  # gpt-oss
+    found += row(2, 64, 8, 4096, 64, "sink causal")
+    found += row(1, 32, 8, 8192, 128, "causal+window", 1024)  # Mistral
+    found += row(4, 32, 8, 2048, 64, "causal+pad")  # Llama-1B
+    found += row(2, 32, 8, 8192, 64, "causal+pad")
+    found += row(1, 32, 8, 8192, 64, "causal+document")
+    found += row(4, 32, 8, 2048, 128, "causal+pad")
+    found += row(2, 16, 8, 4096, 256, "tanh causal+window", 2048)
+    found += row(1, 32, 8, 8192, 128, "causal+document")
+    found += row(2, 16, 8, 4096, 256, "causal+window", 1024)  # Gemma-3
+    found += row(4, 16, 8, 1024, 256, "tanh causal")
+    found += row(2, 64, 8, 1024, 64, "sink causal+window", 128)
+    found += row(2, 64, 8, 1024, 64, "sink causal")
+    found += row(2, 32, 16, 4096, 128, "tanh causal")
+    found += row(4, 32, 8, 2048, 128, "causal+window", 512)
+    found += row(4, 32, 8, 512, 64, "causal+pad")
+    found += row(4, 32, 8, 512, 128, "causal+pad")
+    found += row(4, 32, 8, 512, 128, "causal+document")
+    found += row(8, 16, 16, 512, 64, "tanh")
+    found += row(8, 16, 16, 1024, 64, "alibi causal+pad")  # BLOOM
+    found += row(8, 16, 16, 1024, 64, "alibi causal")
+    found += row(2, 32, 32, 2048, 128, "alibi causal+pad")
+    found += row(2, 32, 32, 2048, 128, "alibi causal")
+    found += row(1, 32, 8, 32768, 128, "causal+window", 1024)
+    return found
 
 
 def cpu_rows() -> list[Row]:
     """The same axes, in sizes that take a second or two."""
-    rows = [
+    found = [
         *row(1, 8, 4, 512, 64, "tanh causal"),
         *row(1, 8, 4, 256, 64, "tanh"),
         *row(1, 8, 8, 1024, 64, "tanh causal"),
         *row(1, 8, 8, 256, 64, "alibi causal+pad"),
     ]
-    rows += [*row(1, 8, 4, 512, 64, "sink causal"), *row(1, 8, 4, 1024, 64, "causal+window", 128)]
-    return [Row(**{**asdict(r), "dtype": d}) for r in rows for d in ("float32", "bfloat16") if not r.train]
+    found += [*row(1, 8, 4, 512, 64, "sink causal"), *row(1, 8, 4, 1024, 64, "causal+window", 128)]
+    return [Row(**{**asdict(r), "dtype": d}) for r in found for d in ("float32", "bfloat16") if not r.train]
 
 
 # One attention ----------------------------------------------------------------------------------------

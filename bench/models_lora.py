@@ -25,7 +25,6 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,22 +32,19 @@ from typing import Any
 
 import torch
 
-import inductor_fusions
 from bench import model_cases, tuning
 from bench.common import (
     Json,
     device_milliseconds,
     error_limit,
-    fresh_cache,
     interleave,
     is_fatal,
     one_line,
     peak_bytes,
     relative_error,
-    synchronize,
 )
 from bench.models.measure import free, site_counts, static_bytes
-from bench.models.variants import collect
+from bench.models.variants import Variant, collect
 from bench.pool import FileLock
 
 #: Seconds of a block of training steps. They follow each other, as in a loop that does not wait for each.
@@ -126,63 +122,25 @@ def build(case: Case, device: str, quick: bool) -> torch.nn.Module:
 
 
 @dataclass
-class Variant:
-    """One way to run a case.
+class WithAdapters(Variant):
+    """One way to run a case: "stock", "fused" or "frozen".
 
     Attributes:
-        name: "stock", "fused" or "frozen".
-        case: the case.
-        model: with adapters, or without.
-        inputs: keyword arguments of the model.
         leaf: what is differentiated where no parameter is: the embedded tokens.
-        compiled: the model under `torch.compile`.
-        sites: what the fusions made of it.
     """
 
-    name: str
-    case: Case
-    model: torch.nn.Module
-    inputs: Json
-    leaf: torch.Tensor | None
-    compiled: Callable[..., Any]
-    sites: Any = ()
+    leaf: torch.Tensor | None = None
 
-    def output(self) -> torch.Tensor:
-        """The last hidden state."""
-        if self.case.mode != "default":
-            torch.compiler.cudagraph_mark_step_begin()
-        with torch.set_grad_enabled(self.case.train):
-            hidden: torch.Tensor = self.compiled(**self.inputs).last_hidden_state
-        return hidden
-
-    def step(self) -> None:
-        """One inference, or one forward and backward."""
-        if not self.case.train:
-            self.output()
-            return
-        self.forget()
-        self.output().float().pow(2).mean().backward()
+    @property
+    def fuses(self) -> bool:
+        """Whether it is compiled with inductor_fusions switched on."""
+        return self.name != "stock"
 
     def forget(self) -> None:
         """Drop the gradients."""
-        self.model.zero_grad(set_to_none=True)
+        super().forget()
         if self.leaf is not None:
             self.leaf.grad = None
-
-    def first_step(self, device: str) -> float:
-        """Compile, from empty caches, with inductor_fusions on but for stock; the seconds."""
-        (inductor_fusions.disable if self.name == "stock" else inductor_fusions.enable)()
-        inductor_fusions.clear()
-        try:
-            with fresh_cache(), torch._inductor.config.patch(force_disable_caches=True):
-                start = time.perf_counter()
-                self.step()
-                synchronize(device)
-                seconds = time.perf_counter() - start
-            self.sites = () if self.name == "stock" else list(inductor_fusions.report())
-        finally:
-            inductor_fusions.disable()
-        return seconds
 
 
 #: As in `bench.models.variants`: each variant names one Inductor option of its own, at the value that it has
@@ -190,7 +148,7 @@ class Variant:
 MARKERS = {"stock": "verbose_progress", "fused": "comment_origin", "frozen": "debug_fusion"}
 
 
-def make_variants(case: Case, device: str, quick: bool) -> dict[str, Variant]:
+def make_variants(case: Case, device: str, quick: bool) -> dict[str, WithAdapters]:
     """The variants; stock and fused share their weights."""
     from torch._inductor import config, list_mode_options
 
@@ -208,14 +166,14 @@ def make_variants(case: Case, device: str, quick: bool) -> dict[str, Variant]:
                 leaf = given["inputs_embeds"] = embedded.detach().requires_grad_()
         options = {**list_mode_options(case.mode), MARKERS[name]: getattr(config, MARKERS[name])}
         compiled: Any = torch.compile(own, options=options, dynamic=False)
-        found[name] = Variant(name, case, own, given, leaf, compiled)
+        found[name] = WithAdapters(name, own, compiled, case, given, leaf=leaf)
     return found
 
 
 # Correctness -------------------------------------------------------------------------------------------
 
 
-def check(case: Case, variants: dict[str, Variant], row: Json) -> None:
+def check(case: Case, variants: dict[str, WithAdapters], row: Json) -> None:
     """Compare outputs and gradients of the adapters with float64."""
     twin = copy.deepcopy(variants["stock"].model).double()
     inputs = dict(variants["stock"].inputs)
@@ -269,7 +227,7 @@ def measure(case: Case, device: str, quick: bool, rounds: int, lock: FileLock | 
                 del variants[name]
             collect(device)
     if "fused" in variants:
-        row["sites"] = site_counts(list(variants["fused"].sites))
+        row["sites"] = site_counts(variants["fused"].sites)
     with lock or nullcontext():
         if case.dropout == 0 and {"stock", "fused"} <= variants.keys():
             check(case, variants, row)

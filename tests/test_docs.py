@@ -96,16 +96,20 @@ def test_gain_is_over_the_better_stock(tmp_path: Path) -> None:
     assert older.count("| - ") > 4 and "1.55" in older
 
 
-def test_without_autotuned_rows_nothing_is_said_of_them(tmp_path: Path) -> None:
-    root = copied(tmp_path)
+def drop_variants(root: Path, *names: str) -> None:
+    """Take variants out of every row of the results of whole models."""
     path = root / "bench" / "results" / docs.README_RESULTS
     data = json.loads(path.read_text())
     for row in data["rows"]:
         for values in row.values():
-            if isinstance(values, dict):
-                values.pop("autotuned", None)
-                values.pop("fused_autotuned", None)
+            for name in names if isinstance(values, dict) else ():
+                values.pop(name, None)
     path.write_text(json.dumps(data))
+
+
+def test_without_autotuned_rows_nothing_is_said_of_them(tmp_path: Path) -> None:
+    root = copied(tmp_path)
+    drop_variants(root, "autotuned", "fused_autotuned")
     written = docs.render(root)
     assert "both are autotuned" not in written[root / "docs" / "performance.md"]
     assert docs_models.BETTER not in written[root / "README.md"]
@@ -114,13 +118,7 @@ def test_without_autotuned_rows_nothing_is_said_of_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lost", ["stock", "fused", "limit", "sdpa", "autotuned", "fused_autotuned"])
 def test_missing_variant(lost: str, tmp_path: Path) -> None:
     root = copied(tmp_path)
-    path = root / "bench" / "results" / docs.README_RESULTS
-    data = json.loads(path.read_text())
-    for row in data["rows"]:
-        for values in row.values():
-            if isinstance(values, dict):
-                values.pop(lost, None)
-    path.write_text(json.dumps(data))
+    drop_variants(root, lost)
     assert all(docs.render(root).values())
 
 

@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,14 +34,35 @@ MARKERS = {
 variant names one Inductor option of its own, at the value that it has anyway."""
 
 
+class Load(Protocol):
+    """What a variant asks of its case."""
+
+    @property
+    def mode(self) -> str:
+        """The mode of torch.compile."""
+
+    @property
+    def train(self) -> bool:
+        """Whether a step has a backward."""
+
+
 @dataclass
 class Variant:
-    """One way to compile the model of a case."""
+    """One way to compile the model of a case.
+
+    Attributes:
+        name: one of `MARKERS`, or "uncompiled".
+        model: the model.
+        compiled: the model under `torch.compile`.
+        case: the load.
+        inputs: keyword arguments of the model.
+        sites: what the fusions made of it.
+    """
 
     name: str
     model: torch.nn.Module
     compiled: Callable[..., Any]
-    case: Case
+    case: Load
     inputs: dict[str, Any]
     sites: list[Any] = field(default_factory=list)
 
@@ -63,8 +84,12 @@ class Variant:
         if not self.case.train:
             self.output()
             return
-        self.model.zero_grad(set_to_none=True)
+        self.forget()
         self.output().float().pow(2).mean().backward()
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self.model.zero_grad(set_to_none=True)
 
     @contextlib.contextmanager
     def switched(self) -> Iterator[None]:
@@ -194,7 +219,7 @@ def attempt(
             raise
         failed[name] = one_line(error, 300)
     # Here the exception is gone, and with it the tensors that its frames hold.
-    variants.pop(name).model.zero_grad(set_to_none=True)
+    variants.pop(name).forget()
     collect(device)
 
 

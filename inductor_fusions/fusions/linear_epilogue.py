@@ -22,6 +22,7 @@ from .block_mm.normal_form import (
     Product,
     activation,
     between,
+    is_pointwise,
     leaves,
     product,
     products,
@@ -53,18 +54,18 @@ _STEPS = 8
 
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     """Every linear that an activation follows."""
-    behind = _activations(graph)
+    activations = _whole_activations(graph)
     for node in [found.node for found in products(graph)]:
         found = product(node)  # anew: its input may be the activation that the last one has replaced
         if found is None:
             continue
-        if node in behind:
-            yield Activated(graph, found, *behind[node])
-        elif _activated(node):
+        if node in activations:
+            yield Activated(graph, found, *activations[node])
+        elif _has_nonlinear_tail(node):
             yield LinearEpilogue(graph, found)
 
 
-def _activations(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, str]]:
+def _whole_activations(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, str]]:
     """The activation of each linear that one reads and nothing else does: its last node, and its name."""
     expressions = Expressions()
     found: dict[fx.Node, tuple[fx.Node, str]] = {}
@@ -92,17 +93,14 @@ def _only_between(root: fx.Node, linear: fx.Node) -> bool:
     return all(user in inside for node in inside - {root} for user in node.users)
 
 
-def _activated(node: fx.Node, steps: int = _STEPS) -> bool:
+def _has_nonlinear_tail(node: fx.Node, steps: int = _STEPS) -> bool:
+    """Whether an operation of an activation is among the pointwise ones that follow a node."""
     for user in readers(node, RESHAPES | CASTS):
-        if user.op != "call_function" or not _is_pointwise(user):
+        if not is_pointwise(user):
             continue
-        if user.target in _NONLINEAR or (steps and _activated(user, steps - 1)):
+        if user.target in _NONLINEAR or (steps and _has_nonlinear_tail(user, steps - 1)):
             return True
     return False
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 class LinearEpilogue(Candidate):
@@ -123,7 +121,7 @@ class LinearEpilogue(Candidate):
             if user.op == "output":
                 continue
             found = tensor(user)
-            if not _is_pointwise(user):
+            if not is_pointwise(user):
                 raise Rejected("something that is not pointwise reads the linear as well")
             if found is None or str(found.numel()) != str(count):
                 raise Rejected("the linear is broadcast by what follows it")

@@ -18,7 +18,7 @@ from .. import _inductor
 from .._inductor import hint
 from ..fusion import Candidate, Fusion, LeftToStock
 from ..operands import text
-from .block_mm.normal_form import CASTS, VIEWS, tensor, value
+from .block_mm.normal_form import CASTS, VIEWS, is_pointwise, tensor, value
 
 aten = torch.ops.aten
 
@@ -93,17 +93,13 @@ def _chain(node: fx.Node) -> list[fx.Node]:
     found, waiting = {node: None}, [node]
     while waiting:
         each = waiting.pop()
-        if each.op != "call_function" or not (_is_pointwise(each) or each.target in VIEWS):
+        if not is_pointwise(each) and not (each.op == "call_function" and each.target in VIEWS):
             continue
         for other in each.all_input_nodes:
             if other not in found and tensor(other) is not None:
                 found[other] = None
                 waiting.append(other)
     return list(found)
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in CASTS
 
 
 class StoredIndices(Candidate):
@@ -126,7 +122,7 @@ class StoredIndices(Candidate):
 
     def savings(self) -> dict[str, int]:
         own = hint(value(self.anchor).numel())
-        steps = sum(_is_pointwise(node) for node in _chain(self.anchor))
+        steps = sum(is_pointwise(node) for node in _chain(self.anchor))
         return {"flops": steps * (sum(hint(value(reader).numel()) for reader in self.readers) - own)}
 
     def rewrite(self) -> str:

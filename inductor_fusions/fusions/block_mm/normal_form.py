@@ -186,6 +186,12 @@ def readers(node: fx.Node, targets: frozenset[Any] | set[Any] = VIEWS) -> Iterat
             yield user
 
 
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether a node is computed element by element."""
+    tags = getattr(node.target, "tags", ())
+    return node.op == "call_function" and (torch.Tag.pointwise in tags or node.target in CASTS)
+
+
 # -- pointwise expressions ------------------------------------------------------------------------
 
 MUL = (aten.mul.Tensor, aten.mul.Scalar)

@@ -16,7 +16,7 @@ from torch import fx
 
 from ..._inductor import hint
 from ...fusion import Rejected
-from .normal_form import CASTS, VIEWS, Product, readers, tensor, through, value
+from .normal_form import VIEWS, Product, is_pointwise, readers, tensor, through, value
 
 aten = torch.ops.aten
 
@@ -169,7 +169,7 @@ class Order:
             if not _is_stored(node):
                 continue
             birth = self.index[node]
-            if _is_pointwise(node):
+            if is_pointwise(node):
                 sources = _sources(node)
                 ready = max((births.get(s, self.index[s]) for s in sources), default=0)
                 size = str(value(node).numel())
@@ -185,7 +185,7 @@ class Order:
         for user in readers(node):
             if user in births:
                 last = max(last, births[user])
-            elif depth and _is_pointwise(user):
+            elif depth and is_pointwise(user):
                 last = max(last, self._death(user, births, depth - 1))
             else:
                 last = max(last, self.index[user])
@@ -227,11 +227,6 @@ def _is_stored(node: fx.Node) -> bool:
     return _is_kernel(node) or any(_is_kernel(user) or user.op == "output" for user in readers(node))
 
 
-def _is_pointwise(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return node.op == "call_function" and (torch.Tag.pointwise in tags or node.target in CASTS)
-
-
 def _sources(node: fx.Node) -> set[fx.Node]:
     """What a pointwise value is computed from, in one loop."""
     found: set[fx.Node] = set()
@@ -241,7 +236,7 @@ def _sources(node: fx.Node) -> set[fx.Node]:
         if source in seen:
             continue
         seen.add(source)
-        if _is_pointwise(source) and not _is_stored(source):
+        if is_pointwise(source) and not _is_stored(source):
             waiting += [through(x, VIEWS) for x in source.all_input_nodes]
         else:
             found.add(source)

@@ -21,6 +21,7 @@ KINDS = {
     "attentions": "attentions, outputs and gradients",
     "masks": "masks of attentions",
     "projections": "linears, training and inference",
+    "chains": "linears with activations in a chain, and casts in between",
     "adapters": "linears with adapters, training and inference",
 }
 

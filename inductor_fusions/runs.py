@@ -16,7 +16,10 @@ Outcome = tuple[Any, dict[str, torch.Tensor | None], tuple[torch.Tensor, ...]]
 
 
 class Exact(TorchFunctionMode):
-    """Computes in float64 whatever floating dtype is asked for: in casts, of factories, by default."""
+    """Computes in float64 whatever floating dtype is asked for: in casts, of factories, by default.
+
+    But for float8, which nothing is computed in: a cast to it quantises, and is kept.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -28,7 +31,8 @@ class Exact(TorchFunctionMode):
 
     @staticmethod
     def _wide(value: Any) -> Any:
-        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+        wide = isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize > 1
+        return torch.float64 if wide else value
 
     def __enter__(self) -> Any:
         self._default = torch.get_default_dtype()

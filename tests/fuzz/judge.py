@@ -133,13 +133,19 @@ def judge_products(program: Program) -> Judged:
     inputs = runs(program)
     assume(inputs is not None)
     assert inputs is not None
-    return Judged(check_products(program.function(), inputs))
+    quantised = program.source.count("torch.float8")
+    return Judged(check_products(program.function(), inputs, quantised))
 
 
-def check_products(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Sequence[Site]:
+def check_products(
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor], quantised: int = 0
+) -> Sequence[Site]:
     """`judge_products` of any function: in training, or in inference where no input requires a gradient.
 
-    Inputs that it overwrites stay as they are.
+    Args:
+        function: the program.
+        inputs: those that it overwrites stay as they are.
+        quantised: how many casts to float8 it has, all of which are left in the graph.
     """
     from bench.ledger import ON_A_GPU
     from tests.block_mm import support
@@ -153,6 +159,9 @@ def check_products(function: Callable[..., Any], inputs: Sequence[torch.Tensor])
     cotangents = support.cotangents(fused.outputs)
     outputs = len(fused.outputs)
     assert is_rounding(function, inputs, found, outputs, cotangents, 2.0), f"wrong: {fused.sites}"
+    casts = [node for node in fused.graphs[0].nodes if "convert_element_type" in str(node.target)]
+    left = sum(node.meta["val"].is_floating_point() and node.meta["val"].itemsize == 1 for node in casts)
+    assert left >= quantised, f"{left} of {quantised} casts to float8 are left: {fused.sites}"
     return fused.sites
 
 

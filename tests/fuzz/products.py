@@ -1,4 +1,4 @@
-"""Random programs of linears that share inputs, with and without adapters."""
+"""Random programs of linears that share inputs, with and without adapters, and of linears in a chain."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from hypothesis import strategies as st
 from tests.fuzz.programs import Program, Writer
 
 ACTIVATIONS = ["F.silu({})", "F.gelu({})", "F.relu({})", "torch.sigmoid({})", "torch.tanh({})", "({} * 0.5)"]
+
+
+#: What follows a linear of a chain: most often nothing, or a cast that only belongs to the computation.
+CASTS = [
+    *["{}"] * 6,
+    "{}.float().to(torch.bfloat16)",
+    "{}.float()",
+    "{}.to(torch.float8_e4m3fn).to(torch.bfloat16)",
+    "{}.to(torch.float8_e5m2).float()",
+    "{}.float().to(torch.bfloat16).float()",
+    "{}.half().to(torch.bfloat16)",
+]
 
 
 class ProductWriter:
@@ -40,6 +52,31 @@ class ProductWriter:
         result = self.read(outputs)
         named = ", ".join([result, *self.returned])
         return Program(tuple(w.inputs), tuple(w.lines), f"({named},)" if self.returned else result)
+
+    def chain(self) -> Program:
+        """Linears, each with an activation, one behind the other, with casts in between."""
+        w = self.w
+        w.line(f"x = {w.input(f'{self.leaf}16', *self.lead, self.width)}")
+        for index in range(w.pick(2, 2, 3)):
+            out = w.pick(16, 32, 64)
+            w.line(f"x = {w.pick(*CASTS).format('x')}.to(torch.bfloat16)" if index and w.maybe() else "pass")
+            bias = w.input(f"{self.leaf}16", out)
+            weight = self.weight(out, self.width, f"{self.leaf}16")
+            w.line(f"x = F.linear(x, {weight}{w.pick('', f', {bias}')})")
+            w.line(f"x = {w.pick(*CASTS).format('x')}")
+            act = w.pick(*ACTIVATIONS, "F.gelu({}, approximate='tanh')", "({} * torch.sigmoid({}))")
+            w.line(f"x = {act.replace('{}', 'x')}")
+            w.line(f"x = {w.pick(*CASTS).format('x')}.to(torch.bfloat16)")
+            if w.pick(True, *[False] * 5):
+                self.returned.append(f"kept{index}")
+                w.line(f"kept{index} = x * 1.0")
+            self.width = out
+        tail = w.pick(
+            "x", "x", "x.float()", "x.float() * 0.5 + 1", "torch.tanh(x.float())", "x.float().relu()",
+            "x.to(torch.float8_e4m3fn).float()", "x.half()",
+        )  # fmt: skip
+        named = ", ".join([tail, *self.returned])
+        return Program(tuple(w.inputs), tuple(w.lines), f"({named},)" if self.returned else tail)
 
     def source(self) -> str:
         return str(
@@ -146,6 +183,12 @@ class ProductWriter:
 def projections(draw: Callable[[Any], Any]) -> Program:
     """Linears, or what is nearly that."""
     return ProductWriter(draw, False).program()
+
+
+@st.composite
+def chains(draw: Callable[[Any], Any]) -> Program:
+    """Linears with activations, one behind the other, with casts that keep and casts that round."""
+    return ProductWriter(draw, False).chain()
 
 
 @st.composite

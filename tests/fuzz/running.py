@@ -30,6 +30,7 @@ KINDS: dict[str, Any] = {
     "attentions": programs.attentions,
     "masks": programs.masked,
     "projections": products.projections,
+    "chains": products.chains,
     "adapters": products.adapters,
 }
 #: Kinds whose fused kernels a CPU has, so that Inductor's code for it can be judged.

@@ -45,6 +45,13 @@ def test_projections(program: programs.Program) -> None:
 
 @pytest.mark.slow
 @settings(quick, max_examples=15)
+@given(products.chains())
+def test_chains(program: programs.Program) -> None:
+    judge_products(program)
+
+
+@pytest.mark.slow
+@settings(quick, max_examples=15)
 @given(products.adapters())
 def test_adapters(program: programs.Program) -> None:
     judge_products(program)

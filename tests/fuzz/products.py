@@ -54,17 +54,22 @@ class ProductWriter:
         return Program(tuple(w.inputs), tuple(w.lines), f"({named},)" if self.returned else result)
 
     def chain(self) -> Program:
-        """Linears, each with an activation, one behind the other, with casts in between."""
+        """Linears, each with an activation, one behind the other, with casts in between.
+
+        Weights keep values near 1: else rounding at one linear decides what the next activation does. So it
+        does for the gradient of relu, which is for inference alone.
+        """
         w = self.w
         w.line(f"x = {w.input(f'{self.leaf}16', *self.lead, self.width)}")
         for index in range(w.pick(2, 2, 3)):
             out = w.pick(16, 32, 64)
             w.line(f"x = {w.pick(*CASTS).format('x')}.to(torch.bfloat16)" if index and w.maybe() else "pass")
             bias = w.input(f"{self.leaf}16", out)
-            weight = self.weight(out, self.width, f"{self.leaf}16")
+            weight = self.weight(out, self.width, f"{self.leaf}16/8")
             w.line(f"x = F.linear(x, {weight}{w.pick('', f', {bias}')})")
             w.line(f"x = {w.pick(*CASTS).format('x')}")
             act = w.pick(*ACTIVATIONS, "F.gelu({}, approximate='tanh')", "({} * torch.sigmoid({}))")
+            act = act.replace("relu", "silu") if self.leaf == "leaf" else act
             w.line(f"x = {act.replace('{}', 'x')}")
             w.line(f"x = {w.pick(*CASTS).format('x')}.to(torch.bfloat16)")
             if w.pick(True, *[False] * 5):
@@ -72,7 +77,7 @@ class ProductWriter:
                 w.line(f"kept{index} = x * 1.0")
             self.width = out
         tail = w.pick(
-            "x", "x", "x.float()", "x.float() * 0.5 + 1", "torch.tanh(x.float())", "x.float().relu()",
+            "x", "x", "x.float()", "x.float() * 0.5 + 1", "torch.tanh(x.float())", "F.silu(x.float())",
             "x.to(torch.float8_e4m3fn).float()", "x.half()",
         )  # fmt: skip
         named = ", ".join([tail, *self.returned])

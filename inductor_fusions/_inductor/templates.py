@@ -34,6 +34,8 @@ class Variant:
         num_warps, num_stages: as Triton has them.
         outputs: arguments of the kernel, at its end, that are outputs beside the first.
         early: whether it starts before the kernel in front of it ends, and waits in its own code.
+        wider: by a number of bytes, constants in place of those of `meta`, and `num_stages`, where the
+            scheduler fuses something behind the kernel that stores elements of so many bytes.
     """
 
     source: str
@@ -42,6 +44,7 @@ class Variant:
     num_stages: int
     outputs: tuple[str, ...]
     early: bool = False
+    wider: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
 
 def lower_to_template(
@@ -138,6 +141,11 @@ def _lower(
             choices, input_nodes=tuple(nodes), layout=layout, call_sizes=list(call_sizes),
             num_warps=variant.num_warps, num_stages=variant.num_stages,
             **({"triton_meta": {"launch_pdl": True}} if variant.early else {}), **variant.meta,
+            **{
+                f"WIDER_{size}_{name}": value
+                for size, constants in variant.wider.items()
+                for name, value in constants.items()
+            },
         )  # fmt: skip
     if not choices:
         return None
@@ -148,6 +156,8 @@ def _lower(
     buffer = output.data.data
     if not isinstance(buffer, ir.TritonTemplateBuffer):
         return None
+    if any(variant.wider for variant in variants):
+        buffer.make_kernel_render = _with_wider(buffer.make_kernel_render)
     # Not given to the template itself: torch 2.11 lets only its own operations write into inputs.
     writes = [ir.MutationOutput(ir.NoneLayout(device=device), value, buffer) for value in more]
     if writes:
@@ -157,6 +167,49 @@ def _lower(
         else:
             buffer.outputs = [*buffer.outputs, *writes]
     return [output, *more]
+
+
+def _with_wider(make: Callable[..., Any]) -> Callable[..., Any]:
+    """What renders a kernel, whose constants are settled when it is known what is fused behind it.
+
+    Its first lines, which hold them, are written after all others.
+    """
+
+    def make_kernel_render(*args: Any, **kwargs: Any) -> tuple[Any, Callable[[], Any]]:
+        kernel, render = make(*args, **kwargs)
+
+        def rendered() -> Any:
+            partial = render()
+            definition = partial.replacement_hooks["<DEF_KERNEL>"]
+
+            def define() -> str:
+                _, _, arguments, _ = kernel.args.python_argdefs()
+                stored = [x.dtype.itemsize for x in arguments if x.name.startswith(("out_ptr", "in_out_ptr"))]
+                settled = _settled(kernel.defines, max(stored, default=0))
+                kernel.num_stages = int(settled.pop("num_stages", kernel.num_stages))
+                kernel.defines = "".join(f"{name}{_CONSTEXPR}{value}\n" for name, value in settled.items())
+                return str(definition())
+
+            partial.replacement_hooks["<DEF_KERNEL>"] = define
+            return partial
+
+        return kernel, rendered
+
+    return make_kernel_render
+
+
+_CONSTEXPR = " : tl.constexpr = "
+
+
+def _settled(defines: str, size: int) -> dict[str, str]:
+    """The constants that a kernel begins with, for stored elements of so many bytes."""
+    found = dict(line.split(_CONSTEXPR, 1) for line in defines.splitlines() if line)
+    for name in [name for name in found if name.startswith("WIDER_")]:
+        _, wide, replaced = name.split("_", 2)
+        value = found.pop(name)
+        if int(wide) == size:
+            found[replaced] = value
+    return found
 
 
 @functools.cache

@@ -222,16 +222,25 @@ def default(problem: Problem, arch: int) -> Config:
         block_k = 64 if wide else 128
         stages = 3 if wide or block_m == 64 else 4
         return Config("tiled", block_m, 32, block_k, 4, stages)
-    if arch >= 90 and not wide and _bulk_copies(problem):
+    if arch >= 90 and not wide and _bulk_copies(problem, arch):
         small = tiles(problem, 128, 256) < 100
         if problem.gated:
             return Config("persistent", 128, 64 if small else 128, 64, 8, 3, subtiles=1)
-        if small:
+        if small or not _are_alike(problem):
             return Config("persistent", 128, 128, 64, 8, 4)
         return Config("persistent", 128, 256, 64, 8, 3, subtiles=2)
     if wide or problem.gated or most <= 256:
         return Config("tiled", 64, 64, 32, 4, 3)
     return Config("tiled", 128, 128, 32, 8, 3)
+
+
+def _are_alike(problem: Problem) -> bool:
+    """Whether the groups are few and computed alike; the code of others takes registers of their tiles."""
+    kinds = [
+        [(k, x) for g, k, x in zip(problem.groups, problem.inner, problem.layouts, strict=True) if g == group]
+        for group in set(problem.groups)
+    ]
+    return len(kinds) <= 4 and all(kind == kinds[0] for kind in kinds)
 
 
 def few_rows(problem: Problem) -> int:
@@ -253,9 +262,19 @@ def _row_step(problem: Problem, wanted: int) -> int:
     return min(wanted, max(16, 1 << (longest - 1).bit_length()))
 
 
-def _bulk_copies(problem: Problem) -> bool:
-    """Whether the persistent template takes it: bulk copies know their sizes in advance."""
-    return None not in problem.inner
+def _bulk_copies(problem: Problem, arch: int = 90) -> bool:
+    """Whether the persistent template takes it: bulk copies know their sizes in advance.
+
+    Without a loop over K, what is added to the next tiles is under way as well on Blackwell, where shared
+    memory has no room for it.
+    """
+    if None in problem.inner:
+        return False
+    steps = [
+        max(k or 0 for g, k in zip(problem.groups, problem.inner, strict=True) if g == group)
+        for group in set(problem.groups)
+    ]
+    return arch < 100 or min(steps) > 64
 
 
 def tiles(problem: Problem, block_m: int, block_n: int) -> int:
@@ -294,7 +313,7 @@ def candidates(problem: Problem, arch: int) -> list[Config]:
             (64, 128, 4, 5), (32, 128, 4, 5), (16, 128, 2, 4),
         ):  # fmt: skip
             found.append(Config("tiled", block_m, block_n, block_k, warps, stages))
-    elif arch >= 90 and problem.dtype != torch.float32 and _bulk_copies(problem):
+    elif arch >= 90 and problem.dtype != torch.float32 and _bulk_copies(problem, arch):
         for block_m, columns, warps, stages, parts, each, group_m in (
             (128, 256, 8, 3, 2, 1, 8), (128, 256, 8, 3, 1, 1, 16), (128, 128, 4, 3, 1, 2, 8),
             (128, 128, 4, 3, 1, 2, 16), (128, 128, 8, 4, 1, 1, 8), (64, 256, 4, 4, 1, 1, 8),
@@ -349,33 +368,59 @@ def _fits_registers(choice: Config, problem: Problem, arch: int) -> bool:
 SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448}
 
 
-def shared_bytes(choice: Config, problem: Problem) -> int:
-    """About what a configuration needs of shared memory for the tiles that are under way."""
+def shared_bytes(choice: Config, problem: Problem, stored: int = 0) -> int:
+    """About what a configuration needs of shared memory for the tiles that are under way.
+
+    Args:
+        choice: the configuration.
+        problem: what is computed.
+        stored: bytes of a part of a tile that goes through shared memory when it is stored.
+    """
     if choice.template == "row":
         return 0
-    columns = choice.block_n * (2 if problem.gated else 1)
-    return (choice.block_m + columns) * choice.block_k * problem.dtype.itemsize * choice.num_stages
+    # Two products that are multiplied may have an input each.
+    pair = problem.gated and len(problem.groups) == 2 and problem.shared != "a"
+    rows, columns = choice.block_m * (1 + pair), choice.block_n * (1 + problem.gated)
+    step = (rows + columns) * problem.dtype.itemsize
+    if choice.template == "tiled":
+        return step * choice.block_k * choice.num_stages
+    ahead, last = 0, 0
+    for group in set(problem.groups):
+        inner = [k for g, k in zip(problem.groups, problem.inner, strict=True) if g == group]
+        short = [max(16, tall(k)) for k in inner if k is not None and k <= choice.block_k]
+        # Without a loop over K, all products of the next tiles are under way.
+        ahead = max(ahead, sum(short) if len(short) == len(inner) else choice.block_k)
+        last = max([last, *short[-1:]]) if len(short) < len(inner) else last
+    return step * ahead * choice.num_stages + max(step * last, stored)
 
 
 def fitted(choice: Config, problem: Problem, arch: int, dtype: torch.dtype) -> Config:
-    """A configuration with tiles that are stored in so many parts that shared memory holds one.
+    """A configuration whose tiles are stored in so many parts, or read so little ahead, that they fit.
 
-    Tables are measured with outputs of the dtype of the operands. Others may be wider, and a part is staged
-    in shared memory beside the tiles that are under way.
+    Tables are measured with outputs of the dtype of the operands. Others may be wider, and so may be what the
+    scheduler stores in their place; a part is staged in shared memory beside the tiles that are under way.
 
     Args:
         choice: the configuration.
         problem: what is computed.
         arch: 80, 90, 100.
-        dtype: the widest of the outputs.
+        dtype: the widest that is stored.
     """
-    if choice.template != "persistent" or problem.gated or dtype.itemsize <= problem.dtype.itemsize:
+    if choice.template != "persistent":
         return choice
-    room = SHARED_LIMIT[arch] // choice.per_processor - shared_bytes(choice, problem)
-    parts = choice.subtiles
-    while choice.block_n // parts > 16 and choice.block_m * choice.block_n // parts * dtype.itemsize > room:
-        parts *= 2
-    return replace(choice, subtiles=parts)
+
+    def needed(tried: Config) -> int:
+        part = tried.block_m * tried.block_n // tried.subtiles * dtype.itemsize
+        return shared_bytes(tried, problem, part)
+
+    limit = SHARED_LIMIT[arch]
+    # A gated pair is stored in one part.
+    if dtype.itemsize > problem.dtype.itemsize and not problem.gated:
+        while needed(choice) > limit // choice.per_processor and choice.block_n // choice.subtiles > 16:
+            choice = replace(choice, subtiles=2 * choice.subtiles)
+    while needed(choice) > limit and choice.num_stages > 2:
+        choice = replace(choice, num_stages=choice.num_stages - 1)
+    return choice
 
 
 def of_operands(

@@ -129,7 +129,9 @@ class Call:
             if left.get_dtype() not in guards.DTYPES:
                 raise Rejected(f"matrices of dtype {left.get_dtype()}")
             inner = _inductor.static(left.get_size()[1])
-            if left.get_dtype() != first and not (_repeats(self.groups, p) and _small(inner)):
+            if left.get_dtype() != first and not (
+                _repeats(self.groups, p) and _small(inner, left.get_dtype())
+            ):
                 raise Rejected("products of another dtype that are not adapters of a small rank")
 
     def one_by_one(self) -> list[Any]:
@@ -244,9 +246,9 @@ def stock_products(
     return run
 
 
-def _small(size: Any) -> bool:
+def _small(size: Any, dtype: torch.dtype) -> bool:
     """Whether a product is one more step of a kernel whose steps were chosen for another dtype."""
-    return isinstance(size, int) and size <= 64
+    return isinstance(size, int) and size * dtype.itemsize <= 128
 
 
 def _aligned(x: Any) -> bool:
@@ -333,7 +335,12 @@ def _variant(
         "GROUP_M": chosen.group_m,
         "ACC_TYPE": "tl.float32",
     }
+    wider = {}
     if chosen.template == "persistent":
+        for dtype in (torch.float32, torch.float64):
+            fitted = heuristics.fitted(chosen, problem, arch, dtype)
+            if fitted != chosen:
+                wider[dtype.itemsize] = {"SUBTILES": fitted.subtiles, "num_stages": fitted.num_stages}
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         meta |= {
             "SUBTILES": chosen.subtiles,
@@ -342,11 +349,17 @@ def _variant(
         }
     return _inductor.Variant(
         source=template.source(
-            chosen.template, structure, chosen.block_k, rows if row or rows < chosen.block_m else 0, early
+            chosen.template,
+            structure,
+            chosen.block_k,
+            rows if row or rows < chosen.block_m else 0,
+            early,
+            joined=arch < 100,
         ),
         meta=meta,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
         outputs=structure.outputs,
         early=early,
+        wider=wider,
     )

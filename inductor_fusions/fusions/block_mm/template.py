@@ -109,7 +109,14 @@ def can_gate(structure: Structure) -> bool:
     )
 
 
-def source(template: str, structure: Structure, block_k: int, rows: int = 0, early: bool = False) -> str:
+def source(
+    template: str,
+    structure: Structure,
+    block_k: int,
+    rows: int = 0,
+    early: bool = False,
+    joined: bool = True,
+) -> str:
     """The text that Inductor's templates take.
 
     Args:
@@ -118,13 +125,15 @@ def source(template: str, structure: Structure, block_k: int, rows: int = 0, ear
         block_k: most of K that one step takes.
         rows: M of every group where it is known to be less than a tile has, else 0; "row" needs it.
         early: whether it starts before the kernel in front ends, and waits: "tiled" and "row".
+        joined: whether the tiles of several groups may be one loop, and whether that over tiles may be one
+            with a loop over K that has a product behind it: for Blackwell, Triton fails on many of them.
     """
     text: str = (
         environment(FOLDER)
         .get_template(f"{template}.py.jinja")
         .render(
             names=structure.names,
-            **_parts(structure, block_k, template == "persistent", rows),
+            **_parts(structure, block_k, template == "persistent", rows, joined),
             rows=rows,
             early=early,
         )
@@ -132,27 +141,35 @@ def source(template: str, structure: Structure, block_k: int, rows: int = 0, ear
     return text
 
 
-def _parts(structure: Structure, block_k: int, persistent: bool, rows: int) -> dict[str, Any]:
+def _parts(structure: Structure, block_k: int, persistent: bool, rows: int, joined: bool) -> dict[str, Any]:
     """What a template loops over: groups one by one, or sections of groups that are one loop."""
     groups = _groups(structure, block_k, persistent, rows)
     if not persistent:
         return {"groups": groups}
-    parts = [groups] if _is_one_loop(structure, groups) else [[g] for g in groups]
-    return {"sections": [_section(part) for part in parts]}
+    parts = [groups] if joined and _is_one_loop(structure, groups) else [[g] for g in groups]
+    return {"sections": [_section(part, joined) for part in parts]}
 
 
 def _is_one_loop(structure: Structure, groups: Sequence[dict[str, Any]]) -> bool:
     """Whether the tiles of all groups can be one loop: they are computed alike, and Triton compiles it.
 
     Each step chooses the bulk copy of its group. Triton 3.6 and 3.7 fail where the loop over the tiles does
-    so without a loop over K inside, and where a product behind that loop has operands of other layouts.
+    so without a loop over K inside, and where behind that loop the sum is scaled, or a product has operands
+    of another layout or dtype.
     """
     if structure.gated or len({_signature(structure, g) for g in range(len(groups))}) != 1:
         return False
     steps = groups[0]["steps"]
-    return len(groups) == 1 or (
-        not all(step.whole for step in steps) and len({(s.a_inner, s.b_inner) for s in steps}) == 1
-    )
+    if len(groups) == 1 or groups[0]["chained"]:
+        return True
+    scaled = _is_flat(groups[0]) and any(step.factors for step in steps[:-1])
+    kinds = {(f.a.inner, f.b.inner, f.dtype) for f in structure.factors if f.group == 0}
+    return not scaled and not all(step.whole for step in steps) and len(kinds) == 1
+
+
+def _is_flat(group: dict[str, Any]) -> bool:
+    """Whether Triton makes one loop of those over tiles and over K: where a tile has one loop over K."""
+    return group["chained"] or sum(not step.single for step in group["steps"]) == 1
 
 
 def _signature(structure: Structure, group: int) -> tuple[Any, ...]:
@@ -161,7 +178,7 @@ def _signature(structure: Structure, group: int) -> tuple[Any, ...]:
     return tuple((f.a.inner, f.b.inner, f.scale, f.size, f.precision, f.dtype) for f in members)
 
 
-def _section(groups: list[dict[str, Any]]) -> dict[str, Any]:
+def _section(groups: list[dict[str, Any]], joined: bool) -> dict[str, Any]:
     """Groups whose tiles are one loop, with what that loop reads.
 
     Its `lefts` and `rights` say for each step which bulk copy it takes: pairs of the first group that takes
@@ -173,6 +190,7 @@ def _section(groups: list[dict[str, Any]]) -> dict[str, Any]:
         "groups": groups,
         "along_n": len(groups) > 1 and len({g["a"] for g in groups}) == 1,
         "chained": groups[0]["chained"],
+        "flat": _is_flat(groups[0]) and (joined or not any(step.single for step in groups[0]["steps"])),
     }
     for letter, side in ("a", "left"), ("b", "right"):
         copies: dict[Any, Any] = {}

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
@@ -157,3 +159,54 @@ def test_candidates_for_few_rows(name: str) -> None:
             if not found.fits:
                 wrong[chosen] = found
     assert not wrong
+
+
+# -- random shapes -----------------------------------------------------------------------------------------
+
+EIGHTS = st.one_of(st.sampled_from([8, 16, 64, 128, 1024, 4096]), st.integers(1, 1024).map(lambda n: 8 * n))
+RANKS = st.lists(st.sampled_from([4, 8, 12, 16, 32, 64, 128]), min_size=1, max_size=4).filter(
+    lambda ranks: sum(map(narrow.padded, ranks)) <= narrow.MOST_TOGETHER
+)
+DTYPES = st.sampled_from([(HALF, HALF), (HALF, WHOLE), (torch.float16, torch.float16), (WHOLE, WHOLE)])
+WHICH = st.one_of(st.none(), st.floats(0, 1, exclude_max=True))
+any_shape = pytest.mark.parametrize("examples", [8, pytest.param(500, marks=pytest.mark.long)])
+
+
+def one_of(options: list[Any], which: float | None) -> Any:
+    """One of the configurations; None is the default one."""
+    return None if which is None else options[int(which * len(options))]
+
+
+@pytest.mark.slow
+@any_shape
+def test_any_narrow(examples: int) -> None:
+    """Any shape compiles, in any configuration, and can be launched; registers may spill."""
+
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+    @given(st.integers(1, 8192), EIGHTS, RANKS, DTYPES, st.sampled_from("nt"), WHICH, st.sampled_from(ARCHS))
+    def judge(
+        rows: int, inner: int, ranks: Any, dtypes: Any, layout: str, which: float | None, arch: int
+    ) -> None:
+        shape = narrow.Shape(rows, inner, tuple(ranks), layout, *dtypes)
+        found = narrow_code(shape, arch, one_of(narrow.candidates(shape), which), layout == "t")
+        assert found.shared_bytes <= found.shared_limit, str(found)
+
+    judge()
+
+
+@pytest.mark.slow
+@any_shape
+def test_any_pair(examples: int) -> None:
+    """Likewise for few rows."""
+
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+    @given(st.integers(1, 64), EIGHTS, st.lists(EIGHTS, min_size=4, max_size=4), RANKS, DTYPES, WHICH,
+           st.sampled_from(ARCHS))  # fmt: skip
+    def judge(
+        rows: int, inner: int, columns: Any, ranks: Any, dtypes: Any, which: float | None, arch: int
+    ) -> None:
+        shape = decode.Shape(rows, inner, tuple(columns[: len(ranks)]), tuple(ranks), *dtypes)
+        for found in pair_code(shape, arch, one_of(decode.candidates(shape, arch), which)):
+            assert found.shared_bytes <= found.shared_limit, str(found)
+
+    judge()

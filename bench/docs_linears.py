@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from bench import modules
 from bench.compare import geometric_mean
@@ -54,9 +55,13 @@ def projections_section(data: Json) -> str:
             number(_gain(row), 2),
             number(quotient(row, str(row["best"]), "limit") if row.get("best") else None, 2),
         )
-        for row in sorted(forward, key=lambda row: (row["kind"], row["inner"], row["outer"], row["tokens"]))
+        for row in sorted(forward, key=_order)
     ]
     return "\n\n".join([*parts, table(columns, body)])
+
+
+def _order(row: Json) -> tuple[Any, ...]:
+    return row["kind"], row.get("inner", []), row.get("outer", []), row["tokens"]
 
 
 def _times(row: Json, *names: str) -> list[float | None]:

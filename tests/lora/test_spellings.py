@@ -345,3 +345,38 @@ def test_without_measurements_it_is_left_to_stock() -> None:
     seen = run(linear, operands(), policy="profitable")
     assert not seen.fused("lora")
     assert any("measure" in reason for reason in seen.reasons("lora"))
+
+
+def padded(name: str) -> Callable[..., Any]:
+    """An adapter of rank 5 whose products Inductor has padded to 8, each by itself (pad_mm.py)."""
+    before, value = (3, 0.0) if name == "in front" else (0, 1.0 if name == "ones" else 0.0)
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        h = x @ a.t()
+        if name != "up":
+            sides = (before, 3 - before)
+            h = (x @ F.pad(a.t(), sides, value=value))[:, : -4 if name == "one column less" else -3]
+            h = F.pad(h, (0, 1)) if name == "one column less" else h
+        y = h @ b.t()
+        if name in ("up", "both"):
+            y = F.pad(h, (0, 3)) @ F.pad(b.t(), (0, 0, 0, 3))
+        return F.linear(x, w) + 0.5 * y
+
+    return fn
+
+
+@pytest.mark.parametrize("name", ["down", "up", "both"])
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_ranks_that_inductor_pads(name: str, train: bool) -> None:
+    """What is fused reads the adapter as it was: whether stock pads depends on what it has just measured."""
+    args = operands(5)
+    seen = check(padded(name), args, train=train)
+    assert seen.fused("lora") >= 1
+    (call,) = targets(seen, NARROW_MM)[:1]
+    assert list(call.args[1][0].meta["val"].shape)[-1] in (5, 8)
+
+
+@pytest.mark.parametrize("name", ["in front", "ones", "one column less"])
+def test_ranks_that_are_padded_otherwise(name: str) -> None:
+    """No zeros behind, or fewer columns than there were: the numbers are right, whatever is fused."""
+    check(padded(name), operands(5))

@@ -126,7 +126,7 @@ def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
     dead = {old: None}
     while dead:
         node, _ = dead.popitem()
-        if node.users or node.op != "call_function":
+        if node.users or node.op != "call_function" or was_erased(node):
             continue
         inputs = node.all_input_nodes
         graph.erase_node(node)

@@ -103,25 +103,32 @@ def _of_padded_rows(node: fx.Node) -> fx.Node | None:
 
 def _without_padding(node: fx.Node, inner: fx.Node) -> Product | None:
     padded = product(inner)
-    a = _unpadded(padded.a) if padded is not None else None
+    a = _without_rows(padded.a) if padded is not None else None
     if padded is None or a is None or not _same(value(a).shape[0], value(node).shape[0]):
         return None
     bias = padded.bias
     if bias is not None and value(bias).dim() == 2:
-        bias = _unpadded(bias)
+        bias = _without_rows(bias)
         if bias is None or not _same(value(bias).shape[0], value(a).shape[0]):
             return None
     return Product(node, a, padded.b, bias, padded.scale)
 
 
-def _unpadded(node: fx.Node) -> fx.Node | None:
-    """The matrix that has got rows of zeros behind its own."""
+def _without_rows(node: fx.Node) -> fx.Node | None:
+    """The matrix that has got rows of zeros behind its own, and no columns."""
+    found = zero_padding(node)
+    return found[0] if found is not None and _same(found[1], 0) else None
+
+
+def zero_padding(node: fx.Node) -> tuple[fx.Node, Any, Any] | None:
+    """The matrix that has got zeros behind its own columns and rows, and how many of both."""
     if node.target is not aten.constant_pad_nd.default or node.kwargs or value(node).dim() != 2:
         return None
     source, pads, *fill = node.args
     if not isinstance(source, fx.Node) or fill not in ([], [0], [0.0]) or not isinstance(pads, (list, tuple)):
         return None
-    return source if len(pads) == 4 and list(pads[:3]) == [0, 0, 0] else None
+    left, right, above, below = (*pads, 0, 0)[:4] if len(pads) in (2, 4) else (1, 0, 0, 0)
+    return (source, right, below) if left == 0 == above else None
 
 
 def _nodes(node: fx.Node) -> list[fx.Node]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from ..block_mm.normal_form import (
     tensor,
     value,
     widens,
+    zero_padding,
 )
 from .op import NARROW_MM
 
@@ -150,6 +151,28 @@ def narrow_product(node: fx.Node) -> Product | None:
     return Product(node, x, b[index], None, float(scales[index]))  # type: ignore[arg-type, index]
 
 
+def _of_padded_rank(up: Product) -> Product:
+    """A product without the zeros that Inductor pads its K with, where that is faster (pad_mm.py)."""
+    left, right = zero_padding(up.a), zero_padding(up.b)
+    if left is None or right is None:
+        return up
+    (a, k, rows), (b, columns, same) = left, right
+    padded = isinstance(k, int) and k == same and rows == 0 == columns
+    return replace(up, a=a, b=b) if padded else up
+
+
+def _of_padded_columns(node: fx.Node) -> Product | None:
+    """The product of which a node has the first columns: the others are those of zeros."""
+    if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.kwargs or node.args[1:3] != (1, 0):
+        return None
+    padded = product(node.args[0])
+    found = zero_padding(padded.b) if padded is not None and padded.bias is None else None
+    if padded is None or found is None or found[2] != 0:
+        return None
+    own = same_sizes(value(found[0]).shape[1:], value(node).shape[1:])
+    return Product(node, padded.a, found[0], None, padded.scale) if own else None
+
+
 def adapter(up: Product) -> tuple[Product, float] | None:
     """The product in front of a product, where it makes an adapter of it; and the factor between them."""
     rank = value(up.a).shape[1]
@@ -166,7 +189,7 @@ def adapter(up: Product) -> tuple[Product, float] | None:
             node = node.args[0]  # type: ignore[assignment]
         else:
             break
-    down = product(node) or narrow_product(node)
+    down = product(node) or _of_padded_columns(node) or narrow_product(node)
     if down is None or down.bias is not None:
         return None
     scale *= down.scale
@@ -196,7 +219,9 @@ def linears(graph: fx.Graph) -> list[Linear]:
     inside = {a.up.node for linear in found for a in linear.adapters}
     for node in graph.nodes:
         up = product(node)
-        if up is not None and node not in inside and up.bias is None and adapter(up) is not None:
+        if up is None or node in inside or up.bias is not None:
+            continue
+        if adapter(_of_padded_rank(up)) is not None:
             found.append(Linear(node, problem=problems.get(node) or alone(node)))
     order = {node: i for i, node in enumerate(graph.nodes)}
     return sorted(found, key=lambda linear: order[linear.root])
@@ -281,10 +306,11 @@ class _Reader:
 
     def _product(self, found: Product, scale: float, factor: fx.Node | None) -> None:
         linear = self.linear
-        pair = adapter(found) if found.bias is None else None
+        up = _of_padded_rank(found)
+        pair = adapter(up) if found.bias is None else None
         if pair is not None:
             down, between = pair
-            linear.adapters.append(Adapter(found, down, scale * between * found.scale, factor))
+            linear.adapters.append(Adapter(up, down, scale * between * up.scale, factor))
             return None
         if factor is not None or (found.bias is not None and scale != 1):
             return self._rest(found.node, scale, factor)

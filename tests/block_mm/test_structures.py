@@ -239,7 +239,7 @@ def drawn_structures(draw: Any) -> Drawn:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("examples", [20, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [8, pytest.param(1000, marks=pytest.mark.long)])
 def test_any_structure(examples: int) -> None:
     settings(max_examples=examples, suppress_health_check=list(HealthCheck))(
         given(drawn_structures())(check)

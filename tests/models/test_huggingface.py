@@ -151,12 +151,16 @@ NOT_FUSED = {
 
 
 def check(architecture: Architecture, model=None, inputs=None, **options) -> testing.Checked:
-    options.setdefault("fused", architecture.sites)
+    wanted = options.pop("fused", architecture.sites)
     model = architecture.build() if model is None else model
-    return testing.check(
+    seen = testing.check(
         model, architecture.inputs() if inputs is None else inputs,
-        **{"train": False, "backend": testing.EAGER_AFTER_PASSES, "slack": 2.0, **options},
+        **{"train": False, "backend": testing.EAGER_AFTER_PASSES, "slack": 2.0, "fused": None, **options},
     )  # fmt: skip
+    # Where stock misreads permuted operands (XLNet's, torch 2.13), they are written in an equal form too.
+    fused = [site for site in seen.ours.fused if site.fusion != "stock_misfires"]
+    assert wanted is None or len(fused) == wanted, fused
+    return seen
 
 
 @pytest.mark.parametrize("name", MODELS)

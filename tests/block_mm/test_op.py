@@ -101,6 +101,14 @@ def test_dtype() -> None:
     torch.testing.assert_close(y, (x @ w).bfloat16())
 
 
+def test_a_bias_is_added_before_rounding() -> None:
+    """As `addmm` does: rounding twice can cross a boundary that a later cast to float8 has."""
+    x, w, c = torch.randn(64, 32).bfloat16(), torch.randn(32, 48).bfloat16(), torch.randn(48).bfloat16()
+    (y,) = ops.block_mm([x], [w], [c])
+    assert torch.equal(y, torch.addmm(c, x, w))
+    assert not torch.equal(y, x @ w + c)
+
+
 def test_flops() -> None:
     x = torch.randn(5, 8)
     with FlopCounterMode(display=False) as counter:

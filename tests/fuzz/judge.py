@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from tests.fuzz.programs import Program
 SLACK = 64.0
 #: Runs of the unfused program, on inputs that differ a little, that say how large an error of rounding is.
 SAMPLES = 6
+#: The same where a step of float8 may be all that differs: a value beside a boundary falls to either side.
+QUANTISED_SAMPLES = 64
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,8 @@ def check_products(
     found = [*fused.outputs, *fused.grads]
     cotangents = support.cotangents(fused.outputs)
     outputs = len(fused.outputs)
-    assert is_rounding(function, inputs, found, outputs, cotangents, 2.0), f"wrong: {fused.sites}"
+    near = functools.partial(is_rounding, function, inputs, found, outputs, cotangents, 2.0)
+    assert near() or (quantised and near(samples=QUANTISED_SAMPLES)), f"wrong: {fused.sites}"
     casts = [node for node in fused.graphs[0].nodes if "convert_element_type" in str(node.target)]
     left = sum(node.meta["val"].is_floating_point() and node.meta["val"].itemsize == 1 for node in casts)
     assert left >= quantised, f"{left} of {quantised} casts to float8 are left: {fused.sites}"
@@ -172,6 +176,7 @@ def is_rounding(
     outputs: int,
     cotangents: Sequence[torch.Tensor],
     slack: float,
+    samples: int = SAMPLES,
 ) -> bool:
     """Whether results differ from float64 by no more than rounding explains.
 
@@ -184,6 +189,7 @@ def is_rounding(
         found: its results with the fusions: so many outputs, then gradients.
         cotangents: of the outputs.
         slack: eps of the dtype that are always allowed.
+        samples: how many runs say what rounding does.
     """
 
     def flat(call: Any, values: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[Any]:
@@ -193,7 +199,7 @@ def is_rounding(
 
     noise = [0.0] * len(found)
     exact: list[Any] = []
-    for sample in range(SAMPLES):
+    for sample in range(samples):
         near = [_changed(x, sample) for x in inputs]
         (wide,), _ = cast(((near,), {}), torch.float64)
         with Exact():

@@ -17,7 +17,7 @@ from bench.common import Results
 from inductor_fusions import config, testing
 from inductor_fusions.sites import Site
 from tests.fuzz import products, programs
-from tests.fuzz.judge import Judged, is_rounding, judge, judge_mask, judge_products
+from tests.fuzz.judge import QUANTISED_SAMPLES, Judged, is_rounding, judge, judge_mask, judge_products
 from tests.fuzz.running import fuzz, provenance, written
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +72,20 @@ def test_a_wrong_gradient_is_no_rounding() -> None:
     assert not is_rounding(function, [x], [right[0], grad * 1.001], 1, [y], 64.0)
     assert not is_rounding(function, [x], [right[0], None], 1, [y], 64.0)
     assert not is_rounding(function, [x], [right[0] + 1e-4, grad], 1, [y], 64.0)
+
+
+def test_a_step_of_float8_is_rounding() -> None:
+    """Of a value that rounding to bfloat16 carries over the boundary in some runs; two steps are not."""
+    x = torch.full((1,), 3.6328125 + 1e-3)  # float8 has 3.5 and 3.75, bfloat16 3.625 and 3.640625
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x * 1.0).bfloat16().to(torch.float8_e4m3fn).float()
+
+    def judged(value: float, samples: int) -> bool:
+        return is_rounding(function, [x], [torch.full((1,), value)], 1, [], 2.0, samples)
+
+    assert judged(3.75, 1) and not judged(3.5, 1) and judged(3.5, QUANTISED_SAMPLES)
+    assert not judged(3.0, QUANTISED_SAMPLES)
 
 
 def test_a_failure_is_found_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

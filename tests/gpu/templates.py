@@ -189,6 +189,9 @@ def interaction(t: Tensor, dense: Tensor) -> Tensor:
 
 GEMM, NARROW, PAIR = ("block_mm",), ("lora_narrow_mm", "block_mm"), ("lora_linear", "lora_linear")
 
+IN_A_GRAPH = functools.partial(as_in_a_graph, functools.partial(pair, True))
+
+BOTH_EARLY = ("gdc_wait", "gdc_launch_dependents")
 BULK, EARLY, LANES = ("make_tensor_descriptor",), ("gdc_wait",), ("tl.zeros((4, BLOCK_M, BLOCK_N)",)
 
 TEMPLATES: dict[str, Template] = {
@@ -233,22 +236,10 @@ TEMPLATES: dict[str, Template] = {
         lora, ((3, 512), *FEW[1:]), PAIR, False, functools.partial(pair, True), least=90, marks=EARLY
     ),
     "adapters, few rows, both launched early": Template(
-        lora,
-        FEW,
-        PAIR,
-        False,
-        functools.partial(as_in_a_graph, functools.partial(pair, True)),
-        least=90,
-        marks=("gdc_wait", "gdc_launch_dependents"),
+        lora, FEW, PAIR, False, IN_A_GRAPH, least=90, marks=BOTH_EARLY
     ),
     "adapters, one row, both launched early": Template(
-        lora,
-        ((1, 512), *FEW[1:]),
-        PAIR,
-        False,
-        functools.partial(as_in_a_graph, functools.partial(pair, True)),
-        least=90,
-        marks=("gdc_wait", "gdc_launch_dependents"),
+        lora, ((1, 512), *FEW[1:]), PAIR, False, IN_A_GRAPH, least=90, marks=BOTH_EARLY
     ),
     "adapters, few rows, a lane for each warp": Template(
         lora, FEW, PAIR, False, functools.partial(pair, True, block_k=256, lanes=4), least=90, marks=LANES

@@ -380,3 +380,12 @@ def test_ranks_that_inductor_pads(name: str, train: bool) -> None:
 def test_ranks_that_are_padded_otherwise(name: str) -> None:
     """No zeros behind, or fewer columns than there were: the numbers are right, whatever is fused."""
     check(padded(name), operands(5))
+
+
+def test_ranks_that_are_cropped() -> None:
+    """Padding by less than nothing takes columns away: they must not come back."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        return F.linear(x, w) + 0.5 * (F.pad(x @ a.t(), (0, -3)) @ F.pad(b.t(), (0, 0, 0, -3)))
+
+    check(fn, operands(8))

@@ -128,7 +128,8 @@ def zero_padding(node: fx.Node) -> tuple[fx.Node, Any, Any] | None:
     if not isinstance(source, fx.Node) or fill not in ([], [0], [0.0]) or not isinstance(pads, (list, tuple)):
         return None
     left, right, above, below = (*pads, 0, 0)[:4] if len(pads) in (2, 4) else (1, 0, 0, 0)
-    return (source, right, below) if left == 0 == above else None
+    cropped = any(isinstance(pad, int) and pad < 0 for pad in (right, below))
+    return (source, right, below) if left == 0 == above and not cropped else None
 
 
 def _nodes(node: fx.Node) -> list[fx.Node]:

@@ -100,21 +100,29 @@ def composite(
     dtype: torch.dtype,
     wide: str = "",
 ) -> list[Tensor]:
-    """The same by the operations of torch."""
+    """The same by the operations of torch.
+
+    As many roundings as those have in the graph: a product and its bias are one `addmm`.
+    """
     outputs, kinds = [], dtypes(len(activations), dtype, wide)
     offsets = dict(zip(bias_groups, bias, strict=True))
     for group, activation in enumerate(activations):
         total: Tensor | None = None
+        offset = offsets.get(group)
         for left, right, owner, scale in zip(a, b, groups, scales, strict=True):
             if owner != group:
                 continue
             kind = torch.promote_types(kinds[group], left.dtype)
-            product = left.to(kind) @ right.to(kind)  # a float32 result has nothing rounded in it
+            left, right = left.to(kind), right.to(kind)  # a float32 result has nothing rounded in it
+            if scale == 1 and total is None and offset is not None and offset.dtype == kind:
+                product, offset = torch.addmm(offset, left, right), None
+            else:
+                product = left @ right
             product = product if scale == 1 else product * scale
             total = product if total is None else total + product
         assert total is not None
-        if group in offsets:
-            total = _wide(total) + _wide(offsets[group])
+        if offset is not None:
+            total = _wide(total) + _wide(offset)
         if activation or gated:
             total = ACTIVATIONS[activation](_wide(total))
         outputs.append(total)

@@ -1,14 +1,8 @@
-"""Runs the kernels of short attention in Triton's interpreter, and prints their errors as JSON.
-
-For a process of its own, started with TRITON_INTERPRET=1: what Triton defines when it is imported depends on
-it.
-"""
+"""Errors of the kernels of short attention, for Triton's interpreter."""
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -132,8 +126,9 @@ def split(case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [x.transpose(1, 2) for x in parts]
 
 
-def errors(case: Case) -> dict[str, float]:
+def errors(name: str) -> dict[str, float]:
     """Relative errors of the result and of each gradient against float64."""
+    case = CASES[name]
     tensors, masks = inputs(case)
 
     def fn(*given: torch.Tensor) -> torch.Tensor:
@@ -168,13 +163,3 @@ def errors(case: Case) -> dict[str, float]:
 def relative(found: torch.Tensor, right: torch.Tensor) -> float:
     assert found.shape == right.shape, (found.shape, right.shape)
     return float((found.double() - right).norm() / right.norm().clamp(min=1e-3))
-
-
-if __name__ == "__main__":
-    results: dict[str, Any] = {}
-    for name in sys.argv[1:] or list(CASES):
-        try:
-            results[name] = errors(CASES[name])
-        except Exception as problem:
-            results[name] = repr(problem)[:2000]
-    print(json.dumps(results))

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.attention.interpreted_flex import CASES, LIMIT
-from tests.support.interpreter import errors_of
+from tests.support.interpreter import interpreter
 
 pytest.importorskip("triton")
 
-#: A training run has the forward in it.
-NAMES = [f"{name} train" for name in CASES]
-
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, Any]:
-    """Errors of each case, or what it raised."""
-    return errors_of("tests.attention.interpreted_flex", *NAMES, timeout=1500)
+def errors() -> Iterator[Callable[[str], list[float]]]:
+    with interpreter("tests.attention.interpreted_flex") as errors:
+        yield errors
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_error(name: str, errors: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_error(name: str, errors: Callable[[str], list[float]]) -> None:
     """Output and gradients, of samples that differ in what they hide."""
-    assert isinstance(errors[name], list), errors[name]
-    assert max(errors[name]) < LIMIT
+    assert max(errors(name)) < LIMIT

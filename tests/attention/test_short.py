@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +21,7 @@ from inductor_fusions.fusions.attention.short import plan, terms
 from inductor_fusions.fusions.attention.short.op import SHORT_ATTENTION, SHORT_ATTENTION_BACKWARD
 from tests.attention.short_interpreted import CASES as INTERPRETED
 from tests.attention.support import additive, cases, check, qkv, rand, scored, visible
-from tests.support.interpreter import errors_of
+from tests.support.interpreter import interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -175,18 +175,17 @@ def test_arguments_that_do_not_fit(change: dict[str, Any], says: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, Any]:
-    """Errors of each case in Triton's interpreter, or what it raised."""
+def errors() -> Iterator[Callable[[str], dict[str, float]]]:
+    """In Triton's interpreter."""
     pytest.importorskip("triton")
-    return errors_of("tests.attention.short_interpreted")
+    with interpreter("tests.attention.short_interpreted") as errors:
+        yield errors
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
-def test_numbers(name: str, errors: dict[str, Any]) -> None:
+def test_numbers(name: str, errors: Callable[[str], dict[str, float]]) -> None:
     """Half an ulp of float16, where it is the dtype of the result; float32 is multiplied exactly."""
-    found = errors[name]
-    assert isinstance(found, dict), found
-    case = INTERPRETED[name]
+    case, found = INTERPRETED[name], errors(name)
     tensors = 1 if case.merged else 3
     for key, error in found.items():
         of_mask = key.startswith("grad") and int(key.split()[1]) >= tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,21 +12,19 @@ import torch
 from inductor_fusions.fusions.block_mm import template
 from inductor_fusions.fusions.block_mm.op import ACTIVATIONS
 from tests.block_mm.interpreted import CASES
-from tests.support.interpreter import errors_of
+from tests.support.interpreter import interpreter
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, Any]:
-    """Error of each case, or what it raised."""
-    return errors_of("tests.block_mm.interpreted")
+def errors() -> Iterator[Callable[[str], float]]:
+    with interpreter("tests.block_mm.interpreted") as errors:
+        yield errors
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_error(name: str, errors: dict[str, Any]) -> None:
+def test_error(name: str, errors: Callable[[str], float]) -> None:
     """Half an ulp of the output's dtype; in float32 the interpreter multiplies exactly."""
-    limit = 1e-6 if "tf32" in name else 5e-4
-    assert isinstance(errors[name], float), errors[name]
-    assert errors[name] < limit
+    assert errors(name) < (1e-6 if "tf32" in name else 5e-4)
 
 
 @pytest.mark.parametrize("name", ["relu", "sigmoid", "silu", "gelu", "gelu_tanh", "gelu_rounded"])

@@ -1,13 +1,8 @@
-"""Runs the kernels in Triton's interpreter, and prints their errors as JSON.
-
-For a process of its own, started with TRITON_INTERPRET=1: what Triton defines when it is imported
-depends on it.
-"""
+"""Errors of the kernels, for Triton's interpreter."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
 import torch
@@ -16,7 +11,7 @@ from inductor_fusions.fusions.dot_interaction import kernels
 from inductor_fusions.fusions.dot_interaction.op import triangle
 
 #: Samples, features, width, dense columns, samples of a thread block.
-CASES: dict[str, tuple[int, int, int, int, int]] = {
+SIZES: dict[str, tuple[int, int, int, int, int]] = {
     "dlrm": (3, 27, 64, 64, 1),
     "odd sizes": (5, 7, 19, 13, 2),
     "without dense": (4, 27, 32, 0, 4),
@@ -24,6 +19,15 @@ CASES: dict[str, tuple[int, int, int, int, int]] = {
     "two tiles": (2, 33, 16, 5, 1),
 }
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
+#: Which sizes, the dtype, whether the upper triangle is meant, and whether with the diagonal.
+CASES = {
+    f"{name}, {'upper' if upper else 'lower'}{' with diagonal' if diagonal else ''} {kind}": (
+        name, dtype, upper, diagonal,
+    )
+    for name, (kind, dtype), upper, diagonal in itertools.product(
+        SIZES, DTYPES.items(), (False, True), (False, True)
+    )
+}  # fmt: skip
 
 
 def as_it_is(kernel: Any) -> Any:
@@ -31,9 +35,10 @@ def as_it_is(kernel: Any) -> Any:
     return kernel
 
 
-def errors(name: str, dtype: torch.dtype, upper: bool, diagonal: bool) -> dict[str, float]:
+def errors(case: str) -> dict[str, float]:
     """Relative error of the result and of the gradient, against float64."""
-    samples, f, d, x, block = CASES[name]
+    name, dtype, upper, diagonal = CASES[case]
+    samples, f, d, x, block = SIZES[name]
     torch.manual_seed(0)
     # In layouts that differ.
     t = torch.randn(f, samples, 2 * d).to(dtype).transpose(0, 1)[..., ::2]
@@ -53,14 +58,3 @@ def errors(name: str, dtype: torch.dtype, upper: bool, diagonal: bool) -> dict[s
         norm = float(z.norm()) or 1.0
         found[key] = float((got.double() - z).norm()) / norm
     return found
-
-
-if __name__ == "__main__":
-    found: dict[str, Any] = {}
-    for name, kind, upper, diagonal in itertools.product(CASES, DTYPES, (False, True), (False, True)):
-        what = f"{name}, {'upper' if upper else 'lower'}{' with diagonal' if diagonal else ''} {kind}"
-        try:
-            found[what] = errors(name, DTYPES[kind], upper, diagonal)
-        except Exception as problem:
-            found[what] = repr(problem)[:2000]
-    print(json.dumps(found))

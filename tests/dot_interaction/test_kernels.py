@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from tests.support.interpreter import errors_of
+from tests.dot_interaction.interpreted import CASES
+from tests.support.interpreter import interpreter
 
 #: The result and the gradient are rounded once.
 LIMITS = {"float16": 4e-4, "float32": 1e-6}
 
 
-def test_numbers() -> None:
-    errors = errors_of("tests.dot_interaction.interpreted", timeout=600)
-    assert len(errors) == 40
-    for name, found in errors.items():
-        assert isinstance(found, dict), f"{name}: {found}"
-        assert set(found) == {"y", "dt"}
-        assert max(found.values()) < LIMITS[name.split()[-1]], f"{name}: {found}"
+@pytest.fixture(scope="module")
+def errors() -> Iterator[Callable[[str], dict[str, float]]]:
+    with interpreter("tests.dot_interaction.interpreted") as errors:
+        yield errors
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers(name: str, errors: Callable[[str], dict[str, float]]) -> None:
+    found = errors(name)
+    assert set(found) == {"y", "dt"}
+    assert max(found.values()) < LIMITS[name.split()[-1]], found
 
 
 @pytest.mark.parametrize("arch", [80, 90])

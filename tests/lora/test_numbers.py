@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,27 +11,27 @@ pytest.importorskip("triton")
 
 from inductor_fusions.fusions.lora import lowering, narrow
 from tests.lora.interpreted import CASES
-from tests.support.interpreter import errors_of
+from tests.support.interpreter import interpreter
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, Any]:
-    """Error of each case, or what it raised."""
-    return errors_of("tests.lora.interpreted")
+def errors() -> Iterator[Callable[[str], float]]:
+    with interpreter("tests.lora.interpreted") as errors:
+        yield errors
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_error(name: str, errors: dict[str, Any]) -> None:
+def test_error(name: str, errors: Callable[[str], float]) -> None:
     """Half an ulp of a float16 output; what is float32 comes out as float32."""
     case = CASES[name]
     exact = not case.columns and case.dtypes[1] == torch.float32
-    assert isinstance(errors[name], float), errors[name]
-    assert errors[name] < (1e-6 if exact else 5e-4)
+    assert errors(name) < (1e-6 if exact else 5e-4)
 
 
-def test_split(errors: dict[str, Any]) -> None:
+@pytest.mark.parametrize("first", range(3))
+def test_split(first: int, errors: Callable[[str], float]) -> None:
     """Bit for bit, in each form, whichever comes first."""
-    assert errors["split"] == 0
+    assert errors(f"split, {first}") == 0
 
 
 @pytest.mark.parametrize("ranks", [(16, 5), (16, 64)], ids=["beside", "one by one"])

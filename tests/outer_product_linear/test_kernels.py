@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 
 pytest.importorskip("triton")
 
-from tests.support.interpreter import errors_of
+from tests.outer_product_linear.interpreted import CASES
+from tests.support.interpreter import interpreter
 
 #: y and the gradients are within half an ulp or so; one for rounding the product of u and v as well.
 #: float32 is multiplied as TF32, of which three operands are rounded.
 LIMITS = {"float16": 6e-4, "float32": 6e-4}
 
 
-def test_numbers() -> None:
-    errors = errors_of("tests.outer_product_linear.interpreted", timeout=600)
-    assert len(errors) == 11
-    for name, found in errors.items():
-        assert isinstance(found, dict), f"{name}: {found}"
-        assert set(found) == {"y", "du", "dv", "dw"}
-        assert max(found.values()) < LIMITS[name.split()[-1]], f"{name}: {found}"
+@pytest.fixture(scope="module")
+def errors() -> Iterator[Callable[[str], dict[str, float]]]:
+    with interpreter("tests.outer_product_linear.interpreted") as errors:
+        yield errors
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers(name: str, errors: Callable[[str], dict[str, float]]) -> None:
+    found = errors(name)
+    assert set(found) == {"y", "du", "dv", "dw"}
+    assert max(found.values()) < LIMITS[name.split()[-1]], found
 
 
 #: Integers that are no multiple of 16.

@@ -238,6 +238,16 @@ def losses(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"^loss (\S+)$", text, re.MULTILINE)]
 
 
+#: As it is, and then once more as it would run uncompiled: importing takes longer than a tiny model.
+TWICE = """
+import runpy
+runpy.run_path("train.py", run_name="__main__")
+print("uncompiled")
+import torch
+torch._dynamo.config.disable = True
+runpy.run_path("train.py", run_name="__main__")
+"""
+
 SCRIPTS = {
     "transformers.Trainer": (TRAINER, "transformers", "profitable"),
     "accelerate": (ACCELERATE, "accelerate", "always"),
@@ -253,11 +263,12 @@ def test_one_line_more(name: str, tmp_path: Path) -> None:
     text, needs, policy = SCRIPTS[name]
     pytest.importorskip(needs)
     (tmp_path / "train.py").write_text(text)
-    ours = start(tmp_path, "train.py", INDUCTOR_FUSIONS_POLICY=policy).stdout
+    ours, _, eager = start(tmp_path, "-c", TWICE, INDUCTOR_FUSIONS_POLICY=policy).stdout.partition(
+        "uncompiled"
+    )
     assert re.search(r"1\s+attention\s+fused", ours), ours
     if name in ("PEFT", "diffusers"):  # the adapters are found; without a GPU they are left, with the reason
         assert re.search(r"\d+\s+lora\s+(fused|left to stock)", ours), ours
-    eager = start(tmp_path, "train.py", TORCH_COMPILE_DISABLE="1").stdout
     assert len(losses(ours)) == 3 and losses(ours) == pytest.approx(losses(eager), rel=1e-3)
 
 

@@ -1,39 +1,41 @@
-"""Modules that run kernels in Triton's interpreter, in processes of their own.
+"""Kernels in Triton's interpreter, in a process of its own.
 
-TRITON_INTERPRET=1 python -m tests.support.interpreter tests.block_mm.interpreted
+What Triton defines when it is imported depends on TRITON_INTERPRET, and bfloat16 is garbage there: float16
+stands for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
+import importlib
+import multiprocessing
 import os
-import runpy
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
+#: Seconds for one case.
+TIMEOUT = 600
 
 
-def errors_of(module: str, *names: str, timeout: int = 900) -> dict[str, Any]:
-    """What a module of tests prints: the error of each case, or what it raised.
+@contextlib.contextmanager
+def interpreter(module: str) -> Iterator[Callable[[str], Any]]:
+    """The function `errors` of a module, which takes the name of a case, run where kernels are interpreted.
 
-    What Triton defines when it is imported depends on TRITON_INTERPRET.
+    What it raises is raised here.
 
     Args:
-        module: "tests.block_mm.interpreted"; its last line is JSON.
-        names: cases to run; none for those that the module runs by itself.
-        timeout: seconds.
+        module: "tests.block_mm.interpreted".
     """
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-m", __name__, module, *names]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        pool = multiprocessing.get_context("spawn").Pool(1, _without_idle_checks)
+    with pool:
+        yield lambda name: pool.apply_async(_errors, (module, name)).get(TIMEOUT)
+
+
+def _errors(module: str, name: str) -> Any:
+    return importlib.import_module(module).errors(name)
 
 
 def _without_idle_checks() -> None:
@@ -47,9 +49,3 @@ def _without_idle_checks() -> None:
         interpreter_builder.options = dataclasses.replace(
             interpreter_builder.options, sanitize_overflow=False
         )
-
-
-if __name__ == "__main__":
-    _without_idle_checks()
-    del sys.argv[0]  # to the module it is as if it had been started itself
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bench.common import Results, environment
-from tests.fuzz import products, programs
+from tests.fuzz import attentions, masks, products
 from tests.fuzz.judge import Judged, judge, judge_mask, judge_products
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS: dict[str, Any] = {
-    "attentions": programs.attentions,
-    "masks": programs.masked,
+    "attentions": attentions.attentions,
+    "masks": masks.masked,
     "projections": products.projections,
     "chains": products.chains,
     "adapters": products.adapters,

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from bench.common import Results
 from inductor_fusions import config, testing
 from inductor_fusions.sites import Site
-from tests.fuzz import products, programs
+from tests.fuzz import attentions, masks, products, programs
 from tests.fuzz.judge import QUANTISED_SAMPLES, Judged, is_rounding, judge, judge_mask, judge_products
 from tests.fuzz.running import fuzz, provenance, written
 
@@ -25,13 +25,13 @@ quick = settings(max_examples=80, suppress_health_check=list(HealthCheck), print
 
 
 @quick
-@given(programs.attentions())
+@given(attentions.attentions())
 def test_attentions(program: programs.Program) -> None:
     judge(program)
 
 
 @settings(quick, max_examples=100)
-@given(programs.masked())
+@given(masks.masked())
 def test_masks(pair: tuple[programs.Program, programs.Program]) -> None:
     judge_mask(*pair)
 

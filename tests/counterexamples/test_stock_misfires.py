@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import inductor_fusions
 from inductor_fusions import config, testing
 from inductor_fusions.fusions import stock_misfires
+from inductor_fusions.fusions.stock_misfires import permutations
 
 pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 
@@ -347,7 +348,7 @@ def test_permuted_operands_of_sdpa(which: tuple[int, ...], misread: bool) -> Non
     assert len(fused) == 23 * len(which) * misread
     for call in run.calls("scaled_dot_product_attention") if misread else ():
         for operand in call.args[:3]:
-            found = stock_misfires.permutation_of(operand)
+            found = permutations.permutation_of(operand)
             assert found is None or found[1] == HEADS
 
 
@@ -413,7 +414,7 @@ def test_in_vmap() -> None:
 def test_standard_steps(whole: tuple[int, ...], rank: int, steps: list[tuple[int, ...]]) -> None:
     identity = tuple(range(rank))
     known = [(0, 2, 1, 3), (0, 1, 3, 2)] if rank == 4 else [(0, 2, 1)]
-    assert stock_misfires.standard(whole, known, identity) == steps
+    assert permutations.standard(whole, known, identity) == steps
 
 
 def test_steps_make_the_whole() -> None:
@@ -421,9 +422,9 @@ def test_steps_make_the_whole() -> None:
     known = [(0, 2, 1, 3), (0, 1, 3, 2)]
     for whole in itertools.permutations(range(4)):
         made = (0, 1, 2, 3)
-        steps = stock_misfires.standard(whole, known, made)
+        steps = permutations.standard(whole, known, made)
         for step in steps:
-            made = stock_misfires.composed(made, step)
+            made = permutations.composed(made, step)
         assert made == whole
         seen = min(len(steps), len(known))
         assert steps[len(steps) - seen :] == known[len(known) - seen :]

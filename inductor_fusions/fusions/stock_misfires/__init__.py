@@ -1,0 +1,76 @@
+"""Keeps Inductor's own attention patterns from graphs that they read wrongly.
+
+Those patterns ignore some constants of the operations that they match: the dim of a softmax, the order of a
+permutation, `alpha` of an addition, a divisor. A graph that differs from attention in nothing but such a
+constant is replaced by attention, and the result is silently wrong (pytorch#196468, #195320). Each of them is
+brought here to an equal form that means to the pattern what it means to everybody else:
+
+| graph | equal form |
+|---|---|
+| `softmax(x, dim)`, not over the last dim | over the last dim, between two transposes |
+| `e / e.sum(dim, keepdim=True)`, not over the last dim | a sum without `keepdim`, then `unsqueeze` |
+| `add(x, y, alpha=a)` | `add(x, a * y)` |
+| q, k or v permuted otherwise than by the pattern | several permutations, the last ones as it assumes them |
+| `scores / c`, or `q / c`, where c is not sqrt(head_dim) (torch 2.11) | `-(-scores / c)` |
+| the same where c is a tensor (before torch 2.15) | `-(-scores / c)` |
+
+Views cost nothing, and a factor is computed in the kernel of the addition. Only what lies between two matrix
+products is touched, and attention that is fused before has none of it left.
+
+torch 2.13 also has patterns (29 and 30) for what SDPA is decomposed to where no backend takes it: where the
+last dim of q, k or v is not in order in memory, or v has another head dim, or the mask takes a gradient. They
+ignore the permutations of q, k and v as well, so those of every SDPA call are brought to that form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from ..._inductor import (
+    patterns_ignore_the_scale,
+    patterns_match_decomposed_sdpa,
+    patterns_take_tensors_for_numbers,
+)
+from ...fusion import Candidate, Fusion
+from .permutations import permuted, permuted_for
+from .reductions import Softmax, Sum, reduction_of
+from .scores import Alpha, divided
+from .walk import between, inputs_of, name_of, nearest_product, users_of
+
+_SDPA = "scaled_dot_product_attention"
+
+
+def candidates(graph: fx.Graph) -> Iterator[Candidate]:
+    """What stock's patterns would read wrongly: around each softmax between two products, and before SDPA."""
+    calls_are_misread = patterns_match_decomposed_sdpa()
+    for node in list(graph.nodes):
+        if name_of(node) == _SDPA and calls_are_misread:
+            yield from permuted_for(node)
+        found = reduction_of(node)
+        if found is None:
+            continue
+        source, dims, rank = found
+        product, output = nearest_product(node, inputs_of), nearest_product(node, users_of)
+        if product is None or output is None:
+            continue
+        for each in between(node, product):
+            if name_of(each) in ("add", "iadd") and each.kwargs.get("alpha", 1) != 1:
+                yield Alpha(each, None)
+        divisions, ignored = [], patterns_ignore_the_scale()
+        if ignored or patterns_take_tensors_for_numbers():
+            divisions = list(divided(node, product, ignored))
+        yield from permuted(product, output)
+        if dims != (rank - 1,):
+            yield Sum(node, source, dims) if name_of(node) == "sum" else Softmax(node, source, dims[0])
+        yield from divisions
+
+
+FUSION = Fusion(
+    name="stock_misfires",
+    stage="pre_grad",
+    summary="graphs that stock's attention patterns misread, to equal ones that they do not",
+    recognise=candidates,
+    after=("attention",),
+)

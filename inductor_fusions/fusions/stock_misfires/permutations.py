@@ -1,0 +1,173 @@
+"""Permutations of q, k and v, in front of a product and of SDPA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._inductor import known_true
+from ...fusion import Candidate
+from ...operands import tensor
+from .respelling import Respelled
+from .walk import name_of
+
+#: What may stand between a permutation and the product that reads it, and leaves its dims where they are.
+_TRANSPARENT = {"contiguous", "clone", "expand", "to", "float", "half", "bfloat16", "mul", "truediv", "div"}
+_PERMUTES = {"transpose", "permute", "swapaxes", "swapdims", "t", "movedim", "moveaxis", "getattr"}
+#: Attributes that transpose, as operations (torch 2.15).
+_ATTRIBUTES = {"numpy_T": "T", "mT": "mT", "mH": "mH", "matrix_H": "H"}
+#: The dims that stock's patterns take every permutation to have: heads brought forward, k transposed.
+_HEADS = (0, 2, 1, 3)
+
+
+class Permutation(Respelled):
+    """A permutation of q, k or v that the pattern would take for another one."""
+
+    def __init__(self, anchor: fx.Node, source: fx.Node, steps: list[tuple[int, ...]]) -> None:
+        super().__init__(anchor, source)
+        self.steps = steps
+
+    def rewrite(self) -> str:
+        result = self.source
+        with self.anchor.graph.inserting_before(self.anchor):
+            for dims in self.steps:
+                result = self.call("permute", result, dims)
+            self.replace(result)
+        return f"permuted by {' then '.join(map(str, self.steps)) or 'nothing'}"
+
+
+def permutation_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]] | None:
+    """(input, dims) of a transpose or permute of any spelling: result dim i is input dim `dims[i]`."""
+    name = name_of(node)
+    if name not in {*_PERMUTES, *_ATTRIBUTES} or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    source = node.args[0]
+    before, result = tensor(source), tensor(node)
+    if before is None or result is None or before.dim() != result.dim():
+        return None
+    attribute = str(node.args[1]) if name == "getattr" else _ATTRIBUTES.get(name)
+    if name == "getattr" and attribute not in _ATTRIBUTES.values():
+        return None
+    # Asked of a tensor whose sizes tell its dims apart.
+    probe = torch.empty(tuple(range(2, 2 + before.dim())), device="meta")
+    try:
+        turned: Any = getattr(probe, attribute) if attribute is not None else None
+        if turned is None:
+            function: Any = getattr(torch.Tensor, name)
+            turned = function(probe, *node.args[1:], **node.kwargs)
+    except (TypeError, RuntimeError, AttributeError):
+        return None
+    return source, tuple(size - 2 for size in turned.shape)
+
+
+def composed(first: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:
+    """One permutation for two in a row."""
+    return tuple(first[i] for i in then)
+
+
+def inverse(dims: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(dims.index(i) for i in range(len(dims)))
+
+
+def permutations_of(
+    operand: Any, copied: bool = True
+) -> tuple[fx.Node, fx.Node, list[tuple[int, ...]]] | None:
+    """(last node, input, steps) of the permutations, in a row, of an operand of a product or of SDPA.
+
+    Args:
+        operand: the operand.
+        copied: whether what lies behind them may lay it out anew.
+    """
+    node = operand
+    while isinstance(node, fx.Node) and permutation_of(node) is None:
+        below = node.args[0] if node.args else None
+        before, after = tensor(below), tensor(node)
+        if before is None or after is None or before.dim() != after.dim():
+            return None
+        if name_of(node) not in _TRANSPARENT:
+            return None
+        if not copied and not all(map(_same, before.stride(), after.stride())):
+            return None
+        node = below
+    if not isinstance(node, fx.Node):
+        return None
+    steps: list[tuple[int, ...]] = []
+    source = node
+    while (found := permutation_of(source)) is not None:
+        source = found[0]
+        steps.insert(0, found[1])
+    return (node, source, steps) if len(steps[0]) in (3, 4) else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    return known_true(one == other)
+
+
+def factor(product: fx.Node, index: int) -> Any:
+    """An operand of a product of two matrices, where it is one."""
+    return (
+        product.args[index] if name_of(product) in ("matmul", "bmm") and len(product.args) > index else None
+    )
+
+
+def permuted(product: fx.Node, output: fx.Node) -> Iterator[Candidate]:
+    """The permutations of q, k and v that a pattern would read wrongly. Every pattern wants one of k."""
+    if permutations_of(factor(product, 1)) is None:
+        return
+    for node, index, is_key in ((product, 0, False), (product, 1, True), (output, 1, False)):
+        yield from respelled(factor(node, index), transposed=is_key)
+
+
+def permuted_for(call: fx.Node) -> Iterator[Candidate]:
+    """The permutations of q, k and v of an SDPA call, which transposes k itself.
+
+    A copy is left: no pattern has one in front of what SDPA is decomposed to.
+    """
+    for index, name in enumerate(("query", "key", "value")):
+        operand = call.args[index] if len(call.args) > index else call.kwargs.get(name)
+        result = tensor(operand)
+        if result is not None and result.dim() == 4:
+            yield from respelled(operand, transposed=False, copied=False)
+
+
+def respelled(operand: Any, transposed: bool, copied: bool = True) -> Iterator[Candidate]:
+    """The permutations of one operand, where its pattern would take them for others.
+
+    Args:
+        operand: what a product or SDPA reads.
+        transposed: whether the pattern has the transpose of k among them.
+        copied: as for `permutations_of`.
+    """
+    found = permutations_of(operand, copied)
+    if found is None:
+        return
+    last, source, steps = found
+    rank = len(steps[0])
+    identity = tuple(range(rank))
+    known: list[tuple[int, ...]] = [_HEADS] if rank == 4 else []
+    if transposed:
+        known.append((*identity[:-2], rank - 1, rank - 2))
+    whole = identity
+    for dims in steps:
+        whole = composed(whole, dims)
+    wanted = standard(whole, known, identity)
+    if steps != wanted:
+        yield Permutation(last, source, wanted)
+
+
+def standard(
+    whole: tuple[int, ...], known: list[tuple[int, ...]], identity: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    """`whole` as steps of which the last ones are those of `known`, as many as the pattern may see."""
+    steps: list[tuple[int, ...]] = []
+    rest = whole
+    for last in reversed(known):
+        if rest == identity:
+            break
+        # rest = before, then last
+        rest = composed(rest, inverse(last))
+        steps.insert(0, last)
+    return steps if rest == identity else [rest, *steps]

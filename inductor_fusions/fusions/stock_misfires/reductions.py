@@ -1,0 +1,63 @@
+"""Softmaxes, and sums of softmaxes that are written out, over another dim than the last one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...operands import tensor
+from .respelling import Respelled
+from .walk import name_of
+
+
+class Softmax(Respelled):
+    """A softmax that is not over the last dim."""
+
+    def __init__(self, anchor: fx.Node, source: Any, dim: int) -> None:
+        super().__init__(anchor, source)
+        self.dim = dim
+
+    def rewrite(self) -> str:
+        with self.anchor.graph.inserting_before(self.anchor):
+            turned = self.call("transpose", self.source, self.dim, -1)
+            weights = self.call(torch.softmax, turned, -1, **self.dtype_option())
+            self.replace(self.call("transpose", weights, self.dim, -1))
+        return f"softmax over dim {self.dim} between transposes"
+
+
+class Sum(Respelled):
+    """The sum of a softmax that is written out, not over the last dim."""
+
+    def __init__(self, anchor: fx.Node, source: Any, dims: tuple[int, ...]) -> None:
+        super().__init__(anchor, source)
+        self.dims = dims
+
+    def rewrite(self) -> str:
+        with self.anchor.graph.inserting_before(self.anchor):
+            result = self.call(torch.sum, self.source, list(self.dims), **self.dtype_option())
+            for dim in self.dims:
+                result = self.call("unsqueeze", result, dim)
+            self.replace(result)
+        return f"sum over dims {list(self.dims)} without keepdim"
+
+
+def reduction_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...], int] | None:
+    """(input, dims, rank) of a softmax, or of the sum of one that is written out."""
+    name = name_of(node)
+    if name not in ("softmax", "special_softmax", "sum"):
+        return None
+    source = node.args[0] if node.args else node.kwargs.get("input")
+    before = tensor(source)
+    if not isinstance(source, fx.Node) or before is None or before.dim() < 3 or tensor(node) is None:
+        return None
+    given = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+    if name == "sum":
+        keeps = node.kwargs.get("keepdim", node.args[2] if len(node.args) > 2 else False)
+        if name_of(source) != "exp" or keeps is not True:
+            return None
+    dims = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    if not dims or not all(isinstance(dim, int) for dim in dims):
+        return None
+    return source, tuple(sorted(dim % before.dim() for dim in dims)), before.dim()

@@ -1,0 +1,99 @@
+"""What is done to the scores: additions with a factor, and divisions."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from ...fusion import Candidate, Rejected
+from ...operands import tensor
+from .respelling import Respelled
+from .walk import PRODUCTS, between, name_of
+
+
+class Alpha(Respelled):
+    """An addition with a factor for its second operand."""
+
+    def guard(self) -> None:
+        super().guard()
+        if tensor(self.anchor) is None or len(self.anchor.args) + ("other" in self.anchor.kwargs) != 2:
+            raise Rejected("the operands of the addition are not known")
+
+    def rewrite(self) -> str:
+        node = self.anchor
+        operands: list[Any] = [*node.args, node.kwargs.get("other")]
+        first, other = operands[:2]
+        alpha: Any = node.kwargs["alpha"]
+        added, result = tensor(other), tensor(node)
+        assert result is not None
+        with node.graph.inserting_before(node):
+            if added is not None and added.dtype != result.dtype:  # add casts first
+                other = self.call("to", other, result.dtype)
+            scaled = self.call(operator.mul, other, alpha) if isinstance(other, fx.Node) else other * alpha
+        node.args = (first, scaled)
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k not in ("alpha", "other")}
+        return "alpha multiplied out"
+
+
+class Divisor(Respelled):
+    """A division of the scores, or of q, that a pattern would take for one by sqrt(head_dim)."""
+
+    def guard(self) -> None:
+        super().guard()
+        self.source = self.anchor.args[0] if self.anchor.args else None  # those before may have replaced it
+        if not isinstance(self.source, fx.Node) or self.anchor.kwargs or len(self.anchor.args) != 2:
+            raise Rejected("the operands of the division are not known")
+        if name_of(self.anchor) == "itruediv" or str(self.anchor.target).endswith("_"):
+            if len(self.source.users) > 1 or name_of(self.source) not in PRODUCTS:
+                raise Rejected("the scores are divided in place, and something else may read them")
+
+    def rewrite(self) -> str:
+        with self.anchor.graph.inserting_before(self.anchor):
+            turned = self.call(operator.neg, self.source)
+            divided = self.call(operator.truediv, turned, self.anchor.args[1])
+            self.replace(self.call(operator.neg, divided))
+        return "negated, divided, negated"
+
+
+def divided(softmax: fx.Node, product: fx.Node, ignored: bool) -> Iterator[Candidate]:
+    """Divisions of the scores, and of q, by something else than sqrt(head_dim).
+
+    Args:
+        softmax, product: what they lie between.
+        ignored: whether patterns ignore the divisor. Those that read it take a tensor for a number, and
+            raise (pytorch#191203, before torch 2.15): there it is divisions by tensors alone.
+    """
+    q = product.args[1 if name_of(product) in ("einsum", "baddbmm") else 0] if product.args else None
+    read = tensor(q)
+    size = read.shape[-1] if read is not None else None
+    for node in (*between(softmax, product), q):
+        if name_of(node) not in ("div", "truediv", "itruediv", "true_divide", "divide"):
+            continue
+        assert isinstance(node, fx.Node)
+        by = node.args[1] if len(node.args) > 1 else node.kwargs.get("other")
+        if isinstance(by, fx.Node) and tensor(by) is None:
+            continue  # a symbolic number, which no pattern has
+        if not ignored:
+            if isinstance(by, fx.Node):
+                yield Divisor(node, None)
+            continue
+        number = constant(by)
+        if number is None or not isinstance(size, int) or not math.isclose(number, size**0.5, rel_tol=1e-6):
+            yield Divisor(node, None)
+
+
+def constant(number: Any) -> float | None:
+    """A number, also where it is wrapped in a tensor, and the square root of one."""
+    if isinstance(number, (int, float)):
+        return float(number)
+    if name_of(number) == "full" and len(number.args) > 1:
+        return constant(number.args[1])
+    if name_of(number) in ("tensor", "scalar_tensor", "to", "sqrt") and number.args:
+        inner = constant(number.args[0])
+        root = name_of(number) == "sqrt"
+        return inner if not root else None if inner is None or inner < 0 else math.sqrt(inner)
+    return None

@@ -1,0 +1,62 @@
+"""What lies around a softmax: the products of an attention, and the nodes in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+#: How far from a softmax its two products are looked for.
+REACH = 24
+#: Matrix products.
+PRODUCTS = {"matmul", "bmm", "__matmul__", "einsum", "mm", "baddbmm"}
+
+
+def name_of(node: Any) -> str:
+    """The operation of a call node, in whatever spelling, or ""."""
+    if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
+        return ""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name.split("::")[1]
+    else:
+        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return name.strip("_") if name != "__matmul__" else "matmul"
+
+
+def nearest_product(node: fx.Node, neighbours: Callable[[fx.Node], Sequence[fx.Node]]) -> fx.Node | None:
+    """The nearest matrix product upwards or downwards of `node`, within `REACH` nodes."""
+    seen, edge = {node}, [node]
+    while edge and len(seen) < REACH:
+        following: list[fx.Node] = []
+        for each in edge:
+            for other in neighbours(each):
+                if name_of(other) in PRODUCTS:
+                    return other
+                if other not in seen:
+                    seen.add(other)
+                    following.append(other)
+        edge = following
+    return None
+
+
+def inputs_of(node: fx.Node) -> list[fx.Node]:
+    return list(node.all_input_nodes)
+
+
+def users_of(node: fx.Node) -> list[fx.Node]:
+    return list(node.users)
+
+
+def between(node: fx.Node, product: fx.Node) -> list[fx.Node]:
+    """The nodes that lead from a product to `node`, the latter left out."""
+    found: list[fx.Node] = []
+    edge = [node]
+    while edge and len(found) < REACH:
+        for other in edge.pop().all_input_nodes:
+            if other is not product and other not in found and name_of(other) not in PRODUCTS:
+                found.append(other)
+                edge.append(other)
+    return found

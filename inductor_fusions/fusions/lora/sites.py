@@ -11,22 +11,13 @@ import torch
 from torch import fx
 
 from ...fusion import Candidate, LeftToStock, Rejected
-from ...operands import known_size
 from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
-from ..block_mm.normal_form import (
-    RESHAPES,
-    Product,
-    identity,
-    product,
-    products,
-    same_sizes,
-    through,
-    value,
-)
+from ..block_mm.normal_form import Product, same_sizes, value
 from ..block_mm.placement import Order, Place
-from . import decode, gather, gradients, narrow, profit
+from . import gather, gradients, profit
 from .emitter import Emitter
+from .groups import by_width, current, grouped, is_whole, result_dtypes, shape_of
 from .op import ROUNDED
 from .recognise import Adapter, Linear, Source, linears, source, unrounded
 
@@ -44,53 +35,15 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     found = linears(graph)
     narrows = gradients.read(graph, {a.down.node for linear in found for a in linear.adapters})
     replaced: dict[fx.Node, fx.Node] = {}
-    for group in _groups(graph, found):
+    for group in grouped(graph, found):
         while group:
-            candidate = Adapted(graph, [_current(linear, replaced) for linear in group], replaced)
+            candidate = Adapted(graph, [current(linear, replaced) for linear in group], replaced)
             yield candidate
             group = candidate.left_over
     present = set(graph.nodes)
     yield from gradients.candidates(graph, [n for n in narrows if n.node in present])
     yield from gradients.candidates(graph, gradients.made_before(graph))
     gather.gather(graph)
-
-
-def _current(linear: Linear, replaced: dict[fx.Node, fx.Node]) -> Linear:
-    """A linear with the nodes that came in the place of those that it read."""
-
-    def now(node: fx.Node) -> fx.Node:
-        while node in replaced:
-            node = replaced[node]
-        return node
-
-    def of(p: Product) -> Product:
-        return replace(p, a=now(p.a), b=now(p.b), bias=None if p.bias is None else now(p.bias))
-
-    return replace(
-        linear,
-        bases=[of(p) for p in linear.bases],
-        adapters=[
-            replace(a, up=of(a.up), down=of(a.down), factor=None if a.factor is None else now(a.factor))
-            for a in linear.adapters
-        ],
-        rest=None if linear.rest is None else now(linear.rest),
-    )
-
-
-def _groups(graph: fx.Graph, found: Sequence[Linear]) -> Iterator[list[Linear]]:
-    """Linears with one base on the same input, and plain linears on that input; others by themselves."""
-    plain: dict[Any, list[Linear]] = {}
-    inside = {p.node for linear in found for p in linear.bases}
-    inside |= {p.node for linear in found for a in linear.adapters for p in (a.up, a.down)}
-    for p in products(graph):
-        if p.node not in inside and p.scale == 1:
-            plain.setdefault(identity(p.a), []).append(Linear(p.node, [p]))
-    groups: dict[Any, list[Linear]] = {}
-    for linear in found:
-        alone = linear.problem or len(linear.bases) != 1 or linear.rest is not None
-        groups.setdefault(linear.root if alone else identity(linear.bases[0].a), []).append(linear)
-    for key, group in groups.items():
-        yield [*group, *(plain.get(key, []) if isinstance(key, tuple) else [])]
 
 
 @dataclass
@@ -174,7 +127,7 @@ class Adapted(Candidate):
             raise Rejected("results of two dtypes of 16 bits")
         for a in (a for linear in group for a in linear.adapters):
             self._check_adapter(a, value(group[0].bases[0].a))
-        self.whole = _is_whole(group)
+        self.whole = is_whole(group)
         self.downs = [] if self.whole else self._narrow(group)
         self.place = self._place(group)
         self.kernel = profit.kernel(shape_of(group), value(self.anchor).device)
@@ -217,7 +170,7 @@ class Adapted(Candidate):
             by_input.setdefault(key, []).append(down)
         found = []
         for members in by_input.values():
-            for some in _by_width(members):
+            for some in by_width(members):
                 try:
                     found.append(self._down(order, some))
                 except Rejected:
@@ -283,7 +236,7 @@ class Adapted(Candidate):
             ups.update(self._emit_down(down, moved, finish))
         place = place.without(moved).hoist()
         groups = [self._products(linear, made, ups) for linear in self.group]
-        dtype, wide = _result_dtypes(self.group)
+        dtype, wide = result_dtypes(self.group)
         # Results are reshaped before views of them are moved.
         bare = replace(place, sunk=())
         outputs = emit.insert(self.graph, bare, self.anchor, groups, dtype=dtype, wide=wide)
@@ -307,7 +260,7 @@ class Adapted(Candidate):
         """Two kernels: everything in one operation."""
         place = place.hoist()
         bases = [linear.bases[0] for linear in self.group]
-        dtype, wide = _result_dtypes(self.group)
+        dtype, wide = result_dtypes(self.group)
         adapters = [(g, a) for g, linear in enumerate(self.group) for a in linear.adapters]
         weights = [*(p.b for p in bases), *(a.up.b for _, a in adapters)]
         outputs = make.linear(
@@ -398,68 +351,8 @@ class Adapted(Candidate):
         return found
 
 
-def _result_dtypes(group: Sequence[Linear]) -> tuple[torch.dtype, str]:
-    """The dtype of the results, and which of them are float32 beside those of 16 bits.
-
-    Inductor takes out the cast to bfloat16 that another one to float32 follows, as in front of an activation.
-    """
-    found = [value(linear.root).dtype for linear in group]
-    dtype = min(found, key=lambda each: each.itemsize)
-    return dtype, ",".join(str(g) for g, each in enumerate(found) if each != dtype)
-
-
-def _is_whole(group: Sequence[Linear]) -> bool:
-    """Whether linears are one operation for few rows: nothing but the results is used elsewhere."""
-    rows = value(group[0].bases[0].a).shape[0]
-    if not isinstance(rows, int) or rows > decode.MOST_ROWS:
-        return False
-    if value(group[0].bases[0].a).stride(1) != 1:
-        return False
-    ups = {a.up.node for linear in group for a in linear.adapters}
-    for linear in group:
-        (base, *more) = linear.bases
-        if more or linear.rest is not None or base.scale != 1:
-            return False
-        if base.bias is not None and value(base.bias).dim() != 1:
-            return False
-        origin = unrounded(base.a)
-        for a in linear.adapters:
-            reading = source(a.down.a)
-            views = (*reading.views, *origin.views)
-            if reading.base is not through(origin.base, RESHAPES):
-                return False
-            if any(view.target not in RESHAPES for view in views):
-                return False
-            if a.factor is not None:
-                return False
-            if not set(_ends(a.down.node)) <= ups:
-                return False
-    columns = sum(narrow.padded(int(value(a.up.a).shape[1])) for x in group for a in x.adapters)
-    return columns <= narrow.MOST_TOGETHER
-
-
-def _ends(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads a down-projection, behind casts, reshapes and factors."""
-    for user in node.users:
-        if user.op == "call_function" and product(user) is None:
-            yield from _ends(user)
-        else:
-            yield user
-
-
-def _by_width(members: list[Product]) -> Iterator[list[Product]]:
-    """The members in parts of so many columns as one kernel takes."""
-    part: list[Product] = []
-    for p in members:
-        columns = sum(narrow.padded(int(value(q.b).shape[1])) for q in (*part, p))
-        if part and columns > narrow.MOST_TOGETHER:
-            yield part
-            part = []
-        part.append(p)
-    yield part
-
-
 def _is_dense(found: torch.Tensor) -> bool:
+    """Whether a tensor is row-major, without gaps."""
     wanted: list[Any] = []
     size: Any = 1
     for length in reversed(found.shape):
@@ -468,19 +361,4 @@ def _is_dense(found: torch.Tensor) -> bool:
     return all(
         str(s) == str(w) or length == 1
         for s, w, length in zip(found.stride(), wanted, found.shape, strict=True)
-    )
-
-
-def shape_of(group: Sequence[Linear]) -> profit.Shape:
-    """What a table knows a group of linears by."""
-    first = group[0].bases[0]
-    adapters = [a for linear in group for a in linear.adapters]
-    return profit.Shape(
-        tokens=known_size(value(first.a).shape[0]),
-        inner=tuple(int(value(p.a).shape[1]) for p in group[0].bases),
-        outer=tuple(int(value(linear.bases[0].b).shape[1]) for linear in group),
-        ranks=tuple(tuple(int(value(a.up.a).shape[1]) for a in linear.adapters) for linear in group),
-        dtype=value(first.a).dtype,
-        adapters=value(adapters[0].up.b).dtype,
-        layout="n" if value(first.b).stride(1) == 1 else "t",
     )

@@ -28,7 +28,7 @@ class Row:
     """One block GEMM to measure.
 
     Attributes:
-        kind: as in `heuristics.Problem`.
+        kind: as `problem.Problem` has it.
         tokens: rows of the input; for gradients of weights, their K.
         inner: widths of the inputs: one for linears that share theirs, one for each term of a sum. For
             gradients of weights: the width of the input.
@@ -157,12 +157,12 @@ def fused(row: Row, a: Tensors, b: Tensors) -> Tensors:
 
 def problem(row: Row, operands: Operands) -> Any:
     """The problem that the lowering sees."""
-    from inductor_fusions.fusions.block_mm import heuristics
+    from inductor_fusions.fusions.block_mm.problem import of_operands
 
     def shape(t: torch.Tensor) -> tuple[Any, Any]:
         return tuple(t.shape), tuple(t.stride())
 
-    return heuristics.of_operands(
+    return of_operands(
         [shape(t) for t in operands.a],
         [shape(t) for t in operands.b],
         row.groups,

@@ -189,7 +189,7 @@ def conclude(row: Row, device: str, result: Json, choices: dict[str, Choice], se
         result["capability"] = list(torch.cuda.get_device_capability())
     if best is None:
         return
-    from inductor_fusions.fusions.block_mm import heuristics
+    from inductor_fusions.fusions.block_mm import configurations, heuristics
     from inductor_fusions.fusions.lora import decode, narrow
 
     arch = heuristics.capability(torch.device("cuda")) if device == "cuda" else 80
@@ -200,7 +200,7 @@ def conclude(row: Row, device: str, result: Json, choices: dict[str, Choice], se
         result["decode"] = {**shape.key, "config": chosen.to_json()}
     if seen.block and row.kind in ("forward", "backward"):
         posed = seen.block[0]
-        chosen = choice.block or heuristics.default(posed, arch)
+        chosen = choice.block or configurations.default(posed, arch)
         result["block"] = {**posed.key, "config": chosen.to_json()}
     if seen.narrow and row.kind != "step":
         thin = choice.narrow

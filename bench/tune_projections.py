@@ -9,7 +9,7 @@ activation. Its candidates:
     bare           the products alone, by the library, one by one
     limit          one library product on weights that were concatenated beforehand (copied: no choice)
     row ..., tiled ..., persistent ...
-                   the configurations of `heuristics.candidates`
+                   the configurations of `configurations.candidates`
 
 Each candidate runs as a CUDA graph that calls it on several sets of operands in turn, enough of them that
 nothing stays in the L2 cache. Times are those of one call: medians over blocks that take turns, with the
@@ -88,7 +88,7 @@ def name_of(chosen: Any) -> str:
 
 def measure(row: Row, device: str, options: Json, lock: AbstractContextManager[Any]) -> Json:
     """Compile, check and time every candidate of a row."""
-    from inductor_fusions.fusions.block_mm import heuristics
+    from inductor_fusions.fusions.block_mm import configurations, heuristics
 
     result: Json = {name: {} for name in ("times_us", "spread", "first_us", "error", "wrong", "skipped")}
     started = time.monotonic()
@@ -96,7 +96,7 @@ def measure(row: Row, device: str, options: Json, lock: AbstractContextManager[A
         first = make(row, device, 0)
         posed = problem(row, first)
         arch = heuristics.capability(torch.device("cuda")) if device == "cuda" else 80
-        configs = {name_of(c): c for c in heuristics.candidates(posed, arch)}
+        configs = {name_of(c): c for c in configurations.candidates(posed, arch)}
         runs: dict[str, Run] = {"stock": stock(row, first, None), "bare": bare(row)}
         for name, chosen in configs.items():
             try:

@@ -14,7 +14,7 @@ import torch
 
 import inductor_fusions
 from inductor_fusions import config, tables
-from inductor_fusions.fusions.block_mm import heuristics
+from inductor_fusions.fusions.block_mm import configurations
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "configs" / "devices").glob("*.json"))
@@ -67,7 +67,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_good_table_is_used(shelf: Path) -> None:
     (shelf / f"{NAME}.json").write_text(json.dumps(GOOD))
     assert tables.load(NAME) == GOOD
-    assert heuristics.Config(**GOOD["block_mm"][0]["config"])
+    assert configurations.Config(**GOOD["block_mm"][0]["config"])
 
 
 def broken(change: Callable[[Any], object]) -> str:

@@ -83,13 +83,13 @@ class Seen:
 def choosing(choice: Choice, seen: Seen) -> Iterator[None]:
     """Inside, the kernels get these configurations."""
     from inductor_fusions import config
-    from inductor_fusions.fusions.block_mm import heuristics
+    from inductor_fusions.fusions.block_mm import configurations, heuristics
     from inductor_fusions.fusions.lora import decode, lowering, narrow
 
     def block(posed: Any, device: torch.device) -> Any:
         seen.block.append(posed)
         arch = heuristics.capability(device)
-        return heuristics.Choice(choice.block or heuristics.default(posed, arch), "")
+        return heuristics.Choice(choice.block or configurations.default(posed, arch), "")
 
     def thin(shape: Any, device: torch.device) -> Any:
         seen.narrow.append(shape)
@@ -154,14 +154,14 @@ def frozen_run(row: Row) -> Run:
 
 def first_choices(row: Row, seen: Seen, arch: int, quick: bool) -> list[Choice]:
     """What to try: configurations of the kernel that does most of the work."""
-    from inductor_fusions.fusions.block_mm import heuristics
+    from inductor_fusions.fusions.block_mm import configurations
     from inductor_fusions.fusions.lora import decode, narrow
 
     found = [Choice()]
     if seen.decode:
         found += [Choice(decode=c) for c in decode.candidates(seen.decode[0], arch)]
     elif seen.block and row.kind != "step":
-        wanted = heuristics.candidates(seen.block[0], arch)
+        wanted = configurations.candidates(seen.block[0], arch)
         found += [Choice(block=c) for c in wanted[:BLOCK_CHOICES]]
     elif row.kind == "gradient" and seen.narrow:
         found += [Choice(narrow=c) for c in spread(narrow.candidates(seen.narrow[0]), 10)]

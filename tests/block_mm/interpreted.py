@@ -11,12 +11,12 @@ import torch._inductor.config
 
 from bench import cuda_codegen
 from inductor_fusions import config
-from inductor_fusions.fusions.block_mm import heuristics, lowering
+from inductor_fusions.fusions.block_mm import configurations, lowering
 from inductor_fusions.fusions.block_mm.op import BLOCK_MM, composite
 
-TILED = heuristics.Config("tiled", 16, 32, 32, 4, 2, group_m=2)
-PERSISTENT = heuristics.Config("persistent", 32, 32, 32, 4, 2, group_m=2)
-ROW = heuristics.Config("row", 1, 8, 64, 4, 1)
+TILED = configurations.Config("tiled", 16, 32, 32, 4, 2, group_m=2)
+PERSISTENT = configurations.Config("persistent", 32, 32, 32, 4, 2, group_m=2)
+ROW = configurations.Config("row", 1, 8, 64, 4, 1)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Case:
     rows: int
     inner: tuple[int, ...]
     columns: tuple[int, ...]
-    config: heuristics.Config
+    config: configurations.Config
     layout: str = "nt"
     bias: str = ""
     activations: tuple[str, ...] = ()
@@ -196,7 +196,7 @@ def errors(name: str) -> float:
         found = BLOCK_MM(a, b, bias, offsets, groups, scales, names, case.gated, a[0].dtype, case.wide)
         return [torch.relu(y) * 2 + 1 for y in found] if case.tail else found
 
-    heuristics.default = lambda problem, arch: case.config  # type: ignore[assignment]
+    configurations.default = lambda problem, arch: case.config  # type: ignore[assignment]
     lowering.FARTHEST = 0 if case.far else 2**40
     if case.dynamic:
         torch._dynamo.mark_dynamic(a[0], 0)

@@ -15,7 +15,8 @@ import torch._inductor.config
 
 from bench import cuda_codegen
 from inductor_fusions import config, disable, enable, ops, passes
-from inductor_fusions.fusions.block_mm import heuristics, template
+from inductor_fusions.fusions.block_mm import configurations, heuristics, template
+from inductor_fusions.fusions.block_mm.problem import Problem
 from tests.block_mm.support import POST_GRAD, GatedMLP, Linears, rand, run
 
 
@@ -204,10 +205,8 @@ def test_fused_sites_are_counted() -> None:
 
 def row(tokens: int, gain: float, **changes: Any) -> dict[str, Any]:
     """A row of a table, for linears of 64 columns -> 64 + 32."""
-    chosen = heuristics.Config("tiled", 16, 32, 64, 4, 2).to_json() if gain > 1 else None
-    wanted = heuristics.Problem(
-        (tokens,) * 2, (64, 32), (64,) * 2, (0, 1), ("nt",) * 2, torch.bfloat16, False, "a"
-    )
+    chosen = configurations.Config("tiled", 16, 32, 64, 4, 2).to_json() if gain > 1 else None
+    wanted = Problem((tokens,) * 2, (64, 32), (64,) * 2, (0, 1), ("nt",) * 2, torch.bfloat16, False, "a")
     return {**wanted.key, "tokens": tokens, "gain": gain, "config": chosen, **changes}
 
 

@@ -14,8 +14,9 @@ import torch._inductor.config
 
 from bench import cuda_codegen
 from inductor_fusions import config, ops, tables
-from inductor_fusions.fusions.block_mm import heuristics
-from inductor_fusions.fusions.block_mm.heuristics import Config, Problem
+from inductor_fusions.fusions.block_mm import configurations, heuristics
+from inductor_fusions.fusions.block_mm.configurations import Config
+from inductor_fusions.fusions.block_mm.problem import Problem
 
 ARCHS = sorted(cuda_codegen.DEVICES)
 
@@ -118,7 +119,7 @@ def test_wider_outputs(tile: tuple[int, ...]) -> None:
 def test_few_rows(kind: str, tokens: int, dtype: torch.dtype, arch: int) -> None:
     """Before anything is measured, without tensor cores."""
     posed = problem(kind, tokens, dtype)
-    chosen = heuristics.default(posed, arch)
+    chosen = configurations.default(posed, arch)
     found = code(posed, chosen, arch)
     assert chosen.template == "row" and found.fits and not found.uses_mma, found
 
@@ -164,7 +165,7 @@ def test_default_in_float32(tokens: int, arch: int) -> None:
             ("gated", 512),
             ("sum", 512),
         )
-        for candidate in heuristics.candidates(problem(kind, tokens), 90)
+        for candidate in configurations.candidates(problem(kind, tokens), 90)
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(str(v) for v in value.to_json().values()),
 )

@@ -21,9 +21,10 @@ import torch._inductor.config
 
 from bench import cuda_codegen
 from inductor_fusions import config
-from inductor_fusions.fusions.block_mm import heuristics
-from inductor_fusions.fusions.block_mm.heuristics import Config, Problem
+from inductor_fusions.fusions.block_mm import configurations, heuristics
+from inductor_fusions.fusions.block_mm.configurations import Config
 from inductor_fusions.fusions.block_mm.op import ACTIVATIONS, BLOCK_MM
+from inductor_fusions.fusions.block_mm.problem import Problem
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LAYOUTS = ("nn", "nt", "tn", "tt")
@@ -104,8 +105,8 @@ def source(drawn: Drawn) -> str | None:
 
     def choose(problem: Problem, device: torch.device) -> heuristics.Choice:
         if drawn.chosen is None or isinstance(drawn.chosen, Config):
-            return heuristics.Choice(drawn.chosen or heuristics.default(problem, drawn.arch), "")
-        options = heuristics.candidates(problem, drawn.arch)
+            return heuristics.Choice(drawn.chosen or configurations.default(problem, drawn.arch), "")
+        options = configurations.candidates(problem, drawn.arch)
         return heuristics.Choice(options[int(drawn.chosen * len(options))], "")
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad(), config.patch(policy="always", strict=True):

@@ -14,7 +14,8 @@ from bench import device_table, projections, tune_projections
 from bench.projections import Row
 from inductor_fusions import tables
 from inductor_fusions.fusion import LeftToStock
-from inductor_fusions.fusions.block_mm import heuristics
+from inductor_fusions.fusions.block_mm import configurations, heuristics
+from inductor_fusions.fusions.block_mm.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [
@@ -78,7 +79,7 @@ def test_each_candidate_is_compiled() -> None:
 
 def measured(row: Row, stock: float, autotuned: float, ours: float) -> dict[str, Any]:
     posed = projections.problem(row, projections.make(row, "cpu", 0))
-    chosen = heuristics.default(posed, 90)
+    chosen = configurations.default(posed, 90)
     return {
         "key": row.key, "tokens": row.tokens, "problem": posed.key, "best": "ours", "capability": [9, 0],
         "config": chosen.to_json(), "times_us": {"stock": stock, "max_autotune": autotuned, "ours": ours},
@@ -88,10 +89,10 @@ def measured(row: Row, stock: float, autotuned: float, ours: float) -> dict[str,
 def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without tensor cores one is for no more rows than it was measured with; beyond the table is none."""
 
-    def posed(rows: int, dtype: torch.dtype = torch.bfloat16) -> heuristics.Problem:
-        return heuristics.Problem((rows,) * 2, (64, 32), (64,) * 2, (0, 1), ("nt",) * 2, dtype, shared="a")
+    def posed(rows: int, dtype: torch.dtype = torch.bfloat16) -> Problem:
+        return Problem((rows,) * 2, (64, 32), (64,) * 2, (0, 1), ("nt",) * 2, dtype, shared="a")
 
-    one, four, tile = (heuristics.default(posed(m), 90) for m in (1, 4, 16))
+    one, four, tile = (configurations.default(posed(m), 90) for m in (1, 4, 16))
     assert (one.template, four.template, tile.template) == ("row", "row", "tiled")
     found = [
         {**posed(m).key, "tokens": m, "gain": 2.0, "config": c.to_json()}
@@ -100,7 +101,7 @@ def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(tables, "load", lambda name: {"block_mm": found})
     monkeypatch.setattr(tables, "device_name", lambda device: "any")
 
-    def chosen(rows: int) -> heuristics.Config:
+    def chosen(rows: int) -> configurations.Config:
         return heuristics.measured(posed(rows), torch.device("cuda")).config
 
     assert [chosen(m) for m in (1, 2, 3, 4, 5, 8, 16)] == [one, *[four] * 3, *[tile] * 3]
@@ -110,9 +111,9 @@ def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(LeftToStock, match="not measured on"):
         chosen(2)
     for rows in (1, 2, 3, 4, 5, 16):
-        tried = heuristics.candidates(posed(rows), 90)
+        tried = configurations.candidates(posed(rows), 90)
         assert any(c.template == "row" for c in tried) == (rows <= 4)
-        assert all(heuristics.suits(c, posed(rows)) for c in tried)
+        assert all(configurations.suits(c, posed(rows)) for c in tried)
 
 
 def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +140,6 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         posed = projections.problem(ROWS[0], projections.make(ROWS[0], "cpu", 0))
         choice = heuristics.measured(posed, torch.device("cuda"))
-        assert choice.config == heuristics.default(posed, 90) and "3.00x" in choice.note
+        assert choice.config == configurations.default(posed, 90) and "3.00x" in choice.note
     finally:
         tables.load.cache_clear()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inductor_fusions import _inductor, config
 from inductor_fusions.fusions.attention.short import terms
-from inductor_fusions.fusions.block_mm import heuristics
+from inductor_fusions.fusions.block_mm import configurations, heuristics
 from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
 from inductor_fusions.fusions.lora import decode
 from inductor_fusions.fusions.outer_product_linear.op import OUTER_PRODUCT_LINEAR
@@ -87,10 +87,10 @@ def block(template: str, **wanted: int) -> Iterator[None]:
         arch = heuristics.capability(device)
         fits = [
             c
-            for c in heuristics.candidates(problem, arch)
+            for c in configurations.candidates(problem, arch)
             if c.template == template and all(getattr(c, name) == value for name, value in wanted.items())
         ]
-        return heuristics.Choice(fits[0] if fits else heuristics.default(problem, arch), "")
+        return heuristics.Choice(fits[0] if fits else configurations.default(problem, arch), "")
 
     with mock.patch.object(heuristics, "choose", choose):
         yield

@@ -16,7 +16,8 @@ from bench.lora.rows import Row, grid
 from bench.lora.table import write_table
 from inductor_fusions import tables
 from inductor_fusions.fusion import LeftToStock
-from inductor_fusions.fusions.block_mm import heuristics
+from inductor_fusions.fusions.block_mm import configurations, heuristics
+from inductor_fusions.fusions.block_mm.problem import Problem
 from inductor_fusions.fusions.lora import decode, narrow, profit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,10 +89,8 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = decode.Shape(4, 64, (64,), (16,), torch.bfloat16, torch.float32)
     chosen = narrow.Config(16, 64, 2, 4, 3)
     pair = decode.Config(16, 64, 4, 3, 2, True)
-    posed = heuristics.Problem(
-        (128,) * 2, (64, 32), (64, 48) * 2, (0, 0, 1, 1), ("nt",) * 4, torch.bfloat16, shared=""
-    )
-    block = heuristics.default(posed, 90)
+    posed = Problem((128,) * 2, (64, 32), (64, 48) * 2, (0, 0, 1, 1), ("nt",) * 4, torch.bfloat16, shared="")
+    block = configurations.default(posed, 90)
     rows = [
         measured(ROWS[0], 30.0, 20.0, block={**posed.key, "config": block.to_json()}),
         measured(Row("forward", 4, 64, (64,)), 30.0, 31.0, decode={**few.key, "config": pair.to_json()}),

@@ -13,8 +13,9 @@ from ... import _inductor
 from ...fusion import Rejected
 from ...lowering import kernel_or
 from ...operands import known_size, may_use_tf32
-from . import guards, heuristics, template
+from . import configurations, guards, heuristics, template
 from .op import BLOCK_MM, dtypes
+from .problem import Problem, of_operands
 
 #: Bulk copies know strides below this, in bytes.
 FARTHEST = 2**40
@@ -91,7 +92,7 @@ class Call:
         operands, structure = self._structure()
         if self.gated and not template.can_gate(structure):
             raise Rejected("the two sides of the gate are computed differently")
-        problem = heuristics.of_operands(
+        problem = of_operands(
             [(_sizes(x), _strides(x)) for x in self.left], [(_sizes(x), _strides(x)) for x in self.right],
             self.groups, self.gated, self.a[0].get_dtype(),
             [(f.a.name, f.b.name) for f in structure.factors], self.activations[0],
@@ -99,12 +100,12 @@ class Call:
         arch = heuristics.capability(device)
         autotune = _inductor.max_autotune()
         if autotune:
-            configs = heuristics.candidates(problem, arch)
+            configs = configurations.candidates(problem, arch)
         else:
             configs = [heuristics.choose(problem, device).config]
-        configs = [chosen for chosen in configs if heuristics.suits(chosen, problem)]
+        configs = [chosen for chosen in configs if configurations.suits(chosen, problem)]
         widest = max(self.dtypes, key=lambda dtype: dtype.itemsize)
-        configs = [heuristics.fitted(chosen, problem, arch, widest) for chosen in configs]
+        configs = [configurations.fitted(chosen, problem, arch, widest) for chosen in configs]
         if not all(_aligned(x) for x in (*self.left, *self.right)):
             configs = [chosen for chosen in configs if chosen.template != "persistent"]
         if not configs:
@@ -315,11 +316,11 @@ def _inner(x: Any, dim: int) -> bool:
 
 
 def _variant(
-    chosen: heuristics.Config,
+    chosen: configurations.Config,
     structure: template.Structure,
     arch: int,
     device: torch.device,
-    problem: heuristics.Problem,
+    problem: Problem,
 ) -> _inductor.Variant:
     if chosen.template == "persistent" and arch < 90:
         raise Rejected("the device has no bulk tensor copies")
@@ -330,7 +331,7 @@ def _variant(
     # front may use as well.
     early = arch >= 90 and chosen.template != "persistent" and _inductor.captures_graphs()
     meta: dict[str, Any] = {
-        "BLOCK_M": heuristics.tall(rows) if row else chosen.block_m,
+        "BLOCK_M": configurations.tall(rows) if row else chosen.block_m,
         "BLOCK_N": chosen.block_n,
         "GROUP_M": chosen.group_m,
         "ACC_TYPE": "tl.float32",
@@ -338,7 +339,7 @@ def _variant(
     wider = {}
     if chosen.template == "persistent":
         for dtype in (torch.float32, torch.float64):
-            fitted = heuristics.fitted(chosen, problem, arch, dtype)
+            fitted = configurations.fitted(chosen, problem, arch, dtype)
             if fitted != chosen:
                 wider[dtype.itemsize] = {"SUBTILES": fitted.subtiles, "num_stages": fitted.num_stages}
         processors = torch.cuda.get_device_properties(device).multi_processor_count

@@ -19,7 +19,7 @@ from ... import _inductor, tables
 from ...fusion import Rejected
 from ...lowering import kernel_or
 from ...operands import may_use_tf32
-from ..block_mm import heuristics
+from ..block_mm.configurations import tall
 from ..block_mm.heuristics import capability
 from ..block_mm.op import dtypes
 from . import elements, lowering, narrow
@@ -95,7 +95,7 @@ class Shape:
 
 def block_m(rows: int) -> int:
     """Rows of a tile."""
-    return max(16, heuristics.tall(rows))
+    return max(16, tall(rows))
 
 
 def default(shape: Shape, arch: int) -> Config:
@@ -337,7 +337,7 @@ class Call:
             precision="tf32" if may_use_tf32() else "tf32x3",
             **(self._of_rows(shape) if config.row else self._of_tiles(shape, config, ragged)),
         )
-        rows = heuristics.tall(shape.rows) if config.row else block_m(shape.rows)
+        rows = tall(shape.rows) if config.row else block_m(shape.rows)
         meta = {"BLOCK_M": rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
         return _inductor.Variant(
             source=text,

@@ -12,7 +12,7 @@ from ... import _inductor
 from ...fusion import Rejected
 from ...lowering import kernel_or
 from ...operands import known_size, may_use_tf32
-from ..block_mm import heuristics as block_heuristics
+from ..block_mm.heuristics import capability
 from . import narrow
 from .elements import by_elements, elements_of, render
 from .op import NARROW_MM, ROUNDED
@@ -49,7 +49,7 @@ def check_device(device: torch.device) -> None:
     """
     if not _inductor.passes_installed():
         raise Rejected("the passes are not installed, so caches would not know of the kernel")
-    if device.type != "cuda" or block_heuristics.capability(device) < 80:
+    if device.type != "cuda" or capability(device) < 80:
         raise Rejected("there is no kernel for this device")
 
 

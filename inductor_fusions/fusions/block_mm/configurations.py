@@ -1,0 +1,253 @@
+"""The configurations of the kernels: which fit a problem, and which are worth measuring."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from .problem import Problem, few_rows, tiles
+
+Template = Literal["tiled", "persistent", "row"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """One configuration of a template.
+
+    Attributes:
+        template: "tiled" (a tile for each thread block), "persistent" (bulk tensor copies, as many thread
+            blocks as the multiprocessors hold) or "row" (few rows of input, without tensor cores).
+        block_m, block_n, block_k: the tile; of "row", `block_m` is the most rows that it is for.
+        num_warps, num_stages: as Triton has them.
+        group_m: tiles in M that are neighbours in time.
+        subtiles: parts in which a tile is stored.
+        per_processor: thread blocks of a persistent kernel on each multiprocessor.
+    """
+
+    template: Template
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    subtiles: int = 1
+    per_processor: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """As tables have it."""
+        return asdict(self)
+
+
+def suits(choice: Config, problem: Problem) -> bool:
+    """Whether a template takes a problem at all."""
+    if choice.template == "row":
+        return 0 < few_rows(problem) <= choice.block_m
+    return choice.template == "tiled" or _bulk_copies(problem)
+
+
+def default(problem: Problem, arch: int) -> Config:
+    """A configuration that fits every device of an architecture; it is not tuned.
+
+    Args:
+        problem: what is computed.
+        arch: 80, 90, 100.
+    """
+    rows = [512 if m is None else m for m in problem.rows]
+    wide = problem.dtype == torch.float32
+    most = max(rows)
+    if few := few_rows(problem):
+        block_n, block_k = 2 if few == 1 or problem.gated else 4, 512 if few > 1 and wide else 1024
+        return Config("row", tall(few), block_n, _row_step(problem, block_k), 4, 1)
+    if most <= 64:
+        block_m = max(16, tall(most))
+        block_k = 64 if wide else 128
+        stages = 3 if wide or block_m == 64 else 4
+        return Config("tiled", block_m, 32, block_k, 4, stages)
+    if arch >= 90 and not wide and _bulk_copies(problem, arch):
+        small = tiles(problem, 128, 256) < 100
+        if problem.gated:
+            return Config("persistent", 128, 64 if small else 128, 64, 8, 3, subtiles=1)
+        if small or not _are_alike(problem):
+            return Config("persistent", 128, 128, 64, 8, 4)
+        return Config("persistent", 128, 256, 64, 8, 3, subtiles=2)
+    if wide or problem.gated or most <= 256:
+        return Config("tiled", 64, 64, 32, 4, 3)
+    return Config("tiled", 128, 128, 32, 8, 3)
+
+
+def _are_alike(problem: Problem) -> bool:
+    """Whether the groups are few and computed alike; the code of others takes registers of their tiles."""
+    kinds = [
+        [(k, x) for g, k, x in zip(problem.groups, problem.inner, problem.layouts, strict=True) if g == group]
+        for group in set(problem.groups)
+    ]
+    return len(kinds) <= 4 and all(kind == kinds[0] for kind in kinds)
+
+
+def tall(rows: int) -> int:
+    """The power of two that holds so many rows."""
+    return 1 << max(0, rows - 1).bit_length()
+
+
+def _row_step(problem: Problem, wanted: int) -> int:
+    """A step of K that no product is much shorter than, except for those of adapters."""
+    longest = max(k for k in problem.inner if k is not None)
+    return min(wanted, max(16, 1 << (longest - 1).bit_length()))
+
+
+def _bulk_copies(problem: Problem, arch: int = 90) -> bool:
+    """Whether the persistent template takes it: bulk copies know their sizes in advance.
+
+    Without a loop over K, what is added to the next tiles is under way as well on Blackwell, where shared
+    memory has no room for it.
+    """
+    if None in problem.inner:
+        return False
+    steps = [
+        max(k or 0 for g, k in zip(problem.groups, problem.inner, strict=True) if g == group)
+        for group in set(problem.groups)
+    ]
+    return arch < 100 or min(steps) > 64
+
+
+#: Tiles without tensor cores: columns, step of K, warps.
+ONE_ROW = (
+    (1, 2048, 4), (2, 2048, 4), (2, 1024, 4), (4, 2048, 8), (4, 1024, 4), (2, 1024, 2), (1, 4096, 8),
+    (1, 1024, 4),
+)  # fmt: skip
+SOME_ROWS = (
+    (4, 1024, 4), (2, 1024, 4), (2, 2048, 4), (4, 512, 4), (8, 512, 4), (1, 2048, 4), (4, 512, 2),
+    (2, 512, 2),
+)  # fmt: skip
+
+
+def candidates(problem: Problem, arch: int) -> list[Config]:
+    """Configurations worth measuring, for tuning and for `max_autotune`."""
+    most = max(512 if m is None else m for m in problem.rows)
+    found = [default(problem, arch)]
+    few = few_rows(problem)
+    if few:
+        for block_n, block_k, warps in ONE_ROW if few == 1 else SOME_ROWS:
+            if block_n * _row_step(problem, block_k) >= 32 * warps * (2 if few == 1 else 8):
+                found.append(Config("row", tall(few), block_n, _row_step(problem, block_k), warps, 1))
+    if few == 1:
+        for block_n in (16, 32, 64):
+            found.append(Config("tiled", 16, block_n, 256, 2, 4))
+    elif most <= 64:
+        block_m = max(16, tall(most))
+        for block_n, block_k, warps, stages in (
+            (16, 256, 2, 4), (32, 256, 2, 4), (64, 256, 2, 4), (64, 256, 4, 3), (64, 256, 8, 4),
+            (64, 128, 4, 5), (32, 128, 4, 5), (16, 128, 2, 4),
+        ):  # fmt: skip
+            found.append(Config("tiled", block_m, block_n, block_k, warps, stages))
+    elif arch >= 90 and problem.dtype != torch.float32 and _bulk_copies(problem, arch):
+        for block_m, columns, warps, stages, parts, each, group_m in (
+            (128, 256, 8, 3, 2, 1, 8), (128, 256, 8, 3, 1, 1, 16), (128, 128, 4, 3, 1, 2, 8),
+            (128, 128, 4, 3, 1, 2, 16), (128, 128, 8, 4, 1, 1, 8), (64, 256, 4, 4, 1, 1, 8),
+            (256, 128, 8, 3, 2, 1, 8), (64, 128, 4, 4, 1, 2, 8),
+            # Four stages leave no room for a whole tile that is stored, so it goes in parts.
+            (128, 256, 8, 4, 4, 1, 8),
+        ):  # fmt: skip
+            # A gated pair has two accumulators, each of half of the columns.
+            block_n, parts = (columns // 2, 1) if problem.gated else (columns, parts)
+            found.append(Config("persistent", block_m, block_n, 64, warps, stages, group_m, parts, each))
+    if 64 < most <= 2048 or arch < 90:
+        for block_m, block_n, block_k, warps, stages in (
+            (64, 64, 64, 4, 4), (64, 64, 64, 4, 6), (64, 64, 128, 4, 3), (64, 64, 128, 4, 5),
+            (128, 128, 64, 8, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 64, 128, 8, 4),
+            (64, 32, 128, 4, 4),
+        ):  # fmt: skip
+            found.append(Config("tiled", block_m, block_n, block_k, warps, stages))
+    if 64 < most <= 2048 and arch >= 90:
+        # One tile for each multiprocessor, as large as its accumulator can be: loads by pointer start a
+        # microsecond earlier for each descriptor of a bulk copy that is not made.
+        for block_m, columns, block_k, warps, stages in (
+            (64, 128, 128, 4, 4), (64, 128, 128, 8, 4), (64, 128, 64, 4, 6), (128, 128, 64, 8, 6),
+            (64, 256, 64, 4, 4), (64, 256, 64, 8, 4), (128, 256, 64, 8, 4),
+        ):  # fmt: skip
+            block_n = columns // 2 if problem.gated else columns
+            found.append(Config("tiled", block_m, block_n, block_k, warps, stages))
+    return [
+        c
+        for c in dict.fromkeys(found)
+        if shared_bytes(c, problem) <= SHARED_LIMIT[arch] // c.per_processor
+        and _fits_registers(c, problem, arch)
+    ]
+
+
+def _fits_registers(choice: Config, problem: Problem, arch: int) -> bool:
+    """Whether the accumulators and the tiles of one step leave a thread without spills, as compiled."""
+    if choice.template == "tiled" and choice.block_m >= 64:
+        if choice.block_k > 128 or (choice.num_warps == 8 and choice.block_n == 16):
+            return False
+    if choice.template == "tiled" and choice.num_warps == 2:
+        if (choice.block_m + choice.block_n) * choice.block_k > 80 * 256:
+            return False
+    columns = choice.block_n * (2 if problem.gated else 1)
+    if choice.template == "row":
+        most = 16 if choice.block_m > 1 and problem.dtype == torch.float32 else 64
+        return columns * choice.block_k <= most * 32 * choice.num_warps
+    held = choice.block_m * columns // (32 * choice.num_warps)
+    return held <= (64 if choice.template == "tiled" and arch < 90 else 128)
+
+
+#: Shared memory of one thread block, in bytes.
+SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448}
+
+
+def shared_bytes(choice: Config, problem: Problem, stored: int = 0) -> int:
+    """About what a configuration needs of shared memory for the tiles that are under way.
+
+    Args:
+        choice: the configuration.
+        problem: what is computed.
+        stored: bytes of a part of a tile that goes through shared memory when it is stored.
+    """
+    if choice.template == "row":
+        return 0
+    # Two products that are multiplied may have an input each.
+    pair = problem.gated and len(problem.groups) == 2 and problem.shared != "a"
+    rows, columns = choice.block_m * (1 + pair), choice.block_n * (1 + problem.gated)
+    step = (rows + columns) * problem.dtype.itemsize
+    if choice.template == "tiled":
+        return step * choice.block_k * choice.num_stages
+    ahead, last = 0, 0
+    for group in set(problem.groups):
+        inner = [k for g, k in zip(problem.groups, problem.inner, strict=True) if g == group]
+        short = [max(16, tall(k)) for k in inner if k is not None and k <= choice.block_k]
+        # Without a loop over K, all products of the next tiles are under way.
+        ahead = max(ahead, sum(short) if len(short) == len(inner) else choice.block_k)
+        last = max([last, *short[-1:]]) if len(short) < len(inner) else last
+    return step * ahead * choice.num_stages + max(step * last, stored)
+
+
+def fitted(choice: Config, problem: Problem, arch: int, dtype: torch.dtype) -> Config:
+    """A configuration whose tiles are stored in so many parts, or read so little ahead, that they fit.
+
+    Tables are measured with outputs of the dtype of the operands. Others may be wider, and so may be what the
+    scheduler stores in their place; a part is staged in shared memory beside the tiles that are under way.
+
+    Args:
+        choice: the configuration.
+        problem: what is computed.
+        arch: 80, 90, 100.
+        dtype: the widest that is stored.
+    """
+    if choice.template != "persistent":
+        return choice
+
+    def needed(tried: Config) -> int:
+        part = tried.block_m * tried.block_n // tried.subtiles * dtype.itemsize
+        return shared_bytes(tried, problem, part)
+
+    limit = SHARED_LIMIT[arch]
+    # A gated pair is stored in one part.
+    if dtype.itemsize > problem.dtype.itemsize and not problem.gated:
+        while needed(choice) > limit // choice.per_processor and choice.block_n // choice.subtiles > 16:
+            choice = replace(choice, subtiles=2 * choice.subtiles)
+    while needed(choice) > limit and choice.num_stages > 2:
+        choice = replace(choice, num_stages=choice.num_stages - 1)
+    return choice

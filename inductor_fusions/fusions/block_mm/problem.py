@@ -1,0 +1,144 @@
+"""What a block GEMM computes, as its kernels are chosen by: sizes, layouts and the dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ... import tables
+from ...operands import known_size
+
+#: Most rows that are multiplied without tensor cores.
+MOST_SINGLE_ROWS = 4
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The sizes of a block GEMM.
+
+    Attributes:
+        rows: M of each group; None where it is symbolic.
+        columns: N of each group.
+        inner: K of each product; None where it is symbolic.
+        groups: group of each product.
+        layouts: of each product, two letters: whether a and b have their elements in order ("n", along
+            the last dim) or are transposed ("t", along the first).
+        dtype: of the operands of the first product.
+        gated: whether the two groups are multiplied.
+        shared: "a" or "b" where all products have that operand in common, else "".
+        activation: that the kernel applies to the first group; what the scheduler fuses behind it is not
+            known here.
+    """
+
+    rows: tuple[int | None, ...]
+    columns: tuple[int, ...]
+    inner: tuple[int | None, ...]
+    groups: tuple[int, ...]
+    layouts: tuple[str, ...]
+    dtype: torch.dtype
+    gated: bool = False
+    shared: str = ""
+    activation: str = ""
+
+    @property
+    def kind(self) -> str:
+        """What tables call it: "gated", "shared_a", "shared_b", "sum", "linear", or "mixed"."""
+        count = self.groups[-1] + 1
+        if self.gated:
+            return "gated"
+        if count == 1:
+            return "linear" if len(self.groups) == 1 else "sum"
+        if len(self.groups) == count and self.shared:
+            return f"shared_{self.shared}"
+        return "mixed"
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What a row of a table must agree in. Rows of a shared a, K of a shared b, are left open."""
+        open_inner = self.kind == "shared_b"
+        return {
+            "kind": self.kind,
+            **({"groups": list(self.groups)} if self.kind == "mixed" else {}),
+            **({"activation": self.activation} if self.kind in ("gated", "linear") else {}),
+            "n": list(self.columns),
+            "m": list(self.rows) if open_inner else None,
+            "k": None if open_inner else list(self.inner),
+            "layout": list(self.layouts),
+            "dtype": tables.dtype_name(self.dtype),
+        }
+
+    @property
+    def tokens(self) -> int | None:
+        """The size that differs from call to call: rows, or K where the gradient of weights is computed."""
+        return self.inner[0] if self.kind == "shared_b" else self.rows[0]
+
+
+def describe(problem: Problem) -> str:
+    """A problem in words: "2048 x (4096 -> 14336 + 14336), bfloat16, silu"."""
+    inner = problem.inner if problem.kind == "sum" else dict.fromkeys(problem.inner)
+    rows = " + ".join(_text(m) for m in dict.fromkeys(problem.rows))
+    sizes = f"{' + '.join(_text(k) for k in inner)} -> {' + '.join(_text(n) for n in problem.columns)}"
+    words = [f"{rows} x ({sizes})", str(problem.dtype).removeprefix("torch."), problem.activation]
+    return ", ".join(filter(None, words))
+
+
+def _text(size: int | None) -> str:
+    return "?" if size is None else str(size)
+
+
+def few_rows(problem: Problem) -> int:
+    """The number of rows, where the template for a few takes them: weights that lie along K. Else 0."""
+    rows = problem.rows[0]
+    if rows is None or rows > MOST_SINGLE_ROWS or set(problem.rows) != {rows} or None in problem.inner:
+        return 0
+    return rows if {x[1] for x in problem.layouts} == {"t"} else 0
+
+
+def tiles(problem: Problem, block_m: int, block_n: int) -> int:
+    """Number of tiles of a problem."""
+    groups = list(zip(problem.rows, problem.columns, strict=True))[: 1 if problem.gated else None]
+    return sum(-(-(512 if m is None else m) // block_m) * -(-n // block_n) for m, n in groups)
+
+
+def of_operands(
+    a: Sequence[Any],
+    b: Sequence[Any],
+    groups: Sequence[int],
+    gated: bool,
+    dtype: torch.dtype,
+    names: Any,
+    activation: str = "",
+) -> Problem:
+    """A problem from (sizes, strides) of its operands.
+
+    Args:
+        a, b: of each product: ((rows, columns), (strides)).
+        groups: group of each product.
+        gated: whether the groups are multiplied.
+        dtype: of the operands.
+        names: of each product: what tells its operands apart, a pair.
+        activation: of the first group.
+    """
+
+    first = [list(groups).index(group) for group in range(groups[-1] + 1)]
+    shared = "a" if len({pair[0] for pair in names}) == 1 else ""
+    shared = shared or ("b" if len({pair[1] for pair in names}) == 1 else "")
+    return Problem(
+        rows=tuple(known_size(a[p][0][0]) for p in first),
+        columns=tuple(known_size(b[p][0][1]) or 0 for p in first),
+        inner=tuple(known_size(left[0][1]) for left in a),
+        groups=tuple(groups),
+        layouts=tuple(_letter(left) + _letter(right) for left, right in zip(a, b, strict=True)),
+        dtype=dtype,
+        gated=gated,
+        shared=shared,
+        activation=activation,
+    )
+
+
+def _letter(operand: Any) -> str:
+    (_, _), (_, last) = operand
+    return "n" if last == 1 else "t"

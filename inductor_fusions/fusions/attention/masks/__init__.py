@@ -7,12 +7,14 @@ is made with `known_true`, which adds no guard. A class is only ever given by pr
 never read: compiled code is cached without them.
 
     values        the algebra
-    interpreter   from the graph into the algebra; `views` holds its rules for indexing and reshaping
+    interpreter   from the graph into the algebra, by a rule for each operation
+    operations    rules for arithmetic, comparisons, casts, and tensors that are made
+    views         rules for indexing and reshaping
     proofs        classes of predicates
     dependence    which dims a mask depends on, where its value cannot be read
 """
 
-from . import views  # registers its rules
+from . import operations, views  # they register their rules
 from .dependence import constant_over, may_hide_rows
 from .interpreter import Interpreter
 from .proofs import MaskClass, classify, is_fill, reduce, visibility
@@ -47,6 +49,7 @@ __all__ = [
     "is_fill",
     "may_hide_rows",
     "negation",
+    "operations",
     "reduce",
     "substitute",
     "views",

@@ -1,0 +1,241 @@
+"""Operations on masks in the interpreter: arithmetic, comparisons, casts, and tensors that are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...._inductor import known_true
+from .. import torch_ops
+from .interpreter import Interpreter, of_dtype, rank_of, rounded, rule
+from .values import (
+    BOOL,
+    Affine,
+    Bool,
+    NonNegative,
+    Value,
+    affine,
+    as_bool,
+    as_number,
+    branches,
+    choose,
+    combine,
+    compare,
+    conjunction,
+    disjunction,
+    is_integral,
+    map_parts,
+    negation_of,
+)
+
+
+def _is_plain(op: torch_ops.Op) -> bool:
+    """Whether a sum has no factor for its second operand."""
+    return op["alpha"] in (None, 1)
+
+
+@rule("add")
+def _add(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return (
+        combine(interpreter.read(op.input), interpreter.read(op["other"]), lambda x, y: x + y)
+        if _is_plain(op)
+        else None
+    )
+
+
+@rule("sub")
+def _sub(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return (
+        combine(interpreter.read(op.input), interpreter.read(op["other"]), lambda x, y: x - y)
+        if _is_plain(op)
+        else None
+    )
+
+
+@rule("rsub")
+def _rsub(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return (
+        combine(interpreter.read(op["other"]), interpreter.read(op.input), lambda x, y: x - y)
+        if _is_plain(op)
+        else None
+    )
+
+
+@rule("neg")
+def _neg(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return map_parts(interpreter.read(op.input), lambda x: x.map(lambda c: -c))
+
+
+@rule("mul")
+def _mul(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    left, right = interpreter.read(op.input), interpreter.read(op["other"])
+    if isinstance(left, BOOL) and isinstance(right, BOOL):
+        return conjunction([left, right])
+
+    def multiply(x: Affine, y: Affine) -> Affine | None:
+        if x.is_constant:
+            return y.map(lambda c: c * x.const)
+        return x.map(lambda c: c * y.const) if y.is_constant else None
+
+    return combine(left, right, multiply)
+
+
+@rule("eq", "ne", "lt", "le", "gt", "ge")
+def _comparison(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return compare(op.name, interpreter.read(op.input), interpreter.read(op["other"]))
+
+
+@rule("bitwise_and", "logical_and")
+def _and(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    left, right = _logical(interpreter, op)
+    return None if left is None or right is None else conjunction([left, right])
+
+
+@rule("bitwise_or", "logical_or")
+def _or(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    left, right = _logical(interpreter, op)
+    return None if left is None or right is None else disjunction([left, right])
+
+
+def _logical(interpreter: Interpreter, op: torch_ops.Op) -> tuple[Bool | None, Bool | None]:
+    """Operands of a logical operation; of a bitwise one only where they are boolean."""
+    left, right = interpreter.read(op.input), interpreter.read(op["other"])
+    if op.name.startswith("bitwise") and not (isinstance(left, BOOL) and isinstance(right, BOOL)):
+        return None, None
+    return as_bool(left), as_bool(right)
+
+
+@rule("bitwise_not", "logical_not")
+def _not(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    found = interpreter.read(op.input)
+    if op.name == "bitwise_not" and not isinstance(found, BOOL):
+        return None
+    return negation_of(as_bool(found))
+
+
+@rule("where")
+def _where(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    if op["other"] is None:
+        return None
+    return choose(
+        interpreter.boolean(op["condition"]), interpreter.read(op.input), interpreter.read(op["other"])
+    )
+
+
+@rule("masked_fill")
+def _masked_fill(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return choose(interpreter.boolean(op["mask"]), interpreter.read(op["value"]), interpreter.read(op.input))
+
+
+@rule(*torch_ops.CASTS, "cpu", "cuda")
+def _cast(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    found, target = interpreter.read(op.input), torch_ops.tensor(op.node)
+    if target is None or found is None:
+        return None
+    if _holds_elements(found) and target.dtype not in (torch.int32, torch.int64):
+        return None  # the result of the cast is an element itself, or floating point
+    if target.dtype == torch.bool:
+        return as_bool(found)
+    found = as_number(found)
+    if not target.dtype.is_floating_point:
+        return found if all(is_integral(part) for part in branches(found)) else None
+    if target.dtype in (torch.float16, torch.bfloat16):
+        # An index beyond the dtype's integers would be rounded; two-valued masks are not.
+        return rounded(found, target.dtype) if all(part.is_constant for part in branches(found)) else None
+    return found if target.dtype in (torch.float32, torch.float64) else None
+
+
+def _holds_elements(value: Value) -> bool:
+    return any(True for part in branches(value) for _ in part.elements)
+
+
+@rule(*torch_ops.COPIES, "detach")
+def _copy(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return interpreter.read(op.input)
+
+
+@rule("arange")
+def _arange(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    given = [torch_ops.concrete(a) for a in op.node.args]
+    keyword = {k: torch_ops.concrete(v) for k, v in op.node.kwargs.items()}
+    start, step = 0, keyword.get("step", 1)
+    if len(given) >= 2 or "start" in keyword:
+        start = keyword.get("start", given[0] if given else 0)
+    if len(given) >= 3:
+        step = given[2]
+    numbers = (int, float, torch.SymInt)
+    if not isinstance(start, numbers) or not isinstance(step, numbers):
+        return None
+    return affine(start, {-1: step})
+
+
+@rule("full", "full_like", "new_full")
+def _full(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return _constant(op, op["fill_value"])
+
+
+@rule("ones", "ones_like", "new_ones")
+def _ones(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return _constant(op, 1)
+
+
+@rule("zeros", "zeros_like", "new_zeros")
+def _zeros(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return _constant(op, 0)
+
+
+@rule("tensor", "scalar_tensor")
+def _scalar(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    data = op["data"] if op["data"] is not None else op["s"]
+    return _constant(op, data)
+
+
+def _constant(op: torch_ops.Op, data: Any) -> Value:
+    target, number = torch_ops.tensor(op.node), torch_ops.concrete(data)
+    if target is None or not isinstance(number, (bool, int, float)):
+        return None
+    return of_dtype(number, target.dtype)
+
+
+@rule("tril", "triu")
+def _triangle(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    diagonal = torch_ops.concrete(op["diagonal"] if op["diagonal"] is not None else 0)
+    if not isinstance(diagonal, (int, torch.SymInt)):
+        return None
+    kept = NonNegative(affine(diagonal, {-2: 1, -1: -1}))  # row - column + diagonal >= 0
+    if op.name == "triu":
+        kept = NonNegative(affine(-diagonal, {-2: -1, -1: 1}))
+    found = interpreter.read(op.input)
+    return choose(kept, found, False if isinstance(found, BOOL) else Affine(0))
+
+
+@rule("cumsum")
+def _cumsum(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    dim = torch_ops.concrete(op["dim"])
+    found = as_number(interpreter.read(op.input))
+    if not isinstance(dim, int) or not isinstance(found, Affine) or not found.is_constant:
+        return None
+    dim = dim if dim < 0 else dim - rank_of(op.input)
+    return affine(found.const, {dim: found.const})  # c, 2c, 3c, ...
+
+
+@rule("diff")
+def _diff(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    dim = op["dim"] if op["dim"] is not None else -1
+    found, prepend = interpreter.read(op.input), interpreter.read(op["prepend"])
+    rank = rank_of(op.input)
+    if op["n"] not in (None, 1) or op["append"] is not None or not isinstance(dim, int):
+        return None
+    dim = dim if dim < 0 else dim - rank
+    if not isinstance(found, Affine) or _holds_elements(found) or _holds_elements(prepend):
+        return None
+    step = found.coeff(dim)
+    if op["prepend"] is None:
+        return Affine(step)
+    before = torch_ops.tensor(op["prepend"])
+    if before is None or not known_true(before.shape[dim] == 1) or not isinstance(prepend, Affine):
+        return None
+    first = affine(found.const, {d: c for d, c in found.coeffs if d != dim})
+    gap = first - affine(prepend.const, {d: c for d, c in prepend.coeffs if d != dim})
+    return Affine(step) if gap.is_constant and known_true(gap.const == step) else None

@@ -15,19 +15,21 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("transformers")
 
-from bench import ledger
+from bench.ledger import rows
+from bench.ledger.compiling import DEVICES, measure
+from bench.ledger.entries import QUICK, Entry, entries
 
 ROOT = Path(__file__).resolve().parents[1]
-KNOWN, ROWS = ledger.read()
+KNOWN, ROWS = rows.read()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", ledger.entries(quick=True), ids=lambda entry: entry.name.replace(" ", "-"))
-def test_no_row_is_worse(entry: ledger.Entry) -> None:
-    if why := ledger.unlike(KNOWN):
+@pytest.mark.parametrize("entry", entries(quick=True), ids=lambda entry: entry.name.replace(" ", "-"))
+def test_no_row_is_worse(entry: Entry) -> None:
+    if why := rows.unlike(KNOWN):
         pytest.skip(why)
-    for row in ledger.measure(entry):
-        change = ledger.compare(ROWS.get(ledger.key(row)), row)
+    for row in measure(entry):
+        change = rows.compare(ROWS.get(rows.key(row)), row)
         assert not change.worse, f"{change}\nIf this is meant: make ledger, and review its diff"
         if change.better:
             warnings.warn(f"make ledger writes down: {change}", stacklevel=1)
@@ -40,9 +42,7 @@ def test_every_model_has_its_rows() -> None:
     series = ".".join(pinned["torch"].split(".")[:2])
     assert KNOWN.get(series) == pinned, "make ledger"
     wanted = {
-        ledger.key({**entry.header(device), "torch": series})
-        for entry in ledger.entries()
-        for device in ledger.DEVICES
+        rows.key({**entry.header(device), "torch": series}) for entry in entries() for device in DEVICES
     }
     there = {key for key, row in ROWS.items() if row["torch"] == series}
     assert wanted == there, "python -m bench.ledger --missing, or make ledger for rows that are not needed"
@@ -53,14 +53,14 @@ def test_rows_differ_where_they_should() -> None:
     one = {
         (row["mode"], row["device"]): row
         for row in ROWS.values()
-        if row["model"] == ledger.QUICK[0] and row["dtype"] == "bfloat16" and row["torch"] == ledger.series()
+        if row["model"] == QUICK[0] and row["dtype"] == "bfloat16" and row["torch"] == rows.series()
     }
     if not one:
-        pytest.skip(f"no rows of torch {ledger.series()}")
+        pytest.skip(f"no rows of torch {rows.series()}")
     assert one["inference", "cuda"]["sites"].keys() > one["inference", "cpu"]["sites"].keys() == {"attention"}
     assert one["inference", "cuda"]["extern"]["attention"] == 2
     assert one["training", "cuda"]["extern"]["attention backward"] == 2
-    for device in ledger.DEVICES:
+    for device in DEVICES:
         for what in ("kernels", "bytes"):
             assert one["training", device][what] > one["inference", device][what] > 0
 
@@ -82,45 +82,45 @@ ROW: dict[str, Any] = {
     ],
 )
 def test_what_is_worse_is_named(change: dict[str, Any], said: str) -> None:
-    found = ledger.compare(ROW, {**deepcopy(ROW), **change})
+    found = rows.compare(ROW, {**deepcopy(ROW), **change})
     assert found.worse == (said,) and not found.better
     assert str(found) == f"m inference bfloat16 cuda 2.13: {said}"
-    back = ledger.compare({**deepcopy(ROW), **change}, ROW)  # the other way round it is a gain
+    back = rows.compare({**deepcopy(ROW), **change}, ROW)  # the other way round it is a gain
     assert len(back.better) == 1 and not back.worse
 
 
 def test_same_row_is_neither() -> None:
-    found = ledger.compare(ROW, deepcopy(ROW))
+    found = rows.compare(ROW, deepcopy(ROW))
     assert (found.worse, found.better) == ((), ())
-    assert ledger.compare(None, ROW).worse == ("not in the ledger",)
+    assert rows.compare(None, ROW).worse == ("not in the ledger",)
 
 
 def test_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "ledger.json"
     versions = {"2.13": {"torch": "2.13.0", "transformers": "5", "triton": "3"}}
     other = {**ROW, "torch": "2.11"}
-    ledger.save(path, versions, [ROW, other])
-    assert ledger.read(path) == (versions, {ledger.key(row): row for row in (ROW, other)})
+    rows.save(path, versions, [ROW, other])
+    assert rows.read(path) == (versions, {rows.key(row): row for row in (ROW, other)})
     assert json.loads(path.read_text())["rows"][0] == other
     assert len(path.read_text().splitlines()) == len(json.dumps(versions, indent=1).splitlines()) + 7
 
 
 def test_other_versions_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "9.8.7")
-    assert ledger.unlike({"2.13": ledger.versions()}) == "the ledger has no rows of torch 9.8"
-    assert ledger.unlike({"9.8": ledger.versions()}) == ""
-    other = {**ledger.versions(), "transformers": "1.0"}
-    assert "transformers" in ledger.unlike({"9.8": other}) and "1.0" in ledger.unlike({"9.8": other})
+    assert rows.unlike({"2.13": rows.versions()}) == "the ledger has no rows of torch 9.8"
+    assert rows.unlike({"9.8": rows.versions()}) == ""
+    other = {**rows.versions(), "transformers": "1.0"}
+    assert "transformers" in rows.unlike({"9.8": other}) and "1.0" in rows.unlike({"9.8": other})
 
 
 def test_a_lost_fusion_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the model to the verdict: with a fusion switched off, its row is worse."""
     from inductor_fusions import config
 
-    (entry,) = [e for e in ledger.entries(quick=True) if e.name == "gpt2 eager inference bfloat16"]
-    (before,) = [row for row in ledger.measure(entry) if row["device"] == "cuda"]
+    (entry,) = [e for e in entries(quick=True) if e.name == "gpt2 eager inference bfloat16"]
+    (before,) = [row for row in measure(entry) if row["device"] == "cuda"]
     with config.patch(attention=False):
-        (after,) = [row for row in ledger.measure(entry) if row["device"] == "cuda"]
-    change = ledger.compare(before, after)
+        (after,) = [row for row in measure(entry) if row["device"] == "cuda"]
+    change = rows.compare(before, after)
     assert "attention: 2 -> 0 sites fused" in change.worse
     assert any(text.startswith("bytes: ") for text in change.worse)

@@ -150,7 +150,7 @@ def check_products(
         inputs: those that it overwrites stay as they are.
         quantised: how many casts to float8 it has, all of which are left in the graph.
     """
-    from bench.ledger import ON_A_GPU
+    from bench.ledger.compiling import ON_A_GPU
     from tests.block_mm import support
 
     train = any(x.requires_grad for x in inputs)

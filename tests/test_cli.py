@@ -161,16 +161,27 @@ def test_list_shows_gains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     shape = {"batch": 1, "heads": 2, "q_len": 8, "kv_len": 8, "head_dim": 8, "dtype": "float32"}
     shape |= {"mask": "none", "train": False}
     rows = [{**shape, "gain": {"sdpa": gain, "efficient": 0.5}} for gain in (0.9, 1.5, 2.0, 4.0)]
-    (devices / "cpu.json").write_text(json.dumps({**TABLE, "attention": rows}))
+    linear = {"layout": ["nt"], "dtype": "bfloat16", "tokens": 1, "capability": [9, 0], "m": None, "k": [8]}
+    kinds = {"gated": 3.0, "shared_a": 1.2, "sum": 1.4, "linear": 1.0}
+    tile = {"template": "row", "block_m": 1, "block_n": 1, "block_k": 8, "num_warps": 1, "num_stages": 1}
+    linears = [{**linear, "kind": k, "n": [8], "gain": gain, "config": tile} for k, gain in kinds.items()]
+    linears.append({**linears[0], "kind": "linear", "gain": 1.1, "config": None})  # stock was faster
+    sections = {"attention": rows, "block_mm": linears, "lora": [{"gain": 2.5}]}
+    (devices / "cpu.json").write_text(json.dumps({**TABLE, **sections}))
     monkeypatch.setattr(tables, "folder", lambda: tmp_path)
     tables.load.cache_clear()
     try:
-        (row,) = [row for row in run_json("list")["fusions"] if row["name"] == "attention"]
+        gains = {row["name"]: row["gains"] for row in run_json("list")["fusions"]}
         text = run("list")
+        (file,) = run_json("env")["tables"]["files"]
     finally:
         tables.load.cache_clear()
-    assert row["gains"] == {"cpu": {"shapes": 4, "pays": 3, "median": 2.0, "best": 4.0}}
+    assert gains["attention"] == {"cpu": {"shapes": 4, "pays": 3, "median": 2.0, "best": 4.0}}
     assert "2.00x, up to 4.00x" in text
+    assert gains["qkv"] == {"cpu": {"shapes": 2, "pays": 2, "median": pytest.approx(1.3), "best": 1.4}}
+    assert gains["gated_mlp"]["cpu"]["best"] == 3.0 and gains["lora"]["cpu"]["best"] == 2.5
+    assert gains["linear_epilogue"] == gains["stock_misfires"] == {}
+    assert file["sections"] == {"attention": 4, "block_mm": 5, "lora": 1}
 
 
 def test_list() -> None:
@@ -182,6 +193,9 @@ def test_list() -> None:
     with config.patch(attention=False):
         assert run_json("list")["fusions"][0]["on"] is False
         assert "(off)" in run("list")
+    with config.patch(lora=False):
+        both = {row["name"]: row for row in run_json("list")["fusions"] if row["name"].startswith("lora")}
+    assert {(row["on"], row["variable"]) for row in both.values()} == {(False, "INDUCTOR_FUSIONS_LORA")}
 
 
 # -- explain --------------------------------------------------------------------------------------

@@ -17,6 +17,10 @@ from .common import EXIT_CODES, Device, JsonFlag, console, find_device, print_js
 from .common import table as table_of
 
 PACKAGE = __name__.partition(".")[0]
+#: What toggles without a value stand for.
+UNSET = {"skip": "none", "max": "all"}
+#: Fusions of linears share a section of the tables: the kinds of problem that are theirs.
+BLOCK_MM = {"qkv": ("shared_a", "shared_b", "sum"), "gated_mlp": ("gated",), "linear_epilogue": ("linear",)}
 
 
 @app.command(epilog=EXIT_CODES)
@@ -38,11 +42,13 @@ def env(as_json: JsonFlag = False) -> None:
         table.add_row("", "the fusions are off")
     table.add_section()
     for toggle in found["toggles"]:
-        table.add_row(toggle["variable"], f"{toggle['value']}  ({toggle['from']})")
+        value = toggle["value"] if toggle["value"] not in (None, "") else UNSET[toggle["name"]]
+        table.add_row(toggle["variable"], f"{value} ({toggle['from']})")
     table.add_section()
     tuned = found["tables"]
     for entry in tuned["files"]:
-        table.add_row(entry["file"], f"{entry['rows']} rows" if entry["usable"] else "not usable")
+        rows = ", ".join(f"{count} of {section}" for section, count in entry["sections"].items())
+        table.add_row(entry["file"], f"rows: {rows}" if entry["usable"] else "not usable")
     own = "found" if tuned["found"] else "none: attention written by hand is left to stock here"
     table.add_row(f"for this device: {tuned['device']}.json", own)
     console().print(table)
@@ -117,6 +123,9 @@ def _table_files() -> list[dict[str, Any]]:
             "file": f"{devices.name}/{name}",
             "usable": table is not None,
             "rows": len((table or {}).get("attention", ())),
+            "sections": {
+                section: len(rows) for section, rows in (table or {}).items() if isinstance(rows, list)
+            },
         }
         for name, table in loaded.items()
     ]
@@ -144,12 +153,12 @@ def list_fusions(as_json: JsonFlag = False) -> None:
     table = table_of("fusion", "stage", "toggle", "what it does", "measured gain of the shapes where it pays")
     for row in found:
         name = f"{row['name']}\n({row['package']})" if row["package"] else row["name"]
-        toggle = f"{row['variable']}  ({'on' if row['on'] else 'off'})"
+        toggle = f"{row['variable']} ({'on' if row['on'] else 'off'})"
         gains = [
             f"{device}: {g['median']:.2f}x, up to {g['best']:.2f}x, at {g['pays']} of {g['shapes']} shapes"
             for device, g in row["gains"].items()
         ]
-        table.add_row(name, row["stage"], toggle, row["summary"], "\n".join(gains) or "not measured")
+        table.add_row(name, row["stage"], toggle, row["summary"], "\n".join(gains) or "-")
     for problem in problems:
         table.add_row(
             f"{problem['name']}\n({problem['package']})", "", "", f"not loaded: {problem['problem']}"
@@ -158,13 +167,13 @@ def list_fusions(as_json: JsonFlag = False) -> None:
 
 
 def _describe_fusion(fusion: Fusion) -> dict[str, Any]:
-    own = hasattr(config, fusion.name)
+    toggle = config.toggle_of(fusion.name)
     package = next((e.package for e in registry.foreign() if fusion in e.fusions), "")
     return {
         "name": fusion.name,
         "package": package,
         "stage": fusion.stage,
-        "variable": _variable(fusion.name) if own else f"INDUCTOR_FUSIONS_SKIP={fusion.name}",
+        "variable": _variable(toggle) if toggle else f"INDUCTOR_FUSIONS_SKIP={fusion.name}",
         "on": config.is_on(fusion.name),
         "summary": fusion.summary,
         "gains": {device: gains for device in _devices() if (gains := _gains(device, fusion.name))},
@@ -179,9 +188,21 @@ def _devices() -> list[str]:
 
 def _gains(device: str, fusion: str) -> dict[str, Any]:
     """What a fusion was measured to bring on a device: shapes, of those where it pays, and times."""
-    rows = (tables.load(device) or {}).get(fusion, ())
-    best = [max(row["gain"].values(), default=0.0) for row in rows if isinstance(row.get("gain"), dict)]
+    table = tables.load(device) or {}
+    if fusion in BLOCK_MM:
+        rows = [row for row in table.get("block_mm", ()) if row["kind"] in BLOCK_MM[fusion]]
+    else:
+        rows = table.get(fusion, ())
+    best = [_gain(row) for row in rows]
     pays = [gain for gain in best if gain >= tables.MARGIN]
     if not pays:
         return {}
     return {"shapes": len(best), "pays": len(pays), "median": statistics.median(pays), "best": max(pays)}
+
+
+def _gain(row: dict[str, Any]) -> float:
+    """What a row says was gained, with the fastest kernel where it has several; 0 where there is none."""
+    gain = row["gain"]
+    if isinstance(gain, dict):
+        return max(gain.values(), default=0.0)
+    return float(gain) if row.get("config", {}) is not None else 0.0

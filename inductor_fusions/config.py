@@ -139,11 +139,17 @@ def _takes(takes: tuple[str, ...], value: str) -> bool:
     return value in takes or (takes == ("a number",) and value.isdecimal()) or takes == ("names with commas",)
 
 
+def toggle_of(fusion: str) -> str:
+    """The entry that switches a fusion; "" for those of other packages, which `skip` alone switches."""
+    name = {"lora_input": "lora"}.get(fusion, fusion)  # one toggle for what is done before and after autograd
+    return name if hasattr(sys.modules[__name__], name) else ""
+
+
 def is_on(fusion: str) -> bool:
     """Whether a fusion runs: neither the master switch, nor its own toggle, nor `skip` has it off."""
     this = sys.modules[__name__]
     skipped = [name.strip() for name in str(this.skip).split(",")]
-    return bool(this.enabled and getattr(this, fusion, True) and fusion not in skipped)
+    return bool(this.enabled and getattr(this, toggle_of(fusion), True) and fusion not in skipped)
 
 
 def most_sites() -> int | None:

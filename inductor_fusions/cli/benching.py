@@ -296,7 +296,7 @@ def kinds() -> list[str]:
 )
 def tune(
     kind: Annotated[
-        str, typer.Argument(metavar="KIND", help="attention, flex or projections; bench/tune_*.py are all.")
+        str, typer.Argument(metavar="KIND", help="What to tune: attention, flex, lora or projections.")
     ],
     out: Annotated[
         Path | None,

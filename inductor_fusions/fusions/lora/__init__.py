@@ -20,7 +20,7 @@ FUSION = Fusion(
     recognise=candidates,
 )
 
-#: What is done before autograd; `lora` switches it as well.
+#: What is done before autograd; the toggle of `lora` is that of both.
 INPUTS = inputs.FUSION
 
 lowering.register()

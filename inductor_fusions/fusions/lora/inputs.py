@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ... import config
 from ..._inductor import drops_narrow_casts, fake_mode_of, suppress_guards
 from ...fusion import Candidate, Fusion
 from ...operands import check_device, known_size, tensor, text
@@ -33,7 +32,7 @@ _SUMS = (operator.add, operator.iadd, operator.mul, torch.add, torch.mul)
 
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     """Every down-projection of a widened input that is trained."""
-    for node in list(graph.nodes) if config.lora else ():
+    for node in list(graph.nodes):
         if _is_linear(node) and any(_is_linear(user) and user.args[0] is node for user in node.users):
             x = _widened(node.args[0])
             if x is not None and _is_adapter(x, node.args[1]):

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bench import docs, docs_models, docs_reliability, picture
-from inductor_fusions import config
+from inductor_fusions import cli, config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -235,9 +235,46 @@ def test_variable_is_documented(variable: str) -> None:
     assert f"`{variable}`" in text
 
 
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as links name them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links(page: Path) -> None:
-    """Links to files of the repository lead somewhere."""
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+    """Links to files of the repository, and to headings in them, lead somewhere."""
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+            found = page.parent / target if target else page
+            assert found.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(found), f"{page.name}: {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_exist(page: Path) -> None:
+    """Modules that are run, commands of the package, targets of make, and tests that are named."""
+    text = page.read_text()
+    for name in re.findall(r"python -m ((?:bench|tests)[\w.]*)", text):
+        path = ROOT.joinpath(*name.rstrip(".").split("."))
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"{page.name}: {name}"
+    commands = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
+    assert set(re.findall(r"python -m inductor_fusions ([a-z]+)", text)) <= commands
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"`make ([a-z]+)", text)) <= targets
+    for name in re.findall(r"`(tests/[\w/]+(?:\.py)?)", text):
+        assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_every_module_has_a_row() -> None:
+    """In the tables of docs/design.md; a package of a fusion in one row, or in a table of its own."""
+    named = set()
+    for row in re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "design.md").read_text(), re.M):
+        named |= {name.rstrip("/") for name in re.findall(r"`([^`]+)`", row)}
+    package = ROOT / "inductor_fusions"
+    fusions = package / "fusions"
+    for folder in (package, package / "_inductor", *(fusions / n for n in ("attention", "block_mm", "lora"))):
+        modules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
+        assert modules - {"__init__", "__pycache__", "fusions"} <= named, folder.name
+    names = {path.stem for path in fusions.iterdir()} - {"__init__", "__pycache__"}
+    assert names <= {name.removeprefix("fusions/") for name in named}

@@ -31,7 +31,7 @@ from bench.docs_linears import (
 )
 from bench.docs_models import models_section, readme_table
 from bench.docs_operations import bench_section
-from bench.docs_pieces import NOTICE, Json
+from bench.docs_pieces import NOTICE, Json, anchor
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- measured: begin (python -m bench.docs) -->"
@@ -52,7 +52,7 @@ What was measured, with the cases that lose. [measuring.md](measuring.md) says h
   enable_gqa=True)` and no mask built. In `padded` cases that leaves the padding out: it is the time that a
   batch without padding takes, a bound. For windows, documents, softcap and sinks it is stock on the same
   model with `attn_implementation="flex_attention"`.
-- **frozen**: for models with adapters, the model without them: what adapters would cost nothing beside.
+- **frozen**: for models with adapters, the same model without them: the limit, where adapters cost nothing.
 - **sdpa path**: stock on the same model with `attn_implementation="sdpa"`, for cases with eager attention.
 - All variants of a case run in one process, in interleaved blocks whose order rotates. Times are medians.
   A spread after ± is half of both interquartile ranges, added in quadrature.
@@ -78,12 +78,14 @@ SECTIONS: dict[str, Callable[[Json], str]] = {
 
 def performance(results: Path) -> str:
     """The text of docs/performance.md."""
-    parts = [NOTICE, PREFACE.strip()]
+    parts = []
     for pattern, section in SECTIONS.items():
         # A GPU first: its figures are what the package is for.
         for path in sorted(results.glob(pattern), key=lambda p: ("cpu" in p.stem, p.name)):
             parts.append(section(json.loads(path.read_text("utf-8"))))
-    return "\n\n".join(parts) + "\n"
+    titles = [part.partition("\n")[0].removeprefix("## ") for part in parts]
+    contents = "\n".join(f"- [{title}](#{anchor(title)})" for title in titles)
+    return "\n\n".join([NOTICE, PREFACE.strip(), contents, *parts]) + "\n"
 
 
 def between(text: str, made: str, name: str) -> str:

@@ -141,7 +141,7 @@ def lora_models_section(data: Json) -> str:
     parts = opening("Llama-1B with adapters", data)
     parts.append(
         "PEFT's adapters of rank 16 on every linear, where the case says nothing else; `frozen` is the model "
-        "without them, with the fusions: what adapters would cost nothing beside. In inference, `no guards` "
+        "without them, with the fusions: the limit, where adapters cost nothing. In inference, `no guards` "
         "leaves out Dynamo's guards, and `device` what the host does."
     )
     names = ("stock", "fused", "frozen")

@@ -104,8 +104,12 @@ def verdict(row: Json) -> str:
 def tally(rows: Sequence[Json]) -> str:
     """One sentence: how many cases are faster, level and slower."""
     counts = Counter(verdict(row) for row in rows)
-    text = f"{len(rows)} cases were measured: {counts['faster']} are faster than stock, "
-    text += f"{counts['level']} are level (within {LEVEL:.0%}), {counts['slower']} are slower"
+
+    def of(name: str) -> str:
+        return f"{counts[name]} {'is' if counts[name] == 1 else 'are'} {name}"
+
+    text = f"{len(rows)} cases were measured: {of('faster')} than stock, "
+    text += f"{of('level')} (within {LEVEL:.0%}), {of('slower')}"
     text += f", {counts['not compared']} could not be compared." if counts["not compared"] else "."
     told = []
     for train, name in ((False, "inference"), (True, "training")):

@@ -30,7 +30,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def header(data: Json) -> str:
-    """Device, versions, date and command of a results file."""
+    """Device, versions, date and command of a results file; several commands are folded up."""
     versions = [
         f"{name} {data[name]}"
         for name in ("torch", "triton", "transformers", "inductor_fusions", "python", "cuda", "cudnn")
@@ -41,11 +41,20 @@ def header(data: Json) -> str:
     commands = [c for c in (*data.get("previous_commands", ()), data.get("command")) if c]
     # Where the file lay on the machine that measured it says nothing here.
     commands = [re.sub(r"(?<=\s)/\S*/", "", command) for command in commands]
-    lines += [f"- command: `{command}`" for command in dict.fromkeys(commands)]
+    items = [f"`{command}`" for command in dict.fromkeys(commands)]
+    lines += [f"- command: {item}" for item in items] if len(items) == 1 else []
     settings = data.get("settings")
     if settings:
         lines.append("- settings: " + ", ".join(f"`{name}={value}`" for name, value in settings.items()))
+    if len(items) > 1:
+        folded = [f"- {item}" for item in items]
+        lines += ["", f"<details><summary>{len(items)} commands</summary>", "", *folded, "", "</details>"]
     return "\n".join(lines)
+
+
+def anchor(title: str) -> str:
+    """A heading as links name it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def opening(title: str, data: Json) -> list[str]:

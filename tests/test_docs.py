@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench import docs, docs_models, docs_reliability, picture
+from bench import docs, docs_models, docs_pieces, docs_reliability, picture
 from inductor_fusions import cli, config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -238,7 +238,7 @@ def test_variable_is_documented(variable: str) -> None:
 def anchors(page: Path) -> set[str]:
     """The headings of a page as links name them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {docs_pieces.anchor(heading) for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -15,6 +15,7 @@ import pytest
 
 from bench import docs, docs_models, docs_pieces, docs_reliability, picture
 from inductor_fusions import cli, config
+from inductor_fusions import fusions as fusions_of_the_package
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -278,3 +279,5 @@ def test_every_module_has_a_row() -> None:
         assert modules - {"__init__", "__pycache__", "fusions"} <= named, folder.name
     names = {path.stem for path in fusions.iterdir()} - {"__init__", "__pycache__"}
     assert names <= {name.removeprefix("fusions/") for name in named}
+    where = (ROOT / "CONTRIBUTING.md").read_text()
+    assert all(f"`{fusion.name}`" in where for fusion in fusions_of_the_package.ALL)

@@ -116,6 +116,18 @@ def variables() -> dict[str, tuple[str, ...]]:
     }
 
 
+def check_policy(given: str) -> str:
+    """A policy that was given as an argument.
+
+    Raises:
+        ValueError: it is none; names those that there are.
+    """
+    takes = variables()["INDUCTOR_FUSIONS_POLICY"]
+    if given not in takes:
+        raise ValueError(f"policy takes {' or '.join(takes)}, not {given!r}")
+    return given
+
+
 def check_environment() -> None:
     """Refuse values that are not understood, and warn of variables that do not exist.
 

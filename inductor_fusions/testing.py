@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from . import _inductor, budget, config, reporting
 from .reporting import Report, Site
@@ -42,7 +41,7 @@ EAGER_AFTER_PASSES = "eager_after_passes"
 
 
 @dataclass(frozen=True)
-class Capture:
+class Capture(budget.Values):
     """What one compile and run gave.
 
     Attributes:
@@ -59,11 +58,6 @@ class Capture:
     sites: list[Site]
     graphs: list[fx.GraphModule] = field(default_factory=list)
     cotangents: tuple[torch.Tensor, ...] = ()
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Every tensor of `outputs`, in order."""
-        return [leaf for leaf in pytree.tree_leaves(self.outputs) if isinstance(leaf, torch.Tensor)]
 
     @property
     def fused(self) -> list[Site]:
@@ -129,7 +123,11 @@ def capture(
 
     Returns:
         Outputs, gradients and sites.
+
+    Raises:
+        ValueError: there is no such policy.
     """
+    config.check_policy(policy)
     graphs: list[fx.GraphModule] = []
     how: Any = _AfterPasses(graphs) if backend == EAGER_AFTER_PASSES else backend
     with _inductor.fresh_compile(), config.patch(policy=policy), reporting.isolated() as sites:

@@ -151,8 +151,9 @@ def verify(
         Errors, sites and verdict.
 
     Raises:
-        ValueError: `fn` draws random numbers.
+        ValueError: `fn` draws random numbers, or there is no such policy.
     """
+    chosen = config.check_policy(config.policy if policy is None else policy)
     fn = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))
     title = type(fn).__name__ if isinstance(fn, nn.Module) else getattr(fn, "__name__", repr(fn))
 
@@ -172,7 +173,6 @@ def verify(
     true = _exact(fn, args, kwargs, train, cotangents)
 
     def measured(skip: str = "") -> tuple[list[Site], list[Error]]:
-        chosen = config.policy if policy is None else policy
         with config.patch(enabled=True, policy=chosen, skip=skip):
             (outputs, grads, _), sites = compiled(cotangents)
         return sites, budget.compare(Values(outputs, grads), stock, true, factor, slack)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+import inductor_fusions
 from inductor_fusions import config, reporting, testing
 
 BACKENDS = pytest.mark.parametrize("backend", [testing.EAGER_AFTER_PASSES, "inductor"])
@@ -49,6 +52,13 @@ def test_capture(backend: str) -> None:
     for found, grad in zip(run.grads.values(), expected, strict=True):
         torch.testing.assert_close(found, grad)
     assert q.grad is None
+
+
+@pytest.mark.parametrize("function", [testing.capture, inductor_fusions.verify])
+def test_unknown_policy(function: Any) -> None:
+    """An argument that nobody understands is no default."""
+    with pytest.raises(ValueError, match="policy takes profitable or always, not 'alway'"):
+        function(attention, *inputs(), policy="alway")
 
 
 def test_capture_is_isolated() -> None:

@@ -38,9 +38,8 @@ def short_attention(
             n, as windows of an image have. Where several have an n of their own, the largest is a multiple of
             the others. A floating mask is added. A boolean one replaces the scores where it is False.
             Floating ones may take gradients, which are computed in the same order at each call.
-        numbers: one for each mask: the factor of a floating one, what a boolean one puts in the place of a
-        score.
-            Default: 1 and -inf.
+        numbers: one for each mask: the factor of a floating one, and what a boolean one puts in the place of
+            a score. Default: 1 and -inf.
         scale: default D ** -0.5.
         causal: query i sees the keys j <= i only.
 

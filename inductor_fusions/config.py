@@ -154,7 +154,7 @@ def _takes(takes: tuple[str, ...], value: str) -> bool:
 def toggle_of(fusion: str) -> str:
     """The entry that switches a fusion; "" for those of other packages, which `skip` alone switches."""
     name = {"lora_input": "lora"}.get(fusion, fusion)  # one toggle for what is done before and after autograd
-    return name if hasattr(sys.modules[__name__], name) else ""
+    return name if f"INDUCTOR_FUSIONS_{name.upper()}" in variables() else ""
 
 
 def is_on(fusion: str) -> bool:

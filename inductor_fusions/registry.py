@@ -68,8 +68,8 @@ def _checked(loaded: Any, taken: set[str]) -> tuple[Fusion, ...]:
             raise TypeError(f"it is a {type(fusion).__name__}, not a Fusion")
         if fusion.stage not in get_args(Stage):
             raise ValueError(f"stage {fusion.stage!r} is none of {', '.join(get_args(Stage))}")
-        if fusion.name in taken:
-            raise ValueError(f"there is a fusion of the name {fusion.name!r} already")
+        if fusion.name in taken or config.toggle_of(fusion.name):
+            raise ValueError(f"there is a fusion, or an entry of config, of the name {fusion.name!r} already")
     return given
 
 

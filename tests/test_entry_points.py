@@ -224,6 +224,13 @@ def test_nested_body_is_restored(only: Callable) -> None:
     assert not found.calls("tanh") and len(found.calls("sigmoid")) == 2
 
 
+@pytest.mark.parametrize("name", ["attention", "strict"])
+def test_names_that_are_taken(name: str) -> None:
+    """By a fusion, or by an entry of config, which would switch it."""
+    with pytest.raises(ValueError, match=f"of the name '{name}'"):
+        registry._checked(fusion(name, lambda graph: ()), {"attention"})
+
+
 def test_skip(only: Callable) -> None:
     only(rewriting(right))
     with config.patch(skip="another, foreign"):

@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 # All of this must be in the environment before torch is imported, and child processes inherit it.
 
@@ -97,3 +98,19 @@ def fresh_cache() -> Iterator[None]:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device there is: the test runs once on each."""
     return torch.device(request.param)
+
+
+@pytest.fixture
+def mesh(device: torch.device) -> Iterator[Any]:
+    """A mesh of this one process; `tests/test_distributed.py` has two."""
+    dist = pytest.importorskip("torch.distributed")
+    if not dist.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh(device.type, (1,))
+    finally:
+        dist.destroy_process_group()

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from bench import cases, common, compare, suites
 from inductor_fusions import cli
 from inductor_fusions.cli import benching
+from tests.support.command_line import refuse
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -264,16 +265,6 @@ def test_whole_models_are_expected_to_last_as_recorded() -> None:
     quick = [e for e in suites.select(["models"], None, True, "cuda") if e.suite == "models"]
     assert quick and all(entry.seconds == recorded[entry.name] for entry in quick)
     assert sum(entry.seconds for entry in quick) < benching.QUICK_SECONDS
-
-
-def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["inductor-fusions", *arguments])
-    with pytest.raises(SystemExit) as exit:
-        cli.main()
-    out, err = capsys.readouterr()
-    assert (exit.value.code, out) == (2, "")
-    assert err.count("\n") == 1 and err.startswith("inductor-fusions: "), err
-    return err
 
 
 def test_mistakes(

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import inductor_fusions
 from inductor_fusions import cli, config, tables
 from inductor_fusions.fusions import ALL
+from tests.support.command_line import refuse
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -76,17 +77,6 @@ def run_json(*arguments: str) -> Any:
     found = json.loads(run(*arguments, "--json"))
     assert found["schema"] == 1
     return found
-
-
-def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The line on stderr of a command that the user got wrong."""
-    monkeypatch.setattr(sys, "argv", ["inductor-fusions", *arguments])
-    with pytest.raises(SystemExit) as exit:
-        cli.main()
-    out, err = capsys.readouterr()
-    assert (exit.value.code, out) == (2, "")
-    assert err.count("\n") == 1 and err.startswith("inductor-fusions: "), err
-    return err
 
 
 # -- env and list ---------------------------------------------------------------------------------

@@ -67,15 +67,10 @@ def test_gradient_accumulation() -> None:
     assert fused() == 2
 
 
-def save_products(*_: Any, **__: Any) -> Any:
-    matrices = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
-    return checkpoint.create_selective_checkpoint_contexts(matrices)
-
-
 @pytest.mark.parametrize("selective", [False, True], ids=["full", "selective"])
 def test_checkpointing(selective: bool) -> None:
     ours, theirs = blocks.model(1), blocks.model(1)
-    options: dict[str, Any] = {"context_fn": save_products} if selective else {}
+    options: dict[str, Any] = {"context_fn": blocks.save_products} if selective else {}
     backend: Any = "inductor" if selective else testing._AfterPasses([])  # the partitioner reads the policy
 
     def forward(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from inductor_fusions import config, testing
 from inductor_fusions.fusions.attention import flex
+from inductor_fusions.fusions.attention.short import terms
 
 #: Sizes that differ from each other, and of which no product is another one of them.
 BATCH, HEADS, Q_LEN, KV_LEN, DIM = 2, 3, 7, 13, 16
@@ -92,6 +93,14 @@ def flex_everywhere(kernel: str = "auto") -> Iterator[None]:
     Inductor's template for a CPU has none of them; the graphs are run without it.
     """
     with mock.patch.object(flex, "LIMITED", frozenset()), config.patch(attention_kernel=kernel):
+        yield
+
+
+@contextlib.contextmanager
+def short_everywhere() -> Iterator[None]:
+    """The operation for short attention wherever it can be, on the CPU too."""
+    devices = mock.patch.object(terms, "DEVICES", frozenset({"cpu", "cuda"}))
+    with devices, config.patch(attention_kernel="short"):
         yield
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import subprocess
@@ -17,21 +16,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from inductor_fusions import config, ops, testing
-from inductor_fusions.fusions.attention.short import plan, terms
+from inductor_fusions.fusions.attention.short import plan
 from inductor_fusions.fusions.attention.short.op import SHORT_ATTENTION, SHORT_ATTENTION_BACKWARD
 from tests.attention.short_interpreted import CASES as INTERPRETED
-from tests.attention.support import additive, cases, check, qkv, rand, scored, visible
+from tests.attention.support import additive, cases, check, qkv, rand, scored, short_everywhere, visible
 from tests.support.interpreter import interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@contextlib.contextmanager
-def everywhere() -> Iterator[None]:
-    """The operation wherever it can be, on the CPU too."""
-    devices = mock.patch.object(terms, "DEVICES", frozenset({"cpu", "cuda"}))
-    with devices, config.patch(attention_kernel="short"):
-        yield
 
 
 # The operation -----------------------------------------------------------------------------------
@@ -304,7 +295,7 @@ FUSED: dict[str, tuple[Any, Any, list[tuple[int, ...]]]] = {
 @cases(FUSED)
 def test_becomes_it(case: tuple[Any, Any, list[tuple[int, ...]]]) -> None:
     fn, inputs, shapes = case
-    with everywhere():
+    with short_everywhere():
         run = check(fn, inputs(), kernel="short", fused=1)
     assert masks_of(run) == shapes
 
@@ -314,7 +305,7 @@ def test_rows_without_a_key(train: bool) -> None:
     """A fill is applied as in the unfused graph, so such rows need no care."""
     keep = visible(2, 1, 7, 13)
     keep[:, :, 3] = False
-    with everywhere():
+    with short_everywhere():
         check(scored(lambda s, m: torch.where(m, s, LOWEST)), (*qkv(), keep), kernel="short", train=train)
         check(BIAS, (*qkv(), additive(keep)), kernel="short", train=train)
 
@@ -328,7 +319,7 @@ def test_mask_that_is_overwritten() -> None:
         mask.zero_()
         return torch.softmax(q @ k.mT * 0.3 + total, -1) @ v
 
-    with everywhere():
+    with short_everywhere():
         run = check(fn, window_inputs(), kernel="short", fused=1)
     assert masks_of(run) == [(1, 3, 7, 7), (6, 1, 7, 7)]
 
@@ -347,13 +338,13 @@ REFUSED = {
 @cases(REFUSED)
 def test_does_not_become_it(case: tuple[Any, Any]) -> None:
     fn, inputs = case
-    with everywhere():
+    with short_everywhere():
         run = testing.capture(fn, *inputs(), backend=testing.EAGER_AFTER_PASSES)
     assert len(run.fused) == 1 and not run.calls("short_attention.default")
 
 
 def test_symbolic_lengths() -> None:
-    with everywhere():
+    with short_everywhere():
         check(BIAS, (*qkv(), additive(visible(2, 1, 1, 13))), kernel="sdpa", dynamic=True)
 
 
@@ -376,13 +367,13 @@ CALLS = {
 @cases(CALLS)
 def test_call(case: Any) -> None:
     """A call of SDPA with a learned bias is one, too."""
-    with everywhere():
+    with short_everywhere():
         check(called, (*qkv(), case()), kernel="short", train=True)
 
 
 def test_call_that_may_hide_rows() -> None:
     """SDPA gives zeros where a mask hides every key, and an additive mask that is an input may."""
-    with everywhere():
+    with short_everywhere():
         run = testing.capture(
             called, *qkv(), additive(visible(2, 1, 7, 13)), backend=testing.EAGER_AFTER_PASSES
         )
@@ -395,7 +386,7 @@ def test_call_with_a_boolean_mask(shape: tuple[int, ...]) -> None:
     mask = visible(*shape)
     mask[(0,) * (len(shape) - 1)] = False
     inputs = (*qkv(), mask)
-    with everywhere():
+    with short_everywhere():
         seen = check(called, inputs, kernel="short", train=True)
         assert check(called, inputs, kernel="short", train=False).ours.calls("short_attention.default")
     assert (seen.ours.outputs == 0).all(-1).any() and not (seen.ours.outputs == 0).all()
@@ -419,7 +410,7 @@ def test_swin(attention: str) -> None:
     )
     model = transformers.SwinModel._from_config(options, attn_implementation=attention).eval()
     pixels = torch.randn(2, 3, 32, 32)
-    with everywhere():
+    with short_everywhere():
         check(model, (pixels,), kernel="short", fused=2)
         with config.patch(strict=True), torch.no_grad():
             made = cuda_codegen.generate(lambda x: model(x)[0], (pixels,), run=False)

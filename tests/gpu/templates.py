@@ -14,12 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inductor_fusions import _inductor, config
-from inductor_fusions.fusions.attention.short import terms
 from inductor_fusions.fusions.block_mm import configurations, heuristics
 from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
 from inductor_fusions.fusions.lora import decode
 from inductor_fusions.fusions.outer_product_linear.op import OUTER_PRODUCT_LINEAR
-from tests.attention.support import flex_everywhere
+from tests.attention.support import flex_everywhere, short_everywhere
 
 LOWEST = torch.finfo(torch.float32).min
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -148,14 +147,6 @@ def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return torch.softmax(q @ k.mT * 0.2 + bias, -1).to(v.dtype) @ v
 
 
-@contextlib.contextmanager
-def short() -> Iterator[None]:
-    """Attention over one tile of keys, wherever the tensors are."""
-    devices = mock.patch.object(terms, "DEVICES", frozenset({"cpu", "cuda"}))
-    with devices, config.patch(attention_kernel="short"):
-        yield
-
-
 def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     i = torch.arange(q.shape[2], device=q.device)
     seen = (i <= i[:, None]) & (i > i[:, None] - 150)
@@ -244,8 +235,8 @@ TEMPLATES: dict[str, Template] = {
     "adapters, few rows, a lane for each warp": Template(
         lora, FEW, PAIR, False, functools.partial(pair, True, block_k=256, lanes=4), least=90, marks=LANES
     ),
-    "short attention": Template(biased, SHORT, ("short_attention",), True, short, (FP32,) * 4),
-    "short attention, bfloat16": Template(biased, SHORT, ("short_attention",), True, short),
+    "short attention": Template(biased, SHORT, ("short_attention",), True, short_everywhere, (FP32,) * 4),
+    "short attention, bfloat16": Template(biased, SHORT, ("short_attention",), True, short_everywhere),
     "outer product": Template(outer, ((200, 4), (200, 48), (96, 192)), (), True),
     "dot interaction": Template(interaction, ((200, 27, 64), (200, 64)), (), True),
     "flex, window": Template(windowed, HEADS, ("flex_attention",), True, FLEX, (FP32,) * 3),

@@ -300,22 +300,6 @@ def padding_of(length: int) -> torch.Tensor:
 # -- S8, S9: engines of torch -------------------------------------------------------------------------
 
 
-@pytest.fixture
-def mesh(device: torch.device) -> Iterator[Any]:
-    """A mesh of this one process; `tests/test_distributed.py` has two."""
-    dist = pytest.importorskip("torch.distributed")
-    if not dist.is_available():
-        pytest.skip("this torch has no torch.distributed")
-    from torch.distributed.device_mesh import init_device_mesh
-
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh(device.type, (1,))
-    finally:
-        dist.destroy_process_group()
-
-
 def sharded(model: Any, mesh: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
@@ -370,12 +354,7 @@ def whole(t: torch.Tensor) -> torch.Tensor:
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
-def save_products(*_: Any, **__: Any) -> Any:
-    matrices = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
-    return checkpoint.create_selective_checkpoint_contexts(matrices)
-
-
-@pytest.mark.parametrize("options", [{}, {"context_fn": save_products}], ids=["full", "selective"])
+@pytest.mark.parametrize("options", [{}, {"context_fn": blocks.save_products}], ids=["full", "selective"])
 def test_S9_checkpoint(options: dict[str, Any], device: torch.device) -> None:
     """torch.utils.checkpoint keeps the fusions, and the gradients."""
     count = 1 if options else 2

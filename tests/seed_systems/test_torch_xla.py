@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -220,22 +220,6 @@ def test_X6_leading_dims(lead: tuple[int, ...], device: torch.device) -> None:
 
 
 # -- X7: sharded --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def mesh(device: torch.device) -> Iterator[Any]:
-    """A mesh of this one process; `tests/test_distributed.py` has two."""
-    dist = pytest.importorskip("torch.distributed")
-    if not dist.is_available():
-        pytest.skip("this torch has no torch.distributed")
-    from torch.distributed.device_mesh import init_device_mesh
-
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh(device.type, (1,))
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("dim", [0, 1], ids=["batch", "heads"])

@@ -323,10 +323,10 @@ def _warn_if_nothing(sites: Sequence[Site]) -> None:
     command = "print(inductor_fusions.report())"
     if program.suffix == ".py" and program.is_file():
         command = f"python -m inductor_fusions run --report {program}"
-    log.warning(
-        "none of %d sites was fused; %d of them: %s. To see each: %s",
-        len(sites), count, most, command,
-    )  # fmt: skip
+    what = "a site was not fused"
+    if len(sites) > 1:
+        what = f"none of {len(sites)} sites was fused; {count} of them"
+    log.warning("%s: %s. To see each: %s", what, most, command)
 
 
 # -- where a node comes from ----------------------------------------------------------------------

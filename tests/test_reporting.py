@@ -249,6 +249,11 @@ def test_nothing_fused_is_said_once(unsaid: None, caplog: pytest.LogCaptureFixtu
     assert said.startswith("none of 2 sites was fused; 2 of them: because. To see each: ")
 
 
+def test_one_site_that_is_not_fused(unsaid: None, caplog: pytest.LogCaptureFixture) -> None:
+    (said,) = warnings_of(caplog, [missed()])
+    assert said.startswith("a site was not fused: because. To see each: ")
+
+
 @pytest.mark.parametrize(
     "graphs",
     [

@@ -39,8 +39,11 @@ def block_mm(
         The outputs, row-major: one for each group; one alone where `gated`.
 
     Raises:
-        ValueError: the arguments do not fit together.
+        ValueError: the arguments do not fit together; says which.
+        RuntimeError: K differs between the operands of a product.
     """
+    if not a:
+        raise ValueError("block_mm needs at least one product")
     # Dynamo may have made them symbolic.
     groups = list(range(len(a))) if groups is None else [int(g) for g in groups]
     count = groups[-1] + 1 if groups else 0

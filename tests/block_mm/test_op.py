@@ -164,9 +164,11 @@ def test_lowering_is_registered_whatever_is_imported_first(first: str) -> None:
         ({"activations": ["relu"]}, "one activation for each"),
         ({"bias": [None]}, "one bias"),
         ({"gated": True, "groups": [0, 0]}, "has two groups"),
+        ({"a": [], "b": []}, "at least one product"),
+        ({"b": [torch.randn(7, 6)] * 2}, r"differ: \[5, 8\] @ \[7, 6\]"),
     ],
 )
 def test_arguments_that_do_not_fit(change: dict[str, Any], says: str) -> None:
     x, w = torch.randn(5, 8), torch.randn(8, 6)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises((ValueError, RuntimeError), match=says):
         ops.block_mm(**{"a": [x, x], "b": [w, w], **change})

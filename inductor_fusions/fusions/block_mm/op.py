@@ -63,6 +63,7 @@ def check(
 
     Raises:
         ValueError: says which.
+        RuntimeError: the inner sizes of a product differ.
     """
     if not (len(a) == len(b) == len(groups) == len(scales)) or not a:
         raise ValueError("block_mm needs one a, b, group and scale for each product, and a product")
@@ -85,7 +86,12 @@ def check(
             raise ValueError("the operands of block_mm are matrices")
         if not (left.is_floating_point() and left.dtype == right.dtype):
             raise ValueError("the operands of a product of block_mm have one floating dtype")
-        torch._check(left.shape[1] == right.shape[0], lambda: "inner sizes of block_mm differ")
+        torch._check(
+            left.shape[1] == right.shape[0],
+            lambda left=left, right=right: (
+                f"the inner sizes of a product of block_mm differ: {list(left.shape)} @ {list(right.shape)}"
+            ),
+        )
 
 
 def composite(

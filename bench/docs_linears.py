@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from bench import modules
+from bench import interactions
 from bench.compare import geometric_mean
 from bench.docs_pieces import NONE, Json, get, number, opening, quotient, table
 from inductor_fusions.tables import MARGIN
@@ -218,7 +218,7 @@ def interactions_section(title: str, data: Json) -> str:
         (
             str(row["key"]),
             *(time(row, name) for name in names),
-            number(modules.gain(row), 2),
+            number(interactions.gain(row), 2),
             mebibytes(row, "stock"),
             mebibytes(row, "fused"),
         )

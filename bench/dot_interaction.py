@@ -28,12 +28,12 @@ from unittest import mock
 import torch
 from torch import nn
 
-from bench import device_table, modules, tuning
+from bench import device_table, interactions, tuning
 from bench.common import (
     Json,
     interleave,
 )
-from bench.modules import gain, mlp
+from bench.interactions import gain, mlp
 from inductor_fusions.fusions import dot_interaction
 
 #: Samples of a thread block, and its warps.
@@ -181,8 +181,8 @@ def measure(row: Row, device: str, quick: bool) -> Json:
     for t in (*inputs, *args):
         t.requires_grad_(row.train and t.is_floating_point())
     wide = copy.deepcopy(model).double()
-    exact = modules.step(wide, args, wide, None if cotangent is None else cotangent.double())
-    found = modules.measure(
+    exact = interactions.step(wide, args, wide, None if cotangent is None else cotangent.double())
+    found = interactions.measure(
         model, inputs, cotangent, exact, "dot_interaction", device, quick, lambda: as_measured(tiles, device)
     )
     return {

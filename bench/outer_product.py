@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench import device_table, modules, tuning
+from bench import device_table, interactions, tuning
 from bench.common import DTYPES, Json
-from bench.modules import mlp
+from bench.interactions import mlp
 from inductor_fusions import config
 
 
@@ -140,7 +140,7 @@ def measure(row: Row, device: str, quick: bool) -> Json:
         cotangent = torch.randn_like(model(*inputs)) if row.train else None
     inputs[0].requires_grad_(row.train)
     exact = reference(row, model, inputs, cotangent)
-    found = modules.measure(
+    found = interactions.measure(
         model, inputs, cotangent, exact, "outer_product_linear", device, quick,
         lambda: config.patch(policy="always"),
     )  # fmt: skip
@@ -152,7 +152,7 @@ def measure(row: Row, device: str, quick: bool) -> Json:
 
 def reference(
     row: Row, model: nn.Module, inputs: Sequence[torch.Tensor], cotangent: torch.Tensor | None
-) -> modules.Tensors:
+) -> interactions.Tensors:
     """Result and gradients in float64, in slices of 256 samples, since a row of products is wide."""
     wide = copy.deepcopy(model).double()
     parts = []
@@ -160,7 +160,9 @@ def reference(
         rows = slice(start, start + 256)
         first, *rest = [t[rows].detach() for t in inputs]
         given = [first.double().requires_grad_(row.train), *rest]
-        parts.append(modules.step(wide, given, wide, None if cotangent is None else cotangent[rows].double()))
+        parts.append(
+            interactions.step(wide, given, wide, None if cotangent is None else cotangent[rows].double())
+        )
     of_rows, of_weights = (2, len(parts[0])) if row.train else (1, 1)
     found = list(zip(*parts, strict=True))
     return [*map(torch.cat, found[:of_rows]), *(sum(each) for each in found[of_rows:of_weights])]
@@ -172,7 +174,7 @@ def table(path: Path, rows: list[Json]) -> None:
     data["outer_product_linear"] = [
         {
             **{name: row[name] for name in ("dtype", "train", "p", "q", "columns", "rows")},
-            "gain": modules.gain(row),
+            "gain": interactions.gain(row),
         }
         for row in rows
         if row["kind"] == "linear" and row["fused"]
@@ -191,7 +193,8 @@ def main() -> None:
         grid(options.quick),
         lambda row: measure(row, options.device, options.quick),
         lambda found: (
-            f"{found['times_us']}, {modules.gain(found)}x, correct {found['correct']}, fused {found['fused']}"
+            f"{found['times_us']}, {interactions.gain(found)}x, correct {found['correct']}, "
+            f"fused {found['fused']}"
         ),
     )
 

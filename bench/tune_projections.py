@@ -40,7 +40,6 @@ import torch
 
 from bench import device_table, tuning
 from bench.common import DTYPES, Json, error_limit, interleave, is_fatal, one_line, relative_error
-from bench.linears import as_graph, checked_rows, count_of_sets, gain, plain_gain, set_up
 from bench.pool import FileLock
 from bench.projections import (
     Operands,
@@ -56,6 +55,7 @@ from bench.projections import (
     stock,
     unfused,
 )
+from bench.tuning_linears import as_graph, checked_rows, count_of_sets, gain, plain_gain, set_up
 from inductor_fusions import tables
 
 #: Configurations that are measured to the end, after a first look.

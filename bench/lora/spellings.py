@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from bench.common import DTYPES
-from bench.linears import checked_rows as rows
 from bench.lora.rows import Row
+from bench.tuning_linears import checked_rows as rows
 
 #: Factor of every adapter: lora_alpha / r.
 SCALE = 2.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench import device_table
 from bench.common import Json
-from bench.linears import plain_gain
+from bench.tuning_linears import plain_gain
 from inductor_fusions import tables
 
 

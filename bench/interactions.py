@@ -1,4 +1,4 @@
-"""A small module in inference or training: stock, autotuned stock and fused, side by side in one process."""
+"""What the measurements of interactions share: a small module, stock, autotuned and fused, in one process."""
 
 from __future__ import annotations
 

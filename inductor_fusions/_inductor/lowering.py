@@ -89,6 +89,23 @@ def value_key(value: Any) -> tuple[Any, ...]:
     return (value.get_name(), tuple(layout.size), tuple(layout.stride), layout.offset)
 
 
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """A value of Inductor in another dtype."""
+    if value.get_dtype() == dtype:
+        return value
+    return call_lowering(torch.ops.prims.convert_element_type.default, value, dtype)
+
+
+def sizes(value: Any) -> tuple[Any, ...]:
+    """The sizes of a value of Inductor, as ints where they are."""
+    return tuple(static(size) for size in value.get_size())
+
+
+def strides(value: Any) -> tuple[Any, ...]:
+    """The strides of a value of Inductor, as ints where they are."""
+    return tuple(static(stride) for stride in value.get_stride())
+
+
 def static(size: Any) -> Any:
     """A size of Inductor's as an int, where it is one."""
     return int(size) if getattr(size, "is_Integer", isinstance(size, int)) else size

@@ -92,9 +92,11 @@ class Call:
         operands, structure = self._structure()
         if self.gated and not template.can_gate(structure):
             raise Rejected("the two sides of the gate are computed differently")
+        left, right = (
+            [(_inductor.sizes(x), _inductor.strides(x)) for x in side] for side in (self.left, self.right)
+        )
         problem = of_operands(
-            [(_sizes(x), _strides(x)) for x in self.left], [(_sizes(x), _strides(x)) for x in self.right],
-            self.groups, self.gated, self.a[0].get_dtype(),
+            left, right, self.groups, self.gated, self.a[0].get_dtype(),
             [(f.a.name, f.b.name) for f in structure.factors], self.activations[0],
         )  # fmt: skip
         arch = heuristics.capability(device)
@@ -112,7 +114,7 @@ class Call:
             raise Rejected(
                 "bulk copies need strides that are multiples of 16 bytes, and sizes that are known"
             )
-        shapes = [(_sizes(self.left[p])[0], _sizes(self.right[p])[1]) for p in self._first()]
+        shapes = [(left[p][0][0], right[p][0][1]) for p in self._first()]
         return _inductor.lower_to_template(
             name="block_mm",
             inputs=operands,
@@ -161,15 +163,10 @@ class Call:
             outputs.append(total)
         if self.gated:
             outputs = [call(aten.mul.Tensor, self._wide(outputs[0]), self._wide(outputs[1]))]
-        return [self._cast(y, kind) for y, kind in zip(outputs, self.dtypes, strict=True)]
+        return [_inductor.cast(y, kind) for y, kind in zip(outputs, self.dtypes, strict=True)]
 
     def _wide(self, x: Any) -> Any:
-        return x if x.get_dtype() == torch.float64 else self._cast(x, torch.float32)
-
-    def _cast(self, x: Any, dtype: torch.dtype) -> Any:
-        if x.get_dtype() == dtype:
-            return x
-        return _inductor.call_lowering(torch.ops.prims.convert_element_type.default, x, dtype)
+        return x if x.get_dtype() == torch.float64 else _inductor.cast(x, torch.float32)
 
     def _first(self) -> list[int]:
         return [self.groups.index(group) for group in range(self.groups[-1] + 1)]
@@ -196,7 +193,7 @@ class Call:
                     template.Operand(name("A", left), _inner(left, 1)),
                     template.Operand(name("B", right), _inner(right, 0)),
                     self.scales[p],
-                    known_size(_sizes(left)[1]),
+                    known_size(_inductor.sizes(left)[1]),
                     _precision(left.get_dtype(), p > 0 and _repeats(self.groups, p)),
                     str(left.get_dtype()),
                 )
@@ -217,7 +214,7 @@ class Call:
     def _is_pair(self, factors: Sequence[template.Factor]) -> bool:
         """Whether the first products of a gated pair have one input, and weights of one layout."""
         i, j = self._first()
-        alike = _strides(self.right[i]) == _strides(self.right[j])
+        alike = _inductor.strides(self.right[i]) == _inductor.strides(self.right[j])
         return alike and factors[i].a == factors[j].a and factors[i].b.name != factors[j].b.name
 
     def _stock(self, structure: template.Structure) -> Callable[..., torch.Tensor]:
@@ -255,7 +252,7 @@ def _small(size: Any, dtype: torch.dtype) -> bool:
 def _aligned(x: Any) -> bool:
     """Whether bulk copies can read a matrix."""
     per_load = guards.ALIGNMENT // x.get_dtype().itemsize
-    numbers = [*(s for s in _strides(x) if s != 1), _inductor.static(x.get_layout().offset)]
+    numbers = [*(s for s in _inductor.strides(x) if s != 1), _inductor.static(x.get_layout().offset)]
     return all(isinstance(n, int) and n % per_load == 0 for n in numbers)
 
 
@@ -298,16 +295,8 @@ def _activate(name: str, x: Any) -> Any:
     return call(aten.mul.Tensor, half, call(aten.add.Tensor, inner, 1))
 
 
-def _sizes(x: Any) -> tuple[Any, ...]:
-    return tuple(_inductor.static(size) for size in x.get_size())
-
-
-def _strides(x: Any) -> tuple[Any, ...]:
-    return tuple(_inductor.static(stride) for stride in x.get_stride())
-
-
 def _inner(x: Any, dim: int) -> bool:
-    strides, other = _strides(x), 1 - dim
+    strides, other = _inductor.strides(x), 1 - dim
     if strides[dim] == 1:
         return True
     if strides[other] != 1:

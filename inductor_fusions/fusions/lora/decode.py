@@ -241,15 +241,14 @@ class Call:
         count, adapters = len(self.w), len(self.a)
         x, w, rest = held[0], held[1 : 1 + count], held[1 + count :]
         a, b = rest[:adapters], rest[adapters:]
-        sizes = [_inductor.static(size) for size in x.get_size()]
-        columns = [_inductor.static(right.get_size()[1]) for right in w]
-        ranks = [_inductor.static(right.get_size()[1]) for right in a]
+        sizes = _inductor.sizes(x)
+        columns, ranks = ([_inductor.sizes(right)[1] for right in some] for some in (w, a))
         if not all(isinstance(size, int) for size in (*sizes, *columns, *ranks)) or sizes[0] > MOST_ROWS:
             raise Rejected("sizes that are not known, or too many rows")
         if sum(narrow.padded(r) for r in ranks) > narrow.MOST_TOGETHER or max(ranks) > narrow.MOST_COLUMNS:
             raise Rejected(f"adapters of more than {narrow.MOST_TOGETHER} columns together")
         dtypes = x.get_dtype(), a[0].get_dtype()
-        along = all(_inductor.static(right.get_stride()[0]) == 1 for right in w)
+        along = all(_inductor.strides(right)[0] == 1 for right in w)
         shape = Shape(sizes[0], sizes[1], tuple(columns), tuple(ranks), *dtypes, along)
         config = choose(shape, device)
         early = config.early and self.early and capability(device) >= 90
@@ -367,7 +366,7 @@ class Call:
 
     def one_by_one(self) -> list[Any]:
         """The products as stock lowers them, each by itself."""
-        call, cast = _inductor.call_lowering, lowering.cast
+        call, cast = _inductor.call_lowering, _inductor.cast
         outputs = [call(aten.mm.default, self.x, right) for right in self.w]
         for down, up, group, scale in zip(self.a, self.b, self.groups, self.scales, strict=True):
             h = call(aten.mm.default, cast(self.x, down.get_dtype()), down)

@@ -25,9 +25,7 @@ def elements_of(index: int, matrix: Any, rows_dim: int | None = None) -> dict[st
         matrix: the matrix.
         rows_dim: the dim whose rows are to lie one behind the other; as they are in memory by default.
     """
-    sizes, strides = (
-        [_inductor.static(n) for n in each] for each in (matrix.get_size(), matrix.get_stride())
-    )
+    sizes, strides = _inductor.sizes(matrix), _inductor.strides(matrix)
     if rows_dim is None:
         rows_dim = 0 if strides[1] == 1 else 1
     return {

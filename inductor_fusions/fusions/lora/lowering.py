@@ -62,8 +62,8 @@ def _kernel(
     x, *b = _inductor.realize([x, *(_firsts(b) if made else b)])
     ranks = [_inductor.static(right.get_size()[1]) for right in b]
     thin = torch.float32 if made else b[0].get_dtype()
-    rows, inner = (_inductor.static(size) for size in x.get_size())
-    strides = [_inductor.static(stride) for stride in x.get_stride()]
+    rows, inner = _inductor.sizes(x)
+    strides = _inductor.strides(x)
     if not all(isinstance(r, int) and r <= narrow.MOST_COLUMNS for r in ranks) or 1 not in strides:
         raise Rejected("matrices that the kernel does not take")
     if sum(narrow.padded(r) for r in ranks) > narrow.MOST_TOGETHER:
@@ -102,10 +102,8 @@ def _kernel(
 def _firsts(stacks: Sequence[Any]) -> list[Any]:
     """The first of the summands of each narrow matrix, with the others behind it in memory."""
     for held in _inductor.realize(stacks):
-        sizes, strides = (
-            [_inductor.static(n) for n in each] for each in (held.get_size(), held.get_stride())
-        )
-        if strides not in ([sizes[1] * sizes[2], sizes[2], 1], [sizes[1] * sizes[2], 1, sizes[1]]):
+        _, rows, columns = _inductor.sizes(held)
+        if _inductor.strides(held) not in ((rows * columns, columns, 1), (rows * columns, 1, rows)):
             raise Rejected("summands that do not lie one behind the other")
     return [_inductor.call_lowering(aten.select.int, stack, 0, 0) for stack in stacks]
 
@@ -187,14 +185,14 @@ def _added_up(
     call = _inductor.call_lowering
     total = call(aten.sum.dim_IntList, call(aten.view.default, outputs[0], [splits, *shapes[0]]), [0])
     forms = [_form(total, further[0], wide, dtype)] if further[0] else []
-    return [cast(total, wide), *forms]
+    return [_inductor.cast(total, wide), *forms]
 
 
 def _form(y: Any, factor: float, wide: torch.dtype, dtype: torch.dtype) -> Any:
     """The further form of a product that is of the dtype `wide`, beside an input of the dtype `dtype`."""
     if factor != 1:
         y = _inductor.call_lowering(aten.mul.Tensor, y, factor)
-    return cast(y, dtype) if wide == dtype else parts(y, dtype)
+    return _inductor.cast(y, dtype) if wide == dtype else parts(y, dtype)
 
 
 def parts(y: Any, dtype: torch.dtype) -> Any:
@@ -208,14 +206,7 @@ def parts(y: Any, dtype: torch.dtype) -> Any:
     bits = call(aten.bitwise_and.Tensor, call(aten.view.dtype, y, torch.int32), -65536)
     high = call(aten.view.dtype, bits, torch.float32)
     low = call(aten.sub.Tensor, y, high)
-    return cast(_inductor.beside([high, high, low]), dtype)
-
-
-def cast(x: Any, dtype: torch.dtype) -> Any:
-    """A value of Inductor in another dtype."""
-    if x.get_dtype() == dtype:
-        return x
-    return _inductor.call_lowering(torch.ops.prims.convert_element_type.default, x, dtype)
+    return _inductor.cast(_inductor.beside([high, high, low]), dtype)
 
 
 def _one_by_one(
@@ -225,7 +216,7 @@ def _one_by_one(
     call = _inductor.call_lowering
     found, forms = [], []
     for right, scale, factor in zip(map(_sum, b), scales, further, strict=True):
-        y = call(aten.mm.default, cast(x, right.get_dtype()), right)
+        y = call(aten.mm.default, _inductor.cast(x, right.get_dtype()), right)
         y = y if scale == 1 else call(aten.mul.Tensor, y, scale)
         found.append(call(aten.permute.default, y, [1, 0]) if transposed else y)
         if factor:
@@ -241,7 +232,7 @@ def _sum(right: Any) -> Any:
         return right
     call, total = _inductor.call_lowering, None
     for i in range(_inductor.static(right.get_size()[0])):
-        part = cast(call(aten.select.int, right, 0, i), torch.float32)
+        part = _inductor.cast(call(aten.select.int, right, 0, i), torch.float32)
         total = part if total is None else call(aten.add.Tensor, total, part)
     return total
 

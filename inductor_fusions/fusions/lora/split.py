@@ -138,7 +138,7 @@ def _kernel(
     outputs: list[tuple[str, tuple[Any, Any], torch.dtype]] = []
     shapes: list[list[int]] = []
     for i, (matrix, count, dim, size) in enumerate(zip(matrices, summands, along, sizes, strict=True)):
-        found = [_inductor.static(length) for length in matrix.get_size()]
+        found = _inductor.sizes(matrix)
         if not all(isinstance(length, int) for length in found):
             raise Rejected("sizes that are not known")
         shapes.append(_shape(found, count, dim, size))

@@ -75,7 +75,7 @@ class Call:
             raise Rejected("the device is older than compute capability 8.0")
         if self.dtype not in DTYPES or len(masks) > MOST_MASKS:
             raise Rejected(f"{self.dtype}, {len(masks)} masks")
-        sizes = [_sizes(x) for x in (q, k, v)]
+        sizes = [_inductor.sizes(x) for x in (q, k, v)]
         if not all(isinstance(n, int) for size in sizes for n in size[1:]):
             raise Rejected("symbolic lengths, heads or head dims")
         if max(sizes[0][3], sizes[2][3]) > plan.MOST_DIM[self.dtype.itemsize]:
@@ -111,9 +111,10 @@ class Call:
         if blocks > 1 and chosen.windows > 1:
             raise Rejected("several blocks of queries, and samples")
         inputs = [("G", grad), ("Q", self.q), ("K", self.k), ("V", self.v), *self._named_masks()]
+        k_shape, v_shape = _inductor.sizes(self.k), _inductor.sizes(self.v)
         outputs = [
             _inductor.Output(name, size, op.dense(*size), self.dtype)
-            for name, size in (("", self.shape), ("DK", _sizes(self.k)), ("DV", _sizes(self.v)))
+            for name, size in (("", self.shape), ("DK", k_shape), ("DV", v_shape))
         ]
         if windows:
             repeats = self.shape[0] // self.period
@@ -129,7 +130,7 @@ class Call:
 
     def _find_period(self) -> Any:
         """After how many samples the masks repeat; symbolic where that is the whole batch."""
-        sizes = [_sizes(mask)[0] for mask in self.masks]
+        sizes = [_inductor.sizes(mask)[0] for mask in self.masks]
         if any(size == self.shape[0] for size in sizes):
             return self.shape[0]
         if not all(isinstance(size, int) for size in sizes):
@@ -203,7 +204,7 @@ class Call:
 
     def _term(self, name: str, mask: Any, number: float, ragged: dict[str, bool]) -> dict[str, Any]:
         """Where a mask is read, and where it is not."""
-        sizes, strides = _sizes(mask), _strides(mask)
+        sizes, strides = _inductor.sizes(mask), _inductor.strides(mask)
         varies = [size != 1 and stride != 0 for size, stride in zip(sizes, strides, strict=True)]
         text = [f'{{{{stride("{name}", {dim})}}}}' for dim in range(4)]
         place, within = [name], []
@@ -246,11 +247,3 @@ def _templates() -> Any:
 def _programs(batch: Any, period: Any, meta: dict[str, Any], *, cdiv: Any, min: Any) -> tuple[Any, int, int]:
     """The grid: blocks of queries and heads, times samples with the same masks."""
     return (period * meta["PROGRAMS"] * cdiv(batch, period * meta["WINDOWS"]), 1, 1)
-
-
-def _sizes(x: Any) -> tuple[Any, ...]:
-    return tuple(_inductor.static(size) for size in x.get_size())
-
-
-def _strides(x: Any) -> tuple[Any, ...]:
-    return tuple(_inductor.static(stride) for stride in x.get_stride())

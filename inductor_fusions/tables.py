@@ -28,6 +28,8 @@ REACH = 3.0
 MARGIN = 1.03
 #: How many times more or fewer rows (or samples) than a measured number are covered by it, in `nearest`.
 COVERED = 2.0
+#: How far apart two measured numbers of rows may be for one between them to count as covered, in `bracket`.
+BRACKET = 8
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,17 @@ def nearest(
     if gain < MARGIN:
         return Verdict(None, "not measured to be faster for this shape", measured=True), row
     return Verdict(section, note=f", {gain:.2f}x measured", measured=True), row
+
+
+def bracket(rows: Sequence[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
+    """The rows next to a number of tokens, below and above; none where one is missing or far away."""
+    below = [row for row in rows if row["tokens"] <= tokens]
+    above = [row for row in rows if row["tokens"] >= tokens]
+    if not below or not above:
+        return []
+    low = max(below, key=lambda row: row["tokens"])
+    high = min(above, key=lambda row: row["tokens"])
+    return [low, high] if high["tokens"] <= BRACKET * low["tokens"] else []
 
 
 def flex_options(

@@ -238,3 +238,11 @@ def test_nearest(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert nearest(512) == (level, found[1])
     unknown = (tables.Verdict(None, f"not measured on {NAME} for this shape"), {})
     assert nearest(31) == nearest(2049) == nearest(64, "bfloat16") == nearest(64, section="other") == unknown
+
+
+def test_rows_between_two_measured_ones() -> None:
+    rows = [{"tokens": tokens} for tokens in (1, 16, 4096)]
+    assert [row["tokens"] for row in tables.bracket(rows, 4)] == []
+    assert [row["tokens"] for row in tables.bracket(rows[1:], 16)] == [16, 16]
+    assert tables.bracket([{"tokens": 1024}, *rows], 2048) == [{"tokens": 1024}, {"tokens": 4096}]
+    assert tables.bracket(rows, 8192) == []

@@ -165,11 +165,3 @@ def test_candidates_for_few_rows() -> None:
         assert any(c.lanes > 1 for c in tried) == (1 < rows <= 16)
         assert all(c.num_warps % c.lanes == 0 and c.block_k % c.lanes == 0 for c in tried)
         assert not any(c.row for c in decode.candidates(replace(shape, along=False), 90))
-
-
-def test_rows_between_two_measured_ones() -> None:
-    rows = [{"tokens": tokens} for tokens in (1, 16, 4096)]
-    assert [row["tokens"] for row in profit.bracket(rows, 4)] == []
-    assert [row["tokens"] for row in profit.bracket(rows[1:], 16)] == [16, 16]
-    assert profit.bracket([{"tokens": 1024}, *rows], 2048) == [{"tokens": 1024}, {"tokens": 4096}]
-    assert profit.bracket(rows, 8192) == []

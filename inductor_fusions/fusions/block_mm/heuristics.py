@@ -14,9 +14,6 @@ from . import configurations
 from .configurations import Config, suits
 from .problem import Problem, describe
 
-#: How far apart two measured numbers of rows may be for one between them to count as covered.
-BRACKET = 8
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -57,7 +54,7 @@ def measured(problem: Problem, device: torch.device) -> Choice:
     """What the table of a device says.
 
     A row counts for its own number of rows; two rows count for those between them where both are faster
-    than stock and not further apart than a factor of 8.
+    than stock and not further apart than a factor of `tables.BRACKET`.
 
     Raises:
         LeftToStock: nothing that holds for this problem, or that it does not pay.
@@ -69,14 +66,9 @@ def measured(problem: Problem, device: torch.device) -> Choice:
     tokens = problem.tokens
     if tokens is None:
         raise LeftToStock("the number of rows is not known when the kernel is chosen")
-    known = sorted(
-        (row for row in table.get("block_mm", []) if _matches(row, problem)), key=lambda row: row["tokens"]
-    )
-    below = [row for row in known if row["tokens"] <= tokens]
-    above = [row for row in known if row["tokens"] >= tokens]
-    if not below or not above or above[0]["tokens"] > BRACKET * below[-1]["tokens"]:
+    around = tables.bracket([row for row in table.get("block_mm", []) if _matches(row, problem)], tokens)
+    if not around:
         raise LeftToStock(f"not measured on {name}: {describe(problem)}")
-    around = (below[-1], above[0])
     gain = min(row["gain"] for row in around)
     if gain < tables.MARGIN or any(row["config"] is None for row in around):
         raise LeftToStock(f"not measured to be faster than stock on {name} at this shape")

@@ -79,13 +79,18 @@ class Problem:
 def describe(problem: Problem) -> str:
     """A problem in words: "2048 x (4096 -> 14336 + 14336), bfloat16, silu"."""
     inner = problem.inner if problem.kind == "sum" else dict.fromkeys(problem.inner)
-    rows = " + ".join(_text(m) for m in dict.fromkeys(problem.rows))
-    sizes = f"{' + '.join(_text(k) for k in inner)} -> {' + '.join(_text(n) for n in problem.columns)}"
-    words = [f"{rows} x ({sizes})", str(problem.dtype).removeprefix("torch."), problem.activation]
+    rows = " + ".join(map(size_text, dict.fromkeys(problem.rows)))
+    sizes = [" + ".join(map(size_text, each)) for each in (inner, problem.columns)]
+    words = [
+        f"{rows} x ({' -> '.join(sizes)})",
+        str(problem.dtype).removeprefix("torch."),
+        problem.activation,
+    ]
     return ", ".join(filter(None, words))
 
 
-def _text(size: int | None) -> str:
+def size_text(size: int | None) -> str:
+    """A size in words; a symbolic one is "?"."""
     return "?" if size is None else str(size)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,8 @@ import torch
 
 from ... import config, tables
 from ...fusion import LeftToStock
-from ..block_mm.heuristics import BRACKET, capability
+from ..block_mm.heuristics import capability
+from ..block_mm.problem import size_text
 from . import narrow
 
 
@@ -72,7 +72,7 @@ def narrow_kernel(shape: narrow.Shape, device: torch.device) -> str:
         LeftToStock: no measurement says that it pays, and the policy asks for that.
     """
     tokens = shape.inner if shape.layout == "t" else shape.rows
-    text = f"{_text(shape.rows)} x ({_text(shape.inner)} -> {' + '.join(map(str, shape.ranks))})"
+    text = f"{size_text(shape.rows)} x ({size_text(shape.inner)} -> {' + '.join(map(str, shape.ranks))})"
     return f"narrow_mm, {text}{_pays('narrow_mm', narrow.key(shape), tokens, text, device)}"
 
 
@@ -80,7 +80,7 @@ def _pays(section: str, key: dict[str, Any], tokens: int | None, text: str, devi
     """Where the table of a device has the gain from, for the report.
 
     A row counts for its own number of tokens; two rows count for those between them where both are faster
-    than stock and not further apart than a factor of `heuristics.BRACKET`.
+    than stock and not further apart than a factor of `tables.BRACKET`.
     """
     if capability(device) < 80:
         raise LeftToStock("the device is older than compute capability 8.0")
@@ -100,25 +100,10 @@ def _gain(section: str, key: dict[str, Any], tokens: int | None, text: str, devi
     if tokens is None:
         raise LeftToStock("the number of rows is symbolic: what pays for one may not pay for another")
     known = [row for row in table.get(section, []) if all(row[n] == wanted for n, wanted in key.items())]
-    around = bracket(known, tokens)
+    around = tables.bracket(known, tokens)
     if not around:
         raise LeftToStock(f"not measured on {name}: {text}")
     gain = min(float(row["gain"]) for row in around)
     if gain < tables.MARGIN:
         raise LeftToStock(f"not measured to be faster than stock on {name} at this shape")
     return gain
-
-
-def bracket(rows: Sequence[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
-    """The rows next to a number of tokens, below and above; none where one is missing or far away."""
-    below = [row for row in rows if row["tokens"] <= tokens]
-    above = [row for row in rows if row["tokens"] >= tokens]
-    if not below or not above:
-        return []
-    low = max(below, key=lambda row: row["tokens"])
-    high = min(above, key=lambda row: row["tokens"])
-    return [low, high] if high["tokens"] <= BRACKET * low["tokens"] else []
-
-
-def _text(size: int | None) -> str:
-    return "?" if size is None else str(size)

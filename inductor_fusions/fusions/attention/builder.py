@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import computing_fakes, expression, known_true, symbol_parts
+from ..._inductor import computing_fakes, expression, symbol_parts
 from ...fusion import Rejected
 from . import torch_ops
 from .operands import Operand
@@ -121,8 +121,3 @@ class Builder:
                     found.meta["example_value"] = size
                     return found
         raise Rejected(f"the symbolic size {symbol} is held by no input of the graph")
-
-
-def same(first: Any, second: Any) -> bool:
-    """Whether two shapes are known to be equal."""
-    return len(first) == len(second) and all(known_true(a == b) for a, b in zip(first, second, strict=True))

@@ -14,9 +14,9 @@ from ... import config
 from ..._inductor import known_true
 from . import flex, row_bias, torch_ops
 from .aliasing import written
-from .builder import Builder, same
+from .builder import Builder
 from .mask_builder import Mask, MaskMemo, build_mask
-from .operands import Operand
+from .operands import Operand, same_shape
 from .problem import Problem
 from .short import terms
 from .short.op import SHORT_ATTENTION
@@ -84,11 +84,11 @@ class Emitter:
         original = torch_ops.tensor(output)
         assert original is not None
         natural = list(problem.out_shape)
-        if not same(build.value(result).shape, natural):
+        if not same_shape(build.value(result).shape, natural):
             result = build.call("reshape", result, tuple(natural))
         if problem.out_dims != tuple(range(len(problem.out_dims))):
             result = build.call("permute", result, *problem.out_dims)
-        if not same(build.value(result).shape, original.shape):
+        if not same_shape(build.value(result).shape, original.shape):
             result = build.call("reshape", result, tuple(original.shape))
         result = build.to(result, original.dtype)
         strided, overwritten = loosen_views(output)

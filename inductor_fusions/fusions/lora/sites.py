@@ -139,7 +139,7 @@ class Adapted(Candidate):
                 raise Rejected("terms of different shapes")
         if linear.adapters and str(value(root).shape[-1]) != str(first.shape[1]):
             raise Rejected("the sum has other columns than its terms")
-        if not _is_dense(value(root)):
+        if not _is_row_major(value(root)):
             raise Rejected("the result is not row-major")
         if value(root).dtype not in guards.DTYPES:
             raise Rejected(f"a result of dtype {value(root).dtype}")
@@ -351,7 +351,7 @@ class Adapted(Candidate):
         return found
 
 
-def _is_dense(found: torch.Tensor) -> bool:
+def _is_row_major(found: torch.Tensor) -> bool:
     """Whether a tensor is row-major, without gaps."""
     wanted: list[Any] = []
     size: Any = 1

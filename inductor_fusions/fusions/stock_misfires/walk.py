@@ -11,7 +11,7 @@ from torch import fx
 #: How far from a softmax its two products are looked for.
 REACH = 24
 #: Matrix products.
-PRODUCTS = {"matmul", "bmm", "__matmul__", "einsum", "mm", "baddbmm"}
+PRODUCTS = {"matmul", "bmm", "einsum", "mm", "baddbmm"}
 
 
 def name_of(node: Any) -> str:
@@ -23,7 +23,7 @@ def name_of(node: Any) -> str:
         name = target._schema.name.split("::")[1]
     else:
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return name.strip("_") if name != "__matmul__" else "matmul"
+    return name.strip("_")
 
 
 def nearest_product(node: fx.Node, neighbours: Callable[[fx.Node], Sequence[fx.Node]]) -> fx.Node | None:

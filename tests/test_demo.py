@@ -48,6 +48,7 @@ def test_quick_demo(tmp_path: Path) -> None:
         assert row["errors"].keys() == ({"output", "gradient"} if row["train"] else {"output"})
         assert all(0 <= error < 1e-5 for error in [*row["errors"].values(), *row["stock_errors"].values()])
         assert row["model"] in done.stdout
+    assert "times mean nothing" in " ".join(done.stdout.split())
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr, done.stderr
 
 
@@ -83,7 +84,7 @@ def test_a_failure_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(runner, "build", fail)
     result = demo.run(torch.device("cpu"), quick=True)
-    assert len(result.rows) == 4 and not result.ok
+    assert len(result.rows) == 4 and not result.ok and result.quick
     assert result.rows[0].verdict == "failed: RuntimeError: out of memory"
 
 

@@ -34,12 +34,13 @@ FULL_SIZE_BYTES = 60 * 2**30
 
 @dataclass
 class Result:
-    """The rows of a run, and where it ran."""
+    """The rows of a run, where it ran, and whether with tiny models, whose times mean nothing."""
 
     device: str
     dtype: str
     seconds: float
     rows: list[Row]
+    quick: bool = False
 
     @property
     def ok(self) -> bool:
@@ -92,7 +93,7 @@ def run(device: torch.device, quick: bool = False, only: str = "", console: Cons
         else f"CPU, {torch.get_num_threads()} threads"
     )
     seconds = round(time.perf_counter() - start, 1)
-    return Result(name, str(dtype).removeprefix("torch."), seconds, rows)
+    return Result(name, str(dtype).removeprefix("torch."), seconds, rows, quick)
 
 
 def _one(
@@ -149,6 +150,8 @@ def show(result: Result, console: Console) -> None:
         f"{result.device}, {result.dtype}, torch {torch.__version__}; medians of interleaved steps; error: "
         f"against float64, at most {ERROR_FACTOR} times stock's; {result.seconds:.0f} s in all"
     )
+    if result.quick:
+        caption += "; models so tiny that times mean nothing"
     table = Table(title="torch.compile, stock and fused", caption=caption, box=SIMPLE_HEAD, padding=0)
     table.add_column("model", overflow="fold")
     for name in ("attention\nsites", "fused", "stock\nms", "fused\nms", "ratio", "error", "stock's\nerror"):

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PROG = "inductor-fusions"
-EXIT_CODES = (
-    "Exit codes: 0 done; 2 a wrong argument, environment variable or model, said in one line on stderr."
-)
+EXIT_CODES = "Exit codes: 0 done; 2 a wrong argument or environment variable, said in one line on stderr."
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

@@ -38,8 +38,8 @@ def run(
 ) -> None:
     """Run a training or inference script as it is, with the fusions on.
 
-    As `python SCRIPT ARGS` and `python -m MODULE ARGS` do it; the script needs no line more. Processes that
-    it starts do not inherit it.
+    As `python SCRIPT ARGS` and `python -m MODULE ARGS` do it: what follows SCRIPT is passed to it. It needs
+    no line more. Processes that it starts have to import the package themselves.
     """
     writable(as_json, "--json")
     if not module and not Path(script).is_file():
@@ -109,7 +109,7 @@ def bisect(
     """Find the fused site that changes what a script does.
 
     Runs the script again and again with INDUCTOR_FUSIONS_MAX, so that only the first sites are fused, and
-    halves the range each time.
+    halves the range each time. What follows SCRIPT is passed to it.
     """
     if not module and not Path(script).is_file():
         raise UserError(f"there is no file {script}")

@@ -18,6 +18,7 @@ app = typer.Typer(
     epilog=EXIT_CODES.replace("; 2", "; 1 what was asked for did not hold (see each command); 2"),
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # paragraphs of docstrings are filled anew
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

@@ -114,11 +114,18 @@ def record(site: Site) -> None:
 
 
 class _Pending(threading.local):
-    """The sites of the graph that is compiled by this thread, until Inductor compiles what became of it."""
+    """The sites of the graph that is compiled by this thread, until Inductor compiles what became of it.
+
+    Attributes:
+        sites: in order.
+        flushed: whether a cache entry has them.
+        counted: how often their records were counted before.
+    """
 
     def __init__(self) -> None:
         self.sites: list[Site] = []
         self.flushed = True
+        self.counted = 0
 
 
 class _State:
@@ -143,6 +150,7 @@ def hold(sites: Sequence[Site]) -> None:
     if sites:
         _pending.sites = [*_pending.sites, *sites]
         _pending.flushed = False
+        _pending.counted = _times(_pending.sites)
         _seal(sites)
 
 
@@ -158,7 +166,9 @@ def flush(graph: fx.Graph, own: Sequence[Site]) -> None:
         own: the sites of this graph itself.
     """
     _name_backends(graph, _pending.sites)
-    batches = [] if _pending.flushed else [_pending.sites]
+    # A cache may have served the forward of which this is the backward.
+    served = _pending.flushed or _times(_pending.sites) > _pending.counted
+    batches = [] if served else [_pending.sites]
     _pending.flushed = True
     if own:
         _seal(own)
@@ -186,6 +196,11 @@ def _key(sites: Sequence[Site]) -> str:
     """Key of records: a hash of what was decided in the pass (backends are known later)."""
     plain = [{**asdict(site), "backend": ""} for site in sites]
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _times(sites: Sequence[Site]) -> int:
+    """How often the records of these sites were counted."""
+    return int(_inductor.compile_counters()["inductor"][RECORD + _key(sites)])
 
 
 _SDPA = re.compile(r"_scaled_dot_product_(?:fused_)?(\w+?)_attention")

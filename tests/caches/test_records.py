@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import inductor_fusions
 from inductor_fusions import config, reporting
+from tests import blocks
 
 ROOT = Path(inductor_fusions.__file__).parents[1]
 
@@ -91,6 +93,23 @@ def test_same_process(fresh_cache: None) -> None:
     assert inductor_fusions.report().count() == 1
     compile_anew()
     assert inductor_fusions.report().count() == 2
+
+
+def test_cache_that_has_one_of_two_graphs(fresh_cache: None) -> None:
+    """Selective checkpointing is no entry of AOTAutograd: forward and backward are looked up apart."""
+    for _ in range(3):
+        torch._dynamo.reset()
+        counters.clear()
+        block = blocks.model(1).blocks[0]
+        inductor_fusions.clear()
+        with config.patch(policy="always"):
+            torch.compile(checkpointed)(block, blocks.batch()).square().mean().backward()
+        assert inductor_fusions.report().count("fused", "attention") == 1
+        assert counters["inductor"]["fusions_attention"] == 1
+
+
+def checkpointed(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(block, x, use_reentrant=False, context_fn=blocks.save_products)
 
 
 def site(reason: str = "") -> inductor_fusions.Site:

@@ -356,7 +356,7 @@ def whole(t: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("options", [{}, {"context_fn": blocks.save_products}], ids=["full", "selective"])
-def test_S9_checkpoint(options: dict[str, Any], device: torch.device, fresh_cache: None) -> None:
+def test_S9_checkpoint(options: dict[str, Any], device: torch.device) -> None:
     """torch.utils.checkpoint keeps the fusions, and the gradients."""
     count = 1 if options else 2
     ours, theirs = blocks.model(count).to(device), blocks.model(count).to(device)

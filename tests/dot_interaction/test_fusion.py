@@ -213,6 +213,19 @@ def test_overwritten_in_between() -> None:
     check(overwritten_features, inputs, fused=0, reason="in place", train=False)
 
 
+def test_overwritten_afterwards() -> None:
+    """Where the dense features alone are trained, stock keeps nothing of the others."""
+
+    def fn(x: Any, t: Any) -> Any:
+        y = torch.cat([x, products(t)[:, LI, LJ]], 1)
+        t.zero_()
+        return y
+
+    x, t = operands()
+    seen = testing.capture(fn, x, t.detach(), train=True)
+    assert not seen.fused and "overwrites an operand" in seen.sites[0].reason
+
+
 def test_gradients_are_off_in_between() -> None:
     """What is computed under no_grad passes none on; the operation would."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inductor_fusions import _inductor, config, testing
+from inductor_fusions import _inductor, config, reporting, testing
 from inductor_fusions.fusions.lora import inputs
 from inductor_fusions.fusions.lora.op import LORA_DOWN, NARROW_MM, ROUNDED
 from inductor_fusions.fusions.lora.recognise import source
@@ -53,11 +55,8 @@ class Gated(nn.Module):
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every device counts: the operation is products one by one there."""
 
-    class Anywhere(inputs.WidenedInput):
-        def guard(self) -> None:
-            self.kernel = "narrow_mm"
-
-    monkeypatch.setattr(inputs, "WidenedInput", Anywhere)
+    monkeypatch.setattr(inputs, "check_device", lambda value: None)
+    monkeypatch.setattr(inputs.profit, "narrow_kernel", lambda shape, device: "narrow_mm")
 
 
 def rand(*shape: int) -> torch.Tensor:
@@ -165,6 +164,101 @@ def test_nothing_is_trained() -> None:
     assert not testing.capture(module, rand(24, 64), train=True).fused
     with config.patch(lora=False):
         assert not testing.capture(Adapted(), rand(24, 64), train=True).sites
+
+
+def overwritten(x: Any, wide: Any) -> None:
+    x.detach().mul_(3.0)
+
+
+def wide_overwritten(x: Any, wide: Any) -> None:
+    wide[:, 0] = 5.0
+
+
+def wide_activated(x: Any, wide: Any) -> None:
+    F.relu(wide, inplace=True)
+
+
+Change = Callable[[Any, Any], None]
+
+
+def written(change: Change | None = None, later: Change | None = None, no_grad: bool = False) -> Any:
+    """A linear with an adapter, and what else happens before and after the down-projection."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        x = x * 1.0
+        with torch.no_grad() if no_grad else contextlib.nullcontext():
+            wide = x.float()
+        base = F.linear(x, w)
+        if change is not None:
+            change(x, wide)
+        y = (base + F.linear(F.linear(wide, a), b) * 2.0).to(x.dtype)
+        if later is not None:
+            later(x, wide)
+        return y
+
+    return fn
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (written(overwritten), "mul_ writes in place between the cast and the linear"),
+        (written(wide_overwritten), "setitem writes in place"),
+        (written(wide_activated), "relu writes in place"),
+        (written(later=overwritten), "overwrites an operand, which is kept"),
+        (written(no_grad=True), "gradients are switched on or off"),
+    ],
+)
+def test_input_that_is_not_what_was_widened(fn: Any, reason: str) -> None:
+    """The operation reads and keeps the input itself, where stock has a copy of it."""
+    args = [rand(24, 64), rand(48, 64).detach()]
+    args += [torch.randn(shape).requires_grad_() for shape in ((16, 64), (48, 16))]
+    if "in place" in reason or "overwrites" in reason:
+        args[0].requires_grad_(False)
+
+    def outcome(call: Any) -> list[torch.Tensor]:
+        y = call(*args)
+        return [y, *torch.autograd.grad(y.float().sum(), [t for t in args if t.requires_grad])]
+
+    stock = outcome(fn)
+    torch._dynamo.reset()
+    with reporting.isolated() as sites:
+        found = outcome(torch.compile(fn, fullgraph=True, backend="inductor"))
+    (site,) = (site for site in sites if site.fusion == "lora_input")
+    assert site.verdict == "rejected" and reason in site.reason
+    for y, z in zip(found, stock, strict=True):
+        assert float((y - z).norm()) <= 0.02 * float(z.norm())
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_autocast_inside() -> None:
+    """What A gives is bfloat16 there."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            h = F.linear(x.float(), a)
+            return F.linear(x, w) + F.linear(h, b), h
+
+    args = (rand(24, 64), rand(48, 64), torch.randn(16, 64).requires_grad_(), torch.randn(48, 16))
+    seen = testing.capture(fn, *args, train=True)
+    assert not seen.fused and seen.tensors[1].dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_transforms_of_functions() -> None:
+    """The operation has no rule for them."""
+
+    def gradient(x: Any, a: Any, b: Any) -> Any:
+        return torch.func.grad(lambda a: F.linear(F.linear(x.float(), a), b).square().sum())(a)
+
+    def batched(x: Any, a: Any, b: Any) -> Any:
+        return torch.vmap(lambda x: F.linear(F.linear(x.float(), a), b))(x.view(2, 12, 64))
+
+    args = (rand(24, 64), torch.randn(16, 64).requires_grad_(), torch.randn(48, 16))
+    for fn, reason in ((gradient, "torch.func.grad"), (batched, "torch.vmap")):
+        seen = testing.check(fn, args, fused=0, reason=reason, slack=4.0, train=fn is batched)
+        assert seen.sites
 
 
 def test_on_the_cpu_it_is_left_to_stock() -> None:

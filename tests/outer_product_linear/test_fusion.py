@@ -102,6 +102,9 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
         lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :]).transpose(1, 2).flatten(1), w, b), None,
     ),
     "contracted": (lambda u, v, w, b: F.linear(torch.einsum("bi,bj->ij", u, v).flatten()[None], w, b), None),
+    "one row of a factor": (
+        lambda u, v, w, b: F.linear(torch.einsum("bi,bj->bij", u[:1], v).flatten(1), w, b), None,
+    ),
     "three factors": (
         lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :] * u[:, :, None]).flatten(1), w, b), None,
     ),
@@ -126,6 +129,38 @@ def test_overwritten_in_between() -> None:
 
     inputs = [t.detach() for t in operands()]
     check(fn, inputs, fused=0, reason="in place", train=False)
+
+
+@pytest.mark.parametrize("name", ["kwarg", "position", "power", "norm of rows"])
+def test_overwritten_by_other_means(name: str) -> None:
+    def fn(u: Any, v: Any, w: Any, b: Any) -> Any:
+        u = u * 1.0
+        x = (u[:, :, None] * v[:, None, :]).flatten(1)
+        if name == "kwarg":
+            nn.functional.relu(u, inplace=True)
+        elif name == "position":
+            nn.functional.silu(u, True)
+        elif name == "power":
+            u **= 2
+        else:
+            F.embedding(torch.tensor([0, 1]), u, max_norm=0.1)
+        return F.linear(x, w, b)
+
+    inputs = [t.detach() for t in operands()]
+    check(fn, inputs, fused=0, reason="in place", train=False)
+
+
+def test_overwritten_afterwards() -> None:
+    """Where the weight alone is trained, stock keeps the outer product, and not its factors."""
+
+    def fn(u: Any, v: Any, w: Any, b: Any) -> Any:
+        y = F.linear((u[:, :, None] * v[:, None, :]).flatten(1), w, b)
+        u[0] = 3.0
+        return y
+
+    u, v, w, b = operands()
+    seen = testing.capture(fn, u.detach(), v.detach(), w, b, train=True)
+    assert not seen.fused and "overwrites an operand" in seen.sites[0].reason
 
 
 def test_gradients_are_off_in_between() -> None:

@@ -15,7 +15,7 @@ from torch import fx
 from ... import config, tables
 from ..._inductor import is_batched, is_wrapper
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected
-from ...operands import check_between, check_device, tensor, text
+from ...operands import check_between, check_device, check_kept, tensor, text
 from . import recognise
 from .op import DOT_INTERACTION, DTYPES, fits
 from .recognise import Site
@@ -67,6 +67,7 @@ class DotInteraction(Candidate):
             raise Rejected("the number of features, or their width, is symbolic")
         self.triangle = recognise.triangle(site, int(t.shape[1]))
         check_between(site.sources, site.last, "the features and the pairs")
+        check_kept([site.t], site.last)
         check_kernel(t)
         if config.policy == "profitable":
             self.note, self.tiles = measured(t, site)

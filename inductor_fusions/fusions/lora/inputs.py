@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ..._inductor import drops_narrow_casts, fake_mode_of, suppress_guards
-from ...fusion import Candidate, Fusion
-from ...operands import check_device, known_size, tensor, text
+from ..._inductor import drops_narrow_casts, fake_mode_of, is_batched, is_wrapper, suppress_guards
+from ...fusion import Candidate, Fusion, Rejected
+from ...operands import check_between, check_device, check_kept, known_size, tensor, text
 from . import narrow, profit
 from .op import LORA_DOWN, ROUNDED
 from .recognise import MOST_RANK
@@ -99,8 +99,9 @@ class WidenedInput(Candidate):
         return {"input": text(tensor(self.x)), "adapter": text(tensor(self.anchor.args[1]))}
 
     def guard(self) -> None:
-        x, a = tensor(self.x), tensor(self.anchor.args[1])
-        assert x is not None and a is not None
+        x, a, out = tensor(self.x), tensor(self.anchor.args[1]), tensor(self.anchor)
+        assert x is not None and a is not None and out is not None
+        self._check(out)
         check_device(x)
         tokens: Any = 1
         for size in x.shape[:-1]:
@@ -110,6 +111,15 @@ class WidenedInput(Candidate):
             x.dtype, a.dtype,
         )  # fmt: skip
         self.kernel = profit.narrow_kernel(shape, x.device)
+
+    def _check(self, out: torch.Tensor) -> None:
+        """Refuse where the input need not be what was cast, or the result differs in more than rounding."""
+        if out.dtype != torch.float32 or is_wrapper(out):
+            raise Rejected("operands of several dtypes, or under autocast")
+        if is_batched(out):
+            raise Rejected("inside torch.vmap, whose values have a hidden dim")
+        check_between([self.anchor.args[0]], self.anchor, "the cast and the linear")  # type: ignore[list-item]
+        check_kept([self.x, self.anchor.args[1]], self.anchor)  # type: ignore[list-item]
 
     def rewrite(self) -> str:
         old, x = self.anchor, tensor(self.x)

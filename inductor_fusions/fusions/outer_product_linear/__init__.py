@@ -16,7 +16,7 @@ from torch import fx
 from ... import config, tables
 from ..._inductor import is_batched, is_wrapper
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected
-from ...operands import check_between, check_device, tensor, text
+from ...operands import check_between, check_device, check_kept, tensor, text
 from . import recognise
 from .op import OUTER_PRODUCT_LINEAR, dtypes, pairs
 from .recognise import Site
@@ -67,6 +67,7 @@ class OuterProductLinear(Candidate):
         if site.bias is not None and ((bias := tensor(site.bias)) is None or bias.dtype != out.dtype):
             raise Rejected("operands of several dtypes, or under autocast")
         check_between(site.chain, site.linear, "the outer product and the linear")
+        check_kept([site.u, site.v, site.w], site.linear)
         check_kernel(out)
         if config.policy == "profitable":
             self.note = measured(out, operands)

@@ -116,6 +116,10 @@ def _outer(x: fx.Node) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
     if factors is None:
         return None
     u, v, more = factors
+    for factor in (u, v):  # an einsum broadcasts rows
+        held = tensor(factor)
+        if held is None or held.dim() != 2 or not known_true(held.shape[0] == product.shape[0]):
+            return None
     return u, v, (*reversed(more), *reversed(chain))
 
 

@@ -20,6 +20,7 @@ from .block_mm.normal_form import (
     mul,
     product,
     same,
+    same_sizes,
     value,
 )
 from .block_mm.op import ACTIVATIONS
@@ -76,11 +77,12 @@ class GatedPair(Candidate):
         guards.check_products(self.pair)
         if identity(gate.a) != identity(up.a):
             raise Rejected("the gate and what it multiplies are linears of different inputs")
-        if list(value(gate.node).shape) != list(value(up.node).shape):
+        if not same_sizes(value(gate.node).shape, value(up.node).shape):
             raise Rejected("the gate is broadcast over what it multiplies")
         if value(gate.b).stride() != value(up.b).stride():
             raise Rejected("the two weights lie in memory differently")
-        if list(value(self.anchor).shape)[-1] != value(gate.node).shape[1]:
+        guards.check_result(self.anchor, gate.node)
+        if str(value(self.anchor).shape[-1]) != str(value(gate.node).shape[1]):
             raise Rejected("the result has other columns than the linears")
         inside = between(self.anchor, {p.node for p in self.pair})
         if any(user not in inside for node in inside - {self.anchor} for user in node.users):

@@ -146,6 +146,7 @@ class Activated(LinearEpilogue):
 
     def guard(self) -> None:
         guards.check_products([self.product])
+        guards.check_result(self.root, self.anchor)
         self.sizes = list(value(self.anchor).shape)
         if not same_sizes(value(self.root).shape, self.sizes):
             self.sizes = emit.sizes_of(self.root, between(self.root, {self.anchor}))

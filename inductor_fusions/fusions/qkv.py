@@ -136,6 +136,7 @@ class SumOfProducts(Candidate):
     def guard(self) -> None:
         terms, root = self.sum.terms, self.anchor
         guards.check_products(terms)
+        guards.check_result(root, terms[0].node)
         if len(terms) > MOST_PRODUCTS:
             raise Rejected(f"a sum of more than {MOST_PRODUCTS} products")
         first = value(terms[0].node).shape

@@ -113,3 +113,31 @@ def test_a_stale_input_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(2)]
     seen = check(torch.nn.Sequential(*layers).bfloat16(), (rand(16, 64),), budget=3.0, strict=False)
     assert [site.verdict for site in seen.sites] == ["fused", "failed"]
+
+
+def test_a_small_number_is_added() -> None:
+    """What keeps a logarithm finite is not taken for a rounding error."""
+
+    def fn(x: Any, w: Any) -> Any:
+        return (F.relu(F.linear(x, w).float()) + 1e-12).to(x.dtype).log()
+
+    seen = check(fn, (rand(16, 64), rand(32, 64)), budget=2.0)
+    assert all(bool(y.isfinite().all()) for y in seen.outputs)
+
+
+def test_float64_result() -> None:
+    """In float32 this sigmoid is 0."""
+
+    def fn(x: Any, w: Any) -> Any:
+        return torch.sigmoid(F.linear(x, w).double())
+
+    assert "a result of dtype float64" in check(fn, (rand(16, 64), rand(32, 64))).reasons("linear_epilogue")
+
+
+def test_broadcast_against_itself() -> None:
+    def fn(x: Any, w: Any) -> Any:
+        y = F.linear(x, w)
+        return y.unsqueeze(0) * torch.sigmoid(y).unsqueeze(1)
+
+    seen = check(fn, (rand(16, 64), rand(32, 64)), budget=2.0)
+    assert "the linear is broadcast by what follows it" in seen.reasons("linear_epilogue")

@@ -243,3 +243,15 @@ def test_old_device() -> None:
         assert run(model, (rand(16, 64),), arch=70).reasons("qkv") == [
             "the device is older than compute capability 8.0"
         ]
+
+
+@pytest.mark.parametrize("scale", [float("inf"), float("nan"), 1e-40, 1e30])
+def test_factors_that_no_kernel_takes(scale: float) -> None:
+    """The accumulator is kept in units of a factor: with such a one the product is by itself."""
+
+    def fn(x: Any, w: Any) -> Any:
+        return ops.block_mm([x, x], [w, w], groups=[0, 0], scales=[1.0, scale])
+
+    with torch.no_grad():
+        module = generate(fn, (rand(16, 64), rand(64, 32))).forward
+    assert not any(kernel.is_template for kernel in module.kernels)

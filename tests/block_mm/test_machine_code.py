@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,6 +134,13 @@ def test_launched_early(tokens: int, arch: int, graphs: bool) -> None:
         found = code(problem("shared_a", tokens), None, arch)
     assert found.fits, found
     assert ("griddepcontrol.wait" in found.ptx) == (graphs and arch >= 90 and tokens < 4096)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 4096])
+def test_relu_keeps_what_is_no_number(tokens: int) -> None:
+    """`max.f32` gives the other operand of a NaN."""
+    found = code(replace(problem("linear", tokens), activation="relu"), None, 90)
+    assert "max.NaN.f32" in found.ptx and "max.f32" not in found.ptx
 
 
 @pytest.mark.parametrize("arch", ARCHS)

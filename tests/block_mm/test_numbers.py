@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
+import triton.language as tl
+
 from inductor_fusions.fusions.block_mm import template
 from inductor_fusions.fusions.block_mm.op import ACTIVATIONS
 from tests.block_mm.interpreted import CASES
@@ -33,7 +37,9 @@ def test_activation(name: str) -> None:
     rounded to bfloat16 to a thousandth of what the rounding of 1 loses."""
     text = template.environment(template.FOLDER).get_template("activations.py.jinja").render()
     functions: dict[str, Any] = {
-        "tl": SimpleNamespace(exp=torch.exp, exp2=torch.exp2, erf=torch.erf, maximum=_maximum),
+        "tl": SimpleNamespace(
+            exp=torch.exp, exp2=torch.exp2, erf=torch.erf, maximum=_maximum, PropagateNan=tl.PropagateNan
+        ),
         "triton": SimpleNamespace(jit=lambda function: function),
     }
     exec(text, functions)
@@ -47,5 +53,8 @@ def test_activation(name: str) -> None:
     torch.testing.assert_close(functions[name](ends), limits, equal_nan=True)
 
 
-def _maximum(x: torch.Tensor, y: float) -> torch.Tensor:
-    return torch.clamp_min(x, y)
+def _maximum(
+    x: torch.Tensor, y: float, propagate_nan: tl.PropagateNan = tl.PropagateNan.NONE
+) -> torch.Tensor:
+    """As compiled: the interpreter keeps a NaN however it is told."""
+    return torch.clamp_min(x, y) if propagate_nan == tl.PropagateNan.ALL else torch.fmax(x, torch.tensor(y))

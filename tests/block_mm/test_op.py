@@ -166,9 +166,28 @@ def test_lowering_is_registered_whatever_is_imported_first(first: str) -> None:
         ({"gated": True, "groups": [0, 0]}, "has two groups"),
         ({"a": [], "b": []}, "at least one product"),
         ({"b": [torch.randn(7, 6)] * 2}, r"differ: \[5, 8\] @ \[7, 6\]"),
+        ({"bias": [torch.ones(()), None]}, "a vector or a matrix"),
     ],
 )
 def test_arguments_that_do_not_fit(change: dict[str, Any], says: str) -> None:
     x, w = torch.randn(5, 8), torch.randn(8, 6)
     with pytest.raises((ValueError, RuntimeError), match=says):
+        ops.block_mm(**{"a": [x, x], "b": [w, w], **change})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bias": [torch.ones(1), None]},
+        {"bias": [torch.ones(1, 6), None]},
+        {"bias": [None, torch.ones(5, 1)]},
+        {"a": [torch.ones(5, 8), torch.ones(1, 8)], "groups": [0, 0]},
+        {"b": [torch.ones(8, 6), torch.ones(8, 1)], "groups": [0, 0]},
+        {"b": [torch.ones(8, 6), torch.ones(8, 1)], "gated": True},
+    ],
+)
+def test_nothing_is_broadcast(change: dict[str, Any]) -> None:
+    """Kernels would read past the end."""
+    x, w = torch.randn(5, 8), torch.randn(8, 6)
+    with pytest.raises(RuntimeError, match=r"rows|columns"):
         ops.block_mm(**{"a": [x, x], "b": [w, w], **change})

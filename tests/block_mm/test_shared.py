@@ -228,6 +228,20 @@ def test_dynamic_rows() -> None:
     assert not left.calls() and "symbolic" in left.reasons("qkv")[0]
 
 
+def test_symbolic_sizes_of_operands_move_with_them() -> None:
+    """Each input is a matrix of as many rows as there are tokens, which are counted for each."""
+
+    class Shared(torch.nn.Linear):
+        def forward(self, x: Any, y: Any) -> Any:
+            first = super().forward(x)
+            return first, super().forward(y * 2)
+
+    for train in (False, True):
+        args = (rand(6, 8, 64), rand(4, 2, 64))
+        seen = check(Shared(64, 32, bias=False).bfloat16(), args, dynamic=True, train=train)
+        assert seen.fused("qkv") >= 1
+
+
 def test_input_that_is_an_output_of_another_group() -> None:
     """The second group reads what the first was fused into."""
 
@@ -279,6 +293,17 @@ def test_rows_that_inductor_pads(bias: bool) -> None:
     (call,) = seen.calls()
     assert seen.products() == 0 and seen.fused("qkv") == 1 and not seen.reasons("qkv")
     assert all(list(node.meta["val"].shape) == [37, 64] for node in call.args[0])
+
+
+def test_padded_product_of_a_padded_product() -> None:
+    """One weight, twice in a row: the second product reads what is left of the first one's rows."""
+
+    def fn(x: Any, w: Any) -> Any:
+        y = padded(x, w)
+        return y, padded(y, w)
+
+    seen = check(fn, (rand(37, 64), rand(64, 64)))
+    assert seen.reasons("qkv") == ["one of the products is an operand of another"]
 
 
 def test_padding_that_is_read_elsewhere() -> None:

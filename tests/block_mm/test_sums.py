@@ -100,3 +100,36 @@ def test_gradient_of_a_shared_input(dynamic: bool) -> None:
 
     seen = check(Both(64, (128, 32)).bfloat16(), (rand(6, 8, 64),), train=True, dynamic=dynamic, budget=2.0)
     assert [0, 0] in [list(call.args[4]) for call in seen.calls(1)]
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_symbolic_rows(train: bool) -> None:
+    """The sum stands where its operands are there; the sizes by which they are viewed move with them."""
+
+    class Sum(Linears):
+        def forward(self, x: Any, y: Any) -> Any:  # type: ignore[override]
+            return self.parts[0](x) + self.parts[1](y)
+
+    args = (rand(6, 8, 64), rand(6, 8, 64))
+    seen = check(Sum(64, (32, 32)).bfloat16(), args, dynamic=True, train=train, budget=2.0)
+    assert [0, 0] in [list(call.args[4]) for call in seen.calls()]
+
+
+def test_float64_term() -> None:
+    """The kernel adds up in float32."""
+
+    def fn(x: Any, y: Any, w: Any, v: Any, r: Any) -> Any:
+        return r + (x @ w).double() + (y @ v).double()
+
+    args = (rand(16, 64), rand(16, 64), rand(64, 32), rand(64, 32), rand(16, 32, dtype=torch.float64))
+    seen = check(fn, args)
+    assert not seen.fused("qkv") and "a result of dtype float64" in seen.reasons("qkv")
+
+
+def test_factor_that_is_no_number() -> None:
+    """No kernel is written with it."""
+
+    def fn(x: Any, y: Any, w: Any, v: Any) -> Any:
+        return (x @ w) * float("inf") + y @ v
+
+    assert not run(fn, (rand(16, 64), rand(16, 64), rand(64, 32), rand(64, 32))).calls()

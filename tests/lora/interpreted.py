@@ -37,6 +37,7 @@ class Case:
         bias: whether each linear has one.
         wide: the linears whose output is float32, as in the operation.
         dynamic: whether M is symbolic.
+        large: whether what A gives has no room for the factors in float16.
     """
 
     rows: int
@@ -54,6 +55,7 @@ class Case:
     bias: bool = False
     wide: str = ""
     dynamic: bool = False
+    large: bool = False
 
 
 PLAIN = narrow.Config(16, 32, 1, 4, 2)
@@ -121,6 +123,9 @@ CASES = {
     "decode": DECODE,
     "decode one row": replace(DECODE, rows=1),
     "decode qkv": replace(DECODE, columns=(48, 16, 24), groups=(0, 1, 2), ranks=(16, 8, 16), bias=True),
+    "decode with large factors": replace(DECODE, large=True, groups=(0, 0), ranks=(16, 5)),
+    "decode lanes with large factors": replace(DECODE, large=True, config=LANES, inner=128),
+    "decode row with large factors": replace(DECODE, large=True, rows=1, config=ROW),
     "decode some": replace(DECODE, columns=(48, 16, 24), groups=(0, 2), ranks=(16, 5)),
     "decode two adapters": replace(DECODE, groups=(0, 0), ranks=(16, 20)),
     "decode float32": replace(DECODE, dtypes=(HALF, WHOLE), bias=True),
@@ -184,6 +189,8 @@ def errors(name: str) -> float:
     x = rand(case.rows, case.inner, wide, case.layout == "t")
     a = [rand(case.inner, r, thin, True) for r in case.ranks]
     scales = [0.5 + i for i in range(len(a))]
+    if case.large:
+        a, scales = [right * 2048 for right in a], [64 * scale for scale in scales]
     if case.columns:
         decode.default = lambda shape, arch: case.config  # type: ignore[assignment]
         return _linear_error(case, x, a, scales)
@@ -219,6 +226,7 @@ def _linear_error(case: Case, x: torch.Tensor, a: list[torch.Tensor], scales: li
     wide, thin = case.dtypes
     w = [rand(case.inner, n, wide, True) for n in case.columns]
     b = [rand(r, case.columns[g], thin, True) for r, g in zip(case.ranks, case.groups, strict=True)]
+    b = [right / 2048 for right in b] if case.large else b
     bias = [torch.randn(n).to(wide) for n in case.columns] if case.bias else []
 
     def fn(x: Any, w: Any, bias: Any, a: Any, b: Any) -> Any:

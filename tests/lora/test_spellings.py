@@ -275,6 +275,56 @@ def test_dynamic_rows() -> None:
     assert not seen.fused("lora") and any("symbolic" in reason for reason in seen.reasons("lora"))
 
 
+def test_symbolic_sizes_that_are_computed_later() -> None:
+    """The result has sizes of its own, and is made where the first of its operands is there."""
+
+    class Reshaped(Adapted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            up, base = F.linear(F.linear(x, self.a), self.b), F.linear(x, self.w)
+            half = x.shape[0] * 2
+            return up.reshape(half, -1, 128) + base.reshape(half, -1, 128)
+
+    for train in (False, True):
+        x = rand(24, 4, 64)
+        torch._dynamo.mark_dynamic(x, 0)
+        assert check(Reshaped(), (x,), train=train, budget=2.0).fused("lora")
+
+
+@pytest.mark.parametrize("rows", [8, 96])
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, WHOLE])
+def test_down_projection_of_two_linears(rows: int, scale: float, dtype: torch.dtype) -> None:
+    """Of linears on other inputs: the second one reads what the first one has replaced."""
+
+    def fn(x: Any, y: Any, w: Any, v: Any, a: Any, b: Any, c: Any) -> Any:
+        h = F.linear(y.to(a.dtype) * scale, a)
+        first, second = F.linear(h, b) * 3 + F.linear(x, w), F.linear(h, c) + F.linear(y, v)
+        return first.to(x.dtype), second.to(x.dtype), h
+
+    x, w, a, b = operands(dtype=dtype, rows=rows)
+    seen = run(fn, (x, rand(rows, 64), w, rand(128, 64), a, b, rand(128, 16, dtype=dtype)))
+    assert seen.fused("lora") == 2
+    args = [torch.randn(s) / 4 for s in ((rows, 64), (rows, 64), (128, 64), (128, 64))]
+    args = [t.bfloat16() for t in args]
+    args += [(torch.randn(s) / 4).to(dtype) for s in ((16, 64), (128, 16), (128, 16))]
+    found = run(fn, args).outputs
+    for y, z in zip(found, fn(*(t.double() for t in args)), strict=True):
+        assert float((y.double() - z).norm() / z.norm()) < 0.01
+
+
+def test_adapters_of_two_dtypes_on_few_rows() -> None:
+    """The kernels for few rows take one dtype."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        y = (F.linear(x, w) + F.linear(F.linear(x, a), b)).float()
+        return y + F.linear(F.linear(x.float(), c), d)
+
+    args = (*operands(rows=8), *operands(dtype=WHOLE)[2:])
+    seen = run(fn, args)
+    assert seen.fused("lora") == 1 and not targets(seen, LORA_LINEAR)
+    assert len(targets(seen, NARROW_MM)) == 2
+
+
 # -- what is no linear with an adapter -------------------------------------------------------------
 
 
@@ -331,6 +381,27 @@ def test_float16_whose_factor_overflows() -> None:
     ))  # fmt: skip
     seen = check(linear, (x, w, a, b), budget=2.0)
     assert seen.fused("lora") == 1 and all(bool(y.isfinite().all()) for y in seen.outputs)
+
+
+def test_float16_whose_tensor_overflows() -> None:
+    """As with a number; of a tensor it is not known."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any, scale: Any) -> Any:
+        return F.linear(x, w) + F.linear(F.linear(x, a), b) * scale
+
+    args = (torch.full(shape, fill, dtype=torch.float16) for shape, fill in (
+        ((96, 64), 1.0), ((128, 64), 0.25), ((16, 64), 625.0), ((128, 16), 1e-4),
+    ))  # fmt: skip
+    seen = check(fn, (*args, torch.tensor(4.0)), budget=2.0)
+    assert not seen.fused("lora") and any("may overflow" in reason for reason in seen.reasons("lora"))
+    assert all(bool(y.isfinite().all()) for y in seen.outputs)
+
+
+def test_float64() -> None:
+    """Kernels add up in float32, those of the gradients too."""
+    x, w, a, b = (t.detach().double().requires_grad_() for t in operands())
+    seen = check(linear, (x, w, a, b), train=True)
+    assert not seen.fused("lora") and not targets(seen, NARROW_MM, 1)
 
 
 def test_float16_base_of_float32_adapters() -> None:

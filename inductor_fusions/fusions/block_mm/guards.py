@@ -70,6 +70,19 @@ def _check_layout(matrix: torch.Tensor) -> None:
             )
 
 
+def check_result(node: fx.Node, product: fx.Node) -> None:
+    """Refuse a result that is computed from products in float64, or broadcast.
+
+    Raises:
+        Rejected: it is.
+    """
+    found = value(node)
+    if found.dtype not in DTYPES:
+        raise Rejected(f"a result of dtype {dtype_name(found.dtype)}")
+    if str(found.numel()) != str(value(product).numel()):
+        raise Rejected("the linear is broadcast by what follows it")
+
+
 def text(node: fx.Node) -> str:
     """Dtype and shape, for reports."""
     found = value(node)

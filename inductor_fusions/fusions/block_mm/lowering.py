@@ -19,6 +19,8 @@ from .problem import Problem, of_operands
 
 #: Bulk copies know strides below this, in bytes.
 FARTHEST = 2**40
+#: The largest factor of a product: what it multiplies is in the range of float32 with it.
+LARGEST_FACTOR = 2.0**40
 #: The products that one kernel takes at most: its code grows with them.
 MOST_PRODUCTS = 8
 
@@ -43,6 +45,16 @@ def lower(
     """The outputs, as Inductor's values."""
     call = Call(a, b, bias, bias_groups, groups, scales, activations.split(","), gated, dtype, wide)
     return kernel_or("block_mm", call.kernel, call.one_by_one)
+
+
+def check_factors(factors: Sequence[float]) -> None:
+    """Refuse factors that a kernel might overflow with, or that are no numbers.
+
+    Raises:
+        Rejected: there is one.
+    """
+    if not all(abs(factor) <= LARGEST_FACTOR for factor in factors):
+        raise Rejected(f"a product that is multiplied by more than {LARGEST_FACTOR:g}, or by no number")
 
 
 class Call:
@@ -88,6 +100,8 @@ class Call:
             raise Rejected(f"there is no kernel for devices of type {device.type}")
         if len(self.groups) > MOST_PRODUCTS or 0.0 in self.scales:
             raise Rejected(f"more than {MOST_PRODUCTS} products, or one that is multiplied by 0")
+        # The accumulator is kept in units of them.
+        check_factors([*self.scales, *(1 / scale for scale in self.scales)])
         self._check_dtypes()
         operands, structure = self._structure()
         if self.gated and not template.can_gate(structure):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -82,13 +82,18 @@ def product(node: Any) -> Product | None:
         return None
     bias, a, b = _nodes(node)
     scale, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
-    if not isinstance(scale, (int, float)) or not isinstance(beta, (int, float)) or beta != 1:
+    if not is_factor(scale) or not isinstance(beta, (int, float)) or beta != 1:
         return None
     out, offset = value(node), value(bias)
     whole = offset.dim() == 2 and same_sizes(offset.shape, out.shape)
     if not whole and not (offset.dim() == 1 and _same(offset.shape[0], out.shape[1])):
         return None
     return Product(node, a, b, bias, float(scale))
+
+
+def is_factor(argument: Any) -> TypeGuard[float]:
+    """Whether an argument is a number that a kernel may multiply by at another place."""
+    return isinstance(argument, (int, float)) and math.isfinite(argument)
 
 
 def _of_padded_rows(node: fx.Node) -> fx.Node | None:
@@ -304,7 +309,7 @@ def _flat(name: str, *operands: Any) -> Any:
     total = neutral
     for number in numbers:
         total = total * number if name == "mul" else total + number
-    if not math.isclose(total, neutral, rel_tol=1e-9, abs_tol=1e-12) or not rest:
+    if not math.isclose(total, neutral, rel_tol=1e-9) or not rest:
         rest.append(total)
     return rest[0] if len(rest) == 1 else (name, *sorted(rest, key=_form))
 
@@ -407,7 +412,7 @@ def sum_of_products(root: fx.Node) -> Sum | None:
                 inner.append(node)
                 visit(node.args[0], scale)  # type: ignore[arg-type]
                 return
-            if node.target in MUL and isinstance(node.args[1], (int, float)):
+            if node.target in MUL and is_factor(node.args[1]):
                 inner.append(node)
                 visit(node.args[0], scale * float(node.args[1]))  # type: ignore[arg-type]
                 return

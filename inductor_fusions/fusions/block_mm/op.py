@@ -92,6 +92,18 @@ def check(
                 f"the inner sizes of a product of block_mm differ: {list(left.shape)} @ {list(right.shape)}"
             ),
         )
+    # Kernels read as many rows and columns everywhere as the first product of a group has.
+    for left, right, group in zip(a, b, groups, strict=True):
+        first = list(groups).index(0 if gated else group)
+        torch._check(left.shape[0] == a[first].shape[0], lambda: "products of a sum have different rows")
+        torch._check(right.shape[1] == b[first].shape[1], lambda: "products of a sum have different columns")
+    for offset, group in zip(bias, bias_groups, strict=True):
+        first = list(groups).index(group)
+        if offset.dim() not in (1, 2):
+            raise ValueError("a bias of block_mm is a vector or a matrix")
+        torch._check(offset.shape[-1] == b[first].shape[1], lambda: "a bias of block_mm has other columns")
+        if offset.dim() == 2:
+            torch._check(offset.shape[0] == a[first].shape[0], lambda: "a bias of block_mm has other rows")
 
 
 def composite(

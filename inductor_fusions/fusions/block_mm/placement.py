@@ -1,7 +1,8 @@
 """Where one operation can stand for several products: after all operands, before all readers.
 
-Views cost nothing and move with it; nothing else moves. So no cycle is ever made, and no computation
-changes its place but the products themselves. What lives longer for it is counted.
+Views, and what is computed of symbolic sizes, cost nothing and move with it; nothing else moves. So no cycle
+is ever made, and no computation changes its place but the products themselves. What lives longer for it is
+counted.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ _KERNELS = frozenset(
     }
 )  # fmt: skip
 
+_SIZES = frozenset(
+    {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, torch.sym_max, torch.sym_min}
+)  # fmt: skip
+
 #: What the peak may grow by: relative to it, and in bytes, to which CUDA's allocator rounds large blocks up.
 SLACK, ROUNDING = 1 / 1024, 2 * 2**20
 
@@ -38,7 +43,7 @@ class Place:
 
     Attributes:
         before: the node in front of which it is inserted.
-        hoisted: views of operands that come to stand in front of it, in order.
+        hoisted: views of operands, and their sizes, that come to stand in front of it, in order.
         sunk: views of results that come to stand behind it, in order.
     """
 
@@ -78,7 +83,7 @@ class Order:
 
         Args:
             products: what it computes.
-            others: operands that it has beside those of the products.
+            others: operands that it has beside those of the products; also symbolic sizes.
             after: the first index that it may have.
 
         Raises:
@@ -87,10 +92,10 @@ class Order:
         at = self.index
         members = {p.node for p in products}
         operands = [x for p in products for x in (p.a, p.b, p.bias) if x is not None] + list(others)
-        roots = [through(operand, VIEWS) for operand in operands]
-        if members & set(roots):
+        free, roots = _free(operands, members)
+        if members & roots:
             raise Rejected("one of the products is an operand of another")
-        earliest = max(after, *(at[root] + 1 for root in roots))
+        earliest = max([after, *(at[root] + 1 for root in roots)])
         latest = min((at[user] for p in products for user in readers(p.node)), default=len(self.nodes) - 1)
         if earliest > latest:
             raise Rejected(
@@ -99,7 +104,7 @@ class Order:
             )
         first = min(at[node] for node in members)
         position = min(max(first, earliest), latest)
-        hoisted = {n for operand in operands for n in _chain(operand) if at[n] >= position}
+        hoisted = {n for n in free if at[n] >= position}
         while self.nodes[position] in hoisted:
             position += 1
         before = self.nodes[position]
@@ -109,9 +114,9 @@ class Order:
 
     def earliest(self, operands: Iterable[fx.Node], after: int = 0) -> Place:
         """The first place where all operands are there, from the index `after` on."""
-        operands = list(operands)
-        position = max(after, *(self.index[through(operand, VIEWS)] + 1 for operand in operands))
-        hoisted = {n for operand in operands for n in _chain(operand) if self.index[n] >= position}
+        free, roots = _free(operands)
+        position = max([after, *(self.index[root] + 1 for root in roots)])
+        hoisted = {n for n in free if self.index[n] >= position}
         while self.nodes[position] in hoisted or self.nodes[position].op == "placeholder":
             position += 1
         return Place(self.nodes[position], tuple(sorted(hoisted, key=self.index.__getitem__)), ())
@@ -204,12 +209,33 @@ class Order:
         return peak
 
 
-def _chain(operand: fx.Node) -> list[fx.Node]:
-    found = []
-    while operand.op == "call_function" and operand.target in VIEWS:
-        found.append(operand)
-        operand = operand.args[0]  # type: ignore[assignment]
-    return found
+def _free(operands: Iterable[fx.Node], members: Container[fx.Node] = ()) -> tuple[set[fx.Node], set[fx.Node]]:
+    """What operands are made by that may move, and what that is made of.
+
+    Args:
+        operands: tensors or symbolic sizes.
+        members: nodes that stay where they are, though they may be views.
+    """
+    free: set[fx.Node] = set()
+    roots: set[fx.Node] = set()
+    waiting = list(operands)
+    while waiting:
+        node = waiting.pop()
+        if node in free:
+            continue
+        if node not in members and node.op == "call_function" and (node.target in VIEWS or _is_size(node)):
+            free.add(node)
+            waiting += node.all_input_nodes
+        else:
+            roots.add(node)
+    return free, roots
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether a node is a size of a tensor, or computed from sizes."""
+    if not isinstance(node.meta.get("val"), (int, torch.SymInt)):
+        return False
+    return node.target in _SIZES or getattr(node.target, "__module__", "") == "_operator"
 
 
 def _views_of(node: fx.Node) -> list[fx.Node]:

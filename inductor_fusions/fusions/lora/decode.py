@@ -21,6 +21,7 @@ from ...lowering import kernel_or
 from ...operands import may_use_tf32
 from ..block_mm.configurations import tall
 from ..block_mm.heuristics import capability
+from ..block_mm.lowering import check_factors
 from ..block_mm.op import dtypes
 from . import elements, lowering, narrow
 from .op import LORA_LINEAR
@@ -237,6 +238,7 @@ class Call:
         """
         device = self.x.get_device()
         lowering.check_device(device)
+        check_factors(self.scales)
         held = _inductor.realize([self.x, *self.w, *self.a, *self.b])
         count, adapters = len(self.w), len(self.a)
         x, w, rest = held[0], held[1 : 1 + count], held[1 + count :]
@@ -309,6 +311,7 @@ class Call:
                     "block": narrow.padded(rank),
                     "scale": self.scales[i],
                     "narrow": shape.adapters != torch.float32,
+                    "late": shape.adapters == torch.float16 and self.scales[i] != 1,
                 }
                 for i, rank in enumerate(shape.ranks)
                 if self.groups[i] == g

@@ -155,6 +155,8 @@ class Gradients(Candidate):
         self.left_over = self.members[1:]
         for n in self.members:
             origin = source(n.x)
+            if value(n.b).dtype not in guards.DTYPES:
+                raise Rejected(f"a narrow matrix of dtype {value(n.b).dtype}")
             misfit = narrow.usable(value(origin.base), [value(n.b)]) if not n.transposed else ""
             if misfit:
                 raise Rejected(misfit)
@@ -182,7 +184,7 @@ class Gradients(Candidate):
         if sum(narrow.padded(r) for r in self._shape().ranks) > narrow.MOST_TOGETHER:
             raise Rejected("more columns than one kernel takes")
         reading = [Product(n.node, source(n.x).base, n.b) for n in self.members]
-        self.place = order.find(reading)
+        self.place = order.find(reading, source(self.members[0].x).sizes)
         order.check_memory(reading, self.place)
         self.kernel = profit.narrow_kernel(self._shape(), value(self.anchor).device)
 

@@ -12,7 +12,7 @@ from torch import fx
 from ...operands import known_size
 from ..block_mm.normal_form import RESHAPES, Product, identity, product, products, through, value
 from . import decode, narrow, profit
-from .recognise import Linear, source, unrounded
+from .recognise import Linear, narrow_product, source, unrounded
 
 
 def grouped(graph: fx.Graph, found: Sequence[Linear]) -> Iterator[list[Linear]]:
@@ -42,11 +42,15 @@ def current(linear: Linear, replaced: dict[fx.Node, fx.Node]) -> Linear:
     def of(p: Product) -> Product:
         return replace(p, a=now(p.a), b=now(p.b), bias=None if p.bias is None else now(p.bias))
 
+    def down(p: Product) -> Product:
+        # Another linear that reads it may have replaced it.
+        return (narrow_product(now(p.node)) if p.node in replaced else None) or of(p)
+
     return replace(
         linear,
         bases=[of(p) for p in linear.bases],
         adapters=[
-            replace(a, up=of(a.up), down=of(a.down), factor=None if a.factor is None else now(a.factor))
+            replace(a, up=of(a.up), down=down(a.down), factor=None if a.factor is None else now(a.factor))
             for a in linear.adapters
         ],
         rest=None if linear.rest is None else now(linear.rest),
@@ -89,7 +93,10 @@ def is_whole(group: Sequence[Linear]) -> bool:
                 return False
             if not set(_ends(a.down.node)) <= ups:
                 return False
-    columns = sum(narrow.padded(int(value(a.up.a).shape[1])) for x in group for a in x.adapters)
+    adapters = [a for linear in group for a in linear.adapters]
+    if len({value(a.up.b).dtype for a in adapters}) > 1:
+        return False
+    columns = sum(narrow.padded(int(value(a.up.a).shape[1])) for a in adapters)
     return columns <= narrow.MOST_TOGETHER
 
 

@@ -13,6 +13,7 @@ from ...fusion import Rejected
 from ...lowering import kernel_or
 from ...operands import known_size, may_use_tf32
 from ..block_mm.heuristics import capability
+from ..block_mm.lowering import check_factors
 from . import narrow
 from .elements import by_elements, elements_of, render
 from .op import NARROW_MM, ROUNDED
@@ -58,6 +59,7 @@ def _kernel(
 ) -> list[Any]:
     device = x.get_device()
     check_device(device)
+    check_factors([*scales, *further])
     made = len(b[0].get_size()) == 3 and _inductor.static(b[0].get_size()[0])
     x, *b = _inductor.realize([x, *(_firsts(b) if made else b)])
     ranks = [_inductor.static(right.get_size()[1]) for right in b]

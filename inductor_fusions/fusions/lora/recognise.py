@@ -21,6 +21,7 @@ from ..block_mm.normal_form import (
     MUL,
     RESHAPES,
     Product,
+    is_factor,
     is_floating,
     product,
     same_sizes,
@@ -52,6 +53,11 @@ class Source:
     base: fx.Node
     views: tuple[fx.Node, ...]
     scale: float
+
+    @property
+    def sizes(self) -> list[fx.Node]:
+        """The symbolic sizes that the views name."""
+        return [size for view in self.views for size in view.all_input_nodes[1:]]
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ def source(matrix: fx.Node) -> Source:
             views.append(node)
         elif node.target in CASTS and widens(node):
             found = Source(node.args[0], tuple(reversed(views)), scale)
-        elif node.target in MUL and isinstance(node.args[1], (int, float)) and not node.kwargs:
+        elif node.target in MUL and is_factor(node.args[1]) and not node.kwargs:
             scale *= float(node.args[1])
             found = Source(node.args[0], tuple(reversed(views)), scale)
         else:
@@ -184,7 +190,7 @@ def adapter(up: Product) -> tuple[Product, float] | None:
         if node.target in RESHAPES or node.target in CASTS:
             casts += [value(node).dtype] if node.target in CASTS else []
             node = node.args[0]  # type: ignore[assignment]
-        elif node.target in MUL and isinstance(node.args[1], (int, float)):
+        elif node.target in MUL and is_factor(node.args[1]):
             scale *= float(node.args[1])
             node = node.args[0]  # type: ignore[assignment]
         else:
@@ -192,7 +198,6 @@ def adapter(up: Product) -> tuple[Product, float] | None:
     down = product(node) or _of_padded_columns(node) or narrow_product(node)
     if down is None or down.bias is not None:
         return None
-    scale *= down.scale
     out, before = value(down.node), value(up.a)
     if not same_sizes(out.shape, before.shape) or not out.is_floating_point():
         return None
@@ -209,7 +214,7 @@ def linears(graph: fx.Graph) -> list[Linear]:
     taken: set[fx.Node] = set()
     problems: dict[fx.Node, str] = {}
     for node in reversed(list(graph.nodes)):
-        if node.target is aten.add.Tensor and node not in taken and is_floating(node):
+        if node.target is aten.add.Tensor and node not in taken and is_floating(node) and _has_factor(node):
             read = _Reader(node).read()
             if read.problem:  # perhaps what it adds is a linear
                 problems.update({a.up.node: read.problem for a in read.adapters})
@@ -227,13 +232,19 @@ def linears(graph: fx.Graph) -> list[Linear]:
     return sorted(found, key=lambda linear: order[linear.root])
 
 
+def _has_factor(addition: fx.Node) -> bool:
+    return is_factor(addition.kwargs.get("alpha", 1))
+
+
 def _is_around(read: Linear, top: fx.Node) -> bool:
     """Whether the last addition only adds something to a linear, such as a residual: a pointwise tail."""
     for argument in top.args if read.rest is not None else ():
         node = argument
         while isinstance(node, fx.Node) and len(node.users) == 1 and node.target in (*RESHAPES, *CASTS):
             node = node.args[0]
-        if isinstance(node, fx.Node) and len(node.users) == 1 and node.target is aten.add.Tensor:
+        if not isinstance(node, fx.Node) or len(node.users) != 1 or node.target is not aten.add.Tensor:
+            continue
+        if _has_factor(node):
             inner = _Reader(node).read()
             whole = (len(read.adapters), len(read.bases), "")
             if inner.rest is None and (len(inner.adapters), len(inner.bases), inner.problem) == whole:
@@ -284,9 +295,7 @@ class _Reader:
         if node.op == "call_function" and is_floating(node) and _leads_to_products(node):
             inner = node.args[0] if node.args else None
             if node.target is aten.add.Tensor and factor is None and set(node.kwargs) <= {"alpha"}:
-                if isinstance(node.kwargs.get("alpha", 1), (int, float)) and all(
-                    _full(argument, node) for argument in node.args
-                ):
+                if _has_factor(node) and all(_full(argument, node) for argument in node.args):
                     linear.inner.append(node)
                     return self._add(node, scale, factor)
             if (node.target in RESHAPES or node.target in CASTS) and is_floating(inner):
@@ -296,7 +305,7 @@ class _Reader:
                 for x, by in ((node.args[0], node.args[1]), (node.args[1], node.args[0])):
                     if not isinstance(x, fx.Node) or not _full(x, node):
                         continue
-                    if isinstance(by, (int, float)):
+                    if is_factor(by):
                         linear.inner.append(node)
                         return self._visit(x, scale * float(by), factor, node)
                     if factor is None and isinstance(by, fx.Node) and _is_number(by):

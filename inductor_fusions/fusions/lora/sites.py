@@ -141,8 +141,7 @@ class Adapted(Candidate):
             raise Rejected("the sum has other columns than its terms")
         if not _is_row_major(value(root)):
             raise Rejected("the result is not row-major")
-        if value(root).dtype not in guards.DTYPES:
-            raise Rejected(f"a result of dtype {value(root).dtype}")
+        guards.check_result(root, linear.bases[0].node)
         if linear.rest is not None and not all(isinstance(size, int) for size in first.shape):
             raise Rejected("a sum of symbolic size that has a term which is no product")
         self.sizes[root] = emit.sizes_of(root, linear.inner)
@@ -153,6 +152,10 @@ class Adapted(Candidate):
             raise Rejected("adapters of another dtype than the base and float32")
         if right.dtype != x.dtype and x.dtype != torch.bfloat16:
             raise LeftToStock("float32 adapters on a base of float16")
+        if a.factor is not None and x.dtype == torch.float16:
+            raise LeftToStock(
+                "a float16 adapter times a tensor: what A gives may overflow where the result does not"
+            )
         if 1 not in right.stride():
             raise Rejected("an adapter whose elements are not next to each other in either direction")
         if 1 not in value(a.down.a).stride():
@@ -181,7 +184,7 @@ class Adapted(Candidate):
         origin = source(members[0].a)
         # The place of what is read: the views in between are made anew.
         reading = [replace(p, a=origin.base) for p in members]
-        return _Down(members, origin, order.find(reading))
+        return _Down(members, origin, order.find(reading, origin.sizes))
 
     def _place(self, group: list[Linear]) -> Place:
         order = Order(self.graph)
@@ -193,6 +196,10 @@ class Adapted(Candidate):
         others = [a.down.b for linear in group for a in linear.adapters]
         others += [a.factor for linear in group for a in linear.adapters if a.factor is not None]
         others += [linear.rest for linear in group if linear.rest is not None]
+        # Views are made anew, and results reshaped.
+        others += [size for linear in group for p in linear.bases for size in unrounded(p.a).sizes]
+        others += [size for linear in group for a in linear.adapters for size in source(a.down.a).sizes]
+        others += [x for linear in group for x in self.sizes[linear.root] if isinstance(x, fx.Node)]
         roots = {p.node: linear.root for linear in group for p in linear.bases}
         roots |= {a.up.node: linear.root for linear in group for a in linear.adapters}
         # Behind the narrow products, which stand where their own operands are there.
@@ -271,7 +278,7 @@ class Adapted(Candidate):
             [a.down.b for _, a in adapters],
             [a.up.b for _, a in adapters],
             [g for g, _ in adapters],
-            [a.scale * source(a.down.a).scale for _, a in adapters],
+            [a.scale * a.down.scale * source(a.down.a).scale for _, a in adapters],
             all(map(gather.is_input, weights)),
             dtype,
             *([wide] if wide else []),
@@ -293,7 +300,8 @@ class Adapted(Candidate):
         dtype = value(self.group[0].bases[0].a).dtype
         scales = {a.down.node: a.scale for linear in self.group for a in linear.adapters}
         further = [self._form(p, scales[p.node], value(x).dtype, dtype) for p in down.members]
-        outputs = make.narrow(x, right, [down.origin.scale] * len(right), further, False)
+        factors = [down.origin.scale * p.scale for p in down.members]
+        outputs = make.narrow(x, right, factors, further, False)
         place.sink()
         moved.update(views)
         read = {}

@@ -7,6 +7,7 @@ is made with `known_true`, which adds no guard. A class is only ever given by pr
 never read: compiled code is cached without them.
 
     values        the algebra
+    dtypes        what of it a tensor's dtype holds
     interpreter   from the graph into the algebra, by a rule for each operation
     operations    rules for arithmetic, comparisons, casts, and tensors that are made
     views         rules for indexing and reshaping

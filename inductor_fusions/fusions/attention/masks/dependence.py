@@ -88,6 +88,8 @@ def _indexed_constant(
     op: torch_ops.Op, source: torch.Tensor, result: torch.Tensor, dim: int, interpreter: Interpreter
 ) -> bool:
     index = op["index"] if isinstance(op["index"], tuple) else (op["index"],)
+    if any(isinstance(i, bool) for i in index):
+        return False  # it makes a dim
     tensors = [i for i in index if torch_ops.tensor(i) is not None]
     if tensors:
         whole = len(tensors) == len(index) == source.dim()

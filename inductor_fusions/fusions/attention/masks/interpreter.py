@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,21 +12,19 @@ from torch import fx
 from ...._inductor import is_batched, known_true
 from .. import torch_ops
 from ..aliasing import Mutations, adds_nothing
+from .dtypes import held, of_dtype
 from .proofs import reduce
 from .values import (
     BOOL,
     Affine,
     Bool,
-    Choice,
     Element,
     Unknown,
     Value,
     affine,
     as_bool,
-    branches,
     identity,
     is_unit,
-    map_parts,
     substitute,
 )
 
@@ -154,7 +151,7 @@ class Interpreter:
         ):
             return self._unknown(node)
         with self.reading(node):
-            found = _in_dtype(rule(self, operation), known.dtype)
+            found = held(rule(self, operation), known.dtype, known.shape)
         # An index of a dim of size 1 is 0, whatever the dim is expanded to later.
         if any(known_true(size == 1) for size in known.shape):
             found = substitute(found, lambda dim: Affine(0) if is_unit(known, dim) else identity(dim))
@@ -183,8 +180,6 @@ class Interpreter:
 IN_PLACE = frozenset({"add", "sub", "mul", "masked_fill", "bitwise_and", "bitwise_or"})
 #: How many overwritten values are read inside each other.
 DEEPEST = 40
-#: Integers up to here are exact in every floating dtype that indices are computed in.
-EXACT = 2.0**24
 
 
 def _covers(index: tuple[Any, ...], shape: Sequence[Any]) -> bool:
@@ -200,41 +195,6 @@ def _covers(index: tuple[Any, ...], shape: Sequence[Any]) -> bool:
         and (item.stop is None or known_true(item.stop >= size))
         for item, size in zip(index, shape, strict=False)
     )
-
-
-def _in_dtype(value: Value, dtype: torch.dtype) -> Value:
-    """What a rule found, if a tensor of that dtype holds it."""
-    if dtype == torch.bool:
-        return as_bool(value)  # True + True is True
-    if dtype.is_floating_point:
-        for part in branches(value):
-            if any(True for _ in part.elements):
-                return None  # an integer of the data may be rounded
-            large = isinstance(part.const, (int, float)) and abs(part.const) > EXACT
-            if large and not part.is_constant:
-                return None
-    return value
-
-
-def of_dtype(number: bool | int | float, dtype: torch.dtype) -> Value:
-    """A number in a tensor of some dtype."""
-    if dtype == torch.bool:
-        return bool(number)
-    if dtype.is_floating_point:
-        return rounded(Affine(number), dtype)
-    return Affine(number) if float(number).is_integer() else None
-
-
-def rounded(value: Affine | Choice | None, dtype: torch.dtype) -> Value:
-    """Numbers in a floating dtype: what is beyond its range is infinite."""
-
-    def to_dtype(part: Affine) -> Affine | None:
-        if not isinstance(part.const, (int, float)):
-            return None
-        limit = torch.finfo(dtype).max
-        return part if abs(part.const) <= limit else Affine(math.copysign(math.inf, part.const))
-
-    return map_parts(value, to_dtype)
 
 
 #: The value of an operation, from those of its arguments.

@@ -8,7 +8,8 @@ import torch
 
 from ...._inductor import known_true
 from .. import torch_ops
-from .interpreter import Interpreter, of_dtype, rank_of, rounded, rule
+from .dtypes import held, of_dtype
+from .interpreter import Interpreter, rank_of, rule
 from .values import (
     BOOL,
     Affine,
@@ -24,10 +25,32 @@ from .values import (
     compare,
     conjunction,
     disjunction,
-    is_integral,
     map_parts,
     negation_of,
 )
+
+
+def _promoted(interpreter: Interpreter, op: torch_ops.Op) -> tuple[Value, Value]:
+    """Both operands, as they are in the dtype that the operation brings them to."""
+    given = op.input, op["other"]
+    kinds = [_number_of(torch_ops.value(each)) for each in given]
+    if any(kind is None for kind in kinds):
+        return None, None
+    dtype = torch.result_type(*kinds)
+    left, right = (
+        held(interpreter.read(each), dtype, kind.shape if isinstance(kind, torch.Tensor) else ())
+        for each, kind in zip(given, kinds, strict=True)
+    )
+    return left, right
+
+
+def _number_of(value: Any) -> Any:
+    """A tensor or a number of the same kind, None for anything else."""
+    if isinstance(value, torch.SymInt):
+        return 1
+    if isinstance(value, torch.SymFloat):
+        return 1.0
+    return value if isinstance(value, (torch.Tensor, bool, int, float)) else None
 
 
 def _is_plain(op: torch_ops.Op) -> bool:
@@ -37,29 +60,17 @@ def _is_plain(op: torch_ops.Op) -> bool:
 
 @rule("add")
 def _add(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    return (
-        combine(interpreter.read(op.input), interpreter.read(op["other"]), lambda x, y: x + y)
-        if _is_plain(op)
-        else None
-    )
+    return combine(*_promoted(interpreter, op), lambda x, y: x + y) if _is_plain(op) else None
 
 
 @rule("sub")
 def _sub(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    return (
-        combine(interpreter.read(op.input), interpreter.read(op["other"]), lambda x, y: x - y)
-        if _is_plain(op)
-        else None
-    )
+    return combine(*_promoted(interpreter, op), lambda x, y: x - y) if _is_plain(op) else None
 
 
 @rule("rsub")
 def _rsub(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    return (
-        combine(interpreter.read(op["other"]), interpreter.read(op.input), lambda x, y: x - y)
-        if _is_plain(op)
-        else None
-    )
+    return combine(*_promoted(interpreter, op), lambda x, y: y - x) if _is_plain(op) else None
 
 
 @rule("neg")
@@ -69,7 +80,7 @@ def _neg(interpreter: Interpreter, op: torch_ops.Op) -> Value:
 
 @rule("mul")
 def _mul(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    left, right = interpreter.read(op.input), interpreter.read(op["other"])
+    left, right = _promoted(interpreter, op)
     if isinstance(left, BOOL) and isinstance(right, BOOL):
         return conjunction([left, right])
 
@@ -83,7 +94,7 @@ def _mul(interpreter: Interpreter, op: torch_ops.Op) -> Value:
 
 @rule("eq", "ne", "lt", "le", "gt", "ge")
 def _comparison(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    return compare(op.name, interpreter.read(op.input), interpreter.read(op["other"]))
+    return compare(op.name, *_promoted(interpreter, op))
 
 
 @rule("bitwise_and", "logical_and")
@@ -130,20 +141,13 @@ def _masked_fill(interpreter: Interpreter, op: torch_ops.Op) -> Value:
 
 @rule(*torch_ops.CASTS, "cpu", "cuda")
 def _cast(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    found, target = interpreter.read(op.input), torch_ops.tensor(op.node)
-    if target is None or found is None:
+    source, target = torch_ops.tensor(op.input), torch_ops.tensor(op.node)
+    if source is None or target is None:
         return None
-    if _holds_elements(found) and target.dtype not in (torch.int32, torch.int64):
+    found = interpreter.read(op.input)
+    if _holds_elements(found) and target.dtype not in (source.dtype, torch.int64):
         return None  # the result of the cast is an element itself, or floating point
-    if target.dtype == torch.bool:
-        return as_bool(found)
-    found = as_number(found)
-    if not target.dtype.is_floating_point:
-        return found if all(is_integral(part) for part in branches(found)) else None
-    if target.dtype in (torch.float16, torch.bfloat16):
-        # An index beyond the dtype's integers would be rounded; two-valued masks are not.
-        return rounded(found, target.dtype) if all(part.is_constant for part in branches(found)) else None
-    return found if target.dtype in (torch.float32, torch.float64) else None
+    return as_bool(found) if target.dtype == torch.bool else as_number(found)
 
 
 def _holds_elements(value: Value) -> bool:

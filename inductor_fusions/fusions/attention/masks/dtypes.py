@@ -1,0 +1,99 @@
+"""Which values of the mask algebra a dtype holds: integers wrap around, and floating dtypes round them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .proofs import bounds
+from .values import Affine, Choice, Element, Number, Value, as_bool, choose, is_integral
+
+#: A dim whose size is symbolic is taken to be no longer than this, and an integer of the data no larger.
+LONGEST = 2**20
+
+_FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+def held(value: Value, dtype: torch.dtype, shape: Sequence[Number]) -> Value:
+    """A value as a tensor of that dtype and shape holds it; None where that may be another one.
+
+    Constants are rounded. An index is not: all that it may be must be numbers of the dtype.
+    """
+    if dtype == torch.bool:
+        return as_bool(value)  # True + True is True
+    if isinstance(value, Choice):
+        return choose(value.condition, _held(value.then, dtype, shape), _held(value.otherwise, dtype, shape))
+    return _held(value, dtype, shape) if isinstance(value, Affine) else value
+
+
+def of_dtype(number: bool | int | float, dtype: torch.dtype) -> Value:
+    """A number in a tensor of some dtype."""
+    return bool(number) if dtype == torch.bool else held(Affine(number), dtype, ())
+
+
+def _held(value: Affine, dtype: torch.dtype, shape: Sequence[Number]) -> Affine | None:
+    if dtype.is_floating_point:
+        if dtype not in _FLOATING or any(True for _ in value.elements):
+            return None  # an integer of the data may be rounded
+        if value.is_constant and isinstance(value.const, (int, float)):
+            return Affine(rounded(value.const, dtype))
+        return value if _is_exact(value, dtype, shape) else None
+    if dtype.is_complex or not is_integral(value):
+        return None
+    info, extremes = torch.iinfo(dtype), _extremes(value, shape)
+    if extremes is not None:
+        return value if info.min <= extremes[0] and extremes[1] <= info.max else None
+    if dtype == torch.int64:
+        return value
+    reach = _reach(value, shape)
+    return value if dtype == torch.int32 and reach is not None and reach <= info.max else None
+
+
+def rounded(number: float, dtype: torch.dtype) -> float:
+    """A number as a floating dtype holds it."""
+    if dtype == torch.float64 or not math.isfinite(number) or number == 0:
+        return number
+    info = torch.finfo(dtype)
+    digits = 1 - round(math.log2(info.eps))
+    exponent = max(math.frexp(number)[1], math.frexp(info.smallest_normal)[1])
+    step = math.ldexp(1.0, exponent - digits)
+    found = round(number / step) * step
+    if found == number:
+        return number
+    return found if abs(found) <= info.max else math.copysign(math.inf, number)
+
+
+def _is_exact(value: Affine, dtype: torch.dtype, shape: Sequence[Number]) -> bool:
+    """Whether a floating dtype holds every value without rounding: not too many binary digits."""
+    numbers = [value.const, *(c for _, c in value.coeffs)]
+    static = [n for n in numbers if isinstance(n, (int, float))]
+    if not all(math.isfinite(n) for n in static):
+        return False
+    extremes = _extremes(value, shape)
+    reach = _reach(value, shape) if extremes is None else max(map(abs, extremes))
+    if reach is None:
+        return dtype == torch.float64
+    unit = max(float(n).as_integer_ratio()[1] for n in [1, *static])
+    return bool(reach * unit <= 2 / torch.finfo(dtype).eps)
+
+
+def _reach(value: Affine, shape: Sequence[Number]) -> Any:
+    """A bound of the size of a value; None where its slopes are symbolic."""
+    total = abs(value.const) if isinstance(value.const, (int, float)) else LONGEST
+    for atom, c in value.coeffs:
+        if not isinstance(c, (int, float)):
+            return None
+        size = LONGEST if isinstance(atom, Element) or not -len(shape) <= atom < 0 else shape[atom]
+        total += abs(c) * (size if isinstance(size, int) else LONGEST)
+    return total
+
+
+def _extremes(value: Affine, shape: Sequence[Number]) -> tuple[float, float] | None:
+    """Least and greatest value, where they are known as numbers."""
+    low, high = bounds(value, shape)
+    if isinstance(low, (int, float)) and isinstance(high, (int, float)):
+        return low, high
+    return None

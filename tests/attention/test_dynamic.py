@@ -16,6 +16,7 @@ from tests.attention.support import (
     additive,
     cases,
     check,
+    flex_everywhere,
     qkv,
     rand,
     visible,
@@ -232,3 +233,41 @@ def test_bias_cut_to_the_length() -> None:
 
     inputs = (*(rand(BATCH, 24, HEADS * 16) for _ in range(3)), rand(HEADS, 1, 64, grad=False))
     check(fn, inputs, dynamic=True, train=False)
+
+
+def two_windows(q, k, v, first, second):
+    rows, keys = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    seen = (rows - keys < first) & (rows - keys < second) & (keys - rows < first) & (keys - rows < second)
+    return torch.softmax((q @ k.mT).masked_fill(~seen, -1e9), -1) @ v
+
+
+def either_window(q, k, v, first, second):
+    rows, keys = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    seen = (rows - keys < first) | (rows - keys < second)
+    return torch.softmax((q @ k.mT).masked_fill(~seen, -1e9), -1) @ v
+
+
+def rows_from(q, k, v, first, second):
+    seen = torch.ones(40, 40, dtype=torch.bool).tril()[first - 4 : first - 4 + q.shape[2], : k.shape[2]]
+    return torch.softmax((q @ k.mT).masked_fill(~seen, -1e9), -1) @ v
+
+
+@pytest.mark.parametrize("fn", [two_windows, either_window, rows_from])
+def test_numbers_that_are_equal_when_it_is_compiled(fn) -> None:
+    """What is equal in one call is proved to be equal only where it always is."""
+    graphs = CompileCounterWithBackend("eager")
+
+    def after_passes(graph, inputs):
+        testing._AfterPasses([])._transform(graph)
+        return graphs(graph, inputs)
+
+    inputs = qkv(12, 12, grad=False)
+    for tensor in inputs:
+        for dim in (0, 1, 3):
+            torch._dynamo.mark_static(tensor, dim)
+    with flex_everywhere(), config.patch(policy="always"), torch.no_grad():
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, backend=after_passes, dynamic=True)
+        for numbers in [(4, 4), (4, 9), (9, 4)]:
+            torch.testing.assert_close(compiled(*inputs, *numbers), fn(*inputs, *numbers))
+    assert graphs.frame_count == 1

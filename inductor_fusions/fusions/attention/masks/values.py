@@ -55,12 +55,25 @@ def _order(item: tuple[Atom, Number]) -> tuple[Any, ...]:
     return (1, atom.node.name, repr(atom.index)) if isinstance(atom, Element) else (0, atom)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Affine:
     """`const + sum(coeff * atom)`: an atom is the index of a dim (its number) or an `Element`."""
 
     const: Number
     coeffs: tuple[tuple[Atom, Number], ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        # Symbolic numbers are equal where they always are, not where their values in this compile are.
+        return (
+            isinstance(other, Affine)
+            and len(self.coeffs) == len(other.coeffs)
+            and known_true(self.const == other.const)
+            and all(a == b and known_true(c == d)
+                    for (a, c), (b, d) in zip(self.coeffs, other.coeffs, strict=True))
+        )  # fmt: skip
+
+    def __hash__(self) -> int:
+        return hash((self.const, self.coeffs))
 
     def coeff(self, dim: Atom) -> Number:
         return dict(self.coeffs).get(dim, 0)
@@ -153,7 +166,7 @@ def _implies(first: Bool, second: Bool) -> bool:
     return (
         isinstance(first, NonNegative)
         and isinstance(second, NonNegative)
-        and first.value.coeffs == second.value.coeffs
+        and Affine(0, first.value.coeffs) == Affine(0, second.value.coeffs)
         and known_true(first.value.const < second.value.const)
     )
 

@@ -141,7 +141,7 @@ def _indexed(interpreter: Interpreter, op: torch_ops.Op, index: tuple[Any, ...])
         size = source.shape[here]
         item = torch_ops.concrete(item)
         if isinstance(item, slice):
-            start, step = item.start or 0, 1 if item.step is None else item.step
+            start, step = (0 if item.start is None else item.start), (1 if item.step is None else item.step)
             if not isinstance(start, (int, torch.SymInt)) or not isinstance(step, int) or step < 1:
                 return None
             if not known_true(start >= 0):
@@ -153,7 +153,10 @@ def _indexed(interpreter: Interpreter, op: torch_ops.Op, index: tuple[Any, ...])
             mapping[here - source.dim()] = affine(start, {there - target.dim(): step})
             there += 1
         elif isinstance(item, (int, torch.SymInt)) and not isinstance(item, bool):
-            item = item if known_true(item >= 0) else item + size
+            if not known_true(item >= 0):
+                if not known_true(item < 0):
+                    return None
+                item = item + size
             mapping[here - source.dim()] = Affine(item)
         else:
             return None

@@ -7,15 +7,21 @@ value must know that the value is the one that its node made.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 import torch
 from torch import fx
 
-from ..._inductor import known_true, unbatched
+from ..._inductor import is_call_of_numpy, known_true, unbatched
 from . import torch_ops
 
 _MUTATING_FUNCTIONS = frozenset({"setitem", "__setitem__", "delitem", "set_", "copy_"})
+#: `x += y` and the like, as functions.
+_AUGMENTED = frozenset(
+    getattr(operator, f"i{name}")
+    for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul concat".split()
+)
 
 
 class Mutations:
@@ -71,19 +77,23 @@ def written(node: fx.Node) -> list[fx.Node]:
     """The arguments that a node overwrites."""
     if node.op not in ("call_function", "call_method"):
         return []
-    found: list[fx.Node] = []
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        for i, argument in enumerate(target._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = node.kwargs.get(argument.name, node.args[i] if i < len(node.args) else None)
-                found.extend(n for n in _nodes(given))
-        return found
+        return _written_by_schema(node, target._schema)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, name)._schema for name in target.overloads()]
+        return list(dict.fromkeys(n for schema in overloads for n in _written_by_schema(node, schema)))
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return _written_by_bodies(node)
+    if is_call_of_numpy(target):
+        return list(node.all_input_nodes)
+    found: list[fx.Node] = []
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     operation = torch_ops.read(node)
     if operation is not None and adds_nothing(operation):
         return []
-    inplace = (operation is not None and operation.inplace) or node.kwargs.get("inplace") is True
+    inplace = (operation is not None and operation.inplace) or torch_ops.told_to_overwrite(node)
+    inplace |= target in _AUGMENTED
     if not inplace and (operation is None or operation.name not in torch_ops.SIGNATURES):
         # Any other method or function that ends in one underscore, and setitem.
         inplace = name in _MUTATING_FUNCTIONS or (name.endswith("_") and not name.endswith("__"))
@@ -91,6 +101,31 @@ def written(node: fx.Node) -> list[fx.Node]:
         found.extend(_nodes(node.args[0]))
     found.extend(_nodes(node.kwargs.get("out")))
     return found
+
+
+def _written_by_schema(node: fx.Node, schema: torch.FunctionSchema) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.kwargs.get(argument.name, node.args[i] if i < len(node.args) else None)
+            found.extend(_nodes(given))
+    return found
+
+
+def _written_by_bodies(node: fx.Node) -> list[fx.Node]:
+    """All operands of a higher-order operation, unless it runs graphs of which none overwrites an input."""
+    owner = node.graph.owning_module
+    bodies = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
+    graphs = [body.graph for body in bodies if isinstance(body, fx.GraphModule)]
+    if graphs and not any(map(_overwrites_an_input, graphs)):
+        return []
+    return [n for n in node.all_input_nodes if torch_ops.tensor(n) is not None]
+
+
+def _overwrites_an_input(graph: fx.Graph) -> bool:
+    inputs = {storage(node) for node in graph.nodes if node.op == "placeholder"}
+    targets = (storage(target) for node in graph.nodes for target in written(node))
+    return any(target is None or target in inputs for target in targets)
 
 
 def adds_nothing(operation: torch_ops.Op) -> bool:

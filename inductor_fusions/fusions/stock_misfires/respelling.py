@@ -26,6 +26,8 @@ class Respelled(Candidate):
     def guard(self) -> None:
         if is_batched(tensor(self.anchor)):
             raise Rejected("inside torch.vmap, whose values have a hidden dim")
+        if self.anchor.kwargs.get("out") is not None:
+            raise Rejected("writes to a given tensor (out=)")
 
     def replace(self, result: fx.Node) -> None:
         """Put `result`, which is the same tensor, in the place of the anchor."""

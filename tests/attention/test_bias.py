@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.attention.support import (
     additive,
     cases,
     check,
+    flex_everywhere,
     qkv,
     rand,
     scored,
@@ -279,3 +282,21 @@ def test_large_positive_bias(train: bool) -> None:
     # All scores drown in the raised keys: such rows send no exact gradient into k (docs/attention.md).
     q, k, v = qkv()
     check(scored(lambda s, m: s * 0.3 + m), (q, k.detach(), v, mask), fused=None, train=train)
+
+
+FROZEN = {
+    "a bias": (lambda s, b, m: s + b, (HEADS, Q_LEN, KV_LEN)),
+    "a bias beside padding": (lambda s, b, m: (s + b).masked_fill(m, -1e9), (HEADS, Q_LEN, KV_LEN)),
+    "a scale beside padding": (lambda s, b, m: (s * b).masked_fill(m, -1e9), (HEADS, 1, 1)),
+}
+
+
+@cases(FROZEN)
+@pytest.mark.parametrize("flex", [False, True], ids=["sdpa", "flex"])
+def test_frozen_queries_keys_and_values(case: Any, flex: bool) -> None:
+    """A gradient flows into nothing but what is read beside them, and through rows that see no key."""
+    change, shape = case
+    padding = torch.tensor([True, False]).view(2, 1, 1, 1).expand(2, 1, 1, KV_LEN).contiguous()
+    inputs = [*qkv(grad=False), rand(*shape), padding]
+    with flex_everywhere() if flex else contextlib.nullcontext():
+        check(scored(change), inputs)

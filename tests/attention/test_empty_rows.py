@@ -7,12 +7,15 @@ such queries, and so does a padding mask over both queries and keys. Every loss 
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from inductor_fusions import config, testing
-from tests.attention.support import cases, check, qkv, rand
+from tests.attention.support import cases, check, flex_everywhere, qkv, rand, scored
 
 B, H, S = 3, 2, 9
 LOWEST = torch.finfo(torch.float32).min
@@ -319,3 +322,48 @@ def test_full_compile(dtype: torch.dtype) -> None:
     """As Inductor compiles it, forward and backward."""
     q, k, v, mask = given()
     check(with_mask, (q, k, v, mask.clamp(min=torch.finfo(dtype).min)), dtype=dtype, backend="inductor")
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_clamp_that_makes_scores_equal(train: bool) -> None:
+    """A row whose scores are all raised to one number, in which they would not drown."""
+    hidden = torch.where(torch.rand(2, 1, 7, 1) > 0.5, -1e9, 0.0)
+    fn = scored(lambda s, m: torch.max(s + m, torch.tensor(-3e4)))
+    check(fn, [*qkv(grad=train), hidden], fused=None, train=train)
+
+
+def test_clamp_in_half_precision() -> None:
+    """As OPT has it: what a mask hides by -inf becomes the least number."""
+    hidden = torch.where(torch.rand(2, 1, 7, 1) > 0.5, -math.inf, 0.0)
+    hidden[:, :, 0] = -math.inf
+    fn = scored(lambda s, m: torch.max(s + m, torch.tensor(torch.finfo(torch.float16).min, dtype=s.dtype)))
+    check(fn, [*qkv(grad=False), hidden], dtype=torch.float16, train=False)
+
+
+LEARNED = {
+    "after a fill": lambda s, m, b: s.masked_fill(m, -1e9) + b,
+    "beside an additive mask": lambda s, m, b: s + b + torch.where(m, -1e9, 0.0),
+}
+
+
+@cases(LEARNED)
+def test_gradient_of_a_bias(case: Any) -> None:
+    """Of rows whose scores drown, a gradient flows into what is added to them."""
+    hidden = torch.rand(2, 1, 7, 1) > 0.5
+    hidden[:, :, 0] = True
+    inputs = [*qkv(), hidden, rand(3, 7, 13)]
+    wanted = scored(case)(*inputs)
+    (exact,) = torch.autograd.grad(wanted.sum(), inputs[-1])
+    with flex_everywhere():
+        run = testing.capture(
+            scored(case), *inputs, train=True, backend=testing.EAGER_AFTER_PASSES,
+            cotangents=[torch.ones_like(wanted)],
+        )  # fmt: skip
+    torch.testing.assert_close(run.grads["4"], exact)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_everything_is_hidden(train: bool) -> None:
+    fn = scored(lambda s: s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool), -1e9))
+    with flex_everywhere():
+        check(fn, qkv(grad=train), train=train)

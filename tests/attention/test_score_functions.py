@@ -191,3 +191,26 @@ def test_overwritten_operand() -> None:
 
     with flex_everywhere("flex"):
         check(fn, (*qkv(grad=False), rand(Q_LEN, KV_LEN, grad=False)), fused=None, train=False)
+
+
+SHIFTED = {
+    "a number before tanh": lambda s, m: torch.tanh(s * 0.25 + 2.0) * 3.0,
+    "the maximum before tanh": lambda s, m: torch.tanh(s - s.amax(-1, keepdim=True)) * 3.0,
+    "a number before a product": lambda s, m: (s + 2.0) * m,
+    "a number before a fill that shows": lambda s, m: torch.where(m > 0, s + 2.0, 0.3),
+    "a number before a clamp": lambda s, m: torch.clamp(s + 2.0, max=1.0),
+}
+
+
+@cases(SHIFTED)
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_shift_before_a_function(case, train: bool) -> None:
+    """What is added to all scores of a row cancels in a softmax, and in nothing else."""
+    with flex_everywhere():
+        check(scored(case), [*qkv(), rand(Q_LEN, KV_LEN, grad=False)], fused=None, train=train, slack=4.0)
+
+
+def test_only_the_bias_learns() -> None:
+    """No gradient flows into q, k and v, and the kernel is one of training all the same."""
+    inputs = [*qkv(grad=False), rand(HEADS, Q_LEN, KV_LEN)]
+    through_flex(scored(lambda s, b: torch.tanh(s + b) * 2.0), inputs, slack=4.0)

@@ -131,3 +131,26 @@ def test_overwritten_sink() -> None:
 
     with flex_everywhere("flex"):
         check(fn, (*qkv(grad=False), rand(HEADS, grad=False)), fused=None, train=False, slack=SLACK)
+
+
+SHIFTS = {
+    "a number": lambda s: s + 2.0,
+    "a tensor of one number": lambda s: s + torch.full(s.shape[-2:], 2.0),
+    "the maximum": lambda s: s - s.amax(-1, keepdim=True),
+}
+
+
+@cases(SHIFTS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_shift_before_the_sink(case, masked: bool) -> None:
+    """A softmax does not see it, but the sink is not shifted."""
+    fn = attention(mask=(lambda s: case(causal(s))) if masked else case)
+    inputs = [*qkv(Q_LEN, Q_LEN), rand(HEADS)]
+    with flex_everywhere():
+        check(fn, inputs, fused=None, slack=SLACK)
+
+
+def test_only_the_sink_learns() -> None:
+    inputs = [*qkv(Q_LEN, Q_LEN, grad=False), rand(HEADS)]
+    with flex_everywhere("flex"):
+        check(attention(mask=window), inputs, fused=None, slack=SLACK)

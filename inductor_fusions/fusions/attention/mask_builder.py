@@ -118,9 +118,13 @@ def check_empty_rows(problem: Problem) -> None:
     Raises:
         LeftToStock: under INDUCTOR_FUSIONS_EMPTY_ROWS=stock, where such rows cannot be ruled out.
         Rejected: a mask is subtracted, and perhaps the keys that it holds low numbers for are seen; or a bias
-            is added to a row of fills, and does not drown in them.
+            is added to a row of fills, or scores are clamped, and do not drown in the number.
     """
     if config.empty_rows != "ignore" and not (problem.structure and problem.structure.never_empty):
+        lowest = torch.finfo(torch.float16).min if problem.dtype == torch.float16 else EMPTY_BELOW
+        for term, _ in problem.terms:
+            if term.floor is not None and term.floor > lowest:
+                raise Rejected(f"scores are clamped to {term.floor:g}, in which scores of masked rows show")
         shallow = False  # whether a number that does not drown a bias has filled scores
         for term, _ in problem.terms:
             if term.fill is not None:
@@ -155,13 +159,14 @@ class _Terms:
         self.hiding: fx.Node | None = None  # sum of what may hide a whole row, fills written in
         self.plain: list[tuple[fx.Node, bool]] = []  # other biases, and whether a fill came after
         self.fills: list[float] = []
+        self.floored: fx.Node | None = None  # rows whose scores a clamp has made equal
 
     def mask(self) -> Mask:
         return self._two_valued() or self._general()
 
     def _general(self) -> Mask:
         """The mask of any terms."""
-        self.keep, self.hiding, self.plain, self.fills = None, None, [], []
+        self.keep, self.hiding, self.plain, self.fills, self.floored = None, None, [], [], None
         for term, operand in self.problem.terms:
             node = self.build.build(operand)
             if term.fill is not None:
@@ -269,6 +274,8 @@ class _Terms:
                 self.hiding = self._with_fill(None, self._least(max(self.fills)))
             self.hiding = node if self.hiding is None else self.build.call(torch.add, self.hiding, node)
             if floor is not None:
+                highest = self.build.call(torch.amax, self.hiding, -1, True)
+                self.floored = self.build.call(torch.le, highest, floor)
                 self.hiding = self.build.call(torch.clamp, self.hiding, floor)
                 self.fills.append(floor)
         else:
@@ -305,6 +312,8 @@ class _Terms:
                 # A row that is filled whole has equal scores whatever the number is.
                 filled = build.call(torch.logical_not, build.call(torch.any, self.keep, -1, True))
                 empty = build.call(torch.logical_or, empty, filled)
+        if half and self.floored is not None:
+            empty = build.call(torch.logical_or, empty, self.floored)
         far = build.call(torch.gt, size, -SHIFT_BELOW)
         hiding = build.call(torch.sub, hiding, build.call(torch.where, far, highest, 0.0))
         blocked = bool(self.fills) or self._one_row(hiding)

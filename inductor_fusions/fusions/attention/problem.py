@@ -50,7 +50,7 @@ class Problem:
             same for two readers, they read the same.
         dtype: dtype of the kernel (that of autocast, where it is on).
         out_shape: shape of (*out_lead, q_len, v_dim), before `out_dims`.
-        train: whether a gradient flows into q, k or v.
+        train: whether a gradient flows into q, k or v, or into anything else that the result is made of.
     """
 
     q: Operand
@@ -187,7 +187,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         out_shape=(*site.out_lead, site.q.shape[-2], site.v.shape[-1]),
         out_dims=site.out_dims,
         scalers=scalers,
-        train=_needs_grad(site.q.node, site.k.node, site.v.node),
+        train=_needs_grad(site.q.node, site.k.node, site.v.node, site.output),
         stages=[_stage(stage, target, interpreter) for stage in site.stages],
         sink=_sink(site, target, interpreter),
         structure=_structure(causal, terms, site, target, interpreter),
@@ -241,7 +241,9 @@ def _structure(
     if causal:
         return Structure(structure.CAUSAL, None, True, [], True)
     shape = (*target, site.q.shape[-2], site.k.shape[-2])
-    return structure.find(terms, shape, interpreter, site.product.graph) if len(target) == 2 else None
+    if len(target) != 2:
+        return None
+    return structure.find(terms, shape, interpreter, site.product.graph, cancels=site.sink is None)
 
 
 def _needs_grad(*nodes: fx.Node) -> bool:
@@ -363,7 +365,8 @@ def _term_operand(term: Term, target: Sequence[Any], interpreter: Interpreter) -
     if operand is None:
         raise Rejected("a mask or a bias is no tensor")
     operand = _moved(operand, term.lead, target)
-    if not known_true(operand.shape[-2] == 1) and constant_over(term.node, -2, interpreter):
+    rows = operand.shape[-2]
+    if not known_true(rows <= 1) and constant_over(term.node, -2, interpreter):
         operand = operand.then("narrow", -2, 0, 1)
     return operand
 
@@ -376,22 +379,24 @@ def _remaining_terms(site: Attention, interpreter: Interpreter) -> list[Term] | 
     left: list[Term] = []
     causal = 0
     for term in site.terms:
-        kind = _classify_term(term, (*term.lead, *lengths), interpreter)
+        kind = _classify_term(term, (*term.lead, *lengths), interpreter, site.sink is None)
         if kind.all_visible:
             continue
         causal += kind.causal
-        seen = visibility(interpreter.read(term.node), term.factor) if term.fill is None else None
+        seen = None
+        if term.fill is None:
+            seen = visibility(interpreter.read(term.node), term.factor, site.sink is None)
         left.append(term if seen is None else replace(term, depth=seen[1]))
     return None if left and causal == len(left) else left
 
 
-def _classify_term(term: Term, shape: tuple[Any, ...], interpreter: Interpreter) -> Any:
+def _classify_term(term: Term, shape: tuple[Any, ...], interpreter: Interpreter, cancels: bool) -> Any:
     if term.fill is not None:
         seen = interpreter.boolean(term.node)
         if seen is not None and term.hides:
             seen = negation(seen)
         return classify(seen, shape)
-    read = visibility(interpreter.read(term.node), term.factor)
+    read = visibility(interpreter.read(term.node), term.factor, cancels)
     return classify(None if read is None else read[0], shape)
 
 

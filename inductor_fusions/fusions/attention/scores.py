@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +41,10 @@ class Upwards(Walk):
             if number is not None:
                 if op.name == "div" and number == 0:
                     raise Rejected("the scores are divided by zero")
-                return self.up(op, scores, factor / number if op.name == "div" else factor * number, scalers)
+                scaled = factor / number if op.name == "div" else factor * number
+                if not math.isfinite(scaled):
+                    raise Rejected("the scores are multiplied by a number that is not finite")
+                return self.up(op, scores, scaled, scalers)
             if isinstance(torch_ops.value(other), (torch.SymFloat, torch.SymInt)):
                 return self.up(op, scores, factor, [*scalers, (op.name, other, lead)])
             scale = tensor(other)
@@ -70,13 +74,17 @@ class Upwards(Walk):
         second = {id(scores): which for scores, _, which in sides}
 
         def try_side(scores: Any, other: Any) -> Attention:
-            if sign < 0 and alpha == 1 and self._is_row_maximum(other, scores):
+            if self.shifts_cancel and sign < 0 and alpha == 1 and self._is_row_maximum(other, scores):
                 return self.up(op, scores, factor, scalers)
             # add(x, y, alpha) is x + alpha * y: with the scores second, alpha scales them.
             bias_factor, score_factor = (sign * alpha, 1.0) if second[id(scores)] else (1.0, float(alpha))
             site = self.up(op, scores, factor * score_factor, scalers)
             number = torch_ops.concrete(other)
             if isinstance(number, (int, float)):
+                if not self.shifts_cancel:
+                    raise Rejected("a number is added before a function of the scores, or before a sink")
+                if not abs(number * bias_factor * factor) <= LARGEST_SCORE:
+                    raise Rejected(f"{number:g} is added to the scores, which drown in it")
                 return site  # the softmax does not see what is added everywhere
             if scalers:
                 raise Rejected("a tensor scale is applied after a bias")
@@ -138,7 +146,7 @@ class Upwards(Walk):
         column = tensor(sink)
         if column is None or not known_true(column.shape[-1] == 1) or column.dim() < 2:
             raise Rejected("the scores are concatenated with more than one column")
-        site = self.up(op, scores, factor, [])
+        site = self.seen(op, scores, factor)
         if site.sink is not None:
             raise Rejected("the scores have two attention sinks")
         site.sink = Sink(Term(sink, lead, factor=factor), before)

@@ -145,6 +145,10 @@ class HandWritten(Candidate):
                 raise Rejected("autocast changes, or grad mode does, between the two products")
             inputs = [site.q.node, site.k.node, site.v.node, *site.read_on_the_way()]
             own = {*site.chain, site.output}
+            for node in own:
+                for target in self.scope.mutations.targets(node):
+                    if target not in own:
+                        raise Rejected(f"the scores, or what is made of them, are written over {target.name}")
             for node in inputs:
                 if self.scope.mutations.between(node, site.product, site.output, ignore=own):
                     raise Rejected(f"{node.name} is overwritten before the attention has used it")
@@ -206,7 +210,13 @@ class SdpaCall(Candidate):
             raise Rejected("an argument of scaled_dot_product_attention is no tensor")
         if q.value.dim() != 4 or k.value.dim() != 4 or v.value.dim() != 4:
             raise LeftToStock("scaled_dot_product_attention on tensors that are not four-dimensional")
-        dropout, causal = (torch_ops.concrete(op[n]) or 0 for n in ("dropout_p", "is_causal"))
+        for own in (k.shape, v.shape):
+            fit = [known_true(own[d] == 1) or known_true(own[d] == q.shape[d]) for d in (0, 1)]
+            if not fit[0] or not (fit[1] or op["enable_gqa"]):
+                raise LeftToStock("an SDPA call with more samples or heads of keys than of queries")
+        dropout, causal = (
+            0 if op[n] is None else torch_ops.concrete(op[n]) for n in ("dropout_p", "is_causal")
+        )
         scale = op["scale"]
         if not isinstance(dropout, (int, float)) or not isinstance(causal, (bool, int)):
             raise Rejected("dropout_p or is_causal is no number")
@@ -226,7 +236,8 @@ class SdpaCall(Candidate):
             causal=causal, terms=[], dtype=out.dtype, out_shape=tuple(out.shape),
             out_dims=tuple(range(out.dim())), attn_mask=mask,
             train=any((t := torch_ops.tensor(op[n])) is not None and t.requires_grad
-                      for n in ("query", "key", "value")),
+                      for n in ("query", "key", "value"))
+            or out.requires_grad,
             structure=self._structure(mask, shape) if isinstance(mask, fx.Node) else None,
             output=self.anchor,
         )  # fmt: skip

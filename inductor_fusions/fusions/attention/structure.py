@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ... import config
 from ..._inductor import known_true
 from . import torch_ops
 from .masks import (
@@ -101,7 +102,9 @@ def window(part: Bool) -> int | None:
     return const + 1 if isinstance(const, int) and const >= 0 else None
 
 
-def find(terms: Terms, shape: Sequence[Any], interpreter: Interpreter, graph: fx.Graph) -> Structure | None:
+def find(
+    terms: Terms, shape: Sequence[Any], interpreter: Interpreter, graph: fx.Graph, cancels: bool = True
+) -> Structure | None:
     """The structure of the mask of an attention, or None where part of it is data.
 
     Args:
@@ -109,13 +112,14 @@ def find(terms: Terms, shape: Sequence[Any], interpreter: Interpreter, graph: fx
         shape: (batch, heads, q_len, kv_len).
         interpreter: reads the conditions.
         graph: where code for the mask will be; elements of tensors of other graphs cannot be used.
+        cancels: whether a number that is added to all scores is not seen.
     """
     parts: list[Bool] = []
     biases: Terms = []
     numbers: set[float] = set()
     replaced, added, after = True, 0, False
     for term, operand in terms:
-        found = _predicate(term, interpreter)
+        found = _predicate(term, interpreter, cancels)
         if found is None:
             if term.fill is not None or term.floor is not None or may_hide_rows(term.node):
                 return None
@@ -133,7 +137,7 @@ def find(terms: Terms, shape: Sequence[Any], interpreter: Interpreter, graph: fx
     if len(numbers) != 1:
         return None
     visible = reduce(conjunction(parts), shape)
-    if not is_usable(visible, graph):
+    if visible is False or not is_usable(visible, graph):
         return None
     number, never_empty = numbers.pop(), _never_empty(visible, shape)
     if math.isfinite(number) and not never_empty:
@@ -143,6 +147,8 @@ def find(terms: Terms, shape: Sequence[Any], interpreter: Interpreter, graph: fx
         drowned = number <= (torch.finfo(torch.float16).min if added and half else EMPTY_BELOW)
         if (added and (len(parts) > 1 or not drowned)) or (after and not drowned):
             return None
+        if (added or after) and config.empty_rows != "ignore" and any(map(_learns, biases)):
+            return None  # in such a row a gradient flows into what is added to the number
     return Structure(
         visible=visible,
         number=number if math.isfinite(number) else None,
@@ -152,10 +158,16 @@ def find(terms: Terms, shape: Sequence[Any], interpreter: Interpreter, graph: fx
     )
 
 
-def _predicate(term: Term, interpreter: Interpreter) -> tuple[Bool, float] | None:
+def _learns(bias: tuple[Term, Operand]) -> bool:
+    tensor = torch_ops.tensor(bias[0].node)
+    return tensor is None or tensor.requires_grad
+
+
+def _predicate(term: Term, interpreter: Interpreter, cancels: bool) -> tuple[Bool, float] | None:
     """What a term lets through, and what it makes of the rest."""
     if term.fill is None:
-        return visibility(interpreter.read(term.node), term.factor) if term.floor is None else None
+        value = interpreter.read(term.node)
+        return visibility(value, term.factor, cancels) if term.floor is None else None
     seen = interpreter.boolean(term.node)
     if seen is None:
         return None

@@ -28,12 +28,14 @@ class Walk:
         readers: nodes that read the shape or dtype of the scores, not their values.
         row_maxima: nodes that hold the largest score of each row. They are subtracted, which a softmax does
             not see.
+        shifts_cancel: whether nothing but a softmax sees what is added to all scores of a row.
     """
 
     def __init__(self, interpreter: Interpreter) -> None:
         self.interpreter = interpreter
         self.readers: list[fx.Node] = []
         self.row_maxima: set[fx.Node] = set()
+        self.shifts_cancel = True
 
     def walk(
         self, node: Any, user: fx.Node, factor: float, scalers: list[tuple[str, fx.Node, tuple[Any, ...]]]
@@ -73,6 +75,14 @@ class Walk:
         """The attention above `op`, whose argument `scores` holds the scores."""
         return self.walk(scores, op.node, factor, scalers)
 
+    def seen(self, op: Op, scores: Any, factor: float) -> Attention:
+        """The attention above `op`, to which a score is more than its distance from the others of its row."""
+        before, self.shifts_cancel = self.shifts_cancel, False
+        try:
+            return self.up(op, scores, factor, [])
+        finally:
+            self.shifts_cancel = before
+
     def stage(
         self, op: Op, scores: Any, function: str, numbers: tuple[float | None, ...], operand: Term | None,
         factor: float, scalers: Any,
@@ -80,7 +90,7 @@ class Walk:
         """The attention above `op`, a function of the scores: what stands before it becomes a `Stage`."""
         if scalers:
             raise Rejected(f"a tensor scale is applied after {op.name}")
-        site = self.up(op, scores, 1.0, [])
+        site = self.seen(op, scores, 1.0)
         if site.sink is not None:
             raise Rejected(f"{op.name} is applied to an attention sink")
         stage = Stage(site.scale, site.scalers, site.terms, function, numbers, operand)

@@ -106,15 +106,17 @@ def bounds(value: Affine, shape: Sequence[Number]) -> tuple[Number | None, Numbe
     return low, high
 
 
-def visibility(value: Value, factor: float = 1.0) -> tuple[Bool, float] | None:
+def visibility(value: Value, factor: float = 1.0, cancels: bool = True) -> tuple[Bool, float] | None:
     """Read an additive mask, times a factor, as (predicate of what is seen, what is added elsewhere).
 
     None where it is no mask: more than the two values 0 and a large negative number. A value that
     is the same everywhere cancels in the softmax, and counts as all visible; unless it is so large
-    that scores would lose their digits in it.
+    that scores would lose their digits in it, or an attention sink sees it (not `cancels`).
     """
-    if isinstance(value, Affine) and value.is_constant and _cancels(value.const):
-        return True, 0.0
+    if isinstance(value, Affine) and value.is_constant and isinstance(value.const, (int, float)):
+        shift = value.const * factor
+        if abs(shift) <= LARGEST_SHIFT if cancels else shift == 0:
+            return True, 0.0
     if not isinstance(value, Choice):
         return None
     if not value.then.is_constant or not value.otherwise.is_constant:
@@ -127,8 +129,11 @@ def visibility(value: Value, factor: float = 1.0) -> tuple[Bool, float] | None:
     return None
 
 
-#: Scores are taken to stay far above this, so that a masked key has weight exp(-10000) = 0.
-LARGEST_FILL = -1e4
+#: Scores are taken to stay far above this, so that a masked key has weight exp(-10000) = 0: -10000, as
+#: bfloat16 rounds it.
+LARGEST_FILL = -9984.0
+#: A number that is added to all scores of a row is not seen, unless they lose their digits in it.
+LARGEST_SHIFT = 1e3
 
 
 def is_fill(number: Number) -> bool:
@@ -138,7 +143,3 @@ def is_fill(number: Number) -> bool:
 
 def _is_zero(number: Number) -> bool:
     return isinstance(number, (int, float)) and number == 0
-
-
-def _cancels(number: Number) -> bool:
-    return isinstance(number, (int, float)) and abs(number) <= 1e3

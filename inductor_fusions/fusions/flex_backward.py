@@ -86,6 +86,8 @@ def _bounds(node: fx.Node, args: list[Any]) -> Any:
         return (min(a, c), min(b, d)) if name.endswith("and") else (max(a, c), max(b, d))
     if any(k is None for k in known) or not known:
         return None
+    if name in ("add", "sub") and _is_condition(node):
+        return None  # True + True is True
     a, b = known[0]
     if len(known) == 1:
         return (-b, -a) if name == "neg" else None

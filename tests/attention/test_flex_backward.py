@@ -132,6 +132,7 @@ BOUNDS = {
     "a factor of a sum": (lambda i, j: torch.add(j, i, alpha=-1) <= 0, True, True),
     "bits": (lambda i, j: (i & 7) >= (j & 7), True, True),
     "a product": (lambda i, j: i * 2 >= j, True, True),
+    "a sum of conditions": (lambda i, j: ((j >= 0) + (i >= 0)) == (i >= -5), True, True),
 }
 
 

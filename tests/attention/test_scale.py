@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
+import pytest
 import torch
 
+from inductor_fusions import testing
 from tests.attention.support import (
     BATCH,
     DIM,
@@ -212,3 +215,33 @@ def test_scale_overwritten_before() -> None:
         return torch.softmax(q @ k.transpose(-2, -1) * scale, dim=-1) @ v
 
     check(fn, qkv(), fused=None)
+
+
+@pytest.mark.parametrize("scale", [0.0, torch.zeros(HEADS, 1, 1)], ids=["number", "tensor"])
+def test_zero_beside_a_causal_mask(scale: Any) -> None:
+    """A kernel that multiplies the -inf of what it hides by the scale makes NaN of it."""
+
+    def causal(scores: Any) -> Any:
+        hidden = torch.ones(scores.shape[-2:]).triu(1).bool()
+        return (scores * scale).masked_fill(hidden, -1e9)
+
+    check(scored(causal), qkv(9, 9))
+
+
+def test_zero_scale_of_a_call() -> None:
+    def call(q: Any, k: Any, v: Any) -> Any:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.0)
+
+    check(call, qkv(9, 9), kernel="is_causal")
+
+
+@pytest.mark.parametrize("scale", [math.inf, math.nan])
+def test_scale_that_is_not_finite(scale: float) -> None:
+    run = testing.capture(scored(lambda s: s * scale), *qkv(grad=False), backend=testing.EAGER_AFTER_PASSES)
+    assert not run.fused
+
+
+def test_shift_in_which_scores_drown() -> None:
+    run = testing.capture(scored(lambda s: s - 1e9), *qkv(grad=False), backend=testing.EAGER_AFTER_PASSES)
+    assert not run.fused

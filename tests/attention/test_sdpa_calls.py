@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +21,7 @@ from tests.attention.support import (
     qkv,
     rand,
     sdpa,
+    unfused,
     visible,
 )
 
@@ -243,3 +247,31 @@ def test_opaque_modules() -> None:
     for weights in (True, False):
         inputs = {"query": x, "key": x, "value": x, "key_padding_mask": padding, "need_weights": weights}
         check(attention, inputs, fused=None, slack=8.0)
+
+
+@pytest.mark.parametrize("more", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
+@pytest.mark.parametrize("additive", [False, True])
+def test_multihead_attention_with_more_keys_than_tokens(more: dict[str, bool], additive: bool) -> None:
+    """A mask is causal over the tokens; the keys that the module adds are seen by all."""
+    module = torch.nn.MultiheadAttention(32, 4, batch_first=True, **more)
+    for name in ("bias_k", "bias_v"):
+        if getattr(module, name) is not None:
+            torch.nn.init.normal_(getattr(module, name))
+
+    def call(x: Any) -> Any:
+        mask = torch.full((9, 9), -math.inf).triu(1) if additive else torch.ones(9, 9).triu(1).bool()
+        return module(x, x, x, attn_mask=mask)[0]
+
+    x = torch.randn(2, 9, 32)
+    with torch.no_grad():
+        run = testing.capture(call, x, backend=testing.EAGER_AFTER_PASSES)
+        torch.testing.assert_close(run.outputs, call(x))
+
+
+@pytest.mark.parametrize("shared", [0, 1], ids=["samples", "heads"])
+def test_queries_that_are_shared(shared: int) -> None:
+    def call(q: Any, k: Any, v: Any) -> Any:
+        mask = torch.ones(9, 9, dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(q.narrow(shared, 0, 1), k, v, attn_mask=mask)
+
+    unfused(call, qkv(9, 9), "more samples or heads of keys")

@@ -55,9 +55,10 @@ class Emitter:
             by = build.build(operand) if isinstance(operand, Operand) else operand
             scaled = build.call(torch.div if kind == "div" else torch.mul, q, by)
             q = build.to(scaled, build.value(q).dtype)
-        if problem.causal and isinstance(problem.scale, (int, float)) and problem.scale < 0:
+        if problem.causal and not _is_positive(problem.scale):
             # The CPU kernel multiplies the -inf of what it hides by the scale.
-            q, problem = build.call(torch.neg, q), replace(problem, scale=-problem.scale)
+            scaled = build.call(torch.mul, q, problem.scale)
+            q, problem = build.to(scaled, build.value(q).dtype), replace(problem, scale=1.0)
         k = build.build(problem.k if grouped else problem.full_k)
         v = build.build(problem.v if grouped else problem.full_v)
         if problem.q.value.device.type == "cpu":
@@ -319,6 +320,10 @@ def erase_chain(graph: fx.Graph, chain: list[fx.Node]) -> None:
     for node in sorted(set(chain), key=lambda n: -order.get(n, 0)):
         if not node.users:
             graph.erase_node(node)
+
+
+def _is_positive(scale: Any) -> bool:
+    return scale is None or (isinstance(scale, (int, float)) and scale > 0)
 
 
 def _in_rows(build: Builder, node: fx.Node) -> fx.Node:

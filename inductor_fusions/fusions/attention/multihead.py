@@ -90,7 +90,9 @@ class MultiheadForward(Candidate):
             raise Rejected("the mask of multi_head_attention_forward is no tensor")
         hidden = mask if found.dtype == torch.bool else _hidden(mask)
         shape = (1, 1, query.shape[0], key.shape[0])
-        proved = found.dim() == 2 and self._is_causal(mask if hidden is None else hidden, shape)
+        more = ("bias_k", "bias_v", "static_k", "static_v")  # keys that are not those of `key`
+        plain = not self.arguments["add_zero_attn"] and all(self.arguments[name] is None for name in more)
+        proved = plain and found.dim() == 2 and self._is_causal(mask if hidden is None else hidden, shape)
         self.causal = proved and padding is None
         if not proved and hidden is None:
             raise LeftToStock("rows that see no key cannot be ruled out", "give a boolean mask")

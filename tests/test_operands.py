@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
 
-import numpy
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import fx
-from torch._dynamo.utils import numpy_to_tensor_wrapper
-from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
-from torch._higher_order_ops.wrap import wrap
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inductor_fusions import operands
-from inductor_fusions.fusion import LeftToStock, Rejected
+from inductor_fusions.fusion import LeftToStock
 from inductor_fusions.fusions.dot_interaction.op import DTYPES
 
 
@@ -61,144 +53,6 @@ def test_kernels() -> None:
     operands.check_device(made("cuda"))
     for dtype in DTYPES:
         operands.check_device(made("cuda", dtype), DTYPES)
-
-
-def calls(graph: fx.Graph, place: str, other: Callable[[fx.Graph, fx.Node], Any]) -> tuple[fx.Node, fx.Node]:
-    """x + x, doubled; `other` before, between or after. Returns the first and the last of both."""
-    x = graph.placeholder("x")
-    x.meta["example_value"] = torch.zeros(3)
-    if place == "before":
-        other(graph, x)
-    first = graph.call_function(torch.add, (x, x))
-    if place == "between":
-        other(graph, x)
-    last = graph.call_function(torch.mul, (first, 2))
-    if place == "after":
-        other(graph, x)
-    return first, last
-
-
-def rand_like(x: Any) -> Any:
-    """A function that Dynamo was told to leave in the graph."""
-    return torch.rand_like(x)
-
-
-def valued(graph: fx.Graph) -> fx.Node:
-    """Another input."""
-    node = graph.placeholder("other")
-    node.meta["example_value"] = torch.zeros(3)
-    return node
-
-
-def body(graph: fx.Graph, inplace: bool) -> fx.Node:
-    """A nested graph with an activation."""
-    inner = fx.Graph()
-    inner.output(inner.call_function(F.relu, (inner.placeholder("x"),), {"inplace": inplace}))
-    owner = torch.nn.Module()
-    owner.body = fx.GraphModule({}, inner)
-    graph.owning_module = owner  # type: ignore[assignment]
-    return graph.get_attr("body")
-
-
-BETWEEN: dict[str, tuple[Callable[[fx.Graph, fx.Node], Any], str]] = {
-    "a method": (lambda g, x: g.call_method("add_", (x, 1)), "add_ writes in place between here and there"),
-    "an operator": (lambda g, x: g.call_function(operator.iadd, (x, 1)), "iadd writes in place"),
-    "an item": (lambda g, x: g.call_function(operator.setitem, (x, 0, 1)), "setitem writes in place"),
-    "out": (lambda g, x: g.call_function(torch.add, (x, 1), {"out": x}), "add_1 writes in place"),
-    "another operator": (lambda g, x: g.call_function(operator.ipow, (x, 2)), "ipow writes in place"),
-    "an operator as a method": (lambda g, x: g.call_method("__iadd__", (x, 1)), "writes in place"),
-    "inplace": (lambda g, x: g.call_function(F.relu, (x,), {"inplace": True}), "relu writes in place"),
-    "inplace by position": (lambda g, x: g.call_function(F.dropout, (x, 0.5, True, True)), "dropout writes"),
-    "rows that are normed": (
-        lambda g, x: g.call_function(F.embedding, (x, x), {"max_norm": 1.0}),
-        "embedding writes in place",
-    ),
-    "an overload": (lambda g, x: g.call_function(torch.ops.aten.add_.Tensor, (x, x)), "writes in place"),
-    "a packet": (lambda g, x: g.call_function(torch.ops.aten.copy_, (x, x)), "writes in place"),
-    "an overload with out": (
-        lambda g, x: g.call_function(torch.ops.aten.add.out, (x, x), {"out": x}),
-        "writes in place",
-    ),
-    "a kernel": (
-        lambda g, x: g.call_function(triton_kernel_wrapper_mutation, (), {"kwargs": {"x": x}}),
-        "in place",
-    ),
-    "a body": (lambda g, x: g.call_function(wrap, (body(g, inplace=True), x)), "wrap writes in place"),
-    "a function that is not known": (lambda g, x: g.call_function(rand_like, (x,)), "writes in place"),
-    "NumPy": (
-        lambda g, x: g.call_function(numpy_to_tensor_wrapper(numpy.copyto), (x, x)),
-        "writes in place",
-    ),
-    "a module": (lambda g, x: g.call_module("bump", (x,)), "bump writes in place"),
-    "statistics": (
-        lambda g, x: g.call_function(F.batch_norm, (valued(g), valued(g), x), {"training": True}),
-        "batch_norm writes in place",
-    ),
-    "no_grad": (
-        lambda g, x: g.call_function(torch._C._set_grad_enabled, (False,)),
-        "gradients are switched on or off between here and there",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BETWEEN)
-def test_between(name: str) -> None:
-    other, reason = BETWEEN[name]
-    first, last = calls(fx.Graph(), "between", other)
-    with pytest.raises(Rejected, match=reason):
-        operands.check_between([first, last], last, "here and there")
-    for place in ("before", "after"):
-        first, last = calls(fx.Graph(), place, other)
-        operands.check_between([first, last], last, "here and there")
-
-
-def test_behind_a_transform() -> None:
-    """Wherever torch.func.grad begins before, it is still in force."""
-
-    def _grad_increment_nesting() -> None: ...
-
-    def enter(graph: fx.Graph, x: fx.Node) -> Any:
-        return graph.call_function(_grad_increment_nesting)
-
-    for place in ("before", "between"):
-        first, last = calls(fx.Graph(), place, enter)
-        with pytest.raises(Rejected, match=r"behind torch\.func\.grad or jvp"):
-            operands.check_between([first], last, "here and there")
-    first, last = calls(fx.Graph(), "after", enter)
-    operands.check_between([first], last, "here and there")
-
-
-def test_what_is_no_write() -> None:
-    def reads(graph: fx.Graph, x: fx.Node) -> None:
-        graph.call_method("__matmul__", (x, x))
-        graph.call_method("add", (x, 1))
-        graph.call_function(F.relu, (x, False))
-        graph.call_function(F.embedding, (x, x))
-        graph.call_function(F.batch_norm, (x, valued(graph), valued(graph)), {"training": True})
-        graph.call_function(torch.ops.aten.add, (x, x))
-        graph.call_function(torch.ops.aten.mm.default, (x, x))
-        graph.call_function(wrap, (body(graph, inplace=False), x))
-
-    first, last = calls(fx.Graph(), "between", reads)
-    operands.check_between([first], last, "here and there")
-
-
-@pytest.mark.parametrize("what", ["operand", "view", "other"])
-def test_kept(what: str) -> None:
-    """An operation that keeps its operands is not put where one is overwritten behind it."""
-    graph = fx.Graph()
-    x, y = graph.placeholder("x"), valued(graph)
-    x.meta["example_value"] = torch.zeros(3)
-    graph.call_method("add_", (x, 1))
-    last = graph.call_function(torch.mul, (x, 2))
-    view = graph.call_method("view", (x, -1))
-    view.meta["example_value"] = x.meta["example_value"].view(-1)
-    graph.call_function(F.relu, ({"operand": x, "view": view, "other": y}[what], True))
-    if what == "other":
-        operands.check_kept([x], last)
-    else:
-        with pytest.raises(Rejected, match="relu overwrites an operand, which is kept"):
-            operands.check_kept([x], last)
 
 
 SETTINGS = """

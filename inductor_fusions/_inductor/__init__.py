@@ -27,7 +27,6 @@ from .compiling import compile_apart, fresh_compile, inductor, passes_only
 from .flex import flex_attention_op, flex_backward_op, flex_block_mask, flex_on_cpu
 from .graphs import (
     is_body_of_dynamo,
-    is_call_of_numpy,
     only_traced_autograd_runs,
     rename,
     trace_decomposed,
@@ -125,7 +124,6 @@ __all__ = [
     "install_config_module",
     "is_batched",
     "is_body_of_dynamo",
-    "is_call_of_numpy",
     "is_dense",
     "is_wrapper",
     "join_bisector",

@@ -20,15 +20,6 @@ def was_erased(node: fx.Node) -> bool:
     return bool(node._erased)
 
 
-def is_call_of_numpy(target: Any) -> bool:
-    """Whether what a node calls is a function or method of NumPy, which Dynamo runs on tensors."""
-    from torch._dynamo import utils
-
-    names = "numpy_to_tensor_wrapper", "numpy_method_wrapper", "numpy_operator_wrapper"
-    kinds = tuple(kind for name in names if isinstance(kind := getattr(utils, name, None), type))
-    return isinstance(target, kinds)
-
-
 def is_body_of_dynamo(graph: fx.Graph) -> bool:
     """Whether a graph is the body of a higher-order operation that Dynamo traced.
 

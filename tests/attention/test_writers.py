@@ -67,12 +67,19 @@ def in_a_region(q: Any) -> None:
     checkpoint(lambda x: x.mul_(0.1).sum(), q, use_reentrant=False)
 
 
+@torch._dynamo.allow_in_graph
+def function_of_the_user(x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(0.1).sum()
+
+
 OPERANDS = {
     "relu": lambda q: F.relu(q, True),
     "leaky_relu": lambda q: F.leaky_relu(q, -3.0, True),
     "hardtanh": lambda q: F.hardtanh(q, 0.0, 0.1, True),
     "dropout": lambda q: F.dropout(q, 1.0, True, True),
     "region": in_a_region,
+    "rows that are normed": lambda q: F.embedding(torch.arange(7), q.flatten(0, 2), max_norm=0.1),
+    "a function of the user's": function_of_the_user,
 }
 
 

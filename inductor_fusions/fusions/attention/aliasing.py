@@ -7,21 +7,15 @@ value must know that the value is the one that its node made.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 
 import torch
 from torch import fx
 
-from ..._inductor import is_call_of_numpy, known_true, unbatched
+from ... import writes
+from ..._inductor import known_true
+from ...writes import may_alias, storage
 from . import torch_ops
-
-_MUTATING_FUNCTIONS = frozenset({"setitem", "__setitem__", "delitem", "set_", "copy_"})
-#: `x += y` and the like, as functions.
-_AUGMENTED = frozenset(
-    getattr(operator, f"i{name}")
-    for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul concat".split()
-)
 
 
 class Mutations:
@@ -41,7 +35,7 @@ class Mutations:
         if not self._writes:
             return False
         skip, mine = set(ignore), storage(node)
-        return any(writer not in skip and _may_alias(mine, other) for writer, other in self._writes)
+        return any(writer not in skip and may_alias(mine, other) for writer, other in self._writes)
 
     def after(self, node: fx.Node) -> bool:
         """Whether the storage of `node` is written after it."""
@@ -53,7 +47,7 @@ class Mutations:
             return None
         mine, low = storage(node), self._order.get(node, -1)
         high = len(self._order) if before is None else self._order.get(before, len(self._order))
-        found = [w for w, other in self._writes if low < self._order[w] < high and _may_alias(mine, other)]
+        found = [w for w, other in self._writes if low < self._order[w] < high and may_alias(mine, other)]
         return found[-1] if found else None
 
     def targets(self, writer: fx.Node) -> list[fx.Node]:
@@ -68,64 +62,17 @@ class Mutations:
         low = max(self._order.get(first, -1), self._order.get(node, -1))
         high = self._order.get(last, len(self._order))
         return any(
-            low < self._order[writer] <= high and writer not in skip and _may_alias(mine, other)
+            low < self._order[writer] <= high and writer not in skip and may_alias(mine, other)
             for writer, other in self._writes
         )
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a node overwrites."""
-    if node.op not in ("call_function", "call_method"):
-        return []
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return _written_by_schema(node, target._schema)
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        overloads = [getattr(target, name)._schema for name in target.overloads()]
-        return list(dict.fromkeys(n for schema in overloads for n in _written_by_schema(node, schema)))
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return _written_by_bodies(node)
-    if is_call_of_numpy(target):
-        return list(node.all_input_nodes)
-    found: list[fx.Node] = []
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    """The arguments that a node overwrites: with other numbers, where it is known."""
     operation = torch_ops.read(node)
-    if operation is not None and adds_nothing(operation):
+    if operation is not None and operation.inplace and adds_nothing(operation):
         return []
-    inplace = (operation is not None and operation.inplace) or torch_ops.told_to_overwrite(node)
-    inplace |= target in _AUGMENTED
-    if not inplace and (operation is None or operation.name not in torch_ops.SIGNATURES):
-        # Any other method or function that ends in one underscore, and setitem.
-        inplace = name in _MUTATING_FUNCTIONS or (name.endswith("_") and not name.endswith("__"))
-    if inplace and node.args:
-        found.extend(_nodes(node.args[0]))
-    found.extend(_nodes(node.kwargs.get("out")))
-    return found
-
-
-def _written_by_schema(node: fx.Node, schema: torch.FunctionSchema) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.kwargs.get(argument.name, node.args[i] if i < len(node.args) else None)
-            found.extend(_nodes(given))
-    return found
-
-
-def _written_by_bodies(node: fx.Node) -> list[fx.Node]:
-    """All operands of a higher-order operation, unless it runs graphs of which none overwrites an input."""
-    owner = node.graph.owning_module
-    bodies = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
-    graphs = [body.graph for body in bodies if isinstance(body, fx.GraphModule)]
-    if graphs and not any(map(_overwrites_an_input, graphs)):
-        return []
-    return [n for n in node.all_input_nodes if torch_ops.tensor(n) is not None]
-
-
-def _overwrites_an_input(graph: fx.Graph) -> bool:
-    inputs = {storage(node) for node in graph.nodes if node.op == "placeholder"}
-    targets = (storage(target) for node in graph.nodes for target in written(node))
-    return any(target is None or target in inputs for target in targets)
+    return writes.written(node)
 
 
 def adds_nothing(operation: torch_ops.Op) -> bool:
@@ -156,26 +103,3 @@ def name_overwritten_values(graph: fx.Graph) -> None:
             for user in list(source.users):
                 if order[user] > order[node]:
                     user.replace_input_with(source, node)
-
-
-def _nodes(argument: object) -> list[fx.Node]:
-    if isinstance(argument, fx.Node):
-        return [argument]
-    if isinstance(argument, (list, tuple)):
-        return [n for item in argument for n in _nodes(item)]
-    return []
-
-
-def storage(node: fx.Node) -> object:
-    """Identity of the memory behind a node's value; None where it is not known."""
-    tensor = torch_ops.tensor(node)
-    if tensor is None:
-        return None
-    try:
-        return unbatched(tensor).untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return None
-
-
-def _may_alias(first: object, second: object) -> bool:
-    return first is None or second is None or first == second

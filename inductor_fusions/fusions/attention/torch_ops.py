@@ -7,7 +7,6 @@ else in this package reads meanings and not spellings.
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ...fusion import Rejected
+from ...writes import is_told_to_overwrite
 
 #: Names of the arguments, in positional order, of every operation that is read.
 SIGNATURES: dict[str, tuple[str, ...]] = {
@@ -209,7 +209,7 @@ def read(node: Any) -> Op | None:
     name, inplace = _canonical(name)
     if name == "view" and any(isinstance(a, torch.dtype) for a in (*node.args, *node.kwargs.values())):
         return Op(node, "bitcast", {}, tuple(node.args))
-    return _bind(node, name, inplace or told_to_overwrite(node))
+    return _bind(node, name, inplace or is_told_to_overwrite(node))
 
 
 def _operator_name(target: Any) -> str:
@@ -251,21 +251,6 @@ def _bind(node: fx.Node, name: str, inplace: bool) -> Op:
     for key, argument in node.kwargs.items():
         bound[_ARGUMENT_NAMES.get(key, key)] = argument
     return Op(node, name, bound, tuple(node.args[len(order) :]), inplace)
-
-
-def told_to_overwrite(node: fx.Node) -> bool:
-    """Whether a function such as `F.relu` is told `inplace=True`, by name or by position."""
-    position = _place_of_inplace(node.target) if node.op == "call_function" else None
-    by_position = position is not None and position < len(node.args) and node.args[position]
-    return bool(node.kwargs.get("inplace") or by_position)
-
-
-@cache
-def _place_of_inplace(target: Any) -> int | None:
-    if not inspect.isfunction(target):
-        return None
-    names = list(inspect.signature(target).parameters)
-    return names.index("inplace") if "inplace" in names else None
 
 
 def value(node: Any) -> Any:

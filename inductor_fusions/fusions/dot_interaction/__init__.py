@@ -15,7 +15,8 @@ from torch import fx
 from ... import config, tables
 from ..._inductor import is_batched, is_wrapper
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected
-from ...operands import check_between, check_device, check_kept, tensor, text
+from ...operands import check_device, tensor, text
+from ...writes import check_between, check_kept
 from . import recognise
 from .op import DOT_INTERACTION, DTYPES, fits
 from .recognise import Site

@@ -21,7 +21,8 @@ from torch import fx
 
 from ..._inductor import drops_narrow_casts, fake_mode_of, is_batched, is_wrapper, suppress_guards
 from ...fusion import Candidate, Fusion, Rejected
-from ...operands import check_between, check_device, check_kept, known_size, tensor, text
+from ...operands import check_device, known_size, tensor, text
+from ...writes import check_between, check_kept
 from . import narrow, profit
 from .op import LORA_DOWN, ROUNDED
 from .recognise import MOST_RANK

@@ -8,8 +8,9 @@ import torch
 from torch import fx
 
 from ...._inductor import known_true
+from ....writes import storage
 from .. import torch_ops
-from ..aliasing import storage, written
+from ..aliasing import written
 from .interpreter import Interpreter
 from .proofs import LARGEST_FILL
 from .values import Affine, And, Choice, Element, NonNegative, Not, Or, Value

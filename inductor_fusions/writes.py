@@ -1,0 +1,224 @@
+"""What is overwritten in Dynamo's torch-level graph, which is not functional.
+
+A node says that it writes by its name, its schema, an argument, or the graphs that it runs. One that says
+nothing about itself may write to all that it is given.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ._inductor import unbatched
+from .fusion import Rejected
+from .operands import tensor
+
+#: `operator.iadd` and the like, and their names as methods.
+_IN_PLACE = frozenset(
+    {operator.setitem, operator.delitem, operator.iadd, operator.iand, operator.iconcat, operator.ifloordiv,
+     operator.ilshift, operator.imatmul, operator.imod, operator.imul, operator.ior, operator.ipow,
+     operator.irshift, operator.isub, operator.itruediv, operator.ixor}
+)  # fmt: skip
+_METHODS_IN_PLACE = frozenset(f"__{function.__name__}__" for function in _IN_PLACE)
+#: Packages whose functions say by name or argument that they write; a call of any other may do anything.
+_KNOWN_PACKAGES = frozenset({"torch", "operator", "_operator", "builtins", "math", "einops", __package__})
+#: Regions whose values autograd treats otherwise.
+_GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
+
+
+# -- what a node writes to ---------------------------------------------------------------------------------
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """What a node may write to: all that it is given, where that is not known.
+
+    Running statistics of normalisations do not count.
+    """
+    target: Any = node.target
+    if node.op == "call_module":
+        return _tensors(node.all_input_nodes)
+    if node.op not in ("call_function", "call_method"):
+        return []
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return _written_by_schema(node)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return _written_by_bodies(node)
+    found = _nodes_in(node.kwargs.get("out"))
+    if _writes_by_name(_name(node)) or target in _IN_PLACE or is_told_to_overwrite(node):
+        return [*_nodes_in(node.args[0] if node.args else node.all_input_nodes), *found]
+    if node.op == "call_function" and (_is_opaque(target) or _given(node, "max_norm")):
+        return _tensors(node.all_input_nodes)
+    return found
+
+
+def is_told_to_overwrite(node: fx.Node) -> bool:
+    """Whether a function such as `F.relu` is told `inplace=True`, by name or by position."""
+    return node.op == "call_function" and bool(_given(node, "inplace"))
+
+
+def _writes_by_name(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name in _METHODS_IN_PLACE
+
+
+def _written_by_schema(node: fx.Node) -> list[fx.Node]:
+    target: Any = node.target
+    packet = isinstance(target, torch._ops.OpOverloadPacket)
+    overloads = [getattr(target, name) for name in target.overloads()] if packet else [target]
+    found: list[fx.Node] = []
+    for overload in overloads:
+        for i, argument in enumerate(overload._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                by_position = node.args[i] if i < len(node.args) and not argument.kwarg_only else None
+                found += _nodes_in(node.kwargs.get(argument.name, by_position))
+    return list(dict.fromkeys(found))
+
+
+def _written_by_bodies(node: fx.Node) -> list[fx.Node]:
+    """All operands of a higher-order operation, unless it runs graphs of which none overwrites an input."""
+    bodies = [_graph_of(x) for x in node.all_input_nodes if x.op == "get_attr"]
+    graphs = [body for body in bodies if body is not None]
+    if graphs and not any(map(_overwrites_an_input, graphs)):
+        return []
+    return _tensors(node.all_input_nodes)
+
+
+def _graph_of(attribute: fx.Node) -> fx.Graph | None:
+    found: Any = attribute.graph.owning_module
+    for name in str(attribute.target).split("."):
+        found = getattr(found, name, None)
+    return found.graph if isinstance(found, fx.GraphModule) else None
+
+
+def _overwrites_an_input(graph: fx.Graph) -> bool:
+    inputs = [storage(node) for node in graph.nodes if node.op == "placeholder"]
+    targets = [storage(target) for node in graph.nodes for target in written(node)]
+    return any(may_alias(target, mine) for target in targets for mine in inputs)
+
+
+def _is_opaque(function: Callable[..., Any]) -> bool:
+    """Whether a function may do anything: one of another package, or of NumPy, which Dynamo wraps."""
+    module = getattr(function, "__module__", None) or "torch"
+    return module.startswith("torch._dynamo.") or module.partition(".")[0] not in _KNOWN_PACKAGES
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _given(call: fx.Node, name: str) -> Any:
+    """An argument of a call of a function by its name, however it is given; None where it is not."""
+    if name in call.kwargs:
+        return call.kwargs[name]
+    position = _position(call.target, name)
+    return call.args[position] if position is not None and position < len(call.args) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _position(function: Any, name: str) -> int | None:
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
+    return names.index(name) if name in names else None
+
+
+def _nodes_in(argument: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(argument, found.append)
+    return found
+
+
+def _tensors(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Those that may be tensors, or hold some: not numbers, and not the graphs of an operation."""
+
+    def may_be(node: fx.Node) -> bool:
+        value = node.meta.get("example_value", node.meta.get("val"))
+        if value is None:
+            return node.op != "get_attr" or _graph_of(node) is None
+        return isinstance(value, (torch.Tensor, tuple, list, dict))
+
+    return [node for node in nodes if may_be(node)]
+
+
+# -- memory ------------------------------------------------------------------------------------------------
+
+
+def storage(node: fx.Node) -> object:
+    """Identity of the memory behind a node's value; None where it is not known."""
+    value = tensor(node)
+    if value is None:
+        return None
+    try:
+        return unbatched(value).untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def may_alias(first: object, second: object) -> bool:
+    """Whether two values may share memory, of which `storage` told the identities."""
+    return first is None or second is None or first == second
+
+
+# -- what an operation asks that stands for others ---------------------------------------------------------
+
+
+def check_between(nodes: Collection[fx.Node], last: fx.Node, where: str) -> None:
+    """Refuse where something happens between what an operation replaces, in Dynamo's graph.
+
+    That is a write in place, or gradients that are switched on or off, after the first of `nodes`; or a
+    transform of torch.func anywhere before `last`.
+
+    Args:
+        nodes: from the first of these in the graph on, nothing may happen.
+        last: the node that is replaced, where the operation reads its operands.
+        where: between what and what this is, for the reason.
+
+    Raises:
+        Rejected: something does.
+    """
+    inside = False
+    for node in last.graph.nodes:
+        inside = inside or node in nodes
+        if node is last:
+            return
+        name = _name(node)
+        if name in ("_grad_increment_nesting", "_jvp_increment_nesting"):
+            raise Rejected("behind torch.func.grad or jvp, which the operation has no rule for")
+        if inside and name in _GRADIENT_MODES:
+            raise Rejected(f"gradients are switched on or off between {where}")
+        if inside and (written(node) or _writes_statistics(node, {*nodes, last})):
+            raise Rejected(f"{node.name} writes in place between {where}")
+
+
+def check_kept(operands: Collection[fx.Node], last: fx.Node) -> None:
+    """Refuse where an operand is overwritten later on in Dynamo's graph.
+
+    For an operation that keeps its operands for the backward: what it replaces need not have kept them.
+
+    Args:
+        operands: of the operation.
+        last: the node that is replaced.
+
+    Raises:
+        Rejected: one is.
+    """
+    kept = [storage(node) for node in operands]
+    behind = False
+    for node in last.graph.nodes:
+        if behind and any(may_alias(storage(other), each) for other in written(node) for each in kept):
+            raise Rejected(f"{node.name} overwrites an operand, which is kept for the backward")
+        behind = behind or node is last
+
+
+def _writes_statistics(call: fx.Node, reads: Collection[fx.Node]) -> bool:
+    """Whether a normalisation updates statistics that are in the memory of what others read."""
+    if "norm" not in _name(call):
+        return False
+    updated = {storage(node) for node in call.all_input_nodes if node is not call.args[0]} - {None}
+    return any(storage(x) in updated for node in reads for x in (node, *node.all_input_nodes))

@@ -175,7 +175,7 @@ def wide_overwritten(x: Any, wide: Any) -> None:
 
 
 def wide_activated(x: Any, wide: Any) -> None:
-    F.relu(wide, inplace=True)
+    F.elu(wide, 1.0, True)
 
 
 Change = Callable[[Any, Any], None]
@@ -205,7 +205,7 @@ def written(change: Change | None = None, later: Change | None = None, no_grad: 
     [
         (written(overwritten), "mul_ writes in place between the cast and the linear"),
         (written(wide_overwritten), "setitem writes in place"),
-        (written(wide_activated), "relu writes in place"),
+        (written(wide_activated), "elu writes in place"),
         (written(later=overwritten), "overwrites an operand, which is kept"),
         (written(no_grad=True), "gradients are switched on or off"),
     ],

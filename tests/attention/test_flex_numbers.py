@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from tests.attention.interpreted_flex import CASES, LIMIT
-from tests.support.interpreter import interpreter
+from tests.support.interpreter import errors_of
 
 pytest.importorskip("triton")
 
 
-@pytest.fixture(scope="module")
-def errors() -> Iterator[Callable[[str], list[float]]]:
-    with interpreter("tests.attention.interpreted_flex") as errors:
-        yield errors
+errors = errors_of("tests.attention.interpreted_flex")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,7 +6,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +20,7 @@ from inductor_fusions.fusions.attention.short import plan
 from inductor_fusions.fusions.attention.short.op import SHORT_ATTENTION, SHORT_ATTENTION_BACKWARD
 from tests.attention.short_interpreted import CASES as INTERPRETED
 from tests.attention.support import additive, cases, check, qkv, rand, scored, short_everywhere, visible
-from tests.support.interpreter import interpreter
+from tests.support.interpreter import errors_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -165,12 +165,7 @@ def test_arguments_that_do_not_fit(change: dict[str, Any], says: str) -> None:
 # Its kernels -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def errors() -> Iterator[Callable[[str], dict[str, float]]]:
-    """In Triton's interpreter."""
-    pytest.importorskip("triton")
-    with interpreter("tests.attention.short_interpreted") as errors:
-        yield errors
+errors = errors_of("tests.attention.short_interpreted")
 
 
 @pytest.mark.parametrize("name", INTERPRETED)

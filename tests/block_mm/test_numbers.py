@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +16,9 @@ import triton.language as tl
 from inductor_fusions.fusions.block_mm import template
 from inductor_fusions.fusions.block_mm.op import ACTIVATIONS
 from tests.block_mm.interpreted import CASES
-from tests.support.interpreter import interpreter
+from tests.support.interpreter import errors_of
 
-
-@pytest.fixture(scope="module")
-def errors() -> Iterator[Callable[[str], float]]:
-    with interpreter("tests.block_mm.interpreted") as errors:
-        yield errors
+errors = errors_of("tests.block_mm.interpreted")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,16 +10,13 @@ import torch
 pytest.importorskip("triton")
 
 from tests.dot_interaction.interpreted import CASES
-from tests.support.interpreter import interpreter
+from tests.support.interpreter import errors_of
 
 #: The result and the gradient are rounded once.
 LIMITS = {"float16": 4e-4, "float32": 1e-6}
 
 
-@pytest.fixture(scope="module")
-def errors() -> Iterator[Callable[[str], dict[str, float]]]:
-    with interpreter("tests.dot_interaction.interpreted") as errors:
-        yield errors
+errors = errors_of("tests.dot_interaction.interpreted")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,13 +11,9 @@ pytest.importorskip("triton")
 
 from inductor_fusions.fusions.lora import lowering, narrow
 from tests.lora.interpreted import CASES
-from tests.support.interpreter import interpreter
+from tests.support.interpreter import errors_of
 
-
-@pytest.fixture(scope="module")
-def errors() -> Iterator[Callable[[str], float]]:
-    with interpreter("tests.lora.interpreted") as errors:
-        yield errors
+errors = errors_of("tests.lora.interpreted")
 
 
 @pytest.mark.parametrize("name", CASES)

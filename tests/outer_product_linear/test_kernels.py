@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 pytest.importorskip("triton")
 
 from tests.outer_product_linear.interpreted import CASES
-from tests.support.interpreter import interpreter
+from tests.support.interpreter import errors_of
 
 #: y and the gradients are within half an ulp or so; one for rounding the product of u and v as well.
 #: float32 is multiplied as TF32, of which three operands are rounded.
 LIMITS = {"float16": 6e-4, "float32": 6e-4}
 
 
-@pytest.fixture(scope="module")
-def errors() -> Iterator[Callable[[str], dict[str, float]]]:
-    with interpreter("tests.outer_product_linear.interpreted") as errors:
-        yield errors
+errors = errors_of("tests.outer_product_linear.interpreted")
 
 
 @pytest.mark.parametrize("name", CASES)

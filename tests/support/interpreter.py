@@ -6,7 +6,6 @@ stands for it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import multiprocessing
@@ -15,23 +14,30 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
+
 #: Seconds for one case.
 TIMEOUT = 600
 
 
-@contextlib.contextmanager
-def interpreter(module: str) -> Iterator[Callable[[str], Any]]:
-    """The function `errors` of a module, which takes the name of a case, run where kernels are interpreted.
+def errors_of(module: str) -> Any:
+    """A fixture: the function `errors` of a module of tests, run where kernels are interpreted.
 
-    What it raises is raised here.
+    It takes the name of a case; what it raises is raised in the test.
 
     Args:
         module: "tests.block_mm.interpreted".
     """
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-        pool = multiprocessing.get_context("spawn").Pool(1, _without_idle_checks)
-    with pool:
-        yield lambda name: pool.apply_async(_errors, (module, name)).get(TIMEOUT)
+
+    @pytest.fixture(scope="module")
+    def errors() -> Iterator[Callable[[str], Any]]:
+        pytest.importorskip("triton")
+        with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+            pool = multiprocessing.get_context("spawn").Pool(1, _without_idle_checks)
+        with pool:
+            yield lambda name: pool.apply_async(_errors, (module, name)).get(TIMEOUT)
+
+    return errors
 
 
 def _errors(module: str, name: str) -> Any:

@@ -102,9 +102,9 @@ def _overwrites_an_input(graph: fx.Graph) -> bool:
 
 
 def _is_opaque(function: Callable[..., Any]) -> bool:
-    """Whether a function may do anything: one of another package, or of NumPy, which Dynamo wraps."""
+    """Whether a function may do anything: one of another package, or of NumPy, which Dynamo's utils wrap."""
     module = getattr(function, "__module__", None) or "torch"
-    return module.startswith("torch._dynamo.") or module.partition(".")[0] not in _KNOWN_PACKAGES
+    return module == "torch._dynamo.utils" or module.partition(".")[0] not in _KNOWN_PACKAGES
 
 
 def _name(node: fx.Node) -> str:

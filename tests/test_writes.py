@@ -124,6 +124,14 @@ def test_behind_a_transform() -> None:
     writes.check_between([first], last, "here and there")
 
 
+def prim_to_local(x: Any) -> Any:
+    """As Dynamo closes over the arguments of a DTensor's method that are no tensors."""
+    return x
+
+
+prim_to_local.__module__ = "torch._dynamo.variables.tensor"
+
+
 def test_what_is_no_write() -> None:
     def reads(graph: fx.Graph, x: fx.Node) -> None:
         graph.call_method("__matmul__", (x, x))
@@ -131,6 +139,7 @@ def test_what_is_no_write() -> None:
         graph.call_function(F.relu, (x, False))
         graph.call_function(F.embedding, (x, x))
         graph.call_function(F.batch_norm, (x, valued(graph), valued(graph)), {"training": True})
+        graph.call_function(prim_to_local, (x,))
         graph.call_function(torch.ops.aten.add, (x, x))
         graph.call_function(torch.ops.aten.mm.default, (x, x))
         graph.call_function(wrap, (body(graph, inplace=False), x))

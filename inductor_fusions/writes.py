@@ -26,6 +26,8 @@ _IN_PLACE = frozenset(
      operator.irshift, operator.isub, operator.itruediv, operator.ixor}
 )  # fmt: skip
 _METHODS_IN_PLACE = frozenset(f"__{function.__name__}__" for function in _IN_PLACE)
+#: Functions whose names end in an underscore because they would be keywords of Python otherwise.
+_KEYWORDS = frozenset({operator.and_, operator.is_, operator.not_, operator.or_})
 #: Packages whose functions say by name or argument that they write; a call of any other may do anything.
 _KNOWN_PACKAGES = frozenset({"torch", "operator", "_operator", "builtins", "math", "einops", __package__})
 #: Regions whose values autograd treats otherwise.
@@ -50,7 +52,8 @@ def written(node: fx.Node) -> list[fx.Node]:
     if isinstance(target, torch._ops.HigherOrderOperator):
         return _written_by_bodies(node)
     found = _nodes_in(node.kwargs.get("out"))
-    if _writes_by_name(_name(node)) or target in _IN_PLACE or is_told_to_overwrite(node):
+    by_name = target not in _KEYWORDS and _writes_by_name(_name(node))
+    if by_name or target in _IN_PLACE or is_told_to_overwrite(node):
         return [*_nodes_in(node.args[0] if node.args else node.all_input_nodes), *found]
     if node.op == "call_function" and (_is_opaque(target) or _given(node, "max_norm")):
         return _tensors(node.all_input_nodes)

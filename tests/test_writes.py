@@ -140,6 +140,8 @@ def test_what_is_no_write() -> None:
         graph.call_function(F.embedding, (x, x))
         graph.call_function(F.batch_norm, (x, valued(graph), valued(graph)), {"training": True})
         graph.call_function(prim_to_local, (x,))
+        for keyword in (operator.and_, operator.or_, operator.not_, operator.is_):
+            graph.call_function(keyword, (x, x))
         graph.call_function(torch.ops.aten.add, (x, x))
         graph.call_function(torch.ops.aten.mm.default, (x, x))
         graph.call_function(wrap, (body(graph, inplace=False), x))

@@ -37,6 +37,8 @@ if _under_xdist:
 import pytest
 import torch
 
+from tests.support.dynamo import spend_less
+
 if _under_xdist:
     torch.set_num_threads(1)
 
@@ -51,6 +53,7 @@ else:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    spend_less()
     # Said at each compile without caches, which is how most tests compile.
     config.addinivalue_line("filterwarnings", "ignore:dynamo_pgo force disabled")
 

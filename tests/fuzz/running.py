@@ -12,10 +12,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-import torch._dynamo.guards
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import HypothesisException, UnsatisfiedAssumption
 from rich.console import Console
@@ -24,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench.common import Results, environment
 from tests.fuzz import attentions, masks, products
 from tests.fuzz.judge import Judged, judge, judge_mask, judge_products
+from tests.support.dynamo import spend_less
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS: dict[str, Any] = {
@@ -114,6 +113,7 @@ def run_batch(
         share: of the programs whose code is judged, where the kind has some for a CPU.
         step: called for each program.
     """
+    spend_less()
     batch = Batch(kind, number)
     which = random.Random(number)
     failed: list[tuple[Any, BaseException, bool]] = []  # the last one that fails is the smallest
@@ -151,9 +151,7 @@ def run_batch(
             step()
 
     try:
-        # Dynamo times guards after emptying the processor's cache, which takes longer than the rest of them.
-        with mock.patch.object(torch._dynamo.guards, "profile_guard_manager", lambda *_: 0.0):
-            run()
+        run()
     except Exception as error:
         drawn, error, code = failed[-1] if failed else (None, error, False)
         batch.failures = 1

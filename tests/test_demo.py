@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -83,6 +84,7 @@ def test_a_failure_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("out of\nmemory")
 
     monkeypatch.setattr(runner, "build", fail)
+    monkeypatch.setattr(demo, "gc", mock.Mock())  # a collection takes seconds where many tests have run
     result = demo.run(torch.device("cpu"), quick=True)
     assert len(result.rows) == 4 and not result.ok and result.quick
     assert result.rows[0].verdict == "failed: RuntimeError: out of memory"

@@ -99,7 +99,7 @@ def _graph_of(attribute: fx.Node) -> fx.Graph | None:
 
 
 def _overwrites_an_input(graph: fx.Graph) -> bool:
-    inputs = [storage(node) for node in graph.nodes if node.op == "placeholder"]
+    inputs = [storage(node) for node in _tensors(node for node in graph.nodes if node.op == "placeholder")]
     targets = [storage(target) for node in graph.nodes for target in written(node)]
     return any(may_alias(target, mine) for target in targets for mine in inputs)
 

@@ -65,6 +65,22 @@ def test_checkpoint_that_makes_its_mask() -> None:
     check(fn, qkv(9, 9), kernel="is_causal")
 
 
+def test_checkpoint_that_overwrites_what_it_made() -> None:
+    """Symbolic sizes are inputs of the body too, but they are not in memory."""
+
+    def body(q, k, v, mask):
+        q = q * 2.0
+        q += q.shape[-2]
+        return attend(q, k, v, mask)
+
+    def fn(q, k, v):
+        mask = causal_mask(q, k)
+        q = checkpoint(body, q, k, v, mask, use_reentrant=False)
+        return checkpoint(body, q, k, v, mask, use_reentrant=False)
+
+    check(fn, qkv(9, 9), fused=2, kernel="is_causal", dynamic=True)
+
+
 def test_checkpoint_with_a_mask_that_is_not_causal() -> None:
     """The operand bound to the body's placeholder is another one in each call."""
 

@@ -30,6 +30,11 @@ _METHODS_IN_PLACE = frozenset(f"__{function.__name__}__" for function in _IN_PLA
 _KEYWORDS = frozenset({operator.and_, operator.is_, operator.not_, operator.or_})
 #: Packages whose functions say by name or argument that they write; a call of any other may do anything.
 _KNOWN_PACKAGES = frozenset({"torch", "operator", "_operator", "builtins", "math", "einops", __package__})
+#: Functions of Dynamo's own that only read, by name; others of its own run NumPy, or what the user wrote.
+_READ_BY_DYNAMO = frozenset(
+    {"numpy_attr_wrapper", "untyped_storage_size", "_register_hook_trampoline", "prim_to_local",
+     "prim_redistribute", "prim from_local"}
+)  # fmt: skip
 #: Regions whose values autograd treats otherwise.
 _GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
@@ -105,9 +110,11 @@ def _overwrites_an_input(graph: fx.Graph) -> bool:
 
 
 def _is_opaque(function: Callable[..., Any]) -> bool:
-    """Whether a function may do anything: one of another package, or of NumPy, which Dynamo's utils wrap."""
+    """Whether a function may do anything: of another package, or of Dynamo around what is not its own."""
     module = getattr(function, "__module__", None) or "torch"
-    return module == "torch._dynamo.utils" or module.partition(".")[0] not in _KNOWN_PACKAGES
+    if module.startswith("torch._dynamo."):
+        return getattr(function, "__name__", "") not in _READ_BY_DYNAMO
+    return module.partition(".")[0] not in _KNOWN_PACKAGES
 
 
 def _name(node: fx.Node) -> str:

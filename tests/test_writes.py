@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch._dynamo.utils import numpy_to_tensor_wrapper
+from torch._dynamo.utils import numpy_attr_wrapper, numpy_to_tensor_wrapper
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._higher_order_ops.wrap import wrap
 
@@ -37,6 +37,14 @@ def calls(graph: fx.Graph, place: str, other: Callable[[fx.Graph, fx.Node], Any]
 def rand_like(x: Any) -> Any:
     """A function that Dynamo was told to leave in the graph."""
     return torch.rand_like(x)
+
+
+def trampoline(x: Any) -> Any:
+    """As Dynamo closes over a function that it was told to leave in the graph."""
+    return rand_like(x)
+
+
+trampoline.__module__ = "torch._dynamo.variables.misc"
 
 
 def valued(graph: fx.Graph) -> fx.Node:
@@ -81,6 +89,10 @@ BETWEEN: dict[str, tuple[Callable[[fx.Graph, fx.Node], Any], str]] = {
     ),
     "a body": (lambda g, x: g.call_function(wrap, (body(g, inplace=True), x)), "wrap writes in place"),
     "a function that is not known": (lambda g, x: g.call_function(rand_like, (x,)), "writes in place"),
+    "a function that Dynamo closes over": (
+        lambda g, x: g.call_function(trampoline, (x,)),
+        "trampoline writes in place",
+    ),
     "NumPy": (
         lambda g, x: g.call_function(numpy_to_tensor_wrapper(numpy.copyto), (x, x)),
         "writes in place",
@@ -140,6 +152,7 @@ def test_what_is_no_write() -> None:
         graph.call_function(F.embedding, (x, x))
         graph.call_function(F.batch_norm, (x, valued(graph), valued(graph)), {"training": True})
         graph.call_function(prim_to_local, (x,))
+        graph.call_function(numpy_attr_wrapper, (x, "T"))
         for keyword in (operator.and_, operator.or_, operator.not_, operator.is_):
             graph.call_function(keyword, (x, x))
         graph.call_function(torch.ops.aten.add, (x, x))

@@ -72,6 +72,19 @@ def function_of_the_user(x: torch.Tensor) -> torch.Tensor:
     return x.mul_(0.1).sum()
 
 
+@torch.compiler.allow_in_graph
+class FunctionOfTheUser(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(0.1)
+
+
+@torch._dynamo.nonstrict_trace
+def traced_apart(x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(0.1).sum()
+
+
 OPERANDS = {
     "relu": lambda q: F.relu(q, True),
     "leaky_relu": lambda q: F.leaky_relu(q, -3.0, True),
@@ -80,6 +93,8 @@ OPERANDS = {
     "region": in_a_region,
     "rows that are normed": lambda q: F.embedding(torch.arange(7), q.flatten(0, 2), max_norm=0.1),
     "a function of the user's": function_of_the_user,
+    "a differentiated function of the user's": FunctionOfTheUser.apply,
+    "a function that is traced apart": traced_apart,
 }
 
 
@@ -135,9 +150,20 @@ def test_weights_in_memory_of_others(dim: int) -> None:
     same_as_eager(fn, [*qkv(LENGTH, LENGTH, grad=False), torch.randn(2, 3, LENGTH, LENGTH)])
 
 
-def same_as_eager(fn: Any, inputs: Any) -> None:
+def test_attribute_of_an_array() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        q = q * 1.0
+        scores = q @ k.mT
+        total = torch.from_numpy(q.numpy().T).sum()
+        return torch.softmax(scores, -1) @ v + total
+
+    assert same_as_eager(fn, qkv(LENGTH, LENGTH, grad=False)).fused
+
+
+def same_as_eager(fn: Any, inputs: Any) -> testing.Capture:
     with flex_everywhere(), torch.no_grad():
         run = testing.capture(fn, *inputs, backend=testing.EAGER_AFTER_PASSES)
     wanted = fn(*(x.clone() for x in inputs))
     assert not [site for site in run.sites if site.verdict == "failed"]
     torch.testing.assert_close(run.outputs, wanted)
+    return run

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import types
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -25,7 +26,7 @@ _IN_PLACE = frozenset(
      operator.ilshift, operator.imatmul, operator.imod, operator.imul, operator.ior, operator.ipow,
      operator.irshift, operator.isub, operator.itruediv, operator.ixor}
 )  # fmt: skip
-_METHODS_IN_PLACE = frozenset(f"__{function.__name__}__" for function in _IN_PLACE)
+_METHODS_IN_PLACE = frozenset(f"__{function.__name__}__" for function in _IN_PLACE) | {"__idiv__"}
 #: Functions whose names end in an underscore because they would be keywords of Python otherwise.
 _KEYWORDS = frozenset({operator.and_, operator.is_, operator.not_, operator.or_})
 #: Packages whose functions say by name or argument that they write; a call of any other may do anything.
@@ -52,17 +53,18 @@ def written(node: fx.Node) -> list[fx.Node]:
         return _tensors(node.all_input_nodes)
     if node.op not in ("call_function", "call_method"):
         return []
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return _written_by_schema(node)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return _written_by_bodies(node)
-    found = _nodes_in(node.kwargs.get("out"))
     by_name = target not in _KEYWORDS and _writes_by_name(_name(node))
-    if by_name or target in _IN_PLACE or is_told_to_overwrite(node):
-        return [*_nodes_in(node.args[0] if node.args else node.all_input_nodes), *found]
-    if node.op == "call_function" and (_is_opaque(target) or _given(node, "max_norm")):
-        return _tensors(node.all_input_nodes)
-    return found
+    found = _first(node) if by_name or target in _IN_PLACE or is_told_to_overwrite(node) else []
+    operation = _operation(target)
+    if operation is not None:
+        found += _written_by_schema(node, operation)
+    if operation is not target:
+        found += _nodes_in(_given(node, "out"))
+        if node.op == "call_function" and (_is_opaque(target) or _given(node, "max_norm")):
+            found += _tensors(node.all_input_nodes)
+    return list(dict.fromkeys(found))
 
 
 def is_told_to_overwrite(node: fx.Node) -> bool:
@@ -74,17 +76,38 @@ def _writes_by_name(name: str) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in _METHODS_IN_PLACE
 
 
-def _written_by_schema(node: fx.Node) -> list[fx.Node]:
-    target: Any = node.target
-    packet = isinstance(target, torch._ops.OpOverloadPacket)
-    overloads = [getattr(target, name) for name in target.overloads()] if packet else [target]
+@functools.lru_cache(maxsize=4096)
+def _operation(target: Any) -> Any:
+    """The operation of torch that is called, itself or by the function in C of its name; None of others."""
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return target
+    module = getattr(target, "__module__", None)
+    if isinstance(target, types.BuiltinFunctionType) and str(module).partition(".")[0] == "torch":
+        return getattr(torch.ops.aten, target.__name__, None)
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _declared(operation: Any) -> tuple[tuple[int | None, torch.Argument], ...]:
+    """What an operation, or any of its overloads, is declared to write to, with positions."""
+    packet = isinstance(operation, torch._ops.OpOverloadPacket)
+    overloads = [getattr(operation, name) for name in operation.overloads()] if packet else [operation]
+    return tuple(
+        (None if argument.kwarg_only else i, argument)
+        for overload in overloads
+        for i, argument in enumerate(overload._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _written_by_schema(node: fx.Node, operation: Any) -> list[fx.Node]:
     found: list[fx.Node] = []
-    for overload in overloads:
-        for i, argument in enumerate(overload._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                by_position = node.args[i] if i < len(node.args) and not argument.kwarg_only else None
-                found += _nodes_in(node.kwargs.get(argument.name, by_position))
-    return list(dict.fromkeys(found))
+    for i, argument in _declared(operation):
+        given = node.kwargs.get(argument.name, node.args[i] if i is not None and i < len(node.args) else None)
+        # Overloads for lists, such as those of `sort`, are not meant where a tensor is given.
+        if not (isinstance(argument.type, torch.ListType) and tensor(given) is not None):
+            found += _nodes_in(given)
+    return found
 
 
 def _written_by_bodies(node: fx.Node) -> list[fx.Node]:
@@ -118,7 +141,14 @@ def _is_opaque(function: Callable[..., Any]) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    """The name of what is called, without that of an overload."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.partition(".")[0]
+
+
+def _first(call: fx.Node) -> list[fx.Node]:
+    """The nodes in the first argument, or in all where they are given by their names."""
+    return _nodes_in(call.args[0] if call.args else call.all_input_nodes)
 
 
 def _given(call: fx.Node, name: str) -> Any:
@@ -132,9 +162,10 @@ def _given(call: fx.Node, name: str) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _position(function: Any, name: str) -> int | None:
     try:
-        names = list(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return None
+    names = [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
     return names.index(name) if name in names else None
 
 

@@ -71,6 +71,15 @@ BETWEEN: dict[str, tuple[Callable[[fx.Graph, fx.Node], Any], str]] = {
     "out": (lambda g, x: g.call_function(torch.add, (x, 1), {"out": x}), "add_1 writes in place"),
     "another operator": (lambda g, x: g.call_function(operator.ipow, (x, 2)), "ipow writes in place"),
     "an operator as a method": (lambda g, x: g.call_method("__iadd__", (x, 1)), "writes in place"),
+    "an old operator": (lambda g, x: g.call_method("__idiv__", (x, 2)), "idiv.* writes in place"),
+    "out by position": (
+        lambda g, x: g.call_function(torch.tensordot, (valued(g), valued(g), 0, x)),
+        "tensordot writes in place",
+    ),
+    "noise": (
+        lambda g, x: g.call_function(torch._C._nn.rrelu_with_noise, (valued(g), x, 0.1, 0.2, True)),
+        "rrelu_with_noise writes in place",
+    ),
     "inplace": (lambda g, x: g.call_function(F.relu, (x,), {"inplace": True}), "relu writes in place"),
     "inplace by position": (lambda g, x: g.call_function(F.dropout, (x, 0.5, True, True)), "dropout writes"),
     "rows that are normed": (
@@ -79,6 +88,10 @@ BETWEEN: dict[str, tuple[Callable[[fx.Graph, fx.Node], Any], str]] = {
     ),
     "an overload": (lambda g, x: g.call_function(torch.ops.aten.add_.Tensor, (x, x)), "writes in place"),
     "a packet": (lambda g, x: g.call_function(torch.ops.aten.copy_, (x, x)), "writes in place"),
+    "an operation that its name alone says it of": (
+        lambda g, x: g.call_function(torch.ops.inductor.resize_storage_bytes_.default, (x, 0)),
+        "writes in place",
+    ),
     "an overload with out": (
         lambda g, x: g.call_function(torch.ops.aten.add.out, (x, x), {"out": x}),
         "writes in place",
@@ -156,11 +169,21 @@ def test_what_is_no_write() -> None:
         for keyword in (operator.and_, operator.or_, operator.not_, operator.is_):
             graph.call_function(keyword, (x, x))
         graph.call_function(torch.ops.aten.add, (x, x))
+        graph.call_function(torch.ops.aten.sort, (x,))
+        graph.call_function(torch.chain_matmul, (x, x))
         graph.call_function(torch.ops.aten.mm.default, (x, x))
         graph.call_function(wrap, (body(graph, inplace=False), x))
 
     first, last = calls(fx.Graph(), "between", reads)
     writes.check_between([first], last, "here and there")
+
+
+def test_all_that_is_written() -> None:
+    """Functions of torch write to more than their first argument."""
+    graph = fx.Graph()
+    nodes = [graph.placeholder(name) for name in ("p", "grad", "momentum")]
+    step = graph.call_function(torch._fused_sgd_, tuple([node] for node in nodes), {"lr": 0.1})
+    assert writes.written(step) == [nodes[0], nodes[1], nodes[2]]
 
 
 @pytest.mark.parametrize("what", ["operand", "view", "other"])

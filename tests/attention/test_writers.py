@@ -67,6 +67,12 @@ def in_a_region(q: Any) -> None:
     checkpoint(lambda x: x.mul_(0.1).sum(), q, use_reentrant=False)
 
 
+def momentum(q: Any) -> None:
+    p, grad = torch.ones_like(q), torch.ones_like(q)
+    options = dict(weight_decay=0.0, momentum=0.9, lr=0.1, dampening=0.0, nesterov=False, maximize=False)
+    torch._fused_sgd_([p], [grad], [q], **options, is_first_step=False)
+
+
 @torch._dynamo.allow_in_graph
 def function_of_the_user(x: torch.Tensor) -> torch.Tensor:
     return x.mul_(0.1).sum()
@@ -90,6 +96,11 @@ OPERANDS = {
     "leaky_relu": lambda q: F.leaky_relu(q, -3.0, True),
     "hardtanh": lambda q: F.hardtanh(q, 0.0, 0.1, True),
     "dropout": lambda q: F.dropout(q, 1.0, True, True),
+    "an old operator": lambda q: q.__idiv__(2.0),
+    "normalize": lambda q: F.normalize(torch.ones_like(q), 2.0, -1, 1e-12, q),
+    "norm": lambda q: torch.norm(torch.ones(*q.shape, 5), 2, -1, False, q),
+    "noise": lambda q: torch._C._nn.rrelu_with_noise(torch.ones_like(q), q, 0.1, 0.2, True),
+    "momentum": momentum,
     "region": in_a_region,
     "rows that are normed": lambda q: F.embedding(torch.arange(7), q.flatten(0, 2), max_norm=0.1),
     "a function of the user's": function_of_the_user,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._inductor import unbatched
+from ._inductor import with_memory
 from .fusion import Rejected
 from .operands import tensor
 
@@ -193,10 +193,11 @@ def _tensors(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 def storage(node: fx.Node) -> object:
     """Identity of the memory behind a node's value; None where it is not known."""
     value = tensor(node)
-    if value is None:
+    held = None if value is None else with_memory(value)
+    if held is None:
         return None
     try:
-        return unbatched(value).untyped_storage()._cdata
+        return held.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return None
 

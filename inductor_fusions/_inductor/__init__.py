@@ -60,7 +60,7 @@ from .shapes import (
     known_true,
     suppress_guards,
     symbol_parts,
-    unbatched,
+    with_memory,
 )
 from .templates import (
     Output,
@@ -152,12 +152,12 @@ __all__ = [
     "trace_artifact",
     "trace_decomposed",
     "trace_id",
-    "unbatched",
     "update_hook",
     "value_key",
     "version_problem",
     "was_erased",
     "when_inductor_loads",
+    "with_memory",
     "without_modes",
 ]
 

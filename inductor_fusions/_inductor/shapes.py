@@ -65,11 +65,24 @@ def is_batched(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and bool(torch._C._functorch.is_batchedtensor(tensor))
 
 
-def unbatched(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of all samples behind a value inside torch.vmap."""
-    while torch._C._functorch.is_batchedtensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
+def with_memory(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that has the memory of a value: all samples inside torch.vmap, the local one of a DTensor.
+
+    None where that is not one tensor.
+    """
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    while True:
+        if torch._C._functorch.is_batchedtensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        elif is_traceable_wrapper_subclass(tensor):
+            parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            held = [part for part in parts if isinstance(part, torch.Tensor)]
+            if len(held) != 1:
+                return None
+            tensor = held[0]
+        else:
+            return tensor
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -171,6 +171,33 @@ def test_attribute_of_an_array() -> None:
     assert same_as_eager(fn, qkv(LENGTH, LENGTH, grad=False)).fused
 
 
+#: q is a DTensor: (its local part, what it is overwritten through).
+SHARDED = {
+    "the whole": lambda q: (q.to_local(), q),
+    "a view of the whole": lambda q: (q.to_local(), q.transpose(1, 2)),
+    "another part": lambda q: (q.to_local(), q.to_local()),
+    "what is made of the part": lambda q: (
+        part := q.to_local() * 1.0,
+        type(q).from_local(part, q.device_mesh, q.placements, run_check=False),
+    ),
+    "nothing of it": lambda q: (q.to_local(), q * 1.0),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_part_of_what_is_sharded(name: str, mesh: Any, device: torch.device) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        part, written = SHARDED[name](DTensor.from_local(q * 1.0, mesh, [Shard(1)], run_check=False))
+        scores = part @ k.mT
+        written.mul_(0.1)
+        return torch.softmax(scores, -1) @ v
+
+    inputs = [x.to(device) for x in qkv(LENGTH, LENGTH, grad=False)]
+    assert bool(same_as_eager(fn, inputs).fused) == (name == "nothing of it")
+
+
 def same_as_eager(fn: Any, inputs: Any) -> testing.Capture:
     with flex_everywhere(), torch.no_grad():
         run = testing.capture(fn, *inputs, backend=testing.EAGER_AFTER_PASSES)

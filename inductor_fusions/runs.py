@@ -11,6 +11,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ._inductor import is_wrapper
+
 Inputs = Sequence[Any] | Mapping[str, Any]
 Outcome = tuple[Any, dict[str, torch.Tensor | None], tuple[torch.Tensor, ...]]
 
@@ -90,6 +92,13 @@ def run(
 
 
 def _cotangent(index: int, tensor: torch.Tensor) -> torch.Tensor:
+    if is_wrapper(tensor):
+        made = torch.zeros_like(tensor)
+        for name in made.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            part = getattr(made, name)
+            if isinstance(part, torch.Tensor):  # and no mesh
+                part.copy_(_cotangent(index, part))
+        return made
     generator = torch.Generator().manual_seed(1000 + index)
     values = torch.randn(tensor.shape, dtype=torch.float64, generator=generator)
     return values.to(tensor.device, tensor.dtype)
@@ -121,15 +130,21 @@ def copied(tree: Any, train: bool) -> Any:
     def one(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in memo:
             with torch.no_grad():
-                data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                storage = tensor.untyped_storage().clone()
-                data.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+                data = tensor.detach().clone() if is_wrapper(tensor) else _with_its_layout(tensor)
             for name in [name for name in vars(tensor) if name.startswith("_dynamo_")]:  # marked dynamic
                 setattr(data, name, getattr(tensor, name))
             memo[id(tensor)] = data.requires_grad_(train and tensor.requires_grad)
         return memo[id(tensor)]
 
     return pytree.tree_map_only(torch.Tensor, one, tree)
+
+
+def _with_its_layout(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor, with strides and offset, in a copy of all memory that it is in."""
+    data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return data.set_(
+        tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.size(), tensor.stride()
+    )
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -256,6 +256,9 @@ def test_X7_attention_on_dtensors(mesh: Any, device: torch.device) -> None:
         out.square().mean().backward()
     (site,) = inductor_fusions.report()
     assert site.verdict == "left to stock" and "DTensor" in site.reason and "ColwiseParallel" in site.hint
+    (explained,) = inductor_fusions.explain(attention, *parts, train=True)
+    assert explained.reason == site.reason
+    assert inductor_fusions.verify(attention, *parts).ok
     torch.testing.assert_close(out.full_tensor(), attention(*whole), rtol=1e-4, atol=1e-5)
 
 

@@ -290,6 +290,19 @@ def test_symbolic_sizes_that_are_computed_later() -> None:
         assert check(Reshaped(), (x,), train=train, budget=2.0).fused("lora")
 
 
+def test_symbolic_strides() -> None:
+    """torch computes strides with max(1, length - 1), which is length - 1 of a length that is symbolic."""
+
+    class Tail(Adapted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x[:, 1:])
+
+    x = rand(24, 5, 64)
+    torch._dynamo.mark_dynamic(x, (0, 1))
+    seen = check(Tail(), (x,), budget=2.0)
+    assert seen.fused("lora") == 1 and not seen.reasons("lora")
+
+
 @pytest.mark.parametrize("rows", [8, 96])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, WHOLE])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..._inductor import known_true
 from ...fusion import Candidate, LeftToStock, Rejected
 from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
@@ -361,12 +362,9 @@ class Adapted(Candidate):
 
 def _is_row_major(found: torch.Tensor) -> bool:
     """Whether a tensor is row-major, without gaps."""
-    wanted: list[Any] = []
-    size: Any = 1
-    for length in reversed(found.shape):
-        wanted.insert(0, size)
-        size = size * length
-    return all(
-        str(s) == str(w) or length == 1
-        for s, w, length in zip(found.stride(), wanted, found.shape, strict=True)
-    )
+    wanted: Any = 1
+    for length, stride in zip(reversed(found.shape), reversed(found.stride()), strict=True):
+        if not known_true(length == 1) and not known_true(stride == wanted):
+            return False
+        wanted = wanted * length
+    return True

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from bench import cuda_codegen
 from inductor_fusions import config, ops
 from inductor_fusions.fusion import Rejected
+from inductor_fusions.fusions.block_mm.op import BLOCK_MM
+from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
 from inductor_fusions.lowering import kernel_or
 
 
@@ -85,3 +87,26 @@ def test_template_that_raises(
         module = cuda_codegen.generate(fn, args).forward
     assert not any(kernel.is_template for kernel in module.kernels)
     assert f"kernel of {name} raised TypeError" in caplog.text
+
+
+def narrow_mm(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return NARROW_MM(x, [16 * a], [0.001], [0.0], False)[0]
+
+
+def block_mm(x: Any, w: Any, a: Any, b: Any) -> Any:
+    sizes = [0, 0], [1.0, 0.001]
+    return BLOCK_MM([x, x[:, :16]], [w, b], [], [], *sizes, "", False, x.dtype, "")[0]
+
+
+def lora_linear(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return LORA_LINEAR(x, [w], [], [], [a], [b / 4], [0], [0.001], False, x.dtype)[0]
+
+
+@pytest.mark.parametrize("fn", [narrow_mm, block_mm, lora_linear], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_factors_of_float16(fn: Callable[..., Any], compiled: bool) -> None:
+    """A product is in the range of float16 with its factor, and not without; here without the kernels."""
+    shapes = {(8, 64): 16.0, (64, 32): 0.25, (64, 16): 16.0, (16, 32): 512.0}
+    args = [torch.full(shape, fill, dtype=torch.float16) for shape, fill in shapes.items()]
+    found = (torch.compile(fn) if compiled else fn)(*args)
+    torch.testing.assert_close(found.double(), fn(*(t.double() for t in args)), rtol=2e-3, atol=0.0)

@@ -396,6 +396,22 @@ def test_float16_whose_factor_overflows() -> None:
     assert seen.fused("lora") == 1 and all(bool(y.isfinite().all()) for y in seen.outputs)
 
 
+@pytest.mark.parametrize("rows", [8, 96])
+def test_float16_whose_input_is_scaled(rows: int) -> None:
+    """What A gives is in the range of float16 with the factor of the input, and not without it."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        return F.linear(x, w) + F.linear(F.linear(x * 2**-10, a), b)
+
+    args = (torch.full(shape, fill, dtype=torch.float16) for shape, fill in (
+        ((rows, 64), 16.0), ((128, 64), 0.25), ((16, 64), 256.0), ((128, 16), 1e-4),
+    ))  # fmt: skip
+    seen = check(fn, tuple(args), budget=2.0)
+    assert seen.fused("lora") == 1 and all(bool(y.isfinite().all()) for y in seen.outputs)
+    (down,) = targets(seen, NARROW_MM)
+    assert list(down.args[2]) == [2**-10]
+
+
 def test_float16_whose_tensor_overflows() -> None:
     """As with a number; of a tensor it is not known."""
 

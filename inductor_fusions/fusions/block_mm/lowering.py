@@ -14,7 +14,7 @@ from ...fusion import Rejected
 from ...lowering import kernel_or
 from ...operands import known_size, may_use_tf32
 from . import configurations, guards, heuristics, template
-from .op import BLOCK_MM, dtypes
+from .op import BLOCK_MM, dtypes, exact_dtype
 from .problem import Problem, of_operands
 
 #: Bulk copies know strides below this, in bytes.
@@ -55,6 +55,14 @@ def check_factors(factors: Sequence[float]) -> None:
     """
     if not all(abs(factor) <= LARGEST_FACTOR for factor in factors):
         raise Rejected(f"a product that is multiplied by more than {LARGEST_FACTOR:g}, or by no number")
+
+
+def scaled_product(a: Any, b: Any, scale: float) -> Any:
+    """`scale * a @ b` as stock lowers it, in the dtype of b."""
+    call, aten = _inductor.call_lowering, torch.ops.aten
+    dtype = exact_dtype(b.get_dtype(), scale)
+    y = call(aten.mm.default, _inductor.cast(a, dtype), _inductor.cast(b, dtype))
+    return y if scale == 1 else _inductor.cast(call(aten.mul.Tensor, y, scale), b.get_dtype())
 
 
 class Call:
@@ -166,9 +174,7 @@ class Call:
                 offset = None
             else:
                 for p in members:
-                    product = call(aten.mm.default, self.a[p], self.b[p])
-                    if self.scales[p] != 1:
-                        product = call(aten.mul.Tensor, product, self.scales[p])
+                    product = scaled_product(self.a[p], self.b[p], self.scales[p])
                     total = product if total is None else call(aten.add.Tensor, total, product)
             if offset is not None:
                 total = call(aten.add.Tensor, self._wide(total), self._wide(offset))

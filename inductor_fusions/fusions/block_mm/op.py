@@ -130,7 +130,7 @@ def composite(
         for left, right, owner, scale in zip(a, b, groups, scales, strict=True):
             if owner != group:
                 continue
-            kind = torch.promote_types(kinds[group], left.dtype)
+            kind = exact_dtype(torch.promote_types(kinds[group], left.dtype), scale)
             left, right = left.to(kind), right.to(kind)  # a float32 result has nothing rounded in it
             if scale == 1 and total is None and offset is not None and offset.dtype == kind:
                 product, offset = torch.addmm(offset, left, right), None
@@ -147,6 +147,14 @@ def composite(
     if gated:
         outputs = [outputs[0] * outputs[1]]
     return [y.to(kind).contiguous() for y, kind in zip(outputs, kinds, strict=False)]
+
+
+def exact_dtype(dtype: torch.dtype, scale: float) -> torch.dtype:
+    """What a product of a dtype is computed in, to be multiplied by a factor.
+
+    In float16 it may overflow without the factor, with which kernels round it.
+    """
+    return torch.float32 if dtype == torch.float16 and scale != 1 else dtype
 
 
 def dtypes(count: int, dtype: torch.dtype, wide: str) -> list[torch.dtype]:

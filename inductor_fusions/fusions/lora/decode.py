@@ -21,7 +21,7 @@ from ...lowering import kernel_or
 from ...operands import may_use_tf32
 from ..block_mm.configurations import tall
 from ..block_mm.heuristics import capability
-from ..block_mm.lowering import check_factors
+from ..block_mm.lowering import check_factors, scaled_product
 from ..block_mm.op import dtypes
 from . import elements, lowering, narrow
 from .op import LORA_LINEAR
@@ -372,8 +372,7 @@ class Call:
         call, cast = _inductor.call_lowering, _inductor.cast
         outputs = [call(aten.mm.default, self.x, right) for right in self.w]
         for down, up, group, scale in zip(self.a, self.b, self.groups, self.scales, strict=True):
-            h = call(aten.mm.default, cast(self.x, down.get_dtype()), down)
-            y = call(aten.mul.Tensor, call(aten.mm.default, h, up), scale)
+            y = scaled_product(scaled_product(self.x, down, 1.0), up, scale)
             outputs[group] = call(aten.add.Tensor, cast(outputs[group], torch.float32), y)
         for group, offset in self.bias.items():
             outputs[group] = call(aten.add.Tensor, cast(outputs[group], torch.float32), offset)

@@ -13,7 +13,7 @@ from ...fusion import Rejected
 from ...lowering import kernel_or
 from ...operands import known_size, may_use_tf32
 from ..block_mm.heuristics import capability
-from ..block_mm.lowering import check_factors
+from ..block_mm.lowering import check_factors, scaled_product
 from . import narrow
 from .elements import by_elements, elements_of, render
 from .op import NARROW_MM, ROUNDED
@@ -218,8 +218,7 @@ def _one_by_one(
     call = _inductor.call_lowering
     found, forms = [], []
     for right, scale, factor in zip(map(_sum, b), scales, further, strict=True):
-        y = call(aten.mm.default, _inductor.cast(x, right.get_dtype()), right)
-        y = y if scale == 1 else call(aten.mul.Tensor, y, scale)
+        y = scaled_product(x, right, scale)
         found.append(call(aten.permute.default, y, [1, 0]) if transposed else y)
         if factor:
             forms.append(_form(y, factor, right.get_dtype(), x.get_dtype()))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..block_mm.op import dtypes
+from ..block_mm.op import dtypes, exact_dtype
 
 
 @torch.library.custom_op("inductor_fusions::lora_narrow_mm", mutates_args=())
@@ -88,8 +88,9 @@ def composite(
 
 
 def _product(x: Tensor, right: Tensor, scale: float) -> Tensor:
-    y = x.to(right.dtype) @ right
-    return y if scale == 1 else y * scale
+    dtype = exact_dtype(right.dtype, scale)
+    y = x.to(dtype) @ right.to(dtype)
+    return y if scale == 1 else (y * scale).to(right.dtype)
 
 
 def parts(y: Tensor, dtype: torch.dtype) -> Tensor:
@@ -221,7 +222,7 @@ def _lora_linear(
     """
     outputs = [x @ right for right in w]
     for down, up, group, scale in zip(a, b, groups, scales, strict=True):
-        outputs[group] = outputs[group] + scale * (_product(x, down, 1.0) @ up)
+        outputs[group] = outputs[group] + _product(_product(x, down, 1.0), up, scale)
     for offset, group in zip(bias, bias_groups, strict=True):
         outputs[group] = outputs[group] + offset
     return [y.to(kind).contiguous() for y, kind in zip(outputs, dtypes(len(w), dtype, wide), strict=True)]

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from .fusion import LeftToStock
+from ._inductor import is_batched, is_wrapper
+from .fusion import LeftToStock, Rejected
 from .tables import dtype_name
 
 #: Dtypes to compute in. A cast to a floating dtype that is none of them (float8) quantises.
@@ -49,6 +50,26 @@ def may_use_tf32() -> bool:
     `torch.get_float32_matmul_precision` raises where it was said by `torch.backends` since.
     """
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+def check_kind(*values: Any) -> None:
+    """Refuse tensors for which an operation may not be defined.
+
+    Args:
+        values: operands or the result.
+
+    Raises:
+        Rejected: inside of vmap.
+        LeftToStock: a DTensor, or another tensor around tensors.
+    """
+    for value in values:
+        if is_batched(value):
+            raise Rejected("inside torch.vmap, whose values have a hidden dim")
+        if is_wrapper(value):
+            raise LeftToStock(
+                f"on a {type(value).__name__}, for which a fused kernel may not be defined",
+                "let it see local tensors, as ColwiseParallel gives them by default",
+            )
 
 
 def check_device(value: torch.Tensor, dtypes: Collection[torch.dtype] | None = None) -> None:

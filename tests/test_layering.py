@@ -36,7 +36,7 @@ LAYERS = {
     "budget": set(),
     "tables": {"config", "_inductor"},
     "fusion": BASE,
-    "operands": {"fusion", "tables"},
+    "operands": {"fusion", "tables", "_inductor"},
     "writes": {"fusion", "operands", "_inductor"},
     "lowering": {"config", "fusion"},
     "fusions": {"fusion", "operands", "writes", "lowering"} | BASE,

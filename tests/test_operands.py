@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from inductor_fusions import operands
-from inductor_fusions.fusion import LeftToStock
+from inductor_fusions.fusion import LeftToStock, Rejected
 from inductor_fusions.fusions.dot_interaction.op import DTYPES
 
 
@@ -47,6 +48,16 @@ def test_no_kernel(device: str, dtype: torch.dtype, reason: str, hint: str) -> N
     with pytest.raises(LeftToStock) as left:
         operands.check_device(made(device, dtype), DTYPES)
     assert (left.value.reason, left.value.hint) == (reason, hint)
+
+
+def test_kind() -> None:
+    """Not among the values of vmap, and not a tensor around others, whichever operand it is."""
+    plain = torch.ones(2, 3)
+    operands.check_kind(plain, None)
+    with pytest.raises(LeftToStock, match="on a TwoTensor, for which"):
+        operands.check_kind(plain, TwoTensor(plain, plain))
+    with pytest.raises(Rejected, match=r"inside torch\.vmap"):
+        torch.vmap(lambda x: operands.check_kind(plain, x))(plain)
 
 
 def test_kernels() -> None:

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from ... import config, tables
-from ..._inductor import is_batched, is_wrapper
 from ...fusion import Candidate, LeftToStock, Rejected
-from ...operands import text
+from ...operands import check_kind, text
 from . import torch_ops
 from .masks import Interpreter, classify, negation, visibility
 
@@ -55,8 +54,7 @@ class MultiheadForward(Candidate):
         output = self.anchor.meta.get("example_value")
         if query is None or key is None or not isinstance(output, tuple):
             raise Rejected("an argument of multi_head_attention_forward is no tensor")
-        if is_batched(query) or is_wrapper(query):
-            raise Rejected(f"on a {type(query).__name__}, or inside torch.vmap")
+        check_kind(query)
         if not self.arguments["need_weights"]:
             raise LeftToStock("multi_head_attention_forward without weights calls SDPA already")
         for user in self.anchor.users:

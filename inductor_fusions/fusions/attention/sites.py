@@ -12,14 +12,12 @@ from torch import fx
 
 from ..._inductor import (
     fake_mode_of,
-    is_batched,
     is_body_of_dynamo,
-    is_wrapper,
     known_true,
     suppress_guards,
 )
 from ...fusion import Candidate, LeftToStock, Rejected
-from ...operands import text
+from ...operands import check_kind, text
 from . import emit, kernels, savings, structure, torch_ops
 from .aliasing import Mutations, name_overwritten_values
 from .mask_builder import DROWNED, MaskMemo, check_empty_rows
@@ -137,7 +135,7 @@ class HandWritten(Candidate):
         return {"scores": _text(self.anchor)}
 
     def guard(self) -> None:
-        _check_kind(self.anchor)
+        check_kind(torch_ops.tensor(self.anchor))
         with suppress_guards(self.scope.fake_mode), torch.no_grad():
             site = self.site = recognise(self.anchor, self.scope.interpreter)
             assert site.output is not None and site.v is not None
@@ -191,7 +189,7 @@ class SdpaCall(Candidate):
         }
 
     def guard(self) -> None:
-        _check_kind(self.anchor)
+        check_kind(torch_ops.tensor(self.anchor))
         with suppress_guards(self.scope.fake_mode), torch.no_grad():
             with self.scope.interpreter.reading(self.anchor):
                 self.problem = self._pose()
@@ -310,23 +308,6 @@ class SdpaCall(Candidate):
             emitter.emit(self.problem, self.anchor, self.choice.kernel, grouped)
         emit.erase_chain(self.scope.graph, [self.anchor])
         return self.choice.text
-
-
-def _check_kind(anchor: fx.Node) -> None:
-    """Refuse tensors for which a kernel may not be defined.
-
-    Raises:
-        Rejected: inside of vmap.
-        LeftToStock: a DTensor, or another tensor around tensors.
-    """
-    tensor = torch_ops.tensor(anchor)
-    if is_batched(tensor):
-        raise Rejected("inside torch.vmap, whose values have a hidden dim")
-    if is_wrapper(tensor):
-        raise LeftToStock(
-            f"on a {type(tensor).__name__}, for which a fused kernel may not be defined",
-            "let attention see local tensors, as ColwiseParallel gives them by default",
-        )
 
 
 def _text(node: Any) -> str:

@@ -13,9 +13,8 @@ import torch
 from torch import fx
 
 from ... import config, tables
-from ..._inductor import is_batched, is_wrapper
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected
-from ...operands import check_device, tensor, text
+from ...operands import check_device, check_kind, tensor, text
 from ...writes import check_between, check_kept
 from . import recognise
 from .op import DOT_INTERACTION, DTYPES, fits
@@ -56,13 +55,12 @@ class DotInteraction(Candidate):
         site = self.site
         t, z, out = tensor(site.t), tensor(site.products), tensor(site.last)
         assert t is not None and z is not None and out is not None
-        if is_batched(out):
-            raise Rejected("inside torch.vmap, whose values have a hidden dim")
+        check_kind(t, out)
         if set(site.products.users) != {site.pairs}:
             raise Rejected(
                 "the matrix of all products is used elsewhere as well", "let the pairs alone be read of it"
             )
-        if t.dtype != z.dtype or any(is_wrapper(x) for x in (t, out)):
+        if t.dtype != z.dtype:
             raise Rejected("operands of several dtypes, or under autocast")
         if not all(isinstance(size, int) for size in t.shape[1:]):
             raise Rejected("the number of features, or their width, is symbolic")

@@ -14,9 +14,8 @@ import torch
 from torch import fx
 
 from ... import config, tables
-from ..._inductor import is_batched, is_wrapper
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected
-from ...operands import check_device, tensor, text
+from ...operands import check_device, check_kind, tensor, text
 from ...writes import check_between, check_kept
 from . import recognise
 from .op import OUTER_PRODUCT_LINEAR, dtypes, pairs
@@ -54,8 +53,7 @@ class OuterProductLinear(Candidate):
         site = self.site
         out, *operands = (tensor(node) for node in (site.linear, site.u, site.v, site.w))
         assert out is not None
-        if is_batched(out):
-            raise Rejected("inside torch.vmap, whose values have a hidden dim")
+        check_kind(out, *operands)
         for node in site.chain:
             allowed = {*site.chain, site.linear}
             if set(node.users) - allowed:
@@ -63,7 +61,7 @@ class OuterProductLinear(Candidate):
                     "the outer product is used elsewhere as well",
                     "let the linear alone read the outer product",
                 )
-        if any(t is None or t.dtype != out.dtype or is_wrapper(t) for t in operands):
+        if any(t is None or t.dtype != out.dtype for t in operands):
             raise Rejected("operands of several dtypes, or under autocast")
         if site.bias is not None and ((bias := tensor(site.bias)) is None or bias.dtype != out.dtype):
             raise Rejected("operands of several dtypes, or under autocast")

@@ -10,7 +10,7 @@ import functools
 import inspect
 import operator
 import types
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ _READ_BY_DYNAMO = frozenset(
     {"numpy_attr_wrapper", "untyped_storage_size", "_register_hook_trampoline", "prim_to_local",
      "prim_redistribute", "prim from_local"}
 )  # fmt: skip
+#: Where the transforms of torch.func begin that operations have no rule for.
+_TRANSFORMS = ("_grad_increment_nesting", "_jvp_increment_nesting")
 #: Regions whose values autograd treats otherwise.
 _GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
@@ -210,7 +212,19 @@ def may_alias(first: object, second: object) -> bool:
 # -- what an operation asks that stands for others ---------------------------------------------------------
 
 
-def check_between(nodes: Collection[fx.Node], last: fx.Node, where: str) -> None:
+def effects(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that do more than compute a value, in order: what the checks below look at.
+
+    For a fusion with many candidates, each of which would read the whole graph otherwise. They are all for as
+    long as none is added.
+    """
+    names = {*_TRANSFORMS, *_GRADIENT_MODES}
+    return [node for node in graph.nodes if (name := _name(node)) in names or "norm" in name or written(node)]
+
+
+def check_between(
+    nodes: Collection[fx.Node], last: fx.Node, where: str, known: Sequence[fx.Node] | None = None
+) -> None:
     """Refuse where something happens between what an operation replaces, in Dynamo's graph.
 
     That is a write in place, or gradients that are switched on or off, after the first of `nodes`; or a
@@ -220,25 +234,27 @@ def check_between(nodes: Collection[fx.Node], last: fx.Node, where: str) -> None
         nodes: from the first of these in the graph on, nothing may happen.
         last: the node that is replaced, where the operation reads its operands.
         where: between what and what this is, for the reason.
+        known: the `effects` of the graph, where they are known.
 
     Raises:
         Rejected: something does.
     """
-    inside = False
-    for node in last.graph.nodes:
-        inside = inside or node in nodes
-        if node is last:
+    first = min(nodes)
+    for node in effects(last.graph) if known is None else known:
+        if not node < last:
             return
         name = _name(node)
-        if name in ("_grad_increment_nesting", "_jvp_increment_nesting"):
+        if name in _TRANSFORMS:
             raise Rejected("behind torch.func.grad or jvp, which the operation has no rule for")
-        if inside and name in _GRADIENT_MODES:
+        if node < first:
+            continue
+        if name in _GRADIENT_MODES:
             raise Rejected(f"gradients are switched on or off between {where}")
-        if inside and (written(node) or _writes_statistics(node, {*nodes, last})):
+        if written(node) or _writes_statistics(node, {*nodes, last}):
             raise Rejected(f"{node.name} writes in place between {where}")
 
 
-def check_kept(operands: Collection[fx.Node], last: fx.Node) -> None:
+def check_kept(operands: Collection[fx.Node], last: fx.Node, known: Sequence[fx.Node] | None = None) -> None:
     """Refuse where an operand is overwritten later on in Dynamo's graph.
 
     For an operation that keeps its operands for the backward: what it replaces need not have kept them.
@@ -246,16 +262,15 @@ def check_kept(operands: Collection[fx.Node], last: fx.Node) -> None:
     Args:
         operands: of the operation.
         last: the node that is replaced.
+        known: the `effects` of the graph, where they are known.
 
     Raises:
         Rejected: one is.
     """
     kept = [storage(node) for node in operands]
-    behind = False
-    for node in last.graph.nodes:
-        if behind and any(may_alias(storage(other), each) for other in written(node) for each in kept):
+    for node in effects(last.graph) if known is None else known:
+        if last < node and any(may_alias(storage(other), each) for other in written(node) for each in kept):
             raise Rejected(f"{node.name} overwrites an operand, which is kept for the backward")
-        behind = behind or node is last
 
 
 def _writes_statistics(call: fx.Node, reads: Collection[fx.Node]) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inductor_fusions import _inductor, config, reporting, testing
+from inductor_fusions import _inductor, config, reporting, testing, writes
 from inductor_fusions.fusions.lora import inputs
 from inductor_fusions.fusions.lora.op import LORA_DOWN, NARROW_MM, ROUNDED
 from inductor_fusions.fusions.lora.recognise import source
@@ -74,6 +74,25 @@ def test_numbers(how: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.usefixtures("on_the_cpu")
 def test_dynamic() -> None:
     testing.check(Adapted(), (rand(2, 24, 64),), fused=1, train=True, dynamic=True)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_weight_that_is_a_vector() -> None:
+    def fn(x: Any, a: Any, b: Any) -> Any:
+        return F.linear(F.linear(x.float(), a), b)
+
+    args = (rand(2, 24, 64), torch.randn(64).requires_grad_(), torch.randn(48, 24))
+    with config.patch(strict=True):
+        testing.check(fn, args, fused=0, train=True, slack=4.0)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_the_graph_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many adapters there are: they are hundreds in large models."""
+    calls: list[Any] = []
+    monkeypatch.setattr(inputs, "effects", lambda graph: calls.append(graph) or writes.effects(graph))
+    testing.check(Gated(), (rand(24, 64),), fused=2, train=True)
+    assert len(calls) == 1
 
 
 @pytest.mark.usefixtures("on_the_cpu")

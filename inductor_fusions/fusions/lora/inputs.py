@@ -12,17 +12,18 @@ the rounded sum, until the fusion of adapters reads the graph, prevents it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ..._inductor import drops_narrow_casts, fake_mode_of, is_batched, is_wrapper, suppress_guards
+from ..._inductor import drops_narrow_casts, fake_mode_of, suppress_guards
 from ...fusion import Candidate, Fusion, Rejected
-from ...operands import check_device, known_size, tensor, text
-from ...writes import check_between, check_kept
+from ...operands import check_device, check_kind, known_size, tensor, text
+from ...writes import check_between, check_kept, effects
 from . import narrow, profit
 from .op import LORA_DOWN, ROUNDED
 from .recognise import MOST_RANK
@@ -31,13 +32,43 @@ from .recognise import MOST_RANK
 _SUMS = (operator.add, operator.iadd, operator.mul, torch.add, torch.mul)
 
 
+@dataclass(frozen=True)
+class Site:
+    """`F.linear(x.to(torch.float32), a)`.
+
+    Attributes:
+        linear: the node that is replaced.
+        wide: the cast of x.
+        x: the input, of 16 bits.
+        a: the weight.
+    """
+
+    linear: fx.Node
+    wide: fx.Node
+    x: fx.Node
+    a: fx.Node
+
+
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     """Every down-projection of a widened input that is trained."""
+    known: list[fx.Node] | None = None
     for node in list(graph.nodes):
-        if _is_linear(node) and any(_is_linear(user) and user.args[0] is node for user in node.users):
-            x = _widened(node.args[0])
-            if x is not None and _is_adapter(x, node.args[1]):
-                yield WidenedInput(graph, node, x)
+        site = _read(node)
+        if site is not None:
+            known = effects(graph) if known is None else known
+            yield WidenedInput(graph, site, known)
+
+
+def _read(node: fx.Node) -> Site | None:
+    """A down-projection that another linear reads."""
+    if not _is_linear(node) or not any(_is_linear(user) and user.args[0] is node for user in node.users):
+        return None
+    wide, a = node.args[:2]
+    x = _widened(wide)
+    if x is None or not _is_adapter(x, a):
+        return None
+    assert isinstance(wide, fx.Node) and isinstance(a, fx.Node)
+    return Site(node, wide, x, a)
 
 
 def _is_linear(node: Any) -> bool:
@@ -76,33 +107,42 @@ def _rounded_sum(up: fx.Node, dtype: torch.dtype) -> fx.Node | None:
 
 
 def _is_adapter(x: fx.Node, a: Any) -> bool:
+    """Whether a weight is a narrow matrix of float32 that is trained, and multiplied as it is."""
     weight, value = tensor(a), tensor(x)
-    if (
-        weight is None
-        or value is None
-        or not weight.requires_grad
-        or torch.is_autocast_enabled(value.device.type)
-    ):
+    if weight is None or value is None or weight.dim() != 2 or not weight.requires_grad:
+        return False
+    if weight.dtype != torch.float32 or torch.is_autocast_enabled(value.device.type):
         return False
     rank, inner = weight.shape
-    small = isinstance(rank, int) and rank <= MOST_RANK and isinstance(inner, int) and 2 * rank <= inner
-    return small and weight.dtype == torch.float32
+    return isinstance(rank, int) and rank <= MOST_RANK and isinstance(inner, int) and 2 * rank <= inner
 
 
 class WidenedInput(Candidate):
-    """`F.linear(x.to(torch.float32), A)`."""
+    """A down-projection of a widened input.
 
-    def __init__(self, graph: fx.Graph, node: fx.Node, x: fx.Node) -> None:
-        self.graph, self.anchor, self.x = graph, node, x
+    Args:
+        graph: the graph.
+        site: what it is.
+        known: the `effects` of the graph.
+    """
+
+    def __init__(self, graph: fx.Graph, site: Site, known: Sequence[fx.Node]) -> None:
+        self.graph, self.site, self.known = graph, site, known
+        self.anchor = site.linear
         self.kernel = ""
 
     def describe(self) -> dict[str, str]:
-        return {"input": text(tensor(self.x)), "adapter": text(tensor(self.anchor.args[1]))}
+        return {"input": text(tensor(self.site.x)), "adapter": text(tensor(self.site.a))}
 
     def guard(self) -> None:
-        x, a, out = tensor(self.x), tensor(self.anchor.args[1]), tensor(self.anchor)
+        site = self.site
+        x, a, out = tensor(site.x), tensor(site.a), tensor(site.linear)
         assert x is not None and a is not None and out is not None
-        self._check(out)
+        check_kind(x, a, out)
+        if out.dtype != torch.float32:
+            raise Rejected("operands of several dtypes, or under autocast")
+        check_between([site.wide], site.linear, "the cast and the linear", self.known)
+        check_kept([site.x, site.a], site.linear, self.known)
         check_device(x)
         tokens: Any = 1
         for size in x.shape[:-1]:
@@ -113,31 +153,22 @@ class WidenedInput(Candidate):
         )  # fmt: skip
         self.kernel = profit.narrow_kernel(shape, x.device)
 
-    def _check(self, out: torch.Tensor) -> None:
-        """Refuse where the input need not be what was cast, or the result differs in more than rounding."""
-        if out.dtype != torch.float32 or is_wrapper(out):
-            raise Rejected("operands of several dtypes, or under autocast")
-        if is_batched(out):
-            raise Rejected("inside torch.vmap, whose values have a hidden dim")
-        check_between([self.anchor.args[0]], self.anchor, "the cast and the linear")  # type: ignore[list-item]
-        check_kept([self.x, self.anchor.args[1]], self.anchor)  # type: ignore[list-item]
-
     def rewrite(self) -> str:
-        old, x = self.anchor, tensor(self.x)
+        site, x = self.site, tensor(self.site.x)
         assert x is not None
+        old = site.linear
         mode = fake_mode_of(self.graph)
         with self.graph.inserting_before(old):
-            new = self.graph.call_function(LORA_DOWN, (self.x, old.args[1]))
+            new = self.graph.call_function(LORA_DOWN, (site.x, site.a))
         if "stack_trace" in old.meta:
             new.meta["stack_trace"] = old.meta["stack_trace"]
         with suppress_guards(mode):
             new.meta["example_value"] = old.meta["example_value"]
-        widened = old.args[0]
         ups = [user for user in old.users if _is_linear(user) and user.args[0] is old]
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
-        if isinstance(widened, fx.Node) and not widened.users:
-            self.graph.erase_node(widened)
+        if not site.wide.users:
+            self.graph.erase_node(site.wide)
         for up in ups if drops_narrow_casts() else ():
             self._mark(_rounded_sum(up, x.dtype))
         return self.kernel

@@ -91,13 +91,13 @@ def load(name: str) -> dict[str, Any] | None:
     if not entry.is_file():
         return None
     try:
-        table = json.loads(entry.read_text("utf-8"))
+        table: dict[str, Any] = json.loads(entry.read_text("utf-8"))
         check(table, name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"{error} is missing" if isinstance(error, KeyError) else error
         log.warning("the table %s.json is not usable (%s); its device is left to stock", name, why)
         return None
-    return table  # type: ignore[no-any-return]
+    return table
 
 
 #: What a row of each section has, besides gains and configurations: name -> type.

@@ -81,7 +81,8 @@ def sizes_of(node: fx.Node, inner: Iterable[fx.Node]) -> list[Any]:
         return sizes
     for other in inner:
         if other.target in _WITH_SIZES and same_sizes(value(other).shape, sizes):
-            return list(other.args[1])  # type: ignore[arg-type]
+            named: Any = other.args[1]
+            return list(named)
     raise Rejected("no reshape names the symbolic sizes of the result")
 
 

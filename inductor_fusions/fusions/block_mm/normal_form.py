@@ -401,20 +401,21 @@ def sum_of_products(root: fx.Node) -> Sum | None:
         if found is not None and found.bias is None and found.scale == 1:
             terms.append(Product(node, found.a, found.b, None, scale))
             return
+        operands: tuple[Any, ...] = node.args
         if node.op == "call_function" and is_floating(node):
             if node.target is aten.add.Tensor and not node.kwargs and scale == 1:
-                if all(_full(argument, node) for argument in node.args):
+                if all(_full(operand, node) for operand in operands):
                     inner.append(node)
-                    for argument in node.args:
-                        visit(argument, scale)  # type: ignore[arg-type]
+                    for operand in operands:
+                        visit(operand, scale)
                     return
             if node.target in RESHAPES or (node.target in CASTS and widens(node)):
                 inner.append(node)
-                visit(node.args[0], scale)  # type: ignore[arg-type]
+                visit(operands[0], scale)
                 return
-            if node.target in MUL and is_factor(node.args[1]):
+            if node.target in MUL and is_factor(operands[1]):
                 inner.append(node)
-                visit(node.args[0], scale * float(node.args[1]))  # type: ignore[arg-type]
+                visit(operands[0], scale * float(operands[1]))
                 return
         rest.append(node if scale == 1 else root)
 

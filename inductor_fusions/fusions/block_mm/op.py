@@ -7,7 +7,7 @@ used, which for a value that is saved for the backward costs more than the unfus
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,17 @@ ACTIVATIONS: dict[str, Any] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+#: Gradient of the input of each, from that of its output and the input.
+_BACKWARDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "": lambda dy, x: dy,
+    "relu": lambda dy, x: torch.ops.aten.threshold_backward(dy, x, 0),
+    "sigmoid": lambda dy, x: torch.ops.aten.sigmoid_backward(dy, torch.sigmoid(x)),
+    "silu": lambda dy, x: torch.ops.aten.silu_backward(dy, x),
+    "gelu": lambda dy, x: torch.ops.aten.gelu_backward(dy, x),
+    "gelu_tanh": lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh"),
 }
 
 
@@ -63,7 +74,7 @@ def check(
 
     Raises:
         ValueError: says which.
-        RuntimeError: the inner sizes of a product differ.
+        RuntimeError: says which sizes do not fit.
     """
     if not (len(a) == len(b) == len(groups) == len(scales)) or not a:
         raise ValueError("block_mm needs one a, b, group and scale for each product, and a product")
@@ -232,30 +243,16 @@ def _outer_grads(
     inner = [_wide(y) for y in inner]
     if not ctx.gated:
         return [
-            None if dy is None else _act_backward(name, _wide(dy), y)
+            None if dy is None else _BACKWARDS[name](_wide(dy), y)
             for name, dy, y in zip(ctx.activations, grads, inner, strict=True)
         ]
     assert grads[0] is not None
     dy = _wide(grads[0])
     first, second = (ACTIVATIONS[name](y) for name, y in zip(ctx.activations, inner, strict=True))
     return [
-        _act_backward(ctx.activations[0], dy * second, inner[0]),
-        _act_backward(ctx.activations[1], dy * first, inner[1]),
+        _BACKWARDS[ctx.activations[0]](dy * second, inner[0]),
+        _BACKWARDS[ctx.activations[1]](dy * first, inner[1]),
     ]
-
-
-def _act_backward(name: str, dy: Tensor, x: Tensor) -> Tensor:
-    aten = torch.ops.aten
-    if name == "relu":
-        return aten.threshold_backward(dy, x, 0)  # type: ignore[no-any-return]
-    if name == "sigmoid":
-        return aten.sigmoid_backward(dy, torch.sigmoid(x))  # type: ignore[no-any-return]
-    if name == "silu":
-        return aten.silu_backward(dy, x)  # type: ignore[no-any-return]
-    if name in ("gelu", "gelu_tanh"):
-        how = "tanh" if name == "gelu_tanh" else "none"
-        return aten.gelu_backward(dy, x, approximate=how)  # type: ignore[no-any-return]
-    return dy
 
 
 _block_mm.register_autograd(_backward, setup_context=_setup)

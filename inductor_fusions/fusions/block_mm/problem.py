@@ -127,7 +127,6 @@ def of_operands(
         names: of each product: what tells its operands apart, a pair.
         activation: of the first group.
     """
-
     first = [list(groups).index(group) for group in range(groups[-1] + 1)]
     shared = "a" if len({pair[0] for pair in names}) == 1 else ""
     shared = shared or ("b" if len({pair[1] for pair in names}) == 1 else "")

@@ -96,13 +96,12 @@ def _squared(z: fx.Node) -> fx.Node | None:
         return _of_einsum(z)
     if z.target not in _BMM or len(z.args) != 2 or z.kwargs:
         return None
-    first, second = z.args
+    operands: tuple[Any, ...] = z.args
+    first, second = operands
     value = tensor(first)
     if value is None or value.dim() != 3:
         return None
-    if _transposed(second) is first or _transposed(first) is second:
-        return first  # type: ignore[return-value]
-    return None
+    return first if _transposed(second) is first or _transposed(first) is second else None
 
 
 def _of_einsum(z: fx.Node) -> fx.Node | None:

@@ -102,9 +102,8 @@ def gather(graph: fx.Graph) -> None:
                 made += _make(graph, chunk, dtype, index, moved)
     for w, part in made:
         if w.reader.target is NARROW_MM:
-            right = list(w.reader.args[1])  # type: ignore[arg-type]
-            right[w.index] = part
-            w.reader.update_arg(1, right)
+            right: Any = w.reader.args[1]
+            w.reader.update_arg(1, [*right[: w.index], part, *right[w.index + 1 :]])
         else:
             for output in list(w.reader.users):
                 emit.replace(graph, output, part)

@@ -60,7 +60,7 @@ def read(graph: fx.Graph, downs: set[fx.Node]) -> list[Narrow]:
     downs = {node for node in downs if product(node) is not None} | alone
     # A symbolic size has no hash.
     ranks = [rank for rank in (value(node).shape[1] for node in downs) if isinstance(rank, int)]
-    lefts = {source(down.args[0]).base for down in downs}  # type: ignore[arg-type]
+    lefts = {source(p.a).base for p in map(product, downs) if p is not None}
     for node in graph.nodes:
         p = product(node)
         if p is None or p.bias is not None or p.scale != 1:

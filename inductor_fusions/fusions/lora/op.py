@@ -159,8 +159,8 @@ _library.define("lora_down(Tensor x, Tensor a) -> Tensor")
 
 @torch.library.impl(_library, "lora_down", "CompositeImplicitAutograd")
 def _lora_down(x: Tensor, a: Tensor) -> Tensor:
-    (y,) = NARROW_MM(x.reshape(-1, x.shape[-1]), [a.t()], [1.0], [0.0], False)
-    return y.reshape(*x.shape[:-1], a.shape[0])  # type: ignore[no-any-return]
+    made: list[Tensor] = NARROW_MM(x.reshape(-1, x.shape[-1]), [a.t()], [1.0], [0.0], False)
+    return made[0].reshape(*x.shape[:-1], a.shape[0])
 
 
 #: `x @ a.T` in the dtype of a, for x of any number of dims; what it is made of is what graphs have.

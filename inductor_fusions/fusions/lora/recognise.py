@@ -151,10 +151,11 @@ def narrow_product(node: fx.Node) -> Product | None:
     call, index = node.args[0], node.args[1]
     if call.target is not NARROW_MM or not isinstance(index, int):
         return None
-    x, b, scales, _, transposed = call.args
-    if transposed or index >= len(b) or value(b[index]).dim() != 2:  # type: ignore[arg-type, index]
+    arguments: tuple[Any, ...] = call.args
+    x, b, scales, _, transposed = arguments
+    if transposed or index >= len(b) or value(b[index]).dim() != 2:
         return None
-    return Product(node, x, b[index], None, float(scales[index]))  # type: ignore[arg-type, index]
+    return Product(node, x, b[index], None, float(scales[index]))
 
 
 def _of_padded_rank(up: Product) -> Product:
@@ -184,15 +185,16 @@ def adapter(up: Product) -> tuple[Product, float] | None:
     rank = value(up.a).shape[1]
     if not isinstance(rank, int) or rank > MOST_RANK:
         return None
-    node, scale = up.a, 1.0
+    node: Any = up.a
+    scale = 1.0
     casts: list[torch.dtype] = []
     while node.op == "call_function":
         if node.target in RESHAPES or node.target in CASTS:
             casts += [value(node).dtype] if node.target in CASTS else []
-            node = node.args[0]  # type: ignore[assignment]
+            node = node.args[0]
         elif node.target in MUL and is_factor(node.args[1]):
             scale *= float(node.args[1])
-            node = node.args[0]  # type: ignore[assignment]
+            node = node.args[0]
         else:
             break
     down = product(node) or _of_padded_columns(node) or narrow_product(node)
@@ -281,9 +283,9 @@ class _Reader:
         return linear
 
     def _add(self, node: fx.Node, scale: float, factor: fx.Node | None) -> None:
-        alpha = node.kwargs.get("alpha", 1)
+        alpha: Any = node.kwargs.get("alpha", 1)
         self._visit(node.args[0], scale, factor, node)
-        self._visit(node.args[1], scale * float(alpha), factor, node)  # type: ignore[arg-type]
+        self._visit(node.args[1], scale * float(alpha), factor, node)
 
     def _visit(self, node: Any, scale: float, factor: fx.Node | None, user: fx.Node) -> None:
         linear = self.linear

@@ -69,6 +69,7 @@ def composed(first: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def inverse(dims: tuple[int, ...]) -> tuple[int, ...]:
+    """The permutation that undoes one."""
     return tuple(dims.index(i) for i in range(len(dims)))
 
 

@@ -43,10 +43,12 @@ def nearest_product(node: fx.Node, neighbours: Callable[[fx.Node], Sequence[fx.N
 
 
 def inputs_of(node: fx.Node) -> list[fx.Node]:
+    """The neighbours upwards."""
     return list(node.all_input_nodes)
 
 
 def users_of(node: fx.Node) -> list[fx.Node]:
+    """The neighbours downwards."""
     return list(node.users)
 
 

@@ -71,6 +71,17 @@ def test_terms_that_are_permuted() -> None:
     assert not seen.calls()
 
 
+def test_one_product_twice() -> None:
+    """Stock computes it once."""
+
+    def fn(x: Any, w: Any) -> Any:
+        y = x @ w
+        return y + y
+
+    seen = check(fn, (rand(16, 64), rand(64, 32)))
+    assert not seen.calls() and seen.products() == 1
+
+
 def test_subtraction_is_no_sum() -> None:
     def fn(x: Any, y: Any, w: Any, v: Any) -> Any:
         return x @ w - y @ v

@@ -422,6 +422,8 @@ def sum_of_products(root: fx.Node) -> Sum | None:
     visit(root, 1.0)
     if root in rest or len(rest) > 1 or len(terms) < 2:
         return None
+    if len({p.node for p in terms}) < len(terms):
+        return None  # one product, of which stock adds the result twice
     return Sum(root, tuple(terms), rest[0] if rest else None, tuple(n for n in inner if n is not root))
 
 

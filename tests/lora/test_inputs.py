@@ -285,6 +285,13 @@ def test_on_the_cpu_it_is_left_to_stock() -> None:
     assert [site.verdict for site in seen.sites if site.fusion == "lora_input"] == ["left to stock"]
 
 
+def test_on_a_device_without_autocast() -> None:
+    """As in tools that compile models of any size on the device `meta`."""
+    model, x = Adapted().to("meta"), rand(24, 64).detach().to("meta")
+    seen = testing.capture(model, x.requires_grad_(), train=True, backend=testing.EAGER_AFTER_PASSES)
+    assert [site.verdict for site in seen.sites if site.fusion == "lora_input"] == ["left to stock"]
+
+
 def test_operations() -> None:
     """As torch checks them: fake kernels, gradients, tracing."""
     x, a, b = torch.randn(6, 8).requires_grad_(), torch.randn(8, 3).requires_grad_(), torch.randn(8, 2)

@@ -111,7 +111,10 @@ def _is_adapter(x: fx.Node, a: Any) -> bool:
     weight, value = tensor(a), tensor(x)
     if weight is None or value is None or weight.dim() != 2 or not weight.requires_grad:
         return False
-    if weight.dtype != torch.float32 or torch.is_autocast_enabled(value.device.type):
+    device = value.device.type
+    if weight.dtype != torch.float32 or (
+        torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    ):
         return False
     rank, inner = weight.shape
     return isinstance(rank, int) and rank <= MOST_RANK and isinstance(inner, int) and 2 * rank <= inner

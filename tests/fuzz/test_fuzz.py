@@ -17,7 +17,14 @@ from bench.common import Results
 from inductor_fusions import config, testing
 from inductor_fusions.sites import Site
 from tests.fuzz import attentions, masks, products, programs
-from tests.fuzz.judge import QUANTISED_SAMPLES, Judged, is_rounding, judge, judge_mask, judge_products
+from tests.fuzz.judge import (
+    QUANTISED_SAMPLES,
+    Judged,
+    is_rounding,
+    judge,
+    judge_mask,
+    judge_products,
+)
 from tests.fuzz.running import fuzz, provenance, written
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +79,34 @@ def test_a_wrong_gradient_is_no_rounding() -> None:
     assert not is_rounding(function, [x], [right[0], grad * 1.001], 1, [y], 64.0)
     assert not is_rounding(function, [x], [right[0], None], 1, [y], 64.0)
     assert not is_rounding(function, [x], [right[0] + 1e-4, grad], 1, [y], 64.0)
+
+
+def test_graphs_round_where_eager_mode_does_not() -> None:
+    """What the unfused graph is off by as well is rounding, as of an activation in bfloat16, node by node."""
+    x = torch.ones(4, requires_grad=True)
+
+    def judged(found: float, graph: float) -> bool:
+        results = [torch.full((4,), found), torch.ones(4)]
+        graphs = [torch.full((4,), graph), torch.ones(4)]
+        return is_rounding(lambda x: x * 1, [x], results, 1, [torch.ones(4)], 2.0, 1, lambda *_: graphs)
+
+    assert judged(1.01, 1.01) and not judged(1.01, 1.0) and not judged(1.05, 1.01)
+
+
+def test_gradients_of_adapters_on_one_row() -> None:
+    """Twice as far from float64 as eager mode, with the fusions and without: SiLU is rounded within."""
+    half, whole = "leaf16", "leaf"
+    leaves = [
+        (half, (1, 32)), (half, (64, 32)), (half, (64,)), (whole, (32, 4)), (whole, (72, 4)),
+        (half, (64, 32)), (half, (64,)), (whole, (8, 32)), (whole, (72, 8)),
+    ]  # fmt: skip
+    lines = (
+        "y0 = F.linear(x0, x1) + F.linear(x0.float() @ x3, x4[8:]) * 2.0",
+        "y1 = F.linear(x0, x5, x6) + F.linear(x0.float() @ x7.t(), x8[8:]) * 2.0",
+        "y0, y1 = y0.to(torch.bfloat16), y1.to(torch.bfloat16)",
+    )
+    inputs = tuple(programs.Input(f"x{i}", *leaf) for i, leaf in enumerate(leaves))
+    assert "lora" in judge_products(programs.Program(inputs, lines, "F.silu(y0) * y1")).fused
 
 
 def test_a_step_of_float8_is_rounding() -> None:

@@ -32,7 +32,7 @@ LAYERS = {
     "sites": set(),
     "reporting": {"config", "sites", "_inductor"},
     "watching": set(),
-    "runs": set(),
+    "runs": {"_inductor"},
     "budget": set(),
     "tables": {"config", "_inductor"},
     "fusion": BASE,

@@ -95,8 +95,12 @@ def inputs(dtype: torch.dtype = torch.bfloat16, grad: bool = False, length: int 
 
 @pytest.mark.parametrize(
     ("train", "dynamic"),
-    [(False, False), (False, True), (True, False), (True, True)],
-    ids=["inference-numbers", "inference-symbols", "training-numbers", "training-symbols"],
+    [
+        pytest.param(False, False, id="inference-numbers"),
+        pytest.param(False, True, id="inference-symbols", marks=pytest.mark.long),
+        pytest.param(True, False, id="training-numbers", marks=pytest.mark.long),
+        pytest.param(True, True, id="training-symbols"),
+    ],
 )
 @cases(CASES)
 def test_compiles_for_a_gpu(case: Any, train: bool, dynamic: bool) -> None:

@@ -5,7 +5,7 @@ Each case is written for any batch and length, as models write it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,14 +129,26 @@ def test_symbolic_sizes(case: Case, train: bool) -> None:
         check(fn, inputs(3, 200, grad=train), kernel=case.kernel, train=train, dynamic=True)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["numbers", "symbols"])
-@cases(CASES)
-def test_no_buffer_of_pairs(case: Case, dynamic: bool) -> None:
+#: Of these, symbolic sizes are for long runs: their masks and scores are put together as those of others.
+LIKE_OTHERS = frozenset({"prefix", "chunks", "softcap", "softcap and padding", "alibi"})
+
+
+def with_sizes() -> Iterator[Any]:
+    """Each class with sizes that are numbers, and with symbolic ones."""
+    for name in CASES:
+        yield pytest.param(name, False, id=f"{name}-numbers")
+        yield pytest.param(
+            name, True, id=f"{name}-symbols", marks=[pytest.mark.long] if name in LIKE_OTHERS else []
+        )
+
+
+@pytest.mark.parametrize(("name", "dynamic"), with_sizes())
+def test_no_buffer_of_pairs(name: str, dynamic: bool) -> None:
     """Compiled for a GPU, forward and backward, nothing as large as (queries, keys) is allocated."""
     pytest.importorskip("triton")
     from bench import cuda_codegen
 
-    length = 640
+    case, length = CASES[name], 640
     with flex_everywhere("flex"), config.patch(strict=True):
         code = cuda_codegen.generate(
             of_projections(case.fn), inputs(2, length, dtype=torch.float16, grad=True),

@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ._inductor import is_wrapper
+from ._inductor import is_wrapper, parts_of
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 Outcome = tuple[Any, dict[str, torch.Tensor | None], tuple[torch.Tensor, ...]]
@@ -94,10 +94,8 @@ def run(
 def _cotangent(index: int, tensor: torch.Tensor) -> torch.Tensor:
     if is_wrapper(tensor):
         made = torch.zeros_like(tensor)
-        for name in made.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-            part = getattr(made, name)
-            if isinstance(part, torch.Tensor):  # and no mesh
-                part.copy_(_cotangent(index, part))
+        for part in parts_of(made):
+            part.copy_(_cotangent(index, part))
         return made
     generator = torch.Generator().manual_seed(1000 + index)
     values = torch.randn(tensor.shape, dtype=torch.float64, generator=generator)

@@ -78,15 +78,19 @@ def _writes_by_name(name: str) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in _METHODS_IN_PLACE
 
 
-@functools.lru_cache(maxsize=4096)
 def _operation(target: Any) -> Any:
     """The operation of torch that is called, itself or by the function in C of its name; None of others."""
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return target
     module = getattr(target, "__module__", None)
     if isinstance(target, types.BuiltinFunctionType) and str(module).partition(".")[0] == "torch":
-        return getattr(torch.ops.aten, target.__name__, None)
+        return _of_aten(target.__name__)
     return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_aten(name: str) -> Any:
+    return getattr(torch.ops.aten, name, None)
 
 
 @functools.lru_cache(maxsize=4096)

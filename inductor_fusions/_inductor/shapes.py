@@ -70,19 +70,22 @@ def with_memory(tensor: torch.Tensor) -> torch.Tensor | None:
 
     None where that is not one tensor.
     """
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
     while True:
         if torch._C._functorch.is_batchedtensor(tensor):
             tensor = torch._C._functorch.get_unwrapped(tensor)
-        elif is_traceable_wrapper_subclass(tensor):
-            parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-            held = [part for part in parts if isinstance(part, torch.Tensor)]
+        elif is_wrapper(tensor):
+            held = parts_of(tensor)
             if len(held) != 1:
                 return None
             tensor = held[0]
         else:
             return tensor
+
+
+def parts_of(wrapper: Any) -> list[torch.Tensor]:
+    """The tensors that a tensor is around, such as the local one of a DTensor."""
+    held = (getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0])
+    return [part for part in held if isinstance(part, torch.Tensor)]  # later versions name the mesh as well
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ def spend_less() -> None:
     of logs adds a handler to loggers that do not propagate, of which torch's traces are one: with a handler,
     they print each graph.
     """
-    holders = [torch._C._dynamo.guards, sys.modules.get("torch._dynamo.guards")]
+    holders: list[Any] = [torch._C._dynamo.guards, sys.modules.get("torch._dynamo.guards")]
     for holder in filter(None, holders):
-        holder.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
+        holder.profile_guard_manager = lambda *_: 0.0
     logging.getLogger("torch.__trace").propagate = True

@@ -128,7 +128,8 @@ def _judge_code(
 
 
 def judge_products(program: Program) -> Judged:
-    """The program with the fusions of linears, on what seems to be a GPU, is about as exact as in eager mode.
+    """The program with the fusions of linears, on what seems to be a GPU, is about as exact as in eager mode,
+    or as its graphs are without them.
 
     Raises:
         AssertionError: it is not, or a fusion raised.

@@ -135,6 +135,13 @@ for rows in (2, 3, 4):
 CASES["tiled odd sizes"] = Case(7, (61,), (33, 17), TILED, bias="row")
 CASES["tiled odd sizes nn"] = Case(7, (61,), (33, 17), TILED, layout="nn", bias="row")
 CASES["tiled odd sizes tt"] = Case(7, (61,), (33, 17), TILED, layout="tt")
+for name in (
+    "qkv bias", "K is no multiple of the step", "nn", "tn", "tt", "sum", "adapters", "residual", "tail",
+    "dynamic", "tf32", "gated silu", "gated adapters", "odd sizes", "odd sizes nn", "odd sizes tt",
+):  # fmt: skip
+    CASES[f"three times 16 columns, {name}"] = replace(
+        CASES[f"tiled {name}"], config=replace(TILED, block_n=48)
+    )
 CASES["persistent in two parts"] = replace(
     CASES["persistent qkv bias"], config=replace(PERSISTENT, subtiles=2)
 )

@@ -114,6 +114,15 @@ def test_wider_outputs(tile: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kind", ["shared_a", "gated", "shared_b"])
+def test_three_times_a_power_of_two(kind: str, arch: int) -> None:
+    """Tiles of 96 columns are products of 64 and of 32."""
+    chosen = Config("tiled", 64, 96, 64, 8 if arch == 80 else 4, 3)
+    found = code(problem(kind, 512), chosen, arch)
+    assert found.fits and found.uses_wgmma == (arch == 90), found
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("tokens", [2, 3, 4])
 @pytest.mark.parametrize("kind", ["shared_a", "gated", "linear"])

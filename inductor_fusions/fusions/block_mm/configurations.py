@@ -19,7 +19,8 @@ class Config:
     Attributes:
         template: "tiled" (a tile for each thread block), "persistent" (bulk tensor copies, as many thread
             blocks as the multiprocessors hold) or "row" (few rows of input, without tensor cores).
-        block_m, block_n, block_k: the tile; of "row", `block_m` is the most rows that it is for.
+        block_m, block_n, block_k: the tile; powers of two, but `block_n` of "tiled" may be three times one. Of
+            "row", `block_m` is the most rows that it is for.
         num_warps, num_stages: as Triton has them.
         group_m: tiles in M that are neighbours in time.
         subtiles: parts in which a tile is stored.
@@ -156,17 +157,19 @@ def candidates(problem: Problem, arch: int) -> list[Config]:
             found.append(Config("persistent", block_m, block_n, 64, warps, stages, group_m, parts, each))
     if 64 < most <= 2048 or arch < 90:
         for block_m, block_n, block_k, warps, stages in (
-            (64, 64, 64, 4, 4), (64, 64, 64, 4, 6), (64, 64, 128, 4, 3), (64, 64, 128, 4, 5),
-            (128, 128, 64, 8, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 64, 128, 8, 4),
-            (64, 32, 128, 4, 4),
+            (64, 64, 64, 4, 4), (64, 64, 64, 4, 6), (64, 64, 128, 4, 5), (128, 128, 64, 8, 4),
+            (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (64, 32, 128, 4, 4),
         ):  # fmt: skip
             found.append(Config("tiled", block_m, block_n, block_k, warps, stages))
     if 64 < most <= 2048 and arch >= 90:
         # One tile for each multiprocessor, as large as its accumulator can be: loads by pointer start a
         # microsecond earlier for each descriptor of a bulk copy that is not made.
         for block_m, columns, block_k, warps, stages in (
-            (64, 128, 128, 4, 4), (64, 128, 128, 8, 4), (64, 128, 64, 4, 6), (128, 128, 64, 8, 6),
-            (64, 256, 64, 4, 4), (64, 256, 64, 8, 4), (128, 256, 64, 8, 4),
+            (64, 128, 128, 4, 4), (64, 128, 64, 4, 6), (128, 128, 64, 8, 6), (64, 256, 64, 4, 4),
+            (64, 256, 64, 8, 4), (128, 256, 64, 8, 4),
+            # Widths of models are multiples of three or divide badly: tiles of 96 and 192 fill the device.
+            (64, 96, 128, 4, 4), (64, 96, 64, 4, 6), (128, 96, 64, 4, 4), (128, 96, 64, 8, 4),
+            (128, 96, 64, 8, 7), (64, 192, 64, 4, 4), (128, 192, 64, 8, 4),
         ):  # fmt: skip
             block_n = columns // 2 if problem.gated else columns
             found.append(Config("tiled", block_m, block_n, block_k, warps, stages))

@@ -365,6 +365,7 @@ def _variant(
             rows if row or rows < chosen.block_m else 0,
             early,
             joined=arch < 100,
+            thirds=chosen.block_n % 3 == 0,
         ),
         meta=meta,
         num_warps=chosen.num_warps,

@@ -116,6 +116,7 @@ def source(
     rows: int = 0,
     early: bool = False,
     joined: bool = True,
+    thirds: bool = False,
 ) -> str:
     """The text that Inductor's templates take.
 
@@ -127,6 +128,7 @@ def source(
         early: whether it starts before the kernel in front ends, and waits: "tiled" and "row".
         joined: whether the tiles of several groups may be one loop, and whether that over tiles may be one
             with a loop over K that has a product behind it: for Blackwell, Triton fails on many of them.
+        thirds: whether a tile has three times a power of two columns; "tiled" only.
     """
     text: str = (
         environment(FOLDER)
@@ -136,6 +138,7 @@ def source(
             **_parts(structure, block_k, template == "persistent", rows, joined),
             rows=rows,
             early=early,
+            thirds=thirds,
         )
     )
     return text

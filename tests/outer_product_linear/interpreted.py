@@ -6,7 +6,7 @@ import torch
 
 from inductor_fusions.fusions.outer_product_linear import kernels, pairs
 
-LINEAR = {"BLOCK_M": 16, "BLOCK_N": 16}
+LINEAR = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4}
 FACTORS = {"BLOCK_M": 16, "BLOCK_N": 16, "DEEP": 2}
 WEIGHT = {"BLOCK_R": 32, "BLOCK_N": 16, "BLOCK_M": 16}
 BLOCK = 16

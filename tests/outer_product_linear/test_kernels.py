@@ -52,7 +52,7 @@ def test_machine_code(name: str, dtype: str, arch: int) -> None:
     tile.update(BLOCK_Q=kernels.BLOCK_Q[size], ONE=True, TF32=size == 4)
     tile = {key: value for key, value in tile.items() if key in fn.arg_names}
     # What is contiguous, as the launchers hand it over: a stride of 1 is a constant to Triton.
-    ones = ["w_columns", "u_columns", "v_columns", "f_columns"]
+    ones = ["w_columns", "u_rows" if name == "linear" else "u_columns", "v_columns", "f_columns"]
     if name == "factors" and size == 4:
         ones[-1] = "f_rows"
     signature, constants, aligned = {}, dict(tile), []

@@ -52,6 +52,8 @@ What was measured, with the cases that lose. [measuring.md](measuring.md) says h
   enable_gqa=True)` and no mask built. In `padded` cases that leaves the padding out: it is the time that a
   batch without padding takes, a bound. For windows, documents, softcap and sinks it is stock on the same
   model with `attn_implementation="flex_attention"`.
+- **without**: stock on the model with each attention replaced by the sum of its queries, keys and values. No
+  fusion of attention can gain more than `stock / without`.
 - **frozen**: for models with adapters, the same model without them: the limit, where adapters cost nothing.
 - **sdpa path**: stock on the same model with `attn_implementation="sdpa"`, for cases with eager attention.
 - All variants of a case run in one process, in interleaved blocks whose order rotates. Times are medians.

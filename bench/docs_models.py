@@ -179,7 +179,7 @@ def _times(rows: Sequence[Json]) -> str:
     columns += ["stock / fused", "stock / fused autotuned"]
     columns += ["stock ms, device", "fused ms, device", "stock / fused, device"]
     columns += ["by hand ms", "fused / by hand", "sdpa path ms", "fused / sdpa path"]
-    columns += ["frozen ms", "fused / frozen"]
+    columns += ["frozen ms", "fused / frozen", "without ms", "stock / without"]
     body = [
         (
             str(row["name"]),
@@ -194,6 +194,8 @@ def _times(rows: Sequence[Json]) -> str:
                 for name in ("limit", "sdpa", "frozen")
                 for text in (time_text(row, name), ratio_text(row, "fused", name))
             ),
+            time_text(row, "without"),
+            ratio_text(row, "stock", "without"),
         )
         for row in rows
     ]

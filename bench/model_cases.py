@@ -22,6 +22,7 @@ DECODED = {"T5Model": 128, "WhisperModel": 128}
 #: A causal model is compared with float64 on so many tokens, or on twice its window where that is more.
 REFERENCE_TOKENS = 1024
 BY_HAND = "causal_by_hand"
+WITHOUT = "without_attention"
 
 
 # Cases -------------------------------------------------------------------------------------------------
@@ -49,6 +50,7 @@ class Case:
         by_hand: the attention of the `limit` variant: "causal" (SDPA with is_causal and enable_gqa, and no
             mask), "flex_attention" (that of Hugging Face), or "" for none.
         autotuned: it is measured under max-autotune too.
+        bounded: it is measured without its attentions too: no fusion of them can gain more.
     """
 
     name: str
@@ -65,12 +67,13 @@ class Case:
     dtype: str = "bfloat16"
     by_hand: str = ""
     autotuned: bool = False
+    bounded: bool = False
 
 
 #: Masks, scores and biases that SDPA alone cannot tell.
 STRUCTURED = [
     Case("llama-1b sdpa padded b4 s2048", "llama-1b", "sdpa", 4, 2048, padded=True, by_hand="causal"),
-    Case("gemma2-8l eager b2 s4096", "gemma2-8l", "eager", 2, 4096, by_hand="flex_attention"),
+    Case("gemma2-8l eager b2 s4096", "gemma2-8l", "eager", 2, 4096, by_hand="flex_attention", bounded=True),
     Case("gpt-oss-8l eager b2 s4096", "gpt-oss-8l", "eager", 2, 4096, by_hand="flex_attention"),
     Case("mistral-8l sdpa b1 s8192", "mistral-8l", "sdpa", 1, 8192, by_hand="flex_attention"),
     Case("mistral-8l sdpa b1 s32768", "mistral-8l", "sdpa", 1, 32768, by_hand="flex_attention"),
@@ -83,6 +86,7 @@ STRUCTURED = [
         train=True,
         documents=16,
         by_hand="flex_attention",
+        bounded=True,
     ),
     Case(
         "llama-1b sdpa padded b4 s2048 train",
@@ -95,7 +99,14 @@ STRUCTURED = [
         by_hand="causal",
     ),
     Case(
-        "gemma2-8l eager b2 s4096 train", "gemma2-8l", "eager", 2, 4096, train=True, by_hand="flex_attention"
+        "gemma2-8l eager b2 s4096 train",
+        "gemma2-8l",
+        "eager",
+        2,
+        4096,
+        train=True,
+        by_hand="flex_attention",
+        bounded=True,
     ),
     Case("llama-1b sdpa padded b2 s8192", "llama-1b", "sdpa", 2, 8192, padded=True, by_hand="causal"),
     Case(
@@ -269,8 +280,8 @@ def share_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:
         module._parameters, module._buffers = twin._parameters, twin._buffers
 
 
-def register_by_hand() -> None:
-    """Register the attention that someone would write by hand for a causal model without padding."""
+def register_attentions() -> None:
+    """Register the causal attention that someone would write by hand, without padding, and none at all."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -289,11 +300,25 @@ def register_by_hand() -> None:
         )
         return out.transpose(1, 2).contiguous(), None
 
+    def without(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, None]:
+        # All three are read, so that their projections and gradients are still computed.
+        groups = query.shape[1] // key.shape[1]
+        out = query + (key + value).repeat_interleave(groups, dim=1)
+        return out.transpose(1, 2).contiguous(), None
+
     def no_mask(*_: Any, **__: Any) -> None:
         return None
 
-    AttentionInterface.register(BY_HAND, attention)
-    AttentionMaskInterface.register(BY_HAND, no_mask)
+    for name, function in ((BY_HAND, attention), (WITHOUT, without)):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, no_mask)
 
 
 def make_inputs(case: Case, values: Json, device: str) -> dict[str, Any]:

@@ -16,12 +16,14 @@ from bench.common import Json, Results
 from bench.model_cases import (
     CASES,
     REFERENCE_TOKENS,
+    WITHOUT,
     Case,
     compared_inputs,
     make_inputs,
     model_config,
     quick_case,
     reference_tokens,
+    register_attentions,
 )
 from bench.models import __main__ as command
 from bench.models.correctness import is_correct
@@ -143,6 +145,18 @@ def test_variants_share_no_compiled_code() -> None:
         found = [make_variant(name, model, case, {}).compiled for name in MARKERS]
         backends = [torch._dynamo.eval_frame.innermost_backend(f.dynamo_ctx.callback) for f in found]
         assert all(a != b for i, a in enumerate(backends) for b in backends[:i])
+
+
+def test_model_without_attention_keeps_its_projections() -> None:
+    """What bounds the gain of a fused attention still computes queries, keys, values and their gradients."""
+    from transformers import AttentionInterface
+
+    register_attentions()
+    heads = {"query": 4, "key": 2, "value": 2}
+    made = {name: torch.randn(1, n, 3, 8, requires_grad=True) for name, n in heads.items()}
+    out, _ = AttentionInterface()[WITHOUT](None, **made, attention_mask=None)
+    assert out.shape == (1, 3, 4, 8)
+    assert all(g.abs().min() > 0 for g in torch.autograd.grad(out.sum(), list(made.values())))
 
 
 def test_headlines_are_autotuned() -> None:

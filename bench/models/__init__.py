@@ -10,6 +10,9 @@ rotates:
                      padding that is another function, the time of the unpadded one; for windows, documents,
                      softcap and sinks, Hugging Face's attn_implementation="flex_attention"
     sdpa             stock, on the same model with attn_implementation="sdpa", for cases with eager attention
+    without          stock, on the same model with each attention replaced by the sum of its queries, keys
+                     and values: no fusion of attention can gain more than stock / without. Only cases that
+                     ask for it have it (`Case.bounded`)
     autotuned        stock under max-autotune-no-cudagraphs; under max-autotune where the case has CUDA graphs
     fused_autotuned  fused, under the same mode: the fusions' templates compete with stock's own
 

@@ -31,7 +31,7 @@ from bench.model_cases import (
     first_tokens,
     make_inputs,
     model_config,
-    register_by_hand,
+    register_attentions,
 )
 from bench.models.correctness import check, is_correct, make_reference
 from bench.models.variants import (
@@ -185,6 +185,7 @@ def _check_and_time(
     row["compiles_s"] = {n: [round(x - times[n].median, 2) for x in firsts[n]] for n in times}
     row["compile_s"] = {n: statistics.median(x[1:] or x) for n, x in row["compiles_s"].items()}
     pairs = [("stock", "fused"), ("fused", "limit"), ("fused", "sdpa"), ("stock", "limit")]
+    pairs += [("stock", "without"), ("fused", "without")]
     pairs += [("autotuned", "fused"), ("autotuned", "fused_autotuned"), ("stock", "autotuned")]
     ratios = {f"{a}/{b}": ratio(times, a, b) for a, b in pairs if row["correct"] is not False}
     row["ratio"] = {name: value for name, value in ratios.items() if value is not None}
@@ -193,7 +194,7 @@ def _check_and_time(
 def set_up() -> None:
     """Settings of a process that measures."""
     warnings.filterwarnings("ignore", message=".*force_disable_caches")
-    register_by_hand()
+    register_attentions()
     torch._dynamo.config.recompile_limit = 64
 
 

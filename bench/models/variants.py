@@ -13,12 +13,12 @@ import torch
 
 import inductor_fusions
 from bench.common import Json, fresh_cache, one_line, synchronize
-from bench.model_cases import BY_HAND, Case, build, share_weights, supports_sdpa
+from bench.model_cases import BY_HAND, WITHOUT, Case, build, share_weights, supports_sdpa
 
 MODES = ("default", "reduce-overhead", "max-autotune")
 
 #: Measured in every case that has them.
-BASIC = ("stock", "fused", "limit", "sdpa")
+BASIC = ("stock", "fused", "limit", "sdpa", "without")
 #: Variants whose GEMMs Inductor chooses by timing them.
 AUTOTUNED = ("autotuned", "fused_autotuned")
 
@@ -27,6 +27,7 @@ MARKERS = {
     "fused": "comment_origin",
     "limit": "debug_fusion",
     "sdpa": "debug",
+    "without": "force_shape_pad",
     "autotuned": "debug_index_asserts",
     "fused_autotuned": "generate_intermediate_hooks",
 }
@@ -152,6 +153,8 @@ def make_variants(
     implementations = {"stock": case.attn, "fused": case.attn}
     if case.by_hand:
         implementations["limit"] = BY_HAND if case.by_hand == "causal" else case.by_hand
+    if case.bounded:
+        implementations["without"] = WITHOUT
     # The sdpa path of a model with softcap leaves it out.
     softcap = getattr(model.config, "attn_logit_softcapping", None)
     if case.attn == "eager" and supports_sdpa(model) and softcap is None:
@@ -190,7 +193,7 @@ def compile_variants(
     for i in range(repeats):
         pair = ["fused", "stock"] if fused_first != (i % 2 == 1) else ["stock", "fused"]
         # Hugging Face's flex attention may reset Dynamo when it is first used, which drops what is compiled.
-        order = ["limit", "sdpa", *pair, *AUTOTUNED]
+        order = ["limit", "sdpa", "without", *pair, *AUTOTUNED]
         torch._dynamo.reset()
         for name in sorted(variants, key=order.index):
             if name not in ("stock", "fused") and i + 1 < repeats:

@@ -82,7 +82,7 @@ def name_of(chosen: Any) -> str:
     tile = f"{chosen.block_m}x{chosen.block_n}x{chosen.block_k}"
     return (
         f"{chosen.template} {tile} w{chosen.num_warps} s{chosen.num_stages} "
-        f"g{chosen.group_m} p{chosen.subtiles} x{chosen.per_processor}"
+        f"g{chosen.group_m} p{chosen.subtiles} x{chosen.per_processor}" + " across" * chosen.across
     )
 
 

@@ -104,7 +104,7 @@ def load(name: str) -> dict[str, Any] | None:
 _ATTENTION = dict(batch=int, heads=int, q_len=int, kv_len=int, head_dim=int, dtype=str, mask=str, train=bool)
 _BLOCK_MM = dict(kind=str, n=list, layout=list, dtype=str, tokens=int, capability=list)
 _CONFIG = dict(template=str, block_m=int, block_n=int, block_k=int, num_warps=int, num_stages=int)
-_CONFIG_MAY = dict(group_m=int, subtiles=int, per_processor=int)
+_CONFIG_MAY = dict(group_m=int, subtiles=int, per_processor=int, across=bool)
 
 
 def check(table: Any, name: str) -> None:

@@ -222,6 +222,8 @@ def _tiles(*sizes_and_meta: Any, cdiv: Any, min: Any) -> tuple[Any, int, int]:
     """The grid of a block GEMM."""
     *sizes, meta = sizes_and_meta
     pairs = list(zip(sizes[::2], sizes[1::2], strict=True))
+    if meta.get("ACROSS"):  # the columns of all outputs are numbered through
+        pairs = [(sizes[0], sum(n for _, n in pairs))]
     tiles = sum(cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]) for m, n in pairs)
     tiles = tiles * meta.get("SPLITS", 1)
     return (min(tiles, meta["NUM_PROGRAMS"]) if "NUM_PROGRAMS" in meta else tiles, 1, 1)

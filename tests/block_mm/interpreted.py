@@ -142,6 +142,16 @@ for name in (
     CASES[f"three times 16 columns, {name}"] = replace(
         CASES[f"tiled {name}"], config=replace(TILED, block_n=48)
     )
+for columns, kernel in ((32, TILED), (48, replace(TILED, block_n=48))):
+    wide = replace(CASES["tiled qkv"], columns=(72, 8, 40), config=replace(kernel, across=True))
+    CASES |= {
+        f"{columns} columns across groups": wide,
+        f"{columns} columns across groups, bias": replace(wide, bias="row"),
+        f"{columns} columns across groups, activations": replace(wide, activations=("silu", "", "relu")),
+        f"{columns} columns across groups, K is no multiple": replace(wide, inner=(72,), rows=1),
+        f"{columns} columns across groups, odd sizes": replace(wide, inner=(61,), columns=(33, 17)),
+        f"{columns} columns across groups, tail": replace(wide, tail=True, dynamic=True),
+    }
 CASES["persistent in two parts"] = replace(
     CASES["persistent qkv bias"], config=replace(PERSISTENT, subtiles=2)
 )

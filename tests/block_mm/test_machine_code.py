@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -120,6 +121,31 @@ def test_three_times_a_power_of_two(kind: str, arch: int) -> None:
     chosen = Config("tiled", 64, 96, 64, 8 if arch == 80 else 4, 3)
     found = code(problem(kind, 512), chosen, arch)
     assert found.fits and found.uses_wgmma == (arch == 90), found
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("columns", [96, 128])
+def test_tiles_across_groups(columns: int, arch: int) -> None:
+    """Loads of 16 bytes, although each column has an address of its own."""
+    chosen = Config("tiled", 64, columns, 64, 8 if arch == 80 else 4, 3, across=True)
+    found = code(problem("shared_a", 512), chosen, arch)
+    assert found.fits, found
+    copied = re.findall(r"cp\.async\.\S+ [^;]*?, (0x\w+)", found.ptx)
+    assert copied and set(copied) == {"0x10"}
+
+
+def test_tiles_across_groups_are_told_from_others() -> None:
+    posed = problem("shared_a", 512)
+    across = Config("tiled", 64, 96, 64, 4, 3, across=True)
+    assert configurations.suits(across, posed)
+    for other in (
+        replace(posed, layouts=("nt", "nt", "nn")),
+        replace(posed, inner=(4096, 4096, 2048)),
+        replace(posed, shared=""),
+        problem("gated", 512),
+        problem("sum", 512),
+    ):
+        assert not configurations.suits(across, other)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

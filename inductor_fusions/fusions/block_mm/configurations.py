@@ -25,6 +25,7 @@ class Config:
         group_m: tiles in M that are neighbours in time.
         subtiles: parts in which a tile is stored.
         per_processor: thread blocks of a persistent kernel on each multiprocessor.
+        across: whether the tiles of "tiled" go across groups, as if their weights lay beside each other.
     """
 
     template: Template
@@ -36,6 +37,7 @@ class Config:
     group_m: int = 8
     subtiles: int = 1
     per_processor: int = 1
+    across: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """As tables have it."""
@@ -46,7 +48,18 @@ def suits(choice: Config, problem: Problem) -> bool:
     """Whether a template takes a problem at all."""
     if choice.template == "row":
         return 0 < few_rows(problem) <= choice.block_m
+    if choice.across and not _lie_alike(problem):
+        return False
     return choice.template == "tiled" or _bulk_copies(problem)
+
+
+def _lie_alike(problem: Problem) -> bool:
+    """Whether the columns of all groups are computed alike: one input, and weights that lie along K."""
+    return (
+        problem.kind == "shared_a"
+        and {x[1] for x in problem.layouts} == {"t"}
+        and len(set(problem.inner)) == 1
+    )
 
 
 def default(problem: Problem, arch: int) -> Config:
@@ -169,10 +182,17 @@ def candidates(problem: Problem, arch: int) -> list[Config]:
             (64, 256, 64, 8, 4), (128, 256, 64, 8, 4),
             # Widths of models are multiples of three or divide badly: tiles of 96 and 192 fill the device.
             (64, 96, 128, 4, 4), (64, 96, 64, 4, 6), (128, 96, 64, 4, 4), (128, 96, 64, 8, 4),
-            (128, 96, 64, 8, 7), (64, 192, 64, 4, 4), (128, 192, 64, 8, 4),
+            (64, 192, 64, 4, 4), (64, 192, 64, 4, 6), (128, 192, 64, 8, 4),
         ):  # fmt: skip
             block_n = columns // 2 if problem.gated else columns
             found.append(Config("tiled", block_m, block_n, block_k, warps, stages))
+    if 64 < most <= 2048 and arch >= 90 and _lie_alike(problem):
+        for block_m, block_n, block_k, warps, stages in (
+            (64, 96, 128, 4, 5), (128, 96, 64, 4, 4), (64, 192, 64, 4, 4), (64, 192, 64, 4, 6),
+            (128, 192, 64, 8, 4), (64, 128, 128, 4, 4), (64, 128, 64, 4, 4),
+        ):  # fmt: skip
+            if any(n % block_n for n in problem.columns[:-1]):
+                found.append(Config("tiled", block_m, block_n, block_k, warps, stages, across=True))
     return [
         c
         for c in dict.fromkeys(found)

@@ -345,6 +345,8 @@ def _variant(
         "GROUP_M": chosen.group_m,
         "ACC_TYPE": "tl.float32",
     }
+    if chosen.across:
+        meta["ACROSS"] = True
     wider = {}
     if chosen.template == "persistent":
         for dtype in (torch.float32, torch.float64):
@@ -366,6 +368,7 @@ def _variant(
             early,
             joined=arch < 100,
             thirds=chosen.block_n % 3 == 0,
+            across=chosen.across,
         ),
         meta=meta,
         num_warps=chosen.num_warps,

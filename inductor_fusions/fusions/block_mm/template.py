@@ -117,6 +117,7 @@ def source(
     early: bool = False,
     joined: bool = True,
     thirds: bool = False,
+    across: bool = False,
 ) -> str:
     """The text that Inductor's templates take.
 
@@ -129,6 +130,7 @@ def source(
         joined: whether the tiles of several groups may be one loop, and whether that over tiles may be one
             with a loop over K that has a product behind it: for Blackwell, Triton fails on many of them.
         thirds: whether a tile has three times a power of two columns; "tiled" only.
+        across: whether a tile may have columns of two groups, which have one input; "tiled" only.
     """
     text: str = (
         environment(FOLDER)
@@ -139,6 +141,7 @@ def source(
             rows=rows,
             early=early,
             thirds=thirds,
+            across=across,
         )
     )
     return text

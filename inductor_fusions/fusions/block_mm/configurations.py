@@ -40,8 +40,8 @@ class Config:
     across: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """As tables have it."""
-        return asdict(self)
+        """As tables have it: what is off is left out."""
+        return {name: value for name, value in asdict(self).items() if value is not False}
 
 
 def suits(choice: Config, problem: Problem) -> bool:

@@ -28,7 +28,7 @@ def projections_section(data: Json) -> str:
         groups.setdefault(f"{row['kind']}, {few}", []).append(row)
     body = []
     for name, group in sorted(groups.items()):
-        found = [gain for row in group if (gain := _gain(row)) is not None]
+        found = [value for row in group if (value := gain(row)) is not None]
         limits = [r for row in group if row.get("best") and (r := quotient(row, str(row["best"]), "limit"))]
         middle = statistics.median(found) if found else None
         body.append(
@@ -36,7 +36,7 @@ def projections_section(data: Json) -> str:
                 name,
                 str(len(group)),
                 *(number(value, 2) for value in (min(found, default=None), middle, max(found, default=None))),
-                str(sum(gain >= MARGIN for gain in found)),
+                str(sum(value >= MARGIN for value in found)),
                 number(statistics.median(limits) if limits else None, 2),
             )
         )
@@ -51,8 +51,8 @@ def projections_section(data: Json) -> str:
     body = [
         (
             str(row["key"]),
-            *(number(time, 1) for time in (_stock(row), *_times(row, "bare", "limit"), _best(row))),
-            number(_gain(row), 2),
+            *(number(time, 1) for time in (stock_time(row), *_times(row, "bare", "limit"), best_time(row))),
+            number(gain(row), 2),
             number(quotient(row, str(row["best"]), "limit") if row.get("best") else None, 2),
         )
         for row in sorted(forward, key=_order)
@@ -68,18 +68,20 @@ def _times(row: Json, *names: str) -> list[float | None]:
     return [get(row, "times_us", name) for name in names]
 
 
-def _stock(row: Json) -> float | None:
-    """The faster one of stock's two."""
+def stock_time(row: Json) -> float | None:
+    """The faster one of stock's two, in microseconds."""
     found = [get(row, "times_us", name) for name in ("stock", "max_autotune")]
     return min((time for time in found if time is not None), default=None)
 
 
-def _best(row: Json) -> float | None:
+def best_time(row: Json) -> float | None:
+    """The time of the fastest configuration of ours, in microseconds."""
     return get(row, "times_us", str(row.get("best")))
 
 
-def _gain(row: Json) -> float | None:
-    stock, best = _stock(row), _best(row)
+def gain(row: Json) -> float | None:
+    """The time of stock over that of ours."""
+    stock, best = stock_time(row), best_time(row)
     return stock / best if stock and best else None
 
 
@@ -102,8 +104,8 @@ def lora_section(data: Json) -> str:
         (
             f"{kind}, {adapters} adapters",
             str(len(group)),
-            number(_mean([_gain(row) for row in group]), 2),
-            number(min((g for row in group if (g := _gain(row))), default=None), 2),
+            number(_mean([gain(row) for row in group]), 2),
+            number(min((g for row in group if (g := gain(row))), default=None), 2),
             number(_mean([_over_frozen(row) for row in group]), 2),
         )
         for (kind, adapters), group in sorted(groups.items())
@@ -114,10 +116,10 @@ def lora_section(data: Json) -> str:
     body = [
         (
             str(row["key"]),
-            number(_stock(row), 1),
+            number(stock_time(row), 1),
             number(get(row, "times_us", "frozen"), 1),
-            number(_best(row), 1),
-            number(_gain(row), 2),
+            number(best_time(row), 1),
+            number(gain(row), 2),
             number(_over_frozen(row), 2),
         )
         for row in rows
@@ -126,7 +128,7 @@ def lora_section(data: Json) -> str:
 
 
 def _over_frozen(row: Json) -> float | None:
-    frozen, best = get(row, "times_us", "frozen"), _best(row)
+    frozen, best = get(row, "times_us", "frozen"), best_time(row)
     return best / frozen if frozen and best else None
 
 

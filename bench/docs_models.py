@@ -111,12 +111,18 @@ def tally(rows: Sequence[Json]) -> str:
     text = f"{len(rows)} cases were measured: {of('faster')} than stock, "
     text += f"{of('level')} (within {LEVEL:.0%}), {of('slower')}"
     text += f", {counts['not compared']} could not be compared." if counts["not compared"] else "."
+    told = [f"{mean:.2f} over the {count} {name} cases" for name, count, mean in means(rows)]
+    return text + (f" The geometric mean of stock / fused is {' and '.join(told)}." if told else "")
+
+
+def means(rows: Sequence[Json]) -> list[tuple[str, int, float]]:
+    """Of inference and of training: how many cases have a gain, and the geometric mean of it."""
     told = []
     for train, name in ((False, "inference"), (True, "training")):
         found = [r for row in rows if bool(row.get("train")) is train and (r := gain(row))]
         if found:
-            told.append(f"{geometric_mean(found):.2f} over the {len(found)} {name} cases")
-    return text + (f" The geometric mean of stock / fused is {' and '.join(told)}." if told else "")
+            told.append((name, len(found), geometric_mean(found) or 1.0))
+    return told
 
 
 def readme_table(data: Json) -> str:
@@ -134,6 +140,10 @@ def readme_table(data: Json) -> str:
             gain_text(row),
         )
         for row in chosen
+    ]
+    body += [
+        (f"**all {count} {name} cases**, geometric mean", NONE, NONE, NONE, NONE, f"**{mean:.2f}**")
+        for name, count, mean in means(rows)
     ]
     dtypes = ", ".join(sorted({str(row["dtype"]) for row in rows if row.get("dtype")}))
     text = f"{data.get('device', '?')}, torch {data.get('torch', '?')}, "

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.docs_pieces import NONE, NOTICE, Json, get, number, opening, table
+from bench.compare import geometric_mean
+from bench.docs_linears import best_time, gain, stock_time
+from bench.docs_pieces import NONE, NOTICE, Json, get, number, opening, quotient, table
 from inductor_fusions.tables import MARGIN
 
 TEXT = """# An MLP in one kernel?
@@ -45,7 +47,9 @@ One kernel pays for it elsewhere:
   all, or computed again.
 
 So the package has no fusion of whole MLPs. Bias and activation are an epilogue (`linear_epilogue`), where a
-table says that it pays, and with `max_autotune` stock has the same choice.
+table says that it pays, and with `max_autotune` stock has the same choice. It pays twice: the hidden layer is
+moved half as often, and one launch is left out, which is what counts for few tokens. It costs where the
+activation is long: a thread block computes it after its product, while the tensor cores wait.
 """
 
 COMMAND = """## Measurements
@@ -70,7 +74,68 @@ def page(results: Path) -> str:
     parts = [NOTICE, TEXT.strip()]
     for path in sorted(results.glob("whole_mlp_*.json")):
         parts.append(section(json.loads(path.read_text("utf-8"))))
-    return "\n\n".join(parts if len(parts) > 2 else [*parts, COMMAND.strip()]) + "\n"
+    if len(parts) == 2:
+        parts.append(COMMAND.strip())
+    for path in sorted(results.glob("projections_*.json")):
+        parts += epilogues(json.loads(path.read_text("utf-8")))
+    return "\n\n".join(parts) + "\n"
+
+
+def epilogues(data: Json) -> list[str]:
+    """What a file of bench.tune_projections says of linears with their activation."""
+    rows = sorted(
+        (row for row in data["rows"] if row["kind"] == "linear" and gain(row)),
+        key=lambda row: (row["inner"], str(row["activation"]), row["tokens"], str(row["key"])),
+    )
+    if not rows:
+        return []
+    pays = sum((gain(row) or 0.0) >= MARGIN for row in rows)
+    text = (
+        "A linear with its bias and activation in the block GEMM, as `linear_epilogue` emits it, is faster "
+        f"than stock by {MARGIN - 1:.0%} or more in {pays} of {len(rows)} cases. Times are microseconds, of "
+        "CUDA graphs over operands that are not in the L2 cache; stock is the better one of default and "
+        "max-autotune, where both were measured. **bare** is the library's product without bias and "
+        "activation: what the whole would take if the rest were free."
+    )
+    kinds: dict[tuple[str, str], list[Json]] = {}
+    for row in rows:
+        few = "up to 128 tokens" if row["tokens"] <= 128 else "more tokens"
+        kinds.setdefault((str(row["activation"]), few), []).append(row)
+    summary = [
+        (
+            f"{activation}, {few}",
+            str(len(group)),
+            number(geometric_mean([value for row in group if (value := gain(row))]), 2),
+            number(min(value for row in group if (value := gain(row))), 2),
+            number(geometric_mean([value for row in group if (value := over_bare(row))]), 2),
+        )
+        for (activation, few), group in sorted(kinds.items())
+    ]
+    columns = ("activation", "cases", "stock / ours, geometric mean", "least", "ours / bare, geometric mean")
+    body = [
+        (
+            str(row["key"]).removeprefix("linear "),
+            number(stock_time(row), 1),
+            number(get(row, "times_us", "bare"), 1),
+            number(best_time(row), 1),
+            number(gain(row), 2),
+            number(over_bare(row), 2),
+        )
+        for row in rows
+    ]
+    return [
+        f"## The first half alone, {data.get('device', '?')}",
+        f"torch {data.get('torch', '?')}, {str(data.get('date', '?'))[:10]}; "
+        "[performance.md](performance.md) has the commands.",
+        text,
+        table(columns, summary),
+        table(("case", "stock", "bare", "ours", "stock / ours", "ours / bare"), body),
+    ]
+
+
+def over_bare(row: Json) -> float | None:
+    """The time of ours over that of the library's product alone."""
+    return quotient(row, str(row["best"]), "bare") if row.get("best") else None
 
 
 def section(data: Json) -> str:

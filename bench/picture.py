@@ -11,8 +11,11 @@ from xml.sax.saxutils import escape
 
 from bench.docs_pieces import Json, baseline, quotient
 
-#: Pixels.
-WIDTH, LABELS, RIGHT, LINE, TOP, BOTTOM = 720, 250, 56, 15, 44, 34
+#: Pixels; a column is one of bars with their labels.
+WIDTH, LABELS, RIGHT, LINE, TOP, BOTTOM = 720, 250, 40, 15, 44, 34
+COLUMN = 530
+#: More cases than this stand in two columns, so that the picture fits on a screen.
+LONG = 24
 #: Told apart in grey as well: those that are not faster have no filling.
 FASTER, OTHER = "#0072b2", "#d55e00"
 
@@ -29,20 +32,34 @@ def draw(data: Json) -> str:
     )
     title = f"{data.get('device', '?')}, torch {data.get('torch', '?')}, {str(data.get('date', '?'))[:10]}"
     low, high = _ends([value for _, value in rows])
-    height = TOP + LINE * len(rows) + BOTTOM
-
-    def at(value: float) -> float:
-        return LABELS + (WIDTH - LABELS - RIGHT) * (value - low) / (high - low)
-
+    length = len(rows) if len(rows) <= LONG else -(-len(rows) // 2)
+    columns = [rows[i : i + length] for i in range(0, len(rows), length)] if rows else [[]]
+    width = WIDTH if len(columns) == 1 else COLUMN * len(columns)
+    bottom = TOP + LINE * length
+    height = bottom + BOTTOM
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
-        f'viewBox="0 0 {WIDTH} {height}" font-family="Helvetica, Arial, sans-serif" font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="Helvetica, Arial, sans-serif" font-size="11">',
         f"<title>Time of stock torch.compile over time with inductor_fusions: {escape(title)}</title>",
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
         _text(LABELS, 16, "time of stock torch.compile / time with inductor_fusions", size=13),
         _text(LABELS, 32, title, color="#555555"),
     ]
-    bottom = TOP + LINE * len(rows)
+    each = width / len(columns)
+    for i, column in enumerate(columns):
+        lines += _bars(column, i * each, each, bottom, low, high)
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def _bars(
+    rows: Sequence[tuple[str, float]], start: float, width: float, bottom: int, low: float, high: float
+) -> list[str]:
+    """One column: the axis from `low` to `high`, and a bar for each case."""
+
+    def at(value: float) -> float:
+        return start + LABELS + (width - LABELS - RIGHT) * (value - low) / (high - low)
+
+    lines = []
     for tick in _ticks(low, high):
         x = at(tick)
         color = "black" if tick == 1 else "#dddddd"
@@ -51,13 +68,13 @@ def draw(data: Json) -> str:
     for i, (name, value) in enumerate(rows):
         y, left, right = TOP + LINE * i, at(min(value, 1.0)), at(max(value, 1.0))
         color, filling = (FASTER, FASTER) if value > 1 else (OTHER, "white")
-        lines.append(_text(LABELS - 8, y + 11, name, anchor="end"))
+        lines.append(_text(start + LABELS - 8, y + 11, name, anchor="end"))
         lines.append(
             f'<rect x="{left:.1f}" y="{y + 2}" width="{right - left:.1f}" height="{LINE - 5}" '
             f'fill="{filling}" stroke="{color}"/>'
         )
         lines.append(_text(max(right, at(1.0)) + 5, y + 11, f"{value:.2f}"))
-    return "\n".join([*lines, "</svg>", ""])
+    return lines
 
 
 def _ratio(row: Json) -> float | None:

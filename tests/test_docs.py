@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -186,6 +187,32 @@ def test_whole_mlp(tmp_path: Path) -> None:
     assert "in 0 of 0 cases" in text and "Nothing is measured yet" not in text
 
 
+def test_first_half_of_an_mlp(tmp_path: Path) -> None:
+    """When an activation in the product pays is told from the rows of linears, whatever else is measured."""
+    root = copied(tmp_path)
+    page, folder = root / "docs" / "whole_mlp.md", root / "bench" / "results"
+    assert "## The first half alone, NVIDIA H200" in page.read_text()
+    for path in folder.glob("projections_*.json"):
+        path.unlink()
+    assert "first half alone" not in docs.render(root)[page]
+
+    def linear(activation: str, tokens: int, stock: float, ours: float) -> dict[str, Any]:
+        return {
+            "key": f"linear 64->256 {activation} m{tokens} bfloat16", "kind": "linear", "tokens": tokens,
+            "inner": [64], "outer": [256], "activation": activation, "best": "ours",
+            "times_us": {"stock": stock, "bare": 2.0, "ours": ours},
+        }  # fmt: skip
+
+    rows = [linear("relu", 16, 6.0, 2.0), linear("relu", 32, 6.0, 3.0), linear("gelu", 512, 4.0, 4.0)]
+    data = {"schema": 1, "device": "a device", "rows": [*rows, {**PROJECTION, "inner": [64]}]}
+    (folder / "projections_h200.json").write_text(json.dumps(data))
+    text = docs.render(root)[page]
+    assert "in 2 of 3 cases" in text
+    assert "| relu, up to 128 tokens | 2 | 2.45 | 2.00 | 1.22 |" in text
+    assert "| gelu, more tokens | 1 | 1.00 | 1.00 | 2.00 |" in text
+    assert "| 64->256 relu m16 bfloat16 | 6.0 | 2.0 | 2.0 | 3.00 | 1.00 |" in text
+
+
 def test_reliability(tmp_path: Path) -> None:
     """Without a report the page says what makes one; with it, sums over its batches."""
     root = copied(tmp_path)
@@ -203,6 +230,45 @@ def test_reliability(tmp_path: Path) -> None:
     assert "300 programs were judged, 200 of them with a fused site at least; 1 failed." in text
     assert "| masks of attentions | 200 | 2 | 110 | 10 | 0 | 1 | 1.0 |" in text
     assert "| `lora` | 150 |\n| `attention` | 111 |" in text and "Nothing is recorded yet" not in text
+
+
+def test_first_screen() -> None:
+    """What it is, the line to add, two commands, one table with both means, one picture; then the rest."""
+    text = (ROOT / "README.md").read_text()
+    screen, _, rest = text.partition("\n## ")
+    assert screen.index("import inductor_fusions") < screen.index("make demo") < screen.index("make test")
+    assert screen.index("make test") < screen.index(docs.BEGIN) < screen.index("docs/speedups.svg")
+    assert len(re.findall(r"^\| --- \|", screen, re.M)) == 1 and len(re.findall(r"!\[", text)) == 1
+    assert len(screen.splitlines()) <= 50, "more than a screen"
+    rows = json.loads((ROOT / "bench" / "results" / docs.README_RESULTS).read_text())["rows"]
+    for train, mode in ((False, "inference"), (True, "training")):
+        gains = [docs_models.gain(row) or 0.0 for row in rows if row["train"] is train]
+        mean = math.prod(gains) ** (1 / len(gains))
+        (shown,) = re.findall(
+            rf"^\| \*\*all {len(gains)} {mode} cases\*\*.* \*\*([\d.]+)\*\* \|$", screen, re.M
+        )
+        assert float(shown) == pytest.approx(mean, abs=0.006)
+    assert "Trainer(" in rest and "get_peft_model(" in rest
+
+
+def test_picture_fits_on_a_screen() -> None:
+    """Many cases stand in two columns, on one scale, the largest gains on the left."""
+
+    def drawn(count: int) -> tuple[int, int, list[ElementTree.Element]]:
+        rows = [{"name": f"case {i}", "median_ms": {"stock": 1 + i / 9, "fused": 1.0}} for i in range(count)]
+        root = ElementTree.fromstring(picture.draw({"device": "a device", "rows": rows}))
+        bars = [e for e in root.iter() if e.get("stroke") == picture.FASTER]
+        return int(root.get("width", "")), int(root.get("height", "")), bars
+
+    width, height, bars = drawn(47)
+    assert height < 480 and len(bars) == 46  # one is level: it has no colour of a gain
+    right = [bar for bar in bars if float(bar.get("x", "")) > width / 2]
+    assert 20 < len(right) < 24
+    assert max(float(b.get("width", "")) for b in right) < min(
+        float(b.get("width", "")) for b in bars if b not in right
+    )
+    assert all(float(b.get("x", "")) + float(b.get("width", "")) < width for b in bars)
+    assert drawn(20)[0] < width  # one column
 
 
 def test_picture() -> None:

@@ -1,4 +1,4 @@
-"""Write what the results say into the documentation: the README's table and picture, and pages of docs.
+"""Write what the results say into the documentation: the README's table and picture, pages and plots of docs.
 
     python -m bench.docs            # render all
     python -m bench.docs --check    # exit 1 where one of them is stale
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from bench import docs_reliability, docs_whole_mlp, picture
+from bench import docs_plots, docs_reliability, docs_whole_mlp, picture
 from bench.docs_attention import attention_section, flex_section
 from bench.docs_distributed import distributed_section
 from bench.docs_linears import (
@@ -39,6 +39,8 @@ END = "<!-- measured: end -->"
 #: The device of the README's table, and of what it says of adapters.
 README_RESULTS = "models_h200.json"
 README_ADAPTERS = "lora_models_h200.json"
+#: The device of the plots of docs/performance.md, as files name it.
+PLOTTED = "h200"
 PREFACE = """# Performance
 
 What was measured, with the cases that lose. [measuring.md](measuring.md) says how to repeat it.
@@ -87,7 +89,12 @@ def performance(results: Path) -> str:
             parts.append(section(json.loads(path.read_text("utf-8"))))
     titles = [part.partition("\n")[0].removeprefix("## ") for part in parts]
     contents = "\n".join(f"- [{title}](#{anchor(title)})" for title in titles)
-    return "\n\n".join([NOTICE, PREFACE.strip(), contents, *parts]) + "\n"
+    plots = [
+        f"{plot.told}\n\n![{plot.told.partition(':')[0].partition('.')[0]}]({name})"
+        for name, plot in docs_plots.PLOTS.items()
+        if plot.draw(results, PLOTTED)
+    ]
+    return "\n\n".join([NOTICE, PREFACE.strip(), contents, *plots, *parts]) + "\n"
 
 
 def between(text: str, made: str, name: str) -> str:
@@ -126,6 +133,11 @@ def render(root: Path = ROOT) -> dict[Path, str]:
         root / "docs" / "speedups.svg": picture.draw(
             json.loads(measured.read_text("utf-8")) if measured.exists() else {"rows": []}
         ),
+        **{
+            root / "docs" / name: drawn
+            for name, plot in docs_plots.PLOTS.items()
+            if (drawn := plot.draw(results, PLOTTED))
+        },
     }
 
 

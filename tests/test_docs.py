@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench import docs, docs_models, docs_pieces, docs_reliability, picture
+from bench import docs, docs_models, docs_pieces, docs_plots, docs_reliability, picture
 from inductor_fusions import cli, config
 from inductor_fusions import fusions as fusions_of_the_package
 
@@ -153,7 +153,8 @@ def test_new_result_is_stale(name: str, row: dict[str, Any], shown: str, tmp_pat
     data = {"schema": 1, "device": "a device", "torch": "2", "command": "python -m x --out /far/away/x.json"}
     (root / "bench" / "results" / name).write_text(json.dumps({**data, "rows": [row]}))
     page = root / "docs" / "performance.md"
-    assert docs.stale(root) == [page]
+    also = ("whole_mlp.md", "roofline.svg", "lengths.svg") if name.startswith("projections") else ()
+    assert docs.stale(root) == [page, *(root / "docs" / name for name in also)]
     text = docs.render(root)[page]
     assert shown in text
     assert "--out x.json" in text and "/far/away" not in text
@@ -285,6 +286,64 @@ def test_picture() -> None:
     bars = [element for element in root.iter() if element.get("stroke") in (picture.FASTER, picture.OTHER)]
     fast, slow = (float(bar.get("x", "")) for bar in bars)
     assert slow < fast == float(bars[1].get("x", "")) + float(bars[1].get("width", ""))
+
+
+def test_work_of_a_row() -> None:
+    """FLOPs, and bytes that are moved once: by hand, for each kind of row."""
+    row = {"kind": "shared_a", "tokens": 2, "inner": [3], "outer": [5, 7], "dtype": "bfloat16"}
+    assert docs_plots.work_of_linears(row) == (2 * 2 * 3 * 12, 2 * (2 * 3 + 3 * 12 + 2 * 12))
+    gated = {**row, "kind": "gated", "outer": [5, 5]}
+    assert docs_plots.work_of_linears(gated) == (2 * 2 * 3 * 10, 2 * (2 * 3 + 3 * 10 + 2 * 5))
+    terms = {**row, "kind": "sum", "inner": [3, 4], "outer": [5], "dtype": "float32"}
+    assert docs_plots.work_of_linears(terms) == (2 * 2 * 7 * 5, 4 * (2 * 7 + 7 * 5 + 2 * 5))
+    assert docs_plots.work_of_linears({**row, "kind": "shared_b"}) is None
+    attention = {
+        "batch": 2, "heads": 4, "kv_heads": 2, "q_len": 8, "kv_len": 16, "head_dim": 32, "mask": "none",
+        "dtype": "bfloat16",
+    }  # fmt: skip
+    flops, moved = docs_plots.work_of_attention(attention)
+    assert flops == 2 * (2 * 2 * 4 * 8 * 16 * 32) and moved == 2 * 2 * 32 * (2 * 4 * 8 + 2 * 2 * 16)
+    assert docs_plots.work_of_attention({**attention, "mask": "causal"}) == (flops / 2, moved)
+
+
+def test_roofline(tmp_path: Path) -> None:
+    """Each point lies within the axes; none is drawn without the device's rates, or out of budget."""
+    folder = copied(tmp_path) / "bench" / "results"
+    root = ElementTree.fromstring(docs_plots.roofline(folder, "h200"))
+    texts = [element.text or "" for element in root.iter() if element.tag.endswith("text")]
+    assert {"stock", "block GEMM, row", "block GEMM, tiled", "block GEMM, persistent"} < set(texts)
+    assert any("TFLOP/s, " in text for text in texts)
+    spots = [(float(e.get("cx", "")), float(e.get("cy", ""))) for e in root.iter() if e.get("cx")]
+    assert len(spots) > 50
+    assert all(60 <= x <= 680 and 56 <= y <= 386 for x, y in spots)
+    wrong = {
+        "dtype": "bfloat16", "train": False, "mask": "none", "batch": 1, "heads": 1, "kv_heads": 1,
+        "q_len": 8, "kv_len": 8, "head_dim": 8,
+        "times_us": {"unfused": 2.0, "cudnn": 1.0}, "wrong": {"cudnn": "0.5"},
+    }  # fmt: skip
+    assert set(docs_plots.points([], [wrong])) == {"stock"}
+    (folder / "whole_mlp_h200.json").unlink()
+    assert docs_plots.roofline(folder, "h200") == ""
+
+
+def test_time_over_size(tmp_path: Path) -> None:
+    """A panel has the rows that differ in one size alone, in order; a panel of one row is left out."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    assert docs_plots.lengths(folder, "h200") == ""
+    rows = [
+        {"key": f"gated 4096->14336+14336 silu m{m} bfloat16", "best": "ours",
+         "times_us": {"stock": 3.0 * m, "max_autotune": 2.0 * m, "ours": 1.0 * m, "limit": 0.5 * m}}
+        for m in (64, 1, 512)
+    ]  # fmt: skip
+    rows.append({**rows[0], "key": "shared_a 4096->4096+1024+1024 m16 bfloat16"})
+    (folder / "projections_h200.json").write_text(json.dumps({"device": "a device", "rows": rows}))
+    (panel,) = [panel for panel in docs_plots.PANELS if panel.key.startswith("gated")]
+    assert docs_plots.curve(rows, panel) == [
+        (m, {"stock": 2.0 * m, "ours": 1.0 * m, "limit": 0.5 * m}) for m in (1, 64, 512)
+    ]
+    drawn = docs_plots.lengths(folder, "h200")
+    assert panel.title in drawn and "QKV" not in drawn and "a device" in drawn
 
 
 def test_geometric_means_are_told() -> None:

@@ -18,6 +18,7 @@ import inductor_fusions
 from inductor_fusions import _inductor, config, passes, testing
 from inductor_fusions.fusion import Candidate, Fusion
 from tests import blocks
+from tests.gpu import templates
 from tests.seed_systems.support import LOWEST, QUICK, check, launched, leaf, on, padding, qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -283,7 +284,8 @@ def test_K8_cuda_graphs(train: bool, device: torch.device) -> None:
     assert inductor_fusions.report().count("fused", "attention") == 1
     if device.type == "cuda":
         assert counters["inductor"]["cudagraph_skips"] == 0
-        assert inductor_fusions.report().count("fused", "qkv") >= 1
+        for fusion in ("qkv",) if train else ("qkv", "gated_mlp"):
+            assert inductor_fusions.report().count("fused", fusion) >= 1, fusion
 
 
 def results(fn: Callable[..., Any], model: nn.Module, x: torch.Tensor, train: bool) -> list[torch.Tensor]:
@@ -328,6 +330,30 @@ def test_K8_operations_of_ours(name: str) -> None:
             torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
     assert counters["inductor"]["cudagraph_skips"] == before
     assert inductor_fusions.report().count("fused") >= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", templates.TEMPLATES)
+def test_K8_every_template(name: str) -> None:
+    """Each kernel of the package is captured, and right at each replay: as without a graph, on new inputs."""
+    from torch._dynamo.utils import counters
+
+    template = templates.TEMPLATES[name]
+    major, minor = torch.cuda.get_device_capability()
+    if 10 * major + minor < template.least:
+        pytest.skip(f"needs compute capability {template.least / 10}")
+    before = counters["inductor"]["cudagraph_skips"]
+    with template.active():
+        run = templates.compiled(template)
+        replayed = templates.compiled(template, mode="reduce-overhead")
+        for seed in range(4):
+            inputs = template.inputs("cuda", seed)
+            torch.compiler.cudagraph_mark_step_begin()
+            found = [t.clone() for t in replayed(inputs)]
+            for ours, expected in zip(found, run(inputs), strict=True):
+                limit = 1e-4 if expected.dtype == torch.float32 else 2e-2
+                torch.testing.assert_close(ours, expected, rtol=limit, atol=limit)
+    assert counters["inductor"]["cudagraph_skips"] == before
 
 
 # -- K9 to K11: graphs -------------------------------------------------------------------------------

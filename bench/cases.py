@@ -12,8 +12,9 @@ Variants of a case:
     stock      torch.compile
     fused      the same with inductor_fusions, under its policy in force
     autotuned  stock with max-autotune, where asked for
-    limit      what someone can write by hand: SDPA told that it is causal, one product on concatenated
-               weights, the frozen linear alone
+    limit      what someone can write by hand, or what the products take alone: SDPA told that it is causal,
+               one product on concatenated weights, two bare products for a gated MLP and one for a linear
+               with its activation, the frozen linear of an adapter
 """
 
 from __future__ import annotations
@@ -34,7 +35,17 @@ from bench.attention.reference import check, reference
 from bench.attention.rows import Row, rows_of
 from bench.attention.spellings import fused, unfused
 from bench.common import DTYPES, relative_error
-from bench.layers import MLP, Adapted, DecoderLayer, EncoderLayer, GatedMLP, Linears, concatenated
+from bench.layers import (
+    MLP,
+    Adapted,
+    DecoderLayer,
+    EncoderLayer,
+    GatedMLP,
+    Linears,
+    bare,
+    bare_pair,
+    concatenated,
+)
 
 Tensors = tuple[torch.Tensor, ...]
 Errors = dict[str, float]
@@ -45,7 +56,8 @@ class Work(Protocol):
 
     Attributes:
         hands: variants besides stock, of their own source: "limit" where there is one.
-        sets: number of sets of inputs; small ones are taken in turn, so that caches do not hold them.
+        sets: number of sets of inputs; small ones are taken in turn. Where a call is short, it is timed
+            with the L2 cache emptied as well.
         flops: floating-point operations of a step.
         nbytes: bytes that a step has to read and write at least.
     """
@@ -76,6 +88,7 @@ class Case:
         make: the work on a device.
         line: cases of the same line differ in `length` alone, and make a curve over it.
         quick: whether it is in the quick selection.
+        tf32: whether float32 may be multiplied as TF32.
     """
 
     suite: str
@@ -86,6 +99,7 @@ class Case:
     line: str = ""
     length: int = 0
     quick: bool = False
+    tf32: bool = False
 
 
 # Attention ---------------------------------------------------------------------------------------------
@@ -144,9 +158,9 @@ class ModuleWork:
     Args:
         make: the module.
         by_hand: from the module, what someone would write for speed.
-        shape: of its one input, whose last dim is the width.
-        dtype: of weights and input.
-        train: whether there is a backward; parameters that require a gradient get one.
+        draw: a set of its inputs; those that are floating are brought to the dtype.
+        dtype: of weights and inputs.
+        train: whether there is a backward; inputs and parameters that take a gradient get one.
         device: where.
     """
 
@@ -154,7 +168,7 @@ class ModuleWork:
         self,
         make: Callable[[], nn.Module],
         by_hand: Callable[[Any], Callable[..., Any]] | None,
-        shape: Sequence[int],
+        draw: Callable[[], Tensors],
         dtype: str,
         train: bool,
         device: str,
@@ -163,52 +177,53 @@ class ModuleWork:
         self.train = train
         with torch.device(device):
             self.module = make().to(DTYPES[dtype]).train(train)
-            inputs = [torch.randn(*shape, dtype=DTYPES[dtype], requires_grad=train) for _ in range(2)]
+            inputs = [self._cast(draw(), DTYPES[dtype]) for _ in range(2)]
         if not train:
             self.module.requires_grad_(False)
-        size = inputs[0].nbytes + sum(p.nbytes for p in self.module.parameters())
+        size = sum(t.nbytes for t in (*inputs[0], *self.module.parameters()))
         self._inputs = inputs[:1] if size > SMALL_INPUTS else inputs
         self.sets = len(self._inputs)
         self._by_hand = by_hand(self.module) if by_hand is not None else None
         self.hands = ("limit",) if by_hand is not None else ()
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            outputs = _tuple(self.module(inputs[0]))
+            outputs = _tuple(self.module(*inputs[0]))
         self._cotangents = [torch.randn_like(out) for out in outputs]
         self.flops = float(counter.get_total_flops()) * (3 if train else 1)
         self.nbytes = (size + sum(out.nbytes for out in outputs)) * (2 if train else 1)
         self._expected: Tensors | None = None
 
+    def _cast(self, inputs: Tensors, dtype: torch.dtype) -> Tensors:
+        return tuple(
+            t.detach().to(dtype).requires_grad_(self.train) if t.is_floating_point() else t for t in inputs
+        )
+
     def function(self, variant: str) -> Callable[..., Any]:
         return self._by_hand if variant == "limit" and self._by_hand is not None else self.module
 
-    def _leaves(self, module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-        return [x, *(p for p in module.parameters() if p.requires_grad)]
-
     def step(self, variant: str, compiled: Callable[..., Any], which: int) -> Tensors:
-        return self._step(compiled, self.module, self._inputs[which], self._cotangents)
+        return self._step(compiled, self.module, self._inputs[which])
 
-    def _step(
-        self,
-        function: Callable[..., Any],
-        module: nn.Module,
-        x: torch.Tensor,
-        cotangents: Sequence[torch.Tensor],
-    ) -> Tensors:
+    def _step(self, function: Callable[..., Any], module: nn.Module, inputs: Tensors) -> Tensors:
         with torch.set_grad_enabled(self.train):
-            outputs = _tuple(function(x))
+            outputs = _tuple(function(*inputs))
             if not self.train:
                 return outputs
-            return (*outputs, *torch.autograd.grad(outputs, self._leaves(module, x), cotangents))
+            cotangents = [c.to(out.dtype) for c, out in zip(self._cotangents, outputs, strict=True)]
+            leaves = [t for t in (*inputs, *module.parameters()) if t.requires_grad]
+            return (*outputs, *torch.autograd.grad(outputs, leaves, cotangents))
 
     def errors(self, run: Callable[[], Tensors]) -> Errors:
         if self._expected is None:
             exact = copy.deepcopy(self.module).double()
-            x = self._inputs[0].detach().double().requires_grad_(self.train)
-            self._expected = self._step(exact, exact, x, [c.double() for c in self._cotangents])
+            self._expected = self._step(exact, exact, self._cast(self._inputs[0], torch.float64))
         outputs = len(self._cotangents)
         pairs = [relative_error(x, y) for x, y in zip(run(), self._expected, strict=True)]
         found = {"out": max(pairs[:outputs])}
         return found | ({"grad": max(pairs[outputs:])} if self.train else {})
+
+
+def _random(shape: Sequence[int]) -> Tensors:
+    return (torch.randn(*shape),)
 
 
 def _tuple(outputs: Any) -> Tensors:
@@ -231,7 +246,7 @@ def modules(
     return [
         Case(
             suite, f"{name} {'x'.join(map(str, shape))} {dtype}{' train' if train else ''}", dtype, train,
-            partial(ModuleWork, make, by_hand, shape, dtype, train),
+            partial(ModuleWork, make, by_hand, partial(_random, shape), dtype, train),
             line and f"{line} {dtype}", tokens, quick,
         )
         for train in trains
@@ -276,9 +291,13 @@ def _cuda_cases() -> list[Case]:
                 line=name,
             )
         gated = partial(GatedMLP, 4096, 14336, False)
-        found += modules("projections", "gated_mlp 4096", gated, (tokens, 4096), bf16, line="gated_mlp 4096")
+        found += modules(
+            "projections", "gated_mlp 4096", gated, (tokens, 4096), bf16, bare_pair, line="gated_mlp 4096"
+        )
         act = partial(MLP, 768, 3072, False)
-        found += modules("projections", "linear_gelu 768", act, (tokens, 768), bf16, line="linear_gelu 768")
+        found += modules(
+            "projections", "linear_gelu 768", act, (tokens, 768), bf16, bare, line="linear_gelu 768"
+        )
         lora = partial(Adapted, 2048, 2048, 16)
         found += modules(
             "lora",
@@ -336,8 +355,9 @@ def _cpu_cases() -> list[Case]:
             quick=tokens == 16,
             line="qkv 256",
         )
-    found += modules("projections", "gated_mlp 256", partial(GatedMLP, 256, 1024, False), (64, 256), fp32)
-    found += modules("projections", "linear_gelu 256", partial(MLP, 256, 1024, False), (64, 256), fp32)
+    gated, act = partial(GatedMLP, 256, 1024, False), partial(MLP, 256, 1024, False)
+    found += modules("projections", "gated_mlp 256", gated, (64, 256), fp32, bare_pair)
+    found += modules("projections", "linear_gelu 256", act, (64, 256), fp32, bare)
     lora = partial(Adapted, 256, 256, 16)
     found += modules("lora", "lora 256 r16", lora, (64, 256), fp32, _base, quick=True)
     found += modules("lora", "lora 256 r16", lora, (64, 256), fp32, None, (True,))

@@ -1,11 +1,13 @@
-"""What the benchmarks share: time budget, progress, resumable JSON results, timing, memory and errors."""
+"""What the benchmarks share: time budget, progress, resumable JSON results, timing, memory and errors.
+
+`bench.provenance` has the header of results.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import platform
-import shlex
 import statistics
 import sys
 import time
@@ -13,59 +15,19 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
+#: Seconds that the host takes to empty the L2 cache, and to record two events.
+COLD_HOST = 4e-5
+
 Call = Callable[[], object]
 Json = dict[str, Any]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-# Where and when --------------------------------------------------------------------------------------
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def device_name(device: str) -> str:
-    """The accelerator's name, or the processor's with the number of threads that torch uses."""
-    if device == "cuda":
-        return str(torch.cuda.get_device_name())
-    name = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass
-    return f"{name}, {torch.get_num_threads()} threads"
-
-
-def environment(device: str, module: str) -> Json:
-    """The header of a results file: device, versions, date and the command that made it."""
-    header: Json = {"schema": 1, "device": device_name(device)}
-    if device == "cuda":
-        header["capability"] = list(torch.cuda.get_device_capability())
-        header["cuda"] = torch.version.cuda
-        header["cudnn"] = torch.backends.cudnn.version()
-    header["torch"] = str(torch.__version__)
-    for package in ("triton", "transformers"):
-        header[package] = _version(package)
-    header["python"] = platform.python_version()
-    header["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    header["command"] = shlex.join(["python", "-m", module, *sys.argv[1:]])
-    return header
 
 
 class Results:
@@ -228,6 +190,28 @@ def _block(call: Call, count: int, device: str, host_seconds: float) -> float:
     return float(first.elapsed_time(last)) * 1e-3 / count
 
 
+@functools.cache
+def _waste() -> torch.Tensor:
+    """More bytes than the L2 cache of the device holds."""
+    size = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    return torch.empty(4 * size, dtype=torch.int8, device="cuda")
+
+
+def _cold_block(call: Call, count: int, host_seconds: float) -> float:
+    """As `_block` on a GPU; in front of each call, outside of its time, the L2 cache is filled with other
+    bytes."""
+    waste = _waste()
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    torch.cuda._sleep(int(2e9 * host_seconds))
+    for first, last in pairs:
+        waste.zero_()
+        first.record()
+        call()
+        last.record()
+    pairs[-1][1].synchronize()
+    return float(sum(first.elapsed_time(last) for first, last in pairs)) * 1e-3 / count
+
+
 def summarize(samples: Sequence[float]) -> Timing:
     """Median and spread of some samples."""
     median = statistics.median(samples)
@@ -244,6 +228,7 @@ def interleave(
     block_seconds: float,
     max_calls: int = 200,
     run_ahead: bool = False,
+    cold: bool = False,
 ) -> dict[str, Timing]:
     """Time several calls side by side: one block of each a round, in an order that rotates.
 
@@ -254,6 +239,7 @@ def interleave(
         block_seconds: how long a block should take; a block has at least one call.
         max_calls: the most calls in a block.
         run_ahead: CUDA only: time the device alone, with the launches queued beforehand.
+        cold: with `run_ahead`: what a call reads is not in the L2 cache, nor is what it read the time before.
     """
     counts: dict[str, int] = {}
     hosts: dict[str, float] = {}
@@ -267,13 +253,18 @@ def interleave(
         synchronize(device)
         seconds = (time.perf_counter() - start) / 2
         counts[name] = max(1, min(max_calls, round(block_seconds / seconds)))
-        hosts[name] = 1e-4 + 1.5 * counts[name] * host if run_ahead else 0.0
+        launching = host + (COLD_HOST if cold else 0.0)
+        hosts[name] = 1e-4 + 1.5 * counts[name] * launching if run_ahead else 0.0
     names = list(calls)
     samples: dict[str, list[float]] = {name: [] for name in names}
     for i in range(rounds):
         shift = i % len(names)
         for name in names[shift:] + names[:shift]:
-            samples[name].append(_block(calls[name], counts[name], device, hosts[name]))
+            if cold and run_ahead and device == "cuda":
+                seconds = _cold_block(calls[name], counts[name], hosts[name])
+            else:
+                seconds = _block(calls[name], counts[name], device, hosts[name])
+            samples[name].append(seconds)
     return {name: summarize(values) for name, values in samples.items()}
 
 

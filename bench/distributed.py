@@ -26,7 +26,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from bench.common import Json, Results, environment
+from bench.common import Json, Results
+from bench.provenance import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 #: What is tried, one after the other; the last three need PEFT.

@@ -30,13 +30,17 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def header(data: Json) -> str:
-    """Device, versions, date and command of a results file; several commands are folded up."""
+    """Device, versions, commit, clocks, date and commands of a file of results; several are folded up."""
     versions = [
         f"{name} {data[name]}"
         for name in ("torch", "triton", "transformers", "inductor_fusions", "python", "cuda", "cudnn")
         if data.get(name) is not None
     ]
     lines = [f"- device: {data.get('device', '?')}", f"- versions: {', '.join(versions)}"]
+    if commit := data.get("commit"):
+        lines.append(f"- commit of the last run: {commit}")
+    if clocks := data.get("clocks_mhz"):
+        lines.append("- clocks in MHz: " + ", ".join(f"{name} {value}" for name, value in clocks.items()))
     lines.append(f"- date: {data.get('date', '?')}")
     commands = [c for c in (*data.get("previous_commands", ()), data.get("command")) if c]
     # Where the file lay on the machine that measured it says nothing here.

@@ -69,6 +69,16 @@ class MLP(nn.Module):
         return out
 
 
+def bare_pair(module: GatedMLP) -> Callable[[torch.Tensor], Tensors]:
+    """The two products of a gated MLP and nothing else: a limit of the pair, not the same result."""
+    return lambda x: (module.gate(x), module.up(x))
+
+
+def bare(module: MLP) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The product of an MLP's first linear, without bias and activation: a limit, not the same result."""
+    return lambda x: F.linear(x, module.up.weight)
+
+
 class Adapted(nn.Module):
     """A frozen linear with a low-rank adapter: x @ W + scale * (x @ A) @ B."""
 

@@ -20,29 +20,28 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import json
 import math
 import re
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._dynamo.utils import counters
 
 import inductor_fusions
-from bench import cases, model_cases
+from bench import cases, model_cases, models_lora, recommendation
 from bench.common import (
     DTYPES,
     Json,
     Timing,
     apart,
-    environment,
     error_limit,
     fresh_cache,
     interleave,
@@ -52,6 +51,7 @@ from bench.common import (
 )
 from bench.models import measure as whole_models
 from bench.models.variants import AUTOTUNED, BASIC, MARKERS
+from bench.provenance import environment
 from inductor_fusions import reporting
 
 SUITES = ("attention", "projections", "lora", "blocks", "models")
@@ -62,8 +62,8 @@ SHORT_CALL = 1.5e-3
 QUICK_MODELS = ("llama-1b sdpa b4 s2048", "bert-base eager padded b32 s512", "bert-base eager b32 s512 train")
 #: Of whole models, these are enough to say what is faster here.
 QUICK_VARIANTS = ("stock", "fused")
-#: Where the seconds that a whole model took are recorded.
-RECORDED = Path(__file__).parent / "results" / "models_h200.json"
+#: Where the seconds that a whole model took are recorded, and what is put in front of the names there.
+RECORDED = {"models_h200.json": "", "lora_models_h200.json": "llama-1b lora "}
 #: The most tokens of a whole model on a CPU.
 CPU_TOKENS = 256
 
@@ -102,9 +102,15 @@ def entries(device: str) -> list[Entry]:
     """Every case for a device."""
     found = [
         Entry(case.suite, case.name, case.train, case.quick, case.dtype, partial(measure, case), 20.0)
-        for case in cases.cases(device)
+        for case in (*cases.cases(device), *recommendation.cases(device))
     ]
     seconds = recorded_seconds()
+    for adapted in models_lora.CASES if importlib.util.find_spec("peft") else ():
+        named = replace(adapted, name=f"llama-1b lora {adapted.name}")
+        chosen_load = named if device == "cuda" else _for_cpu(named)
+        expected = 30.0 if device == "cpu" else seconds.get(named.name, 180.0)
+        whole = partial(measure_adapted, chosen_load)
+        found.append(Entry("models", chosen_load.name, named.train, False, "bfloat16", whole, expected))
     for case in model_cases.CASES:
         chosen = case if device == "cuda" else _for_cpu(case)
         quick = case.name in QUICK_MODELS
@@ -117,15 +123,21 @@ def entries(device: str) -> list[Entry]:
 def recorded_seconds() -> dict[str, float]:
     """What each whole model took where it was measured last, by name, without compiles under max-autotune."""
     found: dict[str, float] = {}
-    rows = json.loads(RECORDED.read_text("utf-8"))["rows"] if RECORDED.exists() else []
-    for row in rows:
-        if "seconds" in row:
-            tuned = sum(s for name, s in row["compile_s"].items() if name in AUTOTUNED)
-            found[str(row["name"])] = row["seconds"] - tuned
+    for file, prefix in RECORDED.items():
+        path = Path(__file__).parent / "results" / file
+        rows = json.loads(path.read_text("utf-8"))["rows"] if path.exists() else []
+        for row in rows:
+            if "seconds" in row:
+                compiles = row.get("compile_s_of") or row["compile_s"]
+                tuned = sum(s for name, s in compiles.items() if name in AUTOTUNED)
+                found[f"{prefix}{row['name']}"] = row["seconds"] - tuned
     return found
 
 
-def _for_cpu(case: model_cases.Case) -> model_cases.Case:
+Load = TypeVar("Load", model_cases.Case, models_lora.Case)
+
+
+def _for_cpu(case: Load) -> Load:
     """A whole model in sizes that a CPU runs in seconds; its layers are cut to two as well."""
     batch, seq = min(case.batch, 2), min(case.seq, CPU_TOKENS)
     name = re.sub(r"\bb\d+", f"b{batch}", case.name)
@@ -149,51 +161,9 @@ def header(device: str, repeats: int, dtypes: Sequence[str]) -> Json:
     """Device, versions, clocks, commit, date; peak rates that were measured here."""
     found = environment(device, "inductor_fusions")
     found["inductor_fusions"] = inductor_fusions.__version__
-    found["commit"] = commit()
-    found["clocks_mhz"] = clocks(device)
     found["repeats"] = repeats
     found["peak"] = peak_rates(device, dtypes)
     return found
-
-
-def commit() -> str | None:
-    """The commit of this checkout, with a mark where files differ from it."""
-    command = [
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=12",
-        "--exclude=*",
-    ]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
-
-
-def clocks(device: str) -> Json:
-    """Clocks of the device now and at most, in MHz, as far as the system tells."""
-    found: Json = {}
-    if device == "cuda":
-        query = "clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem"
-        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", "0"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-        except (OSError, subprocess.TimeoutExpired):
-            return found
-        values = [part.strip() for part in done.stdout.split(",")]
-        names = query.replace("clocks.", "").split(",")
-        return {n: int(v) for n, v in zip(names, values, strict=False) if v.isdigit()}
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return found
-    now = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
-    return {"cpu": round(statistics.median(now))} if now else found
 
 
 def peak_rates(device: str, dtypes: Sequence[str]) -> Json:
@@ -293,7 +263,16 @@ def within_budget(errors: Json, dtype: str) -> bool | None:
 
 
 def measure(case: cases.Case, settings: Settings, say: Callable[[str], None]) -> Json:
-    """Compile, check and time every variant of an operation or a block."""
+    """Compile, check and time every variant of an operation, a block or a small model."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if case.tf32 else before)
+    try:
+        return _measured(case, settings, say)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _measured(case: cases.Case, settings: Settings, say: Callable[[str], None]) -> Json:
     device = settings.device
     say("building")
     work = case.make(device)
@@ -315,7 +294,9 @@ def measure(case: cases.Case, settings: Settings, say: Callable[[str], None]) ->
     for _ in range(settings.repeats):
         run = {"wall": interleave(calls, device, rounds, block)} if calls else {}
         if run and device == "cuda" and min(t.median for t in run["wall"].values()) < SHORT_CALL:
-            run["device"] = interleave(calls, device, min(rounds, 10), 1e-3, max_calls=8, run_ahead=True)
+            run["device"] = interleave(
+                calls, device, min(rounds, 10), 1e-3, max_calls=8, run_ahead=True, cold=True
+            )
         runs.append(run)
     row["recompiled"] = counters["stats"]["unique_graphs"] != graphs
     row |= summary(runs, row["correct"])
@@ -377,12 +358,39 @@ def measure_model(case: model_cases.Case, settings: Settings, say: Callable[[str
         for i in range(settings.repeats):
             rows.append(whole_models.measure(case, how, i % 2 == 1, say))
             whole_models.free(settings.device)
+    return {"dtype": case.dtype, **_last(rows)}
+
+
+def measure_adapted(case: models_lora.Case, settings: Settings, say: Callable[[str], None]) -> Json:
+    """A row of `bench.models_lora`, whose frozen model is the limit; each repeated run compiles anew."""
+    rows = []
+    rounds = 8 if settings.quick else 24
+    with _switched(inductor_fusions.enabled()), torch._dynamo.config.patch(recompile_limit=64):
+        for _ in range(settings.repeats):
+            say("compiling and timing")
+            rows.append(models_lora.measure(case, settings.device, settings.device == "cpu", rounds))
+            whole_models.free(settings.device)
+    row = _last(rows)
+    row["failed"], row["compile_s"] = row.pop("failed_variants"), row.pop("compile_s_of")
+    row["ratio"] = {
+        name.replace("frozen", "limit"): value
+        for name, value in row["ratio"].items()
+        if row["correct"] is not False and name != "stock/frozen"
+    }
+    for column in ("median_ms", "spread", "device_ms", "unguarded_ms", "peak_gib", "compile_s"):
+        if "frozen" in row.get(column, {}):
+            row[column]["limit"] = row[column].pop("frozen")
+    return {"dtype": "bfloat16", **row}
+
+
+def _last(rows: Sequence[Json]) -> Json:
+    """The last one of repeated rows of a whole model, with the median of their ratios and their noise."""
     row, ratios = rows[-1], [r["ratio"]["stock/fused"] for r in rows if "stock/fused" in r["ratio"]]
     if ratios:
         row["ratio"]["stock/fused"] = round(statistics.median(ratios), 4)
         row["runs"] = ratios
         row["noise"] = round(noise(ratios, row["spread"]), 4)
-    return {"dtype": case.dtype, **row}
+    return row
 
 
 # Running -----------------------------------------------------------------------------------------------

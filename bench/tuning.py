@@ -17,8 +17,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from bench.common import Budget, Json, Progress, Results, environment, is_fatal, one_line
+from bench.common import Budget, Json, Progress, Results, is_fatal, one_line
 from bench.pool import Worker, run_tasks
+from bench.provenance import environment
 
 DIED = "the process died"
 

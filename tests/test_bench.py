@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from typer.testing import CliRunner
 
-from bench import cases, common, compare, suites
+from bench import cases, common, compare, layers, models_lora, recommendation, suites
 from inductor_fusions import cli
 from inductor_fusions.cli import benching
 from tests.support.command_line import refuse
@@ -109,6 +111,98 @@ def test_cases(device: str) -> None:
     assert all(lines.count(line) > 1 for line in lines)
 
 
+FAMILIES = (
+    "bert-base", "roberta-base", "gpt2", "llama-1b", "llama-8b-8l", "qwen3-8l", "gemma2-8l", "t5-base",
+    "whisper-small", "vit-base", "swin-tiny", "dlrm outer product", "dlrm dot products", "llama-1b lora",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_model_in_both_modes(family: str, device: str) -> None:
+    if "lora" in family:
+        pytest.importorskip("peft")
+    found = [e for e in suites.select(["models"], None, False, device) if e.name.startswith(f"{family} ")]
+    assert {entry.train for entry in found} == {False, True}
+
+
+@pytest.mark.parametrize("name", ["qkv", "gated_mlp", "linear_gelu", "lora", "attention"])
+def test_operations_have_their_limit(name: str) -> None:
+    """Beside stock stands what the products take alone, or what someone writes by hand."""
+    found = [case for case in cases.cases("cpu") if case.name.startswith(f"{name} ") and not case.train]
+    assert found and all("limit" in case.make("cpu").hands for case in found)
+
+
+def test_limit_of_a_pair_is_its_products() -> None:
+    x = torch.randn(5, 8)
+    pair, first = layers.GatedMLP(8, 12, down=False), layers.MLP(8, 12, down=False)
+    gate, up = layers.bare_pair(pair)(x)
+    torch.testing.assert_close(F.silu(gate) * up, pair(x))
+    torch.testing.assert_close(F.gelu(layers.bare(first)(x) + first.up.bias), first(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "train", [False, pytest.param(True, marks=pytest.mark.long)], ids=["inference", "training"]
+)
+@pytest.mark.parametrize("interaction", recommendation.MODELS)
+def test_model_of_recommendation(interaction: str, train: bool) -> None:
+    """Compiled, compared and timed; on a CPU its interaction is left to stock, and counted."""
+    (case,) = (c for c in recommendation.cases("cpu") if c.train is train and interaction in c.name)
+    before = torch.get_float32_matmul_precision()
+    measured = suites.measure(case, suites.Settings("cpu", quick=True), lambda text: None)
+    assert measured["correct"] is True and not measured["failed"] and measured["ratio"]["stock/fused"] > 0
+    assert ("grad" in measured["error"]["fused"]) is train
+    (site,) = (what for what in measured["sites"]["what"] if what.startswith(interaction.split()[0]))
+    assert "left to stock" in site
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_float32_is_multiplied_as_tf32_where_a_case_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the time of that case, also where it fails."""
+    seen: list[str] = []
+
+    def measured(*_: Any) -> Any:
+        seen.append(torch.get_float32_matmul_precision())
+        raise ValueError
+
+    monkeypatch.setattr(suites, "_measured", measured)
+    before = torch.get_float32_matmul_precision()
+    for tf32 in (True, False):
+        case = cases.Case("models", "a", "float32", False, lambda device: None, tf32=tf32)
+        with pytest.raises(ValueError):
+            suites.measure(case, suites.Settings("cpu"), lambda text: None)
+    assert seen == ["high", before] and torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize("correct", [True, False])
+def test_frozen_model_is_the_limit_of_adapters(correct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {
+            "failed_variants": {}, "compile_s_of": {"stock": 2.0}, "correct": correct, "error": {},
+            "median_ms": {"stock": 4.0, "fused": 2.0, "frozen": 1.0}, "spread": {"stock": 0.0, "fused": 0.0},
+            "peak_gib": {}, "ratio": {"stock/fused": ratio, "fused/frozen": 2.0, "stock/frozen": 4.0},
+        }
+        for ratio in (2.0, 2.2)
+    ]  # fmt: skip
+    left = iter(rows)
+    monkeypatch.setattr(models_lora, "measure", lambda *_: next(left))
+    monkeypatch.setattr(suites.whole_models, "free", lambda device: None)
+    row = suites.measure_adapted(models_lora.CASES[0], suites.Settings("cpu", repeats=2), lambda text: None)
+    assert row["median_ms"]["limit"] == 1.0 and row["failed"] == {} and row["compile_s"] == {"stock": 2.0}
+    assert row["ratio"] == ({"stock/fused": 2.1, "fused/limit": 2.0} if correct else {})
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_model_with_adapters() -> None:
+    pytest.importorskip("peft")
+    (entry,) = (e for e in suites.entries("cpu") if e.name == "llama-1b lora decode b1 s1 reduce-overhead")
+    row = entry.measure(suites.Settings("cpu", quick=True), lambda text: None)
+    assert row["correct"] is True and not row["failed"]
+    assert {"stock", "fused", "limit"} == set(row["median_ms"]) and row["ratio"]["fused/limit"] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", ["attention", "projections", "lora", "blocks"])
 def test_quick_case_is_right(suite: str) -> None:
@@ -144,6 +238,44 @@ def test_ratio_is_the_worse_one_of_both_clocks() -> None:
     times = {"stock": suites.Timing(2.0, 0.0), "fused": suites.Timing(1.0, 0.0)}
     alone = {"stock": suites.Timing(3.0, 0.0), "fused": suites.Timing(2.0, 0.0)}
     assert suites.summary([{"wall": times, "device": alone}], True)["ratio"] == {"stock/fused": 1.5}
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_cache_is_emptied_outside_of_the_time(cold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In front of each call, and between no pair of events but that of the call."""
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("event")
+
+        def synchronize(self) -> None:
+            log.append("wait")
+
+        def elapsed_time(self, last: Any) -> float:
+            return 2.0
+
+    class Waste:
+        def zero_(self) -> None:
+            log.append("empty")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("sleep"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(common, "_waste", Waste)
+    clock = itertools.count()
+    monkeypatch.setattr(common.time, "perf_counter", lambda: float(next(clock)))
+    call = {"a": lambda: log.append("call")}
+    found = common.interleave(call, "cuda", 1, 2.0, max_calls=2, run_ahead=True, cold=cold)["a"]
+    timed = log[log.index("sleep") :]
+    if cold:
+        assert timed == ["sleep", *["empty", "event", "call", "event"] * 2, "wait"]
+    else:
+        assert timed == ["sleep", "event", "call", "call", "event", "wait"]
+    assert found.median == pytest.approx(2e-3 if cold else 1e-3)
 
 
 # -- the command ----------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bench import docs, docs_models, docs_pieces, docs_plots, docs_reliability, picture
+from bench.provenance import environment
 from inductor_fusions import cli, config
 from inductor_fusions import fusions as fusions_of_the_package
 
@@ -286,6 +287,15 @@ def test_picture() -> None:
     bars = [element for element in root.iter() if element.get("stroke") in (picture.FASTER, picture.OTHER)]
     fast, slow = (float(bar.get("x", "")) for bar in bars)
     assert slow < fast == float(bars[1].get("x", "")) + float(bars[1].get("width", ""))
+
+
+def test_header_tells_commit_and_clocks() -> None:
+    """What every script of the benchmarks records, and what the page shows of it; older files lack it."""
+    made = environment("cpu", "bench.some_script")
+    assert {"device", "torch", "commit", "clocks_mhz", "date", "command"} <= set(made)
+    shown = docs_pieces.header({**made, "commit": "abc", "clocks_mhz": {"sm": 1980, "max.sm": 1980}})
+    assert "- commit of the last run: abc" in shown and "- clocks in MHz: sm 1980, max.sm 1980" in shown
+    assert "clocks" not in docs_pieces.header({"device": "a device"})
 
 
 def test_work_of_a_row() -> None:

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from bench import dot_interaction, model_cases, models_lora, outer_product
+from bench import model_cases, models_lora, recommendation
 from bench.common import Json
 from bench.ledger.rows import series
 
@@ -19,11 +19,6 @@ QUICK = (
     "bert-base eager padded", "llama-1b sdpa", "gpt2 eager", "llama-1b lora float32", "dlrm outer product",
     "dlrm dot products",
 )  # fmt: skip
-#: Models of recommendation, by how they combine their features.
-RECOMMENDATION: dict[str, type[outer_product.DLRM | dot_interaction.DLRM]] = {
-    "outer product": outer_product.DLRM,
-    "dot products": dot_interaction.DLRM,
-}
 #: Names of a configuration for the number of heads, of shared heads, and for what is a multiple of the heads.
 _HEADS = (
     "num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads",
@@ -79,7 +74,7 @@ def entries(quick: bool = False) -> list[Entry]:
                 case = models_lora.Case("ledger", 1, seq, train=train, adapters=adapters)
                 name = f"llama-1b lora {adapters}{load}"
                 found.append(Entry(name, train, DTYPES[0], partial(_adapted, case)))
-    for interaction in RECOMMENDATION:
+    for interaction in recommendation.MODELS:
         for train in (False, True):
             made = partial(_recommendation, interaction)
             found.append(Entry(f"dlrm {interaction}", train, DTYPES[0], made))
@@ -117,7 +112,7 @@ def _adapted(case: models_lora.Case) -> tuple[torch.nn.Module, Json]:
 
 def _recommendation(interaction: str) -> tuple[torch.nn.Module, Json]:
     torch.manual_seed(0)
-    model = RECOMMENDATION[interaction](entries=10).bfloat16()
+    model = recommendation.MODELS[interaction](entries=10).bfloat16()
     sparse = torch.randint(0, 10, (256, len(model.tables)))
     return model, {"dense": torch.randn(256, 13).bfloat16(), "sparse": sparse}
 

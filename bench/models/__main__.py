@@ -15,12 +15,13 @@ import torch
 
 import inductor_fusions
 from bench import models
-from bench.common import Budget, Json, Progress, Results, environment, is_fatal, one_line
+from bench.common import Budget, Json, Progress, Results, is_fatal, one_line
 from bench.model_cases import CASES, Case, quick_case
 from bench.models.measure import Settings, free, measure, set_up, warm_up, work
 from bench.models.report import describe, print_table
 from bench.models.variants import AUTOTUNED, MARKERS, MODES, wanted_variants
 from bench.pool import run_tasks
+from bench.provenance import environment
 
 #: About how long a case takes on a GPU, by whether it trains, and how much longer where it is autotuned.
 SECONDS = {False: 50.0, True: 80.0}

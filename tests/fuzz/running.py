@@ -19,7 +19,8 @@ from hypothesis.errors import HypothesisException, UnsatisfiedAssumption
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bench.common import Results, environment
+from bench.common import Results
+from bench.provenance import environment
 from tests.fuzz import attentions, masks, products
 from tests.fuzz.judge import Judged, judge, judge_mask, judge_products
 from tests.support.dynamo import spend_less

@@ -1,0 +1,95 @@
+"""Where and when results were measured: the header of every file of results."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from bench.common import Json
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def device_name(device: str) -> str:
+    """The accelerator's name, or the processor's with the number of threads that torch uses."""
+    if device == "cuda":
+        return str(torch.cuda.get_device_name())
+    name = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def commit() -> str | None:
+    """The commit of this checkout, with a mark where files differ from it."""
+    command = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=12",
+        "--exclude=*",
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def clocks(device: str) -> Json:
+    """Clocks of the device now and at most, in MHz, as far as the system tells."""
+    found: Json = {}
+    if device == "cuda":
+        query = "clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem"
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", "0"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            return found
+        values = [part.strip() for part in done.stdout.split(",")]
+        names = query.replace("clocks.", "").split(",")
+        return {n: int(v) for n, v in zip(names, values, strict=False) if v.isdigit()}
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return found
+    now = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
+    return {"cpu": round(statistics.median(now))} if now else found
+
+
+def environment(device: str, module: str) -> Json:
+    """The header of a results file: device, versions, clocks, commit, date and the command that made it."""
+    header: Json = {"schema": 1, "device": device_name(device)}
+    if device == "cuda":
+        header["capability"] = list(torch.cuda.get_device_capability())
+        header["cuda"] = torch.version.cuda
+        header["cudnn"] = torch.backends.cudnn.version()
+    header["torch"] = str(torch.__version__)
+    for package in ("triton", "transformers"):
+        header[package] = _version(package)
+    header["python"] = platform.python_version()
+    header["commit"], header["clocks_mhz"] = commit(), clocks(device)
+    header["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    header["command"] = shlex.join(["python", "-m", module, *sys.argv[1:]])
+    return header

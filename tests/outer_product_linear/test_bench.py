@@ -1,0 +1,73 @@
+"""bench.outer_product: its grid and table; bench.outer_product_tiles: what it tries, interpreted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import outer_product as bench
+from bench import outer_product_tiles as tiles
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_grid_has_what_the_documentation_states() -> None:
+    """The linear alone and the whole model, at both numbers of samples, in both dtypes, with a backward."""
+    rows = bench.grid(quick=False)
+    assert len({row.key for row in rows}) == len(rows)
+    for kind in ("linear", "dlrm"):
+        found = {(row.rows, row.dtype, row.train) for row in rows if row.kind == kind}
+        wanted = {(n, d, t) for n in (2048, 128) for d in ("float32", "bfloat16") for t in (False, True)}
+        assert wanted <= found
+
+
+ROW = {
+    "kind": "linear", "rows": 2048, "train": False, "p": 432, "q": 432, "columns": 512, "dtype": "float32",
+    "fused": 1, "correct": True, "times_us": {"stock": 6.0, "max_autotune": 4.0, "fused": 2.0},
+    "device_us": {"stock": 6.0, "max_autotune": 3.0, "fused": 2.0},
+}  # fmt: skip
+
+
+def test_table(tmp_path: Path) -> None:
+    """The worse clock and the better stock count; a wrong row never pays; whole models are no rows."""
+    path = tmp_path / "a_device.json"
+    path.write_text('{"schema": 1, "device": "A device", "attention": []}')
+    bench.table(path, [ROW, {**ROW, "train": True, "correct": False}, {**ROW, "kind": "dlrm"}])
+    data = json.loads(path.read_text())
+    assert [row["gain"] for row in data["outer_product_linear"]] == [1.5, 0.0]
+    assert data["device"] == "A device"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kernel", tiles.KERNELS)
+def test_tiles_in_force_are_among_the_candidates(kernel: str, size: int) -> None:
+    """Each candidate has what the kernel takes, and no other."""
+    pytest.importorskip("triton")
+    from inductor_fusions.fusions.outer_product_linear import kernels
+
+    force = {"linear": kernels.LINEAR, "factors": kernels.FACTORS, "weight": kernels.WEIGHT}[kernel][size]
+    found = tiles.candidates(kernel, size)
+    assert len({tiles.named(*candidate) for candidate in found}) == len(found) > 10
+    assert all(set(tile) == set(force) for _, tile in found)
+    assert any(block == kernels.BLOCK_Q[size] for block, _ in found)
+
+
+@pytest.mark.slow
+def test_tiles_are_compared_and_timed(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    out = tmp_path / "tiles.json"
+    command = [sys.executable, "-m", "bench.outer_product_tiles", "--quick", "--device", "cpu"]
+    command += ["--out", str(out)]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    env = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["key"].split()[0] for row in rows] == list(tiles.KERNELS)
+    for row in rows:
+        assert len(row["times_us"]) == 2 and not row["skipped"] and row["gain"] >= 1.0, row

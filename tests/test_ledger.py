@@ -65,6 +65,23 @@ def test_rows_differ_where_they_should() -> None:
             assert one["training", device][what] > one["inference", device][what] > 0
 
 
+def test_flex_attention_is_counted_for_a_gpu() -> None:
+    """A softcap is flex attention there; a CPU without its template keeps the written-out form."""
+    found = [row for row in ROWS.values() if row["model"] == "gemma2-8l eager"]
+    assert {row["mode"] for row in found} == {"inference", "training"}
+    for row in found:
+        assert row["sites"].get("attention", 0) == (2 if row["device"] == "cuda" else 0), rows.key(row)
+        assert ("bmm" in row["extern"]) is (row["device"] == "cpu"), rows.key(row)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_flex_attention_is_compiled_for_a_gpu() -> None:
+    (entry,) = [e for e in entries() if e.name == "gemma2-8l eager inference bfloat16"]
+    sites = {row["device"]: row["sites"] for row in measure(entry)}
+    assert sites["cuda"]["attention"] == 2 and "attention" not in sites["cpu"]
+
+
 ROW: dict[str, Any] = {
     "model": "m", "mode": "inference", "dtype": "bfloat16", "device": "cuda", "torch": "2.13",
     "sites": {"attention": 12, "qkv": 3}, "kernels": 40, "extern": {"mm": 4, "attention": 12}, "bytes": 1000,

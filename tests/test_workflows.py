@@ -40,3 +40,12 @@ def test_cpu_runs_on_each_push_and_gpu_on_demand() -> None:
     assert {"schedule", "pull_request"} <= set(gpu[True]) and "push" not in gpu[True]
     assert ".ci/run" in commands(cpu) and "make test" in (ROOT / ".ci" / "run").read_text()
     assert "contains(github.event.pull_request.labels.*.name, 'gpu')" in gpu["jobs"]["gate"]["if"]
+
+
+def test_benchmarks_and_plots_run_each_night() -> None:
+    """What `make test` does not install is not skipped everywhere."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "cpu.yml").read_text())
+    steps = [str(step.get("run", "")) for step in workflow["jobs"]["long"]["steps"]]
+    places = [i for i, step in enumerate(steps) if "make bench" in step or "-k plots" in step]
+    assert len(places) == 2 and "make bench" in steps[places[0]]
+    assert "schedule" in workflow["jobs"]["long"]["if"]

@@ -47,7 +47,8 @@ def test_machine_code(name: str, dtype: str, arch: int) -> None:
 
     fn, size = getattr(kernels, f"{name}_kernel"), {"bf16": 2, "fp32": 4}[dtype]
     tiles = {"linear": kernels.LINEAR, "factors": kernels.FACTORS, "weight": kernels.WEIGHT}
-    tile = dict(tiles[name][size] if name in tiles else {"BLOCK_P": 64, "BLOCK_N": 64, "num_warps": 4})
+    copies = {"pack": kernels.PACK[size], "unpack": {"BLOCK_N": 64, "num_warps": 4}}
+    tile = dict(tiles[name][size] if name in tiles else copies[name])
     warps, stages = tile.pop("num_warps"), tile.pop("num_stages", 3)
     tile.update(BLOCK_Q=kernels.BLOCK_Q[size], ONE=True, TF32=size == 4)
     tile = {key: value for key, value in tile.items() if key in fn.arg_names}

@@ -41,6 +41,10 @@ WEIGHT: dict[int, Tile] = {
     2: {"BLOCK_R": 128, "BLOCK_N": 256, "BLOCK_M": 64, "num_warps": 8, "num_stages": 3},
     4: {"BLOCK_R": 128, "BLOCK_N": 128, "BLOCK_M": 32, "num_warps": 8, "num_stages": 3},
 }
+PACK: dict[int, Tile] = {
+    2: {"BLOCK_P": 64, "BLOCK_N": 4, "num_warps": 2},
+    4: {"BLOCK_P": 32, "BLOCK_N": 2, "num_warps": 4},
+}
 #: Thread blocks at a time, where the device does not say.
 PROGRAMS = 128
 
@@ -356,11 +360,9 @@ def packed(w: Tensor, p: int, q: int, block: int, one: bool, turned: bool = Fals
     """The weight in the order of the blocks, (N, columns); `turned`, with its rows next to each other."""
     n, columns = w.shape[0], pairs(p, q, block, one) * block
     f = w.new_empty((columns, n)).t() if turned else w.new_empty((n, columns))
-    grid = (triton.cdiv(p, 64), triton.cdiv(q, block), triton.cdiv(n, 8))
-    pack_kernel[grid](
-        w, f, n, p, q, *w.stride(), *f.stride(), BLOCK_P=64, BLOCK_N=8, num_warps=4,
-        **_constants(w.dtype, block, one),
-    )  # fmt: skip
+    tile = PACK[w.itemsize]
+    grid = (triton.cdiv(p, tile["BLOCK_P"]), triton.cdiv(q, block), triton.cdiv(n, tile["BLOCK_N"]))
+    pack_kernel[grid](w, f, n, p, q, *w.stride(), *f.stride(), **_constants(w.dtype, block, one), **tile)
     return f
 
 

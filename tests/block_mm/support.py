@@ -150,7 +150,7 @@ def _fuse(
     moved, _ = cuda_codegen.on_cuda(gm, example_inputs)
     with cuda_codegen.pretended(cuda_codegen.DEVICES[arch]), inductor_config.patch(inductor):
         for fusion in POST_GRAD:
-            if getattr(config, fusion.name):
+            if config.is_on(fusion.name):
                 passes.apply(fusion, moved.graph)
     moved.graph.lint()
     found.graphs.append(moved.graph)

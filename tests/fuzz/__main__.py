@@ -1,5 +1,6 @@
 """A long run of random programs: `make fuzz`, or `python -m tests.fuzz --examples 20000 --seed 1`.
 
+On a GPU the code of each can be judged, that of linears too: `--device cuda --code 1 --batch 20 --jobs 8`.
 Each failure is minimised and appended to a file as a script. The exit status is 1 if there was one.
 """
 
@@ -30,16 +31,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--code", type=float, default=0.05, metavar="SHARE",
         help="of attentions and masks, judged by Inductor's code for the CPU (%(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--device", help='such as "cuda": run there, and judge the code of that share of linears as well'
+    )
+    parser.add_argument("--batch", type=int, default=BATCH, help="programs from one seed (%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (%(default)s)")
     options = parser.parse_args(argv)
     number = random.randrange(10**6) if options.seed is None else options.seed
     print(f"seed {number}", file=sys.stderr)
     report = None
     if options.json is not None:
-        head = provenance(seed=number, code=options.code, batch=BATCH)
+        head = provenance(options.device, seed=number, code=options.code, batch=options.batch)
         report = Results(options.json, head, lambda row: str(row["key"]))
     kinds = options.only or list(KINDS)
-    failures = fuzz(options.examples, number, kinds, options.out, BATCH, options.code, report, options.jobs)
+    failures = fuzz(
+        options.examples, number, kinds, options.out, options.batch, options.code, report, options.jobs,
+        options.device,
+    )  # fmt: skip
     print(f"{failures} failures", file=sys.stderr)
     return 1 if failures else 0
 

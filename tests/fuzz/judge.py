@@ -13,6 +13,7 @@ import torch
 from hypothesis import assume, reject
 
 from inductor_fusions import config, testing
+from inductor_fusions.fusions.block_mm import op
 from inductor_fusions.runs import Exact, cast, copied, run
 from inductor_fusions.sites import Site
 from tests.attention.support import flex_everywhere
@@ -66,7 +67,7 @@ def judge(program: Program, code: bool = False) -> Judged:
 
     Args:
         program: an attention, or nearly one.
-        code: judge the code that Inductor makes of it for the CPU, not the graphs alone.
+        code: judge the code that Inductor makes of it for the device, not the graphs alone.
 
     Raises:
         AssertionError: it is not, or a fusion raised.
@@ -127,9 +128,13 @@ def _judge_code(
     return Judged(sites, True, wrong)
 
 
-def judge_products(program: Program) -> Judged:
+def judge_products(program: Program, code: bool = False) -> Judged:
     """The program with the fusions of linears, on what seems to be a GPU, is about as exact as in eager mode,
     or as its graphs are without them.
+
+    Args:
+        program: linears, or what is nearly that.
+        code: judge the code that Inductor makes of it for the device, which is a GPU, not the graphs alone.
 
     Raises:
         AssertionError: it is not, or a fusion raised.
@@ -137,8 +142,36 @@ def judge_products(program: Program) -> Judged:
     inputs = runs(program)
     assume(inputs is not None)
     assert inputs is not None
-    quantised = program.source.count("torch.float8")
-    return Judged(check_products(program.function(), inputs, quantised))
+    function, quantised = program.function(), program.source.count("torch.float8")
+    if not code:
+        return Judged(check_products(function, inputs, quantised))
+    train = any(x.requires_grad for x in inputs)
+
+    def unfused(*values: torch.Tensor) -> list[torch.Tensor | None]:
+        with config.patch(enabled=False):
+            stock = testing.capture(function, *values, train=train)
+        return [*stock.tensors, *stock.grads.values()]
+
+    def right(ours: testing.Capture) -> bool:
+        found = [*ours.tensors, *ours.grads.values()]
+        near = functools.partial(
+            is_rounding,
+            function,
+            inputs,
+            found,
+            len(ours.tensors),
+            ours.cotangents,
+            2.0,
+            slack_of_float32=SLACK,
+        )
+        return _by_any(near, quantised, unfused)
+
+    return _judge_code(program, function, inputs, right, train)
+
+
+def _by_any(near: Callable[..., bool], quantised: int, unfused: Callable[..., Any]) -> bool:
+    """Whether rounding explains results: that of eager mode, of a step of float8, or of what is unfused."""
+    return near() or bool(quantised and near(samples=QUANTISED_SAMPLES)) or near(graphs=unfused)
 
 
 def check_products(
@@ -158,6 +191,7 @@ def check_products(
     with contextlib.ExitStack() as stack:
         for check in ON_A_GPU:
             stack.enter_context(mock.patch(f"inductor_fusions.{check}", lambda *_: None))
+        stack.enter_context(mock.patch.object(op, "composite", functools.partial(_as_kernels, op.composite)))
         fused = support.run(function, copied(tuple(inputs), train), train=train)
     found = [*fused.outputs, *fused.grads]
     cotangents = support.cotangents(fused.outputs)
@@ -169,12 +203,26 @@ def check_products(
             unfused = support.run(function, copied(values, train), train=train)
         return [*unfused.outputs, *unfused.grads]
 
-    right = near() or (quantised and near(samples=QUANTISED_SAMPLES)) or near(graphs=graphs)
-    assert right, f"wrong: {fused.sites}"
+    assert _by_any(near, quantised, graphs), f"wrong: {fused.sites}"
     casts = [node for node in fused.graphs[0].nodes if "convert_element_type" in str(node.target)]
     left = sum(node.meta["val"].is_floating_point() and node.meta["val"].itemsize == 1 for node in casts)
     assert left >= quantised, f"{left} of {quantised} casts to float8 are left: {fused.sites}"
     return fused.sites
+
+
+def _as_kernels(
+    composite: Callable[..., list[torch.Tensor]],
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: Sequence[torch.Tensor],
+    *others: Any,
+) -> list[torch.Tensor]:
+    """What `block_mm` computes on a GPU, which rounds results alone: operations of torch round products."""
+    *structure, dtype, wide = others
+    kinds = op.dtypes(len(structure[3]), dtype, wide)
+    single = [[x if x.dtype == torch.float64 else x.float() for x in tensors] for tensors in (a, b, bias)]
+    made = composite(*single, *structure, torch.promote_types(dtype, torch.float32), "")
+    return [y.to(kind) for y, kind in zip(made, kinds, strict=False)]
 
 
 def is_rounding(
@@ -186,6 +234,7 @@ def is_rounding(
     slack: float,
     samples: int = SAMPLES,
     graphs: Callable[..., Sequence[torch.Tensor | None]] | None = None,
+    slack_of_float32: float | None = None,
 ) -> bool:
     """Whether results differ from float64 by no more than rounding explains.
 
@@ -201,6 +250,7 @@ def is_rounding(
         slack: eps of the dtype that are always allowed.
         samples: how many runs say what rounding does.
         graphs: the results on some inputs of the unfused graphs, whose error counts as well.
+        slack_of_float32: `slack` of it, if it is another one: kernels that multiply it in parts.
     """
 
     def flat(call: Any, values: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[Any]:
@@ -229,7 +279,9 @@ def is_rounding(
         if y.shape != z.shape:
             return False
         scale = max(float(z.norm()), largest) if i >= outputs else float(z.norm())
-        if not _distance(y, z) <= 2 * noise[i] + slack * torch.finfo(y.dtype).eps * scale:
+        of_float32 = slack_of_float32 is not None and y.dtype == torch.float32
+        allowed = slack_of_float32 if of_float32 else slack
+        if not _distance(y, z) <= 2 * noise[i] + allowed * torch.finfo(y.dtype).eps * scale:
             return False
     return True
 
@@ -239,7 +291,8 @@ def _changed(x: torch.Tensor, sample: int) -> torch.Tensor:
     if sample == 0 or not x.is_floating_point():
         return x
     generator = torch.Generator().manual_seed(sample)
-    near = x.detach() * (1 + 1e-3 * torch.randn(x.shape, generator=generator).to(x.dtype))
+    noise = torch.randn(x.shape, generator=generator, device="cpu").to(x.device, x.dtype)
+    near = x.detach() * (1 + 1e-3 * noise)
     return near.requires_grad_(x.requires_grad)
 
 
@@ -258,7 +311,7 @@ def judge_mask(program: Program, mask: Program, code: bool = False) -> Judged:
     Args:
         program: calls attention with a mask.
         mask: gives the mask alone.
-        code: judge the values of the code that Inductor makes of it for the CPU, not of the graphs.
+        code: judge the values of the code that Inductor makes of it for the device, not of the graphs.
 
     Raises:
         AssertionError: it was dropped and is not what was said of it, or values differ.

@@ -28,18 +28,19 @@ class Input:
     shape: tuple[int, ...]
 
     def make(self, index: int) -> torch.Tensor:
-        """Values that depend on the position of the input alone."""
+        """Values that depend on the position of the input alone, on torch's default device."""
         generator = torch.Generator().manual_seed(index)
-        values = torch.randn(self.shape, generator=generator)
+        device = torch.get_default_device()
+        values = torch.randn(self.shape, generator=generator, device="cpu")
         if self.kind == "mask":
             mask = values < 0.4
             mask[..., 0] = True
-            return mask
+            return mask.to(device)
         if self.kind == "documents":
-            return (values > 0.7).long().cumsum(-1)
+            return (values > 0.7).long().cumsum(-1).to(device)
         if self.kind.endswith(("16", "16/8")):
             values = (values / 8 if self.kind.endswith("/8") else values).bfloat16()
-        return values.requires_grad_(self.kind.startswith("leaf"))
+        return values.to(device).requires_grad_(self.kind.startswith("leaf"))
 
 
 _number = itertools.count()
@@ -61,11 +62,12 @@ class Program:
         return "\n    ".join([f"def program({names}):", *self.lines, f"return {self.result}"]) + "\n"
 
     def script(self, how: str = "graphs") -> str:
-        """A script that runs the program with the fusions and compares it with float64.
+        """A script that runs the program with the fusions and compares it with float64, on what is torch's
+        default device now.
 
         Args:
             how: it was judged: "graphs", run as they are after the passes; "code", what Inductor makes of
-                them for the CPU; "products", graphs on what seems to be a GPU.
+                them for the device; "products", graphs on what seems to be a GPU.
         """
         made = "\n".join(
             f"    Input({i.name!r}, {i.kind!r}, {i.shape!r}).make({n})," for n, i in enumerate(self.inputs)
@@ -86,9 +88,12 @@ class Program:
                 "judge.check_products(program, inputs)\n",
             ),
         }[how]
+        device = torch.get_default_device().type
+        chosen = "" if device == "cpu" else f"torch.set_default_device({device!r})\n"
         return (
             f"import torch\nimport torch.nn.functional as F\n\n{imports}"
-            f"from tests.fuzz.programs import Input\n\n\n{self.source}\n\ninputs = [\n{made}\n]\n{check}"
+            f"from tests.fuzz.programs import Input\n\n{chosen}\n{self.source}\n\ninputs = [\n{made}\n]\n"
+            f"{check}"
         )
 
     def function(self) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import random
 import subprocess
@@ -48,7 +49,7 @@ class Batch:
         rejected: programs that do not run eagerly, or give no numbers: not judged.
         judged: programs that were judged, a wrong one included; those tried to make it smaller are not.
         fused: of those, with a fused site at least.
-        code: of those, judged by the code that Inductor makes for the CPU, not by the graphs alone.
+        code: of those, judged by the code that Inductor makes for the device, not by the graphs alone.
         stock_wrong: of those, wrong (or raising) in the same way without the fusions.
         sites: fusion -> fused sites.
         failures: 1 where a program was judged wrong, which ends the batch.
@@ -91,19 +92,24 @@ def judge_any(kind: str, drawn: Any, code: bool = False) -> Judged:
     """Judge a program of a kind, or a program and its mask."""
     if kind == "masks":
         return judge_mask(*drawn, code=code)
-    return judge(drawn, code) if kind == "attentions" else judge_products(drawn)
+    return judge(drawn, code) if kind == "attentions" else judge_products(drawn, code)
 
 
 def written(kind: str, drawn: Any, title: str, error: BaseException, code: bool = False) -> str:
     """A failure as a script."""
     program = drawn[0] if isinstance(drawn, tuple) else drawn
     comment = "\n".join(f"# {line}" for line in f"{title}\n{error}".splitlines()[:12])
-    how = "products" if kind not in ON_A_CPU else "code" if code else "graphs"
+    how = "code" if code else "graphs" if kind in ON_A_CPU else "products"
     return f"{comment}\n{program.script(how)}\n\n"
 
 
 def run_batch(
-    kind: str, examples: int, number: int, share: float, step: Callable[[], object] = lambda: None
+    kind: str,
+    examples: int,
+    number: int,
+    share: float,
+    step: Callable[[], object] = lambda: None,
+    device: str | None = None,
 ) -> Batch:
     """Judge some programs, until one is wrong.
 
@@ -113,6 +119,7 @@ def run_batch(
         number: the seed.
         share: of the programs whose code is judged, where the kind has some for a CPU.
         step: called for each program.
+        device: where programs run; there the code of every kind is judged.
     """
     spend_less()
     batch = Batch(kind, number)
@@ -133,7 +140,8 @@ def run_batch(
     @given(KINDS[kind]())
     def run(drawn: Any) -> None:
         # A smaller program must fail in the same way as the first.
-        code = failed[0][2] if failed else kind in ON_A_CPU and which.random() < share
+        has_code = kind in ON_A_CPU or device is not None
+        code = failed[0][2] if failed else has_code and which.random() < share
         torch.manual_seed(0)
         try:
             judged = judge_any(kind, drawn, code)
@@ -151,37 +159,45 @@ def run_batch(
             batch.count(judged)
             step()
 
-    try:
-        run()
-    except Exception as error:
-        drawn, error, code = failed[-1] if failed else (None, error, False)
-        batch.failures = 1
-        title = f"{batch.key}{', its code' if code else ''}: {type(error).__name__}"
-        batch.script = written(kind, drawn, title, error, code) if drawn else f"# {title}: {error}\n"
+    with torch.device(device) if device is not None else contextlib.nullcontext():
+        try:
+            run()
+        except Exception as error:
+            drawn, error, code = failed[-1] if failed else (None, error, False)
+            batch.failures = 1
+            title = f"{batch.key}{', its code' if code else ''}: {type(error).__name__}"
+            batch.script = written(kind, drawn, title, error, code) if drawn else f"# {title}: {error}\n"
     batch.seconds = time.monotonic() - start
     return batch
 
 
 def run_batches(
-    todo: Sequence[tuple[str, int, int]], share: float, jobs: int, step: Callable[[str, int], object]
+    todo: Sequence[tuple[str, int, int]],
+    share: float,
+    jobs: int,
+    step: Callable[[str, int], object],
+    device: str | None = None,
 ) -> Iterator[Batch]:
     """Each batch when it is done.
 
     Args:
         todo: kind, seed and number of programs of each.
-        share: as in `run_batch`.
+        share, device: as in `run_batch`.
         jobs: processes; with one, everything runs here.
         step: called with a kind and how many of its programs are done.
     """
     if jobs == 1:
         for kind, number, size in todo:
-            yield run_batch(kind, size, number, share, lambda kind=kind: step(kind, 1))
+            yield run_batch(kind, size, number, share, lambda kind=kind: step(kind, 1), device)
         return
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         jobs, mp_context=spawned, initializer=torch.set_num_threads, initargs=(1,)
     ) as pool:
-        running = {pool.submit(run_batch, kind, size, number, share): size for kind, number, size in todo}
+        running = {
+            pool.submit(run_batch, kind, size, number, share, device=device): size
+            for kind, number, size in todo
+        }
         for done in as_completed(running):
             batch = done.result()
             step(batch.kind, running[done])
@@ -197,6 +213,7 @@ def fuzz(
     share: float = 0.0,
     report: Results | None = None,
     jobs: int = 1,
+    device: str | None = None,
 ) -> int:
     """Judge random programs, the kinds in turns.
 
@@ -209,6 +226,7 @@ def fuzz(
         share: of the programs whose code is judged.
         report: grows by a row after each batch, and says which batches there are already.
         jobs: processes.
+        device: as in `run_batch`.
 
     Returns:
         The number of failures, those in the report included.
@@ -224,7 +242,8 @@ def fuzz(
         for kind, _, size in todo:
             left[kind] += size
         tasks = {k: progress.add_task(k, total=examples, completed=examples - left[k]) for k in kinds}
-        for done in run_batches(todo, share, jobs, lambda kind, n: progress.advance(tasks[kind], n)):
+        advance = lambda kind, n: progress.advance(tasks[kind], n)  # noqa: E731
+        for done in run_batches(todo, share, jobs, advance, device):
             failures += done.failures
             if report is not None:  # a resumed run may be of another commit
                 report.append({**done.row(), "commit": report.data["commit"]})
@@ -235,9 +254,9 @@ def fuzz(
     return failures if report is None else sum(row["failures"] for row in report.rows)
 
 
-def provenance(**settings: Any) -> dict[str, Any]:
-    """The header of a report: versions, commit, date and settings."""
-    head = environment("cpu", "tests.fuzz")
+def provenance(device: str | None = None, **settings: Any) -> dict[str, Any]:
+    """The header of a report: device, versions, commit, date and settings."""
+    head = environment(device or "cpu", "tests.fuzz")
     del head["transformers"]  # no program needs it
     told = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return {**head, "commit": told.stdout.strip() or None, "settings": settings}

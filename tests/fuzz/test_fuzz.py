@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 
 from bench.common import Results
 from inductor_fusions import config, testing
+from inductor_fusions.fusions.block_mm import op
 from inductor_fusions.sites import Site
 from tests.fuzz import attentions, masks, products, programs
 from tests.fuzz.judge import (
@@ -91,6 +92,22 @@ def test_graphs_round_where_eager_mode_does_not() -> None:
         return is_rounding(lambda x: x * 1, [x], results, 1, [torch.ones(4)], 2.0, 1, lambda *_: graphs)
 
     assert judged(1.01, 1.01) and not judged(1.01, 1.0) and not judged(1.05, 1.01)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_wrong_fusion_is_no_rounding(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphs that say what rounding does are without the fusions."""
+    composite = op.composite
+    factor = 1.05 if wrong else 1.0
+    monkeypatch.setattr(op, "composite", lambda *args: [y * factor for y in composite(*args)])
+    shapes = ((16, 32), (32, 32), (32, 32))
+    inputs = tuple(programs.Input(f"x{i}", "leaf16", shape) for i, shape in enumerate(shapes))
+    program = programs.Program(inputs, ("y = F.linear(x0, x1)",), "(y, F.linear(x0, x2))")
+    if wrong:
+        with pytest.raises(AssertionError, match="wrong"):
+            judge_products(program)
+    else:
+        assert "qkv" in judge_products(program).fused
 
 
 def test_gradients_of_adapters_on_one_row() -> None:
@@ -213,6 +230,27 @@ def test_processes(tmp_path: Path) -> None:
         rows = json.loads(path.read_text())["rows"]
         found.append({row["key"]: (row["judged"], row["fused"], row["sites"]) for row in rows})
     assert found[0] == found[1] and len(found[0]) == 2
+
+
+@pytest.mark.slow
+def test_device(tmp_path: Path) -> None:
+    """With a device the code of every kind is judged there, as a GPU would have it."""
+    report = report_of(tmp_path / "report.json", seed=7)
+    kinds = ["attentions", "masks", "projections"]
+    out = tmp_path / "failures.py"
+    assert fuzz(2, 7, kinds, out, 2, share=1.0, report=report, device="cpu") == 0
+    assert [row["kind"] for row in report.rows] == kinds
+    assert all(row["code"] == row["judged"] > 0 for row in report.rows)
+
+
+def test_inputs_are_on_the_default_device() -> None:
+    with torch.device("meta"):
+        made = [programs.Input("x", kind, (2, 3)).make(0) for kind in ("leaf16", "mask", "documents")]
+    assert {x.device.type for x in made} == {"meta"} and made[0].requires_grad
+    program = programs.Program((), (), "1")
+    with torch.device("meta"):
+        assert "torch.set_default_device('meta')" in program.script("code")
+    assert "set_default_device" not in program.script("code")
 
 
 @pytest.mark.slow

@@ -15,10 +15,16 @@ from . import _inductor, config
 
 log = logging.getLogger(__name__)
 
+_LOST = (
+    "%s was set by somebody else: the fusions that were there do not run any more. "
+    "inductor_fusions.enable() puts them back, beside what is there now"
+)
+
 _lock = threading.RLock()
 _wanted = False
 _waiting = False
 _warned: set[str] = set()
+_watching = False
 
 
 def enable() -> None:
@@ -72,7 +78,7 @@ def _install() -> None:
 
 
 def _add_passes() -> None:
-    global _waiting
+    global _waiting, _watching
     half = sys.modules.get(f"{__package__}.passes")
     if half is not None and not hasattr(half, "FusionPass"):
         _inductor.deferred.append(_install)
@@ -100,6 +106,28 @@ def _add_passes() -> None:
 
             _inductor.update_hook(stage, add)
         _inductor.join_bisector()
+        if not _watching:
+            _watching = True
+            _inductor.after_each_compile(_notice_loss)
+
+
+def _notice_loss() -> None:
+    """Say once that somebody has assigned over a hook, so that nothing of its stage is fused.
+
+    Into the log: this runs in the middle of a compile, which a warning that is an error would end.
+    """
+    from .passes import FusionPass
+
+    if not enabled() or _LOST in _warned:
+        return
+    lost = [
+        f"torch._inductor.config.{name}"
+        for stage, name in _inductor.HOOKS.items()
+        if not any(isinstance(held, FusionPass) for held in _inductor.get_hook(stage))
+    ]
+    if lost:
+        _warned.add(_LOST)
+        log.warning(_LOST, " and ".join(lost))
 
 
 def _fusions_of(stage: str) -> Any:

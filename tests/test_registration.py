@@ -17,7 +17,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import inductor_fusions
-from inductor_fusions import config, passes, testing
+from inductor_fusions import config, passes, registration, testing
 from inductor_fusions._inductor import hooks_hold_lists
 from inductor_fusions.fusion import Fusion
 
@@ -183,6 +183,41 @@ def test_overwritten_hook() -> None:
     assert not ours()
     inductor_fusions.enable()
     assert [type(item) for item in held()] == [Other, passes.FusionPass]
+
+
+@pytest.mark.parametrize("hooks", [HOOKS[:1], HOOKS[1:], HOOKS], ids=["pre", "post", "both"])
+def test_overwritten_hook_is_noticed(
+    hooks: tuple[str, ...], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warning, at the first compile: which hook, and what puts us back."""
+    monkeypatch.setattr(registration, "_warned", set())
+
+    def warned() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+    with caplog.at_level(logging.WARNING, logger="inductor_fusions"):
+        assert fused() == 1 and not warned()
+        for hook in hooks:
+            setattr(inductor_config, hook, Other("theirs", []))
+        assert [fused() for _ in range(2)] == [int(HOOKS[0] not in hooks)] * 2
+        (text,) = warned()
+        assert {hook for hook in HOOKS if hook in text} == set(hooks)
+        inductor_fusions.enable()
+        assert fused() == 1 and len(warned()) == 1
+
+
+def test_disabled_is_not_overwritten(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "_warned", set())
+    with caplog.at_level(logging.WARNING, logger="inductor_fusions"):
+        inductor_fusions.disable()
+        assert fused() == 0
+        inductor_fusions.enable()
+        inductor_config.pre_grad_custom_pass = Other("theirs", [])
+        with config.patch(enabled=False):
+            assert fused() == 0
+    assert not caplog.records
 
 
 def test_patched_hook() -> None:

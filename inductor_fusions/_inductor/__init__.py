@@ -32,7 +32,15 @@ from .graphs import (
     trace_decomposed,
     was_erased,
 )
-from .hooks import HOOKS, get_hook, hooks_hold_lists, missing_hook, passes_installed, update_hook
+from .hooks import (
+    HOOKS,
+    after_each_compile,
+    get_hook,
+    hooks_hold_lists,
+    missing_hook,
+    passes_installed,
+    update_hook,
+)
 from .loading import deferred, inductor_loaded, run_deferred, when_inductor_loads
 from .lowering import (
     beside,
@@ -93,6 +101,7 @@ __all__ = [
     "CustomGraphPass",
     "Output",
     "Variant",
+    "after_each_compile",
     "artifact_log",
     "autocast_beside_the_key",
     "beside",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
 
-from .loading import inductor_config
+from .loading import inductor_config, when_one_is_loaded
 from .versions import torch_version
 
 #: Inductor's config hook of each stage.
@@ -68,3 +70,20 @@ def _as_value(stage: str, passes: list[Any]) -> Any:
 def passes_installed() -> bool:
     """Whether a pass of ours is in the post-grad hook: only then do caches know of our kernels."""
     return any(type(held).__module__.startswith("inductor_fusions.") for held in get_hook("post_grad"))
+
+
+def after_each_compile(callback: Callable[[], None]) -> None:
+    """Call `callback` whenever Dynamo has compiled something, as soon as Dynamo is imported.
+
+    Dynamo's own callbacks would be forgotten at each `torch._dynamo.reset()`.
+    """
+    dynamo = "torch._dynamo.convert_frame"
+
+    def called(before: CodeType, after: CodeType) -> None:
+        callback()
+
+    def register() -> None:
+        importlib.import_module(dynamo).register_bytecode_hook(called)
+
+    # Dynamo may be in the middle of its import; it imports its backends later.
+    when_one_is_loaded((dynamo, "torch._dynamo.backends.inductor"), register)

@@ -73,6 +73,15 @@ def when_loaded(module: str, callback: Callable[[], None]) -> None:
     found.callbacks.append(callback)
 
 
+def when_one_is_loaded(modules: Sequence[str], callback: Callable[[], None]) -> None:
+    """`when_loaded` for the first of some modules that is not in the middle of its import."""
+    for name in modules:
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if not getattr(spec, "_initializing", False):
+            when_loaded(name, callback)
+            return
+
+
 #: What waits until the module of the passes is imported: its own import may be what imports Inductor.
 deferred: list[Callable[[], None]] = []
 

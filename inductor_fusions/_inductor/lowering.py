@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from .loading import when_loaded
+from .loading import when_one_is_loaded
 
 
 def decompose_in_graphs(op: Any, fn: Callable[..., Any]) -> None:
@@ -47,11 +46,8 @@ def register_lowering_when_loaded(op: Any, lower: Callable[..., Any]) -> None:
             lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
     # Inductor may be in the middle of importing its lowerings; it imports the others later.
-    for name in ("torch._inductor.lowering", "torch._inductor.graph", "torch._inductor.compile_fx"):
-        spec = getattr(sys.modules.get(name), "__spec__", None)
-        if not getattr(spec, "_initializing", False):
-            when_loaded(name, register)
-            return
+    modules = "torch._inductor.lowering", "torch._inductor.graph", "torch._inductor.compile_fx"
+    when_one_is_loaded(modules, register)
 
 
 def call_lowering(op: Any, *args: Any) -> Any:

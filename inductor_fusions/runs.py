@@ -98,7 +98,8 @@ def _cotangent(index: int, tensor: torch.Tensor) -> torch.Tensor:
             part.copy_(_cotangent(index, part))
         return made
     generator = torch.Generator().manual_seed(1000 + index)
-    values = torch.randn(tensor.shape, dtype=torch.float64, generator=generator)
+    # Another device may be torch's default one, which the generator is not on.
+    values = torch.randn(tensor.shape, dtype=torch.float64, generator=generator, device="cpu")
     return values.to(tensor.device, tensor.dtype)
 
 

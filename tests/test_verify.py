@@ -74,6 +74,14 @@ def with_fusion(monkeypatch: pytest.MonkeyPatch):
     return add
 
 
+def test_another_default_device() -> None:
+    """Cotangents are on the device of the outputs."""
+    model, x = nn.Linear(8, 4), torch.randn(2, 8, requires_grad=True)
+    with torch.device("meta"):
+        found = verify(model, x)
+    assert found.ok and len(found.rows[0].errors) == 4
+
+
 def test_right() -> None:
     model = Model()
     found = verify(model, torch.randn(2, 5, 8, requires_grad=True), policy="always")

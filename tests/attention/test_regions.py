@@ -179,6 +179,13 @@ def test_inference_mode() -> None:
     check(fn, qkv(), train=False)
 
 
+def test_another_default_device() -> None:
+    """Inputs on the CPU are what counts, not where torch makes tensors by default."""
+    inputs = qkv()
+    with torch.device("meta"):
+        check(attend, inputs, kernel="sdpa")
+
+
 def test_set_grad_enabled() -> None:
     def fn(q, k, v):
         torch.set_grad_enabled(False)

@@ -138,6 +138,18 @@ def numbers(node: fx.Node) -> Iterator[tuple[str, Change]]:
                 yield f"argument {index} is {other}", set_argument(index, other)
 
 
+def rearranged(node: fx.Node) -> Iterator[tuple[str, Change]]:
+    """Every list among the arguments, such as an index, in another order, or with an entry twice."""
+    for index, value in enumerate(node.args):
+        if isinstance(value, (list, tuple)) and len(value) > 1:
+            entries = tuple(value)
+            for text, other in (
+                ("in another order", (*entries[1:], entries[0])),
+                ("ends as it begins", (*entries[:-1], entries[0])),
+            ):
+                yield f"argument {index} {text}", set_argument(index, other)
+
+
 def reads(index: int, name: str) -> Change:
     """Another tensor as an argument."""
 
@@ -203,6 +215,7 @@ def mutations(node: fx.Node) -> Iterator[tuple[str, Change]]:
     if node.op not in ("call_function", "call_method") or value is None:
         return
     yield from numbers(node)
+    yield from rearranged(node)
     yield from others(node)
     if name == "linear":
         yield "without the last column", narrower

@@ -191,7 +191,7 @@ def check_products(
     with contextlib.ExitStack() as stack:
         for check in ON_A_GPU:
             stack.enter_context(mock.patch(f"inductor_fusions.{check}", lambda *_: None))
-        stack.enter_context(mock.patch.object(op, "composite", functools.partial(_as_kernels, op.composite)))
+        stack.enter_context(mock.patch.object(op, "composite", functools.partial(as_kernels, op.composite)))
         fused = support.run(function, copied(tuple(inputs), train), train=train)
     found = [*fused.outputs, *fused.grads]
     cotangents = support.cotangents(fused.outputs)
@@ -210,7 +210,7 @@ def check_products(
     return fused.sites
 
 
-def _as_kernels(
+def as_kernels(
     composite: Callable[..., list[torch.Tensor]],
     a: Sequence[torch.Tensor],
     b: Sequence[torch.Tensor],

@@ -140,14 +140,19 @@ def numbers(node: fx.Node) -> Iterator[tuple[str, Change]]:
 
 def rearranged(node: fx.Node) -> Iterator[tuple[str, Change]]:
     """Every list among the arguments, such as an index, in another order, or with an entry twice."""
+
+    def arrange(index: int, first: int) -> Change:
+        # Not `set_argument`: entries are nodes of the graph that is changed.
+        def change(node: fx.Node) -> None:
+            entries = tuple(node.args[index])
+            set_argument(index, (*entries[first : first + len(entries) - 1], entries[0]))(node)
+
+        return change
+
     for index, value in enumerate(node.args):
         if isinstance(value, (list, tuple)) and len(value) > 1:
-            entries = tuple(value)
-            for text, other in (
-                ("in another order", (*entries[1:], entries[0])),
-                ("ends as it begins", (*entries[:-1], entries[0])),
-            ):
-                yield f"argument {index} {text}", set_argument(index, other)
+            yield f"argument {index} in another order", arrange(index, 1)
+            yield f"argument {index} ends as it begins", arrange(index, 0)
 
 
 def reads(index: int, name: str) -> Change:

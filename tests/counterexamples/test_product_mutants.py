@@ -228,7 +228,8 @@ def test_other_strides_and_sizes(name: str) -> None:
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_some_mutants(name: str) -> None:
     function, inputs, _ = PRODUCTS[name]
-    assert verify(function, inputs(), judged(name), lambda index: index % 48 == len(name))
+    every = 8 if name in INTERACTIONS else 48  # which have fewer mutants, that take less time
+    assert verify(function, inputs(), judged(name), lambda index: index % every == len(name) % every)
 
 
 @pytest.mark.long

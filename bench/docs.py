@@ -7,7 +7,8 @@ Every figure comes from bench/results/*.json, and a file or a column that is not
 `models_*.json` are files of bench.models, `lora_models_*.json` of bench.models_lora, `bench_*.json` of
 `inductor_fusions bench`; `attention_*.json`, `flex_*.json`, `projections_*.json` and `lora_*.json` of the
 scripts bench.tune_*; `outer_product_*.json`, `dot_interaction_*.json`, `whole_mlp_*.json` and
-`distributed_*.json` of scripts of these names; `fuzz_cpu.json` of tests.fuzz.
+`distributed_*.json` of scripts of these names; `fuzz_*.json` of tests.fuzz, `load_cpu.json` of
+tests.load, `sanitizer_*.json` of tests.gpu.sanitize.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def render(root: Path = ROOT) -> dict[Path, str]:
         page: readme(page.read_text("utf-8"), results),
         root / "docs" / "performance.md": performance(results),
         root / "docs" / "whole_mlp.md": docs_whole_mlp.page(results),
-        tested: between(tested.read_text("utf-8"), docs_reliability.fuzzing(results), tested.name),
+        tested: between(tested.read_text("utf-8"), docs_reliability.measured(results), tested.name),
         root / "docs" / "speedups.svg": picture.draw(
             json.loads(measured.read_text("utf-8")) if measured.exists() else {"rows": []}
         ),

@@ -273,6 +273,32 @@ def test_picture_fits_on_a_screen() -> None:
     assert drawn(20)[0] < width  # one column
 
 
+def test_reliability_of_other_reports(tmp_path: Path) -> None:
+    """What ran on a GPU, what compute-sanitizer found, and what many compiles left behind."""
+    root = copied(tmp_path)
+    page, results = root / "docs" / "reliability.md", root / "bench" / "results"
+    head = {"schema": 1, "device": "a device"}
+    row = {"kind": "adapters", "judged": 40, "rejected": 0, "fused": 30, "code": 40, "stock_wrong": 0}
+    reports = {
+        "fuzz_h200.json": [{**row, "sites": {"lora": 31}, "failures": 0, "seconds": 1.0}],
+        "sanitizer_h200.json": [
+            {"tool": "memcheck", "template": "flex, window", "clean": True},
+            {"tool": "racecheck", "template": "flex, window", "clean": True},
+            {"tool": "racecheck", "template": "adapters", "clean": False},
+        ],
+        "load_cpu.json": [
+            {"backend": "inductor", "kind": kind, "graphs": 0, "bytes": size * 2**20, "seconds": 9.6}
+            for kind, size in (("stock", 3), ("fused", 4))
+        ],
+    }
+    for name, rows in reports.items():
+        (results / name).write_text(json.dumps({**head, "settings": {"compiles": 1000}, "rows": rows}))
+    text = docs.render(root)[page]
+    assert "40 programs were judged, 30 of them with a fused site at least; 0 failed." in text
+    assert "| racecheck | 2 | 1 | `adapters` |" in text and "| memcheck | 1 | 1 | none |" in text
+    assert "Of 1000 compiles" in text and "| Inductor as a whole, fused | 0 | 4.0 | 10 |" in text
+
+
 def test_picture() -> None:
     """Every case with both times, the largest gain first; those that are slower go to the other side."""
     rows = [

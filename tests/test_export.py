@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ class NotInstalled:
 
 sys.meta_path.insert(0, NotInstalled())
 run = torch._inductor.aoti_load_package(sys.argv[1])
-torch.save(run(torch.load(sys.argv[2])), sys.argv[3])
+torch.save(run(*torch.load(sys.argv[2])), sys.argv[3])
 assert "inductor_fusions" not in sys.modules
 """
 
@@ -58,17 +60,16 @@ def test_compiled_after_export(exported: torch.export.ExportedProgram) -> None:
 QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}
 
 
-def elsewhere(package: Path, x: torch.Tensor, folder: Path) -> torch.Tensor:
+def elsewhere(package: Path, inputs: Sequence[torch.Tensor], folder: Path) -> Any:
     """What a package gives in a process that cannot import the fusions."""
     given, result = folder / "x.pt", folder / "y.pt"
-    torch.save(x, given)
+    torch.save(list(inputs), given)
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(package), str(given), str(result)],
         env=os.environ.copy(), cwd=folder, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found: torch.Tensor = torch.load(result)
-    return found
+    return torch.load(result)
 
 
 @pytest.mark.slow
@@ -82,7 +83,7 @@ def test_package(exported: torch.export.ExportedProgram, tmp_path: Path) -> None
     with zipfile.ZipFile(package) as archive:
         sources = [archive.read(name).decode() for name in archive.namelist() if name.endswith(".cpp")]
     assert any("_scaled_dot_product" in source for source in sources)
-    found = elsewhere(package, blocks.batch(5), tmp_path)
+    found = elsewhere(package, [blocks.batch(5)], tmp_path)
     torch.testing.assert_close(found, blocks.model(1)(blocks.batch(5)).detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -106,7 +107,7 @@ def test_package_of_an_operation_of_ours(tmp_path: Path) -> None:
     exported = torch.export.export(model, (x,))
     assert "block_mm" in str(exported)
     torch._inductor.aoti_compile_and_package(exported, package_path=str(package), inductor_configs=QUICK)
-    torch.testing.assert_close(elsewhere(package, x, tmp_path), model(x).detach())
+    torch.testing.assert_close(elsewhere(package, [x], tmp_path), model(x).detach())
 
 
 NOT_COMPILED = """

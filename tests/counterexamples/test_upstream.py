@@ -376,7 +376,7 @@ def test_diffusers_9279_another_adapter(target_rank: int | None, tmp_path: Path)
 
 @pytest.mark.slow
 def test_unsloth_5865_biases_and_dropout() -> None:
-    """Adapters on all linears of a Qwen, some with a bias, with dropout: each is fused in training."""
+    """Adapters on all linears of a Qwen, some with a bias, with dropout in training: none is left silently."""
     pytest.importorskip("peft")
     pytest.importorskip("transformers")
     from tests.block_mm.support import run
@@ -386,7 +386,8 @@ def test_unsloth_5865_biases_and_dropout() -> None:
     biased = [name for name, _ in model.named_parameters() if name.endswith("base_layer.bias")]
     seen = run(model, (ids("Qwen2"),), train=True)
     assert len(biased) == 2 * 3
-    assert seen.fused("lora") > 8 and not seen.reasons("lora") and not seen.products()
+    assert not seen.products(graph=0)  # forward, every linear is fused with its adapter
+    assert set(seen.reasons("lora")) == {"the gradient of the adapter passes a dropout of its own"}
 
 
 @pytest.mark.slow

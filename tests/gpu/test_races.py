@@ -132,7 +132,7 @@ def test_both_devices_by_turns() -> None:
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="there is no compute-sanitizer here")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer(tool: str) -> None:
-    """One kernel here; `tests.gpu.sanitize` takes the names of others, or runs all of them."""
+    """One kernel here; `tests.gpu.sanitize --tool` runs all of them."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-m"]
     command += ["tests.gpu.sanitize", "adapters, few rows"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=220)

@@ -39,13 +39,14 @@ class Adapted(nn.Module):
         name: of the model.
         targets: names of the linears that get one.
         whole: whether the adapters are float32, as PEFT has them by default.
-        options: further ones of `LoraConfig`; and `num_key_value_heads` of a Llama.
+        options: further ones of `LoraConfig`; and `num_key_value_heads` of a Llama or Qwen.
     """
 
     def __init__(self, name: str, targets: Any = "all-linear", whole: bool = True, **options: Any) -> None:
         super().__init__()
         values: dict[str, Any] = {**SIZES, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-        values |= {"num_key_value_heads": options.pop("num_key_value_heads", 2)} if name == "Llama" else {}
+        if name in ("Llama", "Qwen2"):
+            values["num_key_value_heads"] = options.pop("num_key_value_heads", 2)
         values = {"T5": T5, "GPT2": GPT2, "ViT": {**SIZES, **VIT}}.get(name, values)
         if name == "GPT2":
             values = {**values, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}

@@ -75,7 +75,7 @@ class Model(nn.Module):
         self.weights = nn.ParameterList([nn.Parameter(w.detach(), w.requires_grad) for w in weights])
 
     def forward(self, x: torch.Tensor) -> Any:
-        return self.function(x, *self.weights)
+        return self.function(x, *[self.weights[i] for i in range(len(self.weights))])
 
 
 @dataclass(frozen=True)

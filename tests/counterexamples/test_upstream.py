@@ -376,7 +376,7 @@ def test_diffusers_9279_another_adapter(target_rank: int | None, tmp_path: Path)
 
 @pytest.mark.slow
 def test_unsloth_5865_biases_and_dropout() -> None:
-    """Adapters on all linears of a Qwen, some with a bias, with dropout in training: none is left silently."""
+    """Adapters on all linears of a Qwen, some with a bias, with dropout in training: none is left unsaid."""
     pytest.importorskip("peft")
     pytest.importorskip("transformers")
     from tests.block_mm.support import run

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 import inductor_fusions
-from bench.common import Results, environment
+from bench.common import Results
+from bench.provenance import environment
 from inductor_fusions import config, testing
 
 ROOT = Path(__file__).resolve().parents[1]

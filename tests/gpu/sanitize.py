@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from bench.common import Results, environment
+from bench.common import Results
+from bench.provenance import environment
 from tests.gpu.templates import TEMPLATES, compiled
 
 ROOT = Path(__file__).resolve().parents[2]

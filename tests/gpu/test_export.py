@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.gpu.templates import TEMPLATES, Template
+from tests.support.packages import skip_unless_they_load
 from tests.test_export import elsewhere
 
 pytestmark = pytest.mark.gpu
@@ -37,6 +38,7 @@ def test_package(name: str, tmp_path: Path) -> None:
     major, minor = torch.cuda.get_device_capability()
     if 10 * major + minor < template.least:
         pytest.skip(f"needs compute capability {template.least / 10}")
+    skip_unless_they_load()
     inputs = [x.detach() for x in template.inputs("cuda")]
     package = tmp_path / "function.pt2"
     with torch.no_grad():

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ import inductor_fusions
 from inductor_fusions import config, testing
 from tests import blocks
 from tests.seed_systems.support import QUICK, check, fused_on, launched, leaf, on, padding, qkv
+from tests.support.packages import skip_unless_they_load
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -253,24 +251,11 @@ def test_E6_reasons(caplog: pytest.LogCaptureFixture, device: torch.device) -> N
 # -- E7: deployment ----------------------------------------------------------------------------------------
 
 
-LOADS_A_PACKAGE = """
-import sys, torch
-package = torch.export.export(torch.nn.Linear(8, 8).cuda(), (torch.ones(4, 8).cuda(),))
-torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(package, package_path=sys.argv[1]))
-"""
-
-
 @pytest.mark.slow
 def test_E7_deployment(tmp_path: Path, device: torch.device) -> None:
     """torch.export, an AOTInductor package with a symbolic batch, and the package loaded."""
     if device.type == "cuda":
-        # Seen with torch 2.11 and CUDA 13.0: loading any package ends the process.
-        alone = {**os.environ, "INDUCTOR_FUSIONS": "0"}
-        stock = subprocess.run(
-            [sys.executable, "-c", LOADS_A_PACKAGE, str(tmp_path / "linear.pt2")], env=alone
-        )
-        if stock.returncode:
-            pytest.skip(f"this torch cannot load a package of one linear: exit code {stock.returncode}")
+        skip_unless_they_load()
     model, x = blocks.model(1).eval().to(device), blocks.batch().to(device)
     batch = torch.export.Dim("batch", min=2, max=64)
     exported = torch.export.export(model, (x,), dynamic_shapes=({0: batch},))

@@ -147,6 +147,7 @@ for columns, kernel in ((32, TILED), (48, replace(TILED, block_n=48))):
     CASES |= {
         f"{columns} columns across groups": wide,
         f"{columns} columns across groups, bias": replace(wide, bias="row"),
+        f"{columns} columns across groups, scaled": replace(wide, bias="row", scales=(0.5,)),
         f"{columns} columns across groups, activations": replace(wide, activations=("silu", "", "relu")),
         f"{columns} columns across groups, K is no multiple": replace(wide, inner=(72,), rows=1),
         f"{columns} columns across groups, odd sizes": replace(wide, inner=(61,), columns=(33, 17)),

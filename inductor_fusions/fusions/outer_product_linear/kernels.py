@@ -134,9 +134,10 @@ def linear_kernel(
         high = tl.minimum(last - start, size_of(b, P, BLOCK_Q, ONE))
         if low < high:
             q = b * BLOCK_Q + k
-            x = tl.load(v + at_m[:, None] * v_rows + q[None, :] * v_columns, mask=q[None, :] < Q, other=0.0)
+            at_x = v + at_m[:, None] * v_rows + (q.to(tl.int64) * v_columns)[None, :]
+            x = tl.load(at_x, mask=q[None, :] < Q, other=0.0)
             for p in range(low, high):
-                left = tl.load(u + at_m * u_rows + p * u_columns)
+                left = tl.load(u + at_m * u_rows + tl.cast(p, tl.int64) * u_columns)
                 y = tl.load(f + at_n[None, :] * K + ((start + p) * BLOCK_Q + k)[:, None])
                 a = x * left[:, None]  # rounded as the written product would be
                 if TF32:
@@ -171,7 +172,8 @@ def factors_kernel(
     q = b * BLOCK_Q + k
     in_m, in_q = m < M, q < Q
     at_m = tl.where(in_m, m, 0).to(tl.int64)
-    right = tl.load(v + at_m[:, None] * v_rows + q[None, :] * v_columns, mask=in_q[None, :], other=0.0)
+    at_right = v + at_m[:, None] * v_rows + (q.to(tl.int64) * v_columns)[None, :]
+    right = tl.load(at_right, mask=in_q[None, :], other=0.0)
     begin = piece * DEEP * BLOCK_N
     xs = ()
     for i in tl.static_range(DEEP):
@@ -181,7 +183,7 @@ def factors_kernel(
     sums = tl.zeros((BLOCK_M, BLOCK_Q), dtype=tl.float32)
     start = start_of(b, P, BLOCK_Q, ONE)
     for p in range(chunk * length, tl.minimum((chunk + 1) * length, size_of(b, P, BLOCK_Q, ONE))):
-        left = tl.load(u + at_m * u_rows + p * u_columns).to(tl.float32)
+        left = tl.load(u + at_m * u_rows + tl.cast(p, tl.int64) * u_columns).to(tl.float32)
         at = ((start + p) * BLOCK_Q + k).to(tl.int64) * f_columns
         d = tl.zeros((BLOCK_M, BLOCK_Q), dtype=tl.float32)
         for i in tl.static_range(DEEP):

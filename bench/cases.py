@@ -124,7 +124,9 @@ class AttentionWork:
         self.nbytes *= 2 if row.train else 1
 
     def function(self, variant: str) -> Callable[..., torch.Tensor]:
-        return partial(fused, self.row, False) if variant == "limit" else partial(unfused, self.row)
+        if variant == "limit":
+            return partial(fused, self.row, False)
+        return partial(causal if self.row.mask == "causal" else unfused, self.row)
 
     def step(self, variant: str, compiled: Callable[..., torch.Tensor], which: int) -> Tensors:
         row, inputs = self.row, self._inputs[which]
@@ -138,6 +140,14 @@ class AttentionWork:
         if self._expected is None:
             self._expected = reference(self.row, self._inputs[0])
         return check(self.row, run, *self._expected)
+
+
+def causal(row: Row, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Unfused attention whose mask the graph makes, as models do: of one that is given nothing is known."""
+    keys = torch.arange(row.kv_len, device=q.device)
+    future = keys > keys[row.kv_len - row.q_len :, None]
+    made = torch.zeros_like(mask).masked_fill(future, torch.finfo(mask.dtype).min)
+    return unfused(row, q, k, v, made)
 
 
 def attention(rows: Iterable[Row], quick: bool = False, line: str = "") -> list[Case]:

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from bench import cases, common, compare, layers, models_lora, recommendation, suites
-from inductor_fusions import cli
+from bench.attention import inputs
+from bench.attention.rows import rows_of
+from inductor_fusions import cli, testing
 from inductor_fusions.cli import benching
 from tests.support.command_line import refuse
 
@@ -131,6 +133,18 @@ def test_operations_have_their_limit(name: str) -> None:
     """Beside stock stands what the products take alone, or what someone writes by hand."""
     found = [case for case in cases.cases("cpu") if case.name.startswith(f"{name} ") and not case.train]
     assert found and all("limit" in case.make("cpu").hands for case in found)
+
+
+def test_causal_mask_is_made_in_the_graph() -> None:
+    """As models do: then it is proved, and gone."""
+    (case,) = rows_of([(1, 4, 48, 16)], ["causal"], dtype="float32", trains=[False], kv_heads=2)
+    work = cases.AttentionWork(case, "cpu")
+    given = inputs.allocate(case, "cpu")
+    inputs.fill(case, given, 0)
+    seen = testing.capture(work.function("fused"), *given.arguments("unfused"))
+    assert [site.kernel for site in seen.sites] == ["sdpa, is_causal, enable_gqa"]
+    exact = work.function("limit")(*given.arguments("sdpa"))
+    torch.testing.assert_close(seen.tensors[0], exact, rtol=1e-5, atol=1e-5)
 
 
 def test_limit_of_a_pair_is_its_products() -> None:

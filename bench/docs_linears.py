@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from bench import interactions
@@ -29,7 +29,7 @@ def projections_section(data: Json) -> str:
     body = []
     for name, group in sorted(groups.items()):
         found = [value for row in group if (value := gain(row)) is not None]
-        limits = [r for row in group if row.get("best") and (r := quotient(row, str(row["best"]), "limit"))]
+        limits = [value for row in group if (value := _over(row, "limit"))]
         middle = statistics.median(found) if found else None
         body.append(
             (
@@ -53,7 +53,7 @@ def projections_section(data: Json) -> str:
             str(row["key"]),
             *(number(time, 1) for time in (stock_time(row), *_times(row, "bare", "limit"), best_time(row))),
             number(gain(row), 2),
-            number(quotient(row, str(row["best"]), "limit") if row.get("best") else None, 2),
+            number(_over(row, "limit"), 2),
         )
         for row in sorted(forward, key=_order)
     ]
@@ -96,40 +96,62 @@ def lora_section(data: Json) -> str:
         "`torch.compile`, and max-autotune where it was measured. `frozen` is the linear without an adapter, "
         "on the library."
     )
-    groups: dict[tuple[str, str], list[Json]] = {}
-    for row in rows:
+    groups: dict[str, list[Json]] = {}
+    for row in sorted(rows, key=lambda row: str(row["adapters"])):
         few = "up to 64 rows" if row["tokens"] <= 64 else "more rows"
-        groups.setdefault((f"{row['kind']}, {few}", f"{row['adapters']}"), []).append(row)
+        groups.setdefault(f"{row['kind']}, {few}, {row['adapters']} adapters", []).append(row)
+    parts += [summary("kind", "problems", groups, "frozen"), details("problem", rows, "frozen")]
+    return "\n\n".join(parts)
+
+
+def summary(what: str, count: str, groups: Mapping[str, Sequence[Json]], limit: str) -> str:
+    """A row for each group of rows: how many, what they gain, and their time over that of a limit.
+
+    Args:
+        what, count: heads of the first two columns.
+        groups: by name.
+        limit: the variant that is one.
+    """
+    columns = (what, count, "stock / ours, geometric mean", "least", f"ours / {limit}, geometric mean")
     body = [
         (
-            f"{kind}, {adapters} adapters",
+            name,
             str(len(group)),
             number(_mean([gain(row) for row in group]), 2),
             number(min((g for row in group if (g := gain(row))), default=None), 2),
-            number(_mean([_over_frozen(row) for row in group]), 2),
+            number(_mean([_over(row, limit) for row in group]), 2),
         )
-        for (kind, adapters), group in sorted(groups.items())
+        for name, group in sorted(groups.items())
     ]
-    columns = ("kind", "problems", "stock / ours, geometric mean", "least", "ours / frozen, geometric mean")
-    parts.append(table(columns, body))
-    columns = ("problem", "stock", "frozen", "ours", "stock / ours", "ours / frozen")
+    return table(columns, body)
+
+
+def details(what: str, rows: Iterable[Json], limit: str, prefix: str = "") -> str:
+    """Each row: times of stock, a limit and ours in microseconds, and their quotients.
+
+    Args:
+        what: head of the first column.
+        rows: of a tuner.
+        limit: the variant that is one.
+        prefix: of the rows' names, which is left out.
+    """
+    columns = (what, "stock", limit, "ours", "stock / ours", f"ours / {limit}")
     body = [
         (
-            str(row["key"]),
+            str(row["key"]).removeprefix(prefix),
             number(stock_time(row), 1),
-            number(get(row, "times_us", "frozen"), 1),
+            number(get(row, "times_us", limit), 1),
             number(best_time(row), 1),
             number(gain(row), 2),
-            number(_over_frozen(row), 2),
+            number(_over(row, limit), 2),
         )
         for row in rows
     ]
-    return "\n\n".join([*parts, table(columns, body)])
+    return table(columns, body)
 
 
-def _over_frozen(row: Json) -> float | None:
-    frozen, best = get(row, "times_us", "frozen"), best_time(row)
-    return best / frozen if frozen and best else None
+def _over(row: Json, limit: str) -> float | None:
+    return quotient(row, str(row["best"]), limit) if row.get("best") else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.compare import geometric_mean
-from bench.docs_linears import best_time, gain, stock_time
-from bench.docs_pieces import NONE, NOTICE, Json, get, number, opening, quotient, table
+from bench.docs_linears import details, gain, summary
+from bench.docs_pieces import NONE, NOTICE, Json, get, number, opening, table
 from inductor_fusions.tables import MARGIN
 
 TEXT = """# An MLP in one kernel?
@@ -97,45 +96,18 @@ def epilogues(data: Json) -> list[str]:
         "max-autotune, where both were measured. **bare** is the library's product without bias and "
         "activation: what the whole would take if the rest were free."
     )
-    kinds: dict[tuple[str, str], list[Json]] = {}
+    kinds: dict[str, list[Json]] = {}
     for row in rows:
         few = "up to 128 tokens" if row["tokens"] <= 128 else "more tokens"
-        kinds.setdefault((str(row["activation"]), few), []).append(row)
-    summary = [
-        (
-            f"{activation}, {few}",
-            str(len(group)),
-            number(geometric_mean([value for row in group if (value := gain(row))]), 2),
-            number(min(value for row in group if (value := gain(row))), 2),
-            number(geometric_mean([value for row in group if (value := over_bare(row))]), 2),
-        )
-        for (activation, few), group in sorted(kinds.items())
-    ]
-    columns = ("activation", "cases", "stock / ours, geometric mean", "least", "ours / bare, geometric mean")
-    body = [
-        (
-            str(row["key"]).removeprefix("linear "),
-            number(stock_time(row), 1),
-            number(get(row, "times_us", "bare"), 1),
-            number(best_time(row), 1),
-            number(gain(row), 2),
-            number(over_bare(row), 2),
-        )
-        for row in rows
-    ]
+        kinds.setdefault(f"{row['activation']}, {few}", []).append(row)
     return [
         f"## The first half alone, {data.get('device', '?')}",
         f"torch {data.get('torch', '?')}, {str(data.get('date', '?'))[:10]}; "
         "[performance.md](performance.md) has the commands.",
         text,
-        table(columns, summary),
-        table(("case", "stock", "bare", "ours", "stock / ours", "ours / bare"), body),
+        summary("activation", "cases", kinds, "bare"),
+        details("case", rows, "bare", "linear "),
     ]
-
-
-def over_bare(row: Json) -> float | None:
-    """The time of ours over that of the library's product alone."""
-    return quotient(row, str(row["best"]), "bare") if row.get("best") else None
 
 
 def section(data: Json) -> str:

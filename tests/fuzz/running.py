@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import random
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,6 @@ from tests.fuzz import attentions, masks, products
 from tests.fuzz.judge import Judged, judge, judge_mask, judge_products
 from tests.support.dynamo import spend_less
 
-ROOT = Path(__file__).resolve().parents[2]
 KINDS: dict[str, Any] = {
     "attentions": attentions.attentions,
     "masks": masks.masked,
@@ -242,7 +240,10 @@ def fuzz(
         for kind, _, size in todo:
             left[kind] += size
         tasks = {k: progress.add_task(k, total=examples, completed=examples - left[k]) for k in kinds}
-        advance = lambda kind, n: progress.advance(tasks[kind], n)  # noqa: E731
+
+        def advance(kind: str, count: int) -> None:
+            progress.advance(tasks[kind], count)
+
         for done in run_batches(todo, share, jobs, advance, device):
             failures += done.failures
             if report is not None:  # a resumed run may be of another commit
@@ -258,5 +259,4 @@ def provenance(device: str | None = None, **settings: Any) -> dict[str, Any]:
     """The header of a report: device, versions, commit, date and settings."""
     head = environment(device or "cpu", "tests.fuzz")
     del head["transformers"]  # no program needs it
-    told = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return {**head, "commit": told.stdout.strip() or None, "settings": settings}
+    return {**head, "settings": settings}

@@ -12,6 +12,7 @@ import pytest
 
 from bench import outer_product as bench
 from bench import outer_product_tiles as tiles
+from tests.support.interactions import TIMES, table_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,21 +27,12 @@ def test_grid_has_what_the_documentation_states() -> None:
         assert wanted <= found
 
 
-ROW = {
-    "kind": "linear", "rows": 2048, "train": False, "p": 432, "q": 432, "columns": 512, "dtype": "float32",
-    "fused": 1, "correct": True, "times_us": {"stock": 6.0, "max_autotune": 4.0, "fused": 2.0},
-    "device_us": {"stock": 6.0, "max_autotune": 3.0, "fused": 2.0},
-}  # fmt: skip
-
-
 def test_table(tmp_path: Path) -> None:
-    """The worse clock and the better stock count; a wrong row never pays; whole models are no rows."""
-    path = tmp_path / "a_device.json"
-    path.write_text('{"schema": 1, "device": "A device", "attention": []}')
-    bench.table(path, [ROW, {**ROW, "train": True, "correct": False}, {**ROW, "kind": "dlrm"}])
-    data = json.loads(path.read_text())
-    assert [row["gain"] for row in data["outer_product_linear"]] == [1.5, 0.0]
-    assert data["device"] == "A device"
+    row = {
+        "kind": "linear", "rows": 2048, "train": False, "p": 432, "q": 432, "columns": 512,
+        "dtype": "float32", "fused": 1, "correct": True, **TIMES,
+    }  # fmt: skip
+    assert len(table_of(bench, row, "outer_product_linear", tmp_path)) == 2
 
 
 @pytest.mark.parametrize("size", [2, 4])

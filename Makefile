@@ -73,7 +73,7 @@ gate: $(READY_BENCH) ## whole models and operations, stock beside fused; GATE_AR
 ledger: $(READY) ## count anew what is compiled for each model: bench/ledger.json
 	$(PY) -m bench.ledger $(LEDGER_ARGS)
 
-docs: $(READY) ## write what the results say into the documentation
+docs: $(READY_BENCH) ## write what the results say into the documentation
 	$(PY) -m bench.docs
 
 fuzz: $(READY) ## random programs for hours; FUZZ_ARGS='--examples 500 --seed 1' for less

@@ -92,8 +92,7 @@ def performance(results: Path) -> str:
     contents = "\n".join(f"- [{title}](#{anchor(title)})" for title in titles)
     plots = [
         f"{plot.told}\n\n![{plot.told.partition(':')[0].partition('.')[0]}]({name})"
-        for name, plot in docs_plots.PLOTS.items()
-        if plot.draw(results, PLOTTED)
+        for name, plot, _ in docs_plots.wanted(results, PLOTTED)
     ]
     return "\n\n".join([NOTICE, PREFACE.strip(), contents, *plots, *parts]) + "\n"
 
@@ -122,7 +121,7 @@ def readme(text: str, results: Path) -> str:
 
 
 def render(root: Path = ROOT) -> dict[Path, str]:
-    """Each file that this script writes, with what it should hold."""
+    """Each text that this script writes, with what it should hold."""
     results, page = root / "bench" / "results", root / "README.md"
     tested = root / "docs" / "reliability.md"
     measured = results / README_RESULTS
@@ -134,19 +133,21 @@ def render(root: Path = ROOT) -> dict[Path, str]:
         root / "docs" / "speedups.svg": picture.draw(
             json.loads(measured.read_text("utf-8")) if measured.exists() else {"rows": []}
         ),
-        **{
-            root / "docs" / name: drawn
-            for name, plot in docs_plots.PLOTS.items()
-            if (drawn := plot.draw(results, PLOTTED))
-        },
     }
+
+
+def plotted(root: Path = ROOT) -> dict[Path, tuple[docs_plots.Plot, Json]]:
+    """Each plot that this script draws, with its data."""
+    made = docs_plots.wanted(root / "bench" / "results", PLOTTED)
+    return {root / "docs" / name: (plot, data) for name, plot, data in made}
 
 
 def stale(root: Path = ROOT) -> list[Path]:
     """The files that do not hold what the results say."""
-    return [
+    texts = [
         path for path, text in render(root).items() if not path.exists() or path.read_text("utf-8") != text
     ]
+    return [*texts, *(path for path, (_, data) in plotted(root).items() if docs_plots.stale(path, data))]
 
 
 def main() -> None:
@@ -165,6 +166,10 @@ def main() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")
         print(path.relative_to(ROOT))
+    for path, (plot, data) in plotted().items():
+        if docs_plots.stale(path, data):
+            docs_plots.write(path, plot, data)
+            print(path.relative_to(ROOT))
 
 
 if __name__ == "__main__":

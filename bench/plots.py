@@ -8,7 +8,7 @@ length.{png,svg}     time against sequence length, or number of tokens, where ca
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ STYLES = {
     "autotuned": {"color": "#009e73", "marker": "D", "linestyle": "-."},
     "sdpa": {"color": "#cc79a7", "marker": "v", "linestyle": ":"},
 }
+#: Of what is fused, where rows name their kernel.
+KERNELS = (("#0072b2", "o"), ("#009e73", "D"), ("#d55e00", "^"), ("#cc79a7", "v"), ("#e69f00", "P"))
 FONT = {"font.size": 9, "axes.titlesize": 10, "svg.fonttype": "path", "axes.spines.top": False,
         "axes.spines.right": False, "figure.dpi": 100, "savefig.dpi": 200}  # fmt: skip
 
@@ -42,27 +44,42 @@ def draw(data: Json, folder: Path) -> list[Path]:
     Raises:
         ImportError: matplotlib is not installed.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    for name in PLOTS:
+        written += save(name, data, [folder / f"{name}.{suffix}" for suffix in ("png", "svg")])
+    return written
+
+
+def save(name: str, data: Json, paths: Sequence[Path], source: str = "") -> list[Path]:
+    """Draw one plot into files.
+
+    Args:
+        name: a key of `PLOTS`.
+        data: as in `draw`.
+        paths: the files, whose endings say what they are.
+        source: what SVG files say that they were drawn from.
+
+    Returns:
+        The files written: none without data.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    folder.mkdir(parents=True, exist_ok=True)
-    written: list[Path] = []
-    plots = {"speedup": speedup, "roofline": roofline, "length": length}
     with matplotlib.rc_context(FONT):
-        for name, plot in plots.items():
-            figure = plot(data, pyplot)
-            if figure is None:
-                continue
-            for suffix in ("png", "svg"):
-                path = folder / f"{name}.{suffix}"
-                figure.savefig(
-                    path, bbox_inches="tight", metadata={"Date": None} if suffix == "svg" else None
-                )
-                written.append(path)
-            pyplot.close(figure)
-    return written
+        figure = PLOTS[name](data, pyplot)
+        if figure is None:
+            return []
+        for path in paths:
+            told = {"Date": None, "Source": source or None} if path.suffix == ".svg" else None
+            figure.savefig(path, bbox_inches="tight", metadata=told)
+        pyplot.close(figure)
+    return list(paths)
 
 
 def where(data: Json) -> str:
@@ -99,9 +116,7 @@ def speedup(data: Json, pyplot: Any) -> Any:
 def roofline(data: Json, pyplot: Any) -> Any:
     """Achieved FLOP/s over arithmetic intensity; the roofs are the rates that were measured on the device."""
     peak = data.get("peak") or {}
-    rows = [
-        r for r in data["rows"] if r.get("flops") and r.get("bytes") and r.get("median_ms", {}).get("fused")
-    ]
+    rows = [r for r in data["rows"] if r.get("flops") and r.get("bytes") and _ms(r, "fused")]
     if not rows or not peak:
         return None
     figure, axes = pyplot.subplots(figsize=(7.5, 4.5))
@@ -113,24 +128,31 @@ def roofline(data: Json, pyplot: Any) -> Any:
         axes.plot(xs, [min(top, slope * x) / 1e12 for x in xs], color="black", linewidth=1)
         axes.annotate(f"{dtype}: {peak['tflops'][dtype]:g} TFLOP/s, {peak['gb_per_s']:g} GB/s",
                       (high, top / 1e12), ha="right", va="bottom", fontsize=8)  # fmt: skip
-    for variant in ("stock", "fused", "limit"):
+    for variant, label, color, marker in _groups(rows):
         points = [
             (r["flops"] / r["bytes"], r["flops"] / (ms * 1e-3) / 1e12)
             for r in rows
-            if (ms := _ms(r, variant))
+            if (ms := _ms(r, variant)) and label in (variant, r.get("kernel"))
         ]
         if points:
-            style = STYLES[variant]
-            axes.scatter(
-                *zip(*points, strict=True), label=variant, s=18, color=style["color"], marker=style["marker"]
-            )
+            size = 9 if variant == "stock" else 18
+            axes.scatter(*zip(*points, strict=True), label=label, s=size, color=color, marker=marker)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("FLOPs a byte that has to be moved")
     axes.set_ylabel("TFLOP/s")
     axes.legend(frameon=False, loc="lower right")
-    axes.set_title(f"Operations and blocks: {where(data)}")
+    axes.set_title(f"Linears, attentions and blocks: {where(data)}")
     return figure
+
+
+def _groups(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
+    """Variant, label, colour and marker of what a roofline shows: of what is fused, each kernel by itself."""
+    kernels = sorted({str(row["kernel"]) for row in rows if row.get("kernel")})
+    found = [(v, v, STYLES[v]["color"], STYLES[v]["marker"]) for v in ("stock", "fused", "limit")]
+    if not kernels:
+        return found
+    return [found[0], *(("fused", k, *style) for k, style in zip(kernels, KERNELS, strict=False)), found[2]]
 
 
 def _ms(row: Row, variant: str) -> float | None:
@@ -153,8 +175,20 @@ def lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
     }
 
 
+def _apart(sizes: Sequence[int]) -> list[int]:
+    """Those of some sizes, in order, whose labels do not run into each other."""
+    least = (sizes[-1] / sizes[0]) ** (1 / 6)
+    found: list[int] = []
+    for size in sizes:
+        if not found or size >= found[-1] * least:
+            found.append(size)
+    return found
+
+
 def length(data: Json, pyplot: Any) -> Any:
     """A panel for each curve: time over length, of each variant."""
+    from matplotlib.ticker import NullFormatter
+
     curves = lines(data["rows"])
     if not curves:
         return None
@@ -169,14 +203,22 @@ def length(data: Json, pyplot: Any) -> Any:
                 axes.plot(*zip(*points, strict=True), label=variant, markersize=3.5, linewidth=1.2, **style)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_xticks([int(row["length"]) for row in rows], [str(row["length"]) for row in rows])
+        ticks = _apart([int(row["length"]) for row in rows])
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        if min(axes.get_ylim()) * 10 < max(axes.get_ylim()):
+            axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_title(name, fontsize=8)
         axes.set_xlabel("sequence length" if rows[0].get("suite") == "attention" else "tokens", fontsize=8)
         axes.set_ylabel("ms", fontsize=8)
         axes.tick_params(labelsize=7)
     for axes in panels[len(curves) :]:
         axes.set_visible(False)
-    panels[0].legend(frameon=False, fontsize=7)
+    max(panels, key=lambda axes: len(axes.lines)).legend(frameon=False, fontsize=7)
     figure.suptitle(where(data), fontsize=9)
     figure.tight_layout()
     return figure
+
+
+#: By name: from results, and matplotlib's pyplot, a figure; None without data.
+PLOTS: dict[str, Callable[[Json, Any], Any]] = {"speedup": speedup, "roofline": roofline, "length": length}

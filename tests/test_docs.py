@@ -343,43 +343,52 @@ def test_work_of_a_row() -> None:
 
 
 def test_roofline(tmp_path: Path) -> None:
-    """Each point lies within the axes; none is drawn without the device's rates, or out of budget."""
+    """What a device was measured at, by kernel; nothing without its rates, and nothing that was wrong."""
     folder = copied(tmp_path) / "bench" / "results"
-    root = ElementTree.fromstring(docs_plots.roofline(folder, "h200"))
-    texts = [element.text or "" for element in root.iter() if element.tag.endswith("text")]
-    assert {"stock", "block GEMM, row", "block GEMM, tiled", "block GEMM, persistent"} < set(texts)
-    assert any("TFLOP/s, " in text for text in texts)
-    spots = [(float(e.get("cx", "")), float(e.get("cy", ""))) for e in root.iter() if e.get("cx")]
-    assert len(spots) > 50
-    assert all(60 <= x <= 680 and 56 <= y <= 386 for x, y in spots)
-    wrong = {
-        "dtype": "bfloat16", "train": False, "mask": "none", "batch": 1, "heads": 1, "kv_heads": 1,
-        "q_len": 8, "kv_len": 8, "head_dim": 8,
-        "times_us": {"unfused": 2.0, "cudnn": 1.0}, "wrong": {"cudnn": "0.5"},
-    }  # fmt: skip
-    assert set(docs_plots.points([], [wrong])) == {"stock"}
+    data = docs_plots.roofline(folder, "h200")
+    kernels = {row["kernel"] for row in data["rows"]}
+    assert {"attention", *(f"block GEMM, {name}" for name in ("row", "tiled", "persistent"))} <= kernels
+    peak = 1.02 * data["peak"]["tflops"]["bfloat16"]
+    rates = [r["flops"] / r["device_ms"]["fused"] / 1e9 for r in data["rows"] if "fused" in r["device_ms"]]
+    assert len(rates) > 50 and all(0 < rate <= peak for rate in rates)
+    assert docs_plots.times({"times_us": {"unfused": 2.0, "cudnn": 1.0}, "wrong": {"cudnn": "0.5"}}) == {
+        "stock": 0.002
+    }
     (folder / "whole_mlp_h200.json").unlink()
-    assert docs_plots.roofline(folder, "h200") == ""
+    assert not docs_plots.roofline(folder, "h200")["rows"]
 
 
 def test_time_over_size(tmp_path: Path) -> None:
-    """A panel has the rows that differ in one size alone, in order; a panel of one row is left out."""
+    """A curve has the rows that differ in one size alone."""
     folder = tmp_path / "results"
     folder.mkdir()
-    assert docs_plots.lengths(folder, "h200") == ""
+    assert not docs_plots.lengths(folder, "h200")["rows"] and not docs_plots.wanted(folder, "h200")
     rows = [
         {"key": f"gated 4096->14336+14336 silu m{m} bfloat16", "best": "ours",
-         "times_us": {"stock": 3.0 * m, "max_autotune": 2.0 * m, "ours": 1.0 * m, "limit": 0.5 * m}}
+         "times_us": {"stock": 3e3 * m, "max_autotune": 2e3 * m, "ours": 1e3 * m, "limit": 5e2 * m}}
         for m in (64, 1, 512)
     ]  # fmt: skip
-    rows.append({**rows[0], "key": "shared_a 4096->4096+1024+1024 m16 bfloat16"})
+    rows.append({**rows[0], "key": "gated 4096->14336+14336 gelu m64 bfloat16"})
     (folder / "projections_h200.json").write_text(json.dumps({"device": "a device", "rows": rows}))
-    (panel,) = [panel for panel in docs_plots.PANELS if panel.key.startswith("gated")]
-    assert docs_plots.curve(rows, panel) == [
-        (m, {"stock": 2.0 * m, "ours": 1.0 * m, "limit": 0.5 * m}) for m in (1, 64, 512)
+    data = docs_plots.lengths(folder, "h200")
+    assert data["device"] == "a device" and {row["line"] for row in data["rows"]} == {
+        "gated MLP, 4096 to 14336"
+    }
+    assert [(row["length"], row["device_ms"]) for row in data["rows"]] == [
+        (m, {"stock": 2.0 * m, "fused": 1.0 * m, "limit": 0.5 * m}) for m in (64, 1, 512)
     ]
-    drawn = docs_plots.lengths(folder, "h200")
-    assert panel.title in drawn and "QKV" not in drawn and "a device" in drawn
+
+
+def test_plot_of_other_data_is_stale(tmp_path: Path) -> None:
+    """Told by what the file says that it was drawn from; what is drawn says so."""
+    data = docs_plots.lengths(ROOT / "bench" / "results", "h200")
+    assert not docs_plots.stale(ROOT / "docs" / "lengths.svg", data)
+    assert docs_plots.stale(ROOT / "docs" / "lengths.svg", {**data, "rows": data["rows"][1:]})
+    assert docs_plots.stale(tmp_path / "lengths.svg", data)
+    pytest.importorskip("matplotlib")
+    docs_plots.write(tmp_path / "lengths.svg", docs_plots.PLOTS["lengths.svg"], data)
+    assert not docs_plots.stale(tmp_path / "lengths.svg", data)
+    ElementTree.parse(tmp_path / "lengths.svg")
 
 
 def test_geometric_means_are_told() -> None:

@@ -152,6 +152,7 @@ FOUND = {
     "adapter on Blackwell": Drawn(groups(1, (256, 16), ("tt", "tn"), 512), output=FP32, arch=100),
     # Shared memory: the tiles of several products are under way, or what is stored is wide.
     "short products": Drawn(groups(2, (32, 16, 48), ("nt", "tn", "tn")), tail="float32"),
+    "many short products": Drawn(groups(1, (48, 32, 16, 16, 48, 24), ("nn", "nt") * 3, 70)),
     "one step on Blackwell": Drawn(groups(1, (56,), ("nt",)), biases={0: (True, FP32)}, arch=100),
     "wider adapters of float32": Drawn(groups(3, (1024, 32), ("nn", "nn"), 300), later=FP32),
     **{
@@ -184,11 +185,11 @@ def test_parts(tail: str, parts: int) -> None:
 
 @st.composite
 def drawn_structures(draw: Any) -> Drawn:
-    """Of one to six groups with one to three products each."""
+    """Of one to six groups with one to eight products in all, or one for each."""
     dtype = draw(st.sampled_from([BF16, BF16, FP16, FP32]))
     gated = draw(st.integers(0, 5)) == 5
     count = 2 if gated else draw(st.integers(1, 6))
-    each = draw(st.integers(1, min(3, 8 // count)))
+    each = draw(st.integers(1, max(1, 8 // count)))
     eights = st.one_of(
         st.sampled_from([8, 16, 64, 128, 1024, 4096, 8192]), st.integers(1, 1024).map(lambda n: 8 * n)
     )

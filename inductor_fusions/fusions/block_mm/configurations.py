@@ -87,7 +87,13 @@ def default(problem: Problem, arch: int) -> Config:
         if small or not _are_alike(problem):
             return Config("persistent", 128, 128, 64, 8, 4)
         return Config("persistent", 128, 256, 64, 8, 3, subtiles=2)
-    if wide or problem.gated or most <= 256:
+    return _any_size(problem)
+
+
+def _any_size(problem: Problem) -> Config:
+    """A tiled configuration for more than 64 rows, with room for it on every device."""
+    most = max(512 if m is None else m for m in problem.rows)
+    if problem.dtype == torch.float32 or problem.gated or most <= 256:
         return Config("tiled", 64, 64, 32, 4, 3)
     return Config("tiled", 128, 128, 32, 8, 3)
 
@@ -252,6 +258,8 @@ def fitted(choice: Config, problem: Problem, arch: int, dtype: torch.dtype) -> C
 
     Tables are measured with outputs of the dtype of the operands. Others may be wider, and so may be what the
     scheduler stores in their place; a part is staged in shared memory beside the tiles that are under way.
+    Many short products, which are under way together, may leave room for no persistent kernel: such a sum
+    gets a tiled one.
 
     Args:
         choice: the configuration.
@@ -267,6 +275,9 @@ def fitted(choice: Config, problem: Problem, arch: int, dtype: torch.dtype) -> C
         return shared_bytes(tried, problem, part)
 
     limit = SHARED_LIMIT[arch]
+    narrowest = 0 if problem.gated else choice.block_m * 16 * torch.float64.itemsize
+    if shared_bytes(replace(choice, num_stages=2), problem, narrowest) > limit:
+        return _any_size(problem)
     # A gated pair is stored in one part.
     if dtype.itemsize > problem.dtype.itemsize and not problem.gated:
         while needed(choice) > limit // choice.per_processor and choice.block_n // choice.subtiles > 16:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from inductor_fusions import testing
+import inductor_fusions
+from inductor_fusions import config, testing
 from tests.attention.support import (
     BATCH,
     FLEX,
@@ -300,3 +301,23 @@ def test_frozen_queries_keys_and_values(case: Any, flex: bool) -> None:
     inputs = [*qkv(grad=False), rand(*shape), padding]
     with flex_everywhere() if flex else contextlib.nullcontext():
         check(scored(change), inputs)
+
+
+def test_number_on_the_cpu() -> None:
+    """It may be added to scores on any device, but a kernel there cannot read it."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(q @ k.mT * 0.5 + bias, -1) @ v
+
+    inputs = [torch.empty(BATCH, HEADS, 8, 4, device="meta") for _ in range(3)]
+    with config.patch(policy="always"):
+        (there,) = inductor_fusions.explain(attend, *inputs, torch.tensor(-3.0, device="meta")).sites
+        (here,) = inductor_fusions.explain(attend, *inputs, torch.tensor(-3.0)).sites
+    assert there.verdict == "fused"
+    assert here.verdict == "rejected" and "on another device" in here.reason
+
+
+@pytest.mark.gpu
+def test_number_on_the_cpu_beside_a_gpu() -> None:
+    inputs = [*(x.cuda() for x in qkv()), torch.tensor(-3.0)]
+    unfused(lambda q, k, v, bias: torch.softmax(q @ k.mT + bias, -1) @ v, inputs, "on another device")

@@ -7,7 +7,7 @@ settled, and the mask algebra says what is left of the mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -173,7 +173,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         scalers.append((kind, node if operand is None else _moved(operand, stage, target)))
     if any(stage.scalers for stage in site.stages[1:]) or (site.stages and site.scalers):
         raise Rejected("a tensor scale is applied after a function of the scores")
-    return Problem(
+    problem = Problem(
         q=q,
         k=short_k,
         v=short_v,
@@ -195,6 +195,22 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         overwritten=interpreter.mutations.touch,
         version=interpreter.mutations.last,
     )
+    if any(value.device != q.value.device for value in _added(problem)):
+        raise Rejected("a mask or a bias is a number on another device")
+    return problem
+
+
+def _added(problem: Problem) -> Iterator[torch.Tensor]:
+    """What the kernel reads beside q, k and v. Numbers on a CPU may be added to scores on any device."""
+    yield from (operand.value for _, operand in problem.terms)
+    for _, biases, other in problem.stages:
+        yield from (operand.value for _, operand in biases)
+        yield from (other.value,) if other is not None else ()
+    if problem.sink is not None:
+        yield problem.sink[0].value
+    for element in structure.elements(problem.structure and problem.structure.visible):
+        value = torch_ops.tensor(element.node)
+        yield from (value,) if value is not None else ()
 
 
 def _feeds_products(node: fx.Node | None) -> bool:

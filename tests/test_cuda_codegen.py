@@ -80,3 +80,15 @@ def test_wgmma_spills_and_shared_memory_are_seen() -> None:
         kernels.product, signature, {"SIZE": 256}, 80, aligned=pointers, num_warps=16
     )
     assert deep.shared_bytes > deep.shared_limit and not deep.fits
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_operands_that_change_while_they_are_read_are_seen(wait: bool) -> None:
+    from tests.support import kernels
+
+    signature = dict.fromkeys(("a", "factors", "b"), "*bf16") | {"out": "*fp32", "COUNT": "i32"}
+    signature |= dict.fromkeys(("SIZE", "WAIT"), "constexpr")
+    found = cuda_codegen.compile_function(
+        kernels.scaled_products, signature, {"SIZE": 64, "WAIT": wait}, aligned=("a", "b", "out")
+    )
+    assert found.uses_wgmma and bool(found.overwritten) is not wait and found.fits is wait

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .device import DEVICES, Device, pretended
+from .hazards import overwritten
 from .written import load
 
 
@@ -27,6 +28,7 @@ class MachineCode:
         shared_limit: what the device has of it for one block.
         warps: warps of one block.
         ptx: its PTX.
+        overwritten: matrix products one of whose operands changes while it may still be read.
     """
 
     config: str
@@ -37,11 +39,13 @@ class MachineCode:
     shared_limit: int
     warps: int
     ptx: str
+    overwritten: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
-        """No register spills, and shared memory is within the limit."""
-        return self.spill_bytes == 0 and self.stack_bytes == 0 and self.shared_bytes <= self.shared_limit
+        """No register spills, shared memory is within the limit, and no operand changes while it is read."""
+        in_registers = self.spill_bytes == 0 and self.stack_bytes == 0 and not self.overwritten
+        return in_registers and self.shared_bytes <= self.shared_limit
 
     @property
     def uses_wgmma(self) -> bool:
@@ -62,6 +66,7 @@ class MachineCode:
         return (
             f"{self.config}: {self.registers} registers, {self.spill_bytes} B spilled, "
             f"{self.shared_bytes} of {self.shared_limit} B shared"
+            + "".join(f", overwritten while it is read: {dot}" for dot in self.overwritten)
         )
 
 
@@ -150,6 +155,7 @@ def _read(binary: Any, config: str, device: Device) -> MachineCode:
         shared_limit=device.shared_bytes,
         warps=int(binary.metadata.num_warps),
         ptx=ptx,
+        overwritten=overwritten(binary.asm["ttgir"]),
     )
 
 

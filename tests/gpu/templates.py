@@ -137,6 +137,7 @@ def pair(early: bool, **wanted: int) -> Iterator[None]:
 
 
 LORA = ((512, 256), (384, 256), (16, 256), (384, 16))
+WIDE_LORA = ((4096, 2048), (2048, 2048), (16, 2048), (2048, 16))
 FEW = ((12, 512), (384, 512), (16, 512), (384, 16))
 
 
@@ -171,6 +172,25 @@ SHORT = ((12, 2, 49, 32),) * 3 + ((1, 2, 49, 49),)
 def outer(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
     found: Tensor = OUTER_PRODUCT_LINEAR(u, v, w)
     return found
+
+
+def pairs(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return F.linear((u[:, :, None] * v[:, None, :]).flatten(1), w)
+
+
+def square(u: Tensor, w: Tensor) -> Tensor:
+    return pairs(u, u, w)
+
+
+@contextlib.contextmanager
+def tf32() -> Iterator[None]:
+    """Where torch may use TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def interaction(t: Tensor, dense: Tensor) -> Tensor:
@@ -243,6 +263,27 @@ TEMPLATES: dict[str, Template] = {
     "flex, documents and softcap": Template(
         packed, (*HEADS, ("ids", 2, 300)), ("flex_attention",), True, FLEX, (FP32,) * 3
     ),
+}
+
+#: The kernels as models have them, each in the configuration that the table of the device gives it: what goes
+#: wrong now and then may do so only where every multiprocessor is busy.
+LARGE: dict[str, Template] = {
+    "linears": Template(linears, ((512, 4096), (4096, 4096), (1024, 4096), (1024, 4096)), GEMM, True),
+    "gated MLP": Template(gated, ((2048, 2048), (8192, 2048), (8192, 2048), (2048, 8192)), GEMM, True),
+    "adapters": Template(lora, WIDE_LORA, NARROW, True, fixed=(1,)),
+    "adapters of float32": Template(
+        lora, WIDE_LORA, NARROW, True, dtypes=(BF16, BF16, FP32, FP32), fixed=(1,)
+    ),
+    "adapters, one row": Template(lora, ((1, 4096), (4096, 4096), (16, 4096), (4096, 16)), PAIR),
+    "short attention": Template(
+        biased, (((2048, 3, 49, 32),) * 3) + ((1, 3, 49, 49),), ("short_attention",), True, short_everywhere
+    ),
+    "square of features": Template(square, ((2048, 432), (512, 432**2)), (), True),
+    "square of features, float32": Template(
+        square, ((2048, 432), (512, 432**2)), (), True, tf32, dtypes=(FP32, FP32)
+    ),
+    "outer product": Template(pairs, ((2048, 432), (2048, 400), (512, 432 * 400)), (), True),
+    "dot interaction": Template(interaction, ((8192, 27, 64), (8192, 64)), (), True),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.templates import TEMPLATES, Template, compiled, differentiated
+from tests.gpu.templates import LARGE, TEMPLATES, Template, compiled, differentiated
 
 pytestmark = pytest.mark.gpu
 
@@ -74,20 +74,31 @@ def check_numbers(template: Template, run: Callable[..., list[Tensor]], device: 
 
 
 def test_repeats(template: Template) -> None:
-    """250 times the same bits: behind a kernel that has just written the input, where NaN was before."""
+    repeat(template, REPEATS)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_as_large_as_in_models(name: str) -> None:
+    repeat(LARGE[name], 50)
+    with LARGE[name].active():
+        check_numbers(LARGE[name], compiled(LARGE[name]), "cuda", 0)
+
+
+def repeat(template: Template, times: int) -> None:
+    """The same bits each time: behind a kernel that has just written the input, where NaN was before."""
     kept = template.inputs("cuda")
     inputs = template.inputs("cuda")
     noise = torch.randn(1000, 1000, device="cuda")
     with template.active():
         run = compiled(template)
         expected = [y.clone() for y in run(inputs)]
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(REPEATS):
-        with torch.no_grad():
-            inputs[0].fill_(float("nan"))
-            noise.sin_()
-            inputs[0].copy_(kept[0])
-        wrong += different(run(inputs), expected)
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(times):
+            with torch.no_grad():
+                inputs[0].fill_(float("nan"))
+                noise.sin_()
+                inputs[0].copy_(kept[0])
+            wrong += different(run(inputs), expected)
     assert not wrong.item()
     assert all(y.isfinite().all() for y in expected)
 

@@ -10,6 +10,8 @@ LINEAR = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4}
 FACTORS = {"BLOCK_M": 16, "BLOCK_N": 16, "DEEP": 2}
 WEIGHT = {"BLOCK_R": 32, "BLOCK_N": 16, "BLOCK_M": 16}
 BLOCK = 16
+#: Less than some N: gradients of weights in several pieces.
+kernels.PIECE = 32
 
 #: Rows, P, Q, N; Q is 0 where u and v are one matrix.
 SIZES: dict[str, tuple[int, int, int, int]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -66,6 +67,7 @@ def test_L1_dlrm_in_full(device: torch.device) -> None:
 @pytest.mark.slow
 def test_L1_memory_of_a_training_step() -> None:
     """The model of the lecture at its own size: the rows of 186,624 products are never there."""
+    gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()  # by other tests
     model = DLRM().to("cuda", torch.bfloat16)

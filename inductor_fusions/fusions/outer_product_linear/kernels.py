@@ -30,8 +30,8 @@ Tile = Mapping[str, int]
 BLOCK_Q = {2: 64, 4: 32}
 #: Tiles, warps and stages of each kernel, by the size of an element.
 LINEAR: dict[int, Tile] = {
-    2: {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4, "num_stages": 4},
-    4: {"BLOCK_M": 128, "BLOCK_N": 256, "num_warps": 8, "num_stages": 4},
+    2: {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3},
+    4: {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3},
 }
 FACTORS: dict[int, Tile] = {
     2: {"BLOCK_M": 128, "BLOCK_N": 128, "DEEP": 2, "num_warps": 8, "num_stages": 3},
@@ -45,6 +45,10 @@ PACK: dict[int, Tile] = {
     2: {"BLOCK_P": 64, "BLOCK_N": 4, "num_warps": 2},
     4: {"BLOCK_P": 32, "BLOCK_N": 2, "num_warps": 4},
 }
+#: Rows of the gradient of the weight that are computed at a time.
+PIECE = 256
+#: Whether Triton interprets kernels: they have no machine instructions then.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 #: Thread blocks at a time, where the device does not say.
 PROGRAMS = 128
 
@@ -53,6 +57,18 @@ PROGRAMS = 128
 def to_tf32(x):
     """float32 rounded to the nearest number of TF32."""
     return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def waited_for(acc):
+    """A sum, when the product that is added to it is over: the next one may have other left operands.
+
+    Left operands lie in registers, and Triton 3.6 and 3.7 leave products under way that nothing else in a
+    loop needs, while the next iteration writes those registers. This needs them, and is no instruction.
+    """
+    if INTERPRETED:
+        return acc
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -136,13 +152,17 @@ def linear_kernel(
             q = b * BLOCK_Q + k
             at_x = v + at_m[:, None] * v_rows + (q.to(tl.int64) * v_columns)[None, :]
             x = tl.load(at_x, mask=q[None, :] < Q, other=0.0)
+            left = tl.load(u + at_m * u_rows + tl.cast(low, tl.int64) * u_columns)
             for p in range(low, high):
-                left = tl.load(u + at_m * u_rows + tl.cast(p, tl.int64) * u_columns)
+                # Loaded while the product in front runs; Triton does so for operands of products alone.
+                following = tl.cast(tl.minimum(p + 1, high - 1), tl.int64)
+                coming = tl.load(u + at_m * u_rows + following * u_columns)
                 y = tl.load(f + at_n[None, :] * K + ((start + p) * BLOCK_Q + k)[:, None])
                 a = x * left[:, None]  # rounded as the written product would be
                 if TF32:
                     a = to_tf32(a)
-                acc = tl.dot(a, y, acc)
+                acc = waited_for(tl.dot(a, y, acc))
+                left = coming
     at = (part.to(tl.int64) * M + m[:, None]) * N + n[None, :]
     tl.store(out + at, acc, mask=in_m[:, None] & in_n[None, :])
 
@@ -232,7 +252,7 @@ def weight_kernel(
         a = x * y  # rounded as the written product would be
         if TF32:
             a = to_tf32(a)
-        acc = tl.dot(a, z, acc)
+        acc = waited_for(tl.dot(a, z, acc))
     at = r.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(g + at, acc.to(g.dtype.element_ty), mask=in_r[:, None] & in_n[None, :])
 
@@ -346,15 +366,19 @@ def weight(dy: Tensor, u: Tensor, v: Tensor, tile: Tile | None = None, block: in
     left = u.t().contiguous()
     right = left if one else v.t().contiguous()
     with torch.cuda.device_of(u):
-        g = u.new_empty((columns, n))
-        tiles = triton.cdiv(columns, tile["BLOCK_R"]) * triton.cdiv(n, tile["BLOCK_N"])
-        weight_kernel[(tiles,)](
-            left, right, dy, g, rows, p, q, n, columns, left.stride(0), right.stride(0), dy.stride(0),
-            **_constants(u.dtype, block, one), **tile,
-        )  # fmt: skip
-        unpack_kernel[(p, triton.cdiv(q, block), triton.cdiv(n, 64))](
-            g, dw, p, q, n, BLOCK_Q=block, BLOCK_N=64, ONE=one
-        )
+        # In pieces: the gradient in the order of the blocks is as large as that of w.
+        g = u.new_empty((columns, min(n, PIECE)))
+        for first in range(0, n, PIECE):
+            given = dy[first : first + PIECE] if u.dtype == torch.float32 else dy[:, first : first + PIECE]
+            wide = min(n - first, PIECE)
+            tiles = triton.cdiv(columns, tile["BLOCK_R"]) * triton.cdiv(wide, tile["BLOCK_N"])
+            weight_kernel[(tiles,)](
+                left, right, given, g, rows, p, q, wide, columns, left.stride(0), right.stride(0),
+                dy.stride(0), **_constants(u.dtype, block, one), **tile,
+            )  # fmt: skip
+            unpack_kernel[(p, triton.cdiv(q, block), triton.cdiv(wide, 64))](
+                g, dw[first:], p, q, wide, BLOCK_Q=block, BLOCK_N=64, ONE=one
+            )
     return dw
 
 

@@ -134,8 +134,8 @@ def verify(
 
     The model is compiled without the fusions, with all of them, and where more than one fused something with
     each alone; and a copy of it runs in float64, eagerly. Each error may be `factor` times that of the
-    unfused compile plus `slack` eps of its dtype. Compiled code, caches, counters and buffers of the caller
-    stay as they are.
+    unfused compile plus `slack` eps of its dtype; of a gradient, plus `slack` times four eps of float32 as
+    well. Compiled code, caches, counters and buffers of the caller stay as they are.
 
     Args:
         fn: a function or a module. It must not draw random numbers: with dropout, call `eval()` first, which
@@ -175,7 +175,9 @@ def verify(
     def measured(skip: str = "") -> tuple[list[Site], list[Error]]:
         with config.patch(enabled=True, policy=chosen, skip=skip):
             (outputs, grads, _), sites = compiled(cotangents)
-        return sites, budget.compare(Values(outputs, grads), stock, true, factor, slack)
+        return sites, budget.compare(
+            Values(outputs, grads), stock, true, factor, slack, slack * budget.RECOMPUTED
+        )
 
     sites, errors = measured(str(config.skip))
     fused = list(dict.fromkeys(site.fusion for site in sites if site.verdict == "fused"))

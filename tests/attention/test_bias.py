@@ -321,3 +321,14 @@ def test_number_on_the_cpu() -> None:
 def test_number_on_the_cpu_beside_a_gpu() -> None:
     inputs = [*(x.cuda() for x in qkv()), torch.tensor(-3.0)]
     unfused(lambda q, k, v, bias: torch.softmax(q @ k.mT + bias, -1) @ v, inputs, "on another device")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_len", [KV_LEN, 16])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("shape", [(), (Q_LEN, 1), (HEADS, 1, 1), (BATCH, 1, 1, 1), (1, HEADS, Q_LEN, 1)])
+def test_one_number_for_all_keys_on_a_gpu(shape: tuple[int, ...], grad: bool, kv_len: int) -> None:
+    """Kernels there read a number for each key, in order."""
+    inputs = [x.detach().cuda().requires_grad_() for x in qkv(kv_len=kv_len)]
+    bias = rand(*shape, grad=False).cuda().requires_grad_(grad)
+    check(scored(lambda s, b: s * 0.3 + b), (*inputs, bias), slack=16.0)

@@ -176,7 +176,7 @@ class _Terms:
         finite = self.finite and any(math.isfinite(f) for f in self.fills)
         if self.hiding is None and not finite:
             if not self.plain:
-                return Mask(self.keep)
+                return Mask(None if self.keep is None else self._dense(self.keep))
             return Mask(self._sum(self._with_fill(self._plain_sum(), -math.inf)))
         if self.hiding is None:
             self.hiding = self._with_fill(None, self._least(max(self.fills)))
@@ -325,17 +325,21 @@ class _Terms:
         return Mask(self._sum(hiding, *self._drowned(empty)), empty, blocked)
 
     def _sum(self, *parts: fx.Node | None) -> fx.Node:
-        """The sum in the dtype of the kernel, with dense rows of keys, as every backend wants them."""
+        """The sum in the dtype of the kernel, as every backend wants it."""
         total: fx.Node | None = None
         for part in parts:
             if part is not None:
                 total = part if total is None else self.build.call(torch.add, total, part)
         assert total is not None
-        total = self.build.to(total, self.problem.dtype)
-        value = self.build.value(total)
-        if value.stride(-1) != 1 and value.shape[-1] != 1:
-            total = self.build.call("contiguous", total)
-        return self._shared(total)
+        return self._shared(self._dense(self.build.to(total, self.problem.dtype)))
+
+    def _dense(self, mask: fx.Node) -> fx.Node:
+        """A mask whose rows hold each key, in order: kernels for CUDA read no other ones."""
+        columns, value = self.problem.k.shape[2], self.build.value(mask)
+        if known_true(value.shape[-1] == 1) and not known_true(columns == 1):
+            mask = self.build.call("expand", mask, (*value.shape[:-1], columns))
+            value = self.build.value(mask)
+        return mask if known_true(value.stride(-1) == 1) else self.build.call("contiguous", mask)
 
     def _shared(self, mask: fx.Node) -> fx.Node:
         """Have Inductor compute the mask once for all layers.

@@ -160,6 +160,10 @@ FOUND = {
         for tail in ("float32", "float64", "both", "three")
         for each in (WIDE, TWO_EACH)
     },
+    "gated sums": Drawn(
+        Problem((65,) * 2, (8,) * 2, (8, 8, 128) * 2, (0,) * 3 + (1,) * 3, ("nn",) * 6, BF16, True, "a"),
+        chosen=0.6875,
+    ),
     "gated float32": Drawn(pair(""), output=FP32),
     "gated, stored as float32": Drawn(pair(""), tail="float32", chosen=replace(WIDE, block_n=128)),
 }

@@ -237,20 +237,38 @@ def shared_bytes(choice: Config, problem: Problem, stored: int = 0) -> int:
     """
     if choice.template == "row":
         return 0
-    # Two products that are multiplied may have an input each.
-    pair = problem.gated and len(problem.groups) == 2 and problem.shared != "a"
-    rows, columns = choice.block_m * (1 + pair), choice.block_n * (1 + problem.gated)
-    step = (rows + columns) * problem.dtype.itemsize
-    if choice.template == "tiled":
-        return step * choice.block_k * choice.num_stages
-    ahead, last = 0, 0
-    for group in set(problem.groups):
-        inner = [k for g, k in zip(problem.groups, problem.inner, strict=True) if g == group]
-        short = [max(16, tall(k)) for k in inner if k is not None and k <= choice.block_k]
-        # Without a loop over K, all products of the next tiles are under way.
-        ahead = max(ahead, sum(short) if len(short) == len(inner) else choice.block_k)
-        last = max([last, *short[-1:]]) if len(short) < len(inner) else last
-    return step * ahead * choice.num_stages + max(step * last, stored)
+    # Of each loop over tiles: (K, bytes for each of K) of its steps.
+    loops = [
+        [(problem.inner[p[0]], _width(choice, problem, p) * problem.dtype.itemsize) for p in steps]
+        for steps in _side_by_side(problem)
+    ]
+    under_way, behind = 0, 0
+    for steps in loops:
+        short = [wide * max(16, tall(k)) for k, wide in steps if k is not None and k <= choice.block_k]
+        long = [wide * choice.block_k for k, wide in steps if k is None or k > choice.block_k]
+        if choice.template == "tiled":
+            needed = max(long, default=0) * choice.num_stages + max(short, default=0)
+            under_way = max(under_way, needed if long else max(short) * choice.num_stages)
+        else:
+            # Without a loop over K, all products of the next tiles are under way.
+            under_way = max(under_way, (max(long) if long else sum(short)) * choice.num_stages)
+            behind = max([behind, *short[-1:]]) if long else behind
+    return under_way + max(behind, stored)
+
+
+def _side_by_side(problem: Problem) -> list[list[tuple[int, ...]]]:
+    """The products of each group in order; of a gated pair those of both groups, two at a time."""
+    groups, owners = sorted(set(problem.groups)), list(enumerate(problem.groups))
+    members = [[p for p, owner in owners if owner == group] for group in groups]
+    if problem.gated and len(members[0]) == len(members[1]):
+        return [list(zip(*members, strict=True))]
+    return [[(p,) for p in each] for each in members]
+
+
+def _width(choice: Config, problem: Problem, products: tuple[int, ...]) -> int:
+    """Rows and columns of the tiles that a step loads."""
+    inputs = {problem.lefts[p] if problem.lefts else p * (problem.shared != "a") for p in products}
+    return choice.block_m * len(inputs) + choice.block_n * (1 + problem.gated)
 
 
 def fitted(choice: Config, problem: Problem, arch: int, dtype: torch.dtype) -> Config:

@@ -31,6 +31,7 @@ class Problem:
         shared: "a" or "b" where all products have that operand in common, else "".
         activation: that the kernel applies to the first group; what the scheduler fuses behind it is not
             known here.
+        lefts: of each product, the number of its left operand; () where `shared` says all there is.
     """
 
     rows: tuple[int | None, ...]
@@ -42,6 +43,7 @@ class Problem:
     gated: bool = False
     shared: str = ""
     activation: str = ""
+    lefts: tuple[int, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -128,7 +130,8 @@ def of_operands(
         activation: of the first group.
     """
     first = [list(groups).index(group) for group in range(groups[-1] + 1)]
-    shared = "a" if len({pair[0] for pair in names}) == 1 else ""
+    lefts = list(dict.fromkeys(pair[0] for pair in names))
+    shared = "a" if len(lefts) == 1 else ""
     shared = shared or ("b" if len({pair[1] for pair in names}) == 1 else "")
     return Problem(
         rows=tuple(known_size(a[p][0][0]) for p in first),
@@ -140,6 +143,7 @@ def of_operands(
         gated=gated,
         shared=shared,
         activation=activation,
+        lefts=tuple(lefts.index(pair[0]) for pair in names),
     )
 
 

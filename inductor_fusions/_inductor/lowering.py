@@ -19,7 +19,8 @@ def decompose_in_graphs(op: Any, fn: Callable[..., Any]) -> None:
 
     Args:
         op: what torch.library.custom_op returned.
-        fn: the same in functions of torch and kernels in torch.library.wrap_triton.
+        fn: the same in functions of torch and kernels in torch.library.wrap_triton. Where it returns
+            NotImplemented, a graph keeps the operation.
     """
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
@@ -32,7 +33,10 @@ def decompose_in_graphs(op: Any, fn: Callable[..., Any]) -> None:
         if not all(issubclass(t, FakeTensor) or t in (torch.Tensor, FunctionalTensor) for t in types):
             return NotImplemented
         with mode:
-            return fn(*args, **kwargs)
+            found = fn(*args, **kwargs)
+        if found is NotImplemented:
+            return mode.__torch_dispatch__(overload, types, args, kwargs)
+        return found
 
     op.register_torch_dispatch(FunctionalTensorMode, decompose)
 

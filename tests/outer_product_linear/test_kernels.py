@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -77,3 +79,50 @@ def test_machine_code(name: str, dtype: str, arch: int) -> None:
         assert found.fits, found
     if name in tiles:
         assert found.uses_wgmma if arch == 90 else found.uses_mma
+
+
+def test_launched_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of ours in the code that Inductor writes; what adds up the parts has the activation in it."""
+    from bench import cuda_codegen
+    from inductor_fusions.fusions.outer_product_linear import kernels, op
+
+    monkeypatch.setattr(op, "_has_kernel", lambda *tensors: True)
+    u, w = torch.randn(256, 48).bfloat16(), torch.randn(64, 48 * 48).bfloat16()
+
+    def fn(u: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (op.OUTER_PRODUCT_LINEAR(u, u, w) + 1).relu()
+
+    code = cuda_codegen.generate(fn, (u.requires_grad_(), w.requires_grad_()), train=True, run=False)
+    forward, backward = code.modules
+    ours = [name.rsplit("_", 1)[0] for name in forward.launches if not name.startswith("triton_")]
+    assert ours == ["pack_kernel", "linear_kernel"]
+    assert len(forward.launches) == 4 and "add" in forward.launches[-1], forward.launches
+    ours = [name.rsplit("_", 1)[0] for name in backward.launches if not name.startswith("triton_")]
+    assert sorted(ours) == ["factors_kernel", "pack_kernel", "unpack_kernel", "weight_kernel"]
+    assert not forward.extern_calls and not backward.extern_calls
+    # One matrix: the blocks of its square that are needed.
+    assert 64 * kernels.pairs(48, 48, 64, True) * 64 in forward.buffers
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_symbolic_samples_keep_the_operation(symbolic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.backends.common import aot_autograd
+
+    from inductor_fusions.fusions.outer_product_linear import op
+
+    monkeypatch.setattr(op, "_has_kernel", lambda *tensors: True)
+    found: list[Any] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.extend(node.target for node in graph.graph.nodes)
+        raise RuntimeError("recorded")
+
+    def fn(u: torch.Tensor, w: torch.Tensor) -> Any:
+        return op.OUTER_PRODUCT_LINEAR(u, u, w)
+
+    u, w = torch.randn(9, 4), torch.randn(5, 16)
+    if symbolic:
+        torch._dynamo.mark_dynamic(u, 0)
+    with torch.no_grad(), pytest.raises(Exception, match="recorded"):
+        torch.compile(fn, backend=aot_autograd(fw_compiler=record))(u, w)
+    assert (op.OUTER_PRODUCT_LINEAR in found) is symbolic

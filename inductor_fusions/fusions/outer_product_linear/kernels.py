@@ -16,7 +16,7 @@ In float32 the matrix products are those of TF32. Operands are rounded to it: th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 Tile = Mapping[str, int]
+Wrap = Callable[[Any], Any]
 
 #: Columns of a block, by the size of an element.
 BLOCK_Q = {2: 64, 4: 32}
@@ -281,13 +282,20 @@ def unpack_kernel(
 # -- launching ------------------------------------------------------------------------------------
 
 
-def linear(u: Tensor, v: Tensor, w: Tensor, tile: Tile | None = None, block: int = 0) -> Tensor:
+def _as_it_is(kernel: Any) -> Any:
+    return kernel
+
+
+def linear(
+    u: Tensor, v: Tensor, w: Tensor, tile: Tile | None = None, block: int = 0, wrap: Wrap = _as_it_is
+) -> Tensor:
     """u, v (rows, P) and (rows, Q), w (N, P * Q) -> (rows, N).
 
     Args:
         u, v, w: of one dtype, on one device; u and v may be one matrix.
         tile: of `LINEAR` by default.
         block: columns of a block; of `BLOCK_Q` by default.
+        wrap: what a kernel is wrapped into before it is launched: torch.library.wrap_triton in a graph.
     """
     (rows, p), q, n = u.shape, v.shape[1], w.shape[0]
     if not rows or not n or not p or not q:
@@ -296,14 +304,14 @@ def linear(u: Tensor, v: Tensor, w: Tensor, tile: Tile | None = None, block: int
     tiles = triton.cdiv(rows, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"])
     # Thread blocks of four warps share a multiprocessor.
     each = max(1, 8 // tile["num_warps"])
-    one = is_one(u, v)
+    one = is_one(u, v, wrap is not _as_it_is)
     steps, parts = _split(pairs(p, q, block, one), each * programs(u), tiles)
     # Triton launches on the current device, which need not be that of the tensors.
     with torch.cuda.device_of(u):
-        f = packed(w, p, q, block, one)
+        f = packed(w, p, q, block, one, wrap=wrap)
         out = u.new_empty((parts, rows, n), dtype=torch.float32)
         u = u.t().contiguous().t()  # one column at a time is read
-        linear_kernel[(tiles, parts)](
+        wrap(linear_kernel)[(tiles, parts)](
             u, v, f, out, rows, p, q, n, f.shape[1], steps, *u.stride(), *v.stride(),
             **_constants(u.dtype, block, one), **tile,
         )  # fmt: skip
@@ -311,8 +319,9 @@ def linear(u: Tensor, v: Tensor, w: Tensor, tile: Tile | None = None, block: int
 
 
 def factors(
-    dy: Tensor, u: Tensor, v: Tensor, w: Tensor, one: bool, tile: Tile | None = None, block: int = 0
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, u: Tensor, v: Tensor, w: Tensor, one: bool, tile: Tile | None = None, block: int = 0,
+    wrap: Wrap = _as_it_is,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of u and v, from that of the result (rows, N).
 
     Args:
@@ -320,13 +329,13 @@ def factors(
         u, v, w: as in `linear`.
         one: whether u and v are one variable, of which only the sum of both gradients is wanted: then it is
             the first, and the second is zero. Two variables may well share their memory.
-        tile, block: as in `linear`.
+        tile, block, wrap: as in `linear`.
     """
     (rows, p), q, n = u.shape, v.shape[1], w.shape[0]
     if not rows or not n or not p or not q:
         return torch.zeros_like(u), torch.zeros_like(v)
     tile, block = tile or FACTORS[u.itemsize], block or BLOCK_Q[u.itemsize]
-    one = one and is_one(u, v)
+    one = one and is_one(u, v, wrap is not _as_it_is)
     blocks, count = triton.cdiv(q, block), pairs(p, q, block, one)
     pieces = triton.cdiv(n, tile["BLOCK_N"] * tile["DEEP"])
     tiles = triton.cdiv(rows, tile["BLOCK_M"])
@@ -335,10 +344,10 @@ def factors(
     dy = dy.contiguous()
     with torch.cuda.device_of(u):
         # The tensor cores read TF32 along the dim that is summed.
-        f = packed(w, p, q, block, one, turned=u.dtype == torch.float32)
+        f = packed(w, p, q, block, one, turned=u.dtype == torch.float32, wrap=wrap)
         du = u.new_empty((pieces, count, rows), dtype=torch.float32)
         dv = u.new_empty((pieces, chunks, rows, q), dtype=torch.float32)
-        factors_kernel[(tiles, pieces * chunks * blocks)](
+        wrap(factors_kernel)[(tiles, pieces * chunks * blocks)](
             dy, u, v, f, du, dv, rows, p, q, n, count, length, chunks, dy.stride(0),
             *u.stride(), *v.stride(), *f.stride(), **_constants(u.dtype, block, one), **tile,
         )  # fmt: skip
@@ -354,14 +363,19 @@ def factors(
     return left.to(u.dtype), right.to(v.dtype)
 
 
-def weight(dy: Tensor, u: Tensor, v: Tensor, tile: Tile | None = None, block: int = 0) -> Tensor:
+def weight(
+    dy: Tensor, u: Tensor, v: Tensor, tile: Tile | None = None, block: int = 0, wrap: Wrap = _as_it_is
+) -> Tensor:
     """The gradient of w, (N, P * Q)."""
     (rows, p), q, n = u.shape, v.shape[1], dy.shape[1]
     dw = u.new_empty((n, p * q))
     if not rows or not dw.numel():
         return dw.zero_()
     tile, block = tile or WEIGHT[u.itemsize], block or BLOCK_Q[u.itemsize]
-    one, dy = is_one(u, v), rounded((dy.t() if u.dtype == torch.float32 else dy).contiguous())
+    one, dy = (
+        is_one(u, v, wrap is not _as_it_is),
+        rounded((dy.t() if u.dtype == torch.float32 else dy).contiguous()),
+    )
     columns = pairs(p, q, block, one) * block
     left = u.t().contiguous()
     right = left if one else v.t().contiguous()
@@ -372,28 +386,39 @@ def weight(dy: Tensor, u: Tensor, v: Tensor, tile: Tile | None = None, block: in
             given = dy[first : first + PIECE] if u.dtype == torch.float32 else dy[:, first : first + PIECE]
             wide = min(n - first, PIECE)
             tiles = triton.cdiv(columns, tile["BLOCK_R"]) * triton.cdiv(wide, tile["BLOCK_N"])
-            weight_kernel[(tiles,)](
+            wrap(weight_kernel)[(tiles,)](
                 left, right, given, g, rows, p, q, wide, columns, left.stride(0), right.stride(0),
                 dy.stride(0), **_constants(u.dtype, block, one), **tile,
             )  # fmt: skip
-            unpack_kernel[(p, triton.cdiv(q, block), triton.cdiv(wide, 64))](
+            wrap(unpack_kernel)[(p, triton.cdiv(q, block), triton.cdiv(wide, 64))](
                 g, dw[first:], p, q, wide, BLOCK_Q=block, BLOCK_N=64, ONE=one
             )
     return dw
 
 
-def packed(w: Tensor, p: int, q: int, block: int, one: bool, turned: bool = False) -> Tensor:
+def packed(
+    w: Tensor, p: int, q: int, block: int, one: bool, turned: bool = False, wrap: Wrap = _as_it_is
+) -> Tensor:
     """The weight in the order of the blocks, (N, columns); `turned`, with its rows next to each other."""
     n, columns = w.shape[0], pairs(p, q, block, one) * block
     f = w.new_empty((columns, n)).t() if turned else w.new_empty((n, columns))
     tile = PACK[w.itemsize]
     grid = (triton.cdiv(p, tile["BLOCK_P"]), triton.cdiv(q, block), triton.cdiv(n, tile["BLOCK_N"]))
-    pack_kernel[grid](w, f, n, p, q, *w.stride(), *f.stride(), **_constants(w.dtype, block, one), **tile)
+    wrap(pack_kernel)[grid](
+        w, f, n, p, q, *w.stride(), *f.stride(), **_constants(w.dtype, block, one), **tile
+    )
     return f
 
 
-def is_one(u: Tensor, v: Tensor) -> bool:
-    """Whether the two hold one matrix, of a dtype whose weights may be added up."""
+def is_one(u: Tensor, v: Tensor, traced: bool = False) -> bool:
+    """Whether the two hold one matrix, of a dtype whose weights may be added up.
+
+    Args:
+        u, v: matrices.
+        traced: whether they are those of a graph, which have no addresses.
+    """
+    if u is v or traced:
+        return u is v and u.dtype != torch.float16
     same = u.data_ptr() == v.data_ptr() and u.shape == v.shape and u.stride() == v.stride()
     return same and u.dtype != torch.float16
 

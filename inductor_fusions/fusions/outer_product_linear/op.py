@@ -3,7 +3,8 @@
     y[b, n] = sum over p and q of u[b, p] * v[b, q] * w[n, p * Q + q]
 
 On CUDA devices the product of u and v is made in the GEMM that reads it, and never written to memory; the
-same holds for the two operations that are its gradients. Elsewhere they are what torch makes of them.
+same holds for the two operations that are its gradients. Inductor launches these kernels as it does its own,
+except where the number of samples is symbolic. Elsewhere the operations are what torch makes of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ... import _inductor
 from ...operands import may_use_tf32
 
 
@@ -72,6 +74,25 @@ def pairs(u: Tensor, v: Tensor) -> Tensor:
     """(rows, P * Q): each product of an element of u and one of v, written out."""
     return (u[:, :, None] * v[:, None, :]).flatten(1)
 
+
+def _traced(name: str) -> Any:
+    """A function of `kernels`, with kernels that a graph can hold."""
+
+    def trace(*args: Any) -> Any:
+        tensors = [t for t in args if isinstance(t, Tensor)]
+        # How many thread blocks share a tile is chosen by the number of samples.
+        if not _has_kernel(tensors[0]) or not all(isinstance(n, int) for t in tensors for n in t.shape):
+            return NotImplemented
+        from . import kernels
+
+        return getattr(kernels, name)(*args, wrap=torch.library.wrap_triton)
+
+    return trace
+
+
+_inductor.decompose_in_graphs(_outer_product_linear, _traced("linear"))
+_inductor.decompose_in_graphs(_factors, _traced("factors"))
+_inductor.decompose_in_graphs(_weight, _traced("weight"))
 
 #: What graphs call.
 OUTER_PRODUCT_LINEAR: Any = torch.ops.inductor_fusions.outer_product_linear.default

@@ -82,6 +82,9 @@ class _Launcher:
         autotuner = self.autotuner
         config, kernel = copy.copy(autotuner.configs[0]), autotuner.fn
         extra = autotuner.inductor_meta.get("extra_launcher_args", [])
+        # Of a kernel that a graph holds, what is constexpr is told apart from the configuration.
+        declared = autotuner.inductor_meta.get("declared_constexpr_names", [])
+        config.kwargs = {**config.kwargs, **{x: autotuner.triton_meta["constants"][x] for x in declared}}
         names = [name for name in kernel.arg_names if name not in config.kwargs]
         scope = dict(zip([*names, *extra], arguments, strict=True))
         if {"XBLOCK", "xnumel"} <= {*config.kwargs, *scope}:  # a loop of Inductor's own, for any block

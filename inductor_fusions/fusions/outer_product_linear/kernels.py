@@ -260,9 +260,9 @@ def weight_kernel(
 
 @triton.jit
 def unpack_kernel(
-    g, dw, P, Q, N, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, ONE: tl.constexpr
+    g, dw, first, P, Q, N, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, ONE: tl.constexpr
 ):  # fmt: skip
-    """dw[n, p * Q + q] from the order of the blocks. Of a triangle each product is there once."""
+    """dw[first + n, p * Q + q] from the order of the blocks. Of a triangle each product is there once."""
     p = tl.program_id(0)
     block = tl.program_id(1)
     n = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -275,7 +275,7 @@ def unpack_kernel(
         row = tl.where(other > block, turned, row)
     inside = (q < Q)[:, None] & (n < N)[None, :]
     x = tl.load(g + row.to(tl.int64)[:, None] * N + n[None, :], mask=inside, other=0.0)
-    at = n.to(tl.int64)[None, :] * (P * Q) + (p * Q + q)[:, None]
+    at = (first + n).to(tl.int64)[None, :] * (P * Q) + (p * Q + q)[:, None]
     tl.store(dw + at, x, mask=inside)
 
 
@@ -391,7 +391,7 @@ def weight(
                 dy.stride(0), **_constants(u.dtype, block, one), **tile,
             )  # fmt: skip
             wrap(unpack_kernel)[(p, triton.cdiv(q, block), triton.cdiv(wide, 64))](
-                g, dw[first:], p, q, wide, BLOCK_Q=block, BLOCK_N=64, ONE=one
+                g, dw, first, p, q, wide, BLOCK_Q=block, BLOCK_N=64, ONE=one
             )
     return dw
 

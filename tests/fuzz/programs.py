@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,21 @@ class Input:
         return values.to(device).requires_grad_(self.kind.startswith("leaf"))
 
 
+#: What makes a tensor with dims. A number may stay on the CPU, as in eager mode.
+_MAKERS = re.compile(r"torch\.(?:arange|ones|zeros)\(")
+
+
+def placed(text: str, device: str) -> str:
+    """Code whose tensors are made on a device: Dynamo of torch 2.11 knows no default device for them."""
+    for found in reversed(list(_MAKERS.finditer(text))):
+        depth, end = 1, found.end()
+        while depth:
+            depth += (text[end] == "(") - (text[end] == ")")
+            end += 1
+        text = f"{text[: end - 1]}, device={device!r}{text[end - 1 :]}"
+    return text
+
+
 _number = itertools.count()
 
 
@@ -58,8 +74,9 @@ class Program:
     @property
     def source(self) -> str:
         """The text of the function."""
-        names = ", ".join(i.name for i in self.inputs)
-        return "\n    ".join([f"def program({names}):", *self.lines, f"return {self.result}"]) + "\n"
+        names, device = ", ".join(i.name for i in self.inputs), torch.get_default_device().type
+        text = "\n    ".join([f"def program({names}):", *self.lines, f"return {self.result}"]) + "\n"
+        return text if device == "cpu" else placed(text, device)
 
     def script(self, how: str = "graphs") -> str:
         """A script that runs the program with the fusions and compares it with float64, on what is torch's

@@ -253,6 +253,18 @@ def test_inputs_are_on_the_default_device() -> None:
     assert "set_default_device" not in program.script("code")
 
 
+def test_tensors_are_made_on_the_default_device() -> None:
+    """Also where the code is compiled, which torch 2.11 does as if there were no default device."""
+    lines = ("i = (torch.arange((3 + 1)) + torch.ones(4, dtype=torch.long))[:, None]",)
+    program = programs.Program((programs.Input("x", "rand", (4, 4)),), lines, "x + i")
+    with torch.device("meta"):
+        made = "torch.arange((3 + 1), device='meta') + torch.ones(4, dtype=torch.long, device='meta')"
+        assert made in program.source
+        run = torch.compile(program.function(), backend="eager")
+        assert run(*program.tensors()).device.type == "meta"
+    assert "device" not in program.source
+
+
 @pytest.mark.slow
 def test_code() -> None:
     """What Inductor makes of an attention and of a mask is judged, not the graphs alone."""

@@ -6,7 +6,7 @@
 
 in float32 as TF32 and in bfloat16, for one matrix of 432 features in both places. Each candidate is compared
 with the tiles in force, and timed on the device alone, side by side with them. What wins goes by hand into
-`LINEAR`, `FACTORS`, `WEIGHT` and `BLOCK_Q` of `inductor_fusions/fusions/outer_product_linear/kernels.py`;
+`LINEAR`, `FACTORS`, `WEIGHT` and `BLOCK_Q` of `inductor_fusions/fusions/outer_product_linear/launch.py`;
 `bench.outer_product` then measures the whole.
 
     python -m bench.outer_product_tiles --out tiles.json --only 'b2048 float32' --budget 300
@@ -111,7 +111,7 @@ def named(block: int, tile: Mapping[str, int]) -> str:
 
 def launchers(row: Row, device: str) -> Callable[..., Any]:
     """A call of the kernel of a row: `call(tile, block)` gives its results."""
-    from inductor_fusions.fusions.outer_product_linear import kernels
+    from inductor_fusions.fusions.outer_product_linear import launch
 
     torch.manual_seed(0)
     dtype = DTYPES[row.dtype]
@@ -119,21 +119,21 @@ def launchers(row: Row, device: str) -> Callable[..., Any]:
     w = (torch.randn(row.columns, row.features**2, device=device) / row.features).to(dtype)
     dy = torch.randn(row.rows, row.columns, device=device).to(dtype)
     calls: dict[str, Callable[..., Any]] = {
-        "linear": lambda tile, block: (kernels.linear(u, u, w, tile, block),),
-        "factors": lambda tile, block: kernels.factors(dy, u, u, w, True, tile, block)[:1],
-        "weight": lambda tile, block: (kernels.weight(dy, u, u, tile, block),),
+        "linear": lambda tile, block: (launch.linear(u, u, w, tile, block),),
+        "factors": lambda tile, block: launch.factors(dy, u, u, w, True, tile, block)[:1],
+        "weight": lambda tile, block: (launch.weight(dy, u, u, tile, block),),
     }
     return calls[row.kernel]
 
 
 def measure(row: Row, device: str, quick: bool) -> Json:
     """One row of the results: microseconds of each candidate, "now" those in force."""
-    from inductor_fusions.fusions.outer_product_linear import kernels
+    from inductor_fusions.fusions.outer_product_linear import launch
 
     call = launchers(row, device)
     size = DTYPES[row.dtype].itemsize
-    force = {"linear": kernels.LINEAR, "factors": kernels.FACTORS, "weight": kernels.WEIGHT}[row.kernel][size]
-    block = kernels.BLOCK_Q[size]
+    force = {"linear": launch.LINEAR, "factors": launch.FACTORS, "weight": launch.WEIGHT}[row.kernel][size]
+    block = launch.BLOCK_Q[size]
     chosen = candidates(row.kernel, size)
     if quick:  # in Triton's interpreter
         small = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_R": 16, "DEEP": 1, "num_warps": 4, "num_stages": 2}

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from inductor_fusions.fusions.outer_product_linear import kernels, pairs
+from inductor_fusions.fusions.outer_product_linear import launch, pairs
 
 LINEAR = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4}
 FACTORS = {"BLOCK_M": 16, "BLOCK_N": 16, "DEEP": 2}
@@ -54,11 +54,11 @@ def errors(case: str) -> dict[str, float]:
     """Relative error of the result and of each gradient, against float64."""
     name, dtype = CASES[case]
     u, v, w, dy = operands(name, dtype)
-    y = kernels.linear(u, v, w, LINEAR, BLOCK)
+    y = launch.linear(u, v, w, LINEAR, BLOCK)
     one = v is u and "two variables" not in name
-    du, dv = kernels.factors(dy, u, v, w, one, FACTORS, BLOCK)
-    with mock.patch.object(kernels, "PIECE", PIECE):
-        dw = kernels.weight(dy, u, v, WEIGHT, BLOCK)
+    du, dv = launch.factors(dy, u, v, w, one, FACTORS, BLOCK)
+    with mock.patch.object(launch, "PIECE", PIECE):
+        dw = launch.weight(dy, u, v, WEIGHT, BLOCK)
     wide = [t.double().requires_grad_() for t in (u, v, w)]
     exact = pairs(wide[0], wide[1]) @ wide[2].t()
     if one:

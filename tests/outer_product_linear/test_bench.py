@@ -40,13 +40,13 @@ def test_table(tmp_path: Path) -> None:
 def test_tiles_in_force_are_among_the_candidates(kernel: str, size: int) -> None:
     """Each candidate has what the kernel takes, and no other."""
     pytest.importorskip("triton")
-    from inductor_fusions.fusions.outer_product_linear import kernels
+    from inductor_fusions.fusions.outer_product_linear import launch
 
-    force = {"linear": kernels.LINEAR, "factors": kernels.FACTORS, "weight": kernels.WEIGHT}[kernel][size]
+    force = {"linear": launch.LINEAR, "factors": launch.FACTORS, "weight": launch.WEIGHT}[kernel][size]
     found = tiles.candidates(kernel, size)
     assert len({tiles.named(*candidate) for candidate in found}) == len(found) > 10
     assert all(set(tile) == set(force) for _, tile in found)
-    assert any(block == kernels.BLOCK_Q[size] for block, _ in found)
+    assert any(block == launch.BLOCK_Q[size] for block, _ in found)
 
 
 @pytest.mark.slow

@@ -45,14 +45,14 @@ KERNELS = ["linear", "factors", "weight", "pack", "unpack"]
 def test_machine_code(name: str, dtype: str, arch: int) -> None:
     """Tensor cores, no spill, and shared memory that the device has."""
     from bench import cuda_codegen
-    from inductor_fusions.fusions.outer_product_linear import kernels
+    from inductor_fusions.fusions.outer_product_linear import kernels, launch
 
     fn, size = getattr(kernels, f"{name}_kernel"), {"bf16": 2, "fp32": 4}[dtype]
-    tiles = {"linear": kernels.LINEAR, "factors": kernels.FACTORS, "weight": kernels.WEIGHT}
-    copies = {"pack": kernels.PACK[size], "unpack": {"BLOCK_N": 64, "num_warps": 4}}
+    tiles = {"linear": launch.LINEAR, "factors": launch.FACTORS, "weight": launch.WEIGHT}
+    copies = {"pack": launch.PACK[size], "unpack": {"BLOCK_N": 64, "num_warps": 4}}
     tile = dict(tiles[name][size] if name in tiles else copies[name])
     warps, stages = tile.pop("num_warps"), tile.pop("num_stages", 3)
-    tile.update(BLOCK_Q=kernels.BLOCK_Q[size], ONE=True, TF32=size == 4)
+    tile.update(BLOCK_Q=launch.BLOCK_Q[size], ONE=True, TF32=size == 4)
     tile = {key: value for key, value in tile.items() if key in fn.arg_names}
     # What is contiguous, as the launchers hand it over: a stride of 1 is a constant to Triton.
     ones = ["w_columns", "u_rows" if name == "linear" else "u_columns", "v_columns", "f_columns"]
@@ -95,11 +95,11 @@ def test_launched_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
     from bench import cuda_codegen
-    from inductor_fusions.fusions.outer_product_linear import kernels, op
+    from inductor_fusions.fusions.outer_product_linear import launch, op
 
     monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
     monkeypatch.setattr(op, "_has_kernel", lambda *tensors: True)
-    monkeypatch.setattr(kernels, "PIECE", 32)
+    monkeypatch.setattr(launch, "PIECE", 32)
     u, w = torch.randn(256, 48).bfloat16(), torch.randn(64, 48 * 48).bfloat16()
 
     def fn(u: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def test_launched_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backward.buffers.count(64 * 48 * 48) == 1  # the gradient of the weight, which no piece copies
     assert not forward.extern_calls and not backward.extern_calls
     # One matrix: the blocks of its square that are needed.
-    assert 64 * kernels.pairs(48, 48, 64, True) * 64 in forward.buffers
+    assert 64 * launch.pairs(48, 48, 64, True) * 64 in forward.buffers
 
 
 @pytest.mark.parametrize("symbolic", [False, True])

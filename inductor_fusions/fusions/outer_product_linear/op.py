@@ -43,9 +43,9 @@ def _has_kernel(*tensors: Tensor) -> bool:
 def _outer_product_linear(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
     _check(u, v, w)
     if _has_kernel(u):
-        from . import kernels
+        from . import launch
 
-        return kernels.linear(u, v, w)
+        return launch.linear(u, v, w)
     return pairs(u, v) @ w.t()
 
 
@@ -53,9 +53,9 @@ def _outer_product_linear(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
 def _factors(dy: Tensor, u: Tensor, v: Tensor, w: Tensor, one: bool) -> tuple[Tensor, Tensor]:
     """The gradients of u and of v; where they are one variable, their sum alone is what counts."""
     if _has_kernel(u):
-        from . import kernels
+        from . import launch
 
-        return kernels.factors(dy, u, v, w, one)
+        return launch.factors(dy, u, v, w, one)
     d = (dy @ w).view(u.shape[0], u.shape[1], v.shape[1])
     return (d * v[:, None, :]).sum(2), (d * u[:, :, None]).sum(1)
 
@@ -64,9 +64,9 @@ def _factors(dy: Tensor, u: Tensor, v: Tensor, w: Tensor, one: bool) -> tuple[Te
 def _weight(dy: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """The gradient of w."""
     if _has_kernel(u):
-        from . import kernels
+        from . import launch
 
-        return kernels.weight(dy, u, v)
+        return launch.weight(dy, u, v)
     return dy.t() @ pairs(u, v)
 
 
@@ -76,16 +76,16 @@ def pairs(u: Tensor, v: Tensor) -> Tensor:
 
 
 def _traced(name: str) -> Any:
-    """A function of `kernels`, with kernels that a graph can hold."""
+    """A function of `launch`, with kernels that a graph can hold."""
 
     def trace(*args: Any) -> Any:
         tensors = [t for t in args if isinstance(t, Tensor)]
         # How many thread blocks share a tile is chosen by the number of samples.
         if not _has_kernel(tensors[0]) or not all(isinstance(n, int) for t in tensors for n in t.shape):
             return NotImplemented
-        from . import kernels
+        from . import launch
 
-        return getattr(kernels, name)(*args, wrap=torch.library.wrap_triton)
+        return getattr(launch, name)(*args, traced=True)
 
     return trace
 

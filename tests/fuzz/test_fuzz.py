@@ -160,7 +160,7 @@ def report_of(path: Path, **settings: object) -> Results:
     return Results(path, provenance(**settings), lambda row: str(row["key"]))
 
 
-def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """It says what was judged, batch by batch; a run that was stopped goes on where it was."""
     seen: list[bool] = []
 
@@ -182,6 +182,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < len(kept) < 3
     stops, before = -1, len(seen)
     assert run(report=report_of(path, seed=3)) == 0
+    assert "is wrong in stock as well" in " ".join(capsys.readouterr().err.split())
     data = json.loads(path.read_text())
     assert data["rows"][: len(kept)] == kept and len(data["rows"]) == 3
     assert data["settings"] == {"seed": 3} and data["torch"] == torch.__version__

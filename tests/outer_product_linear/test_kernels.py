@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.outer_product_linear import launched
 from tests.outer_product_linear.interpreted import CASES
 from tests.support.interpreter import errors_of
 
@@ -19,6 +20,7 @@ LIMITS = {"float16": 6e-4, "float32": 6e-4}
 
 
 errors = errors_of("tests.outer_product_linear.interpreted")
+errors_in_a_graph = errors_of("tests.outer_product_linear.launched")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -117,6 +119,23 @@ def test_launched_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not forward.extern_calls and not backward.extern_calls
     # One matrix: the blocks of its square that are needed.
     assert 64 * launch.pairs(48, 48, 64, True) * 64 in forward.buffers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("one", "dtype"), [(True, torch.float32), (False, torch.float32), (False, torch.float16)], ids=str
+)
+def test_numbers_in_a_graph(
+    one: bool, dtype: torch.dtype, errors_in_a_graph: Callable[[Any], dict[str, float]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """What Inductor launches gives the result, and the gradients, in pieces as well."""
+    import triton
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
+    found = errors_in_a_graph((one, dtype, launched.written(one, dtype)))
+    assert set(found) >= {"y", "du", "dw"}
+    assert max(found.values()) < LIMITS[str(dtype).removeprefix("torch.")], found
 
 
 @pytest.mark.parametrize("symbolic", [False, True])

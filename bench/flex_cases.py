@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.attention import rows
-from bench.common import DTYPES, relative_error
+from bench.common import DTYPES, relative_error, worst
 
 REFERENCE_BYTES = 2**30
 """In training the float64 reference covers as many heads as keep the scores of a sample under this."""
@@ -202,15 +202,15 @@ def reference(row: Row, inputs: Found, cotangent: torch.Tensor) -> Callable[[Fou
     exact = run(small, _in_double(small), wide, cotangent[:1, :, : groups * dim].double())
     whole = groups == row.heads // row.kv_heads
 
-    def worst(found: Found) -> float:
+    def judge(found: Found) -> float:
         pairs = [(found[0][:1, :, : groups * dim], exact[0])]
         if row.train:
             pairs.append((found[1][:1, :, :groups], exact[1]))
         if row.train and whole:
             pairs += [(found[i][:1, :, :1], exact[i]) for i in (2, 3)]
-        return max(relative_error(x, y) for x, y in pairs)
+        return worst(relative_error(x, y) for x, y in pairs)
 
-    return worst
+    return judge
 
 
 def _in_double(row: Row) -> Callable[..., torch.Tensor]:

@@ -21,6 +21,7 @@ from bench.common import (
     fresh_cache,
     peak_bytes,
     relative_error,
+    worst,
 )
 from inductor_fusions import config
 
@@ -97,7 +98,7 @@ def measure(
         calls[name] = lambda compiled=compiled: step(compiled, inputs, module, cotangent)
     with compiled_only():
         error = {
-            name: max(relative_error(x, z) for x, z in zip(call(), exact, strict=True))
+            name: worst(relative_error(x, z) for x, z in zip(call(), exact, strict=True))
             for name, call in calls.items()
         }
         rounds, block = (3, 0.001) if quick else (9, 0.03)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from bench import tuning
-from bench.common import DTYPES, Json, interleave, is_fatal, one_line, relative_error
+from bench.common import DTYPES, Json, interleave, is_fatal, one_line, relative_error, worst
 
 Candidate = tuple[int, Mapping[str, int]]
 
@@ -148,7 +148,7 @@ def measure(row: Row, device: str, quick: bool) -> Json:
             continue
         try:
             results = call(tile, candidate_block)
-            far = max(relative_error(x, y) for x, y in zip(results, expected, strict=True))
+            far = worst(relative_error(x, y) for x, y in zip(results, expected, strict=True))
             again = [call(tile, candidate_block) for _ in range(1 if quick else REPEATS)]
         except Exception as error:  # mostly: more shared memory than there is
             if is_fatal(error):

@@ -63,7 +63,7 @@ from bench.attention.inputs import SMALL_INPUTS, Inputs, allocate, fill
 from bench.attention.reference import check, reference
 from bench.attention.rows import Row, cpu_rows, cuda_rows
 from bench.attention.spellings import Tensors
-from bench.common import DTYPES, Json, error_limit, interleave, is_fatal, one_line, peak_bytes
+from bench.common import DTYPES, Json, error_limit, interleave, is_fatal, one_line, peak_bytes, worst
 from bench.pool import FileLock
 
 GIB = 2**30
@@ -85,12 +85,6 @@ def calls_over(row: Row, name: str, candidate: Candidate, sets: list[Inputs]) ->
         return candidate.run(row, name, sets[state["next"]])
 
     return call
-
-
-def worst(errors: Json) -> float:
-    """The largest error; NaN wins."""
-    values = [float(x) for x in errors.values()]
-    return float("nan") if any(x != x for x in values) else max(values)
 
 
 def measure(
@@ -135,7 +129,7 @@ def measure(
                     raise
                 skipped[name] = one_line(error)
                 continue
-            result["error"][name] = worst(errors)
+            result["error"][name] = worst(map(float, errors.values()))
             result["errors"][name] = errors
             if peak is not None:
                 result["peak_mib"][name] = round(peak / 2**20, 1)

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from bench import tuning
-from bench.common import Json, error_limit, interleave, is_fatal, one_line, peak_bytes, relative_error
+from bench.common import Json, error_limit, interleave, is_fatal, one_line, peak_bytes, relative_error, worst
 from bench.lora.candidates import Choice, Run, Seen, first_choices, frozen_run, ours, second_choices, stock
 from bench.lora.rows import Row, grid
 from bench.lora.spellings import Operands, Tensors, make, reference
@@ -79,7 +79,7 @@ class Judge:
             allowed = error_limit(of_stock, torch.bfloat16)
             if not error <= allowed:
                 return error, f"output {i}: error {error:.2e}, allowed {allowed:.2e}"
-        return max(errors), ""
+        return worst(errors), ""
 
 
 def measure(row: Row, device: str, options: Json, lock: AbstractContextManager[Any]) -> Json:
@@ -94,7 +94,7 @@ def measure(row: Row, device: str, options: Json, lock: AbstractContextManager[A
         arch = heuristics.capability(torch.device("cuda")) if device == "cuda" else 80
         runs: dict[str, Run] = {"stock": stock(row, first, None)}
         judge = Judge(row, first, runs["stock"])
-        result["error"]["stock"] = max(judge.stock)
+        result["error"]["stock"] = worst(judge.stock)
         choices: dict[str, Choice] = {}
 
         def attempt(choice: Choice) -> None:

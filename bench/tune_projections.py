@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from bench import device_table, tuning
-from bench.common import DTYPES, Json, error_limit, interleave, is_fatal, one_line, relative_error
+from bench.common import DTYPES, Json, error_limit, interleave, is_fatal, one_line, relative_error, worst
 from bench.pool import FileLock
 from bench.projections import (
     Operands,
@@ -72,9 +72,8 @@ def reference(row: Row, one: Operands) -> tuple[Tensors, Callable[[Tensors], Ten
 
 
 def worst_error(run: Run, one: Operands, expected: Tensors, cut: Callable[[Tensors], Tensors]) -> float:
-    """The largest error of an output; NaN wins."""
-    found = [relative_error(y, z) for y, z in zip(cut(run(one)), expected, strict=True)]
-    return float("nan") if any(x != x for x in found) else max(found)
+    """The largest error of an output."""
+    return worst(relative_error(y, z) for y, z in zip(cut(run(one)), expected, strict=True))
 
 
 def name_of(chosen: Any) -> str:

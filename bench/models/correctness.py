@@ -54,8 +54,8 @@ class Reference:
         large = {
             name: d / size for name, (d, size) in parts.items() if size > 1e-3 * norm / len(parts) ** 0.5
         }
-        worst = max(large, key=large.__getitem__)
-        errors |= {"grad": difference / norm, "worst_grad": large[worst], "worst_grad_of": worst}
+        most = max(large, key=lambda name: (math.isnan(large[name]), large[name]))
+        errors |= {"grad": difference / norm, "worst_grad": large[most], "worst_grad_of": most}
         tables = [part for name, part in parts.items() if TABLES.search(name)]
         if tables:
             difference, norm = total(tables)

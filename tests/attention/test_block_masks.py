@@ -116,7 +116,7 @@ def test_call_of_sdpa_with_rows_that_see_no_key() -> None:
 
     with flex_everywhere("flex"):
         seen = check(fn, (*qkv(S, S, heads=H), segments()), kernel="flex", reference=attention(mask))
-    assert max(ours for ours, _ in seen.errors.values()) < 2e-6
+    assert all(ours < 2e-6 for ours, _ in seen.errors.values())
 
 
 @cases(CLASSES)

@@ -37,7 +37,7 @@ def errors_of(module: str) -> Any:
         if Version(triton.__version__) < Version("3.7") and Version(numpy.__version__) >= Version("2.4"):
             pytest.skip("the interpreter of Triton 3.6 needs NumPy before 2.4")
         with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-            pool = multiprocessing.get_context("spawn").Pool(1, _without_idle_checks)
+            pool = multiprocessing.get_context("spawn").Pool(1, _prepared)
         with pool:
             yield lambda name: pool.apply_async(_errors, (module, name)).get(TIMEOUT)
 
@@ -46,6 +46,26 @@ def errors_of(module: str) -> Any:
 
 def _errors(module: str, name: str) -> Any:
     return importlib.import_module(module).errors(name)
+
+
+def _prepared() -> None:
+    _without_idle_checks()
+    _with_conditions_as_they_are()
+
+
+def _with_conditions_as_they_are() -> None:
+    """Triton 3.9 makes integers of a condition that is broadcast, and then refuses them as a mask."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    broadcast = interpreter_builder.create_splat
+
+    def create_splat(*arguments: Any) -> Any:
+        found, given = broadcast(*arguments), arguments[-1]
+        if given.data.dtype == numpy.bool_:
+            found.data = found.data.astype(numpy.bool_)
+        return found
+
+    interpreter_builder.create_splat = create_splat
 
 
 def _without_idle_checks() -> None:

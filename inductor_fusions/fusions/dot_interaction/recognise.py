@@ -127,7 +127,8 @@ def _transposed(node: Any) -> fx.Node | None:
     if not isinstance(node, fx.Node) or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source, rest = node.args[0], list[Any](node.args[1:])
-    if node.target in (builtins.getattr, getattr) and rest == ["mT"]:
+    # An operation from torch 2.15 on.
+    if node.target is torch.ops.aten.mT or (node.target is builtins.getattr and rest == ["mT"]):
         return source
     if node.kwargs:
         return None

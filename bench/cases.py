@@ -34,7 +34,7 @@ from bench.attention.inputs import SMALL_INPUTS, allocate, fill
 from bench.attention.reference import check, reference
 from bench.attention.rows import Row, rows_of
 from bench.attention.spellings import fused, unfused
-from bench.common import DTYPES, relative_error, worst
+from bench.common import DTYPES, relative_error
 from bench.layers import (
     MLP,
     Adapted,
@@ -46,6 +46,7 @@ from bench.layers import (
     bare_pair,
     concatenated,
 )
+from inductor_fusions.budget import worst
 
 Tensors = tuple[torch.Tensor, ...]
 Errors = dict[str, float]

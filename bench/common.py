@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -329,11 +329,6 @@ def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
     norm = reference.norm()
     difference = (value.detach().double() - reference).norm()
     return float(difference / norm if norm > 0 else difference)
-
-
-def worst(errors: Iterable[float]) -> float:
-    """The largest error. NaN is larger than all; `max` would pass over it."""
-    return max(errors, key=lambda error: (error != error, error))
 
 
 def error_limit(unfused: float | None, dtype: torch.dtype) -> float:

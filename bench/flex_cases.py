@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from bench.attention import rows
-from bench.common import DTYPES, relative_error, worst
+from bench.common import DTYPES, relative_error
+from inductor_fusions.budget import worst
 
 REFERENCE_BYTES = 2**30
 """In training the float64 reference covers as many heads as keep the scores of a sample under this."""

@@ -21,9 +21,9 @@ from bench.common import (
     fresh_cache,
     peak_bytes,
     relative_error,
-    worst,
 )
 from inductor_fusions import config
+from inductor_fusions.budget import worst
 
 Tensors = list[torch.Tensor]
 

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from bench import tuning
-from bench.common import DTYPES, Json, interleave, is_fatal, one_line, relative_error, worst
+from bench.common import DTYPES, Json, interleave, is_fatal, one_line, relative_error
+from inductor_fusions.budget import worst
 
 Candidate = tuple[int, Mapping[str, int]]
 

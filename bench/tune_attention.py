@@ -63,8 +63,9 @@ from bench.attention.inputs import SMALL_INPUTS, Inputs, allocate, fill
 from bench.attention.reference import check, reference
 from bench.attention.rows import Row, cpu_rows, cuda_rows
 from bench.attention.spellings import Tensors
-from bench.common import DTYPES, Json, error_limit, interleave, is_fatal, one_line, peak_bytes, worst
+from bench.common import DTYPES, Json, error_limit, interleave, is_fatal, one_line, peak_bytes
 from bench.pool import FileLock
+from inductor_fusions.budget import worst
 
 GIB = 2**30
 UNFUSED_LIMIT = 8 * GIB

@@ -38,13 +38,14 @@ from typing import Any
 import torch
 
 from bench import tuning
-from bench.common import Json, error_limit, interleave, is_fatal, one_line, peak_bytes, relative_error, worst
+from bench.common import Json, error_limit, interleave, is_fatal, one_line, peak_bytes, relative_error
 from bench.lora.candidates import Choice, Run, Seen, first_choices, frozen_run, ours, second_choices, stock
 from bench.lora.rows import Row, grid
 from bench.lora.spellings import Operands, Tensors, make, reference
 from bench.lora.table import write_table
 from bench.pool import FileLock
 from bench.tuning_linears import as_graph, count_of_sets, gain, set_up
+from inductor_fusions.budget import worst
 
 #: Configurations that are measured to the end, after a first look.
 FINALISTS = 3

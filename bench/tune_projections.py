@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from bench import device_table, tuning
-from bench.common import DTYPES, Json, error_limit, interleave, is_fatal, one_line, relative_error, worst
+from bench.common import DTYPES, Json, error_limit, interleave, is_fatal, one_line, relative_error
 from bench.pool import FileLock
 from bench.projections import (
     Operands,
@@ -57,6 +57,7 @@ from bench.projections import (
 )
 from bench.tuning_linears import as_graph, checked_rows, count_of_sets, gain, plain_gain, set_up
 from inductor_fusions import tables
+from inductor_fusions.budget import worst
 
 #: Configurations that are measured to the end, after a first look.
 FINALISTS = 4

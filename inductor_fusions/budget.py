@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,13 +88,13 @@ def compare(
         vanishes = gradient and norm < VANISHING * largest
         norm = largest if vanishes else norm
         measured.append((name, gradient, x, _error(x, z, norm), _error(y, z, norm), vanishes, ""))
-    worst = max((row[4] for row in measured if not row[6]), default=0.0)
+    largest_of_stock = max((row[4] for row in measured if not row[6]), default=0.0)
     found = []
     for name, gradient, x, mine, theirs, vanishes, problem in measured:
         if problem:
             found.append(Error(name, gradient, mine, theirs, 0.0, problem))
             continue
-        allowed = worst if vanishes else theirs
+        allowed = largest_of_stock if vanishes else theirs
         budget = factor * allowed + slack * torch.finfo(x.dtype).eps
         budget += recomputed * torch.finfo(torch.float32).eps * gradient
         if not mine <= budget:  # also where it is NaN
@@ -102,6 +102,11 @@ def compare(
             problem = f"{what}: error {mine:.2e}, stock {allowed:.2e}, budget {budget:.2e}"
         found.append(Error(name, gradient, mine, theirs, budget, problem))
     return found
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest of some errors. NaN is larger than all; `max` would pass over it."""
+    return max(errors, key=lambda error: (error != error, error))
 
 
 def problems(errors: Sequence[Error]) -> list[str]:

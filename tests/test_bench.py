@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -312,9 +311,3 @@ def test_plots(tmp_path: Path) -> None:
     # What there is no data for is left out.
     few = plots.draw(results(row("a")), tmp_path / "few")
     assert {path.stem for path in few} == {"speedup"}
-
-
-def test_an_error_that_is_no_number_is_the_worst() -> None:
-    for errors in ([0.1, float("nan"), 0.2], [float("nan"), 0.1], [0.1, float("nan")]):
-        assert math.isnan(common.worst(errors))
-    assert common.worst([0.1, 0.3, 0.2]) == 0.3

@@ -9,6 +9,7 @@ from torch import nn
 pytest.importorskip("triton")
 
 from bench import cuda_codegen
+from bench.cuda_codegen import hazards
 
 
 def mlp() -> tuple[nn.Module, torch.Tensor]:
@@ -92,3 +93,20 @@ def test_operands_that_change_while_they_are_read_are_seen(wait: bool) -> None:
         kernels.scaled_products, signature, {"SIZE": 64, "WAIT": wait}, aligned=("a", "b", "out")
     )
     assert found.uses_wgmma and bool(found.overwritten) is not wait and found.fits is wait
+
+
+#: A loop of Triton's GPU dialect: the product reads what the iteration before has made.
+CARRIED = """
+%r:2 = scf.for %i = %a to %b step %c iter_args(%acc = %zero, %left = %first) -> (T) : i32 {
+  %d = ttng.warp_group_dot %left, %y, %acc {isAsync = true} : tensor<#ttg.dot_op<{opIdx = 0}>> * !y -> T
+  %w = ttng.warp_group_dot_wait %d {pendings = PENDING : i32} : T
+  %next = arith.mulf %left, %two : T
+  scf.yield %w, %next : T
+}
+"""
+
+
+@pytest.mark.parametrize("pending", [0, 1])
+def test_operands_that_a_loop_carries(pending: int) -> None:
+    found = hazards.overwritten(CARRIED.replace("PENDING", str(pending)))
+    assert len(found) == pending and all("%left" in line for line in found)

@@ -53,7 +53,7 @@ LAYERS = {
     "bisecting": {"sites"},
     "testing": {"public", "registration", "fusion", "fusions", "runs", "budget"} | BASE,
     "cli": {"public", "demo", "explaining", "bisecting", "registry", "testing", "fusion", "fusions"} | BASE,
-    "demo": {"public", "testing", "fusion"} | BASE,
+    "demo": {"public", "testing", "fusion", "budget"} | BASE,
     "__main__": {"cli"},
 }
 # The same inside _inductor/. Its __init__ imports them all; the rest of the package imports that alone.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import fx, nn
 
 import inductor_fusions
-from inductor_fusions import _inductor, config, verify
+from inductor_fusions import _inductor, budget, config, verify
 from inductor_fusions.fusion import Candidate, Fusion
 
 
@@ -148,3 +149,9 @@ def test_leaves_no_trace() -> None:
     assert inductor_fusions.report().sites == known
     assert torch.equal(torch.get_rng_state(), state)
     assert config.policy == "profitable" and config.enabled
+
+
+def test_an_error_that_is_no_number_is_the_worst() -> None:
+    for errors in ([0.1, float("nan"), 0.2], [float("nan"), 0.1], [0.1, float("nan")]):
+        assert math.isnan(budget.worst(errors))
+    assert budget.worst([0.1, 0.3, 0.2]) == 0.3

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 _RESULTS = re.compile(r"^(%[\w:, %]+) = ")
 _VALUE = re.compile(r"%[A-Za-z_0-9]+")
+_CARRIED = re.compile(r"(%[A-Za-z_0-9]+) = ")
 _PENDING = re.compile(r"pendings = (\d+)")
 _DOT = "ttng.warp_group_dot "
 _WAIT = "ttng.warp_group_dot_wait"
@@ -50,18 +51,20 @@ def overwritten(ttgir: str) -> tuple[str, ...]:
         ttgir: a kernel in Triton's GPU dialect (`compiled.asm["ttgir"]`).
     """
     found = {}
-    for body in _loops(ttgir):
+    for carried, body in _loops(ttgir):
         made = {name: i for i, op in enumerate(body) for name in op.results}
         for i, op in enumerate(body):
-            if op.reads_registers and op.operands[0] in made:
-                if not _is_over(body, i, _rewritten(body, made, op.operands[0])):
-                    found[op.text] = None
+            left = op.operands[0] if op.reads_registers else ""
+            # What a loop carries has its next value at the end of the iteration.
+            until = -1 if left in carried else _rewritten(body, made, left) if left in made else None
+            if until is not None and not _is_over(body, i, until):
+                found[op.text] = None
     return tuple(found)
 
 
-def _loops(ttgir: str) -> Iterator[list[_Operation]]:
-    """The body of each loop, with those of the loops in it."""
-    open_loops: list[tuple[int, list[_Operation]]] = []
+def _loops(ttgir: str) -> Iterator[tuple[set[str], list[_Operation]]]:
+    """The values that each loop carries, and its body, with those of the loops in it."""
+    open_loops: list[tuple[int, set[str], list[_Operation]]] = []
     depth = 0
     for line in ttgir.splitlines():
         text = re.sub(r"\s*loc\(.*\)\s*$", "", line.strip())
@@ -69,13 +72,14 @@ def _loops(ttgir: str) -> Iterator[list[_Operation]]:
         results = _VALUE.findall(given[1]) if given else []
         operands = _VALUE.findall(text[given.end() :] if given else text)
         operation = _Operation(tuple(results), tuple(operands), text)
-        for _, body in open_loops:
+        for *_, body in open_loops:
             body.append(operation)
         depth += text.count("{") - text.count("}")
         if " scf.for " in f" {text}" and text.endswith("{"):
-            open_loops.append((depth, []))
+            carried = set(_CARRIED.findall(text.partition("iter_args(")[2]))
+            open_loops.append((depth, carried, []))
         while open_loops and depth < open_loops[-1][0]:
-            yield open_loops.pop()[1]
+            yield open_loops.pop()[1:]
 
 
 def _rewritten(body: Sequence[_Operation], made: Mapping[str, int], value: str) -> int:

@@ -80,6 +80,7 @@ from .templates import (
     max_autotune,
 )
 from .versions import (
+    ATTRIBUTES,
     NEWEST_TESTED,
     autocast_beside_the_key,
     beyond_tested,
@@ -95,6 +96,7 @@ if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
 __all__ = [
+    "ATTRIBUTES",
     "HOOKS",
     "NEWEST_TESTED",
     "Config",

@@ -7,6 +7,8 @@ import re
 import torch
 
 OLDEST, NEWEST_TESTED = (2, 11), (2, 15)
+#: Operations of aten that stand for `x.T` and the like from torch 2.15 on, where Dynamo had getattr(x, "T").
+ATTRIBUTES = {"numpy_T": "T", "mT": "mT", "mH": "mH", "matrix_H": "H"}
 
 
 def torch_version() -> tuple[int, int]:

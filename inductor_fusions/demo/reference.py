@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..budget import worst
 from .models import Case
 
 #: An error may be this many times that of stock, plus eps of the dtype.
@@ -46,7 +47,7 @@ class Reference:
         found = {"output": relative_error(output[:samples, :tokens], self.output)}
         if self.gradients:
             each = [relative_error(gradients[name], g) for name, g in self.gradients.items() if g.any()]
-            found["gradient"] = max(each, key=lambda e: (e != e, e))  # NaN is the worst
+            found["gradient"] = worst(each)
         return found
 
 

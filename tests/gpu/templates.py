@@ -17,7 +17,7 @@ from inductor_fusions import _inductor, config
 from inductor_fusions.fusions.block_mm import configurations, heuristics
 from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
 from inductor_fusions.fusions.lora import decode
-from inductor_fusions.fusions.outer_product_linear.op import OUTER_PRODUCT_LINEAR
+from inductor_fusions.fusions.outer_product_linear.op import OUTER_PRODUCT_LINEAR, pairs
 from tests.attention.support import flex_everywhere, short_everywhere
 
 LOWEST = torch.finfo(torch.float32).min
@@ -174,12 +174,12 @@ def outer(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
     return found
 
 
-def pairs(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
-    return F.linear((u[:, :, None] * v[:, None, :]).flatten(1), w)
+def product(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return F.linear(pairs(u, v), w)
 
 
 def square(u: Tensor, w: Tensor) -> Tensor:
-    return pairs(u, u, w)
+    return product(u, u, w)
 
 
 @contextlib.contextmanager
@@ -282,7 +282,7 @@ LARGE: dict[str, Template] = {
     "square of features, float32": Template(
         square, ((2048, 432), (512, 432**2)), (), True, tf32, dtypes=(FP32, FP32)
     ),
-    "outer product": Template(pairs, ((2048, 432), (2048, 400), (512, 432 * 400)), (), True),
+    "outer product": Template(product, ((2048, 432), (2048, 400), (512, 432 * 400)), (), True),
     "dot interaction": Template(interaction, ((8192, 27, 64), (8192, 64)), (), True),
 }
 

@@ -8,12 +8,10 @@ from unittest import mock
 
 import torch
 
+from inductor_fusions.fusions.outer_product_linear import pairs
+from tests.outer_product_linear.interpreted import BLOCK, FACTORS, LINEAR, PIECE, WEIGHT
+
 ROWS, P, Q, N = 40, 20, 12, 72
-SMALL = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2}
-WEIGHT = {"BLOCK_R": 32, "BLOCK_N": 16, "BLOCK_M": 16, "num_warps": 4, "num_stages": 2}
-BLOCK = 16
-#: Less than N: gradients of weights in several pieces.
-PIECE = 32
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ def written(one: bool, dtype: torch.dtype) -> tuple[Code, ...]:
         return op.OUTER_PRODUCT_LINEAR(u, v, w)
 
     sizes = (2, 4)
-    tiles = {"LINEAR": SMALL, "FACTORS": {**SMALL, "DEEP": 2}, "WEIGHT": WEIGHT, "BLOCK_Q": BLOCK}
+    tiles = {"LINEAR": LINEAR, "FACTORS": FACTORS, "WEIGHT": WEIGHT, "BLOCK_Q": BLOCK}
     with (
         mock.patch.multiple(launch, PIECE=PIECE, **{k: dict.fromkeys(sizes, t) for k, t in tiles.items()}),
         mock.patch.object(op, "_has_kernel", lambda *tensors: True),
@@ -79,7 +77,7 @@ def errors(job: tuple[bool, torch.dtype, tuple[Code, ...]]) -> dict[str, float]:
     gradients = interpret(SimpleNamespace(wrapper=backward.wrapper), saved)
     wide = [x.double().requires_grad_() for x in given]
     u, v, w = wide[0], wide[-2], wide[-1]  # where u is v, there are two of them
-    exact = (u[:, :, None] * v[:, None, :]).flatten(1) @ w.t()
+    exact = pairs(u, v) @ w.t()
     true = [exact, *torch.autograd.grad(exact, wide, dy.double())]
     names = ["y", "du", *([] if one else ["dv"]), "dw"]
     return {

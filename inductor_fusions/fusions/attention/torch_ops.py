@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from ..._inductor import ATTRIBUTES
 from ...fusion import Rejected
 from ...writes import is_told_to_overwrite
 
@@ -110,9 +111,6 @@ _SYNONYMS = {
     "concat": "cat", "concatenate": "cat", "absolute": "abs",
 }  # fmt: skip
 
-#: What `x.T` and the like are from torch 2.15 on, where they were getattr(x, "T") before.
-_ATTRIBUTES = {"numpy_T": "T", "mT": "mT", "mH": "mH", "matrix_H": "H"}
-
 VIEWS = frozenset(
     "view reshape flatten unflatten view_as reshape_as _unsafe_view squeeze unsqueeze".split()
 )  #: row-major order of elements is kept
@@ -199,8 +197,8 @@ def read(node: Any) -> Op | None:
         return None
     elif isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         name = _operator_name(target)
-        if name in _ATTRIBUTES and node.args:
-            return Op(node, "getattr", {"input": node.args[0], "name": _ATTRIBUTES[name]})
+        if name in ATTRIBUTES and node.args:
+            return Op(node, "getattr", {"input": node.args[0], "name": ATTRIBUTES[name]})
     else:
         known = _functions().get(target)  # type: ignore[arg-type]
         if known is None:

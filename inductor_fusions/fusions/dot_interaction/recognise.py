@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..._inductor import ATTRIBUTES
 from ...fusion import Rejected
 from ...operands import tensor
 
@@ -25,6 +26,7 @@ _BMM = frozenset({torch.bmm, torch.matmul, operator.matmul, "bmm", "matmul", "__
 _EINSUM = frozenset({torch.einsum, torch.functional.einsum})
 _TRANSPOSE = frozenset({torch.transpose, torch.swapaxes, torch.swapdims, "transpose", "swapaxes", "swapdims"})
 _PERMUTE = frozenset({torch.permute, "permute"})
+_MT = frozenset(getattr(torch.ops.aten, name) for name, attribute in ATTRIBUTES.items() if attribute == "mT")
 _CAT = frozenset({torch.cat, torch.concat, torch.concatenate})
 _TRIANGLES = {torch.tril_indices: False, torch.triu_indices: True}
 #: What keeps the values of indices.
@@ -127,8 +129,7 @@ def _transposed(node: Any) -> fx.Node | None:
     if not isinstance(node, fx.Node) or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source, rest = node.args[0], list[Any](node.args[1:])
-    # An operation from torch 2.15 on.
-    if node.target is torch.ops.aten.mT or (node.target is builtins.getattr and rest == ["mT"]):
+    if node.target in _MT or (node.target is builtins.getattr and rest == ["mT"]):
         return source
     if node.kwargs:
         return None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import known_true
+from ..._inductor import ATTRIBUTES, known_true
 from ...fusion import Candidate
 from ...operands import tensor
 from .respelling import Respelled
@@ -17,8 +17,6 @@ from .walk import name_of
 #: What may stand between a permutation and the product that reads it, and leaves its dims where they are.
 _TRANSPARENT = {"contiguous", "clone", "expand", "to", "float", "half", "bfloat16", "mul", "truediv", "div"}
 _PERMUTES = {"transpose", "permute", "swapaxes", "swapdims", "t", "movedim", "moveaxis", "getattr"}
-#: Attributes that transpose, as operations (torch 2.15).
-_ATTRIBUTES = {"numpy_T": "T", "mT": "mT", "mH": "mH", "matrix_H": "H"}
 #: The dims that stock's patterns take every permutation to have: heads brought forward, k transposed.
 _HEADS = (0, 2, 1, 3)
 
@@ -42,14 +40,14 @@ class Permutation(Respelled):
 def permutation_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]] | None:
     """(input, dims) of a transpose or permute of any spelling: result dim i is input dim `dims[i]`."""
     name = name_of(node)
-    if name not in {*_PERMUTES, *_ATTRIBUTES} or not node.args or not isinstance(node.args[0], fx.Node):
+    if name not in {*_PERMUTES, *ATTRIBUTES} or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source = node.args[0]
     before, result = tensor(source), tensor(node)
     if before is None or result is None or before.dim() != result.dim():
         return None
-    attribute = str(node.args[1]) if name == "getattr" else _ATTRIBUTES.get(name)
-    if name == "getattr" and attribute not in _ATTRIBUTES.values():
+    attribute = str(node.args[1]) if name == "getattr" else ATTRIBUTES.get(name)
+    if name == "getattr" and attribute not in ATTRIBUTES.values():
         return None
     # Asked of a tensor whose sizes tell its dims apart.
     probe = torch.empty(tuple(range(2, 2 + before.dim())), device="meta")

@@ -29,6 +29,8 @@ class Exact(TorchFunctionMode):
         if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
             func = torch.Tensor.double
         kwargs = {name: self._wide(value) for name, value in (kwargs or {}).items()}
+        if func is torch._grouped_mm and args[0].dtype == torch.float64 and kwargs.get("bias") is None:
+            return _grouped_mm(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
         return func(*map(self._wide, args), **kwargs)
 
     @staticmethod
@@ -44,6 +46,27 @@ class Exact(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch.set_default_dtype(self._default)
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
+    """`torch.nn.functional.grouped_mm`, which takes no float64, product by product.
+
+    Args:
+        a, b: matrices, or stacks of them; where both or neither are, the result is a stack.
+        offs: where each group ends: of the rows of `a`, of the columns of `b`, or of K of two matrices. What
+            is behind the last one is zero. None for two stacks.
+    """
+    if offs is None:
+        return torch.bmm(a, b)
+    ends = [int(end) for end in offs.tolist()]
+    groups = list(zip([0, *ends], ends, strict=False))
+    if b.dim() == 3:
+        parts = [a[start:end] @ b[i] for i, (start, end) in enumerate(groups)]
+        return torch.cat([*parts, a.new_zeros(a.shape[0] - ends[-1], b.shape[2])])
+    if a.dim() == 3:
+        parts = [a[i] @ b[:, start:end] for i, (start, end) in enumerate(groups)]
+        return torch.cat([*parts, a.new_zeros(a.shape[1], b.shape[1] - ends[-1])], 1)
+    return torch.stack([a[:, start:end] @ b[start:end] for start, end in groups])
 
 
 def run(

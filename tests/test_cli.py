@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import inductor_fusions
 from inductor_fusions import cli, config, tables
+from inductor_fusions.cli import environment
 from inductor_fusions.fusions import ALL
 from tests.support.command_line import refuse
 
@@ -133,6 +134,22 @@ def test_env_shows_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         f"devices/{name}.json": True,
         "devices/other.json": False,
     }
+    assert {entry["file"]: entry["measured_with"] for entry in found["files"]} == {
+        f"devices/{name}.json": {"torch": TABLE["torch"]},
+        "devices/other.json": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("installed", "told"), [("3.6.1", False), ("3.9.0", True), ("3.60.0", True), (None, False)]
+)
+def test_a_table_that_another_triton_was_measured_with(installed: str | None, told: bool) -> None:
+    found = environment.another_triton({**TABLE, "triton": "3.6.0"}, installed)
+    assert bool(found) is told
+    assert not told or ("3.6.0" in found and str(installed) in found)
+    assert not environment.another_triton(TABLE, installed) and not environment.another_triton(
+        None, installed
+    )
 
 
 def test_env_shows_assigned_toggles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch import fx, nn
 import inductor_fusions
 from inductor_fusions import _inductor, budget, config, verify
 from inductor_fusions.fusion import Candidate, Fusion
+from inductor_fusions.runs import Exact
 
 
 def attention(q, k, v):
@@ -155,3 +156,42 @@ def test_an_error_that_is_no_number_is_the_worst() -> None:
     for errors in ([0.1, float("nan"), 0.2], [float("nan"), 0.1], [0.1, float("nan")]):
         assert math.isnan(budget.worst(errors))
     assert budget.worst([0.1, 0.3, 0.2]) == 0.3
+
+
+class Experts(nn.Module):
+    """As mixtures of experts compute them: rows sorted by expert, and one product for each."""
+
+    def __init__(self, ends: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(len(ends), 8, 16) / 4)
+        self.register_buffer("ends", torch.tensor(ends, dtype=torch.int32))
+
+    def forward(self, x):
+        hidden = torch.nn.functional.grouped_mm(x.flatten(0, -2), self.weight, offs=self.ends)
+        return attention(*[hidden.view(*x.shape[:-1], 16)] * 3)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_grouped_products(train: bool) -> None:
+    """torch has none of float64, which the reference is computed in."""
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        pytest.skip("this torch has no grouped_mm")
+    x = torch.randn(1, 2, 5, 8, dtype=torch.bfloat16)
+    found = verify(Experts((3, 3, 10)).bfloat16(), x, train=train)
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns", "inner", "stacks"])
+def test_grouped_products_in_float64(kind: str) -> None:
+    """The same as in float32, of which torch has one."""
+    ends = torch.tensor([4, 4, 12], dtype=torch.int32)
+    a, b = {
+        "rows": ((12, 8), (3, 8, 16)), "columns": ((3, 16, 8), (8, 12)), "inner": ((16, 12), (12, 8)),
+        "stacks": ((3, 16, 8), (3, 8, 16)),
+    }[kind]  # fmt: skip
+    a, b, offs = torch.randn(a), torch.randn(b), None if kind == "stacks" else ends
+    narrow = torch._grouped_mm(a, b, offs=offs)
+    with Exact():
+        wide = torch._grouped_mm(a.double(), b.double(), offs)
+    assert wide.dtype == torch.float64
+    torch.testing.assert_close(wide.float(), narrow, rtol=1e-5, atol=1e-5)

@@ -48,8 +48,12 @@ def env(as_json: JsonFlag = False) -> None:
     tuned = found["tables"]
     for entry in tuned["files"]:
         rows = ", ".join(f"{count} of {section}" for section, count in entry["sections"].items())
-        table.add_row(entry["file"], f"rows: {rows}" if entry["usable"] else "not usable")
+        measured = ", ".join(f"{what} {version}" for what, version in entry["measured_with"].items())
+        told = f"rows: {rows}; measured with {measured}"
+        table.add_row(entry["file"], told if entry["usable"] else "not usable")
     own = "found" if tuned["found"] else "none: attention written by hand is left to stock here"
+    if tuned["hint"]:
+        own += f"; {tuned['hint']}"
     table.add_row(f"for this device: {tuned['device']}.json", own)
     console().print(table)
 
@@ -77,8 +81,22 @@ def environment() -> dict[str, Any]:
         "enabled": bool(config.enabled),
         "hooks": hooks,
         "toggles": _toggles(),
-        "tables": {"device": name, "found": tables.load(name) is not None, "files": _table_files()},
+        "tables": {
+            "device": name,
+            "found": tables.load(name) is not None,
+            "hint": another_triton(tables.load(name), versions["triton"]) if device.type == "cuda" else "",
+            "files": _table_files(),
+        },
     }
+
+
+def another_triton(table: dict[str, Any] | None, installed: str | None) -> str:
+    """What to know of a table whose kernels another release of Triton compiled when they were measured."""
+    measured = (table or {}).get("triton")
+    if not measured or not installed or measured.split(".")[:2] == installed.split(".")[:2]:
+        return ""
+    told = f"measured with Triton {measured}, and this is {installed}"
+    return f"{told}: `python -m inductor_fusions tune` measures anew"
 
 
 def _describe_pass(item: Any) -> str:
@@ -122,6 +140,9 @@ def _table_files() -> list[dict[str, Any]]:
         {
             "file": f"{devices.name}/{name}",
             "usable": table is not None,
+            "measured_with": {
+                what: version for what, version in (table or {}).items() if what in ("torch", "triton")
+            },
             "rows": len((table or {}).get("attention", ())),
             "sections": {
                 section: len(rows) for section, rows in (table or {}).items() if isinstance(rows, list)

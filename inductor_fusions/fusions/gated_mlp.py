@@ -10,19 +10,8 @@ from torch import fx
 
 from ..fusion import Candidate, Fusion, Rejected
 from .block_mm import emit, guards
-from .block_mm.normal_form import (
-    Expressions,
-    Product,
-    activation,
-    between,
-    identity,
-    leaves,
-    mul,
-    product,
-    same,
-    same_sizes,
-    value,
-)
+from .block_mm.expressions import Expressions, activation, between, leaves, mul, same
+from .block_mm.normal_form import Product, identity, product, same_sizes, value
 from .block_mm.op import ACTIVATIONS
 from .block_mm.placement import Order, Place
 

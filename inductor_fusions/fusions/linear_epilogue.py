@@ -15,19 +15,15 @@ from torch import fx
 
 from ..fusion import Candidate, Fusion, Rejected
 from .block_mm import emit, guards
+from .block_mm.expressions import Expressions, activation, between, leaves, same
 from .block_mm.normal_form import (
     CASTS,
     RESHAPES,
-    Expressions,
     Product,
-    activation,
-    between,
     is_pointwise,
-    leaves,
     product,
     products,
     readers,
-    same,
     same_sizes,
     tensor,
     value,

@@ -15,17 +15,9 @@ from torch import fx
 from ..fusion import Candidate, Fusion, Rejected
 from .block_mm import emit, guards
 from .block_mm.lowering import MOST_PRODUCTS
-from .block_mm.normal_form import (
-    Product,
-    Sum,
-    identity,
-    product,
-    products,
-    same_sizes,
-    sum_of_products,
-    value,
-)
+from .block_mm.normal_form import Product, identity, product, products, same_sizes, value
 from .block_mm.placement import Order, Place
+from .block_mm.sums import Sum, sum_of_products
 
 
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:

@@ -82,6 +82,10 @@ class Emitter:
             result = self._call(build, problem, kernel, q, k, v, mask.node, grouped)
         if correction is not None:
             result = build.call(torch.add, result, correction)
+        by_predicate = kernel in ("flex", "row_bias") and problem.structure is not None
+        if problem.zeros is not None and not by_predicate:
+            seen = self.memo.rows_with_a_key(build, problem, self.region)
+            result = build.call(torch.where, seen, result, 0.0)
         original = torch_ops.tensor(output)
         assert original is not None
         natural = list(problem.out_shape)
@@ -109,11 +113,7 @@ class Emitter:
             numbers.append(number)
         q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
         scale = float(problem.q.shape[-1]) ** -0.5 if problem.scale is None else float(problem.scale)
-        result = build.call(SHORT_ATTENTION, q, k, v, masks, numbers, scale, problem.causal)
-        if problem.zeros is None:
-            return result
-        seen = self.memo.rows_with_a_key(build, problem.zeros, self.region)
-        return build.call(torch.where, seen, result, 0.0)
+        return build.call(SHORT_ATTENTION, q, k, v, masks, numbers, scale, problem.causal)
 
     def _flex(
         self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None

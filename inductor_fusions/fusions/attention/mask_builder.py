@@ -28,10 +28,8 @@ from .builder import Builder
 from .flex import BlockMasks
 from .masks import may_hide_rows
 from .problem import Problem
-from .structure import EMPTY_BELOW, Structure
+from .structure import DROWNED, EMPTY_BELOW, Structure
 
-#: Added where a query sees no key: scores drown in it, and exp2(x * log2(e)) does not overflow.
-DROWNED = -1e30
 #: A row whose highest bias is below this is shifted by it: a softmax does not see that, rounding does.
 SHIFT_BELOW = -100.0
 
@@ -72,11 +70,17 @@ class MaskMemo:
             self.rows[key] = row_bias.bias(build, problem)
         return self.rows[key]
 
-    def rows_with_a_key(self, build: Builder, mask: fx.Node, region: int) -> fx.Node:
-        """Which rows of a boolean mask show a key, with one column."""
-        if (mask, region) not in self.empty:
-            self.empty[mask, region] = build.call(torch.any, mask, -1, True)
-        return self.empty[mask, region]
+    def rows_with_a_key(self, build: Builder, problem: Problem, region: int) -> fx.Node:
+        """Which rows of the mask that makes others zero show a key, with one column."""
+        assert problem.zeros is not None
+        operand, hides = problem.zeros
+        version = problem.version(operand.node, build.before)
+        key = (operand.node, version, repr(operand.steps), hides, region)
+        if key not in self.empty:
+            mask = build.build(operand)
+            seen = build.call(torch.logical_not, mask) if hides else mask
+            self.empty[key] = build.call(torch.any, seen, -1, True)
+        return self.empty[key]
 
     def empty_rows(self, build: Builder, problem: Problem, structure: Structure, region: int) -> fx.Node:
         """Which queries see no key, as (batch or 1, 1, q_len, 1)."""
@@ -136,7 +140,7 @@ def check_empty_rows(problem: Problem) -> None:
         for t, _ in problem.terms
     ):
         raise Rejected("a mask is subtracted from the scores")
-    if config.empty_rows != "stock" or not problem.train:
+    if config.empty_rows != "stock" or not problem.train or problem.zeros is not None:
         return
     for term, _ in problem.terms:
         if (term.fill is not None and math.isfinite(term.fill)) or (
@@ -154,7 +158,7 @@ class _Terms:
     def __init__(self, build: Builder, problem: Problem) -> None:
         self.build, self.problem = build, problem
         # With a sink, a row that sees no key gives all its weight to the sink.
-        self.finite = config.empty_rows != "ignore" and problem.sink is None
+        self.finite = problem.sink is None and (config.empty_rows != "ignore" or problem.zeros is not None)
         self.keep: fx.Node | None = None  # what no fill hides
         self.hiding: fx.Node | None = None  # sum of what may hide a whole row, fills written in
         self.plain: list[tuple[fx.Node, bool]] = []  # other biases, and whether a fill came after

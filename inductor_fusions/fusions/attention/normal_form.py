@@ -98,6 +98,7 @@ class Attention:
         terms: biases and fills, from the product to the softmax.
         sink: a logit of each row that takes weight and has no value.
         below_sink: number of terms that are applied before the sink is there.
+        zeroed: a fill of the weights with 0, after the softmax.
         lead: leading dims of the product; `softmax_lead` and `out_lead` those at the softmax and at
             the product with v.
         out_dims: the result (*out_lead, q_len, v_dim) is permuted by this to give `output`.
@@ -116,6 +117,7 @@ class Attention:
     stages: list[Stage] = field(default_factory=list)
     sink: Sink | None = None
     below_sink: int = 0
+    zeroed: Term | None = None
     dropout: float = 0.0
     v: Operand | None = None
     output: fx.Node | None = None
@@ -126,7 +128,7 @@ class Attention:
     readers: list[fx.Node] = field(default_factory=list)
 
     def read_on_the_way(self) -> Iterator[fx.Node]:
-        """Every tensor that acts on the scores."""
+        """Every tensor that acts on the scores or the weights."""
         parts: list[Stage | Attention] = [*self.stages, self]
         for part in parts:
             yield from (term.node for term in part.terms)
@@ -134,3 +136,5 @@ class Attention:
         yield from (stage.operand.node for stage in self.stages if stage.operand is not None)
         if self.sink is not None:
             yield self.sink.term.node
+        if self.zeroed is not None:
+            yield self.zeroed.node

@@ -1,19 +1,28 @@
-"""From a softmax down to the product of the weights with the values: dropout, casts, a sink's column."""
+"""From a softmax down to the product of the weights with v: casts, dropout, zeros, a sink's column."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import fx
 
 from ..._inductor import known_true
 from ...fusion import Rejected
 from . import einsum
-from .normal_form import Attention
+from .normal_form import Attention, Term
 from .operands import Operand, product, same_shape
 from .torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, Op, dropout_p, read, reads_metadata, tensor
 
 
-def downwards(site: Attention) -> None:
-    """Read from the softmax down to the product with the values, into `site`."""
+def downwards(site: Attention, number: Callable[[Any], float | None]) -> None:
+    """Read from the softmax down to the product with the values, into `site`.
+
+    Args:
+        site: read down to its softmax.
+        number: the value of an argument that is a number, or a tensor of one number.
+    """
     node, dropped = site.softmax, False
     while True:
         users = [u for u in node.users if not reads_metadata(u, node)]
@@ -30,8 +39,16 @@ def downwards(site: Attention) -> None:
             raise Rejected("the attention weights are returned")
         if op.name in PRODUCTS:
             break
-        if op.inplace and op.name != "dropout":
+        if op.inplace and op.name not in ("dropout", "masked_fill"):
             raise Rejected(f"{op.name}_ changes the attention weights")
+        zeroed = _zeroed(op, node, number)
+        if zeroed is not None:
+            if site.zeroed is not None:
+                raise Rejected("the weights are set to 0 twice")
+            site.zeroed = zeroed
+            site.chain.append(user)
+            node = user
+            continue
         if op.input is not node:
             raise Rejected(f"{op.name} stands between the softmax and the product with v")
         if site.sink is not None and not dropped and _drops_column(op, site.sink.first):
@@ -83,6 +100,24 @@ def downwards(site: Attention) -> None:
         (*site.out_lead, weights.shape[-2], site.v.shape[-1])
     )):  # fmt: skip
         raise Rejected("the product with v broadcasts the weights")
+
+
+def _zeroed(op: Op, weights: fx.Node, number: Callable[[Any], float | None]) -> Term | None:
+    """`masked_fill(weights, condition, 0)` and the like as a fill; None of anything else."""
+    if op.name == "masked_fill":
+        condition, kept, fill, hides = op["mask"], op.input, op["value"], True
+    elif op.name == "where":
+        condition, kept, fill, hides = op["condition"], op.input, op["other"], False
+        if fill is weights:
+            kept, fill, hides = fill, kept, True
+    else:
+        return None
+    mask, before, after = tensor(condition), tensor(weights), tensor(op.node)
+    if kept is not weights or mask is None or mask.dtype != torch.bool or fill is None or number(fill) != 0.0:
+        return None
+    if before is None or after is None or not same_shape(before.shape, after.shape):
+        return None
+    return Term(condition, tuple(before.shape[:-2]), fill=0.0, hides=hides)
 
 
 def _drops_column(op: Op, first: bool) -> bool:

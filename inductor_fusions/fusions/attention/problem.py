@@ -7,6 +7,7 @@ settled, and the mask algebra says what is left of the mask.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +21,7 @@ from ...operands import holds
 from ...tables import dtype_name
 from . import structure, torch_ops
 from .aliasing import Mutations
-from .masks import Interpreter, classify, constant_over, negation, visibility
+from .masks import Interpreter, classify, constant_over, may_hide_rows, negation, visibility
 from .normal_form import Attention, Stage, Term
 from .operands import Operand, alignment, product, regroup, same_shape, unrepeated
 from .structure import Structure
@@ -44,7 +45,8 @@ class Problem:
         sink: a logit of each row, on (batch, heads, q or 1, 1), and what it is multiplied by.
         structure: the mask as a predicate, where all of it is one.
         output: the node whose users read the result.
-        zeros: a boolean mask of a user's SDPA call, whose rows without a key are zero.
+        zeros: the boolean mask whose rows without a key are zero, and whether it hides where it is true: that
+            of a user's SDPA call, or where the weights are set to 0 after the softmax.
         overwritten: whether anything writes to the memory of a node, so that its value cannot be read anew.
         version: what has last written to the memory of a node before another one reads it: where that is the
             same for two readers, they read the same.
@@ -72,7 +74,7 @@ class Problem:
     sink: tuple[Operand, float] | None = None
     structure: Structure | None = None
     output: fx.Node | None = None
-    zeros: fx.Node | None = None
+    zeros: tuple[Operand, bool] | None = None
     overwritten: Callable[[fx.Node], bool] = lambda node: True
     version: Callable[[fx.Node, fx.Node], object] = lambda node, before: object()
 
@@ -164,9 +166,12 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         k, v = _moved(k, site.lead, target), _moved(v, site.out_lead, target)
         full_k, full_v = _whole(k, target), _whole(v, target)
         short_k, short_v = few_heads(k, v, target, interpreter.mutations, site.output)
+    zeroed = _zeroed(site, interpreter)
     remaining = _remaining_terms(site, interpreter)
     causal = remaining is None
     terms = [(t, _term_operand(t, target, interpreter)) for t in remaining or []]
+    # As predicates know it: where hidden scores are -inf, a row without a key is zero.
+    hidden = [(replace(t, fill=-math.inf) if t is zeroed else t, operand) for t, operand in terms]
     scalers: list[tuple[str, Operand | fx.Node]] = []
     for kind, node, stage in site.stages[0].scalers if site.stages else site.scalers:
         operand = Operand.of(node)
@@ -182,7 +187,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         scale=site.scale,
         dropout=site.dropout,
         causal=causal,
-        terms=terms,
+        terms=[(_finite(t) if t is zeroed else t, operand) for t, operand in terms],
         dtype=dtype,
         out_shape=(*site.out_lead, site.q.shape[-2], site.v.shape[-1]),
         out_dims=site.out_dims,
@@ -190,8 +195,9 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         train=_needs_grad(site.q.node, site.k.node, site.v.node, site.output),
         stages=[_stage(stage, target, interpreter) for stage in site.stages],
         sink=_sink(site, target, interpreter),
-        structure=_structure(causal, terms, site, target, interpreter),
+        structure=_structure(causal, hidden, site, target, interpreter),
         output=site.output,
+        zeros=next(((operand, t.hides) for t, operand in terms if t is zeroed), None),
         overwritten=interpreter.mutations.touch,
         version=interpreter.mutations.last,
     )
@@ -260,6 +266,46 @@ def _structure(
     if len(target) != 2:
         return None
     return structure.find(terms, shape, interpreter, site.product.graph, cancels=site.sink is None)
+
+
+def _zeroed(site: Attention, interpreter: Interpreter) -> Term | None:
+    """The fill at whose keys the weights are set to 0 after the softmax, too.
+
+    They are 0 there already, but in rows that see no key: those become zero.
+
+    Raises:
+        Rejected: they are set to 0 elsewhere, or something else hides keys as well.
+    """
+    if site.zeroed is None:
+        return None
+    hiding = [t for t in site.terms if t.fill is not None or t.floor is not None or may_hide_rows(t.node)]
+    if not any(_same_keys(term, site.zeroed, interpreter) for term in hiding):
+        raise Rejected("the weights are set to 0 at other keys than those that the scores are masked at")
+    if len(hiding) > 1 or site.sink is not None:
+        raise Rejected(
+            "the weights are set to 0 after the softmax, and there is a sink, or one more mask perhaps"
+        )
+    return hiding[0]
+
+
+def _same_keys(first: Term, second: Term, interpreter: Interpreter) -> bool:
+    """Whether two fills hide the same keys."""
+    if first.fill is None or first.floor is not None or not same_shape(first.lead, second.lead):
+        return False
+    if first.node is second.node:
+        return first.hides == second.hides
+    one, other = (
+        negation(seen) if seen is not None and term.hides else seen
+        for term in (first, second)
+        for seen in [interpreter.boolean(term.node)]
+    )
+    return one is not None and one == other
+
+
+def _finite(term: Term) -> Term:
+    """A fill of which no row becomes NaN."""
+    assert term.fill is not None
+    return term if math.isfinite(term.fill) else replace(term, fill=structure.DROWNED)
 
 
 def _needs_grad(*nodes: fx.Node) -> bool:

@@ -75,7 +75,7 @@ def recognise(softmax: fx.Node, interpreter: Interpreter) -> Attention:
     site.chain.extend(upwards.row_maxima)
     if site.sink is not None and len(site.terms) > site.below_sink:
         raise Rejected("a mask or a bias is added to an attention sink as well")
-    downwards(site)
+    downwards(site, upwards.number)
     own = {*site.chain, site.output}
     for reader in site.readers:
         if reader not in own and not own.issuperset(reader.users):

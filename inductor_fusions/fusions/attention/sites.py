@@ -20,7 +20,7 @@ from ...fusion import Candidate, LeftToStock, Rejected
 from ...operands import check_kind, text
 from . import emit, kernels, savings, structure, torch_ops
 from .aliasing import Mutations, name_overwritten_values
-from .mask_builder import DROWNED, MaskMemo, check_empty_rows
+from .mask_builder import MaskMemo, check_empty_rows
 from .masks import Interpreter, classify, may_hide_rows, visibility
 from .multihead import MultiheadForward, is_call
 from .normal_form import Attention, Term
@@ -28,7 +28,7 @@ from .operands import Operand
 from .problem import Problem, few_heads, pose, same_problem_shapes
 from .recognise import recognise, softmaxes
 from .short import terms as short
-from .structure import Structure
+from .structure import DROWNED, Structure
 
 SDPA = torch._C._nn.scaled_dot_product_attention
 
@@ -267,7 +267,7 @@ class SdpaCall(Candidate):
             problem = replace(
                 problem,
                 attn_mask=None,
-                zeros=mask if boolean else None,
+                zeros=(operand.padded(4), False) if boolean else None,
                 terms=[(term, operand.padded(4))],
                 structure=None,
                 overwritten=self.scope.mutations.touch,

@@ -42,6 +42,8 @@ BATCH, HEAD, QUERY, KEY = -4, -3, -2, -1
 
 #: A row whose highest bias is below this sees no key: float32 scores drown in it.
 EMPTY_BELOW = -1e8
+#: Added where a query sees no key: scores drown in it, and exp2(x * log2(e)) does not overflow.
+DROWNED = -1e30
 
 Terms = list[tuple[Term, Operand]]
 

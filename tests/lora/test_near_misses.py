@@ -1,0 +1,164 @@
+"""Graphs that look like linears with adapters: why they are none, or how they are read all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inductor_fusions.fusions.lora.op import NARROW_MM
+from tests.block_mm.support import check, run
+from tests.lora.spellings import WHOLE, linear, operands, peft_in_float32, targets
+
+
+def scaled_by_a_vector(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(x, w) + F.linear(F.linear(x, a), b) * w[:, 0]
+
+
+def no_base(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(F.linear(x, a), b) + w[:1, :1]
+
+
+def result_used_elsewhere(x: Any, w: Any, a: Any, b: Any) -> Any:
+    up = F.linear(F.linear(x, a), b)
+    return F.linear(x, w) + up, up
+
+
+def subtracted(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(x, w) - F.linear(F.linear(x, a), b)
+
+
+def activated(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(x, w) + F.linear(F.relu(F.linear(x, a)), b)
+
+
+def permuted(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(x, w)[:, :96] + F.linear(F.linear(x, a), b)[:, :96].t()
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (scaled_by_a_vector, "DoRA"),
+        (no_base, "no product"),
+        (result_used_elsewhere, "used elsewhere"),
+        (subtracted, "nothing is added"),
+        (permuted, "nothing is added"),
+        (activated, None),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_no_linear_with_an_adapter(fn: Callable[..., Any], reason: str | None) -> None:
+    seen = check(fn, operands(), budget=2.0)
+    assert not seen.fused("lora")
+    if reason is None:
+        assert not seen.reasons("lora")
+    else:
+        assert any(reason in text for text in seen.reasons("lora")), seen.reasons("lora")
+
+
+def test_float16_whose_factor_overflows() -> None:
+    """What A gives is in the range of float16, twice that is not, and the result is."""
+    x, w, a, b = (torch.full(shape, fill, dtype=torch.float16) for shape, fill in (
+        ((96, 64), 1.0), ((128, 64), 0.25), ((16, 64), 625.0), ((128, 16), 1e-4),
+    ))  # fmt: skip
+    seen = check(linear, (x, w, a, b), budget=2.0)
+    assert seen.fused("lora") == 1 and all(bool(y.isfinite().all()) for y in seen.outputs)
+
+
+@pytest.mark.parametrize("rows", [8, 96])
+def test_float16_whose_input_is_scaled(rows: int) -> None:
+    """What A gives is in the range of float16 with the factor of the input, and not without it."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        return F.linear(x, w) + F.linear(F.linear(x * 2**-10, a), b)
+
+    args = (torch.full(shape, fill, dtype=torch.float16) for shape, fill in (
+        ((rows, 64), 16.0), ((128, 64), 0.25), ((16, 64), 256.0), ((128, 16), 1e-4),
+    ))  # fmt: skip
+    seen = check(fn, tuple(args), budget=2.0)
+    assert seen.fused("lora") == 1 and all(bool(y.isfinite().all()) for y in seen.outputs)
+    (down,) = targets(seen, NARROW_MM)
+    assert list(down.args[2]) == [2**-10]
+
+
+def test_float16_whose_tensor_overflows() -> None:
+    """As with a number; of a tensor it is not known."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any, scale: Any) -> Any:
+        return F.linear(x, w) + F.linear(F.linear(x, a), b) * scale
+
+    args = (torch.full(shape, fill, dtype=torch.float16) for shape, fill in (
+        ((96, 64), 1.0), ((128, 64), 0.25), ((16, 64), 625.0), ((128, 16), 1e-4),
+    ))  # fmt: skip
+    seen = check(fn, (*args, torch.tensor(4.0)), budget=2.0)
+    assert not seen.fused("lora") and any("may overflow" in reason for reason in seen.reasons("lora"))
+    assert all(bool(y.isfinite().all()) for y in seen.outputs)
+
+
+def test_float64() -> None:
+    """Kernels add up in float32, those of the gradients too."""
+    x, w, a, b = (t.detach().double().requires_grad_() for t in operands())
+    seen = check(linear, (x, w, a, b), train=True)
+    assert not seen.fused("lora") and not targets(seen, NARROW_MM, 1)
+
+
+def test_float16_base_of_float32_adapters() -> None:
+    x, w, a, b = operands(dtype=WHOLE)
+    seen = run(peft_in_float32, (x.half(), w.half(), a, b))
+    assert not seen.calls() and any("float16" in reason for reason in seen.reasons("lora"))
+    # x is read without its cast all the same.
+    assert len(targets(seen, NARROW_MM)) == 1
+
+
+def test_without_measurements_it_is_left_to_stock() -> None:
+    seen = run(linear, operands(), policy="profitable")
+    assert not seen.fused("lora")
+    assert any("measure" in reason for reason in seen.reasons("lora"))
+
+
+def padded(name: str) -> Callable[..., Any]:
+    """An adapter of rank 5 whose products Inductor has padded to 8, each by itself (pad_mm.py)."""
+    before, value = (3, 0.0) if name == "in front" else (0, 1.0 if name == "ones" else 0.0)
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        h = x @ a.t()
+        if name != "up":
+            sides = (before, 3 - before)
+            h = (x @ F.pad(a.t(), sides, value=value))[:, : -4 if name == "one column less" else -3]
+            h = F.pad(h, (0, 1)) if name == "one column less" else h
+        y = h @ b.t()
+        if name in ("up", "both"):
+            y = F.pad(h, (0, 3)) @ F.pad(b.t(), (0, 0, 0, 3))
+        return F.linear(x, w) + 0.5 * y
+
+    return fn
+
+
+@pytest.mark.parametrize("name", ["down", "up", "both"])
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_ranks_that_inductor_pads(name: str, train: bool) -> None:
+    """What is fused reads the adapter as it was: whether stock pads depends on what it has just measured."""
+    args = operands(5)
+    seen = check(padded(name), args, train=train)
+    assert seen.fused("lora") >= 1
+    (call,) = targets(seen, NARROW_MM)[:1]
+    assert list(call.args[1][0].meta["val"].shape)[-1] in (5, 8)
+
+
+@pytest.mark.parametrize("name", ["in front", "ones", "one column less"])
+def test_ranks_that_are_padded_otherwise(name: str) -> None:
+    """No zeros behind, or fewer columns than there were: the numbers are right, whatever is fused."""
+    check(padded(name), operands(5))
+
+
+def test_ranks_that_are_cropped() -> None:
+    """Padding by less than nothing takes columns away: they must not come back."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        return F.linear(x, w) + 0.5 * (F.pad(x @ a.t(), (0, -3)) @ F.pad(b.t(), (0, 0, 0, -3)))
+
+    check(fn, operands(8))

@@ -1,0 +1,191 @@
+"""What an import does, mostly in processes of their own: versions of torch, the order of imports, threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import inductor_fusions
+from inductor_fusions import config
+from inductor_fusions.fusion import Fusion
+
+FRESH = """
+import warnings, sys, torch
+torch.__version__ = {version!r}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import inductor_fusions
+    inductor_fusions.enable()
+    f = lambda x: torch.softmax(x @ x.mT, -1) @ x
+    x = torch.randn(1, 2, 4, 8)
+    torch.testing.assert_close(torch.compile(f)(x), f(x))
+print(len([w for w in caught if "inductor_fusions" in str(w.message)]))
+print(*[str(w.message) for w in caught if "inductor_fusions" in str(w.message)])
+from torch._inductor import config
+print(config.pre_grad_custom_pass)
+"""
+
+
+def fresh(code: str) -> str:
+    root = str(Path(inductor_fusions.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {root!r})\n{code}"],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_torch_that_is_too_old() -> None:
+    """One warning, nothing registered, torch.compile works."""
+    count, text, hook = fresh(FRESH.format(version="2.10.1")).splitlines()
+    assert (count, hook) == ("1", "None")
+    assert "2.10.1 is older than 2.11" in text
+
+
+def test_torch_that_is_newer_than_tested() -> None:
+    """A small attention is tried; one warning, and fusions are on."""
+    count, text, hook = fresh(FRESH.format(version="2.99.0")).splitlines()
+    assert count == "1" and "2.99.0 is newer than" in text and "fusions are on" in text
+    assert "FusionPass" in hook
+
+
+BROKEN = {
+    "a private name is gone": (
+        "from inductor_fusions import _inductor\ndel _inductor.trace_id, _inductor.reports.trace_id"
+    ),
+    "other numbers": (
+        "def scaled_dot_product_attention(q, k, v, **_): return v * 2\n"
+        "torch._C._nn.scaled_dot_product_attention = scaled_dot_product_attention\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("breaking", BROKEN.values(), ids=BROKEN)
+def test_newer_torch_that_does_not_work(breaking: str) -> None:
+    """One warning, and everything is left as it was, however often one compiles."""
+    out = fresh(
+        "import warnings\nimport torch\ntorch.__version__ = '2.99.0'\n"
+        "import inductor_fusions\nimport torch._inductor.config\n"
+        f"{breaking}\n"
+        "inductor_fusions.config.policy = 'always'\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    first = lambda x: torch.softmax(x @ x.mT, -1) @ x\n"
+        "    for f in (first, lambda x: first(x) + 1):\n"
+        "        x = torch.randn(1, 2, 4, 8)\n"
+        "        torch.testing.assert_close(torch.compile(f)(x), f(x))\n"
+        "ours = [str(w.message) for w in caught if 'inductor_fusions' in str(w.message)]\n"
+        "print(len(ours), len(inductor_fusions.report().sites), *ours)\n"
+    )
+    assert out.startswith("1 0 ") and "nothing is fused" in out, out
+
+
+def test_newer_torch_without_what_is_installed_into() -> None:
+    """Inductor is imported all the same."""
+    out = fresh(
+        "import warnings\nimport torch\ntorch.__version__ = '2.99.0'\n"
+        "import inductor_fusions\nfrom inductor_fusions import _inductor\n"
+        "def gone(*_): raise AttributeError('user_override')\n"
+        "_inductor.update_hook = gone\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    f = lambda x: torch.softmax(x @ x.mT, -1) @ x\n"
+        "    x = torch.randn(1, 2, 4, 8)\n"
+        "    torch.testing.assert_close(torch.compile(f)(x), f(x))\n"
+        "print(*[str(w.message) for w in caught if 'inductor_fusions' in str(w.message)], sep='\\n')\n"
+    )
+    assert len(out.splitlines()) == 1 and "nothing is fused" in out and "user_override" in out
+
+
+def test_what_is_tried_is_fused() -> None:
+    """The small attention of the check is one that is recognised, also while something is traced."""
+    from inductor_fusions import registry, smoke
+
+    seen: list[str] = []
+
+    def spied(fusion: Fusion) -> Fusion:
+        def recognise(graph: torch.fx.Graph):
+            for candidate in fusion.recognise(graph):
+                rewrite = candidate.rewrite
+                candidate.rewrite = lambda rewrite=rewrite: seen.append(rewrite())
+                yield candidate
+
+        return dataclasses.replace(fusion, recognise=recognise)
+
+    with config.patch(policy="always"), torch.device("meta"), torch.autocast("cpu"):
+        assert smoke._attempt(tuple(map(spied, registry.of("pre_grad")))) == ""
+    assert any("causal" in kernel for kernel in seen)
+
+
+def test_import_before_inductor() -> None:
+    """Inductor is not imported by us, and is set up as soon as it is."""
+    out = fresh(
+        "import torch, inductor_fusions\n"
+        "print('torch._inductor.config' in sys.modules)\n"
+        "from torch._inductor import config\n"
+        "print('FusionPass' in str(config.pre_grad_custom_pass))\n"
+    )
+    assert out.split() == ["False", "True"]
+
+
+def test_passes_that_bring_inductor_in() -> None:
+    """The module of the passes imports Inductor, whose import installs the passes."""
+    out = fresh(
+        "import torch, inductor_fusions\n"
+        "from inductor_fusions import passes\n"
+        "from torch._inductor import config\n"
+        "print(isinstance(config.pre_grad_custom_pass, passes.FusionPass))\n"
+        "print(isinstance(config.post_grad_custom_pre_pass, passes.FusionPass))\n"
+    )
+    assert out.split() == ["True", "True"]
+
+
+def test_disable_before_inductor() -> None:
+    out = fresh(
+        "import torch, inductor_fusions\n"
+        "inductor_fusions.disable()\n"
+        "from torch._inductor import config\n"
+        "print(config.pre_grad_custom_pass)\n"
+        "inductor_fusions.enable()\n"
+        "print('FusionPass' in str(config.pre_grad_custom_pass))\n"
+    )
+    assert out.split() == ["None", "True"]
+
+
+THREADS = """
+import threading
+import torch, inductor_fusions
+from torch._inductor import config
+
+def run(function):
+    threads = [threading.Thread(target=function) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(str(config.pre_grad_custom_pass).count("FusionPass"), inductor_fusions.enabled())
+
+run(inductor_fusions.disable)
+run(inductor_fusions.enable)
+run(inductor_fusions.enable)
+inductor_fusions.disable()
+run(lambda: None)
+"""
+
+
+def test_threads_that_enable() -> None:
+    """In any thread, for all threads."""
+    assert fresh(THREADS).splitlines() == ["0 False", "1 True", "1 True", "0 False"]
+
+
+def test_no_warning_on_import() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fresh("import warnings; warnings.simplefilter('error')\nimport inductor_fusions")

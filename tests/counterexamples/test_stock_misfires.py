@@ -91,6 +91,36 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], Any], int]] = {
         lambda q, k, v, b: attention(q.transpose(1, 2), k.permute(0, 3, 2, 1).mT, v.transpose(1, 2)),
         lambda: four(8), 1,
     ),
+    "keywords, k not transposed": (
+        lambda q, k, v, b: torch.matmul(
+            other=v, input=torch.softmax(torch.matmul(q, other=torch.permute(dims=(0, 1, 2, 3), input=k)), -1)
+        ),
+        four, 1,
+    ),
+    "keywords, 3-D": (
+        lambda q, k, v: torch.bmm(
+            input=torch.softmax(input=torch.bmm(mat2=torch.permute(k, dims=(1, 0, 2)), input=q), dim=-1),
+            mat2=v,
+        ),
+        lambda: tensors(*[(8, 8, 8)] * 3), 1,
+    ),
+    "keywords, addition with a factor": (
+        lambda q, k, v, b: (
+            torch.softmax(torch.add(alpha=0.3, other=b, input=torch.matmul(q, k.mT) / 3.0), -1) @ v
+        ),
+        four, 1,
+    ),
+    "k not transposed, a number times it": (
+        lambda q, k, v, b: attention(q, 0.5 * k.permute(0, 1, 2, 3), v), four, 1,
+    ),
+    "behind a product with a bias, as BLOOM has it": (
+        lambda q, k, v, b: (
+            torch.softmax(b.flatten(0, 1).baddbmm(
+                batch1=q.flatten(0, 1), batch2=k.flatten(0, 1).mT, alpha=0.3
+            ), -1).view_as(b) @ v + attention(q, k.mT, v, -2)
+        ),
+        four, 1,
+    ),
     "attention": (lambda q, k, v, b: torch.softmax(q @ k.mT / 3.0 + b, -1) @ v, four, 0),
     "attention, heads brought forward": (
         lambda q, k, v, b: attention(q.transpose(1, 2), k.permute(0, 2, 1, 3).mT, v.movedim(2, 1)),
@@ -107,6 +137,9 @@ DIVIDED: dict[str, Callable[..., Any]] = {
     "upcast": lambda q, k, v, b: torch.softmax((q @ k.mT / 3.0 + b).float(), -1).type_as(q) @ v,
     "q": lambda q, k, v, b: (
         torch.softmax((q.transpose(1, 2) / 3.0) @ k.transpose(1, 2).mT, -1) @ v.transpose(1, 2)
+    ),
+    "keywords": lambda q, k, v, b: (
+        torch.softmax(torch.div(other=3.0, input=torch.matmul(q, other=k.mT)) + b, -1) @ v
     ),
     "heads behind": lambda q, k, v, b: (
         torch.softmax((q.transpose(1, 2) @ k.transpose(1, 2).mT).div(3.0), -1) @ v.transpose(1, 2)

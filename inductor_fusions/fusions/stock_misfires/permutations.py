@@ -12,7 +12,7 @@ from ..._inductor import ATTRIBUTES, known_true
 from ...fusion import Candidate
 from ...operands import tensor
 from .respelling import Respelled
-from .walk import name_of
+from .walk import argument, factors, name_of
 
 #: What may stand between a permutation and the product that reads it, and leaves its dims where they are.
 _TRANSPARENT = {"contiguous", "clone", "expand", "to", "float", "half", "bfloat16", "mul", "truediv", "div"}
@@ -40,9 +40,9 @@ class Permutation(Respelled):
 def permutation_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]] | None:
     """(input, dims) of a transpose or permute of any spelling: result dim i is input dim `dims[i]`."""
     name = name_of(node)
-    if name not in {*_PERMUTES, *ATTRIBUTES} or not node.args or not isinstance(node.args[0], fx.Node):
+    source = argument(node, 0) if name in {*_PERMUTES, *ATTRIBUTES} else None
+    if not isinstance(source, fx.Node):
         return None
-    source = node.args[0]
     before, result = tensor(source), tensor(node)
     if before is None or result is None or before.dim() != result.dim():
         return None
@@ -55,7 +55,8 @@ def permutation_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]] | None:
         turned: Any = getattr(probe, attribute) if attribute is not None else None
         if turned is None:
             function: Any = getattr(torch.Tensor, name)
-            turned = function(probe, *node.args[1:], **node.kwargs)
+            rest = {key: value for key, value in node.kwargs.items() if key != "input"}
+            turned = function(probe, *node.args[1:], **rest)
     except (TypeError, RuntimeError, AttributeError):
         return None
     return source, tuple(size - 2 for size in turned.shape)
@@ -82,7 +83,9 @@ def permutations_of(
     """
     node = operand
     while isinstance(node, fx.Node) and permutation_of(node) is None:
-        below = node.args[0] if node.args else None
+        below = argument(node, 0)
+        if name_of(node) == "mul" and tensor(below) is None:
+            below = argument(node, 1, "other")
         before, after = tensor(below), tensor(node)
         if before is None or after is None or before.dim() != after.dim():
             return None
@@ -107,9 +110,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def factor(product: fx.Node, index: int) -> Any:
     """An operand of a product of two matrices, where it is one."""
-    return (
-        product.args[index] if name_of(product) in ("matmul", "bmm") and len(product.args) > index else None
-    )
+    return factors(product)[index] if name_of(product) in ("matmul", "bmm") else None
 
 
 def permuted(product: fx.Node, output: fx.Node) -> Iterator[Candidate]:
@@ -126,7 +127,7 @@ def permuted_for(call: fx.Node) -> Iterator[Candidate]:
     A copy is left: no pattern has one in front of what SDPA is decomposed to.
     """
     for index, name in enumerate(("query", "key", "value")):
-        operand = call.args[index] if len(call.args) > index else call.kwargs.get(name)
+        operand = argument(call, index, name)
         result = tensor(operand)
         if result is not None and result.dim() == 4:
             yield from respelled(operand, transposed=False, copied=False)

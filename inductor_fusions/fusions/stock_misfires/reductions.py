@@ -9,7 +9,7 @@ from torch import fx
 
 from ...operands import tensor
 from .respelling import Respelled
-from .walk import name_of
+from .walk import argument, name_of
 
 
 class Softmax(Respelled):
@@ -48,13 +48,13 @@ def reduction_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...], int] | None:
     name = name_of(node)
     if name not in ("softmax", "special_softmax", "sum"):
         return None
-    source = node.args[0] if node.args else node.kwargs.get("input")
+    source = argument(node, 0)
     before = tensor(source)
     if not isinstance(source, fx.Node) or before is None or before.dim() < 3 or tensor(node) is None:
         return None
-    given = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+    given = argument(node, 1, "dim")
     if name == "sum":
-        keeps = node.kwargs.get("keepdim", node.args[2] if len(node.args) > 2 else False)
+        keeps = argument(node, 2, "keepdim")
         if name_of(source) != "exp" or keeps is not True:
             return None
     dims = tuple(given) if isinstance(given, (list, tuple)) else (given,)

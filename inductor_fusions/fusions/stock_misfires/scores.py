@@ -12,7 +12,7 @@ from torch import fx
 from ...fusion import Candidate, Rejected
 from ...operands import tensor
 from .respelling import Respelled
-from .walk import PRODUCTS, between, name_of
+from .walk import PRODUCTS, argument, between, factors, name_of
 
 
 class Alpha(Respelled):
@@ -20,13 +20,15 @@ class Alpha(Respelled):
 
     def guard(self) -> None:
         super().guard()
-        if tensor(self.anchor) is None or len(self.anchor.args) + ("other" in self.anchor.kwargs) != 2:
+        if tensor(self.anchor) is None or None in self._operands():
             raise Rejected("the operands of the addition are not known")
+
+    def _operands(self) -> tuple[Any, Any]:
+        return argument(self.anchor, 0), argument(self.anchor, 1, "other")
 
     def rewrite(self) -> str:
         node = self.anchor
-        operands: list[Any] = [*node.args, node.kwargs.get("other")]
-        first, other = operands[:2]
+        first, other = self._operands()
         alpha: Any = node.kwargs["alpha"]
         added, result = tensor(other), tensor(node)
         assert result is not None
@@ -35,7 +37,7 @@ class Alpha(Respelled):
                 other = self.call("to", other, result.dtype)
             scaled = self.call(operator.mul, other, alpha) if isinstance(other, fx.Node) else other * alpha
         node.args = (first, scaled)
-        node.kwargs = {k: v for k, v in node.kwargs.items() if k not in ("alpha", "other")}
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k not in ("alpha", "input", "other")}
         return "alpha multiplied out"
 
 
@@ -44,9 +46,12 @@ class Divisor(Respelled):
 
     def guard(self) -> None:
         super().guard()
-        self.source = self.anchor.args[0] if self.anchor.args else None  # those before may have replaced it
-        if not isinstance(self.source, fx.Node) or self.anchor.kwargs or len(self.anchor.args) != 2:
+        self.source = argument(self.anchor, 0)  # those before may have replaced it
+        self.by = argument(self.anchor, 1, "other")
+        if not isinstance(self.source, fx.Node) or self.by is None:
             raise Rejected("the operands of the division are not known")
+        if self.anchor.kwargs.get("rounding_mode") is not None:
+            raise Rejected("a division with rounding, which no pattern has")
         if name_of(self.anchor) == "itruediv" or str(self.anchor.target).endswith("_"):
             if len(self.source.users) > 1 or name_of(self.source) not in PRODUCTS:
                 raise Rejected("the scores are divided in place, and something else may read them")
@@ -54,7 +59,7 @@ class Divisor(Respelled):
     def rewrite(self) -> str:
         with self.anchor.graph.inserting_before(self.anchor):
             turned = self.call(operator.neg, self.source)
-            divided = self.call(operator.truediv, turned, self.anchor.args[1])
+            divided = self.call(operator.truediv, turned, self.by)
             self.replace(self.call(operator.neg, divided))
         return "negated, divided, negated"
 
@@ -67,14 +72,14 @@ def divided(softmax: fx.Node, product: fx.Node, ignored: bool) -> Iterator[Candi
         ignored: whether patterns ignore the divisor. Those that read it take a tensor for a number, and
             raise (pytorch#191203, before torch 2.15): there it is divisions by tensors alone.
     """
-    q = product.args[1 if name_of(product) in ("einsum", "baddbmm") else 0] if product.args else None
+    q, _ = factors(product)
     read = tensor(q)
     size = read.shape[-1] if read is not None else None
     for node in (*between(softmax, product), q):
         if name_of(node) not in ("div", "truediv", "itruediv", "true_divide", "divide"):
             continue
         assert isinstance(node, fx.Node)
-        by = node.args[1] if len(node.args) > 1 else node.kwargs.get("other")
+        by = argument(node, 1, "other")
         if isinstance(by, fx.Node) and tensor(by) is None:
             continue  # a symbolic number, which no pattern has
         if not ignored:

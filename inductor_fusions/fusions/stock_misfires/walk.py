@@ -10,8 +10,11 @@ from torch import fx
 
 #: How far from a softmax its two products are looked for.
 REACH = 24
-#: Matrix products.
-PRODUCTS = {"matmul", "bmm", "einsum", "mm", "baddbmm"}
+#: Matrix products, with the names of their two operands and the place of the first one.
+PRODUCTS = {
+    "matmul": (0, "input", "other"), "bmm": (0, "input", "mat2"), "mm": (0, "input", "mat2"),
+    "baddbmm": (1, "batch1", "batch2"), "einsum": (1, "", ""),
+}  # fmt: skip
 
 
 def name_of(node: Any) -> str:
@@ -24,6 +27,17 @@ def name_of(node: Any) -> str:
     else:
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return name.strip("_")
+
+
+def argument(node: fx.Node, index: int, name: str = "input") -> Any:
+    """An argument of a call, by its place or by its name; None where it is not given."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name)
+
+
+def factors(product: fx.Node) -> tuple[Any, Any]:
+    """The two operands of a matrix product."""
+    start, first, second = PRODUCTS[name_of(product)]
+    return argument(product, start, first), argument(product, start + 1, second)
 
 
 def nearest_product(node: fx.Node, neighbours: Callable[[fx.Node], Sequence[fx.Node]]) -> fx.Node | None:

@@ -51,6 +51,12 @@ def waves():
     return {"input_values": torch.randn(BATCH, 300), "attention_mask": mask}
 
 
+def left_padded_ids():
+    """Zeros in front are padding."""
+    inputs = left_padded()
+    return {"input_ids": (inputs["input_ids"] * inputs["attention_mask"]).int()}
+
+
 def speech():
     ids = torch.randint(3, VOCABULARY, (BATCH, TARGET))
     return {"input_features": torch.randn(BATCH, 20, 16), "decoder_input_ids": ids}
@@ -86,6 +92,16 @@ MODELS = {
         tokens,
     ),
     "biogpt": Architecture("BioGptModel", "BioGptConfig", DECODER, tokens),
+    # Its weights are set to 0 where its scores are masked: a padded query is zero.
+    "cpmant": Architecture(
+        "CpmAntModel", "CpmAntConfig",
+        dict(
+            vocab_size=VOCABULARY, hidden_size=WIDTH, num_attention_heads=HEADS, dim_head=8, dim_ff=48,
+            num_hidden_layers=2, position_bias_num_buckets=8, position_bias_max_distance=16, prompt_types=4,
+            prompt_length=2, segment_types=4,
+        ),
+        left_padded_ids,
+    ),
     # encoders
     "xlm_roberta": Architecture("XLMRobertaModel", "XLMRobertaConfig", ENCODER, tokens),
     "modernbert": Architecture(
@@ -172,7 +188,7 @@ def test_eager(name: str) -> None:
     assert not left if expected is None else all(expected in reason for reason in left) and left
 
 
-TRAINED = ["qwen2", "xlm_roberta", "umt5", "mbart", "beit"]
+TRAINED = ["qwen2", "cpmant", "xlm_roberta", "umt5", "mbart", "beit"]
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -42,6 +42,7 @@ from bench.layers import (
     EncoderLayer,
     GatedMLP,
     Linears,
+    Projections,
     bare,
     bare_pair,
     concatenated,
@@ -341,6 +342,8 @@ def _cuda_cases() -> list[Case]:
             "blocks", "decoder_layer", decoder, (batch, seq, 2048), bf16, hand, both, quick=seq == 2048
         )
     found += modules("blocks", "mlp gated", partial(GatedMLP, 2048, 8192), (4, 512, 2048), bf16, None, both)
+    linears = partial(Projections, 4096, 1024, 14336)
+    found += modules("blocks", "qkv and gated mlp", linears, (4096, 4096), bf16, None, both)
     return found
 
 
@@ -377,6 +380,8 @@ def _cpu_cases() -> list[Case]:
     decoder = partial(DecoderLayer, 256, 4, 2, 512)
     found += modules("blocks", "decoder_layer", decoder, (1, 256, 256), fp32, _decoder_by_hand, both)
     found += modules("blocks", "mlp gated", partial(GatedMLP, 256, 1024), (2, 64, 256), fp32, None, (True,))
+    linears = partial(Projections, 256, 64, 512)
+    found += modules("blocks", "qkv and gated mlp", linears, (64, 256), fp32, None, both)
     return found
 
 

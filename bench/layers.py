@@ -56,6 +56,22 @@ class GatedMLP(nn.Module):
         return out
 
 
+class Projections(nn.Module):
+    """The linears of Llama's layer: QKV with shared heads, and a gated MLP behind their mean."""
+
+    def __init__(self, width: int, shared: int, hidden: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv = Linears(width, (width, shared, shared), False)
+        self.mlp = GatedMLP(width, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.first(x))
+        x = x + q * (k * v).mean(-1, keepdim=True)
+        out: torch.Tensor = x + self.mlp(self.second(x))
+        return out
+
+
 class MLP(nn.Module):
     """A linear, GELU, and the way back."""
 

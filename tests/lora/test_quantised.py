@@ -104,3 +104,16 @@ def test_torchao(name: str, dtype: torch.dtype) -> None:
     assert type(model[0].weight) is not nn.Parameter  # it was quantised
     seen = check(Adapted(model[0], dtype))
     assert any("a quantised base" in reason for reason in seen.reasons("lora"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_bitsandbytes(kind: str, dtype: torch.dtype) -> None:
+    """QLoRA: four bits a weight, multiplied by an operation of bitsandbytes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        bitsandbytes: Any = pytest.importorskip("bitsandbytes")
+    base = bitsandbytes.nn.Linear4bit(IN, OUT, quant_type=kind, compute_dtype=torch.bfloat16).to("cpu")
+    assert base.weight.dtype == torch.uint8  # it was quantised
+    seen = check(Adapted(base, dtype))
+    assert any("a quantised base" in reason for reason in seen.reasons("lora"))

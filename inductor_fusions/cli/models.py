@@ -79,7 +79,7 @@ def from_hugging_face(
     try:
         model_config = _configuration(transformers, name)
         if layers is not None:
-            _shrink(model_config, layers)
+            shrink(model_config, layers)
         limit = getattr(model_config, "max_position_embeddings", None)
         if isinstance(limit, int) and seq > limit > 0:
             raise UserError(f"--seq {seq}: {name} takes at most {limit} tokens")
@@ -87,7 +87,7 @@ def from_hugging_face(
         _check_size(transformers, model_config, name)
         torch.manual_seed(0)
         model: Any = transformers.AutoModel.from_config(model_config, **options)
-        return model, _hugging_face_inputs(model, batch, seq, padded)
+        return model, hugging_face_inputs(model, batch, seq, padded)
     except UserError:
         raise
     except Exception as error:
@@ -124,7 +124,7 @@ def _check_size(transformers: Any, model_config: Any, name: str) -> None:
         )
 
 
-def _shrink(model_config: Any, layers: int) -> None:
+def shrink(model_config: Any, layers: int) -> None:
     """At most this many layers in each stack of a configuration and of those inside it."""
     for name in _LAYER_COUNTS:
         count = getattr(model_config, name, None)
@@ -138,10 +138,20 @@ def _shrink(model_config: Any, layers: int) -> None:
             setattr(model_config, name, value[:layers])
     for value in list(vars(model_config).values()):
         if hasattr(value, "to_diff_dict"):  # a configuration inside, such as the text part's
-            _shrink(value, layers)
+            shrink(value, layers)
 
 
-def _hugging_face_inputs(model: Any, batch: int, seq: int, padded: bool) -> dict[str, Any]:
+def hugging_face_inputs(model: Any, batch: int, seq: int, padded: bool) -> dict[str, Any]:
+    """Random inputs of a Hugging Face model, by what it reads: tokens, pixels or sound.
+
+    Args:
+        model: as `AutoModel` makes it.
+        batch, seq: samples, and tokens of each.
+        padded: whether a padding mask leaves between half and all of the tokens.
+
+    Raises:
+        UserError: it reads something else.
+    """
     model_config, name = model.config, model.main_input_name
     text = model_config.get_text_config()
     vision = getattr(model_config, "vision_config", model_config)

@@ -1,0 +1,210 @@
+"""Every architecture of transformers that can be made small: what is fused of it, and whether it is right.
+
+    python -m tests.models.survey --json bench/results/architectures_cpu.json --jobs 2
+    python -m tests.models.survey --only '^(bert|t5)$' --attention sdpa --train
+
+Each is made with random weights and two layers, in sizes of tens, or in its own sizes where its configuration
+takes no others and it is no larger than 150 million parameters. It runs on a padded batch after the passes,
+with every fusion that is proved, without Inductor's code. Outputs (and gradients) are compared with the
+unfused model and float64. The exit status is 1 where one is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import re
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from bench.common import Results
+from bench.provenance import environment
+from inductor_fusions import config, testing
+from inductor_fusions.cli.models import hugging_face_inputs, shrink
+
+BATCH, LENGTH, LAYERS, VOCABULARY = 2, 24, 2, 96
+#: The largest model that is made in its own sizes.
+PARAMETERS = 150e6
+#: Seconds that one model may take.
+LIMIT = 240
+#: Eps of float32 that an error may have more than 1.5 times that of the unfused model.
+SLACK = 16.0
+
+#: Size -> names that configurations have for it.
+SIZES = {
+    32: "hidden_size d_model n_embd embed_dim dim encoder_hidden_size decoder_hidden_size projection_dim "
+    "text_embed_dim vision_embed_dim hidden_dim embedding_size output_hidden_size image_size",
+    4: "num_attention_heads n_head num_heads encoder_attention_heads decoder_attention_heads attention_heads "
+    "n_heads num_encoder_attention_heads num_decoder_attention_heads num_experts num_local_experts "
+    "n_routed_experts moe_num_experts",
+    2: "num_key_value_heads n_head_kv num_kv_heads num_experts_per_tok num_experts_per_token moe_topk top_k",
+    1: "n_group topk_group",
+    48: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner d_inner ffn_hidden_size "
+    "moe_intermediate_size shared_expert_intermediate_size",
+    8: "head_dim d_kv d_head attention_head_size patch_size",
+    VOCABULARY: "vocab_size",
+}
+_SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
+_LEFT_OUT = ("model_type", "transformers_version", "architectures", "torch_dtype", "dtype")
+
+
+def architectures() -> list[str]:
+    """The types of models that AutoModel makes, by name."""
+    made = transformers.MODEL_MAPPING
+    return sorted(name for name, kind in transformers.CONFIG_MAPPING.items() if kind in made)
+
+
+def small(values: dict[str, Any]) -> dict[str, Any]:
+    """A configuration, and those inside it, in sizes of tens; special tokens are in the vocabulary."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in _LEFT_OUT:
+            continue
+        if isinstance(value, dict) and "model_type" in value:
+            found[name] = {**small(value), "model_type": value["model_type"]}
+        elif name in _SMALL and type(value) is int and value > 0:
+            found[name] = min(value, _SMALL[name])
+        elif name.endswith("_token_id") and isinstance(value, list):
+            found[name] = 2
+        elif name.endswith("_token_id") and type(value) is int and value >= VOCABULARY:
+            found[name] = {"pad_token_id": 0, "eos_token_id": 2}.get(name, 1)
+        else:
+            found[name] = value
+    return found
+
+
+def make(name: str, attention: str) -> tuple[torch.nn.Module, dict[str, Any], str]:
+    """A model that runs, its inputs, and whether its sizes are "small" or its "own".
+
+    Raises:
+        RuntimeError: it cannot be made here, with the reasons.
+    """
+    reasons = []
+    for sizes in ("small", "own"):
+        try:
+            kind = transformers.CONFIG_MAPPING[name]
+            made = kind(**small(kind().to_dict())) if sizes == "small" else kind()
+            shrink(made, LAYERS)
+            with torch.device("meta"):
+                count = sum(p.numel() for p in transformers.AutoModel.from_config(made).parameters())
+            if count > PARAMETERS:
+                raise RuntimeError(f"{count / 1e6:.0f} million parameters")
+            torch.manual_seed(0)
+            model = transformers.AutoModel.from_config(made, attn_implementation=attention).eval()
+            inputs = hugging_face_inputs(model, BATCH, LENGTH, padded=True)
+            if getattr(model.config, "use_cache", None) is not None:
+                model.config.use_cache = False
+            with torch.no_grad():
+                model(**inputs)
+            return model, inputs, sizes
+        except Exception as error:
+            reasons.append(f"{sizes}: {_line(error)}")
+    raise RuntimeError("; ".join(reasons))
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
+
+
+def survey(name: str, attention: str, train: bool) -> dict[str, Any]:
+    """One row: what became of one architecture."""
+    row = _row(name, attention, train)
+    torch.set_num_threads(1)
+    try:
+        model, inputs, row["sizes"] = make(name, attention)
+    except RuntimeError as error:
+        return {**row, "state": "not made", "reason": str(error)}
+    try:
+        seen = testing.check(
+            model, inputs, train=train, backend=testing.EAGER_AFTER_PASSES, slack=SLACK, fused=None
+        )
+    except AssertionError as error:
+        return {**row, "state": "wrong", "reason": _line(error)}
+    except Exception as error:
+        state = "wrong" if _runs_without(model, inputs, train) else "not made"
+        return {**row, "state": state, "reason": _line(error)}
+    left = Counter(site.reason for site in seen.sites if site.verdict != "fused")
+    fused = Counter(site.fusion for site in seen.ours.fused)
+    return {**row, "state": "right", "fused": dict(fused), "left": dict(left)}
+
+
+def _runs_without(model: torch.nn.Module, inputs: dict[str, Any], train: bool) -> bool:
+    """Whether it compiles without the fusions."""
+    try:
+        with config.patch(enabled=False):
+            testing.capture(model, **inputs, train=train, backend=testing.EAGER_AFTER_PASSES)
+    except Exception:
+        return False
+    return True
+
+
+def _row(name: str, attention: str, train: bool) -> dict[str, Any]:
+    return {"key": key(name, attention, train), "name": name, "attention": attention, "train": train}
+
+
+def key(name: str, attention: str, train: bool) -> str:
+    """What tells the rows of a report apart."""
+    return f"{name} {attention}{' train' if train else ''}"
+
+
+def _apart(name: str, attention: str, train: bool) -> dict[str, Any]:
+    """The row, from a process of its own, which may take long or die."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: sender.send(survey(name, attention, train)))
+    start, row = time.monotonic(), _row(name, attention, train)
+    process.start()
+    sender.close()
+    try:
+        late = {**row, "state": "not made", "reason": f"{LIMIT} seconds were up"}
+        row = receiver.recv() if receiver.poll(LIMIT) else late
+    except EOFError:
+        row |= {"state": "wrong", "reason": "its process died"}
+    process.kill()
+    process.join()
+    return {**row, "seconds": round(time.monotonic() - start, 1)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.models.survey", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--only", type=re.compile, help="types of models whose names match (all)")
+    parser.add_argument("--attention", choices=("eager", "sdpa"), action="append", help="(both)")
+    parser.add_argument("--train", action="store_true", help="gradients as well")
+    parser.add_argument("--json", type=Path, help="a report, grown row by row and resumed")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (%(default)s)")
+    options = parser.parse_args(argv)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    names = [name for name in architectures() if options.only is None or options.only.search(name)]
+    wanted = [
+        (name, kind, options.train) for kind in options.attention or ("eager", "sdpa") for name in names
+    ]
+    report = None
+    if options.json is not None:
+        report = Results(options.json, environment("cpu", "tests.models.survey"), lambda row: str(row["key"]))
+        wanted = [each for each in wanted if key(*each) not in report]
+    wrong = 0
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for done in as_completed([pool.submit(_apart, *each) for each in wanted]):
+            row = done.result()
+            wrong += row["state"] == "wrong"
+            print(f"{row['key']}: {row['state']} {row.get('reason', '')}", file=sys.stderr)
+            if report is not None:
+                report.append(row)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

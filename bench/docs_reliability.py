@@ -1,4 +1,4 @@
-"""What docs/reliability.md says of random programs and many compiles, from tests.fuzz and tests.load."""
+"""What docs/reliability.md says of random programs, architectures and many compiles."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from bench.docs_pieces import Json, header, table
 REPORT = "fuzz_cpu.json"
 #: The report of `python -m tests.load --json`.
 LOAD = "load_cpu.json"
+#: The report of `python -m tests.models.survey --json`.
+ARCHITECTURES = "architectures_cpu.json"
 
 COMMAND = (
     "Nothing is recorded yet: `python -m tests.fuzz --examples 5000 --json bench/results/fuzz_cpu.json`, and "
@@ -35,6 +37,8 @@ def measured(results: Path) -> str:
     parts = [_made(path, figures) if path.exists() else COMMAND]
     for other in sorted(set(results.glob("fuzz_*.json")) - {path}):
         parts += ["### Random programs on a GPU", _made(other, figures)]
+    if (results / ARCHITECTURES).exists():
+        parts += ["## Architectures of transformers", _made(results / ARCHITECTURES, architectures)]
     for sanitized in sorted(results.glob("sanitizer_*.json")):
         parts += ["## Kernels under compute-sanitizer", _made(sanitized, watched)]
     if (results / LOAD).exists():
@@ -55,6 +59,29 @@ def watched(data: Json) -> str:
         found = [f"`{row['template']}`" for row in rows if not row["clean"]]
         body.append((tool, str(len(rows)), str(len(rows) - len(found)), ", ".join(found) or "none"))
     return table(("tool", "kernel templates", "clean", "not clean"), body)
+
+
+def architectures(data: Json) -> str:
+    """How many are right, and what was left of them, with the models that have it."""
+    body, reasons = [], dict[tuple[str, str], list[str]]()
+    for attention, train in dict.fromkeys((row["attention"], row["train"]) for row in data["rows"]):
+        rows = [r for r in data["rows"] if (r["attention"], r["train"]) == (attention, train)]
+        states = Counter(row["state"] for row in rows)
+        made = [row for row in rows if row["state"] == "right"]
+        fused = sum(row["fused"].get("attention", 0) for row in made)
+        left = sum(sum(row["left"].values()) for row in made)
+        counts = [states["right"], states["wrong"], states["not made"], fused, left]
+        body.append((f"{attention}{', training' if train else ''}", *map(str, counts)))
+        for row in made:
+            for reason in row["left"]:
+                reasons.setdefault((attention, reason), []).append(row["name"])
+    names = ("attention", "right", "wrong", "not made here", "attentions fused", "left")
+    told = [
+        (attention, reason, str(len(models)), ", ".join(f"`{m}`" for m in models[:4]))
+        for (attention, reason), models in sorted(reasons.items(), key=lambda item: -len(item[1]))
+    ]
+    why = table(("attention", "left, because", "models", "such as"), told)
+    return "\n\n".join([table(names, body), f"<details><summary>Why</summary>\n\n{why}\n\n</details>"])
 
 
 #: Backend -> what was compiled, in words.

@@ -296,6 +296,17 @@ def test_reliability_of_other_reports(tmp_path: Path) -> None:
     text = docs.render(root)[page]
     assert "40 programs were judged, 30 of them with a fused site at least; 0 failed." in text
     assert "| racecheck | 2 | 1 | `adapters` |" in text and "| memcheck | 1 | 1 | none |" in text
+    architectures = {"attention": "eager", "train": False}
+    made = {**architectures, "state": "right"}
+    rows = [
+        {**made, "name": "bert", "fused": {"attention": 2, "stock_misfires": 1}, "left": {}},
+        {**made, "name": "xlm", "fused": {"attention": 1}, "left": {"the weights are used elsewhere": 3}},
+        {**architectures, "name": "other", "state": "not made", "reason": "small: ValueError"},
+    ]
+    (results / "architectures_cpu.json").write_text(json.dumps({**head, "rows": rows}))
+    text = docs.render(root)[page]
+    assert "| eager | 2 | 0 | 1 | 3 | 3 |" in text
+    assert "| eager | the weights are used elsewhere | 1 | `xlm` |" in text
     assert "Of 1000 compiles" in text and "| Inductor as a whole, fused | 0 | 4.0 | 10 |" in text
 
 

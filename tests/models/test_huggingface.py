@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from inductor_fusions import testing
+from tests.attention.support import flex_everywhere
 from tests.models.zoo import (
     BATCH,
     BOTH,
@@ -221,6 +222,15 @@ def test_sdpa(name: str, dynamic: bool | None) -> None:
 @pytest.mark.parametrize("name", ["qwen2", "xlm_roberta"])
 def test_dynamic(name: str) -> None:
     check(MODELS[name], dynamic=True)
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_softcap(train: bool, dynamic: bool | None) -> None:
+    """Gemma-2's cap is an attribute: a symbolic number where sizes are."""
+    gemma = Architecture("Gemma2Model", "Gemma2Config", {**GROUPED, "head_dim": 16}, tokens)
+    with flex_everywhere("flex"):
+        check(gemma, kernel="flex, tanh, block mask: causal", train=train, dynamic=dynamic, slack=8.0)
 
 
 def test_checkpointing() -> None:

@@ -141,6 +141,17 @@ RAISE, READ = ("2.12", "2.13"), ("2.15",)
 
 
 @pytest.mark.skipif(not torch.__version__.startswith(RAISE + READ), reason="another torch")
+def test_product_with_keywords() -> None:
+    """As BLOOM writes it, where the attention is not fused."""
+
+    def fn(q, k, v, b):
+        q, k, v, b = (t.flatten(0, 1) for t in (q, k, v, b))
+        return torch.softmax(b.baddbmm(batch1=q, batch2=k.mT, beta=1.0, alpha=0.3) / 3.0, -1) @ v
+
+    with config.patch(attention=False, strict=True):
+        testing.capture(fn, *four(), backend=testing.EAGER_AFTER_PASSES)
+
+
 def test_divisor_that_is_a_tensor() -> None:
     """Respelled where stock raises, and nowhere else."""
     function, inputs = DIVIDED["by a tensor"], four(8)

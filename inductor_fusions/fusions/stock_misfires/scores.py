@@ -67,7 +67,7 @@ def divided(softmax: fx.Node, product: fx.Node, ignored: bool) -> Iterator[Candi
         ignored: whether patterns ignore the divisor. Those that read it take a tensor for a number, and
             raise (pytorch#191203, before torch 2.15): there it is divisions by tensors alone.
     """
-    q = product.args[1 if name_of(product) in ("einsum", "baddbmm") else 0] if product.args else None
+    q = _first_factor(product)
     read = tensor(q)
     size = read.shape[-1] if read is not None else None
     for node in (*between(softmax, product), q):
@@ -84,6 +84,13 @@ def divided(softmax: fx.Node, product: fx.Node, ignored: bool) -> Iterator[Candi
         number = constant(by)
         if number is None or not isinstance(size, int) or not math.isclose(number, size**0.5, rel_tol=1e-6):
             yield Divisor(node, None)
+
+
+def _first_factor(product: fx.Node) -> Any:
+    position = 1 if name_of(product) in ("einsum", "baddbmm") else 0
+    if len(product.args) > position:
+        return product.args[position]
+    return product.kwargs.get("batch1" if name_of(product) == "baddbmm" else "input")
 
 
 def constant(number: Any) -> float | None:

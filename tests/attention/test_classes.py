@@ -82,6 +82,30 @@ def alibi(q, k, v, data):
     return spelled(q, k, v, (j <= i) & (pad != 0)[:, None, None, :], lambda scores: scores + bias)
 
 
+def alibi_of_merged_heads(q, k, v, data):
+    """As BLOOM: batch and heads are one dim of the bias and of the product, and two of the scores."""
+    batch, length = data.shape
+    i, j = indices(q)
+    pad = (data != 1).long()
+    slopes = torch.pow(torch.tensor(0.25), torch.arange(1, H + 1))
+    bias = slopes[..., None] * ((pad.cumsum(-1) - 1) * pad)[:, None, :]
+    scores = (
+        bias.reshape(batch * H, 1, length)
+        .to(q.dtype)
+        .baddbmm(
+            batch1=q.reshape(-1, length, D),
+            batch2=k.reshape(-1, length, D).transpose(-1, -2),
+            beta=1.0,
+            alpha=0.25,
+        )
+    )
+    scores = scores.view(batch, H, length, -1)
+    seen = (j <= i) & (pad != 0)[:, None, None, :]
+    hidden = torch.where(seen, 0.0, torch.finfo(q.dtype).min).to(q.dtype)
+    weights = torch.softmax(scores + hidden, -1).view(batch * H, length, -1)
+    return torch.bmm(weights, v.reshape(batch * H, length, D)).view(batch, H, length, D)
+
+
 @dataclass(frozen=True)
 class Case:
     """A class: the attention, and what is in the name of its kernel."""
@@ -100,6 +124,7 @@ CASES = {
     "softcap and padding": Case(softcap_and_padding, "flex, tanh, block mask: causal+pad"),
     "sinks": Case(sinks, "flex, block mask: causal+window, sink"),
     "alibi": Case(alibi, "flex, block mask: causal+pad, bias in score_mod"),
+    "alibi of merged heads": Case(alibi_of_merged_heads, "flex, block mask: causal+pad, bias in score_mod"),
 }
 
 
@@ -130,7 +155,9 @@ def test_symbolic_sizes(case: Case, train: bool) -> None:
 
 
 #: Of these, symbolic sizes are for long runs: their masks and scores are put together as those of others.
-LIKE_OTHERS = frozenset({"prefix", "chunks", "softcap", "softcap and padding", "alibi"})
+LIKE_OTHERS = frozenset(
+    {"prefix", "chunks", "softcap", "softcap and padding", "alibi", "alibi of merged heads"}
+)
 
 
 def with_sizes() -> Iterator[Any]:

@@ -245,3 +245,51 @@ def test_scale_that_is_not_finite(scale: float) -> None:
 def test_shift_in_which_scores_drown() -> None:
     run = testing.capture(scored(lambda s: s - 1e9), *qkv(grad=False), backend=testing.EAGER_AFTER_PASSES)
     assert not run.fused
+
+
+MAXIMA = {
+    "amax": lambda s: s.amax(-1, keepdim=True),
+    "amax, unsqueeze": lambda s: s.amax(dim=(-1)).unsqueeze(-1),
+    "amax, a list, the last dim by its number": lambda s: s.amax([3]).unsqueeze(3),
+    "amax, index": lambda s: torch.amax(s, -1)[..., None],
+    "amax, index of all dims": lambda s: s.amax(-1)[:, :, :, None],
+    "max, values": lambda s: s.max(dim=-1).values.unsqueeze(-1),
+    "max, first": lambda s: s.max(-1)[0].unsqueeze(-1),
+    "max, positional": lambda s: torch.max(s, -1, False)[0][..., None],
+    "max, detached": lambda s: s.max(-1)[0].unsqueeze(-1).detach(),
+}
+
+
+@cases(MAXIMA)
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_minus_the_maximum(case, train: bool) -> None:
+    """A softmax does not see it. As LayoutLMv3: of scores that are divided, and multiplied again."""
+
+    def relaxed(s: Any, m: Any) -> Any:
+        s = (s * 0.3 + m) / 32.0
+        return (s - case(s)) * 32.0
+
+    mask = torch.zeros(BATCH, 1, 1, KV_LEN)
+    mask[0, ..., -4:] = torch.finfo(torch.float32).min
+    check(scored(relaxed), (*qkv(), mask), train=train)
+
+
+NOT_THE_MAXIMUM = {
+    "of the queries": lambda s: s.amax(-2).unsqueeze(-2),
+    "of the queries, put at the keys": lambda s: s.amax(-2).unsqueeze(-1),
+    "of the keys, put at the queries": lambda s: s.amax(-1).unsqueeze(-2),
+}
+
+
+@cases(NOT_THE_MAXIMUM)
+def test_not_the_maximum(case) -> None:
+    unfused(scored(lambda s: s - case(s)), qkv(9, 9), "the scores are used elsewhere, by")
+
+
+def test_maximum_that_is_read_elsewhere() -> None:
+    def fn(q, k, v):
+        scores = q @ k.mT
+        highest = scores.amax(-1).unsqueeze(-1)
+        return torch.softmax(scores - highest, -1) @ v + highest
+
+    unfused(fn, qkv(), "the scores are used elsewhere, by")

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import cpu_vec_isa
 
-from inductor_fusions import testing
+from inductor_fusions import config, testing
 from inductor_fusions.fusions.attention import flex
 from tests.attention.support import (
+    BATCH,
     HEADS,
     KV_LEN,
     Q_LEN,
@@ -214,3 +217,96 @@ def test_only_the_bias_learns() -> None:
     """No gradient flows into q, k and v, and the kernel is one of training all the same."""
     inputs = [*qkv(grad=False), rand(HEADS, Q_LEN, KV_LEN)]
     through_flex(scored(lambda s, b: torch.tanh(s + b) * 2.0), inputs, slack=4.0)
+
+
+#: The gradient of a scale is a sum of thousands of terms of both signs, and much smaller than they are.
+SUMMED = 64.0
+SHAPES = [(), (1,), (1, 1, 1, 1), (HEADS, 1, 1), (BATCH, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["fixed", "learned"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tensor_scale_after_a_function(shape: tuple[int, ...], grad: bool) -> None:
+    cap = (torch.rand(shape) + 1.0).requires_grad_(grad)
+    through_flex(scored(lambda s, t: torch.tanh(s / t) * t), (*qkv(), cap), slack=SUMMED)
+    through_flex(scored(lambda s, t: torch.tanh(s) * 4.0 / t), (*qkv(), cap), slack=SUMMED)
+
+
+def test_tensor_scales_between_functions() -> None:
+    fn = scored(lambda s, t, u, m: (torch.sigmoid(torch.tanh(s) * t + m) * u * 2.0) / t)
+    inputs = (*qkv(), torch.rand(HEADS, 1, 1), torch.tensor(2.0), torch.randn(Q_LEN, KV_LEN))
+    through_flex(fn, inputs, slack=8.0)
+
+
+def test_tensor_scale_after_a_mask() -> None:
+    """It may make a fill of a number that is a score as it stands."""
+    fn = scored(lambda s, t, m: s.masked_fill(m < 0, -900.0) * t)
+    with flex_everywhere():
+        unfused(fn, (*qkv(), torch.tensor(50.0), torch.randn(Q_LEN, KV_LEN)), "applied after a mask")
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1, 1, 1)], ids=str)
+def test_learned_number_before_a_function(shape: tuple[int, ...]) -> None:
+    """Mods must index what takes a gradient: a number has no dim for it."""
+    through_flex(scored(lambda s, b: torch.tanh(s + b) * 2.0), (*qkv(), rand(*shape)), slack=SUMMED)
+
+
+class Capped(nn.Module):
+    """A softcap that is an attribute: a symbolic float where sizes are dynamic. As Gemma-2's."""
+
+    def __init__(self, cap: float = 5.0) -> None:
+        super().__init__()
+        self.cap = cap
+
+    def forward(self, q, k, v):
+        q, k, v = (t.view(*t.shape[:2], HEADS, 16).transpose(1, 2) for t in (q, k, v))
+        scores = torch.tanh(q @ k.mT / self.cap) * self.cap
+        keys, rows = torch.arange(k.shape[2]), torch.arange(q.shape[2])
+        return torch.softmax(scores.masked_fill(keys > rows[:, None], torch.finfo(q.dtype).min), -1) @ v
+
+
+def rows_of_heads(length: int = 13, grad: bool = True) -> tuple[torch.Tensor, ...]:
+    return tuple(rand(2, length, HEADS * 16, grad=grad) for _ in range(3))
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_softcap_attribute(dynamic: bool | None, dtype: torch.dtype) -> None:
+    with flex_everywhere("flex"):
+        for train in (False, True):
+            check(
+                Capped(), rows_of_heads(), dynamic=dynamic, train=train, dtype=dtype,
+                kernel="flex, tanh, block mask: causal",
+            )  # fmt: skip
+
+
+def test_softcap_attribute_that_changes() -> None:
+    """The number is read anew in each call, and no graph is made for it."""
+    counts = []
+    for enabled in (False, True):
+        torch._dynamo.reset()
+        counter, passes, model = CompileCounterWithBackend("aot_eager"), testing._AfterPasses([]), Capped()
+
+        def backend(graph, example_inputs, counter=counter, passes=passes):
+            counter(graph, example_inputs)
+            return passes(graph, example_inputs)
+
+        compiled = torch.compile(model, dynamic=True, backend=backend)
+        with flex_everywhere("flex"), config.patch(policy="always", enabled=enabled), torch.no_grad():
+            for model.cap in (5.0, 0.5, 2.0):
+                inputs = rows_of_heads(grad=False)
+                torch.testing.assert_close(compiled(*inputs), model(*inputs))
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[1], counts
+
+
+def test_softcap_attribute_is_lowered() -> None:
+    """Compiled for a GPU, forward and backward, with a symbolic cap."""
+    pytest.importorskip("triton")
+    from bench import cuda_codegen
+
+    inputs = tuple(t.detach().half().requires_grad_() for t in rows_of_heads(200))
+    with flex_everywhere("flex"), config.patch(strict=True):
+        code = cuda_codegen.generate(Capped(), inputs, train=True, run=False, dynamic=True)
+    for module in code.modules:
+        assert any(kernel.is_template and "flex_attention" in kernel.name for kernel in module.kernels)

@@ -45,6 +45,19 @@ SPELLINGS = {
     "minus the maximum, detached": attention(change=lambda s: s - s.amax(-1, keepdim=True).detach()),
     "first": attention(join=lambda s, c: torch.cat((c, s), -1), drop=lambda w: w[..., 1:]),
     "narrow": attention(drop=lambda w: w.narrow(-1, 0, w.shape[-1] - 1)),
+    "the number of keys": attention(drop=lambda w: w[..., : w.shape[-2]]),
+    "the number of keys, all dims": attention(drop=lambda w: w[:, :, :, 0 : w.shape[-1] - 1 : 1]),
+    "first, the number of keys": attention(
+        join=lambda s, c: torch.cat((c, s), -1), drop=lambda w: w[..., -w.shape[-2] :]
+    ),
+    "first, narrow": attention(
+        join=lambda s, c: torch.cat((c, s), -1), drop=lambda w: torch.narrow(w, 3, 1, w.shape[-2])
+    ),
+    "split": attention(drop=lambda w: w.split([w.shape[-2], 1], -1)[0]),
+    "split, by a number": attention(drop=lambda w: torch.split(w, w.shape[-2], dim=-1)[0]),
+    "first, split": attention(
+        join=lambda s, c: torch.cat((c, s), -1), drop=lambda w: torch.split(w, [1, w.shape[-2]], dim=3)[1]
+    ),
     "all dims": attention(drop=lambda w: w[:, :, :, :-1]),
     "concat": attention(join=lambda s, c: torch.concat([s, c], axis=-1)),
     "scaled together": attention(change=lambda s: s * 0.5),
@@ -63,6 +76,18 @@ def test_spelling(case) -> None:
 
 
 NOT_A_SINK = {
+    "the second part of a split": (
+        attention(drop=lambda w: w.split([1, w.shape[-1] - 1], -1)[1]),
+        "stands between",
+    ),
+    "the first part of a split": (
+        attention(join=lambda s, c: torch.cat((c, s), -1), drop=lambda w: w.split([13, 1], -1)[0]),
+        "stands between",
+    ),
+    "the split-off column is read": (
+        attention(drop=lambda w: (lambda a, b: a + b)(*w.split([13, 1], -1))),
+        "stands between",
+    ),
     "the first key is dropped": (attention(drop=lambda w: w[..., 1:]), "stands between the softmax"),
     "the last key is dropped": (attention(join=lambda s, c: torch.cat((c, s), -1)), "stands between"),
     "of two columns": (
@@ -89,6 +114,27 @@ def test_not_a_sink(case) -> None:
     assert [s.verdict for s in run.sites] == ["rejected"]
     assert reason in run.sites[0].reason
     torch.testing.assert_close(run.outputs, fn(*inputs))
+
+
+SYMBOLIC = [
+    "plain",
+    "the number of keys",
+    "first, the number of keys",
+    "first, narrow",
+    "split",
+    "first, split",
+]
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_symbolic_length(name: str) -> None:
+    def fn(q, k, v, sinks):
+        q, k, v = (t.view(*t.shape[:2], HEADS, 16).transpose(1, 2) for t in (q, k, v))
+        return SPELLINGS[name](q, k, v, sinks)
+
+    inputs = (*(rand(BATCH, 13, HEADS * 16, grad=False) for _ in range(3)), rand(HEADS, grad=False))
+    with flex_everywhere("flex"):
+        check(fn, inputs, kernel="flex", slack=SLACK, dynamic=True, train=False)
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "flex"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from inductor_fusions import testing
+from tests.attention.support import flex_everywhere
 from tests.models.zoo import (
     BATCH,
     BOTH,
@@ -16,6 +17,7 @@ from tests.models.zoo import (
     ENCODER,
     GROUPED,
     HEADS,
+    LENGTH,
     SHARED,
     SPECIAL,
     TARGET,
@@ -237,6 +239,32 @@ def test_sdpa(name: str, dynamic: bool | None) -> None:
 @pytest.mark.parametrize("name", ["qwen2", "xlm_roberta"])
 def test_dynamic(name: str) -> None:
     check(MODELS[name], dynamic=True)
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_softcap(train: bool, dynamic: bool | None) -> None:
+    """Gemma-2's cap is an attribute: a symbolic number where sizes are."""
+    gemma = Architecture("Gemma2Model", "Gemma2Config", {**GROUPED, "head_dim": 16}, tokens)
+    with flex_everywhere("flex"):
+        check(gemma, kernel="flex, tanh, block mask: causal", train=train, dynamic=dynamic, slack=8.0)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("case", ["text", "text and image"])
+def test_layoutlmv3(case: str, train: bool) -> None:
+    """Its softmax (PB-Relax) is of scores minus their maximum; its biases are learned."""
+    options = {
+        **ENCODER, "coordinate_size": 6, "shape_size": 4, "input_size": 16, "patch_size": 8,
+        "visual_embed": case != "text", "has_relative_attention_bias": True,
+        "has_spatial_attention_bias": True, "rel_pos_bins": 8, "rel_2d_pos_bins": 8, **SPECIAL,
+    }  # fmt: skip
+    low = torch.randint(0, 500, (BATCH, LENGTH, 2))
+    inputs = tokens(bbox=torch.cat([low, low + torch.randint(0, 500, (BATCH, LENGTH, 2))], -1))
+    if case != "text":
+        inputs["pixel_values"] = torch.randn(BATCH, 3, 16, 16)
+    layout = Architecture("LayoutLMv3Model", "LayoutLMv3Config", options, lambda: inputs)
+    check(layout, train=train, slack=8.0)
 
 
 def test_checkpointing() -> None:

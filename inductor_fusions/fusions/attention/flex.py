@@ -25,7 +25,7 @@ from .masks import Bool
 from .normal_form import SCORE_FUNCTIONS, Stage
 from .operands import Operand
 from .predicates import BlockWriter, Writer
-from .problem import Problem
+from .problem import Problem, is_number
 from .structure import BATCH, HEAD, KEY, QUERY
 
 #: More blocks than any row has.
@@ -88,9 +88,8 @@ class Body:
             raise Rejected("a mask reads one fixed element of a tensor")
         return self.call(operator.getitem, self.capture(node), tuple(found))
 
-    def load_operand(self, operand: Operand) -> Any:
+    def load_score(self, node: fx.Node) -> Any:
         """The element of a tensor on (batch, heads, queries, keys) for this score."""
-        node = self.outer.build(operand)
         return self.load(node, [self.index[dim] for dim in (BATCH, HEAD, QUERY, KEY)])
 
     def finish(self, result: Any, name: str) -> tuple[fx.Node, tuple[fx.Node, ...]]:
@@ -249,15 +248,18 @@ def _score(build: Builder, body: Body, problem: Problem, dense: fx.Node | None) 
         if position and stage.scale != 1.0:
             score = body.call(torch.mul, score, stage.scale)
         for factor, term in terms:
-            score = body.call(torch.add, score, _scaled(body, body.load_operand(term), factor))
-        score = _apply(body, stage, score, operand, coarse=problem.dtype.itemsize == 2)
+            score = body.call(torch.add, score, _scaled(body, _element(body, problem, term), factor))
+        score = _apply(body, problem, stage, score, operand)
+        for kind, by in problem.late_scalers[position]:
+            score = body.call(_PRODUCTS[kind], score, _scaled(body, _factor(body, problem, by), 1.0))
     if problem.stages and problem.scale != 1.0:
         score = body.call(torch.mul, score, problem.scale)
     structure = problem.structure
     for bias, bias_operand in structure.biases if structure is not None else []:
-        score = body.call(torch.add, score, _scaled(body, body.load_operand(bias_operand), bias.factor))
+        element = _element(body, problem, bias_operand)
+        score = body.call(torch.add, score, _scaled(body, element, bias.factor))
     if dense is not None:
-        found = body.load(dense, [body.index[dim] for dim in (BATCH, HEAD, QUERY, KEY)])
+        found = body.load_score(dense)
         if build.value(dense).dtype == torch.bool:
             score = body.call(torch.where, found, score, -math.inf)
         else:
@@ -270,17 +272,53 @@ def _scaled(body: Body, value: Any, factor: float) -> Any:
     return value if factor == 1.0 else body.call(torch.mul, value, factor)
 
 
-def _apply(body: Body, stage: Stage, score: Any, operand: Operand | None, coarse: bool) -> Any:
+_PRODUCTS = {"mul": torch.mul, "div": torch.div}
+
+
+def _element(body: Body, problem: Problem, operand: Operand) -> Any:
+    """The element of a tensor beside q, k and v for this score."""
+    return body.load_score(
+        _indexable(body, problem, body.outer.build(operand), _takes_gradient(operand.node))
+    )
+
+
+def _factor(body: Body, problem: Problem, by: Operand | fx.Node) -> Any:
+    """What this score is scaled by after a function: an element of a tensor, or a symbolic number."""
+    if isinstance(by, Operand) and not is_number(by):
+        return _element(body, problem, by)
+    build, node = body.outer, by.node if isinstance(by, Operand) else by
+    # Mods capture tensors of one device. A product, because AOTAutograd keeps symbolic numbers in these.
+    one = build.call(torch.ones, (), dtype=torch.float32, device=problem.q.value.device)
+    number = build.call(torch.mul, one, node)
+    return body.load_score(_indexable(body, problem, number, _takes_gradient(node)))
+
+
+def _indexable(body: Body, problem: Problem, node: fx.Node, learns: bool) -> fx.Node:
+    """A tensor that mods can read: one that takes a gradient must have a dim to be indexed at.
+
+    A row for each query, so that few scores add up their gradients at one address.
+    """
+    if learns and all(known_true(size == 1) for size in body.outer.value(node).shape):
+        return body.outer.call(
+            "expand", body.outer.call("reshape", node, (1, 1, 1, 1)), (*problem.q.shape[:3], 1)
+        )
+    return node
+
+
+def _takes_gradient(node: fx.Node) -> bool:
+    found = torch_ops.tensor(node)
+    return found is not None and found.requires_grad
+
+
+def _apply(body: Body, problem: Problem, stage: Stage, score: Any, operand: Operand | None) -> Any:
     if operand is not None:
-        other = body.load_operand(operand)
+        other = _element(body, problem, operand)
         if stage.function in ("where", "where_not"):
             fill = body.call(torch.full_like, score, stage.numbers[0])
             first, second = (fill, score) if stage.function == "where" else (score, fill)
             return body.call(torch.where, other, first, second)
-        return body.call(
-            torch.mul if stage.function == "mul" else torch.div, score, _scaled(body, other, 1.0)
-        )
-    if stage.function == "tanh" and coarse:
+        return body.call(_PRODUCTS[stage.function], score, _scaled(body, other, 1.0))
+    if stage.function == "tanh" and problem.dtype.itemsize == 2:
         # A third of the instructions, with an absolute error of 1e-7: nothing beside products of half
         # precision. Its gradient, through that of the sigmoid, is as good.
         half = body.call(torch.sigmoid, body.call(torch.mul, score, 2.0))
@@ -376,10 +414,12 @@ def _learns(problem: Problem) -> bool:
     read = [operand for _, operand in problem.terms]
     read += [operand for _, biases, _ in problem.stages for _, operand in biases]
     read += [operand for _, _, operand in problem.stages if operand is not None]
-    tensors = [torch_ops.tensor(operand.node) for operand in read]
+    nodes = [operand.node for operand in read]
+    late = (by for scalers in problem.late_scalers for _, by in scalers)
+    nodes += [by.node if isinstance(by, Operand) else by for by in late]
     if problem.attn_mask is not None:
-        tensors.append(torch_ops.tensor(problem.attn_mask))
-    return any(t is not None and t.requires_grad for t in tensors)
+        nodes.append(problem.attn_mask)
+    return any(map(_takes_gradient, nodes))
 
 
 def _is_static(problem: Problem) -> bool:

@@ -93,8 +93,8 @@ class Attention:
         q, k, v: operands of shape (*lead, length, dim); leads of k and v broadcast to that of q.
         stages: functions of the scores, in order; what follows is applied after the last one.
         scale: number that the scores are multiplied by.
-        scalers: tensors, constant over queries and keys, that q is multiplied ("mul") or divided
-            ("div") by, with the lead of their stage.
+        scalers: tensors or symbolic numbers, constant over queries and keys, that the scores are multiplied
+            ("mul") or divided ("div") by, with the lead of their stage.
         terms: biases and fills, from the product to the softmax.
         sink: a logit of each row that takes weight and has no value.
         below_sink: number of terms that are applied before the sink is there.

@@ -13,7 +13,19 @@ from ...fusion import Rejected
 from . import einsum
 from .normal_form import Attention, Term
 from .operands import Operand, product, same_shape
-from .torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, Op, dropout_p, read, reads_metadata, tensor
+from .torch_ops import (
+    CASTS,
+    COPIES,
+    PRODUCTS,
+    VIEWS,
+    Op,
+    concrete,
+    dropout_p,
+    read,
+    reads_metadata,
+    tensor,
+    value,
+)
 
 
 def downwards(site: Attention, number: Callable[[Any], float | None]) -> None:
@@ -51,10 +63,11 @@ def downwards(site: Attention, number: Callable[[Any], float | None]) -> None:
             continue
         if op.input is not node:
             raise Rejected(f"{op.name} stands between the softmax and the product with v")
-        if site.sink is not None and not dropped and _drops_column(op, site.sink.first):
+        rest = None if site.sink is None or dropped else _without_column(op, site.sink.first)
+        if rest is not None:
             dropped = True
-            site.chain.append(user)
-            node = user
+            site.chain += [*user.users, user] if rest is not user else [user]
+            node = rest
             continue
         before, after = tensor(node), tensor(user)
         if op.name == "dropout":
@@ -120,18 +133,61 @@ def _zeroed(op: Op, weights: fx.Node, number: Callable[[Any], float | None]) -> 
     return Term(condition, tuple(before.shape[:-2]), fill=0.0, hides=hides)
 
 
-def _drops_column(op: Op, first: bool) -> bool:
-    """Whether an operation is `weights[..., :-1]`, or `weights[..., 1:]` for the first column."""
+def _without_column(op: Op, first: bool) -> fx.Node | None:
+    """What holds the weights without their last column, or their first one, where an operation drops it."""
     before = tensor(op.input)
-    wanted = slice(1, None, None) if first else slice(None, -1, None)
     if before is None:
-        return False
+        return None
+    if op.name in ("split", "split_with_sizes"):
+        return _part_of_split(op, before, first)
+    dim, start, stop, step = _taken(op, before)
+    last = isinstance(dim, int) and dim % before.dim() == before.dim() - 1
+    if not last or not all(at is None or isinstance(at, (int, torch.SymInt)) for at in (start, stop, step)):
+        return None
+    if step is not None and not known_true(step == 1):
+        return None
+    columns = before.shape[-1]
+    start, stop = (_place(at, columns, default) for at, default in ((start, 0), (stop, columns)))
+    if first:
+        return op.node if known_true(start == 1) and known_true(stop >= columns) else None
+    return op.node if known_true(start == 0) and known_true(stop == columns - 1) else None
+
+
+def _taken(op: Op, before: torch.Tensor) -> tuple[Any, Any, Any, Any]:
+    """(dim, start, stop, step) of an operation that takes a range of one dim; Nones of any other."""
+    if op.name == "narrow":
+        dim, start, length = (concrete(op[name]) for name in ("dim", "start", "length"))
+        numbers = all(isinstance(n, (int, torch.SymInt)) for n in (start, length))
+        return (dim, start, start + length, 1) if numbers and known_true(start >= 0) else (None,) * 4
+    if op.name == "slice":
+        return tuple(concrete(op[name]) for name in ("dim", "start", "end", "step"))
     if op.name == "getitem":
         index = op["index"] if isinstance(op["index"], tuple) else (op["index"],)
         whole = all(i is Ellipsis or i == slice(None) for i in index[:-1])
-        return whole and (index[0] is Ellipsis or len(index) == before.dim()) and index[-1] == wanted
-    if op.name == "narrow":
-        dim, start, length = op["dim"], op["start"], op["length"]
-        last = isinstance(dim, int) and dim % before.dim() == before.dim() - 1
-        return last and start == int(first) and known_true(length == before.shape[-1] - 1)
-    return False
+        reaches = index[:1] == (Ellipsis,) or len(index) == before.dim()
+        if whole and reaches and isinstance(index[-1], slice):
+            columns = concrete(index[-1])
+            return -1, columns.start, columns.stop, columns.step
+    return (None,) * 4
+
+
+def _place(at: Any, size: Any, default: Any) -> Any:
+    """Where a range begins or ends; one that is counted from behind is counted from the front."""
+    if at is None:
+        return default
+    return at + size if known_true(at < 0) else at
+
+
+def _part_of_split(op: Op, before: torch.Tensor, first: bool) -> fx.Node | None:
+    parts, users = value(op.node), [read(user) for user in op.node.users]
+    if not isinstance(parts, (tuple, list)) or len(parts) != 2:
+        return None
+    if any(user is None or user.name != "getitem" for user in users):
+        return None
+    used = [user for user in users if user is not None and user.node.users]
+    if len(used) != 1 or used[0]["index"] not in ((1, -1) if first else (0, -2)):
+        return None
+    part = tensor(used[0].node)
+    # Only a split of the columns makes fewer of them.
+    dropped = part is not None and known_true(part.shape[-1] == before.shape[-1] - 1)
+    return used[0].node if dropped else None

@@ -26,6 +26,9 @@ from .normal_form import Attention, Stage, Term
 from .operands import Operand, alignment, product, regroup, same_shape, unrepeated
 from .structure import Structure
 
+#: "mul" or "div", and by what: a tensor on (batch, heads, 1, 1), or the node of a symbolic number.
+Scaler = tuple[str, Operand | fx.Node]
+
 
 @dataclass
 class Problem:
@@ -36,6 +39,7 @@ class Problem:
         full_k, full_v: k and v with as many heads as q, as the graph has them.
         scale: number on the scores (None is SDPA's default; a node of the user's call may hold it).
         scalers: tensors or symbolic numbers that q is multiplied ("mul") or divided ("div") by.
+        late_scalers: the same for the scores, after each of the stages.
         dropout: probability on the weights.
         causal: key j is seen by query i exactly where j <= i, and nothing else hides it.
         terms: what is left of biases and fills, each with its operand on (batch, heads, q, k).
@@ -67,7 +71,8 @@ class Problem:
     dtype: torch.dtype
     out_shape: tuple[Any, ...]
     out_dims: tuple[int, ...]
-    scalers: list[tuple[str, Operand | fx.Node]] = field(default_factory=list)
+    scalers: list[Scaler] = field(default_factory=list)
+    late_scalers: list[list[Scaler]] = field(default_factory=list)
     attn_mask: fx.Node | None = None
     train: bool = False
     stages: list[tuple[Stage, list[tuple[float, Operand]], Operand | None]] = field(default_factory=list)
@@ -172,12 +177,8 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
     terms = [(t, _term_operand(t, target, interpreter)) for t in remaining or []]
     # As predicates know it: where hidden scores are -inf, a row without a key is zero.
     hidden = [(replace(t, fill=-math.inf) if t is zeroed else t, operand) for t, operand in terms]
-    scalers: list[tuple[str, Operand | fx.Node]] = []
-    for kind, node, stage in site.stages[0].scalers if site.stages else site.scalers:
-        operand = Operand.of(node)
-        scalers.append((kind, node if operand is None else _moved(operand, stage, target)))
-    if any(stage.scalers for stage in site.stages[1:]) or (site.stages and site.scalers):
-        raise Rejected("a tensor scale is applied after a function of the scores")
+    parts: list[Stage | Attention] = [*site.stages, site]
+    scalers, *late_scalers = [_scalers(part.scalers, target) for part in parts]
     problem = Problem(
         q=q,
         k=short_k,
@@ -192,6 +193,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         out_shape=(*site.out_lead, site.q.shape[-2], site.v.shape[-1]),
         out_dims=site.out_dims,
         scalers=scalers,
+        late_scalers=late_scalers,
         train=_needs_grad(site.q.node, site.k.node, site.v.node, site.output),
         stages=[_stage(stage, target, interpreter) for stage in site.stages],
         sink=_sink(site, target, interpreter),
@@ -212,11 +214,19 @@ def _added(problem: Problem) -> Iterator[torch.Tensor]:
     for _, biases, other in problem.stages:
         yield from (operand.value for _, operand in biases)
         yield from (other.value,) if other is not None else ()
+    for _, by in (scaler for scalers in problem.late_scalers for scaler in scalers):
+        yield from (by.value,) if isinstance(by, Operand) and not is_number(by) else ()
     if problem.sink is not None:
         yield problem.sink[0].value
     for element in structure.elements(problem.structure and problem.structure.visible):
         value = torch_ops.tensor(element.node)
         yield from (value,) if value is not None else ()
+
+
+def is_number(operand: Operand) -> bool:
+    """Whether a tensor has no dims of its own: one on a CPU may scale tensors on any device."""
+    found = torch_ops.tensor(operand.node)
+    return found is not None and found.dim() == 0
 
 
 def _feeds_products(node: fx.Node | None) -> bool:
@@ -235,6 +245,14 @@ def _feeds_products(node: fx.Node | None) -> bool:
         elif op.name not in ("linear", "matmul", "bmm"):
             return False
     return True
+
+
+def _scalers(scalers: Sequence[tuple[str, fx.Node, tuple[Any, ...]]], target: Sequence[Any]) -> list[Scaler]:
+    found: list[Scaler] = []
+    for kind, node, lead in scalers:
+        operand = Operand.of(node)
+        found.append((kind, node if operand is None else _moved(operand, lead, target)))
+    return found
 
 
 def _stage(

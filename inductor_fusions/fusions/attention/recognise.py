@@ -24,7 +24,7 @@ _SOFTMAXES = frozenset({"softmax", "_softmax"})
 #: Operations through which a softmax may still reach a product; only to tell attention from other softmaxes.
 _BETWEEN = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
     "dropout", "mul", "div", "add", "expand", "where", "masked_fill", "getitem", "slice", "narrow",
-    "nan_to_num",
+    "nan_to_num", "split", "split_with_sizes",
 }  # fmt: skip
 
 

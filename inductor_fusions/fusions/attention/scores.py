@@ -97,8 +97,9 @@ class Upwards(Walk):
 
     def _is_row_maximum(self, node: Any, scores: Any) -> bool:
         """Whether a node holds the largest score of each row, and serves for nothing else."""
-        own, current = [], node
-        while isinstance(current, fx.Node):
+        own, current, dropped = [], node, False
+        whole = tensor(scores)
+        while isinstance(current, fx.Node) and whole is not None:
             op = read(current)
             if op is None or len(current.users) != 1:
                 return False
@@ -108,12 +109,14 @@ class Upwards(Walk):
                 if op.name == "max" and dim is None:  # x.max(-1, True)
                     dim, keep = op["other"], keep if not op.rest else op.rest[0]
                 dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
-                result = tensor(node)
-                last = isinstance(dim, int) and result is not None and dim % result.dim() == result.dim() - 1
-                if op.input is not scores or not last or keep is not True:
+                last = isinstance(dim, int) and dim % whole.dim() == whole.dim() - 1
+                if op.input is not scores or not last or bool(keep) is dropped:
                     return False
                 self.row_maxima.update(own)
                 return True
+            if not dropped and _appends_dim(op):
+                dropped, current = True, op.input
+                continue
             picks = op.name == "getattr" and op["name"] == "values"
             picks |= op.name == "getitem" and op["index"] == 0
             if not picks and op.name != "detach":
@@ -222,3 +225,17 @@ class Upwards(Walk):
 
     _max = _maximum
     _clamp_min = _clamp_max = _clamp
+
+
+def _appends_dim(op: Op) -> bool:
+    """Whether an operation is `x.unsqueeze(-1)` or `x[..., None]`."""
+    after = tensor(op.node)
+    if after is None:
+        return False
+    if op.name == "unsqueeze":
+        return isinstance(op["dim"], int) and op["dim"] % after.dim() == after.dim() - 1
+    if op.name != "getitem" or not isinstance(op["index"], tuple):
+        return False
+    *others, last = op["index"]
+    whole = all(i is Ellipsis or i == slice(None) for i in others)
+    return whole and last is None and (Ellipsis in others or len(others) == after.dim() - 1)

@@ -92,6 +92,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "repeat_interleave": ("input", "repeats", "dim"), "repeat": ("input",),
     "select": ("input", "dim", "index"), "narrow": ("input", "dim", "start", "length"),
     "slice": ("input", "dim", "start", "end", "step"),
+    "split": ("input", "sizes", "dim"), "split_with_sizes": ("input", "sizes", "dim"),
     # casts
     "to": ("input",), "type_as": ("input",), "type": ("input",), "_to_copy": ("input",),
     "convert_element_type": ("input",),

@@ -88,14 +88,14 @@ class Walk:
         factor: float, scalers: Any,
     ) -> Attention:  # fmt: skip
         """The attention above `op`, a function of the scores: what stands before it becomes a `Stage`."""
-        if scalers:
-            raise Rejected(f"a tensor scale is applied after {op.name}")
+        if scalers and function in ("where", "where_not"):
+            raise Rejected("a tensor scale is applied after a mask")  # whose number it may lower to a fill
         site = self.seen(op, scores, 1.0)
         if site.sink is not None:
             raise Rejected(f"{op.name} is applied to an attention sink")
         stage = Stage(site.scale, site.scalers, site.terms, function, numbers, operand)
         site.stages.append(stage)
-        site.scale, site.scalers, site.terms = factor, [], []
+        site.scale, site.scalers, site.terms = factor, list(scalers), []
         return site
 
     def number(self, other: Any) -> float | None:

@@ -146,7 +146,8 @@ def may_hide_rows(node: Any) -> bool:
             continue
         if tensor is not None and not tensor.is_floating_point():
             continue
-        stack.extend(_numbers(current))
+        moved = op.name in _REARRANGED and isinstance(op.input, fx.Node)
+        stack.extend([op.input] if moved else _numbers(current))
     return False
 
 
@@ -161,6 +162,8 @@ def _written_into(node: fx.Node) -> list[Any]:
     return found
 
 
+#: Results of these hold what their input does: sizes and indices among their arguments add nothing.
+_REARRANGED = torch_ops.VIEWS | torch_ops.TRANSPOSES | {"expand", "repeat", "getitem", "slice", "select"}
 #: Results of these are sums of products of activations and weights, or bounded: never a fill.
 _DRAWN = frozenset(
     "linear matmul bmm baddbmm einsum embedding layer_norm sigmoid softmax conv2d conv1d normalize".split()

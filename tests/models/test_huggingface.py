@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from inductor_fusions import testing
+from tests.attention.support import flex_everywhere
 from tests.models.zoo import (
     BATCH,
     BOTH,
@@ -246,3 +247,22 @@ def test_full_compile() -> None:
     architecture = MODELS["qwen2"]
     model = architecture.build(num_hidden_layers=1)
     check(architecture, model, left_padded(), fused=1, train=True, backend="inductor", slack=8.0)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_windows_to_both_sides(attention: str, padded: bool) -> None:
+    """ModernBERT's layers see all keys, or those of a window: |query - key| below a number."""
+    architecture = MODELS["modernbert"]
+    inputs = architecture.inputs()
+    if not padded:
+        del inputs["attention_mask"]
+    model = architecture.build(attention, hidden_size=64)
+    with flex_everywhere("flex"):
+        seen = check(architecture, model, inputs, fused=None)
+    whole, window = seen.sites
+    assert window.kernel == f"flex, block mask: window{'+pad' if padded else ''}+blocks"
+    if padded or attention == "eager":
+        assert whole.kernel == ("flex, block mask: pad" if padded else "flex")
+    else:
+        assert whole.reason == "already an SDPA call without a mask"

@@ -266,3 +266,26 @@ def test_windows_to_both_sides(attention: str, padded: bool) -> None:
         assert whole.kernel == ("flex, block mask: pad" if padded else "flex")
     else:
         assert whole.reason == "already an SDPA call without a mask"
+
+
+FALCON = Architecture(
+    "FalconModel", "FalconConfig",
+    {**DECODER, "hidden_size": 64, "alibi": True, "attention_dropout": 0.0, "hidden_dropout": 0.0},
+    tokens,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("padding", ["none", "right", "left"])
+def test_biases_in_a_mask(attention: str, padding: str) -> None:
+    """Falcon's ALiBi is filled with the mask, as one tensor of (batch, heads, queries, keys)."""
+    inputs = left_padded() if padding == "left" else tokens()
+    if padding == "none":
+        del inputs["attention_mask"]
+    with flex_everywhere("flex"):
+        # SDPA on a CPU gets the gradients of rows that see no key wrong.
+        seen = check(FALCON, FALCON.build(attention), inputs, train=True, slack=8.0, reference=FALCON.build())
+    hidden = "causal" if padding == "none" else "causal+pad"
+    assert {site.kernel for site in seen.sites} == {
+        f"flex, block mask: {hidden}, bias in score_mod, enable_gqa"
+    }

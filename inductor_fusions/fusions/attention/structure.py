@@ -132,8 +132,9 @@ def find(
             return None  # its batch and heads are counted in another way
         parts.append(found[0])
         numbers.add(found[1])
-        replaced &= term.fill is not None
-        added += term.fill is None
+        adds = term.fill is None or term.adds
+        replaced &= not adds
+        added += adds
     if not parts:
         return Structure(True, None, True, biases, True) if biases else None
     if len(numbers) != 1:
@@ -145,7 +146,7 @@ def find(
     if math.isfinite(number) and not never_empty:
         # The scores of a row that sees no key must all be equal, or drown.
         half = all((t := torch_ops.tensor(term.node)) is not None and t.dtype == torch.float16
-                   for term, _ in terms if term.fill is None)  # fmt: skip
+                   for term, _ in terms if term.fill is None or term.adds)  # fmt: skip
         drowned = number <= (torch.finfo(torch.float16).min if added and half else EMPTY_BELOW)
         if (added and (len(parts) > 1 or not drowned)) or (after and not drowned):
             return None

@@ -17,6 +17,7 @@ never read: compiled code is cached without them.
 
 from . import operations, views  # they register their rules
 from .dependence import constant_over, may_hide_rows
+from .dtypes import rounded
 from .interpreter import Interpreter
 from .proofs import MaskClass, classify, is_fill, reduce, visibility
 from .values import (
@@ -52,6 +53,7 @@ __all__ = [
     "negation",
     "operations",
     "reduce",
+    "rounded",
     "substitute",
     "views",
     "visibility",

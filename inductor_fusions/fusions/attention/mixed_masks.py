@@ -16,9 +16,9 @@ from torch import fx
 from ...fusion import Rejected
 from ...operands import holds
 from . import torch_ops
-from .masks import Affine, Interpreter, is_fill, rounded, visibility
+from .masks import Affine, Interpreter, is_fill, keeps_indices, rounded, visibility
 from .normal_form import Term
-from .operands import Operand, same_shape
+from .operands import Operand
 
 Terms = list[tuple[Term, Operand]]
 
@@ -71,7 +71,7 @@ def _pieces(term: Term, interpreter: Interpreter) -> list[Term]:
     if filled is not None:
         bias, condition, number, hides = filled
         found = of(bias)
-        fill = Term(condition, term.lead, fill=number, hides=hides, adds=True)
+        fill = Term(condition, term.lead, fill=number, hides=hides, adds=len(found))
         return [*found, fill] if found else [term]
     return (of(op.input) if _is_same(op) else []) or [term]
 
@@ -123,22 +123,6 @@ def _number(value: Any, op: torch_ops.Op, interpreter: Interpreter) -> float | N
 def _is_same(op: torch_ops.Op) -> bool:
     """Whether an operation gives the numbers of its operand, at the same indices counted from the right."""
     source, result = torch_ops.tensor(op.input), torch_ops.tensor(op.node)
-    if source is None or result is None:
-        return False
-    if op.name in torch_ops.COPIES or op.name in ("expand", "expand_as", "broadcast_to"):
-        return True
-    if op.name in torch_ops.CASTS:
+    if source is not None and result is not None and op.name in torch_ops.CASTS:
         return holds(result.dtype, source.dtype)
-    if op.name == "getitem":
-        index = op["index"] if isinstance(op["index"], tuple) else (op["index"],)
-        if not all(item is None or item is Ellipsis or item == slice(None) for item in index):
-            return False
-    elif op.name not in torch_ops.VIEWS:
-        return False
-    return _is_padded(source, result)
-
-
-def _is_padded(source: torch.Tensor, result: torch.Tensor) -> bool:
-    """Whether a shape is another one with dims of size 1 in front."""
-    extra = result.dim() - source.dim()
-    return extra >= 0 and same_shape(result.shape, (*([1] * extra), *source.shape))
+    return keeps_indices(op)

@@ -290,3 +290,45 @@ def test_full_compile() -> None:
     architecture = MODELS["qwen2"]
     model = architecture.build(num_hidden_layers=1)
     check(architecture, model, left_padded(), fused=1, train=True, backend="inductor", slack=8.0)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_windows_to_both_sides(attention: str, padded: bool) -> None:
+    """ModernBERT's layers see all keys, or those of a window: |query - key| below a number."""
+    architecture = MODELS["modernbert"]
+    inputs = architecture.inputs()
+    if not padded:
+        del inputs["attention_mask"]
+    model = architecture.build(attention, hidden_size=64)
+    with flex_everywhere("flex"):
+        seen = check(architecture, model, inputs, fused=None)
+    whole, window = seen.sites
+    assert window.kernel == f"flex, block mask: window{'+pad' if padded else ''}+blocks"
+    if padded or attention == "eager":
+        assert whole.kernel == ("flex, block mask: pad" if padded else "flex")
+    else:
+        assert whole.reason == "already an SDPA call without a mask"
+
+
+FALCON = Architecture(
+    "FalconModel", "FalconConfig",
+    {**DECODER, "hidden_size": 64, "alibi": True, "attention_dropout": 0.0, "hidden_dropout": 0.0},
+    tokens,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("padding", ["none", "right", "left"])
+def test_biases_in_a_mask(attention: str, padding: str) -> None:
+    """Falcon's ALiBi is filled with the mask, as one tensor of (batch, heads, queries, keys)."""
+    inputs = left_padded() if padding == "left" else tokens()
+    if padding == "none":
+        del inputs["attention_mask"]
+    with flex_everywhere("flex"):
+        # SDPA on a CPU gets the gradients of rows that see no key wrong.
+        seen = check(FALCON, FALCON.build(attention), inputs, train=True, slack=8.0, reference=FALCON.build())
+    hidden = "causal" if padding == "none" else "causal+pad"
+    assert {site.kernel for site in seen.sites} == {
+        f"flex, block mask: {hidden}, bias in score_mod, enable_gqa"
+    }

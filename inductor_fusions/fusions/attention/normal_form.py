@@ -28,6 +28,8 @@ class Term:
         fill: None for a bias; for a fill the number that replaces the score.
         hides: whether a fill replaces scores where its condition is true.
         floor: the scores are clamped to this afterwards, which makes -inf finite.
+        adds: for a fill whose number is added to the score, not put in its place: how many terms in front of
+            it are parts of the tensor that it fills.
         depth: for a bias that is 0 where a key is seen and one number elsewhere: that number.
     """
 
@@ -37,6 +39,7 @@ class Term:
     fill: float | None = None
     hides: bool = True
     floor: float | None = None
+    adds: int = 0
     depth: float | None = None
 
 

@@ -22,6 +22,7 @@ from ...tables import dtype_name
 from . import structure, torch_ops
 from .aliasing import Mutations
 from .masks import Interpreter, classify, constant_over, may_hide_rows, negation, visibility
+from .mixed_masks import taken_apart
 from .normal_form import Attention, Stage, Term
 from .operands import Operand, alignment, product, regroup, same_shape, unrepeated
 from .structure import Structure
@@ -283,7 +284,8 @@ def _structure(
     shape = (*target, site.q.shape[-2], site.k.shape[-2])
     if len(target) != 2:
         return None
-    return structure.find(terms, shape, interpreter, site.product.graph, cancels=site.sink is None)
+    apart = taken_apart(terms, interpreter, lambda term: _term_operand(term, target, interpreter))
+    return structure.find(apart, shape, interpreter, site.product.graph, cancels=site.sink is None)
 
 
 def _zeroed(site: Attention, interpreter: Interpreter) -> Term | None:

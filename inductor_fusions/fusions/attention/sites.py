@@ -22,6 +22,7 @@ from . import emit, kernels, savings, structure, torch_ops
 from .aliasing import Mutations, name_overwritten_values
 from .mask_builder import MaskMemo, check_empty_rows
 from .masks import Interpreter, classify, may_hide_rows, visibility
+from .mixed_masks import taken_apart
 from .multihead import MultiheadForward, is_call
 from .normal_form import Attention, Term
 from .operands import Operand
@@ -283,7 +284,9 @@ class SdpaCall(Candidate):
         boolean = tensor.dtype == torch.bool
         fill = -math.inf if boolean else None
         term = Term(mask, tuple(shape[:2]), fill=fill, hides=False)
-        found = structure.find([(term, operand)], shape, self.scope.interpreter, self.scope.graph)
+        interpreter = self.scope.interpreter
+        apart = taken_apart([(term, operand)], interpreter, _padded)
+        found = structure.find(apart, shape, interpreter, self.scope.graph)
         return None if found is None or found.visible is True else found
 
     def _classify(self, mask: fx.Node, shape: tuple[Any, ...]) -> Any:
@@ -308,6 +311,12 @@ class SdpaCall(Candidate):
             emitter.emit(self.problem, self.anchor, self.choice.kernel, grouped)
         emit.erase_chain(self.scope.graph, [self.anchor])
         return self.choice.text
+
+
+def _padded(term: Term) -> Operand:
+    operand = Operand.of(term.node)
+    assert operand is not None
+    return operand.padded(4)
 
 
 def _text(node: Any) -> str:

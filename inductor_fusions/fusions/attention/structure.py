@@ -33,6 +33,7 @@ from .masks import (
     negation,
     reduce,
     substitute,
+    vanishes_at_own_key,
     visibility,
 )
 from .normal_form import Term
@@ -120,20 +121,32 @@ def find(
     biases: Terms = []
     numbers: set[float] = set()
     replaced, added, after = True, 0, False
-    for term, operand in terms:
+    hiding: list[int] = []  # places of fills and masks
+    steep: list[int] = []  # places of biases that may be so low that they hide keys, but never a query's own
+    for place, (term, operand) in enumerate(terms):
         found = _predicate(term, interpreter, cancels)
         if found is None:
-            if term.fill is not None or term.floor is not None or may_hide_rows(term.node):
+            if term.fill is not None or term.floor is not None:
                 return None
+            if may_hide_rows(term.node):
+                if not vanishes_at_own_key(term.node, interpreter):
+                    return None
+                steep.append(place)
             biases.append((term, operand))
             after |= bool(parts)
             continue
         if not same_shape(term.lead, shape[:2]) and not depends_only_on(found[0], {QUERY, KEY}):
             return None  # its batch and heads are counted in another way
         parts.append(found[0])
+        hiding.append(place)
         numbers.add(found[1])
-        replaced &= term.fill is not None
-        added += term.fill is None
+        adds = term.fill is None or term.adds
+        replaced &= not adds
+        added += adds
+    if not all(_erases(terms, each, bias) for each in hiding for bias in steep):
+        return None
+    if not parts and steep:
+        return None  # flex attention takes rows of a mask that hides nothing to have no -inf
     if not parts:
         return Structure(True, None, True, biases, True) if biases else None
     if len(numbers) != 1:
@@ -141,11 +154,13 @@ def find(
     visible = reduce(conjunction(parts), shape)
     if visible is False or not is_usable(visible, graph):
         return None
+    if steep and (visible is True or not _sees_own_key(visible, shape)):
+        return None
     number, never_empty = numbers.pop(), _never_empty(visible, shape)
     if math.isfinite(number) and not never_empty:
         # The scores of a row that sees no key must all be equal, or drown.
         half = all((t := torch_ops.tensor(term.node)) is not None and t.dtype == torch.float16
-                   for term, _ in terms if term.fill is None)  # fmt: skip
+                   for term, _ in terms if term.fill is None or term.adds)  # fmt: skip
         drowned = number <= (torch.finfo(torch.float16).min if added and half else EMPTY_BELOW)
         if (added and (len(parts) > 1 or not drowned)) or (after and not drowned):
             return None
@@ -239,18 +254,24 @@ def depends_only_on(part: Any, dims: set[int]) -> bool:
     return set(_dims(part)) <= dims
 
 
+def _erases(terms: Terms, place: int, bias: int) -> bool:
+    """Whether a fill leaves nothing of a bias at the keys that it hides."""
+    fill = terms[place][0]
+    filled = place - fill.adds if fill.adds else 0  # the first term that it fills
+    return fill.fill is not None and filled <= bias < place
+
+
 def _never_empty(visible: Bool, shape: Sequence[Any]) -> bool:
     """Whether each query sees itself, or the first key."""
-    own = Affine(0, ((QUERY, 1),))
-    tries = [Affine(0)]
-    if known_true(shape[KEY] >= shape[QUERY]):
-        tries.append(own)
-    for key in tries:
+    return _always_sees(visible, shape, Affine(0)) or _sees_own_key(visible, shape)
 
-        def index(dim: int, key: Affine = key) -> Affine:
-            return key if dim == KEY else Affine(0, ((dim, 1),))
 
-        seen = substitute(visible, index)
-        if isinstance(seen, (bool, NonNegative, And, Or, Not)) and reduce(seen, shape) is True:
-            return True
-    return False
+def _sees_own_key(visible: Bool, shape: Sequence[Any]) -> bool:
+    """Whether each query sees the key of the same index."""
+    return known_true(shape[KEY] >= shape[QUERY]) and _always_sees(visible, shape, Affine(0, ((QUERY, 1),)))
+
+
+def _always_sees(visible: Bool, shape: Sequence[Any], key: Affine) -> bool:
+    """Whether each query sees a key, of one index or one that depends on the query."""
+    seen = substitute(visible, lambda dim: key if dim == KEY else Affine(0, ((dim, 1),)))
+    return isinstance(seen, (bool, NonNegative, And, Or, Not)) and reduce(seen, shape) is True

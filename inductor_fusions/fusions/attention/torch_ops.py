@@ -31,6 +31,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "div": ("input", "other"),
     "neg": ("input",),
     "tanh": ("input",), "sigmoid": ("input",), "relu": ("input",), "abs": ("input",), "exp": ("input",),
+    "log": ("input",),
     "pow": ("input", "exponent"),
     "min": ("input", "other"),
     "max": ("input", "other"),

@@ -16,7 +16,8 @@ never read: compiled code is cached without them.
 """
 
 from . import operations, views  # they register their rules
-from .dependence import constant_over, may_hide_rows
+from .dependence import constant_over, keeps_indices, may_hide_rows, vanishes_at_own_key
+from .dtypes import rounded
 from .interpreter import Interpreter
 from .proofs import MaskClass, classify, is_fill, reduce, visibility
 from .values import (
@@ -48,11 +49,14 @@ __all__ = [
     "conjunction",
     "constant_over",
     "is_fill",
+    "keeps_indices",
     "may_hide_rows",
     "negation",
     "operations",
     "reduce",
+    "rounded",
     "substitute",
+    "vanishes_at_own_key",
     "views",
     "visibility",
 ]

@@ -13,7 +13,7 @@ from .. import torch_ops
 from ..aliasing import written
 from .interpreter import Interpreter
 from .proofs import LARGEST_FILL
-from .values import Affine, And, Choice, Element, NonNegative, Not, Or, Value
+from .values import Affine, And, Choice, Element, NonNegative, Not, Or, Value, identity, substitute
 
 _POINTWISE = (
     "add sub rsub mul div neg eq ne lt le gt ge bitwise_and bitwise_or bitwise_not logical_and logical_or "
@@ -111,6 +111,51 @@ def _indexed_constant(
                 there += 1
             here += 1
     return constant_over(op.input, here + (dim + result.dim() - there) - source.dim(), interpreter)
+
+
+def vanishes_at_own_key(node: Any, interpreter: Interpreter) -> bool:
+    """Whether a bias is 0 wherever key == query, or NaN in all of a head: a slope times their distance."""
+    tensor, op = torch_ops.tensor(node), torch_ops.read(node)
+    if tensor is None or tensor.dim() < 2 or interpreter.mutations.touch(node):
+        return False
+    there = substitute(interpreter.read(node), lambda dim: identity(-2 if dim == -1 else dim))
+    if isinstance(there, Affine):
+        return there.is_constant and known_true(there.const == 0)
+    if op is None or op.inplace:
+        return False
+    if op.name == "mul":
+        sides = (op.input, op["other"]), (op["other"], op.input)
+        return any(_is_slope(x, interpreter) and vanishes_at_own_key(y, interpreter) for x, y in sides)
+    if op.name == "neg" or op.name in torch_ops.CASTS or keeps_indices(op):
+        return tensor.is_floating_point() and vanishes_at_own_key(op.input, interpreter)
+    return False
+
+
+def _is_slope(node: Any, interpreter: Interpreter) -> bool:
+    """Whether a value is the same for all queries and keys."""
+    if not isinstance(node, fx.Node):
+        return isinstance(node, (int, float))
+    own = not interpreter.mutations.touch(node)
+    return own and all(constant_over(node, dim, interpreter) for dim in (-2, -1))
+
+
+def keeps_indices(op: torch_ops.Op) -> bool:
+    """Whether an operation gives what its operand holds at the same indices, counted from the right."""
+    source, result = torch_ops.tensor(op.input), torch_ops.tensor(op.node)
+    if source is None or result is None:
+        return False
+    if op.name in torch_ops.COPIES or op.name in ("expand", "expand_as", "broadcast_to"):
+        return True
+    if op.name == "getitem":
+        index = op["index"] if isinstance(op["index"], tuple) else (op["index"],)
+        if not all(item is None or item is Ellipsis or item == slice(None) for item in index):
+            return False
+    elif op.name not in torch_ops.VIEWS:
+        return False
+    extra = result.dim() - source.dim()  # dims of size 1 in front
+    return extra >= 0 and all(
+        known_true(a == b) for a, b in zip(result.shape, (*([1] * extra), *source.shape), strict=True)
+    )
 
 
 def may_hide_rows(node: Any) -> bool:

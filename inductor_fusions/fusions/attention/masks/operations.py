@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from .values import (
     compare,
     conjunction,
     disjunction,
+    magnitude,
     map_parts,
     negation_of,
 )
@@ -76,6 +78,23 @@ def _rsub(interpreter: Interpreter, op: torch_ops.Op) -> Value:
 @rule("neg")
 def _neg(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     return map_parts(interpreter.read(op.input), lambda x: x.map(lambda c: -c))
+
+
+@rule("abs")
+def _abs(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return magnitude(interpreter.read(op.input))
+
+
+@rule("log")
+def _log(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    """Of a mask of ones and zeros: 0 and -inf. Other logarithms are rounded."""
+
+    def logarithm(x: Affine) -> Affine | None:
+        if not x.is_constant or not isinstance(x.const, (int, float)) or x.const not in (0, 1):
+            return None
+        return Affine(0.0 if x.const else -math.inf)
+
+    return map_parts(interpreter.read(op.input), logarithm)
 
 
 @rule("mul")

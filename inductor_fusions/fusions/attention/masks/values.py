@@ -276,16 +276,19 @@ def map_parts(value: Value, function: Callable[[Affine], Affine | None]) -> Valu
 
 
 def combine(left: Value, right: Value, function: Callable[[Affine, Affine], Affine | None]) -> Value:
-    """Apply a function of two affine values, also where they are choices: one, or both by one condition."""
+    """Apply a function of two affine values, also where they are choices, if two values come of it."""
     left, right = as_number(left), as_number(right)
     if isinstance(left, Choice) and isinstance(right, Choice):
         if right.condition == negation(left.condition):
             right = Choice(left.condition, right.otherwise, right.then)
-        if right.condition != left.condition:
-            return None
-        return choose(
-            left.condition, function(left.then, right.then), function(left.otherwise, right.otherwise)
+        if right.condition == left.condition:
+            pairs = (left.then, right.then), (left.otherwise, right.otherwise)
+            return choose(left.condition, *(function(*pair) for pair in pairs))
+        then, otherwise = (
+            choose(right.condition, function(branch, right.then), function(branch, right.otherwise))
+            for branch in (left.then, left.otherwise)
         )
+        return choose(left.condition, then, otherwise)
     if isinstance(left, Affine):
         return map_parts(right, lambda r: function(left, r))
     if isinstance(right, Affine):
@@ -314,13 +317,9 @@ def compare(name: str, left: Value, right: Value) -> Bool | None:
     if left is None or right is None:
         return None
     if isinstance(left, Choice):
-        then, otherwise = compare(name, left.then, right), compare(name, left.otherwise, right)
-        return None if then is None or otherwise is None else as_bool(choose(left.condition, then, otherwise))
+        return _compared(name, left, True, lambda branch: compare(name, branch, right))
     if isinstance(right, Choice):
-        then, otherwise = compare(name, left, right.then), compare(name, left, right.otherwise)
-        return (
-            None if then is None or otherwise is None else as_bool(choose(right.condition, then, otherwise))
-        )
+        return _compared(name, right, False, lambda branch: compare(name, left, branch))
     if left.is_constant and right.is_constant and isinstance(left.const, (int, float)):
         if isinstance(right.const, (int, float)):
             x, y = left.const, right.const
@@ -334,6 +333,54 @@ def compare(name: str, left: Value, right: Value) -> Bool | None:
         return NonNegative(difference)
     reverse = difference.map(lambda c: -c)
     return conjunction([settled(NonNegative(difference)), settled(NonNegative(reverse))])
+
+
+def _compared(name: str, value: Choice, left: bool, of: Callable[[Affine], Bool | None]) -> Bool | None:
+    """A comparison of a choice, from that of each branch.
+
+    Args:
+        left: whether the choice is the left operand.
+        of: compares a branch.
+    """
+    then, otherwise = of(value.then), of(value.otherwise)
+    if then is None or otherwise is None:
+        return None
+    larger = _is_larger(value) if name != "eq" else None
+    if larger is None:
+        return as_bool(choose(value.condition, then, otherwise))
+    # The larger one is below a bound where both are: |x| <= w is x <= w and -x <= w.
+    return (conjunction if larger == left else disjunction)([then, otherwise])
+
+
+def _is_larger(value: Choice) -> bool | None:
+    """Whether a choice is the larger of its branches, as |x| is; False for the smaller, None for neither."""
+    difference = value.then - value.otherwise
+    if not isinstance(value.condition, NonNegative) or value.condition.value.is_constant:
+        return None
+    sign = value.condition.value
+    atom, slope = sign.coeffs[0]
+    steep = difference.coeff(atom)
+    if not isinstance(slope, int) or not isinstance(steep, (int, float)):
+        return None
+    scaled = difference.map(partial(operator.mul, slope))
+    for bound in (sign, Affine(sign.const + 1, sign.coeffs)):  # sign >= 0, or sign + 1 > 0
+        if scaled == bound.map(partial(operator.mul, steep)) and steep != 0:
+            return (steep > 0) == (slope > 0)
+    return None
+
+
+def magnitude(value: Value) -> Value:
+    """|value|, over integers; of an integer of the data it may wrap around."""
+    value = as_number(value)
+    if isinstance(value, Choice):
+        return choose(value.condition, magnitude(value.then), magnitude(value.otherwise))
+    if not isinstance(value, Affine):
+        return None
+    if value.is_constant and isinstance(value.const, (int, float)):
+        return Affine(abs(value.const))
+    if not is_integral(value) or any(True for _ in value.elements):
+        return None
+    return choose(settled(NonNegative(value)), value, value.map(lambda c: -c))
 
 
 def settled(condition: NonNegative) -> Bool:

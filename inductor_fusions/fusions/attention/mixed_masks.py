@@ -1,0 +1,128 @@
+"""A bias and a mask in one tensor, taken apart: `bias.masked_fill(hidden, -inf)`, `bias + mask`.
+
+As one tensor it varies over all dims, and says nothing of blocks to skip. Apart, the mask may be a predicate,
+and the bias a row or a number for each head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...fusion import Rejected
+from ...operands import holds
+from . import torch_ops
+from .masks import Affine, Interpreter, is_fill, keeps_indices, rounded, visibility
+from .normal_form import Term
+from .operands import Operand
+
+Terms = list[tuple[Term, Operand]]
+
+
+def taken_apart(terms: Terms, interpreter: Interpreter, operand: Callable[[Term], Operand]) -> Terms:
+    """Terms of which each that holds a bias and a mask is two or more, whose sum it is.
+
+    Args:
+        terms: what acts on the scores.
+        interpreter: reads conditions and numbers.
+        operand: brings a new term to the dims of the problem.
+    """
+    found: Terms = []
+    for term, whole in terms:
+        pieces = _of_term(term, interpreter)
+        try:
+            found += [(each, whole if each is term else operand(each)) for each in pieces]
+        except Rejected:  # the dims of a piece do not line up
+            found.append((term, whole))
+    return found
+
+
+def _of_term(term: Term, interpreter: Interpreter) -> list[Term]:
+    mixed = torch_ops.tensor(term.node)
+    if term.fill is not None or term.floor is not None or term.factor <= 0 or mixed is None:
+        return [term]
+    pieces = _pieces(term, interpreter)
+    tensors = [torch_ops.tensor(each.node) for each in pieces]
+    fixed = all(t is not None and t.device == mixed.device for t in tensors) and not any(
+        interpreter.mutations.touch(each.node) for each in pieces
+    )
+    return pieces if len(pieces) > 1 and fixed else [term]
+
+
+def _pieces(term: Term, interpreter: Interpreter) -> list[Term]:
+    """The parts whose sum a bias is, where masks are among them; else the bias alone."""
+    op = torch_ops.read(term.node)
+    if op is None or op.inplace or interpreter.mutations.touch(term.node) or _is_mask(term, interpreter):
+        return [term]
+
+    def of(*nodes: Any) -> list[Term]:
+        if not all(_is_part(node, op.node) for node in nodes):
+            return []
+        return [piece for node in nodes for piece in _pieces(replace(term, node=node), interpreter)]
+
+    if op.name == "add" and op["alpha"] in (None, 1):
+        found = of(op.input, op["other"])
+        return found if any(each.adds or _is_mask(each, interpreter) for each in found) else [term]
+    filled = _filled(op, term.factor, interpreter)
+    if filled is not None:
+        bias, condition, number, hides = filled
+        found = of(bias)
+        fill = Term(condition, term.lead, fill=number, hides=hides, adds=len(found))
+        return [*found, fill] if found else [term]
+    return (of(op.input) if _is_same(op) else []) or [term]
+
+
+def _is_mask(term: Term, interpreter: Interpreter) -> bool:
+    return visibility(interpreter.read(term.node), term.factor) is not None
+
+
+def _is_part(node: Any, whole: fx.Node) -> bool:
+    """Whether a node may be read in the place of one made from it: a gradient flows into it there as well."""
+    part, made = torch_ops.tensor(node), torch_ops.tensor(whole)
+    if part is None or made is None or not part.is_floating_point():
+        return False
+    return made.requires_grad or not part.requires_grad
+
+
+def _filled(
+    op: torch_ops.Op, factor: float, interpreter: Interpreter
+) -> tuple[fx.Node, fx.Node, float, bool] | None:
+    """What a fill with a low number is made of: (bias, condition, number, whether that is where it holds)."""
+    if op.name == "masked_fill":
+        condition, sides = op["mask"], [(op.input, op["value"], True)]
+    elif op.name == "where":
+        condition = op["condition"]
+        sides = [(op.input, op["other"], False), (op["other"], op.input, True)]
+    else:
+        return None
+    mask = torch_ops.tensor(condition)
+    if mask is None or mask.dtype != torch.bool:
+        return None
+    for bias, value, hides in sides:
+        number = _number(value, op, interpreter)
+        if number is not None and isinstance(bias, fx.Node) and is_fill(number * factor):
+            return bias, condition, number * factor, hides
+    return None
+
+
+def _number(value: Any, op: torch_ops.Op, interpreter: Interpreter) -> float | None:
+    """A number, as a tensor that is filled with it holds it."""
+    result = torch_ops.tensor(op.node)
+    if result is None or (isinstance(value, fx.Node) and interpreter.mutations.touch(value)):
+        return None
+    known = interpreter.read(value)
+    if not isinstance(known, Affine) or not known.is_constant or not isinstance(known.const, (int, float)):
+        return None
+    return float(rounded(known.const, result.dtype))
+
+
+def _is_same(op: torch_ops.Op) -> bool:
+    """Whether an operation gives the numbers of its operand, at the same indices counted from the right."""
+    source, result = torch_ops.tensor(op.input), torch_ops.tensor(op.node)
+    if source is not None and result is not None and op.name in torch_ops.CASTS:
+        return holds(result.dtype, source.dtype)
+    return keeps_indices(op)

@@ -115,6 +115,76 @@ def test_spelling(case, dtype: torch.dtype, train: bool) -> None:
     check(case, (*qkv(S, S, batch=B, heads=H), left_padding()), dtype=dtype, train=train)
 
 
+#: Each with a mask that is 1 where a key is seen. In float64, 1e9 does not drown a score.
+SUBTRACTED = {
+    "number second": lambda s, m, big: s - (1.0 - m) * big,
+    "number first": lambda s, m, big: s - big * (1 - m),
+    "added": lambda s, m, big: s + (1.0 - m) * -big,
+    "rsub": lambda s, m, big: s - torch.rsub(m, 1.0).to(s.dtype) * big,
+    "the scale behind": lambda s, m, big: (s / 0.3 - (1.0 - m) * big) * 0.3,
+    "where": lambda s, m, big: s - torch.where(m > 0, 0.0, big).to(s.dtype),
+    "two": lambda s, m, big: s - (1.0 - m) * big - (1.0 - m) * big * 2.0,
+    "divided": lambda s, m, big: s - (1.0 - m) / (1 / big),
+}
+
+
+@TRAIN
+@DTYPE
+@cases(SUBTRACTED)
+def test_subtracted(case, dtype: torch.dtype, train: bool) -> None:
+    def fn(q, k, v, mask, big=1e9):
+        return finish(case(q @ k.mT * 0.3, mask, big), v)
+
+    inputs = (*qkv(S, S, batch=B, heads=H), causal(left_padding()).float())
+    check(fn, inputs, dtype=dtype, train=train, reference=lambda *args: fn(*args, big=1e300))
+
+
+def test_subtracted_padding() -> None:
+    def fn(q, k, v, mask, big=1e9):
+        return finish(q @ k.mT * 0.3 - (1.0 - mask[:, None, None, :]) * big, v)
+
+    inputs = (*qkv(S, S, batch=B, heads=H), left_padding().float())
+    check(fn, inputs, kernel="mask: pad", reference=lambda *args: fn(*args, big=1e300))
+
+
+DISTANCES = {
+    "subtracted": lambda s, slopes, far: s - slopes[:, None, None] * far.abs(),
+    "added": lambda s, slopes, far: s + slopes[:, None, None] * -far.abs(),
+    "of floats": lambda s, slopes, far: s - slopes.view(1, -1, 1, 1) * far.abs().to(s.dtype),
+}
+
+
+@TRAIN
+@cases(DISTANCES)
+def test_subtracted_distances(case, train: bool) -> None:
+    def fn(q, k, v, slopes):
+        place = torch.arange(S)
+        return finish(case(q @ k.mT * 0.3, slopes, place[:, None] - place), v)
+
+    check(fn, (*qkv(S, S, batch=B, heads=H), torch.rand(H)), train=train)
+
+
+RAISED = {
+    "a mask": lambda s, m: s - m,
+    "a mask, broadcast": lambda s, m: s - m[:, :1].expand(-1, 2, -1, -1),
+    "ones at low numbers": lambda s, m: s - m * -1e9,
+    "negated": lambda s, m: s - (1.0 - m) * -1e9,
+    "high numbers": lambda s, m: -(s.neg() + m),
+    "a factor that is not known": lambda s, m: s - m * (m[0, 0, 0, 0] + 1.0),
+    "overwritten": lambda s, m: s - (m * 0.0).add_(m),
+    "made low": lambda s, m: s - torch.zeros_like(m).masked_fill(m > 0, -2e9).add(m),
+}
+
+
+@cases(RAISED)
+def test_keys_that_are_raised(case) -> None:
+    """Where a mask may raise keys, other scores drown, and the gradient into k would be lost."""
+    fn = lambda q, k, v, m: finish(case(q @ k.mT * 0.3, m), v)  # noqa: E731
+    inputs = (*qkv(S, S, batch=B, heads=H), -1e9 * causal(left_padding()).float())
+    run = testing.capture(fn, *inputs, train=True, policy="always", backend=testing.EAGER_AFTER_PASSES)
+    assert ["which raises keys" in site.reason for site in run.sites] == [True], run.sites
+
+
 @TRAIN
 @DTYPE
 @pytest.mark.parametrize("fill", [LOWEST, -1e30, -1e9], ids=str)

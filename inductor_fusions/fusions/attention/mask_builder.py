@@ -29,6 +29,7 @@ from .flex import BlockMasks
 from .masks import may_hide_rows
 from .problem import Problem
 from .structure import DROWNED, EMPTY_BELOW, Structure
+from .subtracted import Signs
 
 #: A row whose highest bias is below this is shifted by it: a softmax does not see that, rounding does.
 SHIFT_BELOW = -100.0
@@ -121,8 +122,9 @@ def check_empty_rows(problem: Problem) -> None:
 
     Raises:
         LeftToStock: under INDUCTOR_FUSIONS_EMPTY_ROWS=stock, where such rows cannot be ruled out.
-        Rejected: a mask is subtracted, and perhaps the keys that it holds low numbers for are seen; or a bias
-            is added to a row of fills, or scores are clamped, and do not drown in the number.
+        Rejected: a mask that may hold low numbers is subtracted: where other scores drown in those that it
+            raises, the gradient into k is lost; or a bias is added to a row of fills, or scores are clamped,
+            and do not drown in the number.
     """
     if config.empty_rows != "ignore" and not (problem.structure and problem.structure.never_empty):
         lowest = torch.finfo(torch.float16).min if problem.dtype == torch.float16 else EMPTY_BELOW
@@ -135,11 +137,12 @@ def check_empty_rows(problem: Problem) -> None:
                 shallow |= math.isfinite(term.fill) and term.fill > EMPTY_BELOW
             elif shallow and not may_hide_rows(term.node):
                 raise Rejected("a bias is added to masked scores, whose number is not low enough to drown it")
+    signs = Signs(problem.overwritten)
     if problem.train and any(
-        t.fill is None and t.factor < 0 and t.depth is None and may_hide_rows(t.node)
+        t.fill is None and t.factor < 0 and t.depth is None and signs.may_hold(t.node, low=True)
         for t, _ in problem.terms
     ):
-        raise Rejected("a mask is subtracted from the scores")
+        raise Rejected("a mask of low numbers is subtracted from the scores, which raises keys")
     if config.empty_rows != "stock" or not problem.train or problem.zeros is not None:
         return
     for term, _ in problem.terms:

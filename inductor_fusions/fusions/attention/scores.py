@@ -205,6 +205,13 @@ class Upwards(Walk):
             return self.stage(op, op.input, "clamp", (floor, ceiling), None, factor, scalers)
         return self._floored(op, op.input, floor, factor, scalers)
 
+    def _hardtanh(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+        bounds = ((op["min_val"], -1.0), (op["max_val"], 1.0))
+        numbers = tuple(self.number(default if given is None else given) for given, default in bounds)
+        if None in numbers:
+            raise Rejected("the scores are clamped to tensors")
+        return self.stage(op, op.input, "clamp", numbers, None, factor, scalers)
+
     def _maximum(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
         floor = self.number(op["other"])
         if floor is None:

@@ -39,6 +39,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "maximum": ("input", "other"),
     "amax": ("input", "dim", "keepdim"),
     "clamp": ("input", "min", "max"), "clamp_min": ("input", "min"), "clamp_max": ("input", "max"),
+    "hardtanh": ("input", "min_val", "max_val", "inplace"),
     "cat": ("tensors", "dim"),
     # products
     "matmul": ("input", "other"),

@@ -17,6 +17,8 @@ from inductor_fusions.fusions.attention.masks.values import (
     choose,
     combine,
     compare,
+    conjunction,
+    disjunction,
     magnitude,
     map_parts,
 )
@@ -54,6 +56,8 @@ BOTH_SIDES = {
     "by where": lambda n: torch.where(distance(n) < 0, -distance(n), distance(n)) <= WIDTH,
     "of four dims": lambda n: (torch.arange(n).view(1, 1, n, 1) - torch.arange(n)).abs() <= WIDTH,
     "of numbers": lambda n: (distance(n).abs() <= WIDTH).float() == 1,
+    # As Gemma 3 has it: what is causal in the window is in it.
+    "or causal": lambda n: (distance(n).abs() < WIDTH) | ((distance(n) >= 0) & (distance(n) < WIDTH)),
 }
 ONE_SIDE = {
     "abs": lambda n: (distance(n).abs() <= WIDTH) & (distance(n) >= 0),
@@ -203,6 +207,20 @@ def test_bounds_of_a_size_are_two_comparisons() -> None:
     assert isinstance(both, And) and set(both.operands) == {
         compare("le", x, bound), compare("le", x.map(operator.neg), bound)
     }  # fmt: skip
+
+
+def test_parts_of_a_disjunction_that_are_in_others() -> None:
+    """They are left out, each of two that are the same once; the condition stays."""
+    parts = [NonNegative(form) for form in FORMS]
+    pairs = [conjunction(pair) for pair in itertools.product(parts[:10], parts[5:])]
+    assert len({disjunction([one, other]) for one, other in itertools.product(parts, parts)}) > 20
+    for one, other in itertools.product([*parts, *pairs[::3]], pairs):
+        both = disjunction([one, other])
+        for at in INDICES:
+            assert value_at(both, *at) == (value_at(one, *at) or value_at(other, *at))
+    first, second = parts[0], parts[1]
+    assert disjunction([And((first, second)), And((second, first))]) == And((first, second))
+    assert disjunction([And((first, second)), second]) == second
 
 
 CONDITIONS = [NonNegative(form) for form in FORMS[::3]]

@@ -311,6 +311,22 @@ def test_windows_to_both_sides(attention: str, padded: bool) -> None:
         assert whole.reason == "already an SDPA call without a mask"
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_windows_to_both_sides_or_causal(attention: str) -> None:
+    """Gemma 3 as an encoder adds the window to both sides to the causal one."""
+    architecture = Architecture(
+        "Gemma3TextModel", "Gemma3TextConfig",
+        {**GROUPED, "hidden_size": 64, "head_dim": 16, "use_bidirectional_attention": True,
+         "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+        tokens,
+    )  # fmt: skip
+    with flex_everywhere("flex"):
+        seen = check(architecture, architecture.build(attention), slack=8.0)
+    window, whole = seen.sites
+    assert window.kernel == "flex, block mask: window+pad+blocks, enable_gqa"
+    assert whole.kernel == "flex, block mask: pad, enable_gqa"
+
+
 FALCON = Architecture(
     "FalconModel", "FalconConfig",
     {**DECODER, "hidden_size": 64, "alibi": True, "attention_dropout": 0.0, "hidden_dropout": 0.0},

@@ -192,9 +192,19 @@ def disjunction(operands: Sequence[Bool]) -> Bool:
     flat = _flattened(operands, Or)
     if True in flat:
         return True
-    if not flat:
+    kept: list[Bool] = []
+    for part in flat:
+        if not any(_follows(other, part) for other in kept):
+            kept = [*(other for other in kept if not _follows(part, other)), part]
+    if not kept:
         return False
-    return flat[0] if len(flat) == 1 else Or(tuple(flat))
+    return kept[0] if len(kept) == 1 else Or(tuple(kept))
+
+
+def _follows(second: Bool, first: Bool) -> bool:
+    """Whether `first` is seen to be a special case of `second`: each conjunct follows from one of its own."""
+    own, wanted = (part.operands if isinstance(part, And) else (part,) for part in (first, second))
+    return all(any(each == part or _implies(each, part) for each in own) for part in wanted)
 
 
 def _flattened(operands: Sequence[Bool], join: type[And] | type[Or]) -> list[Bool]:

@@ -195,6 +195,22 @@ def test_several_adapters() -> None:
     assert seen.fused("lora") == 2 and ops(seen)["3 of 5"] == 2
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen2"])
+def test_bias_of_the_adapters(name: str, whole: bool) -> None:
+    """Of Qwen2 the base has one as well."""
+    model = Adapted(name, ["q_proj", "v_proj"], whole=whole, lora_bias=True)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key and key.endswith("bias"):
+                parameter.normal_()
+    seen = check(model, (ids(name),), budget=3.0)
+    assert seen.fused("lora") == 2 and ops(seen)["3 of 5"] == 2
+    seen = check(model, (ids(name, 4),), budget=3.0)
+    assert ops(seen)["pair of 3"] == 2
+    assert check(model, (ids(name),), train=True, budget=3.0).fused("lora") > 2
+
+
 def test_dora_is_left_to_stock() -> None:
     seen = check(Adapted("Llama", ["q_proj"], use_dora=True), (ids("Llama"),), budget=3.0)
     assert not seen.fused("lora")

@@ -208,7 +208,7 @@ def adapter(up: Product) -> Adapter | None:
     scale, factor = up.scale, None
     casts: list[torch.dtype] = []
     while node.op == "call_function":
-        step, by = scaled(node), _times_tensor(node) if factor is None else None
+        step, by = scaled(node), times_tensor(node) if factor is None else None
         if node.target in RESHAPES or node.target in CASTS:
             casts += [value(node).dtype] if node.target in CASTS else []
             node = node.args[0]
@@ -231,7 +231,7 @@ def adapter(up: Product) -> Adapter | None:
     return Adapter(up, down, scale, factor) if narrow else None
 
 
-def _times_tensor(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+def times_tensor(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The tensor that a node multiplies by one without dims, and that one."""
     if node.target not in MUL or len(node.args) != 2 or node.kwargs:
         return None
@@ -266,7 +266,7 @@ def linears(graph: fx.Graph) -> list[Linear]:
     return sorted(found, key=lambda linear: order[linear.root])
 
 
-def _summands(node: fx.Node) -> list[tuple[Any, float]]:
+def summands(node: fx.Node) -> list[tuple[Any, float]]:
     """What an addition or a subtraction adds up, with the factor of each; nothing for other nodes."""
     if node.target not in (aten.add.Tensor, aten.sub.Tensor) or not is_floating(node):
         return []
@@ -284,12 +284,12 @@ def _added_matrix(found: Product | None) -> fx.Node | None:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    return bool(_summands(node)) or _added_matrix(product(node)) is not None
+    return bool(summands(node)) or _added_matrix(product(node)) is not None
 
 
 def _is_around(read: Linear, top: fx.Node) -> bool:
     """Whether the last addition only adds something to a linear, such as a residual: a pointwise tail."""
-    arguments = [x for x, _ in _summands(top)] or top.args[:1]
+    arguments = [x for x, _ in summands(top)] or top.args[:1]
     for node in arguments if read.rest is not None else ():
         while isinstance(node, fx.Node) and len(node.users) == 1 and node.target in (*RESHAPES, *CASTS):
             node = node.args[0]
@@ -335,7 +335,7 @@ class _Reader:
         return linear
 
     def _add(self, node: fx.Node, scale: float) -> None:
-        for argument, sign in _summands(node):
+        for argument, sign in summands(node):
             self._visit(argument, scale * sign, None)
 
     def _visit(self, node: Any, scale: float, factor: fx.Node | None) -> None:
@@ -347,13 +347,13 @@ class _Reader:
             return self._product(found, scale, factor)
         if node.op == "call_function" and is_floating(node) and _leads_to_products(node):
             inner = node.args[0] if node.args else None
-            if factor is None and _summands(node) and all(_full(argument, node) for argument in node.args):
+            if factor is None and summands(node) and all(_full(argument, node) for argument in node.args):
                 linear.inner.append(node)
                 return self._add(node, scale)
             if (node.target in RESHAPES or node.target in CASTS) and is_floating(inner):
                 linear.inner.append(node)
                 return self._visit(inner, scale, factor)
-            step, by = scaled(node), _times_tensor(node)
+            step, by = scaled(node), times_tensor(node)
             if step is not None:
                 linear.inner.append(node)
                 return self._visit(step[0], scale * step[1], factor)
@@ -419,8 +419,8 @@ def _inner(p: Product) -> int:
 
 def _leads_to_products(node: fx.Node) -> bool:
     """Whether there is a product or a sum behind casts, reshapes and factors."""
-    while node.op == "call_function" and product(node) is None and not _summands(node):
-        by = scaled(node) or _times_tensor(node)
+    while node.op == "call_function" and product(node) is None and not summands(node):
+        by = scaled(node) or times_tensor(node)
         if node.target in RESHAPES or node.target in CASTS:
             step = node.args[0]
         elif by is not None:
@@ -452,7 +452,7 @@ def alone(up: fx.Node) -> str:
                 if any(reader.dtype == torch.bool for reader in _sources(by)):
                     return "the gradient of the adapter passes a dropout of its own"
                 return "the adapter is multiplied by a tensor before it is added (DoRA)"
-        elif _summands(user) or _added_matrix(product(user)) is node:
+        elif summands(user) or _added_matrix(product(user)) is node:
             return NO_PRODUCT
         elif user.target not in RESHAPES and user.target not in CASTS and scaled(user) is None:
             return "nothing is added to the adapter"

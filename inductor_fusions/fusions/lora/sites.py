@@ -16,7 +16,7 @@ from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
 from ..block_mm.normal_form import Product, same_sizes, value
 from ..block_mm.placement import Order, Place
-from . import gather, gradients, profit
+from . import gather, gradients, profit, unread
 from .emitter import Emitter
 from .groups import by_width, current, grouped, is_whole, result_dtypes, shape_of
 from .op import ROUNDED
@@ -33,6 +33,7 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     for mark in graph.find_nodes(op="call_function", target=ROUNDED):
         mark.replace_all_uses_with(mark.args[0])
         graph.erase_node(mark)
+    yield from unread.candidates(graph)
     found = linears(graph)
     narrows = gradients.read(graph, {a.down.node for linear in found for a in linear.adapters})
     replaced: dict[fx.Node, fx.Node] = {}

@@ -39,9 +39,15 @@ def block_mm(
         The outputs, row-major: one for each group; one alone where `gated`.
 
     Raises:
+        TypeError: a, b or bias is no list of tensors, or activations no list; says which.
         ValueError: the arguments do not fit together; says which.
-        RuntimeError: K differs between the operands of a product.
     """
+    _check_tensors("a", a)
+    _check_tensors("b", b)
+    if bias is not None:
+        _check_tensors("bias", bias, or_none=True)
+    if isinstance(activations, str):
+        raise TypeError(f"activations of block_mm is a list of strings, not {activations!r}")
     if not a:
         raise ValueError("block_mm needs at least one product")
     # Dynamo may have made them symbolic.
@@ -64,3 +70,15 @@ def block_mm(
             "",
         )
     )
+
+
+def _check_tensors(name: str, found: object, or_none: bool = False) -> None:
+    """Refuse what is no list of tensors, such as a tensor."""
+    kinds = "tensors or None" if or_none else "tensors"
+    if not isinstance(found, (list, tuple)):
+        raise TypeError(f"{name} of block_mm is a list of {kinds}, not a {type(found).__name__}")
+    for i, element in enumerate(found):
+        if not isinstance(element, torch.Tensor) and not (or_none and element is None):
+            raise TypeError(
+                f"{name} of block_mm is a list of {kinds}; {name}[{i}] is a {type(element).__name__}"
+            )

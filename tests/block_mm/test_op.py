@@ -165,13 +165,33 @@ def test_lowering_is_registered_whatever_is_imported_first(first: str) -> None:
         ({"bias": [None]}, "one bias"),
         ({"gated": True, "groups": [0, 0]}, "has two groups"),
         ({"a": [], "b": []}, "at least one product"),
-        ({"b": [torch.randn(7, 6)] * 2}, r"differ: \[5, 8\] @ \[7, 6\]"),
-        ({"bias": [torch.ones(()), None]}, "a vector or a matrix"),
+        ({"b": [torch.randn(8, 6), torch.randn(7, 6)]}, r"b\[1\] .* has 7 rows, not the 8 that a\[1\]"),
+        ({"b": [torch.randn(8, 6), torch.randn(8)]}, r"b\[1\] .* is a matrix, not 1-D"),
+        ({"b": [torch.randn(8, 6), torch.randn(8, 6).double()]}, r"a\[1\] and b\[1\] .* one floating dtype"),
+        ({"b": [torch.randn(8, 6)]}, "2 in a, 1 in b"),
+        ({"bias": [torch.ones(()), None]}, r"bias\[0\] .* a vector or a matrix"),
+        ({"bias": [None, torch.ones(7)]}, r"bias\[1\] .* has 7 columns, not the 6 that b\[1\]"),
     ],
 )
 def test_arguments_that_do_not_fit(change: dict[str, Any], says: str) -> None:
     x, w = torch.randn(5, 8), torch.randn(8, 6)
-    with pytest.raises((ValueError, RuntimeError), match=says):
+    with pytest.raises(ValueError, match=says):
+        ops.block_mm(**{"a": [x, x], "b": [w, w], **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"a": torch.randn(5, 8)}, "a of block_mm is a list of tensors, not a Tensor"),
+        ({"b": torch.randn(8, 6)}, "b of block_mm is a list of tensors, not a Tensor"),
+        ({"bias": torch.randn(6)}, "bias of block_mm is a list of tensors or None, not a Tensor"),
+        ({"a": [torch.randn(5, 8), None]}, r"a\[1\] is a NoneType"),
+        ({"activations": "relu"}, "activations of block_mm is a list of strings, not 'relu'"),
+    ],
+)
+def test_arguments_of_other_types(change: dict[str, Any], says: str) -> None:
+    x, w = torch.randn(5, 8), torch.randn(8, 6)
+    with pytest.raises(TypeError, match=says):
         ops.block_mm(**{"a": [x, x], "b": [w, w], **change})
 
 
@@ -189,5 +209,5 @@ def test_arguments_that_do_not_fit(change: dict[str, Any], says: str) -> None:
 def test_nothing_is_broadcast(change: dict[str, Any]) -> None:
     """Kernels would read past the end."""
     x, w = torch.randn(5, 8), torch.randn(8, 6)
-    with pytest.raises(RuntimeError, match=r"rows|columns"):
+    with pytest.raises(ValueError, match=r"rows|columns"):
         ops.block_mm(**{"a": [x, x], "b": [w, w], **change})

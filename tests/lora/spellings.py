@@ -65,6 +65,44 @@ def padded_rows(x: Any, w: Any, a: Any, b: Any) -> Any:
     return product(x, w) + product(product(x, a), b) * 2.0
 
 
+def divided(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(x, w) + F.linear(F.linear(x / 4, a), b) * 16 / 3
+
+
+def subtracted(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(x, w) - F.linear(F.linear(x, a), b) * 2.0
+
+
+def subtracted_from(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return torch.sub(F.linear(F.linear(x, a), b), F.linear(x, w, w[:, 0]), alpha=0.5)
+
+
+def negated(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return -F.linear(-F.linear(x, a), b) + F.linear(x, w)
+
+
+def added_by_addmm(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return torch.addmm(x @ w.t(), x @ a.t(), b.t(), alpha=2.0)
+
+
+def added_in_place(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return (x @ w.t()).addmm_(x @ a.t(), b.t(), alpha=2.0)
+
+
+def base_added_by_addmm(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return torch.addmm(((x @ a.t()) @ b.t()) * 0.5, x, w.t())
+
+
+def added_to_an_addmm(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return torch.addmm(F.linear(x, w, w[:, 0]), x @ a.t(), b.t(), alpha=-2.0)
+
+
+#: All but the base is a number times the adapter, whatever it is written with.
+SCALES = [
+    divided, subtracted, subtracted_from, negated, added_by_addmm, added_in_place, base_added_by_addmm,
+    added_to_an_addmm,
+]  # fmt: skip
 SPELLINGS = [
     plain, padded_rows, linear, scaled_first, addition_with_alpha, several_dims, with_a_tail, with_a_residual,
+    *SCALES,
 ]  # fmt: skip

@@ -27,8 +27,24 @@ def result_used_elsewhere(x: Any, w: Any, a: Any, b: Any) -> Any:
     return F.linear(x, w) + up, up
 
 
-def subtracted(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return F.linear(x, w) - F.linear(F.linear(x, a), b)
+def subtracted_from_no_product(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return torch.cat([x, x], dim=1) - F.linear(F.linear(x, a), b)
+
+
+def addmm_without_base(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return torch.addmm(torch.cat([x, x], dim=1), x @ a.t(), b.t())
+
+
+def divided_by_a_vector(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(x, w) + F.linear(F.linear(x, a), b) / (w[:, 0].abs() + 1)
+
+
+def times_two_tensors(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(x, w) + F.linear(F.linear(x, a), b) * w[0, 0] * w[0, 1]
+
+
+def times_a_tensor_inside_and_outside(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(x, w) + F.linear(F.linear(x, a) * w[0, 0], b) * w[0, 1]
 
 
 def activated(x: Any, w: Any, a: Any, b: Any) -> Any:
@@ -45,7 +61,11 @@ def permuted(x: Any, w: Any, a: Any, b: Any) -> Any:
         (scaled_by_a_vector, "DoRA"),
         (no_base, "no product"),
         (result_used_elsewhere, "used elsewhere"),
-        (subtracted, "nothing is added"),
+        (subtracted_from_no_product, "no product"),
+        (addmm_without_base, "no product"),
+        (divided_by_a_vector, "nothing is added"),
+        (times_two_tensors, "more than one tensor"),
+        (times_a_tensor_inside_and_outside, "more than one tensor"),
         (permuted, "nothing is added"),
         (activated, None),
     ],

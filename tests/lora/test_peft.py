@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 pytest.importorskip("transformers")
@@ -195,16 +196,78 @@ def test_several_adapters() -> None:
     assert seen.fused("lora") == 2 and ops(seen)["3 of 5"] == 2
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen2"])
+def test_bias_of_the_adapters(name: str, whole: bool) -> None:
+    """Of Qwen2 the base has one as well."""
+    model = Adapted(name, ["q_proj", "v_proj"], whole=whole, lora_bias=True)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key and key.endswith("bias"):
+                parameter.normal_()
+    seen = check(model, (ids(name),), budget=3.0)
+    assert seen.fused("lora") == 2 and ops(seen)["3 of 5"] == 2
+    seen = check(model, (ids(name, 4),), budget=3.0)
+    assert ops(seen)["pair of 3"] == 2
+    assert check(model, (ids(name),), train=True, budget=3.0).fused("lora") > 2
+
+
 def test_dora_is_left_to_stock() -> None:
     seen = check(Adapted("Llama", ["q_proj"], use_dora=True), (ids("Llama"),), budget=3.0)
     assert not seen.fused("lora")
     assert seen.reasons("lora")
 
 
-def test_embedding_is_left_to_stock() -> None:
+@pytest.mark.parametrize("whole", [True, False], ids=["float32", "bfloat16"])
+def test_embedding_is_left_to_stock(whole: bool) -> None:
     """An adapter of an embedding looks its A up: there is no product to add to."""
-    seen = check(Adapted("Llama", ["embed_tokens"]), (ids("Llama"),), budget=3.0)
+    seen = check(Adapted("Llama", ["embed_tokens"], whole=whole), (ids("Llama"),), budget=3.0)
     assert not seen.fused("lora")
+    assert [reason[:26] for reason in seen.reasons("lora")] == ["an adapter of an embedding"]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("base", "shape"),
+    [
+        (nn.Conv2d(8, 64, 3, padding=1), (2, 8, 8, 8)),
+        (nn.Conv2d(16, 64, 1), (2, 16, 8, 8)),
+        (nn.Conv1d(16, 64, 3, stride=2), (2, 16, 9)),
+    ],
+    ids=["3 x 3", "1 x 1", "1-D"],
+)
+def test_convolution_is_left_to_stock(base: nn.Module, shape: tuple[int, ...], whole: bool) -> None:
+    model = nn.Sequential(copy.deepcopy(base), nn.ReLU()).bfloat16()
+    adapters = peft.LoraConfig(r=8, target_modules=["0"], init_lora_weights=False)
+    model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=whole)
+    seen = check(model, (torch.randn(shape).bfloat16(),), budget=3.0)
+    assert not seen.fused("lora")
+    assert [reason[:28] for reason in seen.reasons("lora")] == ["an adapter of a convolution:"]
+
+
+@pytest.mark.parametrize("kind", ["other indices", "other input", "activated", "wide kernel"])
+def test_sums_that_are_no_adapters(kind: str) -> None:
+    """Bottlenecks and towers: nothing is reported."""
+
+    def looked_up(x: Any, y: Any) -> Any:
+        return F.embedding(x, w) + F.embedding(y, a) @ b
+
+    def convolved(x: Any, y: Any) -> Any:
+        h = F.conv2d(y, down, padding=1)
+        h = F.relu(h) if kind == "activated" else h
+        wide = kind == "wide kernel"
+        return F.conv2d(x, base, padding=1) + F.conv2d(h, up3 if wide else up, padding=int(wide))
+
+    w, a, b = torch.randn(128, 64), torch.randn(128, 8), torch.randn(8, 64)
+    base, down, up, up3 = (
+        torch.randn(shape) for shape in ((64, 8, 3, 3), (4, 8, 3, 3), (64, 4, 1, 1), (64, 4, 3, 3))
+    )
+    if kind == "other indices":
+        seen = run(looked_up, (torch.randint(0, 128, (48,)), torch.randint(0, 128, (48,))))
+    else:
+        x = torch.randn(2, 8, 8, 8)
+        seen = run(convolved, (x, torch.randn(2, 8, 8, 8) if kind == "other input" else x))
+    assert not seen.reasons("lora")
 
 
 def test_dropout() -> None:

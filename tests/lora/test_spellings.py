@@ -12,7 +12,16 @@ from torch import nn
 
 from inductor_fusions.fusions.lora.op import LORA_DOWN, LORA_LINEAR, NARROW_MM
 from tests.block_mm.support import check, rand, run
-from tests.lora.spellings import SPELLINGS, WHOLE, linear, operands, peft_in_float32, targets, with_a_tail
+from tests.lora.spellings import (
+    SCALES,
+    SPELLINGS,
+    WHOLE,
+    linear,
+    operands,
+    peft_in_float32,
+    targets,
+    with_a_tail,
+)
 
 
 @pytest.mark.parametrize("fn", SPELLINGS, ids=lambda fn: fn.__name__)
@@ -34,6 +43,24 @@ def test_training(fn: Callable[..., Any], dtype: torch.dtype) -> None:
     assert len(targets(seen, NARROW_MM, 1)) == 3
     (gradient,) = [call for call in seen.calls(1) if list(call.args[4]) == [0, 0]]
     assert len(gradient.args[0]) == 2
+
+
+@pytest.mark.parametrize("fn", SCALES, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("rows", [8, 96])
+def test_scales(fn: Callable[..., Any], rows: int) -> None:
+    """Few rows, and a training step: a factor of the base is no matter of the operation for few rows."""
+    seen = check(fn, operands(rows=rows), train=True, budget=2.0)
+    assert seen.fused("lora") >= 2 and not seen.products()
+    if rows == 96:
+        assert [call for call in seen.calls(1) if list(call.args[4]) == [0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_few_rows_of_a_subtracted_adapter(dtype: torch.dtype) -> None:
+    args = tuple(t.detach().to(dtype) for t in operands(rows=8))
+    seen = check(SCALES[1], args, budget=2.0)
+    (call,) = targets(seen, LORA_LINEAR)
+    assert list(call.args[7]) == [-2.0]
 
 
 @pytest.mark.parametrize("rank", [1, 5, 16, 20, 64, 128])
@@ -72,6 +99,14 @@ def test_results_of_two_dtypes(rows: int) -> None:
     assert seen.fused("lora") == 1 and not seen.products()
 
 
+def test_biases_that_are_computed_are_waited_for() -> None:
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        return F.linear(x, w, w[:, 0].sin()) + F.linear(F.linear(x, a), b)
+
+    seen = check(fn, operands(rows=3), budget=2.0)
+    assert targets(seen, LORA_LINEAR)[0].args[8] is False
+
+
 def test_weights_that_are_computed_are_waited_for() -> None:
     """The kernel that reads a weight may not start before the one that makes it."""
     args = operands(rows=3)
@@ -87,6 +122,74 @@ def test_bias(rows: int) -> None:
     assert check(fn, (*operands(rows=rows), rand(128)), budget=2.0).fused("lora") == 1
 
 
+def biased(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
+    base = F.linear(x, w)
+    return (base + F.linear(F.linear(x.to(a.dtype), a), b, c) * 2.0).to(base.dtype)
+
+
+def biased_twice(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
+    base = F.linear(x, w, w[:, 0])
+    return (base - F.linear(F.linear(x.to(a.dtype), a), b, c)).to(base.dtype)
+
+
+def biased_times_a_tensor(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
+    base = F.linear(x, w, w[:, 0])
+    return (base + F.linear(F.linear(x.to(a.dtype), a), b, c) * w.detach()[0, 0] * 3.0).to(base.dtype)
+
+
+def biased_with_a_residual(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
+    return biased(x, w, a, b, c) + torch.cat([x, x], dim=1)
+
+
+BIASED = [biased, biased_twice, biased_times_a_tensor, biased_with_a_residual]
+
+
+@pytest.mark.parametrize("fn", BIASED, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, WHOLE], ids=str)
+@pytest.mark.parametrize("rows", [8, 96])
+def test_bias_of_the_adapter(fn: Callable[..., Any], dtype: torch.dtype, rows: int) -> None:
+    """With its factor it joins that of the base, in float32."""
+    args = (*operands(dtype=dtype, rows=rows), rand(128, dtype=dtype))
+    seen = check(fn, args, budget=2.0)
+    assert seen.fused("lora") == 1 and not seen.products()
+    whole = rows == 8 and fn is not biased_times_a_tensor
+    (call,) = targets(seen, LORA_LINEAR) if whole else seen.calls()
+    assert [bias.meta["val"].dtype for bias in call.args[2]] == [WHOLE]
+    # What is computed in the graph may be made between the two kernels.
+    assert not whole or call.args[8] is False
+
+
+@pytest.mark.parametrize("fn", BIASED, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, WHOLE], ids=str)
+def test_training_the_bias_of_the_adapter(fn: Callable[..., Any], dtype: torch.dtype) -> None:
+    args = (*operands(dtype=dtype), rand(128, dtype=dtype))
+    seen = check(fn, args, train=True, budget=2.0)
+    assert seen.fused("lora") >= 2 and not seen.products()
+
+
+@pytest.mark.parametrize("rows", [8, 96])
+def test_bias_of_the_adapter_as_it_is(rows: int) -> None:
+    """Nothing is computed: it is the bias of the operation."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
+        return F.linear(x, w) + F.linear(F.linear(x, a), b, c)
+
+    seen = check(fn, (*operands(rows=rows), rand(128)), budget=2.0)
+    (call,) = targets(seen, LORA_LINEAR) if rows == 8 else seen.calls()
+    (bias,) = call.args[2]
+    assert bias.op == "placeholder" and (rows == 96 or call.args[8] is True)
+
+
+def test_bias_of_the_adapter_beside_another_term() -> None:
+    """The operation has one bias."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
+        return F.linear(x, w) + (torch.cat([x, x], dim=1) + F.linear(F.linear(x, a), b, c))
+
+    seen = check(fn, (*operands(), rand(128)), budget=2.0)
+    assert not seen.fused("lora") and "a bias and another term" in seen.reasons("lora")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, WHOLE], ids=str)
 @pytest.mark.parametrize("rows", [3, 96])
 def test_scale_that_is_a_tensor(rows: int, dtype: torch.dtype) -> None:
@@ -97,6 +200,19 @@ def test_scale_that_is_a_tensor(rows: int, dtype: torch.dtype) -> None:
     args = (*operands(dtype=dtype, rows=rows), torch.tensor(0.3, dtype=dtype))
     seen = check(fn, args, budget=2.0)
     assert seen.fused("lora") == 1 and not seen.products()
+
+
+@pytest.mark.parametrize("rows", [8, 96])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, WHOLE], ids=str)
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_scale_between_the_products_that_is_a_tensor(rows: int, dtype: torch.dtype, train: bool) -> None:
+    def fn(x: Any, w: Any, a: Any, b: Any, s: Any) -> Any:
+        base = F.linear(x, w)
+        return (base + F.linear(F.linear(x.to(a.dtype), a) * 0.5 * s, b)).to(base.dtype)
+
+    args = (*operands(dtype=dtype, rows=rows), torch.tensor(0.3, dtype=dtype))
+    seen = check(fn, args, train=train, budget=2.0)
+    assert seen.fused("lora") >= 1 + train and not seen.products()
 
 
 @pytest.mark.parametrize("rows", [3, 96])

@@ -32,6 +32,7 @@ VIEWS = RESHAPES | {
 }  # fmt: skip
 CASTS = frozenset({torch.ops.prims.convert_element_type.default, aten._to_copy.default})
 MUL = (aten.mul.Tensor, aten.mul.Scalar)
+DIV = (aten.div.Tensor, aten.div.Scalar)
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,28 @@ def product(node: Any) -> Product | None:
 def is_factor(argument: Any) -> TypeGuard[float]:
     """Whether an argument is a number that a kernel may multiply by at another place."""
     return isinstance(argument, (int, float)) and math.isfinite(argument)
+
+
+def scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """The floating tensor that a node multiplies by a number, and that number.
+
+    To divide by a number and to negate are to multiply as well.
+    """
+    if node.op != "call_function" or node.kwargs or len(node.args) > 2:
+        return None
+    x, *by = node.args
+    if node.target in MUL and is_factor(x):
+        x, by = by[0], [x]
+    if not isinstance(x, fx.Node) or not is_floating(x) or not all(map(is_factor, by)):
+        return None
+    numbers = [float(number) for number in by if is_factor(number)]
+    if node.target is aten.neg.default and not numbers:
+        return x, -1.0
+    if node.target in MUL and numbers:
+        return x, numbers[0]
+    if node.target in DIV and numbers and numbers[0] and math.isfinite(1 / numbers[0]):
+        return x, 1 / numbers[0]
+    return None
 
 
 def _of_padded_rows(node: fx.Node) -> fx.Node | None:

@@ -74,15 +74,18 @@ def check(
 
     Raises:
         ValueError: says which.
-        RuntimeError: says which sizes do not fit.
+        RuntimeError: says which, of symbolic sizes.
     """
     if not (len(a) == len(b) == len(groups) == len(scales)) or not a:
-        raise ValueError("block_mm needs one a, b, group and scale for each product, and a product")
+        raise ValueError(
+            "block_mm needs one a, b, group and scale for each product, and a product: it got "
+            f"{len(a)} in a, {len(b)} in b, {len(groups)} in groups, {len(scales)} in scales"
+        )
     if list(groups) != sorted(groups) or set(groups) != set(range(groups[-1] + 1)):
         raise ValueError(f"the groups of block_mm must be 0, 1, ... in order, not {list(groups)}")
     count = groups[-1] + 1
     if len(activations) != count:
-        raise ValueError(f"block_mm needs one activation for each of its {count} groups")
+        raise ValueError(f"activations of block_mm: it needs one activation for each of its {count} groups")
     if len(bias) != len(bias_groups) or not set(bias_groups) <= set(groups):
         raise ValueError("block_mm needs a group for each bias")
     if len(set(bias_groups)) != len(bias_groups):
@@ -92,29 +95,38 @@ def check(
     unknown = set(activations) - set(ACTIVATIONS)
     if unknown:
         raise ValueError(f"block_mm has no activation {unknown.pop()!r}; there are {sorted(ACTIVATIONS)}")
-    for left, right in zip(a, b, strict=True):
-        if left.dim() != 2 or right.dim() != 2:
-            raise ValueError("the operands of block_mm are matrices")
+    for p, (left, right) in enumerate(zip(a, b, strict=True)):
+        for name, operand in (("a", left), ("b", right)):
+            if operand.dim() != 2:
+                raise ValueError(f"{name}[{p}] of block_mm is a matrix, not {operand.dim()}-D")
         if not (left.is_floating_point() and left.dtype == right.dtype):
-            raise ValueError("the operands of a product of block_mm have one floating dtype")
-        torch._check(
-            left.shape[1] == right.shape[0],
-            lambda left=left, right=right: (
-                f"the inner sizes of a product of block_mm differ: {list(left.shape)} @ {list(right.shape)}"
-            ),
-        )
+            raise ValueError(
+                f"a[{p}] and b[{p}] of block_mm have one floating dtype, not {left.dtype} and {right.dtype}"
+            )
+        _check_size(f"b[{p}]", "rows", right.shape[0], left.shape[1], f"a[{p}] has columns")
     # Kernels read as many rows and columns everywhere as the first product of a group has.
-    for left, right, group in zip(a, b, groups, strict=True):
+    for p, (left, right, group) in enumerate(zip(a, b, groups, strict=True)):
         first = list(groups).index(0 if gated else group)
-        torch._check(left.shape[0] == a[first].shape[0], lambda: "products of a sum have different rows")
-        torch._check(right.shape[1] == b[first].shape[1], lambda: "products of a sum have different columns")
+        _check_size(f"a[{p}]", "rows", left.shape[0], a[first].shape[0], f"a[{first}] has")
+        _check_size(f"b[{p}]", "columns", right.shape[1], b[first].shape[1], f"b[{first}] has")
     for offset, group in zip(bias, bias_groups, strict=True):
         first = list(groups).index(group)
         if offset.dim() not in (1, 2):
-            raise ValueError("a bias of block_mm is a vector or a matrix")
-        torch._check(offset.shape[-1] == b[first].shape[1], lambda: "a bias of block_mm has other columns")
+            raise ValueError(f"bias[{group}] of block_mm is a vector or a matrix, not {offset.dim()}-D")
+        _check_size(f"bias[{group}]", "columns", offset.shape[-1], b[first].shape[1], f"b[{first}] has")
         if offset.dim() == 2:
-            torch._check(offset.shape[0] == a[first].shape[0], lambda: "a bias of block_mm has other rows")
+            _check_size(f"bias[{group}]", "rows", offset.shape[0], a[first].shape[0], f"a[{first}] has")
+
+
+def _check_size(name: str, what: str, size: Any, wanted: Any, other: str) -> None:
+    """Refuse an operand that has other rows or columns than another one wants."""
+    says = f"{name} of block_mm has {size} {what}, not the {wanted} that {other}"
+    if isinstance(size, int) and isinstance(wanted, int):
+        if size != wanted:
+            raise ValueError(says)
+    else:
+        # Says of a symbolic size that it is as wanted, where an `if` would add a guard.
+        torch._check(size == wanted, lambda: says)
 
 
 def composite(

@@ -13,7 +13,7 @@ from ..block_mm import emit, guards
 from ..block_mm.normal_form import value
 from . import gather
 from .op import LORA_LINEAR, NARROW_MM
-from .recognise import Source
+from .recognise import Linear, Offset, Source
 from .split import HIGH_BITS, LORA_SPLIT
 
 aten = torch.ops.aten
@@ -69,6 +69,29 @@ class Emitter:
         if value(made).dtype == value(left).dtype:
             return made
         return self.call(torch.ops.prims.convert_element_type.default, made, value(left).dtype)
+
+    def bias(self, linear: Linear) -> fx.Node | None:
+        """The bias of a linear with those of its adapters, in float32 where there is something to compute.
+
+        With a matrix as its bias, a linear has no others.
+        """
+        biases = [p.bias for p in linear.bases if p.bias is not None]
+        if not linear.offsets:
+            return biases[0] if biases else None
+        total: fx.Node | None = None
+        offsets = [*(Offset(bias, 1.0, None) for bias in biases), *linear.offsets]
+        if offsets == [Offset(offsets[0].vector, 1.0, None)]:
+            return offsets[0].vector
+        for offset in offsets:
+            term = offset.vector
+            if value(term).dtype != torch.float32:
+                term = self.call(torch.ops.prims.convert_element_type.default, term, torch.float32)
+            if offset.scale != 1:
+                term = self.call(aten.mul.Tensor, term, offset.scale)
+            if offset.factor is not None:
+                term = self.call(aten.mul.Tensor, term, offset.factor)
+            total = term if total is None else self.call(aten.add.Tensor, total, term)
+        return total
 
     def left_halves(self, left: fx.Node, dtype: torch.dtype) -> fx.Node:
         """(M, r) of float32 as (high | high | low), (M, 3r)."""

@@ -13,7 +13,7 @@ from torch import fx
 from ...fusion import Candidate, Rejected
 from ...operands import known_size
 from ..block_mm import emit, guards
-from ..block_mm.normal_form import RESHAPES, Product, product, readers, value
+from ..block_mm.normal_form import RESHAPES, Product, product, readers, scaled, value
 from ..block_mm.placement import Order, Place
 from . import narrow, profit
 from .emitter import Emitter
@@ -110,8 +110,12 @@ def _only_for_weights(node: fx.Node) -> bool:
 
 
 def _plain(node: Any) -> Any:
-    while isinstance(node, fx.Node) and node.target in RESHAPES:
-        node = node.args[0]
+    """What was multiplied by numbers and reshaped."""
+    while isinstance(node, fx.Node):
+        step = scaled(node)
+        if step is None and node.target not in RESHAPES:
+            break
+        node = step[0] if step is not None else node.args[0]
     return node
 
 

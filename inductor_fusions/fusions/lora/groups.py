@@ -53,6 +53,10 @@ def current(linear: Linear, replaced: dict[fx.Node, fx.Node]) -> Linear:
             replace(a, up=of(a.up), down=down(a.down), factor=None if a.factor is None else now(a.factor))
             for a in linear.adapters
         ],
+        offsets=[
+            replace(o, vector=now(o.vector), factor=None if o.factor is None else now(o.factor))
+            for o in linear.offsets
+        ],
         rest=None if linear.rest is None else now(linear.rest),
     )
 

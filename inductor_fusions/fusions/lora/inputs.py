@@ -61,7 +61,7 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
 
 def _read(node: fx.Node) -> Site | None:
     """A down-projection that another linear reads."""
-    if not _is_linear(node) or not any(_is_linear(user) and user.args[0] is node for user in node.users):
+    if not _is_linear(node) or not _ups(node):
         return None
     wide, a = node.args[:2]
     x = _widened(wide)
@@ -71,10 +71,16 @@ def _read(node: fx.Node) -> Site | None:
     return Site(node, wide, x, a)
 
 
-def _is_linear(node: Any) -> bool:
+def _is_linear(node: Any, biased: bool = False) -> bool:
     if not isinstance(node, fx.Node) or node.op != "call_function" or node.target is not F.linear:
         return False
-    return len(node.args) >= 2 and (node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")) is None
+    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    return len(node.args) >= 2 and (biased or bias is None)
+
+
+def _ups(down: fx.Node) -> list[fx.Node]:
+    """The linears, with a bias or without, that read the result of a down-projection."""
+    return [user for user in down.users if _is_linear(user, biased=True) and user.args[0] is down]
 
 
 def _widened(node: Any) -> fx.Node | None:
@@ -167,7 +173,7 @@ class WidenedInput(Candidate):
             new.meta["stack_trace"] = old.meta["stack_trace"]
         with suppress_guards(mode):
             new.meta["example_value"] = old.meta["example_value"]
-        ups = [user for user in old.users if _is_linear(user) and user.args[0] is old]
+        ups = _ups(old)
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
         if not site.wide.users:

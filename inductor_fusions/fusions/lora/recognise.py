@@ -25,6 +25,7 @@ from ..block_mm.normal_form import (
     is_floating,
     product,
     same_sizes,
+    scaled,
     tensor,
     value,
     widens,
@@ -77,6 +78,21 @@ class Adapter:
     factor: fx.Node | None
 
 
+@dataclass(frozen=True)
+class Offset:
+    """`scale * vector`, added to each row.
+
+    Attributes:
+        vector: a bias that an adapter has, or a second one of the bases; shape (N,).
+        scale: its factor.
+        factor: a tensor of one element by which it is multiplied as well, or None.
+    """
+
+    vector: fx.Node
+    scale: float
+    factor: fx.Node | None
+
+
 @dataclass
 class Linear:
     """A sum of products, some of which are adapters.
@@ -85,6 +101,7 @@ class Linear:
         root: the node that holds it.
         bases: products that are no adapters, with their factors in `scale`; one may have a bias.
         adapters: the adapters.
+        offsets: vectors that are added beside the bias of the bases.
         rest: what else is added; or None.
         inner: the nodes between the products and the root.
         problem: why it is not a block GEMM, or "".
@@ -93,6 +110,7 @@ class Linear:
     root: fx.Node
     bases: list[Product] = field(default_factory=list)
     adapters: list[Adapter] = field(default_factory=list)
+    offsets: list[Offset] = field(default_factory=list)
     rest: fx.Node | None = None
     inner: list[fx.Node] = field(default_factory=list)
     problem: str = ""
@@ -107,12 +125,13 @@ def source(matrix: fx.Node) -> Source:
         inner = tensor(node.args[0])
         if inner is None or not inner.is_floating_point():
             break
+        step = scaled(node)
         if node.target in RESHAPES or node.target in PERMUTES:
             views.append(node)
         elif node.target in CASTS and widens(node):
             found = Source(node.args[0], tuple(reversed(views)), scale)
-        elif node.target in MUL and is_factor(node.args[1]) and not node.kwargs:
-            scale *= float(node.args[1])
+        elif step is not None:
+            scale *= step[1]
             found = Source(node.args[0], tuple(reversed(views)), scale)
         else:
             break
@@ -180,21 +199,23 @@ def _of_padded_columns(node: fx.Node) -> Product | None:
     return Product(node, padded.a, found[0], None, padded.scale) if own else None
 
 
-def adapter(up: Product) -> tuple[Product, float] | None:
-    """The product in front of a product, where it makes an adapter of it; and the factor between them."""
+def adapter(up: Product) -> Adapter | None:
+    """What a product is of an adapter, where there is another one in front of it that makes it one."""
     rank = value(up.a).shape[1]
     if not isinstance(rank, int) or rank > MOST_RANK:
         return None
     node: Any = up.a
-    scale = 1.0
+    scale, factor = up.scale, None
     casts: list[torch.dtype] = []
     while node.op == "call_function":
+        step, by = scaled(node), times_tensor(node) if factor is None else None
         if node.target in RESHAPES or node.target in CASTS:
             casts += [value(node).dtype] if node.target in CASTS else []
             node = node.args[0]
-        elif node.target in MUL and is_factor(node.args[1]):
-            scale *= float(node.args[1])
-            node = node.args[0]
+        elif step is not None:
+            node, scale = step[0], scale * step[1]
+        elif by is not None:
+            node, factor = by
         else:
             break
     down = product(node) or _of_padded_columns(node) or narrow_product(node)
@@ -207,7 +228,18 @@ def adapter(up: Product) -> tuple[Product, float] | None:
         return None
     inner = value(down.a).shape[1]
     narrow = not isinstance(inner, int) or inner > rank
-    return (down, scale) if narrow else None
+    return Adapter(up, down, scale, factor) if narrow else None
+
+
+def times_tensor(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The tensor that a node multiplies by one without dims, and that one."""
+    if node.target not in MUL or len(node.args) != 2 or node.kwargs:
+        return None
+    first, second = node.args
+    for x, by in ((first, second), (second, first)):
+        if isinstance(x, fx.Node) and isinstance(by, fx.Node) and _full(x, node) and _is_number(by):
+            return x, by
+    return None
 
 
 def linears(graph: fx.Graph) -> list[Linear]:
@@ -216,46 +248,62 @@ def linears(graph: fx.Graph) -> list[Linear]:
     taken: set[fx.Node] = set()
     problems: dict[fx.Node, str] = {}
     for node in reversed(list(graph.nodes)):
-        if node.target is aten.add.Tensor and node not in taken and is_floating(node) and _has_factor(node):
+        if node not in taken and _is_sum(node):
             read = _Reader(node).read()
             if read.problem:  # perhaps what it adds is a linear
-                problems.update({a.up.node: read.problem for a in read.adapters})
+                # Of sums around each other, the reason of the innermost one with a base.
+                known = {} if read.bases else problems
+                problems.update({a.up.node: read.problem for a in read.adapters if a.up.node not in known})
             elif read.adapters and not _is_around(read, node):
                 taken.update(read.inner)
                 found.append(read)
     inside = {a.up.node for linear in found for a in linear.adapters}
     for node in graph.nodes:
         up = product(node)
-        if up is None or node in inside or up.bias is not None:
-            continue
-        if adapter(_of_padded_rank(up)) is not None:
+        if up is not None and node not in inside and adapter(_of_padded_rank(up)) is not None:
             found.append(Linear(node, problem=problems.get(node) or alone(node)))
     order = {node: i for i, node in enumerate(graph.nodes)}
     return sorted(found, key=lambda linear: order[linear.root])
 
 
-def _has_factor(addition: fx.Node) -> bool:
-    return is_factor(addition.kwargs.get("alpha", 1))
+def summands(node: fx.Node) -> list[tuple[Any, float]]:
+    """What an addition or a subtraction adds up, with the factor of each; nothing for other nodes."""
+    if node.target not in (aten.add.Tensor, aten.sub.Tensor) or not is_floating(node):
+        return []
+    alpha = node.kwargs.get("alpha", 1)
+    if not is_factor(alpha):
+        return []
+    sign = 1.0 if node.target is aten.add.Tensor else -1.0
+    return [(node.args[0], 1.0), (node.args[1], sign * float(alpha))]
+
+
+def _added_matrix(found: Product | None) -> fx.Node | None:
+    """The matrix that an addmm adds to its product."""
+    bias = found.bias if found is not None else None
+    return bias if bias is not None and value(bias).dim() == 2 else None
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return bool(summands(node)) or _added_matrix(product(node)) is not None
 
 
 def _is_around(read: Linear, top: fx.Node) -> bool:
     """Whether the last addition only adds something to a linear, such as a residual: a pointwise tail."""
-    for argument in top.args if read.rest is not None else ():
-        node = argument
+    arguments = [x for x, _ in summands(top)] or top.args[:1]
+    for node in arguments if read.rest is not None else ():
         while isinstance(node, fx.Node) and len(node.users) == 1 and node.target in (*RESHAPES, *CASTS):
             node = node.args[0]
-        if not isinstance(node, fx.Node) or len(node.users) != 1 or node.target is not aten.add.Tensor:
+        if not isinstance(node, fx.Node) or len(node.users) != 1 or not _is_sum(node):
             continue
-        if _has_factor(node):
-            inner = _Reader(node).read()
-            whole = (len(read.adapters), len(read.bases), "")
-            if inner.rest is None and (len(inner.adapters), len(inner.bases), inner.problem) == whole:
-                return True
+        inner = _Reader(node).read()
+        whole = (len(read.adapters), len(read.bases), "")
+        if inner.rest is None and (len(inner.adapters), len(inner.bases), inner.problem) == whole:
+            return True
     return False
 
 
 class _Reader:
-    """Reads a tree of additions."""
+    """Reads a tree of additions and subtractions."""
 
     def __init__(self, top: fx.Node) -> None:
         self.linear = Linear(_cast_behind(top))
@@ -266,7 +314,11 @@ class _Reader:
         linear = self.linear
         if linear.root is not self.top:
             linear.inner.append(self.top)
-        self._add(self.top, 1.0, None)
+        found = product(self.top)
+        if found is not None:
+            self._product(found, 1.0, None)
+        else:
+            self._add(self.top, 1.0)
         if not linear.adapters:
             return linear
         # What rounds the sum on its way, to less than the products have and the result.
@@ -276,18 +328,17 @@ class _Reader:
             linear.problem = "the sum is rounded to another dtype on its way"
         elif not linear.bases:
             linear.problem = NO_PRODUCT
-        elif linear.rest is not None and any(p.bias is not None for p in linear.bases):
+        elif _two_biases(linear):
             linear.problem = linear.problem or "a bias and another term"
         # One order for all sums of the same products: tables know them by it.
         linear.bases.sort(key=_inner, reverse=True)
         return linear
 
-    def _add(self, node: fx.Node, scale: float, factor: fx.Node | None) -> None:
-        alpha: Any = node.kwargs.get("alpha", 1)
-        self._visit(node.args[0], scale, factor, node)
-        self._visit(node.args[1], scale * float(alpha), factor, node)
+    def _add(self, node: fx.Node, scale: float) -> None:
+        for argument, sign in summands(node):
+            self._visit(argument, scale * sign, None)
 
-    def _visit(self, node: Any, scale: float, factor: fx.Node | None, user: fx.Node) -> None:
+    def _visit(self, node: Any, scale: float, factor: fx.Node | None) -> None:
         linear = self.linear
         if not isinstance(node, fx.Node) or len(node.users) != 1:
             return self._rest(node, scale, factor)
@@ -296,39 +347,50 @@ class _Reader:
             return self._product(found, scale, factor)
         if node.op == "call_function" and is_floating(node) and _leads_to_products(node):
             inner = node.args[0] if node.args else None
-            if node.target is aten.add.Tensor and factor is None and set(node.kwargs) <= {"alpha"}:
-                if _has_factor(node) and all(_full(argument, node) for argument in node.args):
-                    linear.inner.append(node)
-                    return self._add(node, scale, factor)
+            if factor is None and summands(node) and all(_full(argument, node) for argument in node.args):
+                linear.inner.append(node)
+                return self._add(node, scale)
             if (node.target in RESHAPES or node.target in CASTS) and is_floating(inner):
                 linear.inner.append(node)
-                return self._visit(inner, scale, factor, node)
-            if node.target in MUL and len(node.args) == 2:
-                for x, by in ((node.args[0], node.args[1]), (node.args[1], node.args[0])):
-                    if not isinstance(x, fx.Node) or not _full(x, node):
-                        continue
-                    if is_factor(by):
-                        linear.inner.append(node)
-                        return self._visit(x, scale * float(by), factor, node)
-                    if factor is None and isinstance(by, fx.Node) and _is_number(by):
-                        linear.inner.append(node)
-                        return self._visit(x, scale, by, node)
+                return self._visit(inner, scale, factor)
+            step, by = scaled(node), times_tensor(node)
+            if step is not None:
+                linear.inner.append(node)
+                return self._visit(step[0], scale * step[1], factor)
+            if by is not None:
+                linear.inner.append(node)
+                self._one_tensor(factor)
+                return self._visit(by[0], scale, by[1])
         return self._rest(node, scale, factor)
 
     def _product(self, found: Product, scale: float, factor: fx.Node | None) -> None:
-        linear = self.linear
-        up = _of_padded_rank(found)
-        pair = adapter(up) if found.bias is None else None
-        if pair is not None:
-            down, between = pair
-            linear.adapters.append(Adapter(up, down, scale * between * up.scale, factor))
-            return None
-        if factor is not None or (found.bias is not None and scale != 1):
+        linear, bias = self.linear, found.bias
+        read = adapter(_of_padded_rank(replace(found, bias=None)))
+        if read is None and factor is not None:
             return self._rest(found.node, scale, factor)
-        if found.bias is not None and any(base.bias is not None for base in linear.bases):
+        if read is not None and read.factor is not None:
+            self._one_tensor(factor)
+        matrix = _added_matrix(found)
+        taken = any(base.bias is not None for base in linear.bases)
+        if matrix is not None and (read is not None or _is_term(matrix)):
+            if found.node is not self.top:
+                linear.inner.append(found.node)
+            self._visit(matrix, scale, factor)
+            bias = None
+        elif matrix is not None and (taken or scale != 1):
             return self._rest(found.node, scale, factor)
-        linear.bases.append(Product(found.node, found.a, found.b, found.bias, scale * found.scale))
+        elif matrix is None and bias is not None and (read is not None or taken or scale != 1):
+            linear.offsets.append(Offset(bias, scale, factor))
+            bias = None
+        if read is None:
+            linear.bases.append(replace(found, bias=bias, scale=scale * found.scale))
+        else:
+            linear.adapters.append(replace(read, scale=scale * read.scale, factor=factor or read.factor))
         return None
+
+    def _one_tensor(self, factor: fx.Node | None) -> None:
+        if factor is not None:
+            self.linear.problem = self.linear.problem or "the adapter is multiplied by more than one tensor"
 
     def _rest(self, node: Any, scale: float, factor: fx.Node | None) -> None:
         linear = self.linear
@@ -342,6 +404,14 @@ class _Reader:
             linear.rest = node
 
 
+def _two_biases(linear: Linear) -> bool:
+    """Whether a matrix is added, and something else: the operation has one bias."""
+    biases = [p.bias for p in linear.bases if p.bias is not None]
+    matrices = [bias for bias in biases if value(bias).dim() == 2]
+    others = len(biases) - len(matrices) + len(linear.offsets)
+    return (linear.rest is not None and bool(biases or others)) or (bool(matrices) and others > 0)
+
+
 def _inner(p: Product) -> int:
     size = value(p.a).shape[1]
     return size if isinstance(size, int) else 0
@@ -349,17 +419,22 @@ def _inner(p: Product) -> int:
 
 def _leads_to_products(node: fx.Node) -> bool:
     """Whether there is a product or a sum behind casts, reshapes and factors."""
-    while node.op == "call_function" and product(node) is None and node.target is not aten.add.Tensor:
+    while node.op == "call_function" and product(node) is None and not summands(node):
+        by = scaled(node) or times_tensor(node)
         if node.target in RESHAPES or node.target in CASTS:
             step = node.args[0]
-        elif node.target in MUL:
-            step = next((x for x in node.args if _full(x, node)), None)
+        elif by is not None:
+            step = by[0]
         else:
             return False
         if not isinstance(step, fx.Node) or len(step.users) != 1:
             return False
         node = step
     return node.op == "call_function"
+
+
+def _is_term(node: fx.Node) -> bool:
+    return len(node.users) == 1 and _leads_to_products(node)
 
 
 def alone(up: fx.Node) -> str:
@@ -377,9 +452,9 @@ def alone(up: fx.Node) -> str:
                 if any(reader.dtype == torch.bool for reader in _sources(by)):
                     return "the gradient of the adapter passes a dropout of its own"
                 return "the adapter is multiplied by a tensor before it is added (DoRA)"
-        elif user.target is aten.add.Tensor:
+        elif summands(user) or _added_matrix(product(user)) is node:
             return NO_PRODUCT
-        elif user.target not in RESHAPES and user.target not in CASTS:
+        elif user.target not in RESHAPES and user.target not in CASTS and scaled(user) is None:
             return "nothing is added to the adapter"
         node, steps = user, steps + 1
     return "nothing is added to the adapter"

@@ -16,7 +16,7 @@ from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
 from ..block_mm.normal_form import Product, same_sizes, value
 from ..block_mm.placement import Order, Place
-from . import gather, gradients, profit
+from . import gather, gradients, profit, unread
 from .emitter import Emitter
 from .groups import by_width, current, grouped, is_whole, result_dtypes, shape_of
 from .op import ROUNDED
@@ -33,6 +33,7 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     for mark in graph.find_nodes(op="call_function", target=ROUNDED):
         mark.replace_all_uses_with(mark.args[0])
         graph.erase_node(mark)
+    yield from unread.candidates(graph)
     found = linears(graph)
     narrows = gradients.read(graph, {a.down.node for linear in found for a in linear.adapters})
     replaced: dict[fx.Node, fx.Node] = {}
@@ -196,6 +197,8 @@ class Adapted(Candidate):
             terms += [replace(a.up, a=source(a.down.a).base) for a in linear.adapters]
         others = [a.down.b for linear in group for a in linear.adapters]
         others += [a.factor for linear in group for a in linear.adapters if a.factor is not None]
+        others += [o.vector for linear in group for o in linear.offsets]
+        others += [o.factor for linear in group for o in linear.offsets if o.factor is not None]
         others += [linear.rest for linear in group if linear.rest is not None]
         # Views are made anew, and results reshaped.
         others += [size for linear in group for p in linear.bases for size in unrounded(p.a).sizes]
@@ -270,17 +273,20 @@ class Adapted(Candidate):
         bases = [linear.bases[0] for linear in self.group]
         dtype, wide = result_dtypes(self.group)
         adapters = [(g, a) for g, linear in enumerate(self.group) for a in linear.adapters]
-        weights = [*(p.b for p in bases), *(a.up.b for _, a in adapters)]
+        found = [(g, make.bias(linear)) for g, linear in enumerate(self.group)]
+        biases = {g: bias for g, bias in found if bias is not None}
+        # A kernel reads biases, too, before it waits for the one in front.
+        early = [*(p.b for p in bases), *(a.up.b for _, a in adapters), *biases.values()]
         outputs = make.linear(
             make.replay(unrounded(bases[0].a)),
             [p.b for p in bases],
-            [p.bias for p in bases if p.bias is not None],
-            [g for g, p in enumerate(bases) if p.bias is not None],
+            list(biases.values()),
+            list(biases),
             [a.down.b for _, a in adapters],
             [a.up.b for _, a in adapters],
             [g for g, _ in adapters],
             [a.scale * a.down.scale * source(a.down.a).scale for _, a in adapters],
-            all(map(gather.is_input, weights)),
+            all(map(gather.is_input, early)),
             dtype,
             *([wide] if wide else []),
         )
@@ -338,7 +344,8 @@ class Adapted(Candidate):
         self, linear: Linear, make: Emitter, ups: dict[fx.Node, tuple[fx.Node, fx.Node | None]]
     ) -> list[Product]:
         """The products of one linear, with operands that the kernel takes."""
-        found = [replace(p, a=make.replay(unrounded(p.a))) for p in linear.bases]
+        found = [replace(p, a=make.replay(unrounded(p.a)), bias=None) for p in linear.bases]
+        found[0] = replace(found[0], bias=make.bias(linear))
         if linear.rest is not None:
             rows = list(value(found[0].node).shape)
             rest = emit.reshaped(self.graph, make.before, linear.rest, rows, linear.root)

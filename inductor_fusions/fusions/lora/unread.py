@@ -1,0 +1,96 @@
+"""Adapters of embeddings and convolutions, which are left to stock: the report says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...fusion import Candidate, LeftToStock
+from ..block_mm import guards
+from ..block_mm.normal_form import CASTS, RESHAPES, product, scaled, tensor, through, value
+from .recognise import MOST_RANK, summands, times_tensor
+
+aten = torch.ops.aten
+
+EMBEDDING = "an adapter of an embedding: its A is looked up, and its base is no product"
+CONVOLUTION = "an adapter of a convolution: its base is no product"
+
+
+def candidates(graph: fx.Graph) -> Iterator[Candidate]:
+    """Every sum of an embedding or a convolution with its adapter."""
+    for node in graph.nodes:
+        terms = [_core(term) for term, _ in summands(node)]
+        if len(terms) != 2:
+            continue
+        for base, up in (terms, terms[::-1]):
+            reason = _reason(base, up)
+            if reason:
+                yield Unread(node, base, up, reason)
+                break
+
+
+class Unread(Candidate):
+    """An adapter that is not fused.
+
+    Args:
+        anchor: the sum.
+        base, up: what is added up, without casts, reshapes and factors.
+        reason: why it is not fused.
+    """
+
+    def __init__(self, anchor: fx.Node, base: fx.Node, up: fx.Node, reason: str) -> None:
+        self.anchor, self.base, self.up, self.reason = anchor, base, up, reason
+
+    def describe(self) -> dict[str, str]:
+        return {"base": guards.text(self.base), "adapter": guards.text(self.up)}
+
+    def guard(self) -> None:
+        raise LeftToStock(self.reason)
+
+    def rewrite(self) -> str:
+        raise AssertionError("is never fused")
+
+
+def _core(node: Any) -> Any:
+    """What is cast, reshaped and multiplied by numbers."""
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        by = scaled(node) or times_tensor(node)
+        if by is None and node.target not in RESHAPES and node.target not in CASTS:
+            break
+        node = by[0] if by is not None else node.args[0]
+    return node
+
+
+def _reason(base: Any, up: Any) -> str:
+    """Why an adapter of a base is not fused; "" where it is none of one that is looked for."""
+    if not isinstance(base, fx.Node) or not isinstance(up, fx.Node):
+        return ""
+    p = product(up)
+    if p is not None:
+        down = _core(p.a)
+        found = _is_embedding(base) and _is_embedding(down) and base.args[1] is down.args[1]
+        return EMBEDDING if found and _is_narrow(down, -1) else ""
+    if not _is_convolution(base) or not _is_convolution(up):
+        return ""
+    kernel = value(up.args[1]).shape[2:]  # type: ignore[arg-type]
+    down = _core(up.args[0])
+    if any(size != 1 for size in kernel) or not _is_convolution(down) or not _is_narrow(down, 1):
+        return ""
+    same = through(base.args[0], CASTS) is through(down.args[0], CASTS)  # type: ignore[arg-type]
+    return CONVOLUTION if same else ""
+
+
+def _is_embedding(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.embedding.default and tensor(node) is not None
+
+
+def _is_convolution(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.convolution.default and tensor(node) is not None
+
+
+def _is_narrow(down: fx.Node, dim: int) -> bool:
+    rank = value(down).shape[dim]
+    return isinstance(rank, int) and rank <= MOST_RANK

@@ -132,8 +132,11 @@ def _choice(kernel: str, problem: Problem, note: str = "") -> Choice:
 def _measured(problem: Problem, candidates: tuple[str, ...]) -> tables.Verdict:
     """What the table of the device says: by the class of the mask, else by its shape."""
     suffix = "_grad" if _mask_needs_grad(problem) else ""
+    biased = problem.structure is not None and bool(problem.structure.biases)
     names = [problem.flex_kind] if _is_sparse(problem) else []
-    if "row_bias" in candidates and problem.structure is not None and problem.structure.biases:
+    if biased and names == ["causal"]:
+        names = []  # its rows are of SDPA that is told so, and takes no bias then
+    if "row_bias" in candidates and biased:
         names.insert(0, f"alibi {problem.flex_kind}")
     for name in dict.fromkeys([*names, problem.mask_kind]):
         verdict = tables.attention(

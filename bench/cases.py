@@ -343,7 +343,7 @@ def _cuda_cases() -> list[Case]:
         )
     found += modules("blocks", "mlp gated", partial(GatedMLP, 2048, 8192), (4, 512, 2048), bf16, None, both)
     linears = partial(Projections, 4096, 1024, 14336)
-    found += modules("blocks", "qkv and gated mlp", linears, (4096, 4096), bf16, None, both)
+    found += modules("blocks", "linears of a layer", linears, (4096, 4096), bf16, None, both)
     return found
 
 
@@ -381,7 +381,7 @@ def _cpu_cases() -> list[Case]:
     found += modules("blocks", "decoder_layer", decoder, (1, 256, 256), fp32, _decoder_by_hand, both)
     found += modules("blocks", "mlp gated", partial(GatedMLP, 256, 1024), (2, 64, 256), fp32, None, (True,))
     linears = partial(Projections, 256, 64, 512)
-    found += modules("blocks", "qkv and gated mlp", linears, (64, 256), fp32, None, both)
+    found += modules("blocks", "linears of a layer", linears, (64, 256), fp32, None, both)
     return found
 
 

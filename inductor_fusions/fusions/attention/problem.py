@@ -21,11 +21,12 @@ from ...operands import holds
 from ...tables import dtype_name
 from . import structure, torch_ops
 from .aliasing import Mutations
-from .masks import Interpreter, classify, constant_over, may_hide_rows, negation, visibility
+from .masks import Interpreter, classify, constant_over, negation, visibility
 from .mixed_masks import taken_apart
 from .normal_form import Attention, Stage, Term
 from .operands import Operand, alignment, product, regroup, same_shape, unrepeated
 from .structure import Structure
+from .zeroed import finite, zeroed_fill
 
 #: "mul" or "div", and by what: a tensor on (batch, heads, 1, 1), or the node of a symbolic number.
 Scaler = tuple[str, Operand | fx.Node]
@@ -172,7 +173,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         k, v = _moved(k, site.lead, target), _moved(v, site.out_lead, target)
         full_k, full_v = _whole(k, target), _whole(v, target)
         short_k, short_v = few_heads(k, v, target, interpreter.mutations, site.output)
-    zeroed = _zeroed(site, interpreter)
+    zeroed = zeroed_fill(site, interpreter)
     remaining = _remaining_terms(site, interpreter)
     causal = remaining is None
     terms = [(t, _term_operand(t, target, interpreter)) for t in remaining or []]
@@ -189,7 +190,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         scale=site.scale,
         dropout=site.dropout,
         causal=causal,
-        terms=[(_finite(t) if t is zeroed else t, operand) for t, operand in terms],
+        terms=[(finite(t) if t is zeroed else t, operand) for t, operand in terms],
         dtype=dtype,
         out_shape=(*site.out_lead, site.q.shape[-2], site.v.shape[-1]),
         out_dims=site.out_dims,
@@ -286,46 +287,6 @@ def _structure(
         return None
     apart = taken_apart(terms, interpreter, lambda term: _term_operand(term, target, interpreter))
     return structure.find(apart, shape, interpreter, site.product.graph, cancels=site.sink is None)
-
-
-def _zeroed(site: Attention, interpreter: Interpreter) -> Term | None:
-    """The fill at whose keys the weights are set to 0 after the softmax, too.
-
-    They are 0 there already, but in rows that see no key: those become zero.
-
-    Raises:
-        Rejected: they are set to 0 elsewhere, or something else hides keys as well.
-    """
-    if site.zeroed is None:
-        return None
-    hiding = [t for t in site.terms if t.fill is not None or t.floor is not None or may_hide_rows(t.node)]
-    if not any(_same_keys(term, site.zeroed, interpreter) for term in hiding):
-        raise Rejected("the weights are set to 0 at other keys than those that the scores are masked at")
-    if len(hiding) > 1 or site.sink is not None:
-        raise Rejected(
-            "the weights are set to 0 after the softmax, and there is a sink, or one more mask perhaps"
-        )
-    return hiding[0]
-
-
-def _same_keys(first: Term, second: Term, interpreter: Interpreter) -> bool:
-    """Whether two fills hide the same keys."""
-    if first.fill is None or first.floor is not None or not same_shape(first.lead, second.lead):
-        return False
-    if first.node is second.node:
-        return first.hides == second.hides
-    one, other = (
-        negation(seen) if seen is not None and term.hides else seen
-        for term in (first, second)
-        for seen in [interpreter.boolean(term.node)]
-    )
-    return one is not None and one == other
-
-
-def _finite(term: Term) -> Term:
-    """A fill of which no row becomes NaN."""
-    assert term.fill is not None
-    return term if math.isfinite(term.fill) else replace(term, fill=structure.DROWNED)
 
 
 def _needs_grad(*nodes: fx.Node) -> bool:

@@ -75,12 +75,13 @@ def _reason(base: Any, up: Any) -> str:
         return EMBEDDING if found and _is_narrow(down, -1) else ""
     if not _is_convolution(base) or not _is_convolution(up):
         return ""
-    kernel = value(up.args[1]).shape[2:]  # type: ignore[arg-type]
-    down = _core(up.args[0])
+    weight: Any = up.args[1]
+    kernel, down = value(weight).shape[2:], _core(up.args[0])
     if any(size != 1 for size in kernel) or not _is_convolution(down) or not _is_narrow(down, 1):
         return ""
-    same = through(base.args[0], CASTS) is through(down.args[0], CASTS)  # type: ignore[arg-type]
-    return CONVOLUTION if same else ""
+    inputs: list[Any] = [base.args[0], down.args[0]]
+    first, second = (through(x, CASTS) for x in inputs)
+    return CONVOLUTION if first is second else ""
 
 
 def _is_embedding(node: Any) -> bool:

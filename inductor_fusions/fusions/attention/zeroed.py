@@ -1,0 +1,52 @@
+"""Weights that are set to 0 after the softmax, where the scores are masked before it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ...fusion import Rejected
+from .masks import Interpreter, may_hide_rows, negation
+from .normal_form import Attention, Term
+from .operands import same_shape
+from .structure import DROWNED
+
+
+def zeroed_fill(site: Attention, interpreter: Interpreter) -> Term | None:
+    """The fill at whose keys the weights are set to 0 after the softmax, too.
+
+    They are 0 there already, but in rows that see no key: those become zero.
+
+    Raises:
+        Rejected: they are set to 0 elsewhere, or something else hides keys as well.
+    """
+    if site.zeroed is None:
+        return None
+    hiding = [t for t in site.terms if t.fill is not None or t.floor is not None or may_hide_rows(t.node)]
+    if not any(_same_keys(term, site.zeroed, interpreter) for term in hiding):
+        raise Rejected("the weights are set to 0 at other keys than those that the scores are masked at")
+    if len(hiding) > 1 or site.sink is not None:
+        raise Rejected(
+            "the weights are set to 0 after the softmax, and there is a sink, or one more mask perhaps"
+        )
+    return hiding[0]
+
+
+def _same_keys(first: Term, second: Term, interpreter: Interpreter) -> bool:
+    """Whether two fills hide the same keys."""
+    if first.fill is None or first.floor is not None or not same_shape(first.lead, second.lead):
+        return False
+    if first.node is second.node:
+        return first.hides == second.hides
+    one, other = (
+        negation(seen) if seen is not None and term.hides else seen
+        for term in (first, second)
+        for seen in [interpreter.boolean(term.node)]
+    )
+    return one is not None and one == other
+
+
+def finite(term: Term) -> Term:
+    """A fill of which no row becomes NaN."""
+    assert term.fill is not None
+    return term if math.isfinite(term.fill) else replace(term, fill=DROWNED)

@@ -88,7 +88,10 @@ def table(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 #: Sections of a table that `bench.tune_projections`, `bench.tune_lora` and `bench.outer_product` write.
-OF_LINEARS = ("block_mm", "lora", "narrow_mm", "lora_decode", "outer_product_linear", "dot_interaction")
+OF_LINEARS = (
+    "block_mm", "lora", "narrow_mm", "lora_decode", "lora_sums", "lora_accumulate", "outer_product_linear",
+    "dot_interaction",
+)  # fmt: skip
 
 
 def kept(path: Path) -> dict[str, list[dict[str, Any]]]:

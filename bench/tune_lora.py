@@ -6,6 +6,8 @@ A row is one or more linears on one input, with an adapter each, at one number o
     backward   dx = sum of dY_g @ W_g + s * (dY_g @ B_g) @ A_g
     gradient   dB = s * dY^T @ h, or dA = dh^T @ x: one narrow product over all tokens
     step       forward and backward of one linear, through autograd
+    accumulate y = base + s * (x @ A) @ B, of a base that is in memory
+    dropped    as backward, with a mask behind each (dY_g @ B_g) @ A_g
 
 Its candidates:
 
@@ -13,7 +15,8 @@ Its candidates:
     max_autotune   the same with mode="max-autotune-no-cudagraphs"
     frozen         the linears without adapters, by the library
     the others     the fusion, in the configurations of its kernels: of the block GEMM first, then of the
-                   narrow product beside the best of those; for few rows, of the pair of kernels
+                   narrow product beside the best of those; for few rows, of the pair of kernels; of the
+                   kernel that adds to what is in memory
 
 Each candidate is a CUDA graph that calls it on several sets of operands in turn, so that nothing stays in the
 L2 cache. A candidate whose error against float64 exceeds 1.5 times that of stock plus eps gets no time; where
@@ -41,7 +44,7 @@ from bench import tuning
 from bench.common import Json, error_limit, interleave, is_fatal, one_line, peak_bytes, relative_error
 from bench.lora.candidates import Choice, Run, Seen, first_choices, frozen_run, ours, second_choices, stock
 from bench.lora.rows import Row, grid
-from bench.lora.spellings import Operands, Tensors, make, reference
+from bench.lora.spellings import ADDED, Operands, Tensors, make, reference
 from bench.lora.table import write_table
 from bench.pool import FileLock
 from bench.tuning_linears import as_graph, count_of_sets, gain, set_up
@@ -191,7 +194,7 @@ def conclude(row: Row, device: str, result: Json, choices: dict[str, Choice], se
     if best is None:
         return
     from inductor_fusions.fusions.block_mm import configurations, heuristics
-    from inductor_fusions.fusions.lora import decode, narrow
+    from inductor_fusions.fusions.lora import accumulate_kernel, decode, narrow
 
     arch = heuristics.capability(torch.device("cuda")) if device == "cuda" else 80
     choice = choices[best]
@@ -203,7 +206,11 @@ def conclude(row: Row, device: str, result: Json, choices: dict[str, Choice], se
         posed = seen.block[0]
         chosen = choice.block or configurations.default(posed, arch)
         result["block"] = {**posed.key, "config": chosen.to_json()}
-    if seen.narrow and row.kind != "step":
+    if seen.added and row.kind in ADDED:
+        tile = seen.added[0]
+        chosen = choice.added or accumulate_kernel.default(tile)
+        result["added"] = {**accumulate_kernel.key(tile), "config": chosen.to_json()}
+    elif seen.narrow and row.kind != "step":
         thin = choice.narrow
         result["narrow"] = [
             {**narrow.key(shape), "config": (thin or narrow.default(shape)).to_json()}

@@ -13,6 +13,7 @@ from bench import cuda_codegen
 from inductor_fusions import config, ops
 from inductor_fusions.fusion import Rejected
 from inductor_fusions.fusions.block_mm.op import BLOCK_MM
+from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
 from inductor_fusions.lowering import kernel_or
 
@@ -49,6 +50,12 @@ def with_wide_adapter(x: Any, w: Any, a: Any, b: Any) -> Any:
     return (F.linear(x, w) + F.linear(F.linear(x.float(), a), b) * 2.0).bfloat16()
 
 
+def added_to_what_is_in_memory(x: Any, w: Any, a: Any, b: Any) -> Any:
+    kept = [torch.ones(96, 128, dtype=torch.bool, device=x.device)]
+    h = F.linear(x, a)
+    return LORA_ACCUMULATE(F.linear(x, w), [h, h], [b.t(), b.t()], [1.0, 2.0], kept, [1], x.dtype)
+
+
 def attention(q: Any, k: Any, v: Any, bias: Any) -> Any:
     return ops.short_attention(q, k, v, [bias])
 
@@ -60,6 +67,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         (rand(96, 64), rand(128, 64), torch.randn(16, 64), torch.randn(128, 16)),
     ),
     "lora_linear": (with_adapter, (rand(4, 64), rand(128, 64), rand(16, 64), rand(128, 16))),
+    "lora_accumulate": (
+        added_to_what_is_in_memory,
+        (rand(96, 64), rand(128, 64), rand(16, 64), rand(128, 16)),
+    ),
     "short_attention": (
         attention,
         (rand(2, 4, 49, 32), rand(2, 4, 49, 32), rand(2, 4, 49, 32), rand(1, 4, 49, 49)),
@@ -102,7 +113,13 @@ def lora_linear(x: Any, w: Any, a: Any, b: Any) -> Any:
     return LORA_LINEAR(x, [w], [], [], [a], [b / 4], [0], [0.001], False, x.dtype)[0]
 
 
-@pytest.mark.parametrize("fn", [narrow_mm, block_mm, lora_linear], ids=lambda fn: fn.__name__)
+def lora_accumulate(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return LORA_ACCUMULATE(0 * (x @ w), [x], [16 * a[:, :1].expand(-1, 32)], [0.001], [], [], x.dtype)
+
+
+@pytest.mark.parametrize(
+    "fn", [narrow_mm, block_mm, lora_linear, lora_accumulate], ids=lambda fn: fn.__name__
+)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_factors_of_float16(fn: Callable[..., Any], compiled: bool) -> None:
     """A product is in the range of float16 with its factor, and not without; here without the kernels."""

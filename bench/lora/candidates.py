@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from bench.common import apart
 from bench.lora.rows import Row
-from bench.lora.spellings import FUNCTIONS, Operands, Tensors, frozen, narrow_gradient
+from bench.lora.spellings import ADDED, FUNCTIONS, Operands, Tensors, frozen, narrow_gradient
 
 #: Configurations that are tried: of the block GEMM, and of the narrow product beside the best of them.
 BLOCK_CHOICES, NARROW_CHOICES = 6, 4
@@ -59,12 +59,18 @@ class Choice:
     block: Any = None
     narrow: Any = None
     decode: Any = None
+    added: Any = None
+
+    def _kinds(self) -> list[tuple[str, Any]]:
+        return [
+            ("block", self.block), ("narrow", self.narrow), ("pair", self.decode), ("tile", self.added)
+        ]  # fmt: skip
 
     @property
     def name(self) -> str:
         """Short."""
         parts = []
-        for kind, chosen in (("block", self.block), ("narrow", self.narrow), ("pair", self.decode)):
+        for kind, chosen in self._kinds():
             if chosen is not None:
                 parts.append(f"{kind} " + "-".join(str(v) for v in chosen.to_json().values()))
         return ", ".join(parts) or "defaults"
@@ -77,14 +83,15 @@ class Seen:
         self.block: list[Any] = []
         self.narrow: list[Any] = []
         self.decode: list[Any] = []
+        self.added: list[Any] = []
 
 
 @contextlib.contextmanager
-def choosing(choice: Choice, seen: Seen) -> Iterator[None]:
+def choosing(row: Row, choice: Choice, seen: Seen) -> Iterator[None]:
     """Inside, the kernels get these configurations."""
     from inductor_fusions import config
     from inductor_fusions.fusions.block_mm import configurations, heuristics
-    from inductor_fusions.fusions.lora import decode, lowering, narrow
+    from inductor_fusions.fusions.lora import accumulate_kernel, decode, lowering, narrow
 
     def block(posed: Any, device: torch.device) -> Any:
         seen.block.append(posed)
@@ -93,11 +100,17 @@ def choosing(choice: Choice, seen: Seen) -> Iterator[None]:
 
     def thin(shape: Any, device: torch.device) -> Any:
         seen.narrow.append(shape)
-        return choice.narrow or narrow.default(shape)
+        # Beside what is in memory the narrow product is as the table has it.
+        known = narrow.measured(shape, device) if row.kind in ADDED else None
+        return choice.narrow or known or narrow.default(shape)
 
     def pair(shape: Any, device: torch.device) -> Any:
         seen.decode.append(shape)
         return choice.decode or decode.default(shape, heuristics.capability(device))
+
+    def tile(shape: Any, device: torch.device) -> Any:
+        seen.added.append(shape)
+        return choice.added or accumulate_kernel.default(shape)
 
     others = {"qkv": False, "gated_mlp": False, "linear_epilogue": False}
     with (
@@ -105,6 +118,7 @@ def choosing(choice: Choice, seen: Seen) -> Iterator[None]:
         mock.patch.object(heuristics, "choose", block),
         mock.patch.object(lowering, "choose", thin),
         mock.patch.object(decode, "choose", pair),
+        mock.patch.object(accumulate_kernel, "choose", tile),
         nullcontext() if torch.cuda.is_available() else on_the_cpu(),
     ):
         yield
@@ -133,7 +147,7 @@ def ours(row: Row, operands: Operands, choice: Choice, seen: Seen) -> Run:
 
     fn = narrow_gradient if row.kind == "gradient" else FUNCTIONS[row.kind]
     inductor_fusions.clear()
-    with choosing(choice, seen):
+    with choosing(row, choice, seen):
         run = compiled(row, fn, operands)
     sites = list(inductor_fusions.report())
     if row.kind != "gradient" and not any(s.fusion == "lora" and s.verdict == "fused" for s in sites):
@@ -155,11 +169,13 @@ def frozen_run(row: Row) -> Run:
 def first_choices(row: Row, seen: Seen, arch: int, quick: bool) -> list[Choice]:
     """What to try: configurations of the kernel that does most of the work."""
     from inductor_fusions.fusions.block_mm import configurations
-    from inductor_fusions.fusions.lora import decode, narrow
+    from inductor_fusions.fusions.lora import accumulate_kernel, decode, narrow
 
     found = [Choice()]
     if seen.decode:
         found += [Choice(decode=c) for c in decode.candidates(seen.decode[0], arch)]
+    elif seen.added:
+        found += [Choice(added=c) for c in spread(accumulate_kernel.candidates(seen.added[0])[1:], 10)]
     elif seen.block and row.kind != "step":
         wanted = configurations.candidates(seen.block[0], arch)
         found += [Choice(block=c) for c in wanted[:BLOCK_CHOICES]]

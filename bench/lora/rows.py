@@ -10,10 +10,11 @@ class Row:
     """One problem.
 
     Attributes:
-        kind: "forward", "backward", "gradient" or "step".
+        kind: "forward", "backward", "gradient", "step", "accumulate" or "dropped".
         tokens: rows of x.
         inner, outer: widths of the input and of each linear; of a gradient, `inner` is the width of the
-            large matrix, and `outer` are the ranks where several adapters read it.
+            large matrix, and `outer` are the ranks where several adapters read it. Backward (as "dropped" is)
+            the products go from `outer` to `inner`.
         rank: of each adapter.
         adapters: dtype of the adapters, a key of `DTYPES`.
         dropout: in front of each adapter.
@@ -80,4 +81,33 @@ def grid() -> list[Row]:
         rows += [Row("forward", m, 4096, (4096, 1024, 1024), 16, adapters) for m in (1, 4, 16, 2048, 4096)]
         rows += [Row("gradient", m, 4096, (), 16, adapters) for m in (2048, 4096, 8192)]
         rows += [Row("gradient", m, 14336, (), 16, adapters) for m in (2048, 4096, 8192)]
+    rows += [*accumulated(), *dropped()]
     return list(dict.fromkeys(rows))
+
+
+def accumulated() -> list[Row]:
+    """Adapters of quantised linears: what they are added to is in memory."""
+    sizes = [*SQUARE, (2048, 2048), (2048, 512), (2048, 8192), (8192, 2048), (4096, 1024), (1024, 4096)]
+    return [
+        Row("accumulate", tokens, inner, (width,), rank, adapters)
+        for rank in (16, 64)
+        for tokens in (4096, 8192, 2048)
+        for adapters in ("float32", "bfloat16")
+        for inner, width in sizes
+    ]
+
+
+def dropped() -> list[Row]:
+    """Gradients of inputs whose linears have an adapter with a dropout of its own."""
+    layers = [
+        (2048, (2048, 512, 512)), (2048, (8192, 8192)), (2048, (2048,)), (8192, (2048,)),
+        (4096, (4096, 1024, 1024)), (4096, (14336, 14336)), (4096, (4096,)), (14336, (4096,)),
+    ]  # fmt: skip
+    others = [(5120, (5120,)), (8192, (8192,)), (4096, (14336,)), (2048, (8192,))]
+    return [
+        Row("dropped", tokens, inner, outer, rank, adapters)
+        for rank, some in ((16, [*layers, *others]), (64, layers))
+        for tokens in (4096, 8192, 2048)
+        for adapters in ("float32", "bfloat16")
+        for inner, outer in some
+    ]

@@ -14,6 +14,8 @@ from bench.tuning_linears import checked_rows as rows
 
 #: Factor of every adapter: lora_alpha / r.
 SCALE = 2.0
+#: What a dropout keeps.
+KEPT = 0.9
 
 Tensors = list[torch.Tensor]
 
@@ -23,7 +25,8 @@ class Operands:
     """One set of tensors.
 
     Attributes:
-        x: what is read: x; dY of each linear; or the large matrix and the small ones of a gradient.
+        x: what is read: x, and the base that is in memory; dY of each linear, and the masks of their
+            adapters; or the large matrix and the small ones of a gradient.
         w: weights, shape (out, in).
         a, b: adapters, shapes (r, in) and (out, r).
     """
@@ -53,8 +56,14 @@ def make(row: Row, device: str, seed: int) -> Operands:
     w = [rand("bfloat16", n, row.inner) for n in row.outer]
     a = [rand(row.adapters, row.rank, row.inner) for _ in row.outer]
     b = [rand(row.adapters, n, row.rank) for n in row.outer]
-    widths = row.outer if row.kind == "backward" else (row.inner,)
+    widths = row.outer if row.kind in ("backward", "dropped") else (row.inner,)
     found = Operands([rand("bfloat16", row.tokens, width) for width in widths], w, a, b)
+    if row.kind == "accumulate":
+        found.x.append(rand("bfloat16", row.tokens, row.outer[0]))
+        found.w = []
+    if row.kind == "dropped":
+        size = (row.tokens, row.inner)
+        found.x += [torch.rand(size, generator=generator, device=device) < KEPT for _ in row.outer]
     if row.kind == "step":
         for t in (*found.x, *found.a, *found.b):
             t.requires_grad_()
@@ -85,6 +94,24 @@ def backward(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensor
     return [total]
 
 
+def accumulate(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors:
+    """As PEFT spells it, behind the operation of a quantised weight."""
+    (inside, base), (down,), (up,) = x, a, b
+    return [(base + F.linear(F.linear(inside.to(down.dtype), down), up) * SCALE).to(base.dtype)]
+
+
+def dropped(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors:
+    """The gradient of the input of linears whose adapters have a dropout each, as autograd spells it."""
+    total: torch.Tensor | None = None
+    for dy, kept, weight, down, up in zip(x[: len(w)], x[len(w) :], w, a, b, strict=True):
+        through = ((dy.to(up.dtype) * SCALE) @ up) @ down
+        through = (through * (kept.to(up.dtype) * (1 / KEPT))).to(dy.dtype)
+        part = dy @ weight
+        total = through + part if total is None else total + through + part
+    assert total is not None
+    return [total]
+
+
 def gradient(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors:
     """dB; for dA, the same is stored transposed."""
     large, *small = x
@@ -102,13 +129,20 @@ def narrow_gradient(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) ->
 
 
 def frozen(row: Row, one: Operands) -> Tensors:
-    """The linears without adapters."""
-    if row.kind == "backward":
-        return [dy @ weight for dy, weight in zip(one.x, one.w, strict=True)]
+    """The linears without adapters; where there are none, a copy of what is in memory."""
+    if row.kind in ("backward", "dropped"):
+        return [dy @ weight for dy, weight in zip(one.x, one.w, strict=False)]
+    if row.kind == "accumulate":
+        return [one.x[1].clone()]
     return [F.linear(one.x[0], weight) for weight in one.w]
 
 
-FUNCTIONS = {"forward": forward, "backward": backward, "gradient": gradient, "step": forward}
+FUNCTIONS = {
+    "forward": forward, "backward": backward, "gradient": gradient, "step": forward,
+    "accumulate": accumulate, "dropped": dropped,
+}  # fmt: skip
+#: Kinds whose up-projections are added to what is in memory.
+ADDED = ("accumulate", "dropped")
 
 
 def reference(row: Row, one: Operands) -> tuple[Tensors, Callable[[Tensors], Tensors]]:

@@ -8,19 +8,34 @@ from pathlib import Path
 
 from bench import device_table
 from bench.common import Json
+from bench.lora.spellings import ADDED
 from bench.tuning_linears import plain_gain
 from inductor_fusions import tables
 
 
 def sections(rows: Sequence[Json]) -> dict[str, list[Json]]:
     """What the package looks up: `profit` says how it is read."""
-    found: dict[str, list[Json]] = {"lora": [], "block_mm": [], "narrow_mm": [], "lora_decode": []}
+    names = ("lora", "block_mm", "narrow_mm", "lora_decode", "lora_sums", "lora_accumulate")
+    found: dict[str, list[Json]] = {name: [] for name in names}
     for row in rows:
         if row["dropout"] or row["kind"] == "step" or not row.get("best"):
             continue
         ratio, tokens = round(plain_gain(row), 3), row["tokens"]
         if row["kind"] == "gradient":
             found["narrow_mm"] += [{**thin, "tokens": tokens, "gain": ratio} for thin in row["narrow"]]
+            continue
+        if row["kind"] in ADDED:
+            there = row["kind"] == "accumulate"
+            inner, count = [row["inner"]] if there else list(row["outer"]), len(row["outer"])
+            found["lora_sums"].append(
+                {
+                    "inner": inner, "columns": row["outer"][0] if there else row["inner"],
+                    "ranks": [row["rank"]] * count, "masks": 0 if there else count, "dtype": "bfloat16",
+                    "adapters": row["adapters"], "tokens": tokens, "gain": ratio,
+                }
+            )  # fmt: skip
+            if "added" in row:
+                found["lora_accumulate"].append({**row["added"], "tokens": tokens, "gain": ratio})
             continue
         forward_row = row["kind"] == "forward"
         inner = [row["inner"]] if forward_row else list(row["outer"])

@@ -83,6 +83,12 @@ def realize(values: Sequence[Any]) -> list[Any]:
     return found
 
 
+def in_memory(value: Any) -> bool:
+    """Whether a value of Inductor is stored, or a view of what is; not what a loop will compute."""
+    ir = importlib.import_module("torch._inductor.ir")
+    return bool(ir.is_storage_and_layout(value))
+
+
 def value_key(value: Any) -> tuple[Any, ...]:
     """Equal for two values of Inductor that are one matrix in memory."""
     layout = value.get_layout()

@@ -387,7 +387,7 @@ def test_unsloth_5865_biases_and_dropout() -> None:
     seen = run(model, (ids("Qwen2"),), train=True)
     assert len(biased) == 2 * 3
     assert not seen.products(graph=0)  # forward, every linear is fused with its adapter
-    assert set(seen.reasons("lora")) == {"the gradient of the adapter passes a dropout of its own"}
+    assert not seen.reasons("lora")
 
 
 @pytest.mark.slow

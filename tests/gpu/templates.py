@@ -17,6 +17,7 @@ from inductor_fusions import _inductor, config
 from inductor_fusions.fusions.block_mm import configurations, heuristics
 from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
 from inductor_fusions.fusions.lora import decode
+from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.outer_product_linear.op import OUTER_PRODUCT_LINEAR, pairs
 from tests.attention.support import flex_everywhere, short_everywhere
 
@@ -121,6 +122,13 @@ GATED = ((512, 256), (384, 256), (384, 256), (256, 384))
 def lora(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
     base = F.linear(x, w)
     return (base + F.linear(F.linear(x.to(a.dtype), a), b) * 2.0).to(base.dtype)
+
+
+def accumulated(base: Tensor, x: Tensor, a: Tensor, b: Tensor, chance: Tensor) -> Tensor:
+    """A base that is no product, and an adapter with a mask beside one without."""
+    kept, h = chance > 0, F.linear(x, a)
+    found: Tensor = LORA_ACCUMULATE(base, [h, h], [b.t(), b.t()], [2.0, 0.5], [kept], [1], base.dtype)
+    return found
 
 
 @contextlib.contextmanager
@@ -255,6 +263,9 @@ TEMPLATES: dict[str, Template] = {
     "adapters, few rows, a lane for each warp": Template(
         lora, FEW, PAIR, False, functools.partial(pair, True, block_k=256, lanes=4), least=90, marks=LANES
     ),
+    "adapters, added to what is in memory": Template(
+        accumulated, ((512, 384), *LORA[:1], *LORA[2:], (512, 384)), ("lora_accumulate",), True, fixed=(4,)
+    ),
     "short attention": Template(biased, SHORT, ("short_attention",), True, short_everywhere, (FP32,) * 4),
     "short attention, bfloat16": Template(biased, SHORT, ("short_attention",), True, short_everywhere),
     "outer product": Template(outer, ((200, 4), (200, 48), (96, 192)), (), True),
@@ -275,6 +286,13 @@ LARGE: dict[str, Template] = {
         lora, WIDE_LORA, NARROW, True, dtypes=(BF16, BF16, FP32, FP32), fixed=(1,)
     ),
     "adapters, one row": Template(lora, ((1, 4096), (4096, 4096), (16, 4096), (4096, 16)), PAIR),
+    "adapters, added to what is in memory": Template(
+        accumulated,
+        ((4096, 2048), *WIDE_LORA[:1], *WIDE_LORA[2:], (4096, 2048)),
+        ("lora_accumulate",),
+        True,
+        fixed=(4,),
+    ),
     "short attention": Template(
         biased, (((2048, 3, 49, 32),) * 3) + ((1, 3, 49, 49),), ("short_attention",), True, short_everywhere
     ),

@@ -15,7 +15,8 @@ import torch._inductor.config
 
 from bench import cuda_codegen
 from inductor_fusions import config
-from inductor_fusions.fusions.lora import decode, gather, lowering, narrow
+from inductor_fusions.fusions.lora import accumulate_kernel, decode, gather, lowering, narrow
+from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
 from inductor_fusions.fusions.lora.split import LORA_SPLIT
 
@@ -88,6 +89,69 @@ def test_split(arch: int) -> None:
     (kernel,) = made.kernels
     (found,) = cuda_codegen.compile_kernel(kernel.source, arch)
     assert found.fits and not found.spill_bytes, found
+
+
+def accumulate_code(
+    shape: accumulate_kernel.Shape, arch: int, chosen: Any = None, loop: bool = False, turned: bool = True
+) -> Any:
+    """The machine code of adapters that are added to a base, which is in memory or computed in a loop."""
+    assert shape.rows is not None
+    base = torch.empty(shape.rows, shape.columns, dtype=shape.dtype)
+    a = [torch.empty(shape.rows, k, dtype=shape.narrow) for k in shape.inner]
+    b = [torch.empty(shape.columns, k, dtype=shape.narrow).t() for k in shape.inner]
+    b = b if turned else [right.contiguous() for right in b]
+    kept = [torch.empty(base.shape, dtype=torch.bool) for _ in range(shape.masks)]
+    scales = [2.0] * len(a)
+
+    def fn(base: Any, a: Any, b: Any, kept: Any) -> Any:
+        base = base * 2 if loop else base
+        return LORA_ACCUMULATE(base, a, b, scales, kept, list(range(len(kept))), shape.dtype)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        if chosen is not None:
+            patch.setattr(accumulate_kernel, "choose", lambda shape, device: chosen)
+        with config.patch(policy="always", strict=True):
+            made = cuda_codegen.generate(fn, (base, a, b, kept), run=False, arch=arch)
+    (kernel,) = made.kernels
+    assert kernel.is_template
+    (found,) = cuda_codegen.compile_kernel(kernel.source, arch)
+    return found
+
+
+SUMS = {
+    "r16": accumulate_kernel.Shape(4096, 4096, (16,), 0, HALF, HALF),
+    "r16 in halves": accumulate_kernel.Shape(4096, 4096, (48,), 0, HALF, HALF),
+    "three masks": accumulate_kernel.Shape(4096, 4096, (48, 48, 48), 3, HALF, HALF),
+    "three masks, r64": accumulate_kernel.Shape(8192, 2048, (192, 192, 192), 3, HALF, HALF),
+    "r128 in halves": accumulate_kernel.Shape(4096, 8192, (384,), 1, HALF, HALF),
+    "eight masks": accumulate_kernel.Shape(4096, 2048, (16,) * 8, 8, HALF, HALF),
+    "odd": accumulate_kernel.Shape(2049, 2051, (5, 12), 1, HALF, HALF),
+    "few rows": accumulate_kernel.Shape(4, 4096, (16,), 0, HALF, HALF),
+    "float16": accumulate_kernel.Shape(4096, 4096, (16, 16), 2, torch.float16, torch.float16),
+    "base of float32": accumulate_kernel.Shape(4096, 4096, (48,), 1, WHOLE, HALF),
+    "float32": accumulate_kernel.Shape(4096, 4096, (16,), 1, WHOLE, WHOLE),
+    "float32, r128": accumulate_kernel.Shape(4096, 4096, (128,), 1, WHOLE, WHOLE),
+}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", SUMS)
+def test_accumulate(name: str, arch: int) -> None:
+    """However b lies, and with a base that a loop computes."""
+    for found in (accumulate_code(SUMS[name], arch), accumulate_code(SUMS[name], arch, None, True, False)):
+        assert found.fits and not found.spill_bytes and found.uses_mma, found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SUMS)
+def test_accumulate_candidates(name: str) -> None:
+    """What tuning tries on Hopper does not spill."""
+    wrong = {}
+    for chosen in accumulate_kernel.candidates(SUMS[name]):
+        found = accumulate_code(SUMS[name], 90, chosen)
+        if not found.fits or found.spill_bytes:
+            wrong[chosen] = found
+    assert not wrong
 
 
 @pytest.mark.long

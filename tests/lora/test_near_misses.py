@@ -27,14 +27,6 @@ def result_used_elsewhere(x: Any, w: Any, a: Any, b: Any) -> Any:
     return F.linear(x, w) + up, up
 
 
-def subtracted_from_no_product(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return torch.cat([x, x], dim=1) - F.linear(F.linear(x, a), b)
-
-
-def addmm_without_base(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return torch.addmm(torch.cat([x, x], dim=1), x @ a.t(), b.t())
-
-
 def divided_by_a_vector(x: Any, w: Any, a: Any, b: Any) -> Any:
     return F.linear(x, w) + F.linear(F.linear(x, a), b) / (w[:, 0].abs() + 1)
 
@@ -59,10 +51,8 @@ def permuted(x: Any, w: Any, a: Any, b: Any) -> Any:
     ("fn", "reason"),
     [
         (scaled_by_a_vector, "DoRA"),
-        (no_base, "no product"),
+        (no_base, "broadcast"),
         (result_used_elsewhere, "used elsewhere"),
-        (subtracted_from_no_product, "no product"),
-        (addmm_without_base, "no product"),
         (divided_by_a_vector, "nothing is added"),
         (times_two_tensors, "more than one tensor"),
         (times_a_tensor_inside_and_outside, "more than one tensor"),

@@ -18,7 +18,7 @@ from inductor_fusions import tables
 from inductor_fusions.fusion import LeftToStock
 from inductor_fusions.fusions.block_mm import configurations, heuristics
 from inductor_fusions.fusions.block_mm.problem import Problem
-from inductor_fusions.fusions.lora import decode, narrow, profit
+from inductor_fusions.fusions.lora import accumulate_kernel, decode, narrow, profit
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [
@@ -27,6 +27,9 @@ ROWS = [
     Row("gradient", 128, 64, ()),
     Row("step", 128, 64, (48,)),
     Row("gradient", 128, 64, (16, 16)),
+    Row("accumulate", 128, 64, (48,)),
+    Row("accumulate", 128, 64, (48,), 16, "bfloat16"),
+    Row("dropped", 128, 64, (64, 32, 32), 16, "bfloat16"),
 ]
 
 
@@ -65,6 +68,10 @@ def test_grid() -> None:
         "step 8192->8192 r16 float32 m2048",
         "step 4096->4096 r128 bfloat16 m4096",
         "backward 2048->2048+512+512 r16 float32 m4096",
+        "accumulate 4096->14336 r64 bfloat16 m8192",
+        "accumulate 14336->4096 r16 float32 m2048",
+        "dropped 2048->2048+512+512 r16 bfloat16 m4096",
+        "dropped 4096->14336+14336 r64 float32 m4096",
     ):
         assert wanted in keys
 
@@ -91,6 +98,8 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = decode.Config(16, 64, 4, 3, 2, True)
     posed = Problem((128,) * 2, (64, 32), (64, 48) * 2, (0, 0, 1, 1), ("nt",) * 4, torch.bfloat16, shared="")
     block = configurations.default(posed, 90)
+    tile = accumulate_kernel.Shape(128, 48, (48,), 0, torch.bfloat16, torch.bfloat16)
+    tiled = accumulate_kernel.Config(64, 64, 4)
     rows = [
         measured(ROWS[0], 30.0, 20.0, block={**posed.key, "config": block.to_json()}),
         measured(Row("forward", 4, 64, (64,)), 30.0, 31.0, decode={**few.key, "config": pair.to_json()}),
@@ -98,13 +107,15 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             {**narrow.key(thin), "config": chosen.to_json()}
         ]),
         measured(ROWS[3], 30.0, 10.0),
+        measured(ROWS[5], 30.0, 15.0, added={**accumulate_kernel.key(tile), "config": tiled.to_json()}),
+        measured(ROWS[7], 30.0, 12.0),
     ]  # fmt: skip
     write_table(target, rows)
     write_table(target, rows)
     data = json.loads(target.read_text())
     assert data["attention"] == attention
     assert {name: len(found) for name, found in device_table.kept(target).items()} == {
-        "block_mm": 1, "lora": 2, "narrow_mm": 1, "lora_decode": 1,
+        "block_mm": 1, "lora": 2, "narrow_mm": 1, "lora_decode": 1, "lora_sums": 2, "lora_accumulate": 1,
     }  # fmt: skip
 
     monkeypatch.setattr(tables, "folder", lambda: tmp_path)
@@ -127,6 +138,11 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "3.00x measured" in profit.narrow_kernel(thin, device)
         assert narrow.measured(thin, device) == chosen
         assert decode.choose(few, device) == pair
+        assert accumulate_kernel.choose(tile, device) == tiled
+        base = profit.Accumulated(128, (64,), 48, (16,), 0, torch.bfloat16, torch.float32)
+        assert "2.00x measured" in profit.accumulate_kernel(base, device)
+        masks = profit.Accumulated(128, (64, 32, 32), 64, (16,) * 3, 3, torch.bfloat16, torch.bfloat16)
+        assert "2.50x measured" in profit.accumulate_kernel(masks, device)
     finally:
         tables.load.cache_clear()
 

@@ -43,6 +43,10 @@ OPERATIONS: dict[str, Callable[[], tuple[tuple[Any, ...], int]]] = {
     "dot_interaction_gradient": lambda: (
         (torch.randn(5, 27), torch.randn(5, 7, 8), 6, False, False, []), 0,
     ),
+    "lora_accumulate": lambda: (
+        (leaf(5, 6), [leaf(5, 3), leaf(5, 2)], [leaf(3, 6), leaf(2, 6)], [0.5, 2.0],
+         [torch.arange(30).view(5, 6) % 3 > 0], [1], torch.float32), 3,
+    ),
     "lora_down": lambda: ((leaf(2, 5, 8), leaf(3, 8)), 2),
     "lora_linear": lambda: (
         (torch.randn(5, 8), [torch.randn(8, 6)], [torch.randn(6)], [0], [torch.randn(8, 3)],

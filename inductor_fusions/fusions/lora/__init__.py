@@ -10,7 +10,7 @@ on few rows, of which `decode` makes two. `inputs` is what is done before autogr
 from __future__ import annotations
 
 from ...fusion import Fusion
-from . import decode, inputs, lowering, split
+from . import accumulate_kernel, decode, inputs, lowering, split
 from .sites import candidates
 
 FUSION = Fusion(
@@ -26,3 +26,4 @@ INPUTS = inputs.FUSION
 lowering.register()
 decode.register()
 split.register()
+accumulate_kernel.register()

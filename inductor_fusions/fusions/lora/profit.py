@@ -55,6 +55,47 @@ class Shape:
         return f"{tokens} x ({inner} -> {outer}), rank {ranks}, {names}"
 
 
+@dataclass(frozen=True)
+class Accumulated:
+    """What a table knows a sum of adapters and what is in memory by.
+
+    Attributes:
+        tokens: rows of the sum; None where symbolic.
+        inner: K of each down-projection.
+        columns: of the sum.
+        ranks: of the adapters.
+        masks: how many of them pass one.
+        dtype, adapters: of the sum and of the adapters.
+    """
+
+    tokens: int | None
+    inner: tuple[int, ...]
+    columns: int
+    ranks: tuple[int, ...]
+    masks: int
+    dtype: torch.dtype
+    adapters: torch.dtype
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What a row of a table must agree in."""
+        return {
+            "inner": list(self.inner),
+            "columns": self.columns,
+            "ranks": list(self.ranks),
+            "masks": self.masks,
+            "dtype": tables.dtype_name(self.dtype),
+            "adapters": tables.dtype_name(self.adapters),
+        }
+
+    def __str__(self) -> str:
+        inner, ranks = (" + ".join(map(str, sizes)) for sizes in (self.inner, self.ranks))
+        tokens = "?" if self.tokens is None else self.tokens
+        masks = f", {self.masks} mask{'s' * (self.masks > 1)}" if self.masks else ""
+        names = f"{tables.dtype_name(self.dtype)}, adapters {tables.dtype_name(self.adapters)}"
+        return f"{tokens} x ({inner} -> {self.columns}), rank {ranks}{masks}, {names}"
+
+
 def kernel(shape: Shape, device: torch.device) -> str:
     """The kernels of linears with adapters, for the report.
 
@@ -63,6 +104,16 @@ def kernel(shape: Shape, device: torch.device) -> str:
     """
     text = f"narrow_mm and block_mm, {shape}"
     return f"{text}{_pays('lora', shape.key, shape.tokens, str(shape), device)}"
+
+
+def accumulate_kernel(shape: Accumulated, device: torch.device) -> str:
+    """The kernels of a sum of adapters and what is in memory, for the report.
+
+    Raises:
+        LeftToStock: no measurement says that they pay, and the policy asks for that.
+    """
+    text = f"narrow_mm and lora_accumulate, {shape}"
+    return f"{text}{_pays('lora_sums', shape.key, shape.tokens, str(shape), device)}"
 
 
 def narrow_kernel(shape: narrow.Shape, device: torch.device) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..._inductor import known_true
 from ...operands import holds
 from ..block_mm.normal_form import (
     CASTS,
@@ -242,13 +243,58 @@ def times_tensor(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return None
 
 
+def masked(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
+    """What a node multiplies by a mask, the mask, and the factor that it has.
+
+    The mask is a bool tensor with as many elements as the node. A selection is no mask: it keeps out what is
+    no number, and 0 times it does not.
+    """
+    if node.target not in MUL or len(node.args) != 2 or node.kwargs or not is_floating(node):
+        return None
+    first, second = node.args
+    for x, by in ((first, second), (second, first)):
+        if isinstance(x, fx.Node) and isinstance(by, fx.Node) and _full(x, node):
+            mask = _mask(by)
+            if mask is not None and same_sizes(value(by).shape, value(node).shape):
+                return x, *mask
+    return None
+
+
+def _mask(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """The bool tensor of which a node is a number times zeros and ones, and that number."""
+    scale = 1.0
+    while (found := tensor(node)) is not None:
+        if found.dtype == torch.bool:
+            return node, scale
+        if node.op != "call_function" or not node.args:
+            return None
+        step = scaled(node) or _scaled_bool(node)
+        if step is None and node.target not in RESHAPES and node.target not in CASTS:
+            return None
+        by: Any = step[1] if step is not None else 1.0
+        inner: Any = step[0] if step is not None else node.args[0]
+        node, scale = inner, scale * by
+    return None
+
+
+def _scaled_bool(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """The bool tensor that a node multiplies by a number, and that number."""
+    if node.target not in MUL or len(node.args) != 2 or node.kwargs:
+        return None
+    x, by = node.args
+    found = tensor(x)
+    if not isinstance(x, fx.Node) or found is None or found.dtype != torch.bool or not is_factor(by):
+        return None
+    return x, float(by)
+
+
 def linears(graph: fx.Graph) -> list[Linear]:
     """Every sum with an adapter in it, in the order of the graph; and every adapter that is in none."""
     found: list[Linear] = []
     taken: set[fx.Node] = set()
     problems: dict[fx.Node, str] = {}
     for node in reversed(list(graph.nodes)):
-        if node not in taken and _is_sum(node):
+        if node not in taken and is_sum(node):
             read = _Reader(node).read()
             if read.problem:  # perhaps what it adds is a linear
                 # Of sums around each other, the reason of the innermost one with a base.
@@ -260,7 +306,7 @@ def linears(graph: fx.Graph) -> list[Linear]:
     inside = {a.up.node for linear in found for a in linear.adapters}
     for node in graph.nodes:
         up = product(node)
-        if up is not None and node not in inside and adapter(_of_padded_rank(up)) is not None:
+        if up is not None and node not in inside and adapter_of(up) is not None:
             found.append(Linear(node, problem=problems.get(node) or alone(node)))
     order = {node: i for i, node in enumerate(graph.nodes)}
     return sorted(found, key=lambda linear: order[linear.root])
@@ -277,14 +323,14 @@ def summands(node: fx.Node) -> list[tuple[Any, float]]:
     return [(node.args[0], 1.0), (node.args[1], sign * float(alpha))]
 
 
-def _added_matrix(found: Product | None) -> fx.Node | None:
+def added_matrix(found: Product | None) -> fx.Node | None:
     """The matrix that an addmm adds to its product."""
     bias = found.bias if found is not None else None
     return bias if bias is not None and value(bias).dim() == 2 else None
 
 
-def _is_sum(node: fx.Node) -> bool:
-    return bool(summands(node)) or _added_matrix(product(node)) is not None
+def is_sum(node: fx.Node) -> bool:
+    return bool(summands(node)) or added_matrix(product(node)) is not None
 
 
 def _is_around(read: Linear, top: fx.Node) -> bool:
@@ -293,7 +339,7 @@ def _is_around(read: Linear, top: fx.Node) -> bool:
     for node in arguments if read.rest is not None else ():
         while isinstance(node, fx.Node) and len(node.users) == 1 and node.target in (*RESHAPES, *CASTS):
             node = node.args[0]
-        if not isinstance(node, fx.Node) or len(node.users) != 1 or not _is_sum(node):
+        if not isinstance(node, fx.Node) or len(node.users) != 1 or not is_sum(node):
             continue
         inner = _Reader(node).read()
         whole = (len(read.adapters), len(read.bases), "")
@@ -306,7 +352,7 @@ class _Reader:
     """Reads a tree of additions and subtractions."""
 
     def __init__(self, top: fx.Node) -> None:
-        self.linear = Linear(_cast_behind(top))
+        self.linear = Linear(cast_behind(top))
         self.top = top
 
     def read(self) -> Linear:
@@ -365,12 +411,12 @@ class _Reader:
 
     def _product(self, found: Product, scale: float, factor: fx.Node | None) -> None:
         linear, bias = self.linear, found.bias
-        read = adapter(_of_padded_rank(replace(found, bias=None)))
+        read = adapter_of(replace(found, bias=None))
         if read is None and factor is not None:
             return self._rest(found.node, scale, factor)
         if read is not None and read.factor is not None:
             self._one_tensor(factor)
-        matrix = _added_matrix(found)
+        matrix = added_matrix(found)
         taken = any(base.bias is not None for base in linear.bases)
         if matrix is not None and (read is not None or _is_term(matrix)):
             if found.node is not self.top:
@@ -452,7 +498,9 @@ def alone(up: fx.Node) -> str:
                 if any(reader.dtype == torch.bool for reader in _sources(by)):
                     return "the gradient of the adapter passes a dropout of its own"
                 return "the adapter is multiplied by a tensor before it is added (DoRA)"
-        elif summands(user) or _added_matrix(product(user)) is node:
+        elif user.target is aten.where.self:
+            return "the adapter passes a selection, which keeps out what is no number"
+        elif summands(user) or added_matrix(product(user)) is node:
             return NO_PRODUCT
         elif user.target not in RESHAPES and user.target not in CASTS and scaled(user) is None:
             return "nothing is added to the adapter"
@@ -469,7 +517,12 @@ def _sources(node: Any, depth: int = 4) -> Iterator[torch.Tensor]:
                 yield from _sources(other, depth - 1)
 
 
-def _cast_behind(top: fx.Node) -> fx.Node:
+def adapter_of(up: Product) -> Adapter | None:
+    """As `adapter`, also where Inductor has padded the rank."""
+    return adapter(_of_padded_rank(up))
+
+
+def cast_behind(top: fx.Node) -> fx.Node:
     """The narrowing cast that is all that reads a sum, or the sum."""
     node = top
     while len(node.users) == 1:
@@ -499,3 +552,13 @@ def _is_number(node: fx.Node) -> bool:
     """Whether a node is a tensor of one element, without dims."""
     found = tensor(node)
     return found is not None and found.dim() == 0 and found.is_floating_point()
+
+
+def is_row_major(found: torch.Tensor) -> bool:
+    """Whether a tensor is row-major, without gaps."""
+    wanted: Any = 1
+    for length, stride in zip(reversed(found.shape), reversed(found.stride()), strict=True):
+        if not known_true(length == 1) and not known_true(stride == wanted):
+            return False
+        wanted = wanted * length
+    return True

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..._inductor import known_true
 from ...fusion import Candidate, LeftToStock, Rejected
 from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
 from ..block_mm.normal_form import Product, same_sizes, value
 from ..block_mm.placement import Order, Place
-from . import gather, gradients, profit, unread
+from . import accumulate_sites, downs, gather, gradients, profit, unread
 from .emitter import Emitter
-from .groups import by_width, current, grouped, is_whole, result_dtypes, shape_of
+from .groups import current, grouped, is_whole, result_dtypes, shape_of
 from .op import ROUNDED
-from .recognise import Adapter, Linear, Source, linears, source, unrounded
+from .recognise import Adapter, Linear, is_row_major, linears, source, unrounded
 
 aten = torch.ops.aten
 
@@ -35,32 +33,21 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
         graph.erase_node(mark)
     yield from unread.candidates(graph)
     found = linears(graph)
-    narrows = gradients.read(graph, {a.down.node for linear in found for a in linear.adapters})
+    sums = accumulate_sites.sums(graph, found)
+    found = accumulate_sites.without(found, sums)
+    down = {a.down.node for linear in found for a in linear.adapters} | accumulate_sites.downs_of(sums)
+    narrows = gradients.read(graph, down)
     replaced: dict[fx.Node, fx.Node] = {}
     for group in grouped(graph, found):
         while group:
             candidate = Adapted(graph, [current(linear, replaced) for linear in group], replaced)
             yield candidate
             group = candidate.left_over
+    yield from accumulate_sites.candidates(graph, sums)
     present = set(graph.nodes)
     yield from gradients.candidates(graph, [n for n in narrows if n.node in present])
     yield from gradients.candidates(graph, gradients.made_before(graph))
     gather.gather(graph)
-
-
-@dataclass
-class _Down:
-    """One narrow product to emit.
-
-    Attributes:
-        members: the down-projections of one input.
-        origin: what they read.
-        place: where it goes.
-    """
-
-    members: list[Product]
-    origin: Source
-    place: Place
 
 
 class Adapted(Candidate):
@@ -79,7 +66,7 @@ class Adapted(Candidate):
         self.graph, self.group, self.replaced = graph, list(group), replaced
         self.anchor = group[0].root
         self.left_over: list[Linear] = []
-        self.downs: list[_Down] = []
+        self.downs: list[downs.Down] = []
         self.place: Place | None = None
         self.whole = False
         self.kernel = ""
@@ -130,7 +117,7 @@ class Adapted(Candidate):
         for a in (a for linear in group for a in linear.adapters):
             self._check_adapter(a, value(group[0].bases[0].a))
         self.whole = is_whole(group)
-        self.downs = [] if self.whole else self._narrow(group)
+        self.downs = [] if self.whole else downs.find(self.graph, _downs_of(group))
         self.place = self._place(group)
         self.kernel = profit.kernel(shape_of(group), value(self.anchor).device)
 
@@ -141,7 +128,7 @@ class Adapted(Candidate):
                 raise Rejected("terms of different shapes")
         if linear.adapters and str(value(root).shape[-1]) != str(first.shape[1]):
             raise Rejected("the sum has other columns than its terms")
-        if not _is_row_major(value(root)):
+        if not is_row_major(value(root)):
             raise Rejected("the result is not row-major")
         guards.check_result(root, linear.bases[0].node)
         if linear.rest is not None and not all(isinstance(size, int) for size in first.shape):
@@ -162,31 +149,6 @@ class Adapted(Candidate):
             raise Rejected("an adapter whose elements are not next to each other in either direction")
         if 1 not in value(a.down.a).stride():
             raise Rejected("an input whose elements are not next to each other in either direction")
-
-    def _narrow(self, group: list[Linear]) -> list[_Down]:
-        """The narrow products in front: one for each input, as far as one place does for several."""
-        order = Order(self.graph)
-        downs = list({a.down.node: a.down for linear in group for a in linear.adapters}.values())
-        by_input: dict[Any, list[Product]] = {}
-        for down in downs:
-            origin = source(down.a)
-            views = tuple(str(view.args[1:]) for view in origin.views)
-            key = (origin.base, views, origin.scale, value(down.b).dtype)
-            by_input.setdefault(key, []).append(down)
-        found = []
-        for members in by_input.values():
-            for some in by_width(members):
-                try:
-                    found.append(self._down(order, some))
-                except Rejected:
-                    found += [self._down(order, [one]) for one in some]
-        return found
-
-    def _down(self, order: Order, members: list[Product]) -> _Down:
-        origin = source(members[0].a)
-        # The place of what is read: the views in between are made anew.
-        reading = [replace(p, a=origin.base) for p in members]
-        return _Down(members, origin, order.find(reading, origin.sizes))
 
     def _place(self, group: list[Linear]) -> Place:
         order = Order(self.graph)
@@ -225,25 +187,21 @@ class Adapted(Candidate):
     def rewrite(self) -> str:
         assert self.place is not None
         # Views move on the way, also those that places are named by.
-        *places, place = [self._marked(p) for p in (*(down.place for down in self.downs), self.place)]
+        wanted = (*(down.place for down in self.downs), self.place)
+        *places, place = [downs.marked(self.graph, p) for p in wanted]
         kernel = self._emit(place, [replace(d, place=p) for d, p in zip(self.downs, places, strict=True)])
         for used in (place, *places):
             self.graph.erase_node(used.before)
         return kernel
 
-    def _marked(self, place: Place) -> Place:
-        """The same place, named by a node of its own."""
-        with self.graph.inserting_before(place.before):
-            return replace(place, before=self.graph.call_function(operator.pos, (0,)))
-
-    def _emit(self, place: Place, downs: list[_Down]) -> str:
+    def _emit(self, place: Place, narrow: list[downs.Down]) -> str:
         made = Emitter(self.graph, place.before, self.anchor)
         if self.whole:
             return self._rewrite_whole(made, place)
         ups: dict[fx.Node, tuple[fx.Node, fx.Node | None]] = {}
         finish: list[Callable[[], None]] = []
         moved: set[fx.Node] = set()
-        for down in downs:
+        for down in narrow:
             ups.update(self._emit_down(down, moved, finish))
         place = place.without(moved).hoist()
         groups = [self._products(linear, made, ups) for linear in self.group]
@@ -294,30 +252,19 @@ class Adapted(Candidate):
         return self.kernel.replace("narrow_mm and block_mm", "lora_linear")
 
     def _emit_down(
-        self, down: _Down, moved: set[fx.Node], finish: list[Callable[[], None]]
+        self, down: downs.Down, moved: set[fx.Node], finish: list[Callable[[], None]]
     ) -> dict[fx.Node, tuple[fx.Node, fx.Node | None]]:
         """Adds one narrow product; returns its results by down-projection: as they are, and as the block
         GEMM reads them, with the factor of the adapter, where that differs."""
-        graph, place = self.graph, down.place
-        views = {*place.hoisted, *place.sunk}
-        place = place.without(moved).hoist()
-        make = Emitter(graph, place.before, down.members[0].node)
-        right = [p.b for p in down.members]
-        x = make.replay(down.origin)
         dtype = value(self.group[0].bases[0].a).dtype
         scales = {a.down.node: a.scale for linear in self.group for a in linear.adapters}
-        further = [self._form(p, scales[p.node], value(x).dtype, dtype) for p in down.members]
-        factors = [down.origin.scale * p.scale for p in down.members]
-        outputs = make.narrow(x, right, factors, further, False)
-        place.sink()
-        moved.update(views)
-        read = {}
-        forms = iter(outputs[len(right) :])
-        for p, output, factor in zip(down.members, outputs, further, strict=False):
-            read[p.node] = output, next(forms) if factor else None
-            self.factors[p.node] = factor
-            finish.append(self._replacing(p.node, output))
-        return read
+        made = downs.insert(
+            self.graph, down, moved, lambda p, x: self._form(p, scales[p.node], value(x).dtype, dtype)
+        )
+        for node, one in made.items():
+            self.factors[node] = one.further
+            finish.append(self._replacing(node, one.output))
+        return {node: (one.output, one.form) for node, one in made.items()}
 
     def _form(self, down: Product, scale: float, read: torch.dtype, base: torch.dtype) -> float:
         """The factor of the further form of a down-projection, or 0 where the block GEMM reads it as it is.
@@ -335,8 +282,7 @@ class Adapted(Candidate):
     def _replacing(self, old: fx.Node, new: fx.Node) -> Callable[[], None]:
         def step() -> None:
             self.replaced[old] = new
-            if not getattr(old, "_erased", False):
-                emit.replace(self.graph, old, new)
+            downs.replace_one(self.graph, old, new)
 
         return step
 
@@ -367,11 +313,5 @@ class Adapted(Candidate):
         return found
 
 
-def _is_row_major(found: torch.Tensor) -> bool:
-    """Whether a tensor is row-major, without gaps."""
-    wanted: Any = 1
-    for length, stride in zip(reversed(found.shape), reversed(found.stride()), strict=True):
-        if not known_true(length == 1) and not known_true(stride == wanted):
-            return False
-        wanted = wanted * length
-    return True
+def _downs_of(group: Sequence[Linear]) -> Iterator[Product]:
+    return (a.down for linear in group for a in linear.adapters)

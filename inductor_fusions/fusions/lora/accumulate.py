@@ -1,0 +1,162 @@
+"""`inductor_fusions::lora_accumulate`: adapters added to what is in memory.
+
+    out = base + sum over i of scale_i * kept_i * (a_i @ b_i)
+
+where the base is no product of a kernel of ours: that of a quantised weight, or gradients of inputs whose
+adapters have a dropout each. `kept_i` is the mask of the dropout, or nothing. The sum is rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+
+@torch.library.custom_op("inductor_fusions::lora_accumulate", mutates_args=())
+def _accumulate(
+    base: Tensor,
+    a: list[Tensor],
+    b: list[Tensor],
+    scales: list[float],
+    kept: list[Tensor],
+    kept_products: list[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """See `composite`."""
+    check(base, a, b, scales, kept, kept_products)
+    return composite(base, a, b, scales, kept, kept_products, dtype)
+
+
+#: What graphs call.
+LORA_ACCUMULATE: Any = torch.ops.inductor_fusions.lora_accumulate.default
+
+
+def check(
+    base: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scales: Sequence[float],
+    kept: Sequence[Tensor],
+    kept_products: Sequence[int],
+) -> None:
+    """Refuse arguments that do not fit together.
+
+    Raises:
+        ValueError: says which.
+    """
+    if base.dim() != 2 or not base.is_floating_point():
+        raise ValueError("base of lora_accumulate is a matrix of floating dtype")
+    if not a or not (len(a) == len(b) == len(scales)):
+        raise ValueError("lora_accumulate needs a product, and an a, a b and a scale for each")
+    if any(x.dim() != 2 for x in (*a, *b)):
+        raise ValueError("the operands a and b of lora_accumulate are matrices")
+    if len({x.dtype for x in (*a, *b)}) > 1 or not a[0].is_floating_point():
+        raise ValueError("the operands a and b of lora_accumulate have one floating dtype")
+    for left, right in zip(a, b, strict=True):
+        torch._check(left.shape[1] == right.shape[0], lambda: "inner sizes of a and b differ")
+        torch._check(left.shape[0] == base.shape[0], lambda: "a has other rows than base")
+        torch._check(right.shape[1] == base.shape[1], lambda: "b has other columns than base")
+    if len(kept) != len(kept_products) or len(set(kept_products)) != len(kept_products):
+        raise ValueError("kept_products of lora_accumulate names one product for each mask")
+    if any(not 0 <= p < len(a) for p in kept_products):
+        raise ValueError("kept_products of lora_accumulate names a product that there is not")
+    for mask in kept:
+        if mask.dim() != 2 or mask.dtype != torch.bool:
+            raise ValueError("kept of lora_accumulate are matrices of bool")
+        torch._check(mask.shape[0] == base.shape[0], lambda: "a mask in kept has other rows than base")
+        torch._check(mask.shape[1] == base.shape[1], lambda: "a mask in kept has other columns than base")
+
+
+def composite(
+    base: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scales: Sequence[float],
+    kept: Sequence[Tensor],
+    kept_products: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """The same by the operations of torch.
+
+    Args:
+        base: shape (M, N), any strides.
+        a: shape (M, K_i) each, all of one dtype with b.
+        b: shape (K_i, N) each.
+        scales: factor of each product.
+        kept: bool, shape (M, N) each: multiplies a product as 0 and 1, so that 0 times NaN is NaN.
+        kept_products: which product each of them belongs to.
+        dtype: of the result.
+
+    Returns:
+        The sum, shape (M, N), row-major, computed in float32 (float64 where an operand is).
+    """
+    wide = _wide(base, a[0])
+    masks = dict(zip(kept_products, kept, strict=True))
+    total = base.to(wide)
+    for i, (left, right, scale) in enumerate(zip(a, b, scales, strict=True)):
+        part = left.to(wide) @ right.to(wide)
+        if i in masks:
+            part = part * masks[i]
+        total = total + part * scale
+    found = total.to(dtype).contiguous()
+    return found.clone() if found is base else found
+
+
+def _wide(*tensors: Tensor) -> torch.dtype:
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+@_accumulate.register_fake
+def _fake(
+    base: Tensor,
+    a: list[Tensor],
+    b: list[Tensor],
+    scales: list[float],
+    kept: list[Tensor],
+    kept_products: list[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    check(base, a, b, scales, kept, kept_products)
+    return base.new_empty((base.shape[0], base.shape[1]), dtype=dtype)
+
+
+# -- gradient -------------------------------------------------------------------------------------
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    base, a, b, ctx.scales, kept, ctx.kept_products, _ = inputs
+    ctx.products, ctx.base = len(a), base.dtype
+    ctx.save_for_backward(*a, *b, *kept)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    count = ctx.products
+    saved = ctx.saved_tensors
+    a, b, kept = saved[:count], saved[count : 2 * count], saved[2 * count :]
+    masks = dict(zip(ctx.kept_products, kept, strict=True))
+    da: list[Tensor] = []
+    db: list[Tensor] = []
+    for i, (left, right, scale) in enumerate(zip(a, b, ctx.scales, strict=True)):
+        wide = _wide(dy, left)
+        through = dy.to(wide) * scale
+        if i in masks:
+            through = through * masks[i]
+        da.append((through @ right.to(wide).t()).to(left.dtype))
+        db.append((left.to(wide).t() @ through).to(right.dtype))
+    return dy.to(ctx.base), da, db, None, [None] * len(kept), None, None
+
+
+_accumulate.register_autograd(_backward, setup_context=_setup)
+
+
+# -- FLOPs ----------------------------------------------------------------------------------------
+
+
+@register_flop_formula(torch.ops.inductor_fusions.lora_accumulate)
+def flops(base_shape: Any, a_shapes: Any, *args: Any, **kwargs: Any) -> int:
+    """Two for each multiplication and addition of the products."""
+    return sum(2 * base_shape[0] * base_shape[1] * left[1] for left in a_shapes)

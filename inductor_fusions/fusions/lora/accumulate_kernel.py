@@ -1,0 +1,242 @@
+"""`inductor_fusions::lora_accumulate` in Inductor: one kernel that takes the time of reading and writing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ... import _inductor, tables
+from ...fusion import Rejected
+from ...lowering import kernel_or
+from ...operands import known_size
+from ..block_mm.lowering import check_factors, scaled_product
+from . import lowering
+from .accumulate import LORA_ACCUMULATE
+from .elements import render
+from .narrow import padded
+
+aten = torch.ops.aten
+
+#: The largest K of a product: a rank of 128 in halves.
+MOST_INNER = 3 * 128
+#: The products that one kernel takes at most: its code grows with them.
+MOST_PRODUCTS = 8
+#: Columns of a and rows of b in one step: of so many all of K is one step.
+STEP = 64
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of the sum.
+
+    Attributes:
+        rows: M; None where it is symbolic.
+        columns: N.
+        inner: K of each product.
+        masks: how many of them have a mask.
+        dtype: of the base.
+        narrow: of the operands of the products.
+    """
+
+    rows: int | None
+    columns: int
+    inner: tuple[int, ...]
+    masks: int
+    dtype: torch.dtype
+    narrow: torch.dtype
+
+
+@dataclass(frozen=True)
+class Config:
+    """One configuration of the template.
+
+    Attributes:
+        block_m, block_n: the tile of the result.
+        num_warps: as Triton has it.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As tables have it."""
+        return asdict(self)
+
+
+def elements(shape: Shape) -> int:
+    """The most elements of a tile that a thread can have in its registers, with what is under way."""
+    if shape.narrow == torch.float32 or shape.masks > 3:
+        return 16
+    return 32 if shape.masks else 64
+
+
+def default(shape: Shape) -> Config:
+    """A configuration that fits every device; it is not tuned."""
+    rows = 512 if shape.rows is None else shape.rows
+    if shape.narrow == torch.float32:
+        # A product is three, and the parts of both sides are in registers.
+        return Config(16 if rows <= 16 else 32, 64, 4)
+    # Small tiles: of several thread blocks on a multiprocessor some read while others write.
+    return Config(16, 128, 4) if rows <= 16 else Config(32, 128, 8)
+
+
+def candidates(shape: Shape) -> list[Config]:
+    """Configurations worth measuring."""
+    found = [default(shape)]
+    rows = 512 if shape.rows is None else shape.rows
+    most, step = elements(shape), min(STEP, padded(max(shape.inner)))
+    for block_m in (16, 32, 64, 128):
+        for block_n in (64, 128, 256):
+            for warps in (4, 8):
+                each, of_b = (height * block_n // (32 * warps) for height in (block_m, step))
+                tall = block_m > 16 and block_m >= 2 * rows
+                if not tall and most // 4 <= each <= most and of_b <= (32 if shape.masks > 1 else 64):
+                    found.append(Config(block_m, block_n, warps))
+    return list(dict.fromkeys(found))
+
+
+def key(shape: Shape) -> dict[str, Any]:
+    """What a row of a table must agree in; its tokens are the rows."""
+    return {
+        "columns": shape.columns,
+        "inner": list(shape.inner),
+        "masks": shape.masks,
+        "dtype": tables.dtype_name(shape.dtype),
+        "narrow": tables.dtype_name(shape.narrow),
+    }
+
+
+def measured(shape: Shape, device: torch.device) -> Config | None:
+    """The configuration of the nearest number of tokens that the table of a device has; None without one."""
+    table = tables.load(tables.device_name(device))
+    if table is None or shape.rows is None:
+        return None
+    wanted = key(shape)
+    near = [
+        (abs(math.log2(row["tokens"] / shape.rows)), row["config"])
+        for row in table.get("lora_accumulate", [])
+        if row["config"] is not None and all(row[name] == value for name, value in wanted.items())
+    ]
+    distance, found = min(near, key=lambda item: item[0], default=(math.inf, None))
+    return Config(**found) if found is not None and distance <= 1 else None
+
+
+def choose(shape: Shape, device: torch.device) -> Config:
+    """The configuration for a shape: the table's where it has one."""
+    return measured(shape, device) or default(shape)
+
+
+# -- lowering -------------------------------------------------------------------------------------
+
+
+def register() -> None:
+    """Tell Inductor of the lowering, now or as soon as it is imported."""
+    _inductor.register_lowering_when_loaded(LORA_ACCUMULATE, lower)
+
+
+def lower(
+    base: Any,
+    a: Sequence[Any],
+    b: Sequence[Any],
+    scales: Sequence[float],
+    kept: Sequence[Any],
+    kept_products: Sequence[int],
+    dtype: torch.dtype,
+) -> Any:
+    """The result, as Inductor's value."""
+    masks = dict(zip(kept_products, kept, strict=True))
+    arguments = base, list(a), list(b), list(scales), masks, dtype
+    return kernel_or("lora_accumulate", lambda: _kernel(*arguments), lambda: _one_by_one(*arguments))
+
+
+def _kernel(
+    base: Any, a: list[Any], b: list[Any], scales: list[float], masks: dict[int, Any], dtype: torch.dtype
+) -> Any:
+    device = base.get_device()
+    lowering.check_device(device)
+    check_factors(scales)
+    if len(a) > MOST_PRODUCTS:
+        raise Rejected(f"more than {MOST_PRODUCTS} products")
+    if not {base.get_dtype(), a[0].get_dtype(), dtype} <= set(DTYPES):
+        raise Rejected("matrices of a dtype that the kernel does not take")
+    a, b = _inductor.realize(a), _inductor.realize(b)
+    inner = [_inductor.sizes(left)[1] for left in a]
+    rows, columns = _inductor.sizes(a[0])[0], _inductor.sizes(b[0])[1]
+    if not all(isinstance(k, int) and 0 < k <= MOST_INNER for k in inner) or not isinstance(columns, int):
+        raise Rejected("matrices that the kernel does not take")
+    shape = Shape(known_size(rows), columns, tuple(inner), len(masks), base.get_dtype(), a[0].get_dtype())
+    inputs: dict[str, Any] = {}
+    # What is computed in a loop is not stored for the kernel: the loop becomes the kernel's last step.
+    stored = _inductor.in_memory(base)
+    if stored:
+        (inputs["BASE"],) = _inductor.realize([base])
+    inputs |= {f"A{i}": left for i, left in enumerate(a)} | {f"B{i}": right for i, right in enumerate(b)}
+    for i, mask in masks.items():
+        (inputs[f"KEPT{i}"],) = _inductor.realize([mask])
+    found = _inductor.lower_to_template(
+        name="lora_accumulate",
+        inputs=list(inputs.items()),
+        shapes=[(rows, columns)],
+        dtype=dtype if stored else torch.float32,
+        device=device,
+        variants=[variant(choose(shape, device), shape, scales, sorted(masks), stored)],
+        stock=None,
+    )
+    if found is None:
+        raise Rejected("Inductor took no template")
+    if stored:
+        return found[0]
+    total = _inductor.call_lowering(aten.add.Tensor, found[0], _inductor.cast(base, torch.float32))
+    return _inductor.cast(total, dtype)
+
+
+def _one_by_one(
+    base: Any, a: list[Any], b: list[Any], scales: list[float], masks: dict[int, Any], dtype: torch.dtype
+) -> Any:
+    """The products as stock lowers them, each by itself."""
+    call = _inductor.call_lowering
+    wide = torch.float64 if torch.float64 in (base.get_dtype(), a[0].get_dtype()) else torch.float32
+    total = _inductor.cast(base, wide)
+    for i, (left, right, scale) in enumerate(zip(a, b, scales, strict=True)):
+        part = _inductor.cast(scaled_product(left, right, scale), wide)
+        if i in masks:
+            part = call(aten.mul.Tensor, part, _inductor.cast(masks[i], wide))
+        total = call(aten.add.Tensor, total, part)
+    return _inductor.cast(total, dtype)
+
+
+def variant(
+    config: Config, shape: Shape, scales: Sequence[float], masks: Sequence[int], stored: bool = True
+) -> _inductor.Variant:
+    """The template for one configuration.
+
+    Args:
+        config: the configuration.
+        shape: the sizes.
+        scales: factor of each product.
+        masks: the products that have one.
+        stored: whether the kernel reads the base; else it is added behind it.
+    """
+    products = [
+        {
+            "index": i, "a": f"A{i}", "b": f"B{i}", "kept": f"KEPT{i}" if i in masks else "",
+            "size": k, "block": min(STEP, padded(k)), "scale": scale,
+        }
+        for i, (k, scale) in enumerate(zip(shape.inner, scales, strict=True))
+    ]  # fmt: skip
+    count = range(len(products))
+    names = [*(["BASE"] if stored else []), *(f"A{i}" for i in count), *(f"B{i}" for i in count)]
+    text = render(
+        "accumulate.py.jinja",
+        names=[*names, *(f"KEPT{i}" for i in masks)],
+        products=products,
+        base=stored,
+    )
+    meta = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "ACC_TYPE": "tl.float32"}
+    return _inductor.Variant(text, meta, config.num_warps, num_stages=1, outputs=())

@@ -1,0 +1,118 @@
+"""Down-projections of adapters as narrow products: those of one input together."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from ..._inductor import was_erased
+from ...fusion import Rejected
+from ..block_mm import emit
+from ..block_mm.normal_form import Product, value
+from ..block_mm.placement import Order, Place
+from .emitter import Emitter
+from .groups import by_width
+from .recognise import Source, source
+
+
+@dataclass(frozen=True)
+class Down:
+    """One narrow product to emit.
+
+    Attributes:
+        members: the down-projections of one input.
+        origin: what they read.
+        place: where it goes.
+    """
+
+    members: list[Product]
+    origin: Source
+    place: Place
+
+
+@dataclass(frozen=True)
+class Made:
+    """The results of one down-projection.
+
+    Attributes:
+        output: shape (M, r), in the dtype of A.
+        form: the further form, or None where none was asked for.
+        further: the factor of the further form.
+    """
+
+    output: fx.Node
+    form: fx.Node | None
+    further: float
+
+
+def find(graph: fx.Graph, downs: Iterable[Product]) -> list[Down]:
+    """The narrow products of down-projections: one for each input, as far as one place does for several.
+
+    Raises:
+        Rejected: there is no place for one.
+    """
+    order = Order(graph)
+    by_input: dict[Any, list[Product]] = {}
+    for down in {down.node: down for down in downs}.values():
+        origin = source(down.a)
+        views = tuple(str(view.args[1:]) for view in origin.views)
+        key = (origin.base, views, origin.scale, value(down.b).dtype)
+        by_input.setdefault(key, []).append(down)
+    found = []
+    for members in by_input.values():
+        for some in by_width(members):
+            try:
+                found.append(_down(order, some))
+            except Rejected:
+                found += [_down(order, [one]) for one in some]
+    return found
+
+
+def _down(order: Order, members: list[Product]) -> Down:
+    origin = source(members[0].a)
+    # The place of what is read: the views in between are made anew.
+    reading = [replace(p, a=origin.base) for p in members]
+    return Down(members, origin, order.find(reading, origin.sizes))
+
+
+def marked(graph: fx.Graph, place: Place) -> Place:
+    """The same place, named by a node of its own: views that places are named by move on the way."""
+    with graph.inserting_before(place.before):
+        return replace(place, before=graph.call_function(operator.pos, (0,)))
+
+
+def insert(
+    graph: fx.Graph, down: Down, moved: set[fx.Node], further: Callable[[Product, fx.Node], float]
+) -> dict[fx.Node, Made]:
+    """Add one narrow product to a graph: its results by down-projection.
+
+    Args:
+        graph: the graph.
+        down: what to add.
+        moved: views that other places have moved; those of this one are added.
+        further: the factor of the further form of a down-projection of a matrix, or 0.
+    """
+    views = {*down.place.hoisted, *down.place.sunk}
+    place = down.place.without(moved).hoist()
+    make = Emitter(graph, place.before, down.members[0].node)
+    right = [p.b for p in down.members]
+    x = make.replay(down.origin)
+    factors = [further(p, x) for p in down.members]
+    outputs = make.narrow(x, right, [down.origin.scale * p.scale for p in down.members], factors, False)
+    place.sink()
+    moved.update(views)
+    forms = iter(outputs[len(right) :])
+    return {
+        p.node: Made(output, next(forms) if factor else None, factor)
+        for p, output, factor in zip(down.members, outputs, factors, strict=False)
+    }
+
+
+def replace_one(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
+    """Let a narrow product stand for a down-projection that others read as well."""
+    if not was_erased(old):
+        emit.replace(graph, old, new)

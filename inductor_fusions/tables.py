@@ -247,6 +247,11 @@ def nearest(
     return Verdict(section, note=f", {gain:.2f}x measured", measured=True), row
 
 
+def agrees(row: Mapping[str, Any], key: Mapping[str, Any]) -> bool:
+    """Whether a row is one of a problem: what it says nothing of is 0 there."""
+    return all(row.get(name, 0) == wanted for name, wanted in key.items())
+
+
 def bracket(rows: Sequence[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
     """The rows next to a number of tokens, below and above; none where one is missing or far away."""
     below = [row for row in rows if row["tokens"] <= tokens]

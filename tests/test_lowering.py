@@ -101,7 +101,7 @@ def test_template_that_raises(
 
 
 def narrow_mm(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return NARROW_MM(x, [16 * a], [0.001], [0.0], False)[0]
+    return NARROW_MM(x, [16 * a], [0.001], [0.0], False, [])[0]
 
 
 def block_mm(x: Any, w: Any, a: Any, b: Any) -> Any:

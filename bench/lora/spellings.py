@@ -124,7 +124,7 @@ def narrow_gradient(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) ->
 
     large, *small = x
     count = len(small)
-    found: Tensors = NARROW_MM(large.t(), small, [SCALE] * count, [0.0] * count, False)
+    found: Tensors = NARROW_MM(large.t(), small, [SCALE] * count, [0.0] * count, False, [])
     return found
 
 

@@ -65,7 +65,7 @@ def write_table(path: Path, rows: Sequence[Json]) -> None:
     data = json.loads(path.read_text())
 
     def same(row: Json) -> str:
-        return json.dumps({**row, "gain": 0, "config": None}, sort_keys=True)
+        return json.dumps({"masks": 0, **row, "gain": 0, "config": None}, sort_keys=True)
 
     for name, new in sections(rows).items():
         merged = {same(row): row for row in (*data.pop(name, []), *new)}

@@ -49,6 +49,16 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             callback()
 
 
+def draws_as_eager() -> bool:
+    """Whether random numbers in compiled code are those of eager mode: dropouts are then not decomposed."""
+    return bool(inductor_config().fallback_random)
+
+
+def rounds_inside_of_loops() -> bool:
+    """Whether what a loop computes is rounded to the dtypes of the graph between two of its operations."""
+    return bool(inductor_config().emulate_precision_casts)
+
+
 def inductor_loaded() -> bool:
     """Whether Inductor's config is imported."""
     return "torch._inductor.config" in sys.modules

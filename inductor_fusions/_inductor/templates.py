@@ -24,6 +24,11 @@ def captures_graphs() -> bool:
     return bool(inductor_config().triton.cudagraphs)
 
 
+def interprets_triton() -> bool:
+    """Whether kernels of Triton run in its interpreter, which has no inline assembly."""
+    return bool(importlib.import_module("triton").knobs.runtime.interpret)
+
+
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """One configuration of a kernel template.

@@ -79,7 +79,7 @@ class GatedPair(Candidate):
                 "the linears are used elsewhere as well: a backward needs them",
                 "in training, the two linears become one operation (see qkv)",
             )
-        self.sizes = emit.sizes_of(self.anchor, inside)
+        self.sizes = emit.sizes_of(self.anchor, gate.node, inside)
         Order(self.graph).check_memory(self.pair, self.place, [self.anchor])
         self.kernel = guards.kernel([[gate], [up]], True, self.name)
 

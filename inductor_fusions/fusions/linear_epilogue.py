@@ -24,7 +24,6 @@ from .block_mm.normal_form import (
     product,
     products,
     readers,
-    same_sizes,
     tensor,
     value,
 )
@@ -143,9 +142,7 @@ class Activated(LinearEpilogue):
     def guard(self) -> None:
         guards.check_products([self.product])
         guards.check_result(self.root, self.anchor)
-        self.sizes = list(value(self.anchor).shape)
-        if not same_sizes(value(self.root).shape, self.sizes):
-            self.sizes = emit.sizes_of(self.root, between(self.root, {self.anchor}))
+        self.sizes = emit.sizes_of(self.root, self.anchor, between(self.root, {self.anchor}))
         self.kernel = guards.kernel([[self.product]], activation=self.name)
 
     def rewrite(self) -> str:

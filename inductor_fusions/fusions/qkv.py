@@ -138,7 +138,7 @@ class SumOfProducts(Candidate):
             raise Rejected("the sum has other columns than its terms")
         if self.sum.rest is not None and any(not isinstance(size, int) for size in first):
             raise Rejected("a sum of symbolic size that has a term which is no product")
-        self.sizes = emit.sizes_of(root, self.sum.inner)
+        self.sizes = emit.sizes_of(root, terms[0].node, self.sum.inner)
         order = Order(self.graph)
         # As early as can be: the operands of a sum are larger than the sum, as a rule.
         operands = [x for p in terms for x in (p.a, p.b)]

@@ -212,11 +212,11 @@ def test_products_of_summands() -> None:
     """The operation takes summands in the place of a matrix."""
     x, b = torch.randn(80, 64).to(BF16), torch.randn(16, 64)
     (stack,) = LORA_SPLIT([b], [3], [0], [0], BF16)
-    arguments = x, [stack.permute(0, 2, 1)], [0.5], [2.0], False
-    for y, z in zip(NARROW_MM(*arguments), NARROW_MM(x, [b.t()], [0.5], [2.0], False), strict=True):
+    arguments = x, [stack.permute(0, 2, 1)], [0.5], [2.0], False, []
+    for y, z in zip(NARROW_MM(*arguments), NARROW_MM(x, [b.t()], [0.5], [2.0], False, []), strict=True):
         assert torch.equal(y, z)
     torch.library.opcheck(NARROW_MM, arguments, test_utils=("test_schema", "test_faketensor"))
     with pytest.raises(ValueError, match="summands all alike"):
-        NARROW_MM(x, [stack.permute(0, 2, 1), b.t()], [0.5] * 2, [0.0] * 2, False)
+        NARROW_MM(x, [stack.permute(0, 2, 1), b.t()], [0.5] * 2, [0.0] * 2, False, [])
     with pytest.raises(ValueError, match="dtype of x"):
-        NARROW_MM(x.half(), [stack.permute(0, 2, 1)], [0.5], [0.0], False)
+        NARROW_MM(x.half(), [stack.permute(0, 2, 1)], [0.5], [0.0], False, [])

@@ -153,9 +153,9 @@ def test_a_rounded_sum() -> None:
             torch.compile(Gated(), fullgraph=True)(rand(24, 64)).sum().backward()
         return found
 
-    mark = inputs.WidenedInput._mark
+    mark = inputs.AdapterInput._mark
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inputs.WidenedInput, "_mark", count)
+        patch.setattr(inputs.AdapterInput, "_mark", count)
         assert set(read(True)) == {torch.bfloat16}
     assert marks == 2
     assert (torch.float32 in read(False)) == _inductor.drops_narrow_casts()
@@ -296,8 +296,10 @@ def test_operations() -> None:
     """As torch checks them: fake kernels, gradients, tracing."""
     x, a, b = torch.randn(6, 8).requires_grad_(), torch.randn(8, 3).requires_grad_(), torch.randn(8, 2)
     utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(NARROW_MM, (x, [a, b], [0.5, 2.0], [False, False], False), test_utils=utils)
-    torch.library.opcheck(NARROW_MM, (x.detach(), [a.detach()], [1.0], [True], True), test_utils=utils[:3])
+    torch.library.opcheck(NARROW_MM, (x, [a, b], [0.5, 2.0], [False, False], False, []), test_utils=utils)
+    torch.library.opcheck(
+        NARROW_MM, (x.detach(), [a.detach()], [1.0], [True], True, []), test_utils=utils[:3]
+    )
 
     torch.library.opcheck(ROUNDED, (torch.randn(3, 4).t().requires_grad_(),))
     assert torch.autograd.gradcheck(ROUNDED, (torch.randn(5, dtype=torch.float64, requires_grad=True),))

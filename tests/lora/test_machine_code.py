@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,14 +15,17 @@ pytest.importorskip("triton")
 import torch._inductor.config
 
 from bench import cuda_codegen
-from inductor_fusions import config
+from inductor_fusions import _inductor, config
 from inductor_fusions.fusions.lora import accumulate_kernel, decode, gather, lowering, narrow
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
+from inductor_fusions.fusions.lora.drawn import DRAWN_MM
 from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
 from inductor_fusions.fusions.lora.split import LORA_SPLIT
 
 ARCHS = sorted(cuda_codegen.DEVICES)
 HALF, WHOLE = torch.bfloat16, torch.float32
+#: With which a dropout drops.
+CHANCES = [0.1, 0.2, 0.3]
 
 
 def narrow_code(shape: narrow.Shape, arch: int, chosen: Any = None, transposed: bool = False) -> Any:
@@ -31,15 +35,22 @@ def narrow_code(shape: narrow.Shape, arch: int, chosen: Any = None, transposed: 
     x = torch.empty((shape.inner, shape.rows) if turned else (shape.rows, shape.inner), dtype=shape.dtype)
     right = [torch.empty(r, shape.inner, dtype=shape.narrow).t() for r in shape.ranks]
     further = [0.0 if transposed else 2.0] * len(right)
+    kept = [torch.empty(x.shape, dtype=torch.bool) for _ in range(shape.masks)]
+    draws = chosen is not None and chosen.draws
 
-    def fn(x: Any, right: Any) -> Any:
-        return NARROW_MM(x, right, [0.5] * len(right), further, transposed)
+    def fn(x: Any, right: Any, kept: Any, seeds: Any) -> Any:
+        if draws:
+            numbers = list(range(len(right)))
+            return DRAWN_MM(x, right, [0.5] * len(right), further, seeds, numbers, CHANCES[: len(right)])
+        return NARROW_MM(x, right, [0.5] * len(right), further, transposed, kept)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         if chosen is not None:
             patch.setattr(lowering, "choose", lambda shape, device: chosen)
         with config.patch(policy="always", strict=True):
-            made = cuda_codegen.generate(fn, (x.t() if turned else x, right), run=False, arch=arch)
+            seeds = torch.zeros(4, dtype=torch.int64)
+            args = (x.t() if turned else x, right, [m.t() if turned else m for m in kept], seeds)
+            made = cuda_codegen.generate(fn, args, run=False, arch=arch)
     templates = [kernel for kernel in made.kernels if kernel.is_template]
     (kernel,) = [kernel for kernel in templates if "tl.dot(" in kernel.source]
     for beside in templates:
@@ -61,6 +72,15 @@ SHAPES = {
     "gradient": narrow.Shape(4096, 4096, (16,), "t", HALF, WHOLE),
     "gradient bf16": narrow.Shape(4096, 4096, (64,), "t", HALF, HALF),
     "gradient of float32": narrow.Shape(4096, 4096, (16,), "t", WHOLE, WHOLE),
+    "masked": narrow.Shape(4096, 4096, (16,), "n", HALF, WHOLE, masks=1),
+    "masked bf16": narrow.Shape(4096, 4096, (16,), "n", HALF, HALF, masks=1),
+    "masked bf16 r128": narrow.Shape(4096, 4096, (128,), "n", HALF, HALF, masks=1),
+    "masked qkv": narrow.Shape(4096, 4096, (16, 16, 16), "n", HALF, WHOLE, masks=3),
+    "masked qkv bf16": narrow.Shape(4096, 4096, (16, 16, 16), "n", HALF, HALF, masks=3),
+    "masked float32": narrow.Shape(4096, 4096, (16,), "n", WHOLE, WHOLE, masks=1),
+    "masked gradient": narrow.Shape(4096, 4096, (16,), "t", HALF, WHOLE, masks=1),
+    "masked gradients": narrow.Shape(4096, 4096, (16, 16, 16), "t", HALF, WHOLE, masks=3),
+    "masked gradient bf16": narrow.Shape(4096, 4096, (64,), "t", HALF, HALF, masks=1),
     "gradients of float32": narrow.Shape(4096, 4096, (64, 64), "t", WHOLE, WHOLE),
 }
 
@@ -70,6 +90,29 @@ SHAPES = {
 def test_narrow(name: str, arch: int) -> None:
     found = narrow_code(SHAPES[name], arch, transposed="gradient" in name)
     assert found.fits and found.uses_mma, found
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("four", [False, True], ids=["one by one", "four"])
+@pytest.mark.parametrize("name", [name for name in SHAPES if "masked" in name and "gradient" not in name])
+def test_narrow_that_draws(name: str, four: bool, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tiles that it has where it reads its masks."""
+    monkeypatch.setattr(_inductor, "draws_four_at_a_time", lambda: four)
+    shape = SHAPES[name]
+    chosen = narrow.fitted(replace(narrow.default(shape), draws=True), shape)
+    found = narrow_code(shape, arch, chosen)
+    assert found.fits and found.uses_mma, found
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", ["r16", "masked bf16"])
+def test_sums_of_steps_are_not_those_of_tensor_cores(
+    name: str, arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is between a product and the sum that it is added to, Triton makes them one."""
+    apart = narrow_code(SHAPES[name], arch).ptx.count("add.f32")
+    monkeypatch.setattr(_inductor, "interprets_triton", lambda: True)
+    assert narrow_code(SHAPES[name], arch).ptx.count("add.f32") < apart
 
 
 @pytest.mark.parametrize("arch", ARCHS)

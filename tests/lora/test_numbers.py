@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from inductor_fusions.fusions.lora import lowering, narrow
+from inductor_fusions.fusions.lora import narrow, narrow_kernel
 from tests.lora.interpreted import CASES
 from tests.support.interpreter import errors_of
 
@@ -22,6 +22,11 @@ def test_error(name: str, errors: Callable[[str], float]) -> None:
     case = CASES[name]
     exact = not case.columns and case.dtypes[1] == torch.float32
     assert errors(name) < (1e-6 if exact else 5e-4)
+
+
+def test_no_number_under_a_mask(errors: Callable[[str], float]) -> None:
+    """0 times what is no number is none."""
+    assert errors("no number") == 0
 
 
 @pytest.mark.parametrize("first", range(3))
@@ -39,9 +44,9 @@ def test_what_tensor_cores_add_up(
 
     Where the summands of a matrix lie beside each other, a step has one product for all of them.
     """
-    monkeypatch.setattr(lowering, "may_use_tf32", lambda: tf32)
+    monkeypatch.setattr(narrow_kernel, "may_use_tf32", lambda: tf32)
     shape = narrow.Shape(4096, 2048, ranks, "n", torch.bfloat16, torch.float32)
-    source = lowering.variant(narrow.default(shape), shape, [1.0, 1.0], (), False).source
+    source = narrow_kernel.variant(narrow.default(shape), shape, [1.0, 1.0], (), False).source
     products = source.split("for k in range(start, stop, BLOCK_K):")[1].split("idx_m = ")[0]
     summands = 1 if ranks == (16, 5) else 2 if tf32 else 3
     for i in (0, 1):

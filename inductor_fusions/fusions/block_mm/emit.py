@@ -66,18 +66,20 @@ def insert(
     return outputs
 
 
-def sizes_of(node: fx.Node, inner: Iterable[fx.Node]) -> list[Any]:
-    """The sizes of a node as arguments.
+def sizes_of(node: fx.Node, product: fx.Node, inner: Iterable[fx.Node]) -> list[Any]:
+    """The sizes of a node, for `reshaped`.
 
     Args:
         node: the node.
-        inner: nodes in front of it, among which there is a reshape to its sizes if they are symbolic.
+        product: one that has the sizes of what comes in its place.
+        inner: nodes in front of it, among which there is a reshape to its sizes if these are symbolic, and
+            not those of the product.
 
     Raises:
-        Rejected: they are symbolic, and no such reshape is there.
+        Rejected: there is no such reshape.
     """
     sizes = list(value(node).shape)
-    if all(isinstance(size, int) for size in sizes):
+    if same_sizes(value(product).shape, sizes) or all(isinstance(size, int) for size in sizes):
         return sizes
     for other in inner:
         if other.target in _WITH_SIZES and same_sizes(value(other).shape, sizes):

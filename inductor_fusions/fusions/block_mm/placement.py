@@ -1,8 +1,8 @@
 """Where one operation can stand for several products: after all operands, before all readers.
 
-Views, and what is computed of symbolic sizes, cost nothing and move with it; nothing else moves. So no cycle
-is ever made, and no computation changes its place but the products themselves. What lives longer for it is
-counted.
+Views, and what is computed of symbolic sizes, cost nothing and move with it; nothing else moves but what is
+named. So no cycle is ever made, and no computation changes its place but the products themselves. What lives
+longer for it is counted.
 """
 
 from __future__ import annotations
@@ -78,13 +78,20 @@ class Order:
         self.nodes = list(graph.nodes)
         self.index = {node: i for i, node in enumerate(self.nodes)}
 
-    def find(self, products: Sequence[Product], others: Iterable[fx.Node] = (), after: int = 0) -> Place:
+    def find(
+        self,
+        products: Sequence[Product],
+        others: Iterable[fx.Node] = (),
+        after: int = 0,
+        movable: Container[fx.Node] = (),
+    ) -> Place:
         """Where one operation can stand for `products`.
 
         Args:
             products: what it computes.
             others: operands that it has beside those of the products; also symbolic sizes.
             after: the first index that it may have.
+            movable: what operands are made of that may move with it as well.
 
         Raises:
             Rejected: nowhere.
@@ -92,7 +99,7 @@ class Order:
         at = self.index
         members = {p.node for p in products}
         operands = [x for p in products for x in (p.a, p.b, p.bias) if x is not None] + list(others)
-        free, roots = _free(operands, members)
+        free, roots = _free(operands, members, movable)
         if members & roots:
             raise Rejected("one of the products is an operand of another")
         earliest = max([after, *(at[root] + 1 for root in roots)])
@@ -209,12 +216,15 @@ class Order:
         return peak
 
 
-def _free(operands: Iterable[fx.Node], members: Container[fx.Node] = ()) -> tuple[set[fx.Node], set[fx.Node]]:
+def _free(
+    operands: Iterable[fx.Node], members: Container[fx.Node] = (), movable: Container[fx.Node] = ()
+) -> tuple[set[fx.Node], set[fx.Node]]:
     """What operands are made by that may move, and what that is made of.
 
     Args:
         operands: tensors or symbolic sizes.
         members: nodes that stay where they are, though they may be views.
+        movable: nodes that may move, though they are none.
     """
     free: set[fx.Node] = set()
     roots: set[fx.Node] = set()
@@ -223,7 +233,8 @@ def _free(operands: Iterable[fx.Node], members: Container[fx.Node] = ()) -> tupl
         node = waiting.pop()
         if node in free:
             continue
-        if node not in members and node.op == "call_function" and (node.target in VIEWS or _is_size(node)):
+        moves = node in movable or node.target in VIEWS or _is_size(node)
+        if node not in members and node.op == "call_function" and moves:
             free.add(node)
             waiting += node.all_input_nodes
         else:

@@ -121,7 +121,7 @@ def measured(shape: Shape, device: torch.device) -> Config | None:
     near = [
         (abs(math.log2(row["tokens"] / shape.rows)), row["config"])
         for row in table.get("lora_accumulate", [])
-        if row["config"] is not None and all(row[name] == value for name, value in wanted.items())
+        if row["config"] is not None and tables.agrees(row, wanted)
     ]
     distance, found = min(near, key=lambda item: item[0], default=(math.inf, None))
     return Config(**found) if found is not None and distance <= 1 else None

@@ -34,6 +34,7 @@ from ..block_mm.normal_form import (
 from . import accumulate_kernel, downs, profit
 from .accumulate import LORA_ACCUMULATE
 from .emitter import Emitter
+from .masks import masked
 from .recognise import (
     NO_PRODUCT,
     Adapter,
@@ -43,7 +44,6 @@ from .recognise import (
     cast_behind,
     is_row_major,
     is_sum,
-    masked,
     source,
     summands,
     times_tensor,
@@ -387,8 +387,7 @@ class Accumulated(Candidate):
             raise Rejected("the result is not row-major")
         self._check_adapters(adapters)
         self._check_writes()
-        same = same_sizes(root.shape, first.shape)
-        self.sizes = list(root.shape) if same else emit.sizes_of(self.sum.root, self.sum.inner)
+        self.sizes = emit.sizes_of(self.sum.root, adapters[0].up.node, self.sum.inner)
         self.downs = downs.find(self.graph, (a.down for a in adapters))
         self.kernel = profit.accumulate_kernel(self._shape(), root.device)
 

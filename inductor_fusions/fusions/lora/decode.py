@@ -23,7 +23,7 @@ from ..block_mm.configurations import tall
 from ..block_mm.heuristics import capability
 from ..block_mm.lowering import check_factors, scaled_product
 from ..block_mm.op import dtypes
-from . import elements, lowering, narrow
+from . import elements, lowering, narrow, narrow_kernel
 from .op import LORA_LINEAR
 
 aten = torch.ops.aten
@@ -190,7 +190,7 @@ def choose(shape: Shape, device: torch.device) -> Config:
         (abs(math.log2(row["tokens"] / shape.rows)), Config(**row["config"]))
         for row in table.get("lora_decode", [])
         if row["config"] is not None
-        and all(row[name] == wanted for name, wanted in shape.key.items())
+        and tables.agrees(row, shape.key)
         and (not Config(**row["config"]).row or (shape.along and shape.rows <= row["tokens"]))
     ]
     return min(known, key=lambda item: item[0])[1] if known else default(shape, capability(device))
@@ -289,7 +289,7 @@ class Call:
             shapes=[(shape.rows * config.splits, rank) for rank in shape.ranks],
             dtype=torch.float32,
             device=device,
-            variants=[lowering.variant(chosen, posed, [1.0] * len(a), (), False, early, waits)],
+            variants=[narrow_kernel.variant(chosen, posed, [1.0] * len(a), (), False, early, waits)],
             stock=None,
             grid_sizes=[shape.rows, 1],
         )

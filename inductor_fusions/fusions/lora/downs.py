@@ -16,6 +16,7 @@ from ..block_mm.normal_form import Product, value
 from ..block_mm.placement import Order, Place
 from .emitter import Emitter
 from .groups import by_width
+from .masks import drawing, mask_of, masks_of
 from .recognise import Source, source
 
 
@@ -24,7 +25,7 @@ class Down:
     """One narrow product to emit.
 
     Attributes:
-        members: the down-projections of one input.
+        members: the down-projections of one input: all of them of what a mask keeps of it, or none.
         origin: what they read.
         place: where it goes.
     """
@@ -60,7 +61,7 @@ def find(graph: fx.Graph, downs: Iterable[Product]) -> list[Down]:
     for down in {down.node: down for down in downs}.values():
         origin = source(down.a)
         views = tuple(str(view.args[1:]) for view in origin.views)
-        key = (origin.base, views, origin.scale, value(down.b).dtype)
+        key = (origin.base, views, origin.scale, value(down.b).dtype, mask_of(down) is None)
         by_input.setdefault(key, []).append(down)
     found = []
     for members in by_input.values():
@@ -76,7 +77,9 @@ def _down(order: Order, members: list[Product]) -> Down:
     origin = source(members[0].a)
     # The place of what is read: the views in between are made anew.
     reading = [replace(p, a=origin.base) for p in members]
-    return Down(members, origin, order.find(reading, origin.sizes))
+    masks = masks_of(members)
+    drawn = {node for kept in masks for node in drawing(kept)}
+    return Down(members, origin, order.find(reading, [*origin.sizes, *masks], movable=drawn))
 
 
 def marked(graph: fx.Graph, place: Place) -> Place:
@@ -102,7 +105,8 @@ def insert(
     right = [p.b for p in down.members]
     x = make.replay(down.origin)
     factors = [further(p, x) for p in down.members]
-    outputs = make.narrow(x, right, [down.origin.scale * p.scale for p in down.members], factors, False)
+    scales = [down.origin.scale * p.scale for p in down.members]
+    outputs = make.narrow(x, right, scales, factors, False, masks_of(down.members))
     place.sink()
     moved.update(views)
     forms = iter(outputs[len(right) :])

@@ -53,9 +53,10 @@ class Emitter:
         scales: Sequence[float],
         further: Sequence[float],
         transposed: bool,
+        kept: Sequence[fx.Node],
     ) -> list[fx.Node]:
         """A narrow product: its outputs, as `op.composite` has them."""
-        made = self.call(NARROW_MM, x, list(right), list(scales), list(further), transposed)
+        made = self.call(NARROW_MM, x, list(right), list(scales), list(further), transposed, list(kept))
         return [self.call(operator.getitem, made, i) for i in range(len(made.meta["val"]))]
 
     def linear(self, *arguments: Any) -> list[fx.Node]:

@@ -18,12 +18,15 @@ from torch import fx
 from ...operands import known_size
 from ..block_mm import emit
 from ..block_mm.normal_form import VIEWS, tensor, through, value
-from . import lowering, narrow
+from . import narrow, narrow_kernel
+from .drawn import DRAWN_MM
 from .op import NARROW_MM
 from .split import LORA_SPLIT
 
 aten = torch.ops.aten
 
+#: Operations that read narrow matrices in summands.
+PRODUCTS = (NARROW_MM, DRAWN_MM)
 #: Most matrices that one kernel splits up: a layer's of a model where every linear has an adapter.
 MOST = 24
 #: Most bytes of what one kernel makes. Larger matrices take longer than a launch.
@@ -56,7 +59,7 @@ class _Wanted:
     @property
     def dtype(self) -> torch.dtype:
         """Of the parts."""
-        read = self.reader.args[0 if self.reader.target is NARROW_MM else -1]
+        read = self.reader.args[0 if self.reader.target in PRODUCTS else -1]
         if isinstance(read, fx.Node):
             return value(read).dtype
         assert isinstance(read, torch.dtype)
@@ -98,10 +101,10 @@ def gather(graph: fx.Graph) -> None:
     for dtype, device in dict.fromkeys((w.dtype, value(w.matrix).device) for w in wanted):
         alike = [w for w in wanted if w.dtype == dtype and value(w.matrix).device == device]
         for chunk in _chunks(alike):
-            if len(chunk) > 1 or chunk[0].reader.target is NARROW_MM:
+            if len(chunk) > 1 or chunk[0].reader.target in PRODUCTS:
                 made += _make(graph, chunk, dtype, index, moved)
     for w, part in made:
-        if w.reader.target is NARROW_MM:
+        if w.reader.target in PRODUCTS:
             right: Any = w.reader.args[1]
             w.reader.update_arg(1, [*right[: w.index], part, *right[w.index + 1 :]])
         else:
@@ -149,7 +152,7 @@ def _wanted(graph: fx.Graph) -> Iterator[_Wanted]:
             matrices, *forms, _ = node.args
             if len(matrices) == 1 and takes(matrices[0]):  # one of ours
                 yield _Wanted(node, 0, matrices[0], False, tuple(form[0] for form in forms))
-        elif node.target is NARROW_MM:
+        elif node.target in PRODUCTS:
             x, right, *_ = node.args
             count = _summands(value(x), [value(b) for b in right])
             if count > 1 and all(map(takes, right)):
@@ -163,7 +166,7 @@ def _summands(x: torch.Tensor, right: Sequence[torch.Tensor]) -> int:
         return 1
     rows, inner = map(known_size, x.shape)
     ranks = tuple(int(b.shape[1]) for b in right)
-    return lowering.ahead(narrow.Shape(rows, inner, ranks, "n", x.dtype, torch.float32))
+    return narrow_kernel.ahead(narrow.Shape(rows, inner, ranks, "n", x.dtype, torch.float32))
 
 
 def _chunks(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:

@@ -33,6 +33,7 @@ class Narrow:
         b: the narrow one, shape (K, r), likewise.
         transposed: whether `node` is the transposed product.
         scale: factor of a narrow product.
+        kept: the mask that one has of x, or None.
     """
 
     node: fx.Node
@@ -40,6 +41,7 @@ class Narrow:
     b: fx.Node
     transposed: bool
     scale: float = 1.0
+    kept: fx.Node | None = None
 
     @property
     def call(self) -> fx.Node | None:
@@ -80,10 +82,11 @@ def made_before(graph: fx.Graph) -> list[Narrow]:
     """The gradients of A that were made narrow products before autograd: several may read one input."""
     found = []
     for call in graph.find_nodes(op="call_function", target=NARROW_MM):
-        x, b, scales, further, transposed = call.args
+        arguments: tuple[Any, ...] = call.args
+        x, b, scales, further, transposed, kept = arguments
         users = list(call.users)
         if transposed and len(b) == len(users) == 1 and not any(further):
-            found.append(Narrow(users[0], x, b[0], True, scales[0]))
+            found.append(Narrow(users[0], x, b[0], True, scales[0], *kept))
     return found
 
 
@@ -135,7 +138,7 @@ def candidates(graph: fx.Graph, narrows: Sequence[Narrow]) -> Iterator[Candidate
 def _key(n: Narrow) -> tuple[Any, ...]:
     base = source(n.x)
     views = tuple(str(view.args[1:]) for view in base.views)
-    return (base.base, n.transposed, n.call is None, views)
+    return (base.base, n.transposed, n.call is None, n.kept is None, views)
 
 
 class Gradients(Candidate):
@@ -188,9 +191,12 @@ class Gradients(Candidate):
         if sum(narrow.padded(r) for r in self._shape().ranks) > narrow.MOST_TOGETHER:
             raise Rejected("more columns than one kernel takes")
         reading = [Product(n.node, source(n.x).base, n.b) for n in self.members]
-        self.place = order.find(reading, source(self.members[0].x).sizes)
+        self.place = order.find(reading, [*source(self.members[0].x).sizes, *self._masks()])
         order.check_memory(reading, self.place)
         self.kernel = profit.narrow_kernel(self._shape(), value(self.anchor).device)
+
+    def _masks(self) -> list[fx.Node]:
+        return [n.kept for n in self.members if n.kept is not None]
 
     def _shape(self) -> narrow.Shape:
         first = self.members[0]
@@ -204,6 +210,7 @@ class Gradients(Candidate):
             "t" if (x.stride(1) == 1) == turned else "n",
             value(origin.base).dtype,
             value(first.b).dtype,
+            masks=len(self._masks()),
         )
 
     def rewrite(self) -> str:
@@ -217,7 +224,7 @@ class Gradients(Candidate):
             x = make.call(aten.permute.default, x, [1, 0])
             right = [make.call(aten.permute.default, b, [1, 0]) for b in right]
         scales = [origin.scale * n.scale for origin, n in zip(origins, self.members, strict=True)]
-        outputs = make.narrow(x, right, scales, [0.0] * len(right), first.transposed)
+        outputs = make.narrow(x, right, scales, [0.0] * len(right), first.transposed, self._masks())
         place.sink()
         for n, output in zip(self.members, outputs, strict=True):
             emit.replace(self.graph, n.node, output)

@@ -12,7 +12,8 @@ from torch import fx
 from ...operands import known_size
 from ..block_mm.normal_form import RESHAPES, Product, identity, product, products, through, value
 from . import decode, narrow, profit
-from .recognise import Linear, narrow_product, source, unrounded
+from .masks import mask_of, narrow_product
+from .recognise import Linear, source, unrounded
 
 
 def grouped(graph: fx.Graph, found: Sequence[Linear]) -> Iterator[list[Linear]]:
@@ -93,7 +94,7 @@ def is_whole(group: Sequence[Linear]) -> bool:
                 return False
             if any(view.target not in RESHAPES for view in views):
                 return False
-            if a.factor is not None:
+            if a.factor is not None or mask_of(a.down) is not None:
                 return False
             # The kernel has one factor, behind B: in float16 what A gives may overflow without its own.
             if value(a.down.b).dtype == torch.float16 and reading.scale * a.down.scale != 1:

@@ -1,8 +1,13 @@
-"""Down-projections that widen their input, before autograd.
+"""Down-projections that widen their input, or drop some of it, before autograd.
 
 PEFT's adapters are float32 beside a base of 16 bits. Autograd then keeps the widened input for the gradient
 of A, twice the memory of the input that is there. After autograd it is too late: what is kept is settled. So
 `F.linear(x.to(torch.float32), A)` becomes one operation here, which keeps x.
+
+Behind a dropout autograd keeps the dropped input beside its mask. `F.linear(F.dropout(x, p), A)` becomes one
+operation that keeps x and the mask. The mask is drawn in the place of the dropout, as the decomposition of
+`native_dropout` in torch/_decomp/decompositions.py draws it: random numbers keep their order, and so the same
+seed gives the same mask.
 
 The sum with the base is float32 as well, and cast to 16 bits. Its gradient is rounded to them and widened
 again. Where Inductor takes that out, the gradient is in memory in both dtypes. An operation that only marks
@@ -14,18 +19,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ..._inductor import drops_narrow_casts, fake_mode_of, suppress_guards
-from ...fusion import Candidate, Fusion, Rejected
+from ..._inductor import draws_as_eager, drops_narrow_casts, fake_mode_of, suppress_guards
+from ...fusion import Candidate, Fusion, LeftToStock, Rejected
 from ...operands import check_device, check_kind, known_size, tensor, text
 from ...writes import check_between, check_kept, effects
 from . import narrow, profit
-from .op import LORA_DOWN, ROUNDED
+from .op import LORA_DOWN, LORA_DROPPED_DOWN, ROUNDED
 from .recognise import MOST_RANK
 
 #: What a product passes on its way into a sum.
@@ -34,41 +39,66 @@ _SUMS = (operator.add, operator.iadd, operator.mul, torch.add, torch.mul)
 
 @dataclass(frozen=True)
 class Site:
-    """`F.linear(x.to(torch.float32), a)`.
+    """`F.linear(x.to(torch.float32), a)`, with a dropout behind the cast or in its place.
 
     Attributes:
         linear: the node that is replaced.
-        wide: the cast of x.
-        x: the input, of 16 bits.
+        between: what is between the input and the linear, from the input on: a cast, a dropout, or both.
+        x: the input.
         a: the weight.
+        drop: the dropout, or None.
     """
 
     linear: fx.Node
-    wide: fx.Node
+    between: tuple[fx.Node, ...]
     x: fx.Node
     a: fx.Node
+    drop: fx.Node | None
+
+    @property
+    def chance(self) -> float:
+        """The probability with which the dropout drops."""
+        assert self.drop is not None
+        return float(_argument(self.drop, 1, "p", 0.5))
 
 
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
-    """Every down-projection of a widened input that is trained."""
+    """Every down-projection of a widened or dropped input that is trained."""
     known: list[fx.Node] | None = None
     for node in list(graph.nodes):
         site = _read(node)
         if site is not None:
             known = effects(graph) if known is None else known
-            yield WidenedInput(graph, site, known)
+            yield AdapterInput(graph, site, known)
 
 
 def _read(node: fx.Node) -> Site | None:
     """A down-projection that another linear reads."""
     if not _is_linear(node) or not _ups(node):
         return None
-    wide, a = node.args[:2]
+    inside, a = node.args[:2]
+    drop = inside if _is_dropout(inside) else None
+    wide: Any = drop.args[0] if drop is not None else inside
     x = _widened(wide)
-    if x is None or not _is_adapter(x, a):
+    between = tuple(each for each in (wide if x is not None else None, drop) if each is not None)
+    x = wide if x is None and drop is not None else x
+    if not isinstance(x, fx.Node) or not _is_adapter(x, wide, a):
         return None
-    assert isinstance(wide, fx.Node) and isinstance(a, fx.Node)
-    return Site(node, wide, x, a)
+    assert isinstance(a, fx.Node)
+    return Site(node, between, x, a, drop)
+
+
+def _is_dropout(node: Any) -> TypeGuard[fx.Node]:
+    """Whether a node drops elements at random, each with a probability that is a number."""
+    if not isinstance(node, fx.Node) or node.target is not F.dropout or not node.args:
+        return False
+    chance, training = _argument(node, 1, "p", 0.5), _argument(node, 2, "training", True)
+    in_place = _argument(node, 3, "inplace", False)
+    return isinstance(chance, float) and 0 < chance < 1 and training is True and in_place is False
+
+
+def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
 def _is_linear(node: Any, biased: bool = False) -> bool:
@@ -112,13 +142,13 @@ def _rounded_sum(up: fx.Node, dtype: torch.dtype) -> fx.Node | None:
     return None
 
 
-def _is_adapter(x: fx.Node, a: Any) -> bool:
-    """Whether a weight is a narrow matrix of float32 that is trained, and multiplied as it is."""
-    weight, value = tensor(a), tensor(x)
-    if weight is None or value is None or weight.dim() != 2 or not weight.requires_grad:
+def _is_adapter(x: fx.Node, read: fx.Node, a: Any) -> bool:
+    """Whether a weight is a narrow matrix that is trained, and multiplied as it is by what reads x."""
+    weight, value, wide = tensor(a), tensor(x), tensor(read)
+    if weight is None or value is None or wide is None or weight.dim() != 2 or not weight.requires_grad:
         return False
     device = value.device.type
-    if weight.dtype != torch.float32 or (
+    if weight.dtype != wide.dtype or (
         torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     ):
         return False
@@ -126,8 +156,8 @@ def _is_adapter(x: fx.Node, a: Any) -> bool:
     return isinstance(rank, int) and rank <= MOST_RANK and isinstance(inner, int) and 2 * rank <= inner
 
 
-class WidenedInput(Candidate):
-    """A down-projection of a widened input.
+class AdapterInput(Candidate):
+    """A down-projection of a widened or dropped input.
 
     Args:
         graph: the graph.
@@ -141,46 +171,82 @@ class WidenedInput(Candidate):
         self.kernel = ""
 
     def describe(self) -> dict[str, str]:
-        return {"input": text(tensor(self.site.x)), "adapter": text(tensor(self.site.a))}
+        found = {"input": text(tensor(self.site.x)), "adapter": text(tensor(self.site.a))}
+        return found | ({"dropout": f"{self.site.chance:g}"} if self.site.drop is not None else {})
 
     def guard(self) -> None:
         site = self.site
         x, a, out = tensor(site.x), tensor(site.a), tensor(site.linear)
         assert x is not None and a is not None and out is not None
         check_kind(x, a, out)
-        if out.dtype != torch.float32:
+        if out.dtype != a.dtype:
             raise Rejected("operands of several dtypes, or under autocast")
-        check_between([site.wide], site.linear, "the cast and the linear", self.known)
+        if site.drop is not None:
+            self._check_dropout(site.drop)
+        where = "the cast and the linear" if site.drop is None else "the dropout and the linear"
+        check_between(site.between, site.linear, where, self.known)
         check_kept([site.x, site.a], site.linear, self.known)
         check_device(x)
         tokens: Any = 1
         for size in x.shape[:-1]:
             tokens = tokens * size
-        shape = narrow.Shape(
-            int(x.shape[-1]), known_size(tokens), (int(a.shape[0]),), "t",
-            x.dtype, a.dtype,
-        )  # fmt: skip
-        self.kernel = profit.narrow_kernel(shape, x.device)
+        rows, rank, inner = known_size(tokens), int(a.shape[0]), int(x.shape[-1])
+        if site.drop is None:
+            shape = narrow.Shape(inner, rows, (rank,), "t", x.dtype, a.dtype)
+            self.kernel = profit.narrow_kernel(shape, x.device)
+            return
+        outer = tensor(_ups(site.linear)[0])
+        assert outer is not None
+        problem = profit.Dropped(rows, inner, int(outer.shape[-1]), rank, x.dtype, a.dtype)
+        self.kernel = profit.dropped_kernel(problem, x.device)
+
+    def _check_dropout(self, drop: fx.Node) -> None:
+        if set(drop.users) != {self.site.linear}:
+            raise Rejected("what the dropout gives is read elsewhere as well")
+        if draws_as_eager():
+            raise LeftToStock(
+                "with torch._inductor.config.fallback_random a dropout has other random numbers"
+            )
 
     def rewrite(self) -> str:
         site, x = self.site, tensor(self.site.x)
         assert x is not None
         old = site.linear
-        mode = fake_mode_of(self.graph)
-        with self.graph.inserting_before(old):
-            new = self.graph.call_function(LORA_DOWN, (site.x, site.a))
-        if "stack_trace" in old.meta:
-            new.meta["stack_trace"] = old.meta["stack_trace"]
-        with suppress_guards(mode):
-            new.meta["example_value"] = old.meta["example_value"]
+        if site.drop is None:
+            new = self._insert(old, LORA_DOWN, (site.x, site.a), tensor(old))
+        else:
+            arguments = site.x, self._mask(site.drop), site.a, 1 / (1 - site.chance)
+            new = self._insert(old, LORA_DROPPED_DOWN, arguments, tensor(old))
         ups = _ups(old)
         old.replace_all_uses_with(new)
-        self.graph.erase_node(old)
-        if not site.wide.users:
-            self.graph.erase_node(site.wide)
+        for node in (old, *reversed(site.between)):
+            if not node.users:
+                self.graph.erase_node(node)
         for up in ups if drops_narrow_casts() else ():
             self._mark(_rounded_sum(up, x.dtype))
         return self.kernel
+
+    def _mask(self, drop: fx.Node) -> fx.Node:
+        """What a dropout keeps, drawn where the dropout is."""
+        x, inside = tensor(self.site.x), tensor(drop)
+        assert x is not None and inside is not None
+        dtype = inside.dtype
+        with suppress_guards(fake_mode_of(self.graph)):
+            number, kept = (torch.empty_like(x, dtype=kind) for kind in (dtype, torch.bool))
+        drawn = self._insert(drop, torch.rand_like, (self.site.x,), number, dtype=dtype)
+        return self._insert(drop, torch.gt, (drawn, self.site.chance), kept)
+
+    def _insert(
+        self, before: fx.Node, target: Any, arguments: tuple[Any, ...], value: Any, **options: Any
+    ) -> fx.Node:
+        """A call in front of a node, whose line in the source it gets."""
+        with self.graph.inserting_before(before):
+            new = self.graph.call_function(target, arguments, options)
+        if "stack_trace" in before.meta:
+            new.meta["stack_trace"] = before.meta["stack_trace"]
+        with suppress_guards(fake_mode_of(self.graph)):
+            new.meta["example_value"] = value
+        return new
 
     def _mark(self, rounded: fx.Node | None) -> None:
         if rounded is None or any(user.target is ROUNDED for user in rounded.users):
@@ -194,6 +260,6 @@ class WidenedInput(Candidate):
 FUSION = Fusion(
     name="lora_input",
     stage="pre_grad",
-    summary="float32 adapters keep the input as it is for their gradient, not widened",
+    summary="adapters keep the input as it is for their gradient, not widened and not dropped",
     recognise=candidates,
 )

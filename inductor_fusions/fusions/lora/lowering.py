@@ -11,35 +11,56 @@ import torch
 from ... import _inductor
 from ...fusion import Rejected
 from ...lowering import kernel_or
-from ...operands import known_size, may_use_tf32
+from ...operands import known_size
 from ..block_mm.heuristics import capability
 from ..block_mm.lowering import check_factors, scaled_product
 from . import narrow
-from .elements import by_elements, elements_of, render
+from .drawn import DRAWN_MM
+from .elements import by_elements, elements_of
+from .narrow_kernel import Drawn, ahead, variant
 from .op import NARROW_MM, ROUNDED
 
 aten = torch.ops.aten
-
-#: Dtypes of which float32 is a sum of three. float16 has too few exponents: there x is widened instead.
-SUMMANDS = (torch.bfloat16,)
-
-#: Up to so many rows, one thread block for each part of K reads the narrow matrices.
-FEW_ROWS = 64
 
 
 def register() -> None:
     """Tell Inductor of the lowering, now or as soon as it is imported."""
     _inductor.register_lowering_when_loaded(NARROW_MM, lower)
+    _inductor.register_lowering_when_loaded(DRAWN_MM, lower_drawn)
     # Where the fusion of adapters has not read the graph, and taken the mark out.
     _inductor.register_lowering_when_loaded(ROUNDED, lambda y: y)
 
 
 def lower(
-    x: Any, b: Sequence[Any], scales: Sequence[float], further: Sequence[float], transposed: bool
+    x: Any,
+    b: Sequence[Any],
+    scales: Sequence[float],
+    further: Sequence[float],
+    transposed: bool,
+    kept: Sequence[Any],
 ) -> list[Any]:
     """The outputs, as Inductor's values."""
-    arguments = x, b, scales, further, transposed
+    arguments = x, b, scales, further, transposed, kept
     return kernel_or("narrow_mm", lambda: _kernel(*arguments), lambda: _one_by_one(*arguments))
+
+
+def lower_drawn(
+    x: Any,
+    b: Sequence[Any],
+    scales: Sequence[float],
+    further: Sequence[float],
+    seeds: Any,
+    indices: Sequence[int],
+    chances: Sequence[float],
+) -> list[Any]:
+    """The outputs and the masks, as Inductor's values."""
+    drawn = Drawn(seeds, indices, chances)
+
+    def one_by_one() -> list[Any]:
+        kept = drawn.masks(x)
+        return _one_by_one(x, b, scales, further, False, kept) + kept
+
+    return kernel_or("lora_drawn_mm", lambda: _kernel(x, b, scales, further, False, [], drawn), one_by_one)
 
 
 def check_device(device: torch.device) -> None:
@@ -55,13 +76,20 @@ def check_device(device: torch.device) -> None:
 
 
 def _kernel(
-    x: Any, b: Sequence[Any], scales: Sequence[float], further: Sequence[float], transposed: bool
+    x: Any,
+    b: Sequence[Any],
+    scales: Sequence[float],
+    further: Sequence[float],
+    transposed: bool,
+    kept: Sequence[Any],
+    drawn: Drawn | None = None,
 ) -> list[Any]:
     device = x.get_device()
     check_device(device)
     check_factors([*scales, *further])
     made = len(b[0].get_size()) == 3 and _inductor.static(b[0].get_size()[0])
     x, *b = _inductor.realize([x, *(_firsts(b) if made else b)])
+    masks = len(kept) if drawn is None else len(drawn.indices)
     ranks = [_inductor.static(right.get_size()[1]) for right in b]
     thin = torch.float32 if made else b[0].get_dtype()
     rows, inner = _inductor.sizes(x)
@@ -72,11 +100,19 @@ def _kernel(
         raise Rejected(f"narrow matrices of more than {narrow.MOST_TOGETHER} columns together")
     shape = narrow.Shape(
         known_size(rows), known_size(inner),
-        tuple(ranks), "n" if strides[1] == 1 else "t", x.get_dtype(), thin, int(made),
+        tuple(ranks), "n" if strides[1] == 1 else "t", x.get_dtype(), thin, int(made), masks,
     )  # fmt: skip
     config = choose(shape, device)
     if config.splits > 1 and (not isinstance(rows, int) or (transposed and any(further))):
         config = replace(config, splits=1)
+    used = drawn if config.draws else None
+    if drawn is not None and used is None:
+        kept = drawn.masks(x)
+    kept = _inductor.realize(list(kept))
+    read = {f"KEPT{i}": mask for i, mask in enumerate(kept)}
+    if used is not None:
+        read = {"SEEDS": _inductor.realize([used.seeds])[0]}
+    stored = [] if used is None else [(rows, inner)] * masks
     whole = config.splits == 1
     wide = thin if whole else torch.float32
     shapes: list[tuple[Any, Any]] = [(rank, rows) if transposed else (rows, rank) for rank in ranks]
@@ -85,20 +121,22 @@ def _kernel(
     wider = 1 if thin == x.get_dtype() else 3
     outputs = _inductor.lower_to_template(
         name="lora_narrow_mm",
-        inputs=[("X", x), *narrow_inputs(b, shape)],
-        shapes=stacked + [(rows, wider * ranks[i]) for i in forms],
+        inputs=[("X", x), *narrow_inputs(b, shape), *read.items()],
+        shapes=stacked + [(rows, wider * ranks[i]) for i in forms] + stored,
         dtype=wide,
         device=device,
-        variants=[variant(config, shape, scales, further if whole else (), transposed)],
+        variants=[variant(config, shape, scales, further if whole else (), transposed, drawn=used)],
         stock=None,
-        dtypes=[wide] * len(b) + [x.get_dtype()] * len(forms),
+        dtypes=[wide] * len(b) + [x.get_dtype()] * len(forms) + [torch.bool] * len(stored),
         grid_sizes=[rows, 1],
     )
     if outputs is None:
         raise Rejected("Inductor took no template")
-    if whole:
-        return outputs
-    return _added_up(outputs, shapes, config.splits, x.get_dtype(), thin, further)
+    if used is not None:
+        outputs, kept = outputs[: len(outputs) - masks], outputs[len(outputs) - masks :]
+    if not whole:
+        outputs = _added_up(outputs, shapes, config.splits, x.get_dtype(), thin, further)
+    return outputs if drawn is None else [*outputs, *kept]
 
 
 def _firsts(stacks: Sequence[Any]) -> list[Any]:
@@ -108,24 +146,6 @@ def _firsts(stacks: Sequence[Any]) -> list[Any]:
         if _inductor.strides(held) not in ((rows * columns, columns, 1), (rows * columns, 1, rows)):
             raise Rejected("summands that do not lie one behind the other")
     return [_inductor.call_lowering(aten.select.int, stack, 0, 0) for stack in stacks]
-
-
-def _count(shape: narrow.Shape) -> int:
-    """How many matrices of the dtype of x a narrow matrix of float32 is the sum of; 1 for others."""
-    if shape.dtype == shape.narrow or shape.dtype not in SUMMANDS:
-        return 1
-    return 2 if may_use_tf32() else 3
-
-
-def ahead(shape: narrow.Shape) -> int:
-    """How many summands of each narrow matrix a kernel in front makes; 1: there is none.
-
-    With few rows, few thread blocks read the narrow matrices, and split them up themselves.
-    """
-    if shape.made:
-        return shape.made
-    few = shape.rows is not None and shape.rows <= FEW_ROWS
-    return 1 if few or shape.inner is None else _count(shape)
 
 
 def narrow_inputs(b: Sequence[Any], shape: narrow.Shape) -> list[tuple[str, Any]]:
@@ -212,13 +232,19 @@ def parts(y: Any, dtype: torch.dtype) -> Any:
 
 
 def _one_by_one(
-    x: Any, b: Sequence[Any], scales: Sequence[float], further: Sequence[float], transposed: bool
+    x: Any,
+    b: Sequence[Any],
+    scales: Sequence[float],
+    further: Sequence[float],
+    transposed: bool,
+    kept: Sequence[Any],
 ) -> list[Any]:
     """The products as stock lowers them, each by itself."""
     call = _inductor.call_lowering
     found, forms = [], []
-    for right, scale, factor in zip(map(_sum, b), scales, further, strict=True):
-        y = scaled_product(x, right, scale)
+    read = [call(aten.mul.Tensor, x, mask) for mask in kept] or [x] * len(b)
+    for left, right, scale, factor in zip(read, map(_sum, b), scales, further, strict=True):
+        y = scaled_product(left, right, scale)
         found.append(call(aten.permute.default, y, [1, 0]) if transposed else y)
         if factor:
             forms.append(_form(y, factor, right.get_dtype(), x.get_dtype()))
@@ -236,91 +262,3 @@ def _sum(right: Any) -> Any:
         part = _inductor.cast(call(aten.select.int, right, 0, i), torch.float32)
         total = part if total is None else call(aten.add.Tensor, total, part)
     return total
-
-
-# -- the kernel -----------------------------------------------------------------------------------
-
-
-def variant(
-    config: narrow.Config,
-    shape: narrow.Shape,
-    scales: Sequence[float],
-    further: Sequence[float],
-    transposed: bool,
-    early: bool = False,
-    waits: bool = False,
-) -> _inductor.Variant:
-    """The template for one configuration.
-
-    Args:
-        config: the configuration.
-        shape: the sizes.
-        scales: factor of each product.
-        further: of each product the factor of its further form, or 0; none has one where it is empty.
-        transposed: whether they are stored as (r, M).
-        early: whether the kernel behind it may start before this one ends.
-        waits: whether this one starts before the kernel in front of it ends.
-    """
-    outputs = [f"Y{i}" for i in range(1, len(shape.ranks))] + [f"H{i}" for i, f in enumerate(further) if f]
-    factors = [
-        _factor(i, rank, shape, scales[i], further[i] if further else 0.0)
-        for i, rank in enumerate(shape.ranks)
-    ]
-    ragged = shape.inner is None or shape.inner % (config.block_k * config.splits) != 0
-    masks = ["(rk[None, :] < stop - k)"] if ragged else []
-    if shape.layout == "t":
-        masks.append("(rm[:, None] < M)")
-    for factor in factors:
-        inside = ["(rk[:, None] < stop - k)"] if ragged else []
-        if factor["beside"] > 1:
-            column = f"column_{factor['index']}"
-            if factor["block"] != factor["size"]:
-                inside.append(f"({column} % {factor['block']} < {factor['size']})")
-            if factor["beside"] != factor["summands"]:
-                inside.append(f"({column} < {factor['block'] * factor['summands']})")
-        elif factor["block"] != factor["size"]:
-            inside.append(f"(rn_{factor['index']}[None, :] < {factor['size']})")
-        factor["mask"] = " & ".join(inside)
-    text = render(
-        "narrow.py.jinja",
-        names=["X", *(f["name"] for f in factors), *outputs],
-        factors=factors,
-        splits=config.splits,
-        x_inner=shape.layout == "n",
-        x_mask=" & ".join(masks),
-        transposed=transposed,
-        early=early,
-        waits=waits,
-    )
-    meta = {"BLOCK_M": config.block_m, "BLOCK_N": 1, "BLOCK_K": config.block_k, "ACC_TYPE": "tl.float32"}
-    return _inductor.Variant(
-        source=text,
-        meta={**meta, "SPLITS": config.splits},
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        outputs=tuple(outputs),
-        early=waits,
-    )
-
-
-def _factor(index: int, rank: int, shape: narrow.Shape, scale: float, further: float) -> dict[str, Any]:
-    exact, summands = not may_use_tf32(), ahead(shape)
-    apart = exact and _count(shape) > 1
-    return {
-        "index": index,
-        "apart": apart,
-        "sum": f"{'step' if apart else 'acc'}_{index}",
-        "name": f"B{index}",
-        "summands": summands,
-        "beside": narrow.beside(shape, summands),
-        "size": rank,
-        "block": narrow.padded(rank),
-        "scale": scale,
-        "output": f"Y{index}" if index else "",
-        "form": f"H{index}" if further else "",
-        "form_scale": further * scale,
-        "halves": shape.dtype != shape.narrow,
-        "parts": _count(shape) if summands == 1 else 1,
-        "widen": shape.dtype != shape.narrow and _count(shape) == 1,
-        "precision": "tf32x3" if exact else "tf32",
-    }

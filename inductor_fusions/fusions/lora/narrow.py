@@ -32,6 +32,7 @@ class Shape:
         layout: "n" where x has its elements in order along K, "t" where along M.
         dtype, narrow: of x, and of the narrow matrices.
         made: how many summands of the dtype of x each narrow matrix comes in; 0: in none.
+        masks: how many masks x is multiplied by: one for each narrow matrix, or 0.
     """
 
     rows: int | None
@@ -41,6 +42,7 @@ class Shape:
     dtype: torch.dtype
     narrow: torch.dtype
     made: int = 0
+    masks: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Config:
         block_m, block_k: the tile of x.
         splits: parts of K that thread blocks of their own compute; they are added up afterwards.
         num_warps, num_stages: as Triton has them.
+        draws: whether it draws the masks, where it can; else it reads them.
     """
 
     block_m: int
@@ -58,6 +61,7 @@ class Config:
     splits: int
     num_warps: int
     num_stages: int
+    draws: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """As tables have it."""
@@ -107,7 +111,9 @@ def default(shape: Shape) -> Config:
         while block_m < 64 and block_m < rows:
             block_m *= 2
     # Parts of a float32 matrix are summed up step by step, which takes registers.
-    block_k = 64 if shape.layout == "t" and shape.narrow != shape.dtype else 128
+    block_k = 128
+    if shape.layout == "t" and shape.narrow != shape.dtype:
+        block_k = 32 if shape.masks > 1 else 64
     return fitted(Config(block_m, block_k, splits_for(rows, block_m, shape.inner, block_k), 4, 4), shape)
 
 
@@ -119,6 +125,7 @@ def key(shape: Shape) -> dict[str, Any]:
         "layout": shape.layout,
         "dtype": tables.dtype_name(shape.dtype),
         "narrow": tables.dtype_name(shape.narrow),
+        "masks": shape.masks,
     }
 
 
@@ -132,7 +139,7 @@ def measured(shape: Shape, device: torch.device) -> Config | None:
     near = [
         (abs(math.log2(row["tokens"] / tokens)), row["config"])
         for row in table.get("narrow_mm", [])
-        if row["config"] is not None and all(row[name] == value for name, value in wanted.items())
+        if row["config"] is not None and tables.agrees(row, wanted)
     ]
     distance, found = min(near, key=lambda item: item[0], default=(math.inf, None))
     return Config(**found) if found is not None and distance <= 1 else None
@@ -154,10 +161,17 @@ def fitted(config: Config, shape: Shape) -> Config:
         # A product is three, and the parts of both sides are in registers.
         while config.block_m > 16 and config.block_m * columns > 32 * 32 * config.num_warps:
             config = replace(config, block_m=config.block_m // 2)
-    if config.block_m * columns > 64 * 32 * config.num_warps:
+    # Beside a mask there is a sum of the step next to that of all steps.
+    sums = (32 if shape.masks else 64) * 32
+    if config.block_m * columns > sums * config.num_warps:
         config = replace(config, num_warps=8)
-    while config.block_m > 16 and config.block_m * columns > 64 * 32 * config.num_warps:
+    while config.block_m > 16 and config.block_m * columns > sums * config.num_warps:
         config = replace(config, block_m=config.block_m // 2)
+    # Numbers are drawn for all elements of a thread at once, in several registers each.
+    while (
+        config.draws and config.block_k > 32 and config.block_m * config.block_k > 16 * 32 * config.num_warps
+    ):
+        config = replace(config, block_k=config.block_k // 2)
     # A step of the narrow matrices is in registers while it is split up.
     held = (64 if shape.narrow == shape.dtype else 24) * 32 * config.num_warps
     while config.block_k > 32 and config.block_k * sum(map(padded, shape.ranks)) > held:

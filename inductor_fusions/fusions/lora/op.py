@@ -2,11 +2,12 @@
 
 `inductor_fusions::lora_narrow_mm` is the product of one matrix with several narrow ones:
 
-    y_i = scale_i * x @ b_i
+    y_i = scale_i * (kept_i * x) @ b_i
 
-the down-projections of adapters on one input, and their gradients. Each y_i has the dtype of b_i, which may
-be wider than that of x: x is never widened in memory. Its outputs can be had in two more forms, which
-`split` and `transposed` ask for.
+the down-projections of adapters on one input, and their gradients; `kept_i` is the mask of the dropout in
+front of an adapter, where there is one. Each y_i has the dtype of b_i, which may be wider than that of x: x
+is never widened, and never masked, in memory. Its outputs can be had in two more forms, which `further` and
+`transposed` ask for.
 
 `inductor_fusions::lora_linear` is linears with adapters as a whole, for few rows:
 
@@ -27,18 +28,29 @@ from ..block_mm.op import dtypes, exact_dtype
 
 @torch.library.custom_op("inductor_fusions::lora_narrow_mm", mutates_args=())
 def _narrow_mm(
-    x: Tensor, b: list[Tensor], scales: list[float], further: list[float], transposed: bool
+    x: Tensor,
+    b: list[Tensor],
+    scales: list[float],
+    further: list[float],
+    transposed: bool,
+    kept: list[Tensor],
 ) -> list[Tensor]:
     """See `composite`."""
-    check(x, b, scales, further)
-    return composite(x, b, scales, further, transposed)
+    check(x, b, scales, further, kept)
+    return composite(x, b, scales, further, transposed, kept)
 
 
 #: What graphs call.
 NARROW_MM: Any = torch.ops.inductor_fusions.lora_narrow_mm.default
 
 
-def check(x: Tensor, b: Sequence[Tensor], scales: Sequence[float], further: Sequence[float]) -> None:
+def check(
+    x: Tensor,
+    b: Sequence[Tensor],
+    scales: Sequence[float],
+    further: Sequence[float],
+    kept: Sequence[Tensor],
+) -> None:
     """Refuse arguments that do not fit together.
 
     Raises:
@@ -58,10 +70,22 @@ def check(x: Tensor, b: Sequence[Tensor], scales: Sequence[float], further: Sequ
             raise ValueError("the summands of narrow_mm have the dtype of x, of 16 bits")
         if right.dtype != x.dtype and right.dtype.itemsize <= x.dtype.itemsize:
             raise ValueError(f"narrow_mm does not multiply {x.dtype} by {right.dtype}")
+    if len(kept) not in (0, len(b)):
+        raise ValueError("narrow_mm has a mask for each product, or none")
+    for mask in kept:
+        if mask.dim() != 2 or mask.dtype != torch.bool:
+            raise ValueError("kept of narrow_mm are matrices of bool")
+        torch._check(mask.shape[0] == x.shape[0], lambda: "a mask in kept has other rows than x")
+        torch._check(mask.shape[1] == x.shape[1], lambda: "a mask in kept has other columns than x")
 
 
 def composite(
-    x: Tensor, b: Sequence[Tensor], scales: Sequence[float], further: Sequence[float], transposed: bool
+    x: Tensor,
+    b: Sequence[Tensor],
+    scales: Sequence[float],
+    further: Sequence[float],
+    transposed: bool,
+    kept: Sequence[Tensor],
 ) -> list[Tensor]:
     """The same by the operations of torch.
 
@@ -73,15 +97,18 @@ def composite(
         further: for each product, the factor of the form that a product of the dtype of x reads; 0: it is
             not wanted.
         transposed: whether the products are returned as (r, M), row-major.
+        kept: bool, shape (M, K), for each product or none: multiplies x as 0 and 1, so that 0 times NaN is
+            NaN.
 
     Returns:
         Every product, shape (M, r) and row-major, then the further forms: `parts`.
     """
     b = [right.float().sum(0) if right.dim() == 3 else right for right in b]
-    outputs = [_product(x, right, scale) for right, scale in zip(b, scales, strict=True)]
+    read = [x * mask for mask in kept] or [x] * len(b)
+    outputs = [_product(left, right, scale) for left, right, scale in zip(read, b, scales, strict=True)]
     forms = [
-        parts(_product(x, right, scale * factor), x.dtype)
-        for right, scale, factor in zip(b, scales, further, strict=True)
+        parts(_product(left, right, scale * factor), x.dtype)
+        for left, right, scale, factor in zip(read, b, scales, further, strict=True)
         if factor
     ]
     return [(y.t() if transposed else y).contiguous() for y in outputs] + forms
@@ -107,9 +134,14 @@ def parts(y: Tensor, dtype: torch.dtype) -> Tensor:
 
 @_narrow_mm.register_fake
 def _fake(
-    x: Tensor, b: list[Tensor], scales: list[float], further: list[float], transposed: bool
+    x: Tensor,
+    b: list[Tensor],
+    scales: list[float],
+    further: list[float],
+    transposed: bool,
+    kept: list[Tensor],
 ) -> list[Tensor]:
-    check(x, b, scales, further)
+    check(x, b, scales, further, kept)
     rows = x.shape[0]
     shapes = [(right.shape[-1], rows) if transposed else (rows, right.shape[-1]) for right in b]
     kinds = [torch.float32 if right.dim() == 3 else right.dtype for right in b]
@@ -126,45 +158,60 @@ def _fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, b, ctx.scales, further, transposed = inputs
+    x, b, ctx.scales, further, transposed, kept = inputs
     if any(further) or transposed:
         raise NotImplementedError("lora_narrow_mm has a gradient in its plain form alone")
     if any(right.dim() == 3 for right in b):
         raise NotImplementedError("lora_narrow_mm has no gradient of summands")
     ctx.products = len(b)
-    ctx.save_for_backward(x, *b)
+    ctx.save_for_backward(x, *b, *kept)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     """The gradients of the narrow matrices are narrow products as well: x is kept, and read, as it is."""
-    x, *b = ctx.saved_tensors
+    x, *others = ctx.saved_tensors
+    b, kept = others[: ctx.products], others[ctx.products :]
     dx: Tensor | None = None
     db: list[Tensor | None] = []
-    for right, dy, scale in zip(b, grads, ctx.scales, strict=True):
+    for i, (right, dy, scale) in enumerate(zip(b, grads, ctx.scales, strict=True)):
         if dy is None:
             db.append(None)
             continue
         if ctx.needs_input_grad[0]:
-            part = _product(dy, right.t(), scale)
+            # A mask is a loop over the product in any case: the factor is in it, and not in a wider product.
+            part = (dy @ right.t()) * kept[i] * scale if kept else _product(dy, right.t(), scale)
             dx = part if dx is None else dx + part
-        db.append(NARROW_MM(x.t(), [dy], [scale], [0.0], True)[0].t())
-    return None if dx is None else dx.to(x.dtype), db, None, None, None
+        masks = [kept[i].t()] if kept else []
+        db.append(NARROW_MM(x.t(), [dy], [scale], [0.0], True, masks)[0].t())
+    return None if dx is None else dx.to(x.dtype), db, None, None, None, [None] * len(kept)
 
 
 _narrow_mm.register_autograd(_backward, setup_context=_setup)
 
 _library = torch.library.Library("inductor_fusions", "FRAGMENT")
 _library.define("lora_down(Tensor x, Tensor a) -> Tensor")
+_library.define("lora_dropped_down(Tensor x, Tensor kept, Tensor a, float scale) -> Tensor")
 
 
 @torch.library.impl(_library, "lora_down", "CompositeImplicitAutograd")
 def _lora_down(x: Tensor, a: Tensor) -> Tensor:
-    made: list[Tensor] = NARROW_MM(x.reshape(-1, x.shape[-1]), [a.t()], [1.0], [0.0], False)
+    return _down(x, a, 1.0, [])
+
+
+@torch.library.impl(_library, "lora_dropped_down", "CompositeImplicitAutograd")
+def _lora_dropped_down(x: Tensor, kept: Tensor, a: Tensor, scale: float) -> Tensor:
+    return _down(x, a, scale, [kept.reshape(-1, x.shape[-1])])
+
+
+def _down(x: Tensor, a: Tensor, scale: float, kept: list[Tensor]) -> Tensor:
+    made: list[Tensor] = NARROW_MM(x.reshape(-1, x.shape[-1]), [a.t()], [scale], [0.0], False, kept)
     return made[0].reshape(*x.shape[:-1], a.shape[0])
 
 
 #: `x @ a.T` in the dtype of a, for x of any number of dims; what it is made of is what graphs have.
 LORA_DOWN: Any = torch.ops.inductor_fusions.lora_down.default
+#: `scale * (kept * x) @ a.T`, likewise, with a bool mask of the shape of x.
+LORA_DROPPED_DOWN: Any = torch.ops.inductor_fusions.lora_dropped_down.default
 
 
 @torch.library.custom_op("inductor_fusions::lora_rounded", mutates_args=())

@@ -96,6 +96,51 @@ class Accumulated:
         return f"{tokens} x ({inner} -> {self.columns}), rank {ranks}{masks}, {names}"
 
 
+@dataclass(frozen=True)
+class Dropped:
+    """What a table knows a linear by whose adapter is behind a dropout: forward and backward together.
+
+    Attributes:
+        tokens: M; None where symbolic.
+        inner, outer: K and N of the linear.
+        rank: of the adapter.
+        dtype, adapters: of the base and of the adapter.
+    """
+
+    tokens: int | None
+    inner: int
+    outer: int
+    rank: int
+    dtype: torch.dtype
+    adapters: torch.dtype
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What a row of a table must agree in."""
+        return {
+            "inner": self.inner,
+            "outer": self.outer,
+            "rank": self.rank,
+            "dtype": tables.dtype_name(self.dtype),
+            "adapters": tables.dtype_name(self.adapters),
+        }
+
+    def __str__(self) -> str:
+        tokens = "?" if self.tokens is None else self.tokens
+        names = f"{tables.dtype_name(self.dtype)}, adapter {tables.dtype_name(self.adapters)}"
+        return f"{tokens} x ({self.inner} -> {self.outer}), rank {self.rank} behind a dropout, {names}"
+
+
+def dropped_kernel(shape: Dropped, device: torch.device) -> str:
+    """The kernels of a linear whose adapter is behind a dropout, for the report.
+
+    Raises:
+        LeftToStock: no measurement says that they pay, and the policy asks for that.
+    """
+    text = f"narrow_mm with a mask, {shape}"
+    return f"{text}{_pays('lora_dropout', shape.key, shape.tokens, str(shape), device)}"
+
+
 def kernel(shape: Shape, device: torch.device) -> str:
     """The kernels of linears with adapters, for the report.
 
@@ -150,7 +195,7 @@ def _gain(section: str, key: dict[str, Any], tokens: int | None, text: str, devi
         raise LeftToStock(f"no measurements for the device {name}")
     if tokens is None:
         raise LeftToStock("the number of rows is symbolic: what pays for one may not pay for another")
-    known = [row for row in table.get(section, []) if all(row[n] == wanted for n, wanted in key.items())]
+    known = [row for row in table.get(section, []) if tables.agrees(row, key)]
     around = tables.bracket(known, tokens)
     if not around:
         raise LeftToStock(f"not measured on {name}: {text}")

@@ -7,7 +7,6 @@ looked through where their dtype holds that of the products or of the result: wh
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,7 +31,7 @@ from ..block_mm.normal_form import (
     widens,
     zero_padding,
 )
-from .op import NARROW_MM
+from .masks import narrow_product
 
 aten = torch.ops.aten
 
@@ -164,20 +163,6 @@ def unrounded(matrix: fx.Node) -> Source:
     return found
 
 
-def narrow_product(node: fx.Node) -> Product | None:
-    """Read one result of a narrow product, in its plain form."""
-    if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
-        return None
-    call, index = node.args[0], node.args[1]
-    if call.target is not NARROW_MM or not isinstance(index, int):
-        return None
-    arguments: tuple[Any, ...] = call.args
-    x, b, scales, _, transposed = arguments
-    if transposed or index >= len(b) or value(b[index]).dim() != 2:
-        return None
-    return Product(node, x, b[index], None, float(scales[index]))
-
-
 def _of_padded_rank(up: Product) -> Product:
     """A product without the zeros that Inductor pads its K with, where that is faster (pad_mm.py)."""
     left, right = zero_padding(up.a), zero_padding(up.b)
@@ -241,51 +226,6 @@ def times_tensor(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         if isinstance(x, fx.Node) and isinstance(by, fx.Node) and _full(x, node) and _is_number(by):
             return x, by
     return None
-
-
-def masked(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
-    """What a node multiplies by a mask, the mask, and the factor that it has.
-
-    The mask is a bool tensor with as many elements as the node. A selection is no mask: it keeps out what is
-    no number, and 0 times it does not.
-    """
-    if node.target not in MUL or len(node.args) != 2 or node.kwargs or not is_floating(node):
-        return None
-    first, second = node.args
-    for x, by in ((first, second), (second, first)):
-        if isinstance(x, fx.Node) and isinstance(by, fx.Node) and _full(x, node):
-            mask = _mask(by)
-            if mask is not None and same_sizes(value(by).shape, value(node).shape):
-                return x, *mask
-    return None
-
-
-def _mask(node: fx.Node) -> tuple[fx.Node, float] | None:
-    """The bool tensor of which a node is a number times zeros and ones, and that number."""
-    scale = 1.0
-    while (found := tensor(node)) is not None:
-        if found.dtype == torch.bool:
-            return node, scale
-        if node.op != "call_function" or not node.args:
-            return None
-        step = scaled(node) or _scaled_bool(node)
-        if step is None and node.target not in RESHAPES and node.target not in CASTS:
-            return None
-        by: Any = step[1] if step is not None else 1.0
-        inner: Any = step[0] if step is not None else node.args[0]
-        node, scale = inner, scale * by
-    return None
-
-
-def _scaled_bool(node: fx.Node) -> tuple[fx.Node, float] | None:
-    """The bool tensor that a node multiplies by a number, and that number."""
-    if node.target not in MUL or len(node.args) != 2 or node.kwargs:
-        return None
-    x, by = node.args
-    found = tensor(x)
-    if not isinstance(x, fx.Node) or found is None or found.dtype != torch.bool or not is_factor(by):
-        return None
-    return x, float(by)
 
 
 def linears(graph: fx.Graph) -> list[Linear]:

@@ -14,7 +14,7 @@ from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
 from ..block_mm.normal_form import Product, same_sizes, value
 from ..block_mm.placement import Order, Place
-from . import accumulate_sites, downs, gather, gradients, profit, unread
+from . import accumulate_sites, downs, drawn, gather, gradients, profit, unread
 from .emitter import Emitter
 from .groups import current, grouped, is_whole, result_dtypes, shape_of
 from .op import ROUNDED
@@ -47,6 +47,7 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     present = set(graph.nodes)
     yield from gradients.candidates(graph, [n for n in narrows if n.node in present])
     yield from gradients.candidates(graph, gradients.made_before(graph))
+    drawn.draw_in_products(graph)
     gather.gather(graph)
 
 
@@ -133,7 +134,7 @@ class Adapted(Candidate):
         guards.check_result(root, linear.bases[0].node)
         if linear.rest is not None and not all(isinstance(size, int) for size in first.shape):
             raise Rejected("a sum of symbolic size that has a term which is no product")
-        self.sizes[root] = emit.sizes_of(root, linear.inner)
+        self.sizes[root] = emit.sizes_of(root, linear.bases[0].node, linear.inner)
 
     def _check_adapter(self, a: Adapter, x: torch.Tensor) -> None:
         right, left = value(a.up.b), value(a.down.b)

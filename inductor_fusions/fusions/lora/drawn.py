@@ -1,0 +1,165 @@
+"""`inductor_fusions::lora_drawn_mm`: narrow products behind dropouts, which draw the masks themselves.
+
+The mask of a dropout is a comparison of random numbers, each of the seed and of its own position alone
+(Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). So whoever has an element of the
+input can draw for it: what Inductor's loop would store for the product to read is made where it is read, and
+stored for the backward. The numbers are those of Inductor's loop.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import register_flop_formula
+
+from ..._inductor import draw, draws_four_at_a_time, rounds_inside_of_loops
+from ..block_mm import emit
+from ..block_mm.normal_form import CASTS, value
+from .masks import drawing
+from .op import NARROW_MM, composite
+from .op import flops as narrow_flops
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("inductor_fusions::lora_drawn_mm", mutates_args=())
+def _drawn_mm(
+    x: Tensor,
+    b: list[Tensor],
+    scales: list[float],
+    further: list[float],
+    seeds: Tensor,
+    indices: list[int],
+    chances: list[float],
+) -> list[Tensor]:
+    """As `op.composite`, with the masks behind its outputs.
+
+    Args:
+        x, b, scales, further: as there.
+        seeds: of Inductor's random numbers, int64, shape (count,).
+        indices: which of them the mask of each product is drawn from.
+        chances: the probability with which each drops.
+    """
+    kept = [draw(x.shape, seeds[index]) > chance for index, chance in zip(indices, chances, strict=True)]
+    return composite(x, b, scales, further, False, kept) + kept
+
+
+#: What graphs call.
+DRAWN_MM: Any = torch.ops.inductor_fusions.lora_drawn_mm.default
+
+
+@_drawn_mm.register_fake
+def _fake(
+    x: Tensor,
+    b: list[Tensor],
+    scales: list[float],
+    further: list[float],
+    seeds: Tensor,
+    indices: list[int],
+    chances: list[float],
+) -> list[Tensor]:
+    kept = [x.new_empty(x.shape, dtype=torch.bool) for _ in indices]
+    found: list[Tensor] = NARROW_MM(x, b, scales, further, False, kept)
+    return found + kept
+
+
+@register_flop_formula(torch.ops.inductor_fusions.lora_drawn_mm)
+def flops(x_shape: Any, b_shapes: Any, *args: Any, **kwargs: Any) -> int:
+    """Those of the products."""
+    return narrow_flops(x_shape, b_shapes)
+
+
+# -- the graph --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask that is drawn for one narrow product, and kept.
+
+    Attributes:
+        nodes: what draws it, from what the product reads up to the seed.
+        comparison: where it is a mask first.
+        seeds, index: what its seed is.
+        chance: the probability with which it drops.
+    """
+
+    nodes: list[fx.Node]
+    comparison: fx.Node
+    seeds: fx.Node
+    index: int
+    chance: float
+
+
+def draw_in_products(graph: fx.Graph) -> None:
+    """Let narrow products draw the masks that only they read."""
+    for call in graph.find_nodes(op="call_function", target=NARROW_MM):
+        masks = _masks(call)
+        if masks:
+            _rewrite(graph, call, masks)
+
+
+def _masks(call: fx.Node) -> list[Mask]:
+    """The masks of a narrow product; none where it cannot draw all of them."""
+    arguments: tuple[Any, ...] = call.args
+    x, _, _, _, transposed, kept = arguments
+    found = value(x)
+    if transposed or not kept or not all(isinstance(n, int) for n in found.shape) or found.stride(1) != 1:
+        return []
+    rows, inner = found.shape
+    # Inductor's loop counts positions by int32. Where it draws four numbers at a time, so do rows of a tile.
+    if rows * inner >= 2**31 or (draws_four_at_a_time() and inner % 4):
+        return []
+    masks = [_mask(each, call) for each in dict.fromkeys(kept)]
+    drawn = [mask for mask in masks if mask is not None]
+    return drawn if len(drawn) == len(kept) and len({mask.seeds for mask in drawn}) == 1 else []
+
+
+def _mask(kept: fx.Node, call: fx.Node) -> Mask | None:
+    nodes = drawing(kept)
+    compared = [i for i, node in enumerate(nodes) if node.target is aten.gt.Scalar]
+    if len(compared) != 1 or not isinstance(nodes[compared[0]].args[1], float):
+        return None
+    at = compared[0]
+    behind, before = [call, *nodes[:at]], nodes[at + 1 :]
+    # What draws is read for this mask alone; the mask itself may be kept for the backward.
+    alone = all(set(node.users) == {user} for node, user in zip(before, nodes[at:], strict=False))
+    alone = alone and all(set(node.users) == {user} for node, user in zip(nodes[:at], behind, strict=False))
+    others = [user for user in nodes[at].users if user is not behind[at]]
+    casts = [node for node in before if node.target in CASTS]
+    if not alone or any(user < call for user in others) or (casts and rounds_inside_of_loops()):
+        return None
+    seeds, index = nodes[-1].args
+    if not isinstance(seeds, fx.Node) or not isinstance(index, int):
+        return None
+    chance: Any = nodes[at].args[1]
+    return Mask(nodes, nodes[at], seeds, index, chance)
+
+
+def _rewrite(graph: fx.Graph, call: fx.Node, masks: list[Mask]) -> None:
+    def emitted(target: Any, *args: Any) -> fx.Node:
+        return emit.call(graph, call, call, target, *args)
+
+    made = emitted(
+        DRAWN_MM, *call.args[:4], masks[0].seeds,
+        [mask.index for mask in masks], [mask.chance for mask in masks],
+    )  # fmt: skip
+    count = len(made.meta["val"]) - len(masks)
+    found = [emitted(operator.getitem, made, count + i) for i in range(len(masks))]
+    for output in list(call.users):
+        output.update_arg(0, made)
+    shaped = [
+        emitted(aten.reshape.default, kept, list(value(mask.comparison).shape))
+        for kept, mask in zip(found, masks, strict=True)
+    ]
+    graph.erase_node(call)
+    for mask, kept in zip(masks, shaped, strict=True):
+        for node in mask.nodes:
+            if node is mask.comparison:
+                node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+        if not kept.users:
+            graph.erase_node(kept)

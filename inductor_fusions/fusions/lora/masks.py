@@ -1,0 +1,130 @@
+"""Masks of dropouts, and products of what they keep, in a post-grad graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..block_mm.normal_form import (
+    CASTS,
+    MUL,
+    RESHAPES,
+    Product,
+    is_factor,
+    is_floating,
+    same_sizes,
+    scaled,
+    tensor,
+    value,
+)
+from .op import NARROW_MM
+
+#: What a mask is drawn by, and what its seed comes from.
+_RANDOM = "prims.inductor_random.default"
+_DRAWN = ("aten.gt.Scalar", _RANDOM)
+_SEEDS = ("prims.inductor_lookup_seed.default",)
+
+
+@dataclass(frozen=True)
+class Masked(Product):
+    """`scale * (kept * a) @ b`, one result of a narrow product.
+
+    Attributes:
+        kept: the mask, a bool matrix of the shape of a; or None.
+    """
+
+    kept: fx.Node | None = None
+
+
+def narrow_product(node: fx.Node) -> Masked | None:
+    """Read one result of a narrow product, in its plain form."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
+        return None
+    call, index = node.args[0], node.args[1]
+    if call.target is not NARROW_MM or not isinstance(index, int):
+        return None
+    arguments: tuple[Any, ...] = call.args
+    x, b, scales, _, transposed, kept = arguments
+    if transposed or index >= len(b) or value(b[index]).dim() != 2:
+        return None
+    return Masked(node, x, b[index], None, float(scales[index]), kept[index] if kept else None)
+
+
+def mask_of(p: Product) -> fx.Node | None:
+    """The mask of a product's left operand, or None."""
+    return p.kept if isinstance(p, Masked) else None
+
+
+def drawing(kept: fx.Node) -> list[fx.Node]:
+    """The nodes that draw a mask from a seed: they give the same wherever they are. None for another mask."""
+    found: list[fx.Node] = []
+    node = kept
+    while node.op == "call_function":
+        found.append(node)
+        if str(node.target) in _SEEDS:
+            return found
+        if str(node.target) not in _DRAWN and node.target not in (*RESHAPES, *CASTS):
+            return []
+        inner: Any = node.args[1 if str(node.target) == _RANDOM else 0]
+        node = inner
+    return []
+
+
+def masks_of(products: Sequence[Product]) -> list[fx.Node]:
+    """The masks of products that all have one, or of which none has."""
+    return [kept for kept in map(mask_of, products) if kept is not None]
+
+
+def masked(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
+    """What a node multiplies by a mask, the mask, and the factor that it has.
+
+    The mask is a bool tensor with as many elements as the node. A selection is no mask: it keeps out what is
+    no number, and 0 times it does not.
+    """
+    if node.target not in MUL or len(node.args) != 2 or node.kwargs or not is_floating(node):
+        return None
+    first, second = node.args
+    for x, by in ((first, second), (second, first)):
+        if not isinstance(x, fx.Node) or not isinstance(by, fx.Node) or not is_floating(x):
+            continue
+        mask = _mask(by) if _has_size_of(x, node) and _has_size_of(by, node) else None
+        if mask is not None:
+            return x, *mask
+    return None
+
+
+def _mask(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """The bool tensor of which a node is a number times zeros and ones, and that number."""
+    scale = 1.0
+    while (found := tensor(node)) is not None:
+        if found.dtype == torch.bool:
+            return node, scale
+        if node.op != "call_function" or not node.args:
+            return None
+        step = scaled(node) or _scaled_bool(node)
+        if step is None and node.target not in RESHAPES and node.target not in CASTS:
+            return None
+        by: Any = step[1] if step is not None else 1.0
+        inner: Any = step[0] if step is not None else node.args[0]
+        node, scale = inner, scale * by
+    return None
+
+
+def _scaled_bool(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """The bool tensor that a node multiplies by a number, and that number."""
+    if node.target not in MUL or len(node.args) != 2 or node.kwargs:
+        return None
+    x, by = node.args
+    found = tensor(x)
+    if not isinstance(x, fx.Node) or found is None or found.dtype != torch.bool or not is_factor(by):
+        return None
+    return x, float(by)
+
+
+def _has_size_of(x: fx.Node, node: fx.Node) -> bool:
+    return same_sizes(value(x).shape, value(node).shape)

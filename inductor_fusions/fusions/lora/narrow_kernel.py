@@ -1,0 +1,158 @@
+"""The kernel of narrow products: what its template takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ... import _inductor
+from ...operands import may_use_tf32
+from . import narrow
+from .elements import render
+
+aten = torch.ops.aten
+
+#: Dtypes of which float32 is a sum of three. float16 has too few exponents: there x is widened instead.
+SUMMANDS = (torch.bfloat16,)
+
+#: Up to so many rows, one thread block for each part of K reads the narrow matrices.
+FEW_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Masks that a narrow product may draw itself.
+
+    Attributes:
+        seeds: Inductor's value that has the seeds.
+        indices: which of them each mask is drawn from.
+        chances: the probability with which each drops.
+    """
+
+    seeds: Any
+    indices: Sequence[int]
+    chances: Sequence[float]
+
+    def masks(self, x: Any) -> list[Any]:
+        """The masks of a matrix, as a loop draws them."""
+        pairs = zip(self.indices, self.chances, strict=True)
+        numbers = [(_inductor.drawn(x.get_size(), self.seeds, index), chance) for index, chance in pairs]
+        return [_inductor.call_lowering(aten.gt.Scalar, number, chance) for number, chance in numbers]
+
+
+def _count(shape: narrow.Shape) -> int:
+    """How many matrices of the dtype of x a narrow matrix of float32 is the sum of; 1 for others."""
+    if shape.dtype == shape.narrow or shape.dtype not in SUMMANDS:
+        return 1
+    return 2 if may_use_tf32() else 3
+
+
+def ahead(shape: narrow.Shape) -> int:
+    """How many summands of each narrow matrix a kernel in front makes; 1: there is none.
+
+    With few rows, few thread blocks read the narrow matrices, and split them up themselves.
+    """
+    if shape.made:
+        return shape.made
+    few = shape.rows is not None and shape.rows <= FEW_ROWS
+    return 1 if few or shape.inner is None else _count(shape)
+
+
+def variant(
+    config: narrow.Config,
+    shape: narrow.Shape,
+    scales: Sequence[float],
+    further: Sequence[float],
+    transposed: bool,
+    early: bool = False,
+    waits: bool = False,
+    drawn: Drawn | None = None,
+) -> _inductor.Variant:
+    """The template for one configuration.
+
+    Args:
+        config: the configuration.
+        shape: the sizes.
+        scales: factor of each product.
+        further: of each product the factor of its further form, or 0; none has one where it is empty.
+        transposed: whether they are stored as (r, M).
+        early: whether the kernel behind it may start before this one ends.
+        waits: whether this one starts before the kernel in front of it ends.
+        drawn: the masks, where it draws them.
+    """
+    outputs = [f"Y{i}" for i in range(1, len(shape.ranks))] + [f"H{i}" for i, f in enumerate(further) if f]
+    factors = [
+        _factor(i, rank, shape, scales[i], further[i] if further else 0.0)
+        for i, rank in enumerate(shape.ranks)
+    ]
+    ragged = shape.inner is None or shape.inner % (config.block_k * config.splits) != 0
+    masks = ["(rk[None, :] < stop - k)"] if ragged else []
+    if shape.layout == "t":
+        masks.append("(rm[:, None] < M)")
+    read = [f["kept"] for f in factors if f["kept"]]
+    if drawn is not None:
+        outputs, read = outputs + read, ["SEEDS"]
+        for factor, index, chance in zip(factors, drawn.indices, drawn.chances, strict=True):
+            factor |= {"seed": index, "chance": chance}
+    for factor in factors:
+        inside = ["(rk[:, None] < stop - k)"] if ragged else []
+        if factor["beside"] > 1:
+            column = f"column_{factor['index']}"
+            if factor["block"] != factor["size"]:
+                inside.append(f"({column} % {factor['block']} < {factor['size']})")
+            if factor["beside"] != factor["summands"]:
+                inside.append(f"({column} < {factor['block'] * factor['summands']})")
+        elif factor["block"] != factor["size"]:
+            inside.append(f"(rn_{factor['index']}[None, :] < {factor['size']})")
+        factor["mask"] = " & ".join(inside)
+    text = render(
+        "narrow.py.jinja",
+        names=["X", *(f["name"] for f in factors), *read, *outputs],
+        factors=factors,
+        splits=config.splits,
+        x_inner=shape.layout == "n",
+        x_mask=" & ".join(masks),
+        transposed=transposed,
+        early=early,
+        waits=waits,
+        interpreted=_inductor.interprets_triton(),
+        draws=(4 if _inductor.draws_four_at_a_time() else 1) if drawn is not None else 0,
+    )
+    meta = {"BLOCK_M": config.block_m, "BLOCK_N": 1, "BLOCK_K": config.block_k, "ACC_TYPE": "tl.float32"}
+    return _inductor.Variant(
+        source=text,
+        meta={**meta, "SPLITS": config.splits},
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        outputs=tuple(outputs),
+        early=waits,
+    )
+
+
+def _factor(index: int, rank: int, shape: narrow.Shape, scale: float, further: float) -> dict[str, Any]:
+    exact, summands = not may_use_tf32(), ahead(shape)
+    # Left operands that are made in registers: a product is over before the next step makes another.
+    apart = (exact and _count(shape) > 1) or shape.masks > 0
+    return {
+        "index": index,
+        "apart": apart,
+        "sum": f"{'step' if apart else 'acc'}_{index}",
+        "name": f"B{index}",
+        "kept": f"KEPT{index}" if shape.masks else "",
+        "x": f"x_{index}" if shape.masks else "x",
+        "summands": summands,
+        "beside": narrow.beside(shape, summands),
+        "size": rank,
+        "block": narrow.padded(rank),
+        "scale": scale,
+        "output": f"Y{index}" if index else "",
+        "form": f"H{index}" if further else "",
+        "form_scale": further * scale,
+        "halves": shape.dtype != shape.narrow,
+        "parts": _count(shape) if summands == 1 else 1,
+        "widen": shape.dtype != shape.narrow and _count(shape) == 1,
+        "precision": "tf32x3" if exact else "tf32",
+    }

@@ -1,0 +1,341 @@
+"""Adapters behind a dropout: the mask is kept beside the input, and the same seed gives the same mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("triton")
+
+from inductor_fusions import config, reporting, tables
+from inductor_fusions.fusion import LeftToStock
+from inductor_fusions.fusions.block_mm import guards
+from inductor_fusions.fusions.lora import inputs, profit
+from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
+from inductor_fusions.fusions.lora.drawn import DRAWN_MM
+from inductor_fusions.fusions.lora.op import LORA_DROPPED_DOWN, NARROW_MM
+from tests.block_mm.support import Run, run
+from tests.lora.spellings import targets
+
+BF16, FP32 = torch.bfloat16, torch.float32
+IN, OUT, RANK = 64, 48, 16
+
+
+class Adapted(nn.Module):
+    """Linears on one input, with an adapter each, as PEFT spells them.
+
+    Args:
+        adapters: dtype of the adapters.
+        count: how many linears.
+        p: of the dropout in front of each adapter.
+    """
+
+    def __init__(self, adapters: torch.dtype = FP32, count: int = 1, p: float = 0.25) -> None:
+        super().__init__()
+        self.base = nn.ModuleList(nn.Linear(IN, OUT, dtype=BF16).requires_grad_(False) for _ in range(count))
+        self.a = nn.ModuleList(nn.Linear(IN, RANK, bias=False, dtype=adapters) for _ in range(count))
+        self.b = nn.ModuleList(nn.Linear(RANK, OUT, bias=False, dtype=adapters) for _ in range(count))
+        self.drop = nn.ModuleList(nn.Dropout(p) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        results = []
+        for base, a, b, drop in zip(self.base, self.a, self.b, self.drop, strict=True):
+            result = base(x)
+            results.append((result + b(a(drop(x.to(a.weight.dtype)))) * 2.0).to(result.dtype))
+        return torch.cat(results, -1)
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every device counts: the operations are products one by one there."""
+    monkeypatch.setattr(inputs, "check_device", lambda value: None)
+    monkeypatch.setattr(guards, "check_device", lambda node: None)
+    monkeypatch.setattr(profit, "capability", lambda device: 80)
+
+
+def rand(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).bfloat16().requires_grad_()
+
+
+def outcome(fn: Callable[..., Any], args: Sequence[Any], fused: bool, **options: Any) -> tuple[Any, Any]:
+    """Outputs and gradients of a seed, and the sites."""
+    torch._dynamo.reset()
+    leaves = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad]
+    leaves += list(fn.parameters()) if isinstance(fn, nn.Module) else []
+    leaves = [t for t in leaves if t.requires_grad]
+    others = {"qkv": False, "gated_mlp": False, "linear_epilogue": False}
+    settings = config.patch(enabled=fused, policy="always", strict=True, **others)
+    with settings, reporting.isolated() as sites, torch._inductor.config.patch(force_disable_caches=True):
+        torch.manual_seed(3)
+        y = torch.compile(fn, **{"fullgraph": True, **options})(*args)
+        weight = torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype)
+        grads = torch.autograd.grad((y * weight).sum(), leaves)
+    return [y.detach(), *grads], list(sites)
+
+
+def same_as_stock(fn: Callable[..., Any], args: Sequence[Any], count: int = 1, **options: Any) -> Any:
+    """Check that outputs and gradients are those of stock, of which another mask is far off; the sites."""
+    stock, _ = outcome(fn, args, False, **options)
+    ours, sites = outcome(fn, args, True, **options)
+    assert sum(site.verdict == "fused" for site in sites if site.fusion == "lora_input") == count, sites
+    for i, (y, z) in enumerate(zip(ours, stock, strict=True)):
+        assert y.dtype == z.dtype and y.shape == z.shape
+        # All that is dropped is 0 times infinity.
+        assert torch.equal(y.isnan(), z.isnan())
+        y, z = y.double().nan_to_num(), z.double().nan_to_num()
+        error = float((y - z).norm() / z.norm().clamp(min=1e-3))
+        assert error < 0.02, (i, error)
+    return sites
+
+
+@pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("shape", [(24, IN), (2, 3, 8, IN)], ids=str)
+def test_same_seed_same_mask(adapters: torch.dtype, shape: tuple[int, ...]) -> None:
+    same_as_stock(Adapted(adapters), (rand(*shape),))
+
+
+@pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
+def test_several_dropouts_keep_their_order(adapters: torch.dtype) -> None:
+    """Of other random numbers, too, which are drawn in between and behind."""
+
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Adapted(adapters, 2), Adapted(adapters, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            noise = torch.rand_like(x)
+            y = F.dropout(self.first(x), 0.5)
+            return torch.cat([y, self.second(x + noise) + torch.rand(3 * OUT, dtype=BF16)], -1)
+
+    same_as_stock(Between(), (rand(24, IN),), count=5)
+
+
+@pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
+def test_dynamic(adapters: torch.dtype) -> None:
+    same_as_stock(Adapted(adapters, 3), (rand(3, 24, IN),), count=3, dynamic=True)
+
+
+def test_base_of_float32() -> None:
+    model = Adapted().float()
+    same_as_stock(model, (torch.randn(24, IN, requires_grad=True),))
+
+
+def test_input_that_is_transposed() -> None:
+    same_as_stock(Adapted(), (rand(IN, 24).detach().t().requires_grad_(),))
+
+
+def test_nested_dropout() -> None:
+    """What another dropout keeps is an input as any."""
+
+    class Twice(Adapted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(F.dropout(x, 0.5))
+
+    same_as_stock(Twice(), (rand(24, IN),))
+
+
+def test_what_is_no_number() -> None:
+    """0 times it is none, as in stock."""
+    x = rand(24, IN).detach()
+    x[3, 5], x[7] = float("nan"), float("inf")
+    model, args = Adapted(), (x.requires_grad_(),)
+    stock, ours = (outcome(model, args, fused)[0] for fused in (False, True))
+    for y, z in zip(ours, stock, strict=True):
+        assert torch.equal(y.isfinite(), z.isfinite())
+
+
+def test_checkpointing() -> None:
+    """The backward draws again what the forward has drawn."""
+
+    class Checkpointed(Adapted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    same_as_stock(Checkpointed(FP32, 2), (rand(24, IN),), count=2)
+
+
+def test_what_is_kept() -> None:
+    """The mask and the input, not what the mask leaves of it."""
+
+    def kept(fused: bool) -> set[torch.dtype]:
+        found = set()
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            if t.numel() == 24 * IN:
+                found.add(t.dtype)
+            return t
+
+        torch._dynamo.reset()
+        settings = config.patch(enabled=fused, policy="always", strict=True)
+        with settings, torch._inductor.config.patch(force_disable_caches=True):
+            compiled = torch.compile(Adapted(), fullgraph=True)
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                compiled(rand(24, IN))
+        return found
+
+    assert kept(False) == {torch.bool, FP32}
+    assert kept(True) == {torch.bool, BF16}
+
+
+# -- what is left alone -----------------------------------------------------------------------------------
+
+
+def written(drop: Callable[[Any], Any], later: Callable[[Any, Any], Any] = lambda y, dropped: y) -> Any:
+    """A linear with an adapter, a dropout, and what else is done with what that gives."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        dropped = drop(x.float())
+        return later((F.linear(x, w) + F.linear(F.linear(dropped, a), b)).to(x.dtype), dropped)
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (written(lambda x: F.dropout(x, 0.25), lambda y, dropped: y + dropped.sum()), "read elsewhere"),
+        (written(lambda x: F.dropout(x, 0.25, False)), None),
+        (written(lambda x: F.dropout(x, 0.25, inplace=True)), None),
+        (written(lambda x: F.dropout(x, 1.0)), None),
+        (written(lambda x: F.dropout1d(x.unsqueeze(0), 0.25).squeeze(0)), None),
+        (written(lambda x: F.alpha_dropout(x, 0.25, True)), None),
+        (written(lambda x: F.dropout(x, 0.25) * 2), None),
+    ],
+)
+def test_other_dropouts_stay(fn: Any, reason: str | None) -> None:
+    args = [rand(24, IN), rand(OUT, IN).detach()]
+    args += [torch.randn(shape).requires_grad_() for shape in ((RANK, IN), (OUT, RANK))]
+    sites = same_as_stock(fn, args, count=0)
+    reasons = [site.reason for site in sites if site.fusion == "lora_input" and site.verdict != "fused"]
+    assert [reason in given for given in reasons] == ([True] if reason is not None else [])
+
+
+def test_numbers_of_eager_mode() -> None:
+    """Where Inductor leaves them to eager mode, dropouts are not decomposed: their numbers are others."""
+    with torch._inductor.config.patch(fallback_random=True):
+        model, args = Adapted(), (rand(24, IN),)
+        sites = same_as_stock(model, args, count=0)
+        assert "fallback_random" in next(site.reason for site in sites if site.fusion == "lora_input")
+
+
+def test_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A linear with its adapter behind a dropout counts as a whole, forward and backward."""
+    shape = profit.Dropped(4096, IN, OUT, RANK, BF16, FP32)
+    row = {**shape.key, "tokens": 4096, "gain": 1.2}
+    monkeypatch.setattr(tables, "load", lambda name: {"lora_dropout": [row]})
+    monkeypatch.setattr(tables, "device_name", lambda device: "a device")
+    device = torch.device("cuda")
+    assert profit.dropped_kernel(shape, device).endswith(
+        "4096 x (64 -> 48), rank 16 behind a dropout, bfloat16, adapter float32, 1.20x measured"
+    )
+    for other in (replace(shape, tokens=2048), replace(shape, rank=8), replace(shape, adapters=BF16)):
+        with pytest.raises(LeftToStock, match="not measured on a device"):
+            profit.dropped_kernel(other, device)
+    row["gain"] = 1.0
+    with pytest.raises(LeftToStock, match="not measured to be faster"):
+        profit.dropped_kernel(shape, device)
+
+
+# -- the graphs -------------------------------------------------------------------------------------------
+
+
+def narrow_calls(seen: Run, graph: int) -> list[tuple[int, int, bool]]:
+    """The narrow products of a graph: number of matrices, number of masks, and whether transposed."""
+    return [(len(c.args[1]), len(c.args[5]), c.args[4]) for c in targets(seen, NARROW_MM, graph)]
+
+
+def drawn_calls(seen: Run) -> list[tuple[int, list[int], list[float]]]:
+    """The narrow products of the forward that draw: number of matrices, seeds, and chances."""
+    return [(len(c.args[1]), list(c.args[5]), list(c.args[6])) for c in targets(seen, DRAWN_MM)]
+
+
+@pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_kernels_of_a_step(adapters: torch.dtype, count: int, dynamic: bool) -> None:
+    """Forward one narrow product of the input, which draws where it can, and a block GEMM; backward the
+    gradients of the As together, and one sum that adds the adapters behind their masks."""
+    seen = run(Adapted(adapters, count), (rand(96, IN),), train=True, dynamic=dynamic)
+    if dynamic:
+        assert narrow_calls(seen, 0) == [(count, count, False)] and not drawn_calls(seen)
+    else:
+        assert drawn_calls(seen) == [(count, list(range(count)), [0.25] * count)]
+        assert not narrow_calls(seen, 0)
+        left = {str(node.target) for node in seen.graphs[0].nodes}
+        assert "aten.gt.Scalar" not in left and "prims.inductor_random.default" not in left
+    assert seen.products(0) == 0 and len(seen.calls(0)) == 1
+    assert (count, count, True) in narrow_calls(seen, 1)
+    (call,) = targets(seen, LORA_ACCUMULATE, 1)
+    assert len(call.args[4]) == count
+
+
+def test_a_mask_that_others_read_first() -> None:
+    """It is in memory by then, and read."""
+
+    class Looked(Adapted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = torch.rand_like(x, dtype=FP32) > 0.25
+            seen = kept.sum(-1, keepdim=True).to(x.dtype).cumsum(0)
+            down = LORA_DROPPED_DOWN(x + seen, kept, self.a[0].weight, 4 / 3)
+            return self.base[0](x + seen) + self.b[0](down).to(x.dtype)
+
+    seen = run(Looked(), (rand(96, IN),), train=True)
+    assert not drawn_calls(seen) and (1, 1, False) in narrow_calls(seen, 0)
+
+
+def test_rounded_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each operation of a loop rounds, so does the number, before it is compared."""
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        for adapters, count in ((BF16, 0), (FP32, 1)):
+            assert len(drawn_calls(run(Adapted(adapters), (rand(96, IN),), train=True))) == count
+
+
+# -- the operations ---------------------------------------------------------------------------------------
+
+
+def test_operations() -> None:
+    """As torch checks them: fake kernels, gradients, tracing."""
+    x, a, kept = (
+        torch.randn(6, 8).requires_grad_(),
+        torch.randn(8, 3).requires_grad_(),
+        torch.rand(6, 8) > 0.5,
+    )
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    arguments = (x, [a, a], [0.5, 2.0], [0.0, 0.0], False, [kept, ~kept])
+    torch.library.opcheck(NARROW_MM, arguments, test_utils=utils)
+    seeds = torch.arange(4)
+    drawn = (x.detach(), [a.detach()], [0.5], [0.0], seeds, [2], [0.25])
+    torch.library.opcheck(DRAWN_MM, drawn, test_utils=("test_schema", "test_faketensor"))
+
+    wide = [torch.randn(2, 6, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)]
+    mask = torch.rand(2, 6, 8) > 0.5
+
+    def through(x: Any, a: Any) -> Any:
+        return LORA_DROPPED_DOWN(x, mask, a, 1.25)
+
+    assert torch.autograd.gradcheck(through, [t.requires_grad_() for t in wide])
+    expected = F.linear(wide[0] * mask, wide[1]) * 1.25
+    assert torch.allclose(through(*wide), expected)
+
+
+@pytest.mark.parametrize(
+    ("kept", "text"),
+    [
+        ([torch.ones(6, 8)], "bool"),
+        ([torch.ones(8, dtype=torch.bool)], "bool"),
+        ([torch.ones(5, 8, dtype=torch.bool)], "rows"),
+        ([torch.ones(6, 7, dtype=torch.bool)], "columns"),
+        ([torch.ones(6, 8, dtype=torch.bool)] * 2, "a mask for each"),
+    ],
+)
+def test_masks_that_do_not_fit(kept: Any, text: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=text):
+        NARROW_MM(torch.randn(6, 8), [torch.randn(8, 3)], [1.0], [0.0], False, kept)

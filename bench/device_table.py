@@ -89,7 +89,8 @@ def table(measured: dict[str, Any]) -> dict[str, Any]:
 
 #: Sections of a table that `bench.tune_projections`, `bench.tune_lora` and `bench.outer_product` write.
 OF_LINEARS = (
-    "block_mm", "lora", "narrow_mm", "lora_decode", "lora_sums", "lora_accumulate", "outer_product_linear",
+    "block_mm", "lora", "narrow_mm", "lora_decode", "lora_sums", "lora_accumulate", "lora_dropout",
+    "outer_product_linear",
     "dot_interaction",
 )  # fmt: skip
 

@@ -5,7 +5,7 @@ A row is one or more linears on one input, with an adapter each, at one number o
     forward    y_g = x @ W_g + s * (x @ A_g) @ B_g, as PEFT spells it
     backward   dx = sum of dY_g @ W_g + s * (dY_g @ B_g) @ A_g
     gradient   dB = s * dY^T @ h, or dA = dh^T @ x: one narrow product over all tokens
-    step       forward and backward of one linear, through autograd
+    step       forward and backward of one linear, through autograd, in the table's configurations
     accumulate y = base + s * (x @ A) @ B, of a base that is in memory
     dropped    as backward, with a mask behind each (dY_g @ B_g) @ A_g
 
@@ -62,7 +62,7 @@ class Judge:
 
     def __init__(self, row: Row, one: Operands, stock_run: Run) -> None:
         self.row, self.one = row, one
-        if row.dropout:
+        if row.dropout and row.kind != "gradient":
             self.expected, self.cut = self._seeded(stock_run), lambda outputs: outputs
         else:
             self.expected, self.cut = reference(row, one)
@@ -93,7 +93,7 @@ def measure(row: Row, device: str, options: Json, lock: AbstractContextManager[A
     result: Json = {name: {} for name in ("times_us", "spread", "error", "wrong", "skipped")}
     started = time.monotonic()
     seen, quick = Seen(), options["quick"]
-    with torch.set_grad_enabled(row.kind == "step"):
+    with torch.set_grad_enabled(row.trains):
         first = make(row, device, 0)
         arch = heuristics.capability(torch.device("cuda")) if device == "cuda" else 80
         runs: dict[str, Run] = {"stock": stock(row, first, None)}
@@ -202,7 +202,7 @@ def conclude(row: Row, device: str, result: Json, choices: dict[str, Choice], se
         shape = seen.decode[0]
         chosen = choice.decode or decode.default(shape, arch)
         result["decode"] = {**shape.key, "config": chosen.to_json()}
-    if seen.block and row.kind in ("forward", "backward"):
+    if seen.block and row.kind in ("forward", "backward") and not row.dropout:
         posed = seen.block[0]
         chosen = choice.block or configurations.default(posed, arch)
         result["block"] = {**posed.key, "config": chosen.to_json()}
@@ -210,7 +210,9 @@ def conclude(row: Row, device: str, result: Json, choices: dict[str, Choice], se
         tile = seen.added[0]
         chosen = choice.added or accumulate_kernel.default(tile)
         result["added"] = {**accumulate_kernel.key(tile), "config": chosen.to_json()}
-    elif seen.narrow and row.kind != "step":
+    elif row.kind == "step":
+        result["masks"] = max((shape.masks for shape in seen.narrow), default=0)
+    elif seen.narrow:
         thin = choice.narrow
         result["narrow"] = [
             {**narrow.key(shape), "config": (thin or narrow.default(shape)).to_json()}

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -54,12 +54,14 @@ def stock(row: Row, operands: Operands, mode: str | None) -> Run:
 
 @dataclass(frozen=True)
 class Choice:
-    """Configurations of the kernels of one candidate; None: the default one."""
+    """Configurations of the kernels of one candidate; None: that of the table where a row is of several
+    kernels, and the default one elsewhere. `draws`: masks are drawn by the narrow product."""
 
     block: Any = None
     narrow: Any = None
     decode: Any = None
     added: Any = None
+    draws: bool = False
 
     def _kinds(self) -> list[tuple[str, Any]]:
         return [
@@ -73,6 +75,7 @@ class Choice:
         for kind, chosen in self._kinds():
             if chosen is not None:
                 parts.append(f"{kind} " + "-".join(str(v) for v in chosen.to_json().values()))
+        parts += ["draws"] if self.draws else []
         return ", ".join(parts) or "defaults"
 
 
@@ -93,16 +96,19 @@ def choosing(row: Row, choice: Choice, seen: Seen) -> Iterator[None]:
     from inductor_fusions.fusions.block_mm import configurations, heuristics
     from inductor_fusions.fusions.lora import accumulate_kernel, decode, lowering, narrow
 
+    known_block, known = heuristics.choose, row.kind in ADDED or row.kind == "step" or row.dropout > 0
+
     def block(posed: Any, device: torch.device) -> Any:
         seen.block.append(posed)
+        if known and choice.block is None and torch.cuda.is_available():
+            return known_block(posed, device)
         arch = heuristics.capability(device)
         return heuristics.Choice(choice.block or configurations.default(posed, arch), "")
 
     def thin(shape: Any, device: torch.device) -> Any:
         seen.narrow.append(shape)
-        # Beside what is in memory the narrow product is as the table has it.
-        known = narrow.measured(shape, device) if row.kind in ADDED else None
-        return choice.narrow or known or narrow.default(shape)
+        found = choice.narrow or (narrow.measured(shape, device) if known else None) or narrow.default(shape)
+        return narrow.fitted(replace(found, draws=True), shape) if choice.draws and shape.masks else found
 
     def pair(shape: Any, device: torch.device) -> Any:
         seen.decode.append(shape)
@@ -128,10 +134,11 @@ def choosing(row: Row, choice: Choice, seen: Seen) -> Iterator[None]:
 def on_the_cpu() -> Iterator[None]:
     """Inside, the CPU counts as a device, to try the script: the operations are products one by one."""
     from inductor_fusions.fusions.block_mm import guards
-    from inductor_fusions.fusions.lora import profit
+    from inductor_fusions.fusions.lora import inputs, profit
 
     with (
         mock.patch.object(guards, "check_device", lambda node: None),
+        mock.patch.object(inputs, "check_device", lambda value: None),
         mock.patch.object(profit, "capability", lambda device: 80),
     ):
         yield
@@ -176,6 +183,10 @@ def first_choices(row: Row, seen: Seen, arch: int, quick: bool) -> list[Choice]:
         found += [Choice(decode=c) for c in decode.candidates(seen.decode[0], arch)]
     elif seen.added:
         found += [Choice(added=c) for c in spread(accumulate_kernel.candidates(seen.added[0])[1:], 10)]
+    elif row.dropout and row.kind == "forward" and seen.narrow:
+        found += [Choice(narrow=c) for c in spread(narrow.candidates(seen.narrow[0])[1:], 14)]
+    elif row.dropout and row.kind == "step":
+        found.append(Choice(draws=True))
     elif seen.block and row.kind != "step":
         wanted = configurations.candidates(seen.block[0], arch)
         found += [Choice(block=c) for c in wanted[:BLOCK_CHOICES]]

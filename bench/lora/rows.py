@@ -17,7 +17,7 @@ class Row:
             the products go from `outer` to `inner`.
         rank: of each adapter.
         adapters: dtype of the adapters, a key of `DTYPES`.
-        dropout: in front of each adapter.
+        dropout: in front of each adapter; then the forward is that of a training step.
         large: dtype of the large matrix of a gradient.
     """
 
@@ -29,6 +29,11 @@ class Row:
     adapters: str = "float32"
     dropout: float = 0.0
     large: str = "bfloat16"
+
+    @property
+    def trains(self) -> bool:
+        """Whether operands take gradients."""
+        return self.kind == "step" or (self.kind == "forward" and self.dropout > 0)
 
     @property
     def key(self) -> str:
@@ -69,9 +74,7 @@ def grid() -> list[Row]:
                     Row(kind, tokens, inner, (width,), 16, adapters)
                     for kind in ("forward", "backward", "step")
                 ]
-    for inner, width in SQUARE:
-        for kind in ("forward", "step"):
-            rows += [Row(kind, m, inner, (width,), 16, "bfloat16", 0.1) for m in (4096, 8192, 2048)]
+    rows += behind_dropouts()
     for rank in (64, 128):
         for adapters in ("float32", "bfloat16"):
             for kind in ("forward", "backward", "step"):
@@ -83,6 +86,26 @@ def grid() -> list[Row]:
         rows += [Row("gradient", m, 14336, (), 16, adapters) for m in (2048, 4096, 8192)]
     rows += [*accumulated(), *dropped()]
     return list(dict.fromkeys(rows))
+
+
+def behind_dropouts() -> list[Row]:
+    """Linears whose adapter is behind a dropout, and the gradients of its A."""
+    rows = []
+    sizes = [*SQUARE, (2048, 2048), (2048, 512), (2048, 8192), (8192, 2048), (4096, 1024)]
+    for adapters in ("float32", "bfloat16"):
+        for kind in ("forward", "step"):
+            rows += [
+                Row(kind, m, inner, (width,), 16, adapters, 0.1)
+                for inner, width in sizes
+                for m in (4096, 8192, 2048)
+            ]
+        for width in (2048, 4096, 5120, 8192, 14336):
+            rows += [
+                Row("gradient", m, width, (16,) * count, 16, adapters, 0.1)
+                for count in ((3, 2, 1) if width <= 4096 else (1,))
+                for m in (4096, 8192, 2048)
+            ]
+    return rows
 
 
 def accumulated() -> list[Row]:

@@ -26,7 +26,8 @@ class Operands:
 
     Attributes:
         x: what is read: x, and the base that is in memory; dY of each linear, and the masks of their
-            adapters; or the large matrix and the small ones of a gradient.
+            adapters; or the large matrix and the small ones of a gradient, then the masks of the large one
+            and what each leaves of it.
         w: weights, shape (out, in).
         a, b: adapters, shapes (r, in) and (out, r).
     """
@@ -49,10 +50,16 @@ def make(row: Row, device: str, seed: int) -> Operands:
         made = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
         return (made / shape[-1] ** 0.5).to(DTYPES[dtype])
 
+    def mask(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator, device=device) < KEPT
+
     if row.kind == "gradient":
         large = rand(row.large, row.tokens, row.inner)
         ranks = row.outer or (row.rank,)
-        return Operands([large, *(rand(row.adapters, row.tokens, r) for r in ranks)], [], [], [])
+        small = [rand(row.adapters, row.tokens, r) for r in ranks]
+        kept = [mask(row.tokens, row.inner) for _ in ranks] if row.dropout else []
+        left = [large.to(DTYPES[row.adapters]) * each * (1 / KEPT) for each in kept]
+        return Operands([large, *small, *kept, *left], [], [], [])
     w = [rand("bfloat16", n, row.inner) for n in row.outer]
     a = [rand(row.adapters, row.rank, row.inner) for _ in row.outer]
     b = [rand(row.adapters, n, row.rank) for n in row.outer]
@@ -62,11 +69,11 @@ def make(row: Row, device: str, seed: int) -> Operands:
         found.x.append(rand("bfloat16", row.tokens, row.outer[0]))
         found.w = []
     if row.kind == "dropped":
-        size = (row.tokens, row.inner)
-        found.x += [torch.rand(size, generator=generator, device=device) < KEPT for _ in row.outer]
-    if row.kind == "step":
+        found.x += [mask(row.tokens, row.inner) for _ in row.outer]
+    if row.trains:
         for t in (*found.x, *found.a, *found.b):
             t.requires_grad_()
+    if row.kind == "step":
         found.x.append(rand("bfloat16", row.tokens, row.outer[0]))  # the cotangent
     return found
 
@@ -113,9 +120,12 @@ def dropped(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors
 
 
 def gradient(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors:
-    """dB; for dA, the same is stored transposed."""
-    large, *small = x
-    return [(large.to(b.dtype) * SCALE).t() @ b for b in small]
+    """dB; for dA, the same is stored transposed. Behind a dropout, dA of what it has left."""
+    large, *others = x
+    if row.dropout:
+        count = len(others) // 3
+        return [left.t() @ b for left, b in zip(others[2 * count :], others[:count], strict=True)]
+    return [(large.to(b.dtype) * SCALE).t() @ b for b in others]
 
 
 def narrow_gradient(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors:
@@ -123,8 +133,13 @@ def narrow_gradient(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) ->
     from inductor_fusions.fusions.lora.op import NARROW_MM
 
     large, *small = x
+    scale, kept = SCALE, []
+    if row.dropout:
+        count = len(small) // 3
+        scale, kept = 1 / KEPT, [mask.t() for mask in small[count : 2 * count]]
+        small = small[:count]
     count = len(small)
-    found: Tensors = NARROW_MM(large.t(), small, [SCALE] * count, [0.0] * count, False, [])
+    found: Tensors = NARROW_MM(large.t(), small, [scale] * count, [0.0] * count, False, kept)
     return found
 
 
@@ -155,8 +170,12 @@ def reference(row: Row, one: Operands) -> tuple[Tensors, Callable[[Tensors], Ten
         return [t.detach().double() for t in tensors]
 
     if row.kind == "gradient":
-        large, *small = wide(one.x)
-        return [SCALE * rows(large.t()) @ b for b in small], cut
+        large, *others = wide(one.x)
+        if row.dropout:
+            count = len(others) // 3
+            kept = [rows((large * mask).t()) for mask in others[count : 2 * count]]
+            return [left @ b / KEPT for left, b in zip(kept, others[:count], strict=True)], cut
+        return [SCALE * rows(large.t()) @ b for b in others], cut
     if row.kind == "step":
         # Every gradient of the adapters needs all tokens.
         x, dy = wide(one.x)

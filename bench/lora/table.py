@@ -15,12 +15,29 @@ from inductor_fusions import tables
 
 def sections(rows: Sequence[Json]) -> dict[str, list[Json]]:
     """What the package looks up: `profit` says how it is read."""
-    names = ("lora", "block_mm", "narrow_mm", "lora_decode", "lora_sums", "lora_accumulate")
+    names = ("lora", "block_mm", "narrow_mm", "lora_decode", "lora_sums", "lora_accumulate", "lora_dropout")
     found: dict[str, list[Json]] = {name: [] for name in names}
     for row in rows:
-        if row["dropout"] or row["kind"] == "step" or not row.get("best"):
+        if not row.get("best"):
             continue
         ratio, tokens = round(plain_gain(row), 3), row["tokens"]
+        if row["dropout"] and row["kind"] != "gradient":
+            if row["kind"] == "step":
+                (outer,) = row["outer"]
+                found["lora_dropout"].append(
+                    {
+                        "inner": row["inner"], "outer": outer, "rank": row["rank"], "dtype": "bfloat16",
+                        "adapters": row["adapters"], "masks": row.get("masks", 0), "tokens": tokens,
+                        "gain": ratio,
+                    }
+                )  # fmt: skip
+            # Rows from before products read masks are of what a dropout has left.
+            for thin in row.get("narrow", ()):
+                if thin.get("masks"):
+                    found["narrow_mm"].append({**thin, "tokens": tokens, "gain": ratio})
+            continue
+        if row["kind"] == "step":
+            continue
         if row["kind"] == "gradient":
             found["narrow_mm"] += [{**thin, "tokens": tokens, "gain": ratio} for thin in row["narrow"]]
             continue

@@ -18,6 +18,7 @@ from inductor_fusions.fusions.block_mm import configurations, heuristics
 from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
 from inductor_fusions.fusions.lora import decode
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
+from inductor_fusions.fusions.lora.op import LORA_DROPPED_DOWN
 from inductor_fusions.fusions.outer_product_linear.op import OUTER_PRODUCT_LINEAR, pairs
 from tests.attention.support import flex_everywhere, short_everywhere
 
@@ -129,6 +130,12 @@ def accumulated(base: Tensor, x: Tensor, a: Tensor, b: Tensor, chance: Tensor) -
     kept, h = chance > 0, F.linear(x, a)
     found: Tensor = LORA_ACCUMULATE(base, [h, h], [b.t(), b.t()], [2.0, 0.5], [kept], [1], base.dtype)
     return found
+
+
+def behind_a_mask(x: Tensor, w: Tensor, a: Tensor, b: Tensor, chance: Tensor) -> Tensor:
+    """As behind a dropout whose mask is there."""
+    base, h = F.linear(x, w), LORA_DROPPED_DOWN(x, chance > 0, a, 1.25)
+    return (base + F.linear(h, b) * 2.0).to(base.dtype)
 
 
 @contextlib.contextmanager
@@ -266,6 +273,17 @@ TEMPLATES: dict[str, Template] = {
     "adapters, added to what is in memory": Template(
         accumulated, ((512, 384), *LORA[:1], *LORA[2:], (512, 384)), ("lora_accumulate",), True, fixed=(4,)
     ),
+    "adapters behind a mask": Template(
+        behind_a_mask, (*LORA, LORA[0]), (*NARROW, "lora_accumulate"), True, fixed=(1, 4)
+    ),
+    "adapters of float32 behind a mask": Template(
+        behind_a_mask,
+        (*LORA, LORA[0]),
+        (*NARROW, "lora_accumulate"),
+        True,
+        dtypes=(BF16, BF16, FP32, FP32),
+        fixed=(1, 4),
+    ),
     "short attention": Template(biased, SHORT, ("short_attention",), True, short_everywhere, (FP32,) * 4),
     "short attention, bfloat16": Template(biased, SHORT, ("short_attention",), True, short_everywhere),
     "outer product": Template(outer, ((200, 4), (200, 48), (96, 192)), (), True),
@@ -292,6 +310,14 @@ LARGE: dict[str, Template] = {
         ("lora_accumulate",),
         True,
         fixed=(4,),
+    ),
+    "adapters of float32 behind a mask": Template(
+        behind_a_mask,
+        (*WIDE_LORA, WIDE_LORA[0]),
+        (*NARROW, "lora_accumulate"),
+        True,
+        dtypes=(BF16, BF16, FP32, FP32),
+        fixed=(1, 4),
     ),
     "short attention": Template(
         biased, (((2048, 3, 49, 32),) * 3) + ((1, 3, 49, 49),), ("short_attention",), True, short_everywhere

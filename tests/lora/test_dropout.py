@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
+from bench import cuda_codegen
 from inductor_fusions import config, reporting, tables
 from inductor_fusions.fusion import LeftToStock
 from inductor_fusions.fusions.block_mm import guards
-from inductor_fusions.fusions.lora import inputs, profit
+from inductor_fusions.fusions.lora import inputs, lowering, narrow, profit
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.drawn import DRAWN_MM
 from inductor_fusions.fusions.lora.op import LORA_DROPPED_DOWN, NARROW_MM
@@ -99,6 +100,46 @@ def same_as_stock(fn: Callable[..., Any], args: Sequence[Any], count: int = 1, *
 @pytest.mark.parametrize("shape", [(24, IN), (2, 3, 8, IN)], ids=str)
 def test_same_seed_same_mask(adapters: torch.dtype, shape: tuple[int, ...]) -> None:
     same_as_stock(Adapted(adapters), (rand(*shape),))
+
+
+@pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("draws", [False, True])
+def test_kernels_that_draw(adapters: torch.dtype, draws: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The masks are drawn by the product, or by a loop, which stores them for it."""
+    drawing_where(monkeypatch, draws)
+    with config.patch(policy="always", strict=True):
+        made = cuda_codegen.generate(Adapted(adapters, 3), (rand(96, IN),), train=True, run=False)
+    forward, _ = made.modules
+    products = [kernel for kernel in forward.kernels if kernel.is_template]
+    (product,) = [kernel for kernel in products if "lora_drawn_mm" in kernel.name]
+    assert ("tl.rand" in product.source) == draws
+    loops = [kernel.source for kernel in forward.kernels if not kernel.is_template]
+    assert any("rand" in source for source in loops) != draws
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_same_seed_same_mask_on_a_gpu(
+    adapters: torch.dtype, draws: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what is dropped nothing is in the gradient of A: one element with another mask is seen."""
+    drawing_where(monkeypatch, draws)
+    model = Adapted(adapters, count).cuda()
+    x = torch.eye(IN, dtype=BF16).repeat(8, 1).cuda().requires_grad_()
+    same_as_stock(model, (x,), count=count)
+    stock, ours = (outcome(model, (x,), fused)[0][1] for fused in (False, True))
+    assert torch.equal(ours == 0, stock == 0)
+
+
+def drawing_where(monkeypatch: pytest.MonkeyPatch, draws: bool) -> None:
+    """Let narrow products draw their masks, or read them."""
+
+    def choose(shape: narrow.Shape, device: torch.device) -> narrow.Config:
+        return narrow.fitted(replace(narrow.default(shape), draws=draws), shape)
+
+    monkeypatch.setattr(lowering, "choose", choose)
 
 
 @pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)

@@ -30,6 +30,7 @@ ROWS = [
     Row("accumulate", 128, 64, (48,)),
     Row("accumulate", 128, 64, (48,), 16, "bfloat16"),
     Row("dropped", 128, 64, (64, 32, 32), 16, "bfloat16"),
+    Row("gradient", 128, 64, (16, 16), 16, "bfloat16", 0.1),
 ]
 
 
@@ -47,9 +48,10 @@ def test_reference(row: Row) -> None:
         assert float((y.double() - z).norm() / z.norm()) < 2e-2
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("outer", [(), (16, 16)])
-def test_gradient_of_the_fusion(outer: tuple[int, ...]) -> None:
-    row = Row("gradient", 128, 64, outer)
+def test_gradient_of_the_fusion(outer: tuple[int, ...], dropout: float) -> None:
+    row = Row("gradient", 128, 64, outer, dropout=dropout)
     one = spellings.make(row, "cpu", 0)
     found = spellings.narrow_gradient(row, one.x, one.w, one.a, one.b)
     torch.testing.assert_close(found, spellings.gradient(row, one.x, one.w, one.a, one.b))
@@ -65,6 +67,9 @@ def test_grid() -> None:
         "forward 4096->4096+1024+1024 r16 bfloat16 m4",
         "forward 14336->4096 r16 float32 m8192",
         "forward 5120->5120 r16 bfloat16 dropout0.1 m2048",
+        "forward 4096->14336 r16 float32 dropout0.1 m4096",
+        "step 14336->4096 r16 float32 dropout0.1 m8192",
+        "gradient 4096->16+16+16 r16 float32 dropout0.1 bfloat16 m4096",
         "step 8192->8192 r16 float32 m2048",
         "step 4096->4096 r128 bfloat16 m4096",
         "backward 2048->2048+512+512 r16 float32 m4096",
@@ -93,6 +98,8 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         shipped.pop(section)
     target.write_text(json.dumps(shipped))
     thin = narrow.Shape(64, 4096, (16,), "t", torch.bfloat16, torch.float32)
+    masked = narrow.Shape(128, 64, (16,), "n", torch.bfloat16, torch.float32, masks=1)
+    drawing = narrow.Config(16, 64, 1, 4, 3, True)
     few = decode.Shape(4, 64, (64,), (16,), torch.bfloat16, torch.float32)
     chosen = narrow.Config(16, 64, 2, 4, 3)
     pair = decode.Config(16, 64, 4, 3, 2, True)
@@ -109,13 +116,20 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         measured(ROWS[3], 30.0, 10.0),
         measured(ROWS[5], 30.0, 15.0, added={**accumulate_kernel.key(tile), "config": tiled.to_json()}),
         measured(ROWS[7], 30.0, 12.0),
+        measured(Row("forward", 128, 64, (48,), 16, "float32", 0.1), 30.0, 15.0, narrow=[
+            {**narrow.key(masked), "config": drawing.to_json()},
+            {**narrow.key(replace(masked, masks=0)), "config": chosen.to_json()},
+        ]),
+        measured(Row("step", 128, 64, (48,), 16, "float32", 0.1), 30.0, 20.0, masks=1),
+        measured(Row("step", 128, 64, (48,), 16, "bfloat16", 0.1), 30.0, 31.0),
     ]  # fmt: skip
     write_table(target, rows)
     write_table(target, rows)
     data = json.loads(target.read_text())
     assert data["attention"] == attention
     assert {name: len(found) for name, found in device_table.kept(target).items()} == {
-        "block_mm": 1, "lora": 2, "narrow_mm": 1, "lora_decode": 1, "lora_sums": 2, "lora_accumulate": 1,
+        "block_mm": 1, "lora": 2, "narrow_mm": 2, "lora_decode": 1, "lora_sums": 2, "lora_accumulate": 1,
+        "lora_dropout": 2,
     }  # fmt: skip
 
     monkeypatch.setattr(tables, "folder", lambda: tmp_path)
@@ -143,6 +157,18 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "2.00x measured" in profit.accumulate_kernel(base, device)
         masks = profit.Accumulated(128, (64, 32, 32), 64, (16,) * 3, 3, torch.bfloat16, torch.bfloat16)
         assert "2.50x measured" in profit.accumulate_kernel(masks, device)
+        assert narrow.measured(masked, device) == drawing
+        assert narrow.measured(replace(masked, masks=0), device) is None
+        dropped = profit.Dropped(128, 64, 48, 16, torch.bfloat16, torch.float32)
+        assert "1.50x measured" in profit.dropped_kernel(dropped, device)
+        profit.check_dropped(dropped, device)
+        # Measured of what the dropout had left in memory.
+        slower = replace(dropped, adapters=torch.bfloat16)
+        with pytest.raises(LeftToStock, match="not measured on"):
+            profit.dropped_kernel(slower, device)
+        with pytest.raises(LeftToStock, match="behind a dropout it is not measured to be faster"):
+            profit.check_dropped(slower, device)
+        profit.check_dropped(replace(slower, tokens=64), device)
     finally:
         tables.load.cache_clear()
 

@@ -48,6 +48,12 @@ OPERATIONS: dict[str, Callable[[], tuple[tuple[Any, ...], int]]] = {
          [torch.arange(30).view(5, 6) % 3 > 0], [1], torch.float32), 3,
     ),
     "lora_down": lambda: ((leaf(2, 5, 8), leaf(3, 8)), 2),
+    "lora_drawn_mm": lambda: (
+        (torch.randn(5, 8), [torch.randn(8, 3)], [0.5], [0.0], torch.arange(4), [2], [0.25]), 0,
+    ),
+    "lora_dropped_down": lambda: (
+        (leaf(2, 5, 8), torch.arange(80).view(2, 5, 8) % 3 > 0, leaf(3, 8), 1.25), 3,
+    ),
     "lora_linear": lambda: (
         (torch.randn(5, 8), [torch.randn(8, 6)], [torch.randn(6)], [0], [torch.randn(8, 3)],
          [torch.randn(3, 6)], [0], [0.5], False, torch.float32), 0,
@@ -55,7 +61,10 @@ OPERATIONS: dict[str, Callable[[], tuple[tuple[Any, ...], int]]] = {
     "lora_split": lambda: (
         ([torch.randn(5, 8), torch.randn(3, 8)], [3, 0], [0, 0], [0, 16], torch.bfloat16), 0,
     ),
-    "lora_narrow_mm": lambda: ((leaf(5, 8), [leaf(8, 3), leaf(8, 2)], [0.5, 2.0], [0.0] * 2, False), 2),
+    "lora_narrow_mm": lambda: (
+        (leaf(5, 8), [leaf(8, 3), leaf(8, 2)], [0.5, 2.0], [0.0] * 2, False,
+         [torch.arange(40).view(5, 8) % 3 > 0] * 2), 2,
+    ),
     "lora_rounded": lambda: ((leaf(5, 8),), 1),
     "outer_product_linear": lambda: ((leaf(5, 4), leaf(5, 3), leaf(6, 12)), 3),
     "outer_product_linear_factors": lambda: (
@@ -84,11 +93,13 @@ def test_X1_operations(name: str, device: torch.device) -> None:
     arguments, count = OPERATIONS[name]()
     arguments = on(device, arguments)
     op = getattr(torch.ops.inductor_fusions, name).default
-    if name != "lora_down":  # it is made of another one
-        static = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-        dynamic = () if name.startswith(("lora", "stored")) else ("test_aot_dispatch_dynamic",)
-        torch.library.opcheck(op, arguments, test_utils=(*static, *dynamic))
+    if name not in ("lora_down", "lora_dropped_down"):  # they are made of another one
+        checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"]
+        checks += [] if name.startswith(("lora", "stored")) else ["test_aot_dispatch_dynamic"]
+        # Where random numbers are drawn, no two calls are alike.
+        torch.library.opcheck(op, arguments, test_utils=checks[:3] if name == "lora_drawn_mm" else checks)
     leaves = [t for t in pytree.tree_leaves(arguments[:count]) if isinstance(t, torch.Tensor)]
+    leaves = [t for t in leaves if t.requires_grad]
     if not leaves:
         return
 

@@ -108,8 +108,7 @@ def _kernel(
     used = drawn if config.draws else None
     if drawn is not None and used is None:
         kept = drawn.masks(x)
-    kept = _inductor.realize(list(kept))
-    read = {f"KEPT{i}": mask for i, mask in enumerate(kept)}
+    read = {f"KEPT{i}": mask for i, mask in enumerate(_inductor.realize(list(kept)))}
     if used is not None:
         read = {"SEEDS": _inductor.realize([used.seeds])[0]}
     stored = [] if used is None else [(rows, inner)] * masks

@@ -200,9 +200,10 @@ def candidates(shape: Shape) -> list[Config]:
             splits = splits_for(rows, block_m, shape.inner, block_k)
             for more in {splits, max(1, splits // 2), min(16, 2 * splits)}:
                 for warps, stages in ((4, 4), (4, 3), *([(8, 3)] if block_m >= 64 else [])):
-                    wanted = Config(block_m, block_k, more, warps, stages)
-                    if fitted(wanted, shape) == wanted and (more == 1 or shape.inner is not None):
-                        found.append(wanted)
+                    for draws in (False, True) if shape.masks and shape.layout == "n" else (False,):
+                        wanted = Config(block_m, block_k, more, warps, stages, draws)
+                        if fitted(wanted, shape) == wanted and (more == 1 or shape.inner is not None):
+                            found.append(wanted)
     return list(dict.fromkeys(found))
 
 

@@ -138,7 +138,25 @@ def dropped_kernel(shape: Dropped, device: torch.device) -> str:
         LeftToStock: no measurement says that they pay, and the policy asks for that.
     """
     text = f"narrow_mm with a mask, {shape}"
-    return f"{text}{_pays('lora_dropout', shape.key, shape.tokens, str(shape), device)}"
+    key = {**shape.key, "masks": 1}
+    return f"{text}{_pays('lora_dropout', key, shape.tokens, str(shape), device)}"
+
+
+def check_dropped(shape: Dropped, device: torch.device) -> None:
+    """Leave a linear that reads what a dropout has left in memory to stock, where that does not pay.
+
+    What is not measured counts as without the dropout.
+
+    Raises:
+        LeftToStock: it is, and the policy asks for that.
+    """
+    table = tables.load(tables.device_name(device))
+    if table is None or shape.tokens is None or config.policy == "always":
+        return
+    key = {**shape.key, "masks": 0}
+    known = [row for row in table.get("lora_dropout", []) if tables.agrees(row, key)]
+    if any(row["gain"] < tables.MARGIN for row in tables.bracket(known, shape.tokens)):
+        raise LeftToStock("behind a dropout it is not measured to be faster than stock at this shape")
 
 
 def kernel(shape: Shape, device: torch.device) -> str:

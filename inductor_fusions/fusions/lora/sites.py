@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ...fusion import Candidate, LeftToStock, Rejected
+from ...operands import known_size
 from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
 from ..block_mm.normal_form import Product, same_sizes, value
@@ -17,6 +18,7 @@ from ..block_mm.placement import Order, Place
 from . import accumulate_sites, downs, drawn, gather, gradients, profit, unread
 from .emitter import Emitter
 from .groups import current, grouped, is_whole, result_dtypes, shape_of
+from .masks import masked
 from .op import ROUNDED
 from .recognise import Adapter, Linear, is_row_major, linears, source, unrounded
 
@@ -121,6 +123,8 @@ class Adapted(Candidate):
         self.downs = [] if self.whole else downs.find(self.graph, _downs_of(group))
         self.place = self._place(group)
         self.kernel = profit.kernel(shape_of(group), value(self.anchor).device)
+        for linear in group:
+            self._check_dropouts(linear)
 
     def _check_linear(self, linear: Linear) -> None:
         root, first = linear.root, value(linear.bases[0].node)
@@ -150,6 +154,16 @@ class Adapted(Candidate):
             raise Rejected("an adapter whose elements are not next to each other in either direction")
         if 1 not in value(a.down.a).stride():
             raise Rejected("an input whose elements are not next to each other in either direction")
+
+    def _check_dropouts(self, linear: Linear) -> None:
+        """Of adapters that read what a dropout has left in memory."""
+        base = value(linear.bases[0].b)
+        for a in linear.adapters:
+            left, tokens = value(a.down.b), known_size(value(a.down.a).shape[0])
+            if masked(source(a.down.a).base) is not None:
+                inner, rank = map(int, left.shape)
+                shape = profit.Dropped(tokens, inner, int(base.shape[1]), rank, base.dtype, left.dtype)
+                profit.check_dropped(shape, left.device)
 
     def _place(self, group: list[Linear]) -> Place:
         order = Order(self.graph)

@@ -31,7 +31,7 @@ FLEX = "flex attention"
 #: What leaves a site to stock on a CPU, in fusions before autograd.
 ON_A_GPU = (
     "fusions.outer_product_linear.check_kernel", "fusions.dot_interaction.check_kernel",
-    "fusions.lora.inputs.WidenedInput.guard",
+    "fusions.lora.inputs.AdapterInput.guard",
 )  # fmt: skip
 
 

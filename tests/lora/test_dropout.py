@@ -270,7 +270,7 @@ def test_numbers_of_eager_mode() -> None:
 def test_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A linear with its adapter behind a dropout counts as a whole, forward and backward."""
     shape = profit.Dropped(4096, IN, OUT, RANK, BF16, FP32)
-    row = {**shape.key, "tokens": 4096, "gain": 1.2}
+    row = {**shape.key, "masks": 1, "tokens": 4096, "gain": 1.2}
     monkeypatch.setattr(tables, "load", lambda name: {"lora_dropout": [row]})
     monkeypatch.setattr(tables, "device_name", lambda device: "a device")
     device = torch.device("cuda")

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from bench import cuda_codegen
 from inductor_fusions import config
-from inductor_fusions.fusions.lora import gather, lowering
+from inductor_fusions.fusions.lora import gather, narrow_kernel
 from inductor_fusions.fusions.lora.op import NARROW_MM
 from inductor_fusions.fusions.lora.split import LORA_SPLIT
 from tests.block_mm.support import Run, check, run
@@ -89,7 +89,7 @@ def test_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("tf32", "count"), [(True, 2), (False, 3)])
 def test_summands(tf32: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two, where torch may use TF32."""
-    monkeypatch.setattr(lowering, "may_use_tf32", lambda: tf32)
+    monkeypatch.setattr(narrow_kernel, "may_use_tf32", lambda: tf32)
     (call,) = [n for n in run(Layers(1), (rand(),)).graphs[0].nodes if n.target is LORA_SPLIT]
     assert sorted(call.args[1]) == [0, 0, count, count]
 

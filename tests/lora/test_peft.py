@@ -18,6 +18,9 @@ import peft
 import transformers
 
 from inductor_fusions import tables
+from inductor_fusions.fusions.lora import inputs, profit
+from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
+from inductor_fusions.fusions.lora.drawn import DRAWN_MM
 from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
 from tests.block_mm.support import Run, as_on_a_gpu, check, run
 
@@ -268,6 +271,33 @@ def test_sums_that_are_no_adapters(kind: str) -> None:
         x = torch.randn(2, 8, 8, 8)
         seen = run(convolved, (x, torch.randn(2, 8, 8, 8) if kind == "other input" else x))
     assert not seen.reasons("lora")
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["float32", "bfloat16"])
+def test_masks_of_dropouts(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each linear has its own: q, k and v are one product that draws three, gate and up two."""
+    monkeypatch.setattr(inputs, "check_device", lambda value: None)
+    monkeypatch.setattr(profit, "capability", lambda device: 80)
+    model = Adapted("Llama", whole=whole, lora_dropout=0.1).train()
+    x = ids("Llama")
+    torch.manual_seed(1)
+    ours = run(model, (x,), train=True)
+    torch.manual_seed(1)
+    stock = run(model, (x,), train=True, policy="profitable")
+    torch.manual_seed(2)
+    other = run(model, (x,), train=True, policy="profitable")
+    layers = SIZES["num_hidden_layers"]
+    drawn = [len(node.args[1]) for node in ours.graphs[0].nodes if node.target is DRAWN_MM]
+    assert sorted(drawn) == sorted([3, 1, 2, 1] * layers)
+    assert ours.fused("lora_input") == 7 * layers and not stock.fused("lora")
+    added = [len(node.args[4]) for node in ours.graphs[1].nodes if node.target is LORA_ACCUMULATE]
+    # The input of the first layer takes no gradient.
+    assert sorted(added) == sorted([3, 1, 2, 1] * layers)[:-1]
+    # Another mask is another value; with bfloat16 adapters stock rounds what is dropped, and each product.
+    limit = 0.05 if whole else 0.25
+    for y, z, w in zip(*((*r.outputs, *r.grads) for r in (ours, stock, other)), strict=True):
+        assert y is not None and z is not None and w is not None
+        assert float((y - z).float().norm()) < limit * float((w - z).float().norm())
 
 
 def test_dropout() -> None:

@@ -81,14 +81,14 @@ class Mask:
     """A mask that is drawn for one narrow product, and kept.
 
     Attributes:
-        nodes: what draws it, from what the product reads up to the seed.
-        comparison: where it is a mask first.
-        seeds, index: what its seed is.
+        views: what the product reads, and what that is a view of, up to where it is a mask first.
+        numbers: what draws the numbers that are compared there, up to the seed.
+        seeds, index: what the seed is.
         chance: the probability with which it drops.
     """
 
-    nodes: list[fx.Node]
-    comparison: fx.Node
+    views: list[fx.Node]
+    numbers: list[fx.Node]
     seeds: fx.Node
     index: int
     chance: float
@@ -121,22 +121,21 @@ def _masks(call: fx.Node) -> list[Mask]:
 def _mask(kept: fx.Node, call: fx.Node) -> Mask | None:
     nodes = drawing(kept)
     compared = [i for i, node in enumerate(nodes) if node.target is aten.gt.Scalar]
-    if len(compared) != 1 or not isinstance(nodes[compared[0]].args[1], float):
+    if len(compared) != 1:
         return None
-    at = compared[0]
-    behind, before = [call, *nodes[:at]], nodes[at + 1 :]
+    views, numbers = nodes[: compared[0] + 1], nodes[compared[0] + 1 :]
+    chance: Any = views[-1].args[1]
+    seeds, index = numbers[-1].args
+    if not isinstance(chance, float) or not isinstance(seeds, fx.Node) or not isinstance(index, int):
+        return None
     # What draws is read for this mask alone; the mask itself may be kept for the backward.
-    alone = all(set(node.users) == {user} for node, user in zip(before, nodes[at:], strict=False))
-    alone = alone and all(set(node.users) == {user} for node, user in zip(nodes[:at], behind, strict=False))
-    others = [user for user in nodes[at].users if user is not behind[at]]
-    casts = [node for node in before if node.target in CASTS]
-    if not alone or any(user < call for user in others) or (casts and rounds_inside_of_loops()):
+    if any(set(node.users) != {user} for user, node in zip(nodes[compared[0] :], numbers, strict=False)):
         return None
-    seeds, index = nodes[-1].args
-    if not isinstance(seeds, fx.Node) or not isinstance(index, int):
+    if any(user < call for view in views for user in view.users if user not in views):
         return None
-    chance: Any = nodes[at].args[1]
-    return Mask(nodes, nodes[at], seeds, index, chance)
+    if rounds_inside_of_loops() and any(node.target in CASTS for node in numbers):
+        return None
+    return Mask(views, numbers, seeds, index, chance)
 
 
 def _rewrite(graph: fx.Graph, call: fx.Node, masks: list[Mask]) -> None:
@@ -151,15 +150,18 @@ def _rewrite(graph: fx.Graph, call: fx.Node, masks: list[Mask]) -> None:
     found = [emitted(operator.getitem, made, count + i) for i in range(len(masks))]
     for output in list(call.users):
         output.update_arg(0, made)
-    shaped = [
-        emitted(aten.reshape.default, kept, list(value(mask.comparison).shape))
-        for kept, mask in zip(found, masks, strict=True)
-    ]
+    shaped = {
+        view: emitted(aten.reshape.default, kept, list(value(view).shape))
+        for mask, kept in zip(masks, found, strict=True)
+        for view in mask.views
+    }
     graph.erase_node(call)
-    for mask, kept in zip(masks, shaped, strict=True):
-        for node in mask.nodes:
-            if node is mask.comparison:
-                node.replace_all_uses_with(kept)
+    for mask in masks:
+        for view in mask.views:
+            view.replace_all_uses_with(shaped[view])
+            graph.erase_node(view)
+        for node in mask.numbers:
             graph.erase_node(node)
-        if not kept.users:
-            graph.erase_node(kept)
+    for view in shaped.values():
+        if not view.users:
+            graph.erase_node(view)

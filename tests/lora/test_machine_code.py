@@ -92,11 +92,17 @@ def test_narrow(name: str, arch: int) -> None:
     assert found.fits and found.uses_mma, found
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("four", [False, True], ids=["one by one", "four"])
-@pytest.mark.parametrize("name", [name for name in SHAPES if "masked" in name and "gradient" not in name])
-def test_narrow_that_draws(name: str, four: bool, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the tiles that it has where it reads its masks."""
+DRAWING = [("masked qkv bf16", arch, four) for arch in ARCHS for four in (False, True)] + [
+    ("masked", 90, False),
+    ("masked qkv", 90, True),
+    ("masked bf16 r128", 90, False),
+    ("masked float32", 90, True),
+]
+
+
+@pytest.mark.parametrize(("name", "arch", "four"), DRAWING)
+def test_narrow_that_draws(name: str, arch: int, four: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one seed a number for each element, or four of each counter."""
     monkeypatch.setattr(_inductor, "draws_four_at_a_time", lambda: four)
     shape = SHAPES[name]
     chosen = narrow.fitted(replace(narrow.default(shape), draws=True), shape)

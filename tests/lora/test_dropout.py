@@ -318,6 +318,19 @@ def test_kernels_of_a_step(adapters: torch.dtype, count: int, dynamic: bool) -> 
     assert len(call.args[4]) == count
 
 
+def test_the_base_reads_the_gradient_as_it_is() -> None:
+    """Not a copy that was widened for the adapters, and rounded again."""
+
+    class Behind(Adapted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).sin()
+
+    seen = run(Behind(), (rand(96, IN),), train=True)
+    (product,) = seen.graphs[1].find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    dy = product.args[0]
+    assert dy.target is torch.ops.aten.mul.Tensor and dy.meta["val"].dtype == BF16
+
+
 def test_a_mask_that_others_read_first() -> None:
     """It is in memory by then, and read."""
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from inductor_fusions import _inductor, config, reporting, testing, writes
 from inductor_fusions.fusions.lora import inputs
+from inductor_fusions.fusions.lora.adapters import source
 from inductor_fusions.fusions.lora.op import LORA_DOWN, NARROW_MM, ROUNDED
-from inductor_fusions.fusions.lora.recognise import source
 
 
 class Adapted(nn.Module):

@@ -204,7 +204,9 @@ def test_accumulate_candidates(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["r16", "qkv", "bf16", "gradient"])
+@pytest.mark.parametrize(
+    "name", ["r16", "qkv", "bf16", "gradient", "masked", "masked qkv bf16", "masked gradient"]
+)
 def test_narrow_candidates(name: str) -> None:
     """What tuning tries on Hopper does not spill."""
     wrong = {}
@@ -296,13 +298,17 @@ def test_any_narrow(examples: int) -> None:
     """Any shape compiles, in any configuration, and can be launched; registers may spill."""
 
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
-    @given(st.integers(1, 8192), EIGHTS, RANKS, DTYPES, st.sampled_from("nt"), WHICH, st.sampled_from(ARCHS))
+    @given(
+        st.integers(1, 8192), EIGHTS, RANKS, DTYPES, st.sampled_from("nt"), st.booleans(), WHICH,
+        st.sampled_from(ARCHS),
+    )  # fmt: skip
     def judge(
-        rows: int, inner: int, ranks: Any, dtypes: Any, layout: str, which: float | None, arch: int
-    ) -> None:
-        shape = narrow.Shape(rows, inner, tuple(ranks), layout, *dtypes)
+        rows: int, inner: int, ranks: Any, dtypes: Any, layout: str, masked: bool, which: float | None,
+        arch: int,
+    ) -> None:  # fmt: skip
+        shape = narrow.Shape(rows, inner, tuple(ranks), layout, *dtypes, masks=len(ranks) * masked)
         found = narrow_code(shape, arch, one_of(narrow.candidates(shape), which), layout == "t")
-        assert found.shared_bytes <= found.shared_limit, str(found)
+        assert found.shared_bytes <= found.shared_limit and not found.overwritten, str(found)
 
     judge()
 

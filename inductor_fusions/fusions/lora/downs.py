@@ -14,10 +14,10 @@ from ...fusion import Rejected
 from ..block_mm import emit
 from ..block_mm.normal_form import Product, value
 from ..block_mm.placement import Order, Place
+from .adapters import Source, source
 from .emitter import Emitter
 from .groups import by_width
 from .masks import drawing, mask_of, masks_of
-from .recognise import Source, source
 
 
 @dataclass(frozen=True)

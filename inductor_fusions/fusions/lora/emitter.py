@@ -12,8 +12,9 @@ from torch import fx
 from ..block_mm import emit, guards
 from ..block_mm.normal_form import value
 from . import gather
+from .adapters import Source
 from .op import LORA_LINEAR, NARROW_MM
-from .recognise import Linear, Offset, Source
+from .recognise import Linear, Offset
 from .split import HIGH_BITS, LORA_SPLIT
 
 aten = torch.ops.aten

@@ -16,9 +16,9 @@ from ..block_mm import emit, guards
 from ..block_mm.normal_form import RESHAPES, Product, product, readers, scaled, value
 from ..block_mm.placement import Order, Place
 from . import narrow, profit
+from .adapters import MOST_RANK, PERMUTES, source
 from .emitter import Emitter
 from .op import NARROW_MM
-from .recognise import MOST_RANK, PERMUTES, source
 
 aten = torch.ops.aten
 

@@ -12,8 +12,9 @@ from torch import fx
 from ...operands import known_size
 from ..block_mm.normal_form import RESHAPES, Product, identity, product, products, through, value
 from . import decode, narrow, profit
+from .adapters import source, unrounded
 from .masks import mask_of, narrow_product
-from .recognise import Linear, source, unrounded
+from .recognise import Linear
 
 
 def grouped(graph: fx.Graph, found: Sequence[Linear]) -> Iterator[list[Linear]]:

@@ -30,8 +30,8 @@ from ...fusion import Candidate, Fusion, LeftToStock, Rejected
 from ...operands import check_device, check_kind, known_size, tensor, text
 from ...writes import check_between, check_kept, effects
 from . import narrow, profit
+from .adapters import MOST_RANK
 from .op import LORA_DOWN, LORA_DROPPED_DOWN, ROUNDED
-from .recognise import MOST_RANK
 
 #: What a product passes on its way into a sum.
 _SUMS = (operator.add, operator.iadd, operator.mul, torch.add, torch.mul)

@@ -13,14 +13,17 @@ from ...fusion import Candidate, LeftToStock, Rejected
 from ...operands import known_size
 from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
-from ..block_mm.normal_form import Product, same_sizes, value
+from ..block_mm.normal_form import CASTS, Product, same_sizes, value, widens
 from ..block_mm.placement import Order, Place
 from . import accumulate_sites, downs, drawn, gather, gradients, profit, unread
+from .adapters import Adapter, source, unrounded
 from .emitter import Emitter
 from .groups import current, grouped, is_whole, result_dtypes, shape_of
 from .masks import masked
 from .op import ROUNDED
-from .recognise import Adapter, Linear, is_row_major, linears, source, unrounded
+from .recognise import Linear, is_row_major, linears
+from .sums import downs_of, without
+from .sums import sums as read_sums
 
 aten = torch.ops.aten
 
@@ -35,9 +38,11 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
         graph.erase_node(mark)
     yield from unread.candidates(graph)
     found = linears(graph)
-    sums = accumulate_sites.sums(graph, found)
-    found = accumulate_sites.without(found, sums)
-    down = {a.down.node for linear in found for a in linear.adapters} | accumulate_sites.downs_of(sums)
+    if found and drop_round_trips(graph):
+        found = linears(graph)
+    sums = read_sums(graph, found)
+    found = without(found, sums)
+    down = {a.down.node for linear in found for a in linear.adapters} | downs_of(sums)
     narrows = gradients.read(graph, down)
     replaced: dict[fx.Node, fx.Node] = {}
     for group in grouped(graph, found):
@@ -51,6 +56,26 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     yield from gradients.candidates(graph, gradients.made_before(graph))
     drawn.draw_in_products(graph)
     gather.gather(graph)
+
+
+def drop_round_trips(graph: fx.Graph) -> bool:
+    """Take out casts to float32 and back, as beside float32 adapters: a product would read a copy.
+
+    Returns:
+        Whether there was one.
+    """
+    found = False
+    for node in graph.nodes:
+        wide: Any = node.args[0] if node.target in CASTS else None
+        if not isinstance(wide, fx.Node) or wide.target not in CASTS or not widens(wide):
+            continue
+        origin: Any = wide.args[0]
+        before, behind = value(origin), value(node)
+        # What is not dense is copied on its way, and may be viewed as only the copy can.
+        if before.dtype == behind.dtype and same_sizes(before.stride(), behind.stride()):
+            emit.replace(graph, node, origin)
+            found = True
+    return found
 
 
 class Adapted(Candidate):

@@ -11,7 +11,8 @@ from torch import fx
 from ...fusion import Candidate, LeftToStock
 from ..block_mm import guards
 from ..block_mm.normal_form import CASTS, RESHAPES, product, scaled, tensor, through, value
-from .recognise import MOST_RANK, summands, times_tensor
+from .adapters import MOST_RANK, times_tensor
+from .recognise import summands
 
 aten = torch.ops.aten
 

@@ -1,0 +1,197 @@
+"""An adapter, `s * (x @ A) @ B`, read from its second product; matrices in front of casts and views."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...operands import holds
+from ..block_mm.normal_form import (
+    CASTS,
+    MUL,
+    RESHAPES,
+    Product,
+    product,
+    same_sizes,
+    scaled,
+    tensor,
+    value,
+    widens,
+    zero_padding,
+)
+from .masks import narrow_product
+
+aten = torch.ops.aten
+
+#: The widest matrix in the middle of an adapter.
+MOST_RANK = 128
+PERMUTES = (aten.permute.default, aten.t.default)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A matrix as it was before it was widened, scaled and viewed.
+
+    Attributes:
+        base: the tensor that is in memory.
+        views: the views from there on, in order, without casts and factors.
+        scale: product of the factors.
+    """
+
+    base: fx.Node
+    views: tuple[fx.Node, ...]
+    scale: float
+
+    @property
+    def sizes(self) -> list[fx.Node]:
+        """The symbolic sizes that the views name."""
+        return [size for view in self.views for size in view.all_input_nodes[1:]]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """`scale * (x @ A) @ B`.
+
+    Attributes:
+        up: the product with B.
+        down: the product with A.
+        scale: its factor.
+        factor: a tensor of one element by which it is multiplied as well, or None.
+    """
+
+    up: Product
+    down: Product
+    scale: float
+    factor: fx.Node | None
+
+
+def source(matrix: fx.Node) -> Source:
+    """What a matrix was before it was cast to a wider dtype, multiplied by numbers, and viewed."""
+    views: list[fx.Node] = []
+    node, scale = matrix, 1.0
+    found = Source(matrix, (), 1.0)
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        inner = tensor(node.args[0])
+        if inner is None or not inner.is_floating_point():
+            break
+        step = scaled(node)
+        if node.target in RESHAPES or node.target in PERMUTES:
+            views.append(node)
+        elif node.target in CASTS and widens(node):
+            found = Source(node.args[0], tuple(reversed(views)), scale)
+        elif step is not None:
+            scale *= step[1]
+            found = Source(node.args[0], tuple(reversed(views)), scale)
+        else:
+            break
+        node = node.args[0]
+    # As far up as views go: equal matrices are one then.
+    extra: list[fx.Node] = []
+    node = found.base
+    while node.target in RESHAPES and isinstance(node.args[0], fx.Node):
+        extra.append(node)
+        node = node.args[0]
+    return Source(node, (*reversed(extra), *found.views), found.scale)
+
+
+def unrounded(matrix: fx.Node) -> Source:
+    """What a matrix was before it was cast to a wider dtype and back, and viewed."""
+    views: list[fx.Node] = []
+    node, found = matrix, Source(matrix, (), 1.0)
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        inner = tensor(node.args[0])
+        if inner is None or inner.dtype not in (value(matrix).dtype, torch.float32):
+            break
+        if node.target in RESHAPES or node.target in PERMUTES:
+            views.append(node)
+        elif node.target not in CASTS:
+            break
+        elif inner.dtype == value(matrix).dtype:
+            found = Source(node.args[0], tuple(reversed(views)), 1.0)
+        node = node.args[0]
+    return found
+
+
+def _of_padded_rank(up: Product) -> Product:
+    """A product without the zeros that Inductor pads its K with, where that is faster (pad_mm.py)."""
+    left, right = zero_padding(up.a), zero_padding(up.b)
+    if left is None or right is None:
+        return up
+    (a, k, rows), (b, columns, same) = left, right
+    padded = isinstance(k, int) and k == same and rows == 0 == columns
+    return replace(up, a=a, b=b) if padded else up
+
+
+def _of_padded_columns(node: fx.Node) -> Product | None:
+    """The product of which a node has the first columns: the others are those of zeros."""
+    if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.kwargs or node.args[1:3] != (1, 0):
+        return None
+    padded = product(node.args[0])
+    found = zero_padding(padded.b) if padded is not None and padded.bias is None else None
+    if padded is None or found is None or found[2] != 0:
+        return None
+    own = same_sizes(value(found[0]).shape[1:], value(node).shape[1:])
+    return Product(node, padded.a, found[0], None, padded.scale) if own else None
+
+
+def adapter(up: Product) -> Adapter | None:
+    """What a product is of an adapter, where there is another one in front of it that makes it one."""
+    rank = value(up.a).shape[1]
+    if not isinstance(rank, int) or rank > MOST_RANK:
+        return None
+    node: Any = up.a
+    scale, factor = up.scale, None
+    casts: list[torch.dtype] = []
+    while node.op == "call_function":
+        step, by = scaled(node), times_tensor(node) if factor is None else None
+        if node.target in RESHAPES or node.target in CASTS:
+            casts += [value(node).dtype] if node.target in CASTS else []
+            node = node.args[0]
+        elif step is not None:
+            node, scale = step[0], scale * step[1]
+        elif by is not None:
+            node, factor = by
+        else:
+            break
+    down = product(node) or _of_padded_columns(node) or narrow_product(node)
+    if down is None or down.bias is not None:
+        return None
+    out, before = value(down.node), value(up.a)
+    if not same_sizes(out.shape, before.shape) or not out.is_floating_point():
+        return None
+    if not all(holds(cast, out.dtype, before.dtype) for cast in casts):
+        return None
+    inner = value(down.a).shape[1]
+    narrow = not isinstance(inner, int) or inner > rank
+    return Adapter(up, down, scale, factor) if narrow else None
+
+
+def times_tensor(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The tensor that a node multiplies by one without dims, and that one."""
+    if node.target not in MUL or len(node.args) != 2 or node.kwargs:
+        return None
+    first, second = node.args
+    for x, by in ((first, second), (second, first)):
+        if isinstance(x, fx.Node) and isinstance(by, fx.Node) and has_size_of(x, node) and _is_number(by):
+            return x, by
+    return None
+
+
+def adapter_of(up: Product) -> Adapter | None:
+    """As `adapter`, also where Inductor has padded the rank."""
+    return adapter(_of_padded_rank(up))
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a node is a tensor of one element, without dims."""
+    found = tensor(node)
+    return found is not None and found.dim() == 0 and found.is_floating_point()
+
+
+def has_size_of(argument: Any, node: fx.Node) -> bool:
+    """Whether an operand is of a floating dtype and has the shape of a result: nothing is broadcast."""
+    found = tensor(argument)
+    return found is not None and found.is_floating_point() and same_sizes(found.shape, value(node).shape)

@@ -116,7 +116,8 @@ def choosing(row: Row, choice: Choice, seen: Seen) -> Iterator[None]:
 
     def tile(shape: Any, device: torch.device) -> Any:
         seen.added.append(shape)
-        return choice.added or accumulate_kernel.default(shape)
+        found = accumulate_kernel.measured(shape, device) if known and row.kind not in ADDED else None
+        return choice.added or found or accumulate_kernel.default(shape)
 
     others = {"qkv": False, "gated_mlp": False, "linear_epilogue": False}
     with (

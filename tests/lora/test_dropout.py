@@ -76,7 +76,7 @@ def outcome(fn: Callable[..., Any], args: Sequence[Any], fused: bool, **options:
     with settings, reporting.isolated() as sites, torch._inductor.config.patch(force_disable_caches=True):
         torch.manual_seed(3)
         y = torch.compile(fn, **{"fullgraph": True, **options})(*args)
-        weight = torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype)
+        weight = torch.linspace(-1, 1, y.numel()).view(y.shape).to(y)
         grads = torch.autograd.grad((y * weight).sum(), leaves)
     return [y.detach(), *grads], list(sites)
 

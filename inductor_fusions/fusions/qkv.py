@@ -84,9 +84,10 @@ class SharedOperand(Candidate):
             assert reason is not None
             raise reason
         chosen = self._longest(fit)
-        self.kernel = guards.kernel([[p] for p in chosen])
         self.left_over = [p for p in fit if p not in chosen]
-        self.group = chosen
+        # One order for all groups of the same sizes: tables know them by it.
+        self.group = sorted(chosen, key=_sizes, reverse=True)
+        self.kernel = guards.kernel([[p] for p in self.group])
 
     def _longest(self, fit: list[Product]) -> list[Product]:
         """As many of the first products as one operation can compute."""
@@ -110,6 +111,11 @@ class SharedOperand(Candidate):
         for p, output in zip(self.group, outputs, strict=True):
             emit.replace(self.graph, p.node, output)
         return self.kernel
+
+
+def _sizes(p: Product) -> tuple[int, ...]:
+    """Those of a result; 0 for a symbolic one."""
+    return tuple(size if isinstance(size, int) else 0 for size in value(p.node).shape)
 
 
 class SumOfProducts(Candidate):

@@ -124,12 +124,17 @@ def test_kernels_that_draw(adapters: torch.dtype, draws: bool, monkeypatch: pyte
 def test_same_seed_same_mask_on_a_gpu(
     adapters: torch.dtype, draws: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of what is dropped nothing is in the gradient of A: one element with another mask is seen."""
+    """Without the base nothing but the mask is zero in the gradient: another one is seen by each element."""
     drawing_where(monkeypatch, draws)
-    model = Adapted(adapters, count).cuda()
-    x = torch.eye(IN, dtype=BF16).repeat(8, 1).cuda().requires_grad_()
+    model, x = Adapted(adapters, count).cuda(), torch.randn(512, IN, dtype=BF16).cuda().requires_grad_()
     same_as_stock(model, (x,), count=count)
+    with torch.no_grad():
+        for base in model.base:
+            base.weight.zero_()
+        for b in list(model.b)[1:]:
+            b.weight.zero_()
     stock, ours = (outcome(model, (x,), fused)[0][1] for fused in (False, True))
+    assert 0.2 < float((stock == 0).float().mean()) < 0.3
     assert torch.equal(ours == 0, stock == 0)
 
 

@@ -31,7 +31,7 @@ class Sum:
 
     Attributes:
         root: the node that holds it.
-        terms: products with the factor of each in `scale`, and none of them used elsewhere.
+        terms: products with the factor of each in `scale`, the longest K first; none is used elsewhere.
         rest: what else is added, of the shape of `root`; or None.
         inner: the nodes between the products and the root.
     """
@@ -81,7 +81,14 @@ def sum_of_products(root: fx.Node) -> Sum | None:
         return None
     if len({p.node for p in terms}) < len(terms):
         return None  # one product, of which stock adds the result twice
+    # One order for all sums of the same products: tables know them by it.
+    terms.sort(key=_inner, reverse=True)
     return Sum(root, tuple(terms), rest[0] if rest else None, tuple(n for n in inner if n is not root))
+
+
+def _inner(p: Product) -> int:
+    size = value(p.a).shape[1]
+    return size if isinstance(size, int) else 0
 
 
 def _only_read_here(node: fx.Node) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from bench import cuda_codegen
 from inductor_fusions import config, reporting, tables
 from inductor_fusions.fusion import LeftToStock
 from inductor_fusions.fusions.block_mm import guards
-from inductor_fusions.fusions.lora import inputs, lowering, narrow, profit
+from inductor_fusions.fusions.lora import drawn, inputs, lowering, narrow, profit
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.drawn import DRAWN_MM
 from inductor_fusions.fusions.lora.op import LORA_DROPPED_DOWN, NARROW_MM
@@ -65,8 +66,29 @@ def rand(*shape: int) -> torch.Tensor:
     return torch.randn(shape).bfloat16().requires_grad_()
 
 
-def outcome(fn: Callable[..., Any], args: Sequence[Any], fused: bool, **options: Any) -> tuple[Any, Any]:
-    """Outputs and gradients of a seed, and the sites."""
+def outcome(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    fused: bool,
+    *,
+    dynamic: bool | None = None,
+    real: bool = False,
+) -> tuple[Any, Any]:
+    """Outputs and gradients of a seed, and the sites.
+
+    Args:
+        fn, args: what is differentiated.
+        fused: whether the fusions are on.
+        dynamic: as in `torch.compile`.
+        real: with the kernels of Inductor, and its random numbers; else its graphs as eager mode runs them,
+            which takes a tenth of the time.
+    """
+    if not real:
+        torch.manual_seed(3)
+        # Eager mode rounds a number to bfloat16 before it is compared.
+        with mock.patch.object(drawn, "rounds_inside_of_loops", lambda: True):
+            seen = run(fn, args, train=True, dynamic=dynamic, policy="always" if fused else "profitable")
+        return [*seen.outputs, *seen.grads], seen.sites
     torch._dynamo.reset()
     leaves = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad]
     leaves += list(fn.parameters()) if isinstance(fn, nn.Module) else []
@@ -75,7 +97,7 @@ def outcome(fn: Callable[..., Any], args: Sequence[Any], fused: bool, **options:
     settings = config.patch(enabled=fused, policy="always", strict=True, **others)
     with settings, reporting.isolated() as sites, torch._inductor.config.patch(force_disable_caches=True):
         torch.manual_seed(3)
-        y = torch.compile(fn, **{"fullgraph": True, **options})(*args)
+        y = torch.compile(fn, fullgraph=True, dynamic=dynamic)(*args)
         weight = torch.linspace(-1, 1, y.numel()).view(y.shape).to(y)
         grads = torch.autograd.grad((y * weight).sum(), leaves)
     return [y.detach(), *grads], list(sites)
@@ -87,19 +109,23 @@ def same_as_stock(fn: Callable[..., Any], args: Sequence[Any], count: int = 1, *
     ours, sites = outcome(fn, args, True, **options)
     assert sum(site.verdict == "fused" for site in sites if site.fusion == "lora_input") == count, sites
     for i, (y, z) in enumerate(zip(ours, stock, strict=True)):
+        assert (y is None) == (z is None)
+        if y is None:
+            continue
         assert y.dtype == z.dtype and y.shape == z.shape
         # All that is dropped is 0 times infinity.
         assert torch.equal(y.isnan(), z.isnan())
         y, z = y.double().nan_to_num(), z.double().nan_to_num()
         error = float((y - z).norm() / z.norm().clamp(min=1e-3))
-        assert error < 0.02, (i, error)
+        assert error < 0.01, (i, error)
     return sites
 
 
 @pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("shape", [(24, IN), (2, 3, 8, IN)], ids=str)
-def test_same_seed_same_mask(adapters: torch.dtype, shape: tuple[int, ...]) -> None:
-    same_as_stock(Adapted(adapters), (rand(*shape),))
+@pytest.mark.parametrize("real", [True, False])
+def test_same_seed_same_mask(adapters: torch.dtype, shape: tuple[int, ...], real: bool) -> None:
+    same_as_stock(Adapted(adapters), (rand(*shape),), real=real)
 
 
 @pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
@@ -127,13 +153,13 @@ def test_same_seed_same_mask_on_a_gpu(
     """Without the base nothing but the mask is zero in the gradient: another one is seen by each element."""
     drawing_where(monkeypatch, draws)
     model, x = Adapted(adapters, count).cuda(), torch.randn(512, IN, dtype=BF16).cuda().requires_grad_()
-    same_as_stock(model, (x,), count=count)
+    same_as_stock(model, (x,), count=count, real=True)
     with torch.no_grad():
         for base in model.base:
             base.weight.zero_()
         for b in list(model.b)[1:]:
             b.weight.zero_()
-    stock, ours = (outcome(model, (x,), fused)[0][1] for fused in (False, True))
+    stock, ours = (outcome(model, (x,), fused, real=True)[0][1] for fused in (False, True))
     assert 0.2 < float((stock == 0).float().mean()) < 0.3
     assert torch.equal(ours == 0, stock == 0)
 
@@ -147,21 +173,20 @@ def drawing_where(monkeypatch: pytest.MonkeyPatch, draws: bool) -> None:
     monkeypatch.setattr(lowering, "choose", choose)
 
 
-@pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
-def test_several_dropouts_keep_their_order(adapters: torch.dtype) -> None:
+def test_several_dropouts_keep_their_order() -> None:
     """Of other random numbers, too, which are drawn in between and behind."""
 
     class Between(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = Adapted(adapters, 2), Adapted(adapters, 3)
+            self.first, self.second = Adapted(FP32, 1), Adapted(BF16, 2)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             noise = torch.rand_like(x)
             y = F.dropout(self.first(x), 0.5)
-            return torch.cat([y, self.second(x + noise) + torch.rand(3 * OUT, dtype=BF16)], -1)
+            return torch.cat([y, self.second(x + noise) + torch.rand(2 * OUT, dtype=BF16)], -1)
 
-    same_as_stock(Between(), (rand(24, IN),), count=5)
+    same_as_stock(Between(), (rand(24, IN),), count=3, real=True)
 
 
 @pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
@@ -371,8 +396,8 @@ def test_operations() -> None:
     arguments = (x, [a, a], [0.5, 2.0], [0.0, 0.0], False, [kept, ~kept])
     torch.library.opcheck(NARROW_MM, arguments, test_utils=utils)
     seeds = torch.arange(4)
-    drawn = (x.detach(), [a.detach()], [0.5], [0.0], seeds, [2], [0.25])
-    torch.library.opcheck(DRAWN_MM, drawn, test_utils=("test_schema", "test_faketensor"))
+    given = (x.detach(), [a.detach()], [0.5], [0.0], seeds, [2], [0.25])
+    torch.library.opcheck(DRAWN_MM, given, test_utils=("test_schema", "test_faketensor"))
 
     wide = [torch.randn(2, 6, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)]
     mask = torch.rand(2, 6, 8) > 0.5

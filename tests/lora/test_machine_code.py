@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ pytest.importorskip("triton")
 import torch._inductor.config
 
 from bench import cuda_codegen
-from inductor_fusions import _inductor, config
+from inductor_fusions import _inductor, config, tables
 from inductor_fusions.fusions.lora import accumulate_kernel, decode, gather, lowering, narrow
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.drawn import DRAWN_MM
@@ -215,6 +216,42 @@ def test_narrow_candidates(name: str) -> None:
         if not found.fits:
             wrong[chosen] = found
     assert not wrong
+
+
+def shipped(section: str) -> list[dict[str, Any]]:
+    """The rows of a table that have a configuration, but for those that another one compiles alike."""
+    rows = tables.load("nvidia_h200")[section]  # type: ignore[index]
+    alike = {
+        json.dumps({**row, "tokens": 0, "gain": 0}, sort_keys=True): row for row in rows if row["config"]
+    }
+    return list(alike.values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", shipped("narrow_mm"), ids=lambda row: f"{row['width']}-{row['ranks']}")
+def test_shipped_narrow_products(row: dict[str, Any]) -> None:
+    """On the device that they were measured on."""
+    dtype, thin = (getattr(torch, row[name]) for name in ("dtype", "narrow"))
+    turned = row["layout"] == "t"
+    rows, inner = (row["width"], row["tokens"]) if turned else (row["tokens"], row["width"])
+    shape = narrow.Shape(
+        rows, inner, tuple(row["ranks"]), row["layout"], dtype, thin, masks=row.get("masks", 0)
+    )
+    found = narrow_code(shape, 90, narrow.Config(**row["config"]), transposed=turned)
+    assert found.fits, found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "row", shipped("lora_accumulate"), ids=lambda row: f"{row['columns']}-{row['inner']}"
+)
+def test_shipped_sums(row: dict[str, Any]) -> None:
+    dtype, thin = (getattr(torch, row[name]) for name in ("dtype", "narrow"))
+    shape = accumulate_kernel.Shape(
+        row["tokens"], row["columns"], tuple(row["inner"]), row["masks"], dtype, thin
+    )
+    found = accumulate_code(shape, 90, accumulate_kernel.Config(**row["config"]))
+    assert found.fits and not found.spill_bytes, found
 
 
 def pair_code(shape: decode.Shape, arch: int, chosen: Any = None) -> list[Any]:

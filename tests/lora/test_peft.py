@@ -18,6 +18,7 @@ import peft
 import transformers
 
 from inductor_fusions import tables
+from inductor_fusions.fusions.lora import drawn as lora_drawn
 from inductor_fusions.fusions.lora import inputs, profit
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.drawn import DRAWN_MM
@@ -278,6 +279,7 @@ def test_masks_of_dropouts(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None
     """Each linear has its own: q, k and v are one product that draws three, gate and up two."""
     monkeypatch.setattr(inputs, "check_device", lambda value: None)
     monkeypatch.setattr(profit, "capability", lambda device: 80)
+    monkeypatch.setattr(lora_drawn, "rounds_inside_of_loops", lambda: True)
     model = Adapted("Llama", whole=whole, lora_dropout=0.1).train()
     x = ids("Llama")
     torch.manual_seed(1)
@@ -288,16 +290,16 @@ def test_masks_of_dropouts(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None
     other = run(model, (x,), train=True, policy="profitable")
     layers = SIZES["num_hidden_layers"]
     drawn = [len(node.args[1]) for node in ours.graphs[0].nodes if node.target is DRAWN_MM]
-    assert sorted(drawn) == sorted([3, 1, 2, 1] * layers)
+    # Eager mode, which runs the graphs here, rounds a number to bfloat16 before it is compared.
+    assert sorted(drawn) == (sorted([3, 1, 2, 1] * layers) if whole else [])
     assert ours.fused("lora_input") == 7 * layers and not stock.fused("lora")
     added = [len(node.args[4]) for node in ours.graphs[1].nodes if node.target is LORA_ACCUMULATE]
     # The input of the first layer takes no gradient.
     assert sorted(added) == sorted([3, 1, 2, 1] * layers)[:-1]
-    # Another mask is another value; with bfloat16 adapters stock rounds what is dropped, and each product.
-    limit = 0.05 if whole else 0.25
+    # Another mask is another value.
     for y, z, w in zip(*((*r.outputs, *r.grads) for r in (ours, stock, other)), strict=True):
         assert y is not None and z is not None and w is not None
-        assert float((y - z).float().norm()) < limit * float((w - z).float().norm())
+        assert float((y - z).float().norm()) < 0.05 * float((w - z).float().norm())
 
 
 def test_dropout() -> None:

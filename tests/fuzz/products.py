@@ -41,6 +41,7 @@ class ProductWriter:
         self.out = w.pick(16, 32, 64)
         self.leaf = w.pick("leaf", "leaf", "rand")  # nothing is trained: some fusions are for inference alone
         self.returned: list[str] = []
+        self.draws = False
 
     def program(self) -> Program:
         w = self.w
@@ -51,7 +52,8 @@ class ProductWriter:
             self.linear(outputs[-1])
         result = self.read(outputs)
         named = ", ".join([result, *self.returned])
-        return Program(tuple(w.inputs), tuple(w.lines), f"({named},)" if self.returned else result)
+        result = f"({named},)" if self.returned else result
+        return Program(tuple(w.inputs), tuple(w.lines), result, draws=self.draws)
 
     def chain(self) -> Program:
         """Linears, each with an activation, one behind the other, with casts in between.
@@ -129,6 +131,9 @@ class ProductWriter:
         down, up = self.weight(rank, self.width, kind), self.weight(out, rank, kind)
         x = w.pick("x", "x", "x", "x", "(x * 0.5)", "F.dropout(x, 0.1, training=False)")
         x = f"{x}.{w.pick('float()', 'to(torch.float32)')}" if wide else x
+        dropout = w.pick(*["{}"] * 6, "F.dropout({}, 0.25)", "F.dropout({}, 0.5, True)", "F.dropout({}, 0.0)")
+        self.draws |= "0.25" in dropout or "0.5" in dropout
+        x = dropout.format(x)
         w.line(f"h = F.linear({x}, {down})" if w.maybe() else f"h = {x} @ {down}.t()")
         change = w.pick(*[""] * 6, "h = h * 0.5", "h = F.relu(h)", "h = h.mul_(2.0)", "kept")
         if change == "kept":

@@ -64,12 +64,14 @@ _number = itertools.count()
 
 @dataclass(frozen=True)
 class Program:
-    """A function in source text, with its inputs; `kernel` is what the fusion is to take."""
+    """A function in source text, with its inputs; `kernel` is what the fusion is to take, `draws` says that
+    it draws random numbers."""
 
     inputs: tuple[Input, ...]
     lines: tuple[str, ...]
     result: str
     kernel: str = "auto"
+    draws: bool = False
 
     @property
     def source(self) -> str:
@@ -102,7 +104,7 @@ class Program:
             ),
             "products": (
                 "from tests.fuzz import judge\n",
-                "judge.check_products(program, inputs)\n",
+                f"judge.check_products(program, inputs, draws={self.draws})\n",
             ),
         }[how]
         device = torch.get_default_device().type

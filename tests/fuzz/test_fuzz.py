@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -124,6 +125,25 @@ def test_gradients_of_adapters_on_one_row() -> None:
     )
     inputs = tuple(programs.Input(f"x{i}", *leaf) for i, leaf in enumerate(leaves))
     assert "lora" in judge_products(programs.Program(inputs, lines, "F.silu(y0) * y1")).fused
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_another_mask_is_no_rounding(same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that draw are judged beside the unfused graphs of the same seed."""
+    shapes = ("leaf16", (16, 32)), ("rand16", (48, 32)), ("leaf", (8, 32)), ("leaf", (48, 8))
+    inputs = tuple(programs.Input(f"x{i}", *shape) for i, shape in enumerate(shapes))
+    lines = ("h = F.linear(F.dropout(x0.float(), 0.25), x2)", "y = F.linear(x0, x1) + F.linear(h, x3) * 2.0")
+    program = programs.Program(inputs, lines, "y.to(torch.bfloat16)", draws=True)
+    if not same:
+        seed, seeds = (
+            torch.manual_seed,
+            itertools.chain([1], itertools.repeat(2)),
+        )  # with the fusions, without
+        monkeypatch.setattr(torch, "manual_seed", lambda _: seed(next(seeds)))
+        with pytest.raises(AssertionError, match="wrong"):
+            judge_products(program)
+    else:
+        assert {"lora", "lora_input"} <= set(judge_products(program).fused)
 
 
 def test_a_step_of_float8_is_rounding() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 import inductor_fusions
 from inductor_fusions import cli, config, tables
-from inductor_fusions.cli import environment
+from inductor_fusions.cli import environment, models
 from inductor_fusions.fusions import ALL
 from tests.support.command_line import refuse
 
@@ -273,6 +274,22 @@ def test_explain_model_type() -> None:
     verdicts = [site["verdict"] for site in found["sites"] if site["fusion"] == "attention"]
     assert verdicts == ["fused"]
     assert found["title"] == "AlbertModel" and found["facts"]["policy"] == "always"
+
+
+def test_models_of_every_kind() -> None:
+    """Layers that a configuration counts for itself; images in place of tokens; convolutions of any size."""
+    transformers = pytest.importorskip("transformers")
+    jamba = transformers.JambaConfig()
+    models.shrink(jamba, 2)
+    assert jamba.num_hidden_layers == 2 and len(jamba.layer_types) == 2
+
+    def inputs(kind: str, name: str) -> set[str]:
+        made = mock.Mock(config=transformers.CONFIG_MAPPING[kind](), main_input_name=name)
+        return models.hugging_face_inputs(made, 1, 4, padded=False).keys()
+
+    assert inputs("llava", "input_ids") == {"input_ids"}
+    assert inputs("clip", "input_ids") == {"input_ids", "pixel_values"}
+    assert inputs("bit", "pixel_values") == {"pixel_values"}
 
 
 def test_explain_refuses_what_does_not_fit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -135,7 +136,8 @@ def shrink(model_config: Any, layers: int) -> None:
         if isinstance(value, (list, tuple)) and name == "depths":
             model_config.depths = type(value)(min(depth, layers) for depth in value)
         elif isinstance(value, (list, tuple)):
-            setattr(model_config, name, value[:layers])
+            with contextlib.suppress(AttributeError):  # computed from the number of layers, as Mamba's is
+                setattr(model_config, name, value[:layers])
     for value in list(vars(model_config).values()):
         if hasattr(value, "to_diff_dict"):  # a configuration inside, such as the text part's
             shrink(value, layers)
@@ -143,6 +145,8 @@ def shrink(model_config: Any, layers: int) -> None:
 
 def hugging_face_inputs(model: Any, batch: int, seq: int, padded: bool) -> dict[str, Any]:
     """Random inputs of a Hugging Face model, by what it reads: tokens, pixels or sound.
+
+    Where images stand in place of tokens, as in LLaVA, there is text alone.
 
     Args:
         model: as `AutoModel` makes it.
@@ -161,8 +165,9 @@ def hugging_face_inputs(model: Any, batch: int, seq: int, padded: bool) -> dict[
         if padded:
             lengths = torch.linspace((seq + 1) // 2, seq, batch).long()
             inputs["attention_mask"] = (torch.arange(seq) < lengths[:, None]).long()
-    if name == "pixel_values" or hasattr(model_config, "vision_config"):
-        size = vision.image_size
+    in_text = any(hasattr(model_config, f"image_token_{what}") for what in ("id", "index"))
+    if name == "pixel_values" or (hasattr(model_config, "vision_config") and not in_text):
+        size = getattr(vision, "image_size", None) or 224  # a convolution takes any size
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         inputs["pixel_values"] = torch.randn(batch, getattr(vision, "num_channels", 3), height, width)
     if name == "input_features":

@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # All of this must be in the environment before torch is imported, and child processes inherit it.
@@ -25,6 +26,14 @@ for _name in [name for name in os.environ if name.startswith("INDUCTOR_FUSIONS")
 
 # Scalar C++: what is tested does not depend on vector instructions, and it compiles three times as fast.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
+# A kernel that was compiled for another test, or for stock, is not compiled again.
+_compiler = shutil.which("g++")
+if _compiler and shutil.which("sha256sum") and not {"TESTS_CXX", "CXX"} & os.environ.keys():
+    os.environ["TESTS_CXX"] = _compiler
+    os.environ["TESTS_CXX_CACHE"] = tempfile.mkdtemp(prefix="inductor_fusions_cxx_")
+    atexit.register(shutil.rmtree, os.environ["TESTS_CXX_CACHE"], ignore_errors=True)
+    os.environ["CXX"] = str(Path(__file__).parent / "support" / "g++")
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

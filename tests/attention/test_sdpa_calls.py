@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inductor_fusions import testing
+from inductor_fusions import config, testing
+from inductor_fusions.fusions.attention import flex
 from tests.attention.support import (
     BATCH,
     HEADS,
@@ -275,3 +276,35 @@ def test_queries_that_are_shared(shared: int) -> None:
         return F.scaled_dot_product_attention(q.narrow(shared, 0, 1), k, v, attn_mask=mask)
 
     unfused(call, qkv(9, 9), "more samples or heads of keys")
+
+
+PADDED = "already an SDPA call; its mask is causal+pad, and flex attention "
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "reason"),
+    [
+        (lambda q, k, v, m: sdpa_of(q, k, v, m).tanh(), {}, f"{PADDED}on a CPU cannot be followed"),
+        (lambda q, k, v, m: sdpa_of(q, k, v, m, dropout_p=0.1), {}, f"{PADDED}has no dropout"),
+        (lambda q, k, v, m: sdpa_of(q, k, v, m), {"train": True}, f"{PADDED}has no backward on a CPU"),
+        (lambda q, k, v, m: sdpa_of(q, k, v, m), {"attention_kernel": "sdpa"}, f"{PADDED}is not asked for"),
+        (lambda q, k, v, m: sdpa_of(q, k, v, None), {}, "already an SDPA call without a mask"),
+        (lambda q, k, v, m: sdpa_of(q, k, v, rand(S, S)), {}, "nothing was proved of its mask"),
+    ],
+)
+def test_reason(call: Any, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was proved of a mask, and what is missing for a kernel that skips what it hides."""
+    monkeypatch.setattr(flex, "flex_on_cpu", lambda: True)
+    train = options.get("train", False)
+    inputs = (*(t.requires_grad_(train) for t in qkv(S, S, dim=16)), torch.ones(BATCH, S).bool())
+    kernel = options.get("attention_kernel", "auto")
+    with config.patch(policy="always", attention_kernel=kernel):
+        seen = testing.capture(call, *inputs, train=train, backend=testing.EAGER_AFTER_PASSES)
+    (site,) = seen.sites
+    assert site.verdict == "left to stock" and reason in site.reason, site
+
+
+def sdpa_of(q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+    if mask is not None and mask.dtype == torch.bool:
+        mask = causal(q, k) & mask[:, None, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)

@@ -13,6 +13,9 @@ from ...fusion import LeftToStock
 from . import flex, row_bias, torch_ops
 from .problem import Problem
 from .short import terms as short
+from .structure import Structure
+
+CALL = "already an SDPA call"
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,9 @@ def choose_for_call(problem: Problem, changed: bool, as_short: Problem | None = 
     Raises:
         LeftToStock: the call as it is is the fastest that is known.
     """
+    structure = problem.structure
     _drop_structure_that_is_limited(problem)
-    reason = "already an SDPA call; nothing was proved of its mask"
+    reason = why_as_it_is(problem, structure)
     by_row: tuple[str, ...] = ("row_bias",) if _has_row_bias(problem) else ()
     if by_row and config.attention_kernel == "row_bias":
         return _choice("row_bias", problem)
@@ -94,14 +98,10 @@ def choose_for_call(problem: Problem, changed: bool, as_short: Problem | None = 
         verdict = _measured(problem, ("sdpa", "flex", *by_row))
         if verdict.kernel in ("flex", "row_bias"):
             return _choice(verdict.kernel, problem, verdict.note)
-        assert problem.structure is not None
-        reason = (
-            f"already an SDPA call; flex attention for its mask ({problem.structure.kind}): {verdict.reason}"
-        )
+        assert structure is not None
+        reason = f"{CALL}; flex attention for its mask ({structure.kind}): {verdict.reason}"
         if verdict.kernel == "sdpa":
-            reason = (
-                f"already an SDPA call, the fastest kernel measured for its mask ({problem.structure.kind})"
-            )
+            reason = f"{CALL}, the fastest kernel measured for its mask ({structure.kind})"
     if as_short is not None and config.attention_kernel == "short":
         return _choice("short", as_short)
     if as_short is not None and config.attention_kernel == "auto":
@@ -111,6 +111,21 @@ def choose_for_call(problem: Problem, changed: bool, as_short: Problem | None = 
     if not changed:
         raise LeftToStock(reason)
     return _choice("sdpa", problem)
+
+
+def why_as_it_is(problem: Problem, structure: Structure | None) -> str:
+    """Why a call of SDPA is left as it is, from what was proved of its mask."""
+    if problem.attn_mask is None:
+        return f"{CALL} without a mask"
+    if structure is None:
+        return f"{CALL}; nothing was proved of its mask"
+    unable = flex.takes(problem)
+    if not unable and problem.structure is None:
+        unable = "what rows that see no key need cannot follow flex attention on a CPU"
+    if not unable:
+        asked = config.attention_kernel
+        unable = f"flex attention is not asked for (INDUCTOR_FUSIONS_ATTENTION_KERNEL={asked})"
+    return f"{CALL}; its mask is {structure.kind or 'all visible'}, and {unable}"
 
 
 def _proved(problem: Problem, fits: tuple[str, ...]) -> str:

@@ -244,9 +244,7 @@ class SdpaCall(Candidate):
         self.changed = changed or known_true(few_k.shape[1] != k.shape[1])
         self.as_short = self._as_short(problem)
         if not self.changed and problem.structure is None and self.as_short is None:
-            if mask is None:
-                raise LeftToStock("already an SDPA call without a mask")
-            raise LeftToStock("already an SDPA call; nothing was proved of its mask")
+            raise LeftToStock(kernels.why_as_it_is(problem, None))
         return problem
 
     def _as_short(self, problem: Problem) -> Problem | None:

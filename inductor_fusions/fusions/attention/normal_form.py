@@ -77,15 +77,17 @@ SCORE_FUNCTIONS = {
 
 @dataclass(frozen=True)
 class Sink:
-    """A column concatenated to the scores before the softmax and dropped after it.
+    """A column concatenated to the scores before the softmax and dropped after it, or what is the same.
 
     Attributes:
         term: the column: its node, leading dims and factor.
         first: whether it comes before the keys.
+        has_column: whether the node has a last dim for the column.
     """
 
     term: Term
     first: bool
+    has_column: bool = True
 
 
 @dataclass

@@ -270,7 +270,10 @@ def _stage(
 def _sink(site: Attention, target: Sequence[Any], interpreter: Interpreter) -> tuple[Operand, float] | None:
     if site.sink is None:
         return None
-    return _term_operand(site.sink.term, target, interpreter), site.sink.term.factor
+    term, operand = site.sink.term, Operand.of(site.sink.term.node)
+    if site.sink.has_column or operand is None:
+        return _term_operand(term, target, interpreter), term.factor
+    return _moved(operand.then("unsqueeze", -1), term.lead, target), term.factor
 
 
 def _structure(

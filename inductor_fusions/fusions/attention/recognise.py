@@ -17,6 +17,7 @@ from . import torch_ops
 from .masks import Interpreter
 from .normal_form import Attention
 from .output import downwards
+from .rescaled import logsumexp_of, read_sink
 from .scores import Upwards
 from .torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, read, tensor
 
@@ -68,7 +69,8 @@ def recognise(softmax: fx.Node, interpreter: Interpreter) -> Attention:
         raise Rejected(f"the softmax is over dim {dim} of {scores.dim()}, not over the keys")
     if scores.dim() < 2:
         raise Rejected("the scores have one dim")
-    upwards = Upwards(interpreter)
+    logsumexp = logsumexp_of(op.input)
+    upwards = Upwards(interpreter, logsumexp)
     site = upwards.walk(op.input, softmax, 1.0, [])
     site = replace(site, softmax=softmax, softmax_lead=tuple(scores.shape[:-2]), readers=upwards.readers)
     site.chain.append(softmax)
@@ -76,6 +78,8 @@ def recognise(softmax: fx.Node, interpreter: Interpreter) -> Attention:
     if site.sink is not None and len(site.terms) > site.below_sink:
         raise Rejected("a mask or a bias is added to an attention sink as well")
     downwards(site, upwards.number)
+    if logsumexp is not None:
+        read_sink(site, logsumexp)
     own = {*site.chain, site.output}
     for reader in site.readers:
         if reader not in own and not own.issuperset(reader.users):

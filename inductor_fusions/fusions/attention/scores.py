@@ -14,7 +14,7 @@ from ...fusion import Rejected
 from . import torch_ops
 from .masks import is_fill
 from .normal_form import Attention, Sink, Term
-from .torch_ops import Op, read, tensor
+from .torch_ops import Op, appends_dim, read, tensor
 from .walk import Walk
 
 #: A backward computes weights anew from the logsumexp, which must not lose the digits of the scores.
@@ -114,7 +114,7 @@ class Upwards(Walk):
                     return False
                 self.row_maxima.update(own)
                 return True
-            if not dropped and _appends_dim(op):
+            if not dropped and appends_dim(op):
                 dropped, current = True, op.input
                 continue
             picks = op.name == "getattr" and op["name"] == "values"
@@ -232,17 +232,3 @@ class Upwards(Walk):
 
     _max = _maximum
     _clamp_min = _clamp_max = _clamp
-
-
-def _appends_dim(op: Op) -> bool:
-    """Whether an operation is `x.unsqueeze(-1)` or `x[..., None]`."""
-    after = tensor(op.node)
-    if after is None:
-        return False
-    if op.name == "unsqueeze":
-        return isinstance(op["dim"], int) and op["dim"] % after.dim() == after.dim() - 1
-    if op.name != "getitem" or not isinstance(op["index"], tuple):
-        return False
-    *others, last = op["index"]
-    whole = all(i is Ellipsis or i == slice(None) for i in others)
-    return whole and last is None and (Ellipsis in others or len(others) == after.dim() - 1)

@@ -37,7 +37,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "max": ("input", "other"),
     "minimum": ("input", "other"),
     "maximum": ("input", "other"),
-    "amax": ("input", "dim", "keepdim"),
+    "amax": ("input", "dim", "keepdim"), "logsumexp": ("input", "dim", "keepdim"),
     "clamp": ("input", "min", "max"), "clamp_min": ("input", "min"), "clamp_max": ("input", "max"),
     "hardtanh": ("input", "min_val", "max_val", "inplace"),
     "cat": ("tensors", "dim"),
@@ -351,3 +351,17 @@ def transposed_attribute(op: Op) -> list[int] | None:
     if op["name"] in ("mT", "mH"):
         return [*dims[:-2], dims[-1], dims[-2]]
     return None
+
+
+def appends_dim(op: Op) -> bool:
+    """Whether an operation is `x.unsqueeze(-1)` or `x[..., None]`."""
+    after = tensor(op.node)
+    if after is None:
+        return False
+    if op.name == "unsqueeze":
+        return isinstance(op["dim"], int) and op["dim"] % after.dim() == after.dim() - 1
+    if op.name != "getitem" or not isinstance(op["index"], tuple):
+        return False
+    *others, last = op["index"]
+    whole = all(i is Ellipsis or i == slice(None) for i in others)
+    return whole and last is None and (Ellipsis in others or len(others) == after.dim() - 1)

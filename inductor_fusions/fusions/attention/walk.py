@@ -28,14 +28,16 @@ class Walk:
         readers: nodes that read the shape or dtype of the scores, not their values.
         row_maxima: nodes that hold the largest score of each row. They are subtracted, which a softmax does
             not see.
+        logsumexp: a node that reads the scores beside the softmax, and takes part in the attention; or None.
         shifts_cancel: whether nothing but a softmax sees what is added to all scores of a row.
     """
 
-    def __init__(self, interpreter: Interpreter) -> None:
+    def __init__(self, interpreter: Interpreter, logsumexp: fx.Node | None = None) -> None:
         self.interpreter = interpreter
         self.readers: list[fx.Node] = []
         self.row_maxima: set[fx.Node] = set()
-        self.shifts_cancel = True
+        self.logsumexp = logsumexp
+        self.shifts_cancel = logsumexp is None
 
     def walk(
         self, node: Any, user: fx.Node, factor: float, scalers: list[tuple[str, fx.Node, tuple[Any, ...]]]
@@ -51,6 +53,8 @@ class Walk:
             raise Rejected("no product of queries and keys was found above the softmax")
         for other in node.users:
             if (other is user and not reads_metadata(other, node)) or other in self.row_maxima:
+                continue
+            if other is self.logsumexp:
                 continue
             if not reads_metadata(other, node):
                 raise Rejected(f"the scores are used elsewhere, by {other.name}")

@@ -1,0 +1,81 @@
+"""A sink that comes after the product with v: `out * sigmoid(logsumexp(scores) - sink)`.
+
+exp(scores) / (sum(exp(scores)) + exp(sink)) is the softmax of the scores times this factor, so it is the same
+as a column that is concatenated before the softmax and dropped after it.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ...fusion import Rejected
+from .normal_form import Attention, Sink, Term
+from .operands import same_shape
+from .torch_ops import CASTS, appends_dim, read, reads_metadata, tensor
+
+
+def logsumexp_of(scores: fx.Node) -> fx.Node | None:
+    """The logsumexp over the keys, where something reads it."""
+    for user in scores.users:
+        op, before = read(user), tensor(scores)
+        if op is None or op.name != "logsumexp" or before is None or op.input is not scores:
+            continue
+        dim = op["dim"][0] if isinstance(op["dim"], (list, tuple)) and len(op["dim"]) == 1 else op["dim"]
+        if isinstance(dim, int) and dim % before.dim() == before.dim() - 1:
+            return user
+    return None
+
+
+def read_sink(site: Attention, logsumexp: fx.Node) -> None:
+    """Read the factor into the sink of a site that ends at the product; it ends behind the factor then.
+
+    Raises:
+        Rejected: the logsumexp serves for something else.
+    """
+    output = site.output
+    op = read(logsumexp)
+    assert output is not None and op is not None
+    elsewhere = Rejected(f"the scores are used elsewhere, by {logsumexp.name}")
+    if site.sink is not None or site.zeroed is not None:
+        raise elsewhere
+    node, has_column, gated = logsumexp, bool(op["keepdim"]), False
+    sink: Sink | None = None
+    chain = [logsumexp]
+    while True:
+        user = _only_user(site, node)
+        op, before, after = read(user), tensor(node), tensor(user)
+        if user is None or op is None or op.inplace or before is None or after is None:
+            raise elsewhere
+        if op.name == "mul" and gated and has_column and {op.input, op["other"]} == {node, output}:
+            break
+        if not has_column and appends_dim(op):
+            has_column = True
+        elif not same_shape(before.shape, after.shape) or not after.is_floating_point():
+            raise elsewhere
+        elif op.name == "sub" and sink is None and op.input is node and op["alpha"] is None:
+            if not isinstance(op["other"], fx.Node) or tensor(op["other"]) is None:
+                raise elsewhere
+            lead = site.softmax_lead
+            sink = Sink(Term(op["other"], lead), first=False, has_column=has_column)
+        elif op.name == "sigmoid" and sink is not None and not gated:
+            gated = True
+        elif op.name not in CASTS:
+            raise elsewhere
+        chain.append(user)
+        node = user
+    product = tensor(output)
+    if _only_user(site, output) is not user or product is None or after.dtype != product.dtype:
+        raise elsewhere
+    if not same_shape(product.shape, after.shape):
+        raise elsewhere
+    site.sink, site.below_sink = sink, len(site.terms)
+    site.chain += [*chain, output]
+    site.output = user
+
+
+def _only_user(site: Attention, node: fx.Node) -> fx.Node | None:
+    """What reads the values of a node, if that is one node."""
+    readers = [user for user in node.users if reads_metadata(user, node)]
+    site.readers.extend(readers)
+    users = [user for user in node.users if user not in readers]
+    return users[0] if len(users) == 1 else None

@@ -26,7 +26,8 @@ from .mixed_masks import taken_apart
 from .multihead import MultiheadForward, is_call
 from .normal_form import Attention, Term
 from .operands import Operand
-from .problem import Problem, few_heads, pose, same_problem_shapes
+from .posing import few_heads, pose
+from .problem import Problem, same_problem_shapes
 from .recognise import recognise, softmaxes
 from .short import terms as short
 from .structure import DROWNED, Structure

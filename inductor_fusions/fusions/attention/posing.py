@@ -1,0 +1,320 @@
+"""From the normal form of an attention to the problem that a kernel takes.
+
+`Attention` keeps the leading dims that the user wrote (one, two or three of them, merged and split along
+the way). Here they become (batch, heads), repeated keys and values are looked through, dtypes are
+settled, and the mask algebra says what is left of the mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._inductor import known_true
+from ...fusion import Rejected
+from ...operands import holds
+from ...tables import dtype_name
+from . import structure, torch_ops
+from .aliasing import Mutations
+from .masks import Interpreter, classify, constant_over, negation, visibility
+from .mixed_masks import taken_apart
+from .normal_form import Attention, Stage, Term
+from .operands import Operand, alignment, product, regroup, unrepeated
+from .problem import Problem, Scaler, is_number
+from .structure import Structure
+from .zeroed import finite, zeroed_fill
+
+
+def is_autocast(site: Attention) -> bool:
+    """Whether the product ran under autocast: its dtype is not that of its operands."""
+    result = torch_ops.tensor(site.product)
+    return result is not None and result.dtype != torch.promote_types(site.q.value.dtype, site.k.value.dtype)
+
+
+def pose(site: Attention, interpreter: Interpreter) -> Problem:
+    """The problem that a recognised attention poses.
+
+    Raises:
+        Rejected: where dims do not line up, or dtypes cannot be settled.
+    """
+    assert site.v is not None and site.output is not None
+    q, k, v = site.q, site.k, site.v
+    if not known_true(q.shape[-1] == k.shape[-1]) or not known_true(k.shape[-2] == v.shape[-2]):
+        raise Rejected("q, k and v do not have the sizes of an attention")
+    result, output = torch_ops.tensor(site.product), torch_ops.tensor(site.output)
+    assert result is not None and output is not None
+    dtype = result.dtype
+    if not is_autocast(site):
+        q, k, v = _one_dtype(q, k, v, interpreter.mutations, site.output)
+        dtype = q.value.dtype
+    for node in site.chain:
+        op, rounded = torch_ops.read(node), torch_ops.tensor(node)
+        if op is None or rounded is None or not (op.name in torch_ops.CASTS or node is site.softmax):
+            continue
+        if not holds(rounded.dtype, dtype, output.dtype):
+            raise Rejected(f"scores or weights are rounded to {dtype_name(rounded.dtype)} on their way")
+    lead, grouped = _batch_and_heads(site)
+    target = (*lead[:-2], product(lead[-2:])) if grouped else lead
+    q = _moved(q.expand((*site.lead, *q.shape[-2:])), site.lead, target)
+    if grouped:
+        # Keys and values are broadcast over the last leading dim: it holds groups of query heads.
+        short = lead[:-1]
+        short_k, short_v = (_dropped(t, len(lead)).expand((*short, *t.shape[-2:])) for t in (k, v))
+        wide = [t.padded(len(lead) + 2).expand((*lead, *t.shape[-2:])) for t in (k, v)]
+        full_k, full_v = (t.reshape((*target, *t.shape[-2:])) for t in wide)
+    else:
+        k, v = _moved(k, site.lead, target), _moved(v, site.out_lead, target)
+        full_k, full_v = _whole(k, target), _whole(v, target)
+        short_k, short_v = few_heads(k, v, target, interpreter.mutations, site.output)
+    zeroed = zeroed_fill(site, interpreter)
+    remaining = _remaining_terms(site, interpreter)
+    causal = remaining is None
+    terms = [(t, _term_operand(t, target, interpreter)) for t in remaining or []]
+    # As predicates know it: where hidden scores are -inf, a row without a key is zero.
+    hidden = [(replace(t, fill=-math.inf) if t is zeroed else t, operand) for t, operand in terms]
+    parts: list[Stage | Attention] = [*site.stages, site]
+    scalers, *late_scalers = [_scalers(part.scalers, target) for part in parts]
+    problem = Problem(
+        q=q,
+        k=short_k,
+        v=short_v,
+        full_k=full_k,
+        full_v=full_v,
+        scale=site.scale,
+        dropout=site.dropout,
+        causal=causal,
+        terms=[(finite(t) if t is zeroed else t, operand) for t, operand in terms],
+        dtype=dtype,
+        out_shape=(*site.out_lead, site.q.shape[-2], site.v.shape[-1]),
+        out_dims=site.out_dims,
+        scalers=scalers,
+        late_scalers=late_scalers,
+        train=_needs_grad(site.q.node, site.k.node, site.v.node, site.output),
+        stages=[_stage(stage, target, interpreter) for stage in site.stages],
+        sink=_sink(site, target, interpreter),
+        structure=_structure(causal, hidden, site, target, interpreter),
+        output=site.output,
+        zeros=next(((operand, t.hides) for t, operand in terms if t is zeroed), None),
+        overwritten=interpreter.mutations.touch,
+        version=interpreter.mutations.last,
+    )
+    if any(value.device != q.value.device for value in _added(problem)):
+        raise Rejected("a mask or a bias is a number on another device")
+    return problem
+
+
+def _added(problem: Problem) -> Iterator[torch.Tensor]:
+    """What the kernel reads beside q, k and v. Numbers on a CPU may be added to scores on any device."""
+    yield from (operand.value for _, operand in problem.terms)
+    for _, biases, other in problem.stages:
+        yield from (operand.value for _, operand in biases)
+        yield from (other.value,) if other is not None else ()
+    for _, by in (scaler for scalers in problem.late_scalers for scaler in scalers):
+        yield from (by.value,) if isinstance(by, Operand) and not is_number(by) else ()
+    if problem.sink is not None:
+        yield problem.sink[0].value
+    for element in structure.elements(problem.structure and problem.structure.visible):
+        value = torch_ops.tensor(element.node)
+        yield from (value,) if value is not None else ()
+
+
+def _scalers(scalers: Sequence[tuple[str, fx.Node, tuple[Any, ...]]], target: Sequence[Any]) -> list[Scaler]:
+    found: list[Scaler] = []
+    for kind, node, lead in scalers:
+        operand = Operand.of(node)
+        found.append((kind, node if operand is None else _moved(operand, lead, target)))
+    return found
+
+
+def _stage(
+    stage: Stage, target: Sequence[Any], interpreter: Interpreter
+) -> tuple[Stage, list[tuple[float, Operand]], Operand | None]:
+    if any(term.fill is not None or term.floor is not None for term in stage.terms):
+        raise Rejected(f"scores are masked before {stage.function}")
+    biases = [(term.factor, _term_operand(term, target, interpreter)) for term in stage.terms]
+    operand = None if stage.operand is None else _term_operand(stage.operand, target, interpreter)
+    return stage, biases, operand
+
+
+def _sink(site: Attention, target: Sequence[Any], interpreter: Interpreter) -> tuple[Operand, float] | None:
+    if site.sink is None:
+        return None
+    term, operand = site.sink.term, Operand.of(site.sink.term.node)
+    if site.sink.has_column or operand is None:
+        return _term_operand(term, target, interpreter), term.factor
+    return _moved(operand.then("unsqueeze", -1), term.lead, target), term.factor
+
+
+def _structure(
+    causal: bool,
+    terms: list[tuple[Term, Operand]],
+    site: Attention,
+    target: Sequence[Any],
+    interpreter: Interpreter,
+) -> Structure | None:
+    if causal:
+        return Structure(structure.CAUSAL, None, True, [], True)
+    shape = (*target, site.q.shape[-2], site.k.shape[-2])
+    if len(target) != 2:
+        return None
+    apart = taken_apart(terms, interpreter, lambda term: _term_operand(term, target, interpreter))
+    return structure.find(apart, shape, interpreter, site.product.graph, cancels=site.sink is None)
+
+
+def _needs_grad(*nodes: fx.Node) -> bool:
+    return any((t := torch_ops.tensor(n)) is not None and t.requires_grad for n in nodes)
+
+
+def _one_dtype(
+    q: Operand, k: Operand, v: Operand, mutations: Mutations, reader: fx.Node
+) -> tuple[Operand, Operand, Operand]:
+    """Bring q, k and v to one dtype without losing a bit of any of them."""
+    if q.value.dtype != k.value.dtype:
+        raise Rejected("q and k have different dtypes")
+    if q.value.dtype == v.value.dtype:
+        return q, k, v
+    # Scores of values in bf16, computed in fp32, are what a kernel for bf16 accumulates anyway.
+    narrow_q, narrow_k = _before_upcast(q, v.value.dtype), _before_upcast(k, v.value.dtype)
+    if (
+        narrow_q is not None
+        and narrow_k is not None
+        and _still_equal(q.node, narrow_q.node, mutations, reader)
+        and _still_equal(k.node, narrow_k.node, mutations, reader)
+    ):
+        return narrow_q, narrow_k, v
+    wide = torch.promote_types(q.value.dtype, v.value.dtype)
+    return q.to(wide), k.to(wide), v.to(wide)
+
+
+def _before_upcast(operand: Operand, dtype: torch.dtype) -> Operand | None:
+    """The operand before a cast from `dtype`, through views, or None."""
+    op = torch_ops.read(operand.node)
+    source = torch_ops.tensor(op.input) if op is not None else None
+    if op is None or op.name not in torch_ops.CASTS or source is None or source.dtype != dtype:
+        return None
+    if not holds(operand.value.dtype, dtype):
+        return None
+    base = Operand.of(op.input)
+    for method, args in operand.steps:
+        base = None if base is None or method == "to" else base.then(method, *args)
+    return base
+
+
+def _batch_and_heads(site: Attention) -> tuple[tuple[Any, ...], bool]:
+    """Leading dims to compute with, and whether the last of them holds groups that share a key."""
+    assert site.v is not None
+    stages = [site.lead, site.softmax_lead, site.out_lead, *(t.lead for t in site.terms)]
+    two = [lead for lead in stages if len(lead) == 2]
+    if two:
+        return two[0], False
+    lead = max(stages, key=len)
+    if len(lead) == 3 and all(_is_shared(t, lead) for t in (site.k, site.v)):
+        return lead, True
+    if len(lead) <= 1:
+        return (1, *(lead or (1,))), False
+    return (product(lead[:-1]), lead[-1]), False
+
+
+def _is_shared(operand: Operand, lead: Sequence[Any]) -> bool:
+    return operand.value.dim() == len(lead) + 2 and known_true(operand.shape[-3] == 1)
+
+
+def _dropped(operand: Operand, rank: int) -> Operand:
+    """Without the dim of size 1 before the last two."""
+    return operand.padded(rank + 2).then("squeeze", -3)
+
+
+def _moved(operand: Operand, lead: Sequence[Any], target: Sequence[Any]) -> Operand:
+    if len(lead) < 2 and alignment(lead, target) is None:
+        operand = operand.padded(len(target) + 2)
+        found: Operand | None = operand
+        if not all(
+            known_true(a == 1) or known_true(a == b) for a, b in zip(operand.shape, target, strict=False)
+        ):
+            found = None
+    else:
+        found = regroup(operand, lead, target)
+    if found is None:
+        raise Rejected("the leading dims of the operands do not line up")
+    return found
+
+
+def _whole(operand: Operand, lead: Sequence[Any]) -> Operand:
+    return operand.expand((*lead, *operand.shape[-2:]))
+
+
+def few_heads(
+    k: Operand, v: Operand, lead: Sequence[Any], mutations: Mutations, reader: fx.Node
+) -> tuple[Operand, Operand]:
+    """Keys and values with the heads that they had before they were repeated, batch expanded.
+
+    Not where those or the repeated ones are overwritten between the repetition and their reader.
+    """
+    found_k, found_v = unrepeated(k, -3), unrepeated(v, -3)
+    if found_k is not None and found_v is not None and found_k[1] == found_v[1]:
+        pairs = ((k.node, found_k[0].node), (v.node, found_v[0].node))
+        if all(_still_equal(copy, base, mutations, reader) for copy, base in pairs):
+            k, v = found_k[0], found_v[0]
+    if not known_true(k.shape[1] == v.shape[1]):
+        k, v = (t.expand((t.shape[0], lead[1], *t.shape[-2:])) for t in (k, v))
+    k, v = (t.expand((lead[0], *t.shape[1:])) for t in (k, v))
+    return k, v
+
+
+def _still_equal(copy: fx.Node, base: fx.Node, mutations: Mutations, reader: fx.Node) -> bool:
+    """Whether neither a value nor the one that it was made of is written to until they are read."""
+    node = copy
+    while node is not base:
+        if mutations.between(node, node, reader) or mutations.between(base, node, reader):
+            return False
+        op = torch_ops.read(node)
+        if op is None or not isinstance(op.input, fx.Node):
+            return False
+        node = op.input
+    return True
+
+
+def _term_operand(term: Term, target: Sequence[Any], interpreter: Interpreter) -> Operand:
+    """The mask or bias on (batch, heads, q, k); one row of it where all queries have the same."""
+    operand = Operand.of(term.node)
+    if operand is None:
+        raise Rejected("a mask or a bias is no tensor")
+    operand = _moved(operand, term.lead, target)
+    rows = operand.shape[-2]
+    if not known_true(rows <= 1) and constant_over(term.node, -2, interpreter):
+        operand = operand.then("narrow", -2, 0, 1)
+    return operand
+
+
+def _remaining_terms(site: Attention, interpreter: Interpreter) -> list[Term] | None:
+    """The terms without those that hide nothing; None where what is left says exactly "causal"."""
+    result = torch_ops.tensor(site.product)
+    assert result is not None
+    lengths = tuple(result.shape[-2:])
+    left: list[Term] = []
+    causal = 0
+    for term in site.terms:
+        kind = _classify_term(term, (*term.lead, *lengths), interpreter, site.sink is None)
+        if kind.all_visible:
+            continue
+        causal += kind.causal
+        seen = None
+        if term.fill is None:
+            seen = visibility(interpreter.read(term.node), term.factor, site.sink is None)
+        left.append(term if seen is None else replace(term, depth=seen[1]))
+    return None if left and causal == len(left) else left
+
+
+def _classify_term(term: Term, shape: tuple[Any, ...], interpreter: Interpreter, cancels: bool) -> Any:
+    if term.fill is not None:
+        seen = interpreter.boolean(term.node)
+        if seen is not None and term.hides:
+            seen = negation(seen)
+        return classify(seen, shape)
+    read = visibility(interpreter.read(term.node), term.factor, cancels)
+    return classify(None if read is None else read[0], shape)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ._inductor import is_wrapper, parts_of
+from ._inductor import GROUPED_MM, is_wrapper, parts_of
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 Outcome = tuple[Any, dict[str, torch.Tensor | None], tuple[torch.Tensor, ...]]
@@ -29,7 +29,7 @@ class Exact(TorchFunctionMode):
         if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
             func = torch.Tensor.double
         kwargs = {name: self._wide(value) for name, value in (kwargs or {}).items()}
-        if func is torch._grouped_mm and args[0].dtype == torch.float64 and kwargs.get("bias") is None:
+        if func is GROUPED_MM and args[0].dtype == torch.float64 and kwargs.get("bias") is None:
             return _grouped_mm(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
         return func(*map(self._wide, args), **kwargs)
 

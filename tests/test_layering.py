@@ -21,6 +21,8 @@ PRIVATE_TORCH = tuple(
     f"torch.{name}" for name in ("_inductor", "_dynamo", "_functorch", "_higher_order_ops", "_subclasses")
 )
 PRIVATE_TORCH_USERS = {"_inductor"}
+#: Names with an underscore that torch documents, or that custom operations are made of.
+PUBLIC_TORCH = {"torch.__version__", "torch._check", "torch._ops", "torch._C"}
 
 # Each top-level module (or sub-package) and those it may import. "public" is the package itself,
 # `from inductor_fusions import explain`. Everything may import _version. A new module needs a row.
@@ -62,6 +64,7 @@ PRIVATE_LAYERS = {
     "versions": set(),
     "shapes": set(),
     "flex": set(),
+    "operations": set(),
     "bisector": set(),
     "hooks": {"loading", "versions"},
     "graphs": {"shapes", "versions"},
@@ -141,7 +144,9 @@ def violations(
     found = []
     names = list(imports(tree, module, is_package, modules))
     if own not in PRIVATE_TORCH_USERS:
-        private = {(line, name) for line, name in [*names, *attributes(tree)] if is_private(name)}
+        used = {(line, name) for line, name in attributes(tree) if name.startswith("torch._")}
+        private = {(line, name) for line, name in [*names, *used] if is_private(name)}
+        private |= {(line, name) for line, name in used if name not in PUBLIC_TORCH}
         found += [(line, f"{name} is private to torch: use _inductor") for line, name in sorted(private)]
 
     for line, name in names:
@@ -195,6 +200,7 @@ FAKE_MODULES = {
         ("passes", "from torch._subclasses.fake_tensor import FakeTensorMode"),
         ("passes", "import torch\ndef f(): torch._dynamo.reset()"),
         ("passes", "import torch as t\nt._functorch"),
+        ("passes", "import torch\ntorch._grouped_mm"),
         ("passes", "import importlib\nimportlib.import_module('torch._higher_order_ops')"),
         ("passes", "from . import fusions"),
         ("passes", "from .registration import enable"),
@@ -227,6 +233,7 @@ def test_layers_are_enforced(module: str, source: str) -> None:
         ("_inductor", "from .shapes import hint\nfrom . import probing"),
         ("_inductor.hooks", "from torch._inductor import config\nfrom . import loading, versions"),
         ("passes", "import torch\nfrom torch.fx.experimental import symbolic_shapes\ntorch.ops.aten.mm"),
+        ("passes", "import torch\ntorch._check(True)\ntorch.__version__"),
         ("passes", "from . import _inductor\nfrom ._inductor import hint"),
         ("passes", "from . import fusion, reporting\nfrom ._version import __version__"),
         ("registration", "from . import passes\nfrom .fusions import FUSIONS"),

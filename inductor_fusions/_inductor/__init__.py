@@ -66,6 +66,7 @@ from .lowering import (
     strides,
     value_key,
 )
+from .operations import GROUPED_MM, sdpa_is_fused
 from .probing import probe, without_modes
 from .reports import artifact_log, cache_folder, compile_counters, trace_artifact, trace_id
 from .shapes import (
@@ -109,6 +110,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ATTRIBUTES",
+    "GROUPED_MM",
     "HOOKS",
     "NEWEST_TESTED",
     "Config",
@@ -175,6 +177,7 @@ __all__ = [
     "rename",
     "rounds_inside_of_loops",
     "run_deferred",
+    "sdpa_is_fused",
     "sizes",
     "static",
     "strides",

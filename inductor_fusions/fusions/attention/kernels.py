@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ... import config, tables
-from ..._inductor import hint, known_true
+from ..._inductor import hint, known_true, sdpa_is_fused
 from ...fusion import LeftToStock
 from . import flex, row_bias, torch_ops
 from .problem import Problem
@@ -228,11 +228,10 @@ def _on_cpu(problem: Problem, grouped: bool) -> bool:
     if problem.terms or problem.attn_mask is not None:
         mask = torch.zeros(1, 1, 2, 2, dtype=problem.dtype, requires_grad=_mask_needs_grad(problem))
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        choice = torch._fused_sdp_choice(
+        return sdpa_is_fused(
             small(problem.q, heads), small(problem.k, shared), small(problem.v, shared),
-            mask, problem.dropout, problem.causal, enable_gqa=grouped,
+            mask, problem.dropout, problem.causal, grouped,
         )  # fmt: skip
-    return choice != 0
 
 
 def _on_cuda(problem: Problem, grouped: bool) -> tuple[str, ...]:

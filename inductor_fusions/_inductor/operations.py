@@ -1,0 +1,17 @@
+"""Operations of torch that have no public name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+#: What `torch.nn.functional.grouped_mm` calls; None on a torch that is too old for it.
+GROUPED_MM: Any = getattr(torch, "_grouped_mm", None)
+
+
+def sdpa_is_fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, dropout: float, causal: bool, grouped: bool
+) -> bool:
+    """Whether SDPA takes a fused kernel for these arguments, and not the products one by one."""
+    return bool(torch._fused_sdp_choice(q, k, v, mask, dropout, causal, enable_gqa=grouped) != 0)

@@ -48,6 +48,26 @@ def test_backward_with_a_term_that_is_turned() -> None:
     assert any(len(call.args[0]) == 2 and call.args[2] for call in seen.calls(1))
 
 
+@pytest.mark.parametrize(
+    ("equation", "shape"), [("bsi,oi->bso", (32, 64)), ("ibh,hnd->ibnd", (64, 4, 8))], ids=["linear", "heads"]
+)
+def test_einsum_on_three_dims(equation: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a bmm of one sample, which Inductor makes an mm of, on a GPU."""
+    from torch._inductor.fx_passes import joint_graph
+
+    if not hasattr(joint_graph, "bmm_to_mm"):
+        pytest.skip("this torch leaves it a bmm")
+    monkeypatch.setattr(joint_graph, "check_device", lambda *args: True)
+
+    def fn(x: Any, w: Any, v: Any) -> Any:
+        return torch.einsum(equation, x, w), torch.einsum(equation, x, v)
+
+    args = tuple(t.requires_grad_() for t in (rand(2, 16, 64), rand(*shape), rand(*shape)))
+    seen = check(fn, args, train=True)
+    assert len(seen.calls(0)) == 1 and [len(call.args[0]) for call in seen.calls(1)] == [2, 2]
+    assert seen.products(0) == seen.products(1) == 0
+
+
 @pytest.mark.parametrize("shape", [(64,), (5, 64), (2, 3, 5, 64)])
 def test_leading_dims(shape: tuple[int, ...]) -> None:
     seen = check(Linears(64, (64, 32)).bfloat16(), (rand(*shape),))

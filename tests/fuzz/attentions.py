@@ -19,7 +19,7 @@ class AttentionWriter:
         self.batch, self.heads = w.pick(1, 2), w.pick(1, 2, 4)
         self.q = w.pick(1, 4, 4, 5)
         self.k = self.q if self.q > 1 and w.maybe() else w.pick(3, 4, 8)
-        self.dim = w.pick(4, 8)
+        self.dim = w.pick(4, 8, 16)
         self.outputs: list[str] = []
 
     def program(self) -> Program:
@@ -28,19 +28,25 @@ class AttentionWriter:
         w.line(self.product())
         for _ in range(self.draw(st.integers(0, 5))):
             self.step()
+        sink = w.pick(*[""] * 6, "column", "factor")
+        dropped = self.column() if sink == "column" else ""
+        if sink == "factor":
+            self.factor()
         w.line(self.softmax())
+        if dropped:
+            w.line(f"weights = weights{dropped}")
         for _ in range(self.draw(st.integers(0, 2))):
             self.after()
         w.line("weights = weights.to(v.dtype)")
-        w.line(
-            w.pick(
-                "out = weights @ v",
-                "out = torch.matmul(weights, v)",
-                "out = torch.einsum('bhqk,bhkd->bqhd', weights, v)",
-                "out = torch.bmm(weights.flatten(0, 1), v.flatten(0, 1))",
-                "out = (weights @ v).transpose(1, 2).contiguous()",
-            )
-        )
+        outs = [
+            "out = weights @ v",
+            "out = torch.matmul(weights, v)",
+            "out = torch.einsum('bhqk,bhkd->bqhd', weights, v)",
+            "out = torch.bmm(weights.flatten(0, 1), v.flatten(0, 1))",
+            "out = (weights @ v).transpose(1, 2).contiguous()",
+        ]
+        scaled = ["out = (weights @ v) * factor", "out = factor * torch.matmul(weights, v)"]
+        w.line(w.pick(*(scaled if sink == "factor" else outs)))
         result = ", ".join(["out", *self.outputs])
         return w.program(f"({result},)" if self.outputs else "out")
 
@@ -191,6 +197,37 @@ class AttentionWriter:
                 f"scores.masked_fill_(~{mask}, {value})",
             )
         )
+
+    def column(self) -> str:
+        """A sink is concatenated to the scores; the slice of the weights that drops it, or nearly that."""
+        w = self.w
+        w.line(f"sink = {w.input('leaf', 1, self.heads, 1, 1)}.expand({self.batch}, -1, {self.q}, -1)")
+        first = w.pick(False, False, True)
+        w.line(f"scores = torch.cat({'[sink, scores]' if first else '[scores, sink]'}, -1)")
+        right = (
+            ["[..., 1:]"]
+            if first
+            else ["[..., :-1]", f"[..., :{self.k}]", ".narrow(-1, 0, scores.shape[-1] - 1)"]
+        )
+        return str(w.pick(*right * 3, "[..., 1:]", "[..., :-1]"))
+
+    def factor(self) -> None:
+        """What the output is multiplied by, as if there were a sink, or nearly that."""
+        w = self.w
+        sink = w.input("leaf", self.heads, 1)
+        w.line(f"lse = {w.pick('scores.logsumexp(-1)', 'torch.logsumexp(scores.float(), dim=-1)')}")
+        right = [
+            f"torch.sigmoid(lse - {sink})[..., None]",
+            f"torch.sigmoid(lse.unsqueeze(-1) - {sink}[..., None])",
+            f"(lse - {sink}).sigmoid().unsqueeze(-1).float()",
+        ]
+        wrong = [
+            f"torch.sigmoid({sink} - lse)[..., None]",
+            f"torch.tanh(lse - {sink})[..., None]",
+            f"torch.sigmoid(lse * 0.5 - {sink})[..., None]",
+            f"torch.sigmoid(lse - {sink}).square()[..., None]",
+        ]
+        w.line(f"factor = {w.pick(*right * 3, *wrong)}")
 
     def softmax(self) -> str:
         return "weights = " + str(

@@ -145,30 +145,31 @@ def inputs(batch: int, length: int, *, dtype: torch.dtype = torch.float32, grad:
     return (*((torch.randn(shape) * 0.7).to(dtype).requires_grad_(grad) for _ in range(3)), data)
 
 
-#: What is tested twice is for long runs with these: masks and scores are put together as those of others.
-LIKE_OTHERS = frozenset(
-    {"prefix", "chunks", "softcap", "softcap and padding", "alibi", "alibi of merged heads"}
-)
-
-
-def each_with(short: str, other: str) -> Iterator[Any]:
-    """Each class in two ways: in the other one, some are for long runs."""
-    for name in CASES:
-        for value, label in enumerate((short, other)):
-            long = [pytest.mark.long] if bool(value) and name in LIKE_OTHERS else []
-            yield pytest.param(name, bool(value), id=f"{name}-{label}", marks=long)
-
-
-@pytest.mark.parametrize(("name", "inference"), each_with("training", "inference"))
-def test_symbolic_sizes(name: str, inference: bool) -> None:
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@cases(CASES)
+def test_symbolic_sizes(case: Case, train: bool) -> None:
     """The class is the same, and the numbers are right, with a symbolic batch and length."""
-    case, train = CASES[name], not inference
     with flex_everywhere("flex"):
         fn = of_projections(case.fn)
         check(fn, inputs(3, 200, grad=train), kernel=case.kernel, train=train, dynamic=True)
 
 
-@pytest.mark.parametrize(("name", "dynamic"), each_with("numbers", "symbols"))
+#: Of these, symbolic sizes are for long runs: their masks and scores are put together as those of others.
+LIKE_OTHERS = frozenset(
+    {"prefix", "chunks", "softcap", "softcap and padding", "alibi", "alibi of merged heads"}
+)
+
+
+def with_sizes() -> Iterator[Any]:
+    """Each class with sizes that are numbers, and with symbolic ones."""
+    for name in CASES:
+        yield pytest.param(name, False, id=f"{name}-numbers")
+        yield pytest.param(
+            name, True, id=f"{name}-symbols", marks=[pytest.mark.long] if name in LIKE_OTHERS else []
+        )
+
+
+@pytest.mark.parametrize(("name", "dynamic"), with_sizes())
 def test_no_buffer_of_pairs(name: str, dynamic: bool) -> None:
     """Compiled for a GPU, forward and backward, nothing as large as (queries, keys) is allocated."""
     pytest.importorskip("triton")

@@ -184,18 +184,8 @@ SUMS = {
 }
 
 
-#: These compile longest. What they differ in is Hopper's: the other architectures are for long runs.
-LARGE = {"three masks, r64", "r128 in halves", "eight masks", "float32, r128"}
-
-
-@pytest.mark.parametrize(
-    ("name", "arch"),
-    [
-        pytest.param(name, arch, marks=[pytest.mark.long] if name in LARGE and arch != 90 else [])
-        for name in SUMS
-        for arch in ARCHS
-    ],
-)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", SUMS)
 def test_accumulate(name: str, arch: int) -> None:
     """However b lies, and with a base that a loop computes."""
     for found in (accumulate_code(SUMS[name], arch), accumulate_code(SUMS[name], arch, None, True, False)):

@@ -200,7 +200,8 @@ def test_several_adapters() -> None:
     assert seen.fused("lora") == 2 and ops(seen)["3 of 5"] == 2
 
 
-@pytest.mark.parametrize(("name", "whole"), [("Llama", True), ("Qwen2", False)])
+@pytest.mark.parametrize("whole", [True, False], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen2"])
 def test_bias_of_the_adapters(name: str, whole: bool) -> None:
     """Of Qwen2 the base has one as well."""
     model = Adapted(name, ["q_proj", "v_proj"], whole=whole, lora_bias=True)

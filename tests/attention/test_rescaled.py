@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from inductor_fusions import testing
-from tests.attention.support import BATCH, HEADS, Q_LEN, cases, check, flex_everywhere, qkv, rand, visible
-from tests.attention.test_sinks import LOWEST, SLACK, causal, window
+from tests.attention.support import HEADS, Q_LEN, cases, check, flex_everywhere, qkv, rand
+from tests.attention.test_sinks import SLACK, causal, check_rows_that_see_no_key, window
 
 
 def attention(
@@ -107,14 +107,7 @@ def test_wider_output() -> None:
 @pytest.mark.parametrize("kernel", ["sdpa", "flex"])
 def test_rows_that_see_no_key(kernel: str) -> None:
     """Their logsumexp is the lowest number, and the factor 0."""
-    mask = visible(BATCH, 1, Q_LEN, 13)
-    mask[0, :, 3] = False
-
-    def fn(q, k, v, sinks, mask):
-        return attention(lambda s: s.masked_fill(~mask, LOWEST))(q, k, v, sinks)
-
-    with flex_everywhere(kernel):
-        check(fn, (*qkv(), rand(HEADS), mask), slack=SLACK)
+    check_rows_that_see_no_key(attention, kernel)
 
 
 def test_shift() -> None:

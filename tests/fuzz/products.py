@@ -131,9 +131,9 @@ class ProductWriter:
         down, up = self.weight(rank, self.width, kind), self.weight(out, rank, kind)
         x = w.pick("x", "x", "x", "x", "(x * 0.5)", "F.dropout(x, 0.1, training=False)")
         x = f"{x}.{w.pick('float()', 'to(torch.float32)')}" if wide else x
-        dropout = w.pick(*["{}"] * 6, "F.dropout({}, 0.25)", "F.dropout({}, 0.5, True)", "F.dropout({}, 0.0)")
-        self.draws |= "0.25" in dropout or "0.5" in dropout
-        x = dropout.format(x)
+        drawn = [("F.dropout({}, 0.25)", True), ("F.dropout({}, 0.5, True)", True)]
+        dropout, draws = w.pick(*[("{}", False)] * 6, *drawn, ("F.dropout({}, 0.0)", False))
+        x, self.draws = dropout.format(x), self.draws or draws
         w.line(f"h = F.linear({x}, {down})" if w.maybe() else f"h = {x} @ {down}.t()")
         change = w.pick(*[""] * 6, "h = h * 0.5", "h = F.relu(h)", "h = h.mul_(2.0)", "kept")
         if change == "kept":

@@ -135,10 +135,8 @@ def test_another_mask_is_no_rounding(same: bool, monkeypatch: pytest.MonkeyPatch
     lines = ("h = F.linear(F.dropout(x0.float(), 0.25), x2)", "y = F.linear(x0, x1) + F.linear(h, x3) * 2.0")
     program = programs.Program(inputs, lines, "y.to(torch.bfloat16)", draws=True)
     if not same:
-        seed, seeds = (
-            torch.manual_seed,
-            itertools.chain([1], itertools.repeat(2)),
-        )  # with the fusions, without
+        # The first run is with the fusions.
+        seed, seeds = torch.manual_seed, itertools.chain([1], itertools.repeat(2))
         monkeypatch.setattr(torch, "manual_seed", lambda _: seed(next(seeds)))
         with pytest.raises(AssertionError, match="wrong"):
             judge_products(program)

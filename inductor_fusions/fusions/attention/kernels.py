@@ -88,7 +88,7 @@ def choose_for_call(problem: Problem, changed: bool, as_short: Problem | None = 
     """
     structure = problem.structure
     _drop_structure_that_is_limited(problem)
-    reason = why_as_it_is(problem, structure)
+    reason = ""
     by_row: tuple[str, ...] = ("row_bias",) if _has_row_bias(problem) else ()
     if by_row and config.attention_kernel == "row_bias":
         return _choice("row_bias", problem)
@@ -109,7 +109,7 @@ def choose_for_call(problem: Problem, changed: bool, as_short: Problem | None = 
         if verdict.kernel == "short":
             return _choice("short", as_short, verdict.note)
     if not changed:
-        raise LeftToStock(reason)
+        raise LeftToStock(reason or why_as_it_is(problem, structure))
     return _choice("sdpa", problem)
 
 
@@ -125,7 +125,7 @@ def why_as_it_is(problem: Problem, structure: Structure | None) -> str:
     if not unable:
         asked = config.attention_kernel
         unable = f"flex attention is not asked for (INDUCTOR_FUSIONS_ATTENTION_KERNEL={asked})"
-    return f"{CALL}; its mask is {structure.kind or 'all visible'}, and {unable}"
+    return f"{CALL}; its mask is {structure.kind}, and {unable}"
 
 
 def _proved(problem: Problem, fits: tuple[str, ...]) -> str:

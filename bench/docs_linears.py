@@ -97,11 +97,18 @@ def lora_section(data: Json) -> str:
         "on the library."
     )
     groups: dict[str, list[Json]] = {}
-    for row in sorted(rows, key=lambda row: str(row["adapters"])):
-        few = "up to 64 rows" if row["tokens"] <= 64 else "more rows"
-        groups.setdefault(f"{row['kind']}, {few}, {row['adapters']} adapters", []).append(row)
+    for row in sorted(rows, key=_lora_group):
+        kind, dropped, few, rank, adapters = _lora_group(row)
+        dropout = " behind a dropout" if dropped else ""
+        tokens = "up to 64 rows" if few else "more rows"
+        groups.setdefault(f"{kind}{dropout}, {tokens}, r = {rank}, {adapters} adapters", []).append(row)
     parts += [summary("kind", "problems", groups, "frozen"), details("problem", rows, "frozen")]
     return "\n\n".join(parts)
+
+
+def _lora_group(row: Json) -> tuple[str, bool, bool, int, str]:
+    """Kind, whether there is a dropout, whether it is few rows, rank and adapters."""
+    return row["kind"], row["dropout"] > 0, row["tokens"] <= 64, row["rank"], row["adapters"]
 
 
 def summary(what: str, count: str, groups: Mapping[str, Sequence[Json]], limit: str) -> str:
@@ -121,7 +128,7 @@ def summary(what: str, count: str, groups: Mapping[str, Sequence[Json]], limit: 
             number(min((g for row in group if (g := gain(row))), default=None), 2),
             number(_mean([_over(row, limit) for row in group]), 2),
         )
-        for name, group in sorted(groups.items())
+        for name, group in groups.items()
     ]
     return table(columns, body)
 

@@ -105,7 +105,7 @@ def epilogues(data: Json) -> list[str]:
         f"torch {data.get('torch', '?')}, {str(data.get('date', '?'))[:10]}; "
         "[performance.md](performance.md) has the commands.",
         text,
-        summary("activation", "cases", kinds, "bare"),
+        summary("activation", "cases", dict(sorted(kinds.items())), "bare"),
         details("case", rows, "bare", "linear "),
     ]
 

@@ -71,7 +71,8 @@ PRIVATE_LAYERS = {
     "reports": {"loading"},
     "compiling": {"loading", "shapes"},
     "lowering": {"loading"},
-    "templates": {"loading"},
+    "reuse": {"loading"},
+    "templates": {"loading", "reuse"},
     "probing": {"bisector", "hooks", "reports", "templates"},
 }
 # Inside fusions/: every fusion may build on this one, and on no other.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .loading import inductor_config
+from .reuse import write_over
 
 
 def max_autotune() -> bool:
@@ -62,6 +63,7 @@ def lower_to_template(
     stock: Callable[..., torch.Tensor] | None,
     dtypes: Sequence[torch.dtype] = (),
     grid_sizes: Sequence[Any] = (),
+    over: str = "",
 ) -> list[Any] | None:
     """One Triton kernel with one or several outputs.
 
@@ -75,6 +77,8 @@ def lower_to_template(
             given, it is measured as well.
         dtypes: of each output, where they differ.
         grid_sizes: pairs of sizes whose tiles are counted for the grid; `shapes` by default.
+        over: the input that the first output may take the memory of: each program reads of it what it
+            writes, and only then writes.
 
     Returns:
         The outputs; None where `stock` is faster.
@@ -82,7 +86,7 @@ def lower_to_template(
     each = list(dtypes) or [dtype] * len(shapes)
     row_major = [Output("", s, (s[1], 1), kind) for s, kind in zip(shapes, each, strict=True)]
     call_sizes = list(grid_sizes) or [size for shape in shapes for size in shape]
-    return _lower(name, inputs, row_major, device, _tiles, call_sizes, variants, stock)
+    return _lower(name, inputs, row_major, device, _tiles, call_sizes, variants, stock, over)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +133,7 @@ def _lower(
     call_sizes: Sequence[Any],
     variants: Sequence[Variant],
     stock: Callable[..., torch.Tensor] | None,
+    over: str = "",
 ) -> list[Any] | None:
     ir = importlib.import_module("torch._inductor.ir")
     select = importlib.import_module("torch._inductor.select_algorithm")
@@ -163,6 +168,8 @@ def _lower(
         return None
     if any(variant.wider for variant in variants):
         buffer.make_kernel_render = _with_wider(buffer.make_kernel_render)
+    if over:
+        write_over(buffer, dict(inputs)[over])
     # Not given to the template itself: torch 2.11 lets only its own operations write into inputs.
     writes = [ir.MutationOutput(ir.NoneLayout(device=device), value, buffer) for value in more]
     if writes:

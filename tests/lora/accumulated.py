@@ -23,7 +23,8 @@ class Case:
         inner: K of each product.
         masks: the products that have a mask.
         dtypes: of the base, of the operands of the products, and of the result.
-        base: how the base lies: "n" row-major, "t" transposed, "gaps" every second column, "loop" computed.
+        base: how the base lies: "n" row-major, "t" transposed, "gaps" every second column, "loop" computed,
+            "product" one's result, that the kernel writes over.
         turned: whether each b is transposed, and each mask.
         dynamic: whether M is symbolic.
         behind: whether something is computed of the result.
@@ -54,6 +55,8 @@ CASES = {
     "base transposed": Case(base="t", masks=(0,)),
     "base with gaps": Case(base="gaps"),
     "base computed": Case(base="loop", masks=(0,)),
+    "base written over": Case(base="product", masks=(0,)),
+    "base written over, odd sizes": Case(rows=19, columns=51, inner=(5, 150), masks=(1,), base="product"),
     "b transposed": Case(turned=True),
     "float32": Case(dtypes=(WHOLE, WHOLE, WHOLE), inner=(16, 5), masks=(0,)),
     "base of float32": Case(dtypes=(WHOLE, HALF, WHOLE), masks=(0,)),
@@ -95,21 +98,27 @@ def operands(case: Case) -> tuple[Any, ...]:
     kept = [torch.rand(shape) > 0.3 for _ in case.masks]
     kept = [mask.t() for mask in kept] if case.turned else kept
     scales = [1.0, -0.5, 2.25][: len(a)]
-    return base[:, ::2] if case.base == "gaps" else base, a, b, scales, kept
+    base = base[:, ::2] if case.base == "gaps" else base
+    return base, a, b, scales, kept
 
 
 def _run(case: Case, base: Any, a: Any, b: Any, scales: list[float], kept: Any) -> torch.Tensor:
     accumulate_kernel.default = lambda shape: case.config  # type: ignore[assignment]
 
     def fn(base: Any, a: Any, b: Any, kept: Any) -> Any:
-        base = base + base if case.base == "loop" else base
+        if case.base == "loop":
+            base = base + base
+        if case.base == "product":
+            base = base @ torch.eye(case.columns, dtype=base.dtype)
         y = LORA_ACCUMULATE(base, a, b, scales, kept, list(case.masks), case.dtypes[2])
         return [torch.sigmoid(y) if case.behind else y]
 
     if case.dynamic:
         for tensor in (base, *a, *kept):
             torch._dynamo.mark_dynamic(tensor, 0)
-    (found,) = generated(fn, (base, a, b, kept), False)
+    product = case.base == "product"
+    extern = ["extern_kernels.mm"] if product else []
+    (found,) = generated(fn, (base, a, b, kept), loops=product, extern=extern)
     assert found.dtype == case.dtypes[2]
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -346,19 +347,22 @@ def _linear_error(case: Case, x: torch.Tensor, a: list[torch.Tensor], scales: li
     return relative([y.double() for y in outputs], exact)
 
 
-def generated(fn: Any, args: Any, loops: bool, templates: int = 1) -> list[torch.Tensor]:
+def generated(
+    fn: Any, args: Any, loops: bool, templates: int = 1, extern: Sequence[str] = ()
+) -> list[torch.Tensor]:
     """The outputs of the kernels that are generated for a function.
 
     Args:
         fn, args: the function.
         loops: whether some of the kernels are Inductor's own.
         templates: how many are of templates.
+        extern: what is called beside them.
     """
     with torch.no_grad(), config.patch(policy="always", strict=True):
         made = cuda_codegen.generate(fn, args, interpreted=True)
     (module,) = made.modules
     assert sum(kernel.is_template for kernel in module.kernels) == templates, module.wrapper
-    assert not module.extern_calls, module.extern_calls
+    assert module.extern_calls == list(extern), module.wrapper
     assert loops == (len(module.kernels) > templates), module.wrapper
     return list(made.outputs)
 

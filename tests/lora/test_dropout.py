@@ -348,6 +348,23 @@ def test_kernels_of_a_step(adapters: torch.dtype, count: int, dynamic: bool) -> 
     assert len(call.args[4]) == count
 
 
+@pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
+def test_what_a_dropout_leaves_is_in_memory_once(
+    adapters: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is kept for the backward, the product reads that, not what it was before it was scaled."""
+    monkeypatch.setattr(inputs, "_read", lambda node: None)
+    seen = run(Adapted(adapters), (rand(96, IN),), train=True)
+    (call,) = targets(seen, NARROW_MM)
+    (output,) = seen.graphs[0].find_nodes(op="output")
+    assert call.args[0] in output.all_input_nodes
+    monkeypatch.setattr(tables, "load", lambda name: {"lora_dropout": []})
+    checked = []
+    monkeypatch.setattr(profit, "check_dropped", lambda shape, device: checked.append(shape))
+    run(Adapted(adapters), (rand(96, IN),), train=True)
+    assert checked == [profit.Dropped(96, IN, OUT, RANK, BF16, adapters)]
+
+
 def test_the_base_reads_the_gradient_as_it_is() -> None:
     """Not a copy that was widened for the adapters, and rounded again."""
 

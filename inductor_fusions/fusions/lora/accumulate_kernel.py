@@ -27,6 +27,8 @@ MOST_INNER = 3 * 128
 MOST_PRODUCTS = 8
 #: Columns of a and rows of b in one step: of so many all of K is one step.
 STEP = 64
+#: Steps that are on their way at once.
+STAGES = 3
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -73,7 +75,9 @@ def elements(shape: Shape) -> int:
     """The most elements of a tile that a thread can have in its registers, with what is under way."""
     if shape.narrow == torch.float32 or shape.masks > 3:
         return 16
-    return 32 if shape.masks else 64
+    # Of an odd width each element has an address of its own.
+    addressed = shape.masks and shape.columns % 16
+    return 32 if shape.masks > 1 or addressed else 64
 
 
 def default(shape: Shape) -> Config:
@@ -187,6 +191,7 @@ def _kernel(
         device=device,
         variants=[variant(choose(shape, device), shape, scales, sorted(masks), stored)],
         stock=None,
+        over="BASE" if stored else "",
     )
     if found is None:
         raise Rejected("Inductor took no template")
@@ -226,7 +231,7 @@ def variant(
     products = [
         {
             "index": i, "a": f"A{i}", "b": f"B{i}", "kept": f"KEPT{i}" if i in masks else "",
-            "size": k, "block": min(STEP, padded(k)), "scale": scale,
+            "size": k, "block": min(STEP, padded(k)), "stages": min(STAGES, -(-k // STEP)), "scale": scale,
         }
         for i, (k, scale) in enumerate(zip(shape.inner, scales, strict=True))
     ]  # fmt: skip
@@ -237,6 +242,7 @@ def variant(
         names=[*names, *(f"KEPT{i}" for i in masks)],
         products=products,
         base=stored,
+        ragged_columns=shape.columns % config.block_n != 0,
     )
     meta = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "ACC_TYPE": "tl.float32"}
     return _inductor.Variant(text, meta, config.num_warps, num_stages=1, outputs=())

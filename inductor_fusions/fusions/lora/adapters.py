@@ -14,7 +14,9 @@ from ..block_mm.normal_form import (
     MUL,
     RESHAPES,
     Product,
+    is_pointwise,
     product,
+    readers,
     same_sizes,
     scaled,
     tensor,
@@ -69,7 +71,11 @@ class Adapter:
 
 
 def source(matrix: fx.Node) -> Source:
-    """What a matrix was before it was cast to a wider dtype, multiplied by numbers, and viewed."""
+    """What a matrix was before it was cast to a wider dtype, multiplied by numbers, and viewed.
+
+    A multiple that the graph returns is taken as it is, where what it was before is in memory for nothing
+    else: behind a dropout that would be a second copy of the input.
+    """
     views: list[fx.Node] = []
     node, scale = matrix, 1.0
     found = Source(matrix, (), 1.0)
@@ -83,8 +89,11 @@ def source(matrix: fx.Node) -> Source:
         elif node.target in CASTS and widens(node):
             found = Source(node.args[0], tuple(reversed(views)), scale)
         elif step is not None:
+            if _is_returned(node) and _is_passing(source(step[0]).base):
+                found = Source(node, tuple(reversed(views)), scale)
+                break
             scale *= step[1]
-            found = Source(node.args[0], tuple(reversed(views)), scale)
+            found = Source(step[0], tuple(reversed(views)), scale)
         else:
             break
         node = node.args[0]
@@ -95,6 +104,16 @@ def source(matrix: fx.Node) -> Source:
         extra.append(node)
         node = node.args[0]
     return Source(node, (*reversed(extra), *found.views), found.scale)
+
+
+def _is_returned(node: fx.Node) -> bool:
+    """Whether the graph returns a node or a view of it."""
+    return any(user.op == "output" for user in readers(node))
+
+
+def _is_passing(node: fx.Node) -> bool:
+    """Whether a node is computed element by element for a single other one."""
+    return is_pointwise(node) and len(node.users) == 1
 
 
 def unrounded(matrix: fx.Node) -> Source:

@@ -13,7 +13,7 @@ from ...fusion import Candidate, LeftToStock, Rejected
 from ...operands import known_size
 from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
-from ..block_mm.normal_form import CASTS, Product, same_sizes, value, widens
+from ..block_mm.normal_form import CASTS, Product, same_sizes, scaled, value, widens
 from ..block_mm.placement import Order, Place
 from . import accumulate_sites, downs, drawn, gather, gradients, profit, unread
 from .adapters import Adapter, source, unrounded
@@ -185,7 +185,9 @@ class Adapted(Candidate):
         base = value(linear.bases[0].b)
         for a in linear.adapters:
             left, tokens = value(a.down.b), known_size(value(a.down.a).shape[0])
-            if masked(source(a.down.a).base) is not None:
+            read = source(a.down.a).base
+            (kept, _) = scaled(read) or (read, 1.0)
+            if masked(kept) is not None:
                 inner, rank = map(int, left.shape)
                 shape = profit.Dropped(tokens, inner, int(base.shape[1]), rank, base.dtype, left.dtype)
                 profit.check_dropped(shape, left.device)

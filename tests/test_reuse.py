@@ -1,0 +1,131 @@
+"""Which kernels write over their input, and which leave it as it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from bench import cuda_codegen
+from inductor_fusions import config
+from inductor_fusions._inductor import reuse
+from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
+from tests.block_mm.support import rand
+
+HALF = torch.bfloat16
+ROWS, INNER, COLUMNS, RANK = 96, 48, 64, 16
+
+
+def accumulated(base: Any, a: Any, b: Any, dtype: torch.dtype = HALF) -> Any:
+    return LORA_ACCUMULATE(base, [a], [b], [2.0], [], [], dtype)
+
+
+def last_reader(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return accumulated(x @ w, a, b)
+
+
+def read_before(x: Any, w: Any, a: Any, b: Any) -> Any:
+    base = x @ w
+    return accumulated(base, a @ base.float().sum((0,), keepdim=True)[:, :1].to(HALF).expand(RANK, RANK), b)
+
+
+def read_later(x: Any, w: Any, a: Any, b: Any) -> Any:
+    base = x @ w
+    y = accumulated(base, a, b)
+    return base @ y.t()
+
+
+def returned(x: Any, w: Any, a: Any, b: Any) -> Any:
+    base = x @ w
+    return base, accumulated(base, a, b)
+
+
+def view_returned(x: Any, w: Any, a: Any, b: Any) -> Any:
+    base = x @ w
+    return base[1:, 3:].t(), accumulated(base, a, b)
+
+
+def given(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return accumulated(x @ w, a, b), accumulated(w[:RANK], a[:RANK], b)
+
+
+def fused_behind(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return torch.sigmoid(accumulated(x @ w, a, b))
+
+
+def other_dtype(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return accumulated(x @ w, a, b, torch.float32)
+
+
+def transposed(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return accumulated((w.t() @ x.t()).t(), a, b)
+
+
+def part(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return accumulated((x @ w)[: ROWS // 2], a[: ROWS // 2], b)
+
+
+def both_operands(x: Any, w: Any, a: Any, b: Any) -> Any:
+    base = x @ w
+    return accumulated(base, base, b.t() @ b)
+
+
+def twice(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """The second sum writes over the first one, which is that of the product."""
+    return accumulated(accumulated(x @ w, a, b), a * 2, b)
+
+
+def written(fn: Callable[..., Any], **changes: Any) -> list[bool]:
+    """Of each sum, whether it is written over its base."""
+    args = rand(ROWS, INNER), rand(INNER, COLUMNS), rand(ROWS, RANK), rand(RANK, COLUMNS)
+    with config.patch(policy="always", strict=True), torch.no_grad():
+        made = cuda_codegen.generate(fn, args, run=False, config=changes)
+    wrapper = made.forward.wrapper
+    found = []
+    for call in re.findall(r"lora_accumulate\w*\.run\((.*)\)", wrapper):
+        base, *_, result = re.findall(r"\b(?:buf\d+|arg\d+_1)\b", call)
+        assert (base == result) == bool(re.search(rf"{result} = buf\d+; del buf\d+  # reuse", wrapper)), (
+            wrapper
+        )
+        found.append(base == result)
+    assert found, wrapper
+    return found
+
+
+@pytest.mark.parametrize(("fn", "sums"), [(last_reader, 1), (read_before, 1), (twice, 2)])
+def test_input_is_written_over(fn: Callable[..., Any], sums: int) -> None:
+    assert written(fn) == [True] * sums
+
+
+@pytest.mark.parametrize(
+    "fn", [read_later, returned, view_returned, fused_behind, other_dtype, transposed, part, both_operands]
+)
+def test_input_is_left(fn: Callable[..., Any]) -> None:
+    assert written(fn) == [False]
+
+
+def test_input_of_the_graph_is_left() -> None:
+    assert sorted(written(given)) == [False, True]
+
+
+def test_config_of_inductor() -> None:
+    assert written(last_reader, inplace_buffers=False) == [False]
+
+
+def test_benchmarks_of_inductor_ask_early() -> None:
+    """Whether it pays to fuse something behind a kernel is asked before anything was written."""
+    assert written(last_reader, benchmark_fusion=True) == [True]
+
+
+def test_torch_of_other_names(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def raising(*args: Any) -> bool:
+        raise AttributeError("name_to_buf")
+
+    monkeypatch.setattr(reuse, "_may_write", raising)
+    assert written(last_reader) == [False]
+    assert "name_to_buf" in caplog.text

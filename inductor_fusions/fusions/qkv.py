@@ -31,8 +31,10 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     for operand in ("a", "b"):
         for group in _sharing(products(graph), operand):
             while len(group) >= 2:
-                # What was fused meanwhile may have replaced an operand.
+                # What was fused meanwhile may have replaced an operand, or be one of these with padding.
                 group = [now for p in group if (now := product(p.node)) is not None]
+                if len(group) < 2:
+                    break
                 candidate = SharedOperand(graph, group[:MOST_PRODUCTS], operand)
                 yield candidate
                 group = [*candidate.left_over, *group[MOST_PRODUCTS:]]

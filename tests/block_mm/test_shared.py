@@ -11,6 +11,7 @@ from torch import nn
 
 from inductor_fusions import config
 from tests.block_mm.support import Linears, check, rand, run
+from tests.support import padding
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -313,6 +314,19 @@ def test_rows_that_inductor_pads(bias: bool) -> None:
     (call,) = seen.calls()
     assert seen.products() == 0 and seen.fused("qkv") == 1 and not seen.reasons("qkv")
     assert all(list(node.meta["val"].shape) == [37, 64] for node in call.args[0])
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_gradients_that_inductor_pads(which: int) -> None:
+    """Products of one weight's gradient are in several groups: with their padding, and as they are."""
+
+    def fn(x: Any, *weights: Any) -> Any:
+        first, second, third = (F.linear(x, w) for w in weights)
+        return first * 0.5 * second * third
+
+    with padding.padded(which):
+        seen = check(fn, (rand(70, 32), *(rand(16, 32) for _ in range(3))), train=True)
+    assert seen.fused("qkv") >= 2
 
 
 def test_padded_product_of_a_padded_product() -> None:

@@ -19,6 +19,7 @@ from inductor_fusions.runs import Exact, cast, copied, run
 from inductor_fusions.sites import Site
 from tests.attention.support import flex_everywhere
 from tests.fuzz.programs import Program
+from tests.support.padding import padded
 
 #: Of float32's eps, on top of 1.5 times the error of the unfused program: sums of terms that cancel, and
 #: backwards that compute the weights anew.
@@ -148,7 +149,7 @@ def judge_products(program: Program, code: bool = False) -> Judged:
     assert inputs is not None
     function, quantised = program.function(), program.source.count("torch.float8")
     if not code:
-        return Judged(check_products(function, inputs, quantised, program.draws))
+        return Judged(check_products(function, inputs, quantised, program.draws, program.pads))
     train = any(x.requires_grad for x in inputs)
 
     def unfused(*values: torch.Tensor) -> list[torch.Tensor | None]:
@@ -182,7 +183,11 @@ def _by_any(near: Callable[..., bool], quantised: int, unfused: Callable[..., An
 
 
 def check_products(
-    function: Callable[..., Any], inputs: Sequence[torch.Tensor], quantised: int = 0, draws: bool = False
+    function: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    quantised: int = 0,
+    draws: bool = False,
+    pads: int | None = None,
 ) -> Sequence[Site]:
     """`judge_products` of any function: in training, or in inference where no input requires a gradient.
 
@@ -191,6 +196,7 @@ def check_products(
         inputs: those that it overwrites stay as they are.
         quantised: how many casts to float8 it has, all of which are left in the graph.
         draws: whether it draws random numbers: the graphs without the fusions say what is right.
+        pads: which products Inductor pads, as `tests.support.padding` has it.
     """
     from bench.ledger.compiling import ON_A_GPU
     from tests.block_mm import support
@@ -202,6 +208,7 @@ def check_products(
         stack.enter_context(mock.patch.object(op, "composite", functools.partial(as_kernels, op.composite)))
         # Eager mode rounds a number to bfloat16 before it is compared.
         stack.enter_context(mock.patch.object(drawn, "rounds_inside_of_loops", lambda: True))
+        stack.enter_context(padded(pads))
         torch.manual_seed(SEED)
         fused = support.run(function, copied(tuple(inputs), train), train=train)
     found = [*fused.outputs, *fused.grads]

@@ -42,6 +42,7 @@ class ProductWriter:
         self.leaf = w.pick("leaf", "leaf", "rand")  # nothing is trained: some fusions are for inference alone
         self.returned: list[str] = []
         self.draws = False
+        self.pads = w.pick(None, None, 0, 1, 2)
 
     def program(self) -> Program:
         w = self.w
@@ -53,7 +54,7 @@ class ProductWriter:
         result = self.read(outputs)
         named = ", ".join([result, *self.returned])
         result = f"({named},)" if self.returned else result
-        return Program(tuple(w.inputs), tuple(w.lines), result, draws=self.draws)
+        return Program(tuple(w.inputs), tuple(w.lines), result, draws=self.draws, pads=self.pads)
 
     def chain(self) -> Program:
         """Linears, each with an activation, one behind the other, with casts in between.
@@ -83,7 +84,8 @@ class ProductWriter:
             "x.to(torch.float8_e4m3fn).float()", "x.half()",
         )  # fmt: skip
         named = ", ".join([tail, *self.returned])
-        return Program(tuple(w.inputs), tuple(w.lines), f"({named},)" if self.returned else tail)
+        result = f"({named},)" if self.returned else tail
+        return Program(tuple(w.inputs), tuple(w.lines), result, pads=self.pads)
 
     def source(self) -> str:
         return str(

@@ -65,13 +65,14 @@ _number = itertools.count()
 @dataclass(frozen=True)
 class Program:
     """A function in source text, with its inputs; `kernel` is what the fusion is to take, `draws` says that
-    it draws random numbers."""
+    it draws random numbers, and `pads` which products Inductor pads (`tests.support.padding`)."""
 
     inputs: tuple[Input, ...]
     lines: tuple[str, ...]
     result: str
     kernel: str = "auto"
     draws: bool = False
+    pads: int | None = None
 
     @property
     def source(self) -> str:
@@ -104,7 +105,7 @@ class Program:
             ),
             "products": (
                 "from tests.fuzz import judge\n",
-                f"judge.check_products(program, inputs, draws={self.draws})\n",
+                f"judge.check_products(program, inputs, draws={self.draws}, pads={self.pads})\n",
             ),
         }[how]
         device = torch.get_default_device().type
@@ -129,7 +130,7 @@ class Program:
         return [i.make(n) for n, i in enumerate(self.inputs)]
 
     def __repr__(self) -> str:  # what hypothesis prints
-        return f"Program ({self.kernel}):\n{self.source}{self.inputs}"
+        return f"Program ({self.kernel}, pads {self.pads}):\n{self.source}{self.inputs}"
 
 
 class Writer:

@@ -18,6 +18,7 @@ from bench.common import Results
 from inductor_fusions import config, testing
 from inductor_fusions.fusions.block_mm import op
 from inductor_fusions.sites import Site
+from tests.block_mm.support import run
 from tests.fuzz import attentions, masks, products, programs
 from tests.fuzz.judge import (
     QUANTISED_SAMPLES,
@@ -28,6 +29,7 @@ from tests.fuzz.judge import (
     judge_products,
 )
 from tests.fuzz.running import fuzz, provenance, written
+from tests.support.padding import padded
 
 ROOT = Path(__file__).resolve().parents[2]
 quick = settings(max_examples=80, suppress_health_check=list(HealthCheck), print_blob=False)
@@ -125,6 +127,20 @@ def test_gradients_of_adapters_on_one_row() -> None:
     )
     inputs = tuple(programs.Input(f"x{i}", *leaf) for i, leaf in enumerate(leaves))
     assert "lora" in judge_products(programs.Program(inputs, lines, "F.silu(y0) * y1")).fused
+
+
+@pytest.mark.parametrize("pads", [None, 0])
+def test_products_are_padded(pads: int | None) -> None:
+    """Ranks, and rows of inputs, that tensor cores cannot read; the fusions read them as they were."""
+    leaves = ("leaf16", (70, 32)), ("rand16", (48, 32)), ("leaf", (5, 32)), ("leaf", (48, 5))
+    inputs = tuple(programs.Input(f"x{i}", *leaf) for i, leaf in enumerate(leaves))
+    lines = ("y = F.linear(x0, x1) + F.linear(F.linear(x0.float(), x2), x3)",)
+    program = programs.Program(inputs, lines, "y.to(torch.bfloat16)", pads=pads)
+    with config.patch(enabled=False), padded(pads, share=1.0):
+        seen = run(program.function(), program.tensors(), train=True)
+    count = sum("constant_pad_nd" in str(node.target) for graph in seen.graphs for node in graph.nodes)
+    assert (count > 4) == (pads is not None)
+    assert "lora" in judge_products(program).fused
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -159,6 +159,20 @@ def test_ranks_that_inductor_pads(name: str, train: bool) -> None:
     assert list(call.args[1][0].meta["val"].shape)[-1] in (5, 8)
 
 
+def test_rows_and_ranks_that_inductor_pads() -> None:
+    """The product before its columns are cut off is the down-projection, not one more linear on x."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        h = F.pad(x, (0, 0, 0, 3)) @ F.pad(a.t(), (0, 3))
+        return F.linear(x, w) + 0.5 * (h[:-3][:, :-3] @ b.t())
+
+    seen = check(fn, operands(5))
+    assert seen.fused("lora") >= 1
+    (call,) = seen.calls()
+    (total,) = call.meta["val"] if isinstance(call.meta["val"], (list, tuple)) else [call.meta["val"]]
+    assert list(total.shape) == list(seen.outputs[0].shape)
+
+
 @pytest.mark.parametrize("name", ["in front", "ones", "one column less"])
 def test_ranks_that_are_padded_otherwise(name: str) -> None:
     """No zeros behind, or fewer columns than there were: the numbers are right, whatever is fused."""

@@ -16,12 +16,15 @@ from .adapters import source, unrounded
 from .masks import mask_of, narrow_product
 from .recognise import Linear
 
+aten = torch.ops.aten
+
 
 def grouped(graph: fx.Graph, found: Sequence[Linear]) -> Iterator[list[Linear]]:
     """Linears with one base on the same input, and plain linears on that input; others by themselves."""
     plain: dict[Any, list[Linear]] = {}
-    inside = {p.node for linear in found for p in linear.bases}
-    inside |= {p.node for linear in found for a in linear.adapters for p in (a.up, a.down)}
+    taken = [p.node for linear in found for p in linear.bases]
+    taken += [p.node for linear in found for a in linear.adapters for p in (a.up, a.down)]
+    inside = {node for each in taken for node in _sliced(each)}
     for p in products(graph):
         if p.node not in inside and p.scale == 1:
             plain.setdefault(identity(p.a), []).append(Linear(p.node, [p]))
@@ -31,6 +34,14 @@ def grouped(graph: fx.Graph, found: Sequence[Linear]) -> Iterator[list[Linear]]:
         groups.setdefault(linear.root if alone else identity(linear.bases[0].a), []).append(linear)
     for key, group in groups.items():
         yield [*group, *(plain.get(key, []) if isinstance(key, tuple) else [])]
+
+
+def _sliced(node: fx.Node) -> Iterator[fx.Node]:
+    """A product, and those that it is a slice of: Inductor may have padded its rows and its columns."""
+    while node.target is aten.slice.Tensor:
+        yield node
+        node = node.all_input_nodes[0]
+    yield node
 
 
 def current(linear: Linear, replaced: dict[fx.Node, fx.Node]) -> Linear:

@@ -75,6 +75,14 @@ def both_operands(x: Any, w: Any, a: Any, b: Any) -> Any:
     return accumulated(base, base, b.t() @ b)
 
 
+def view_under_another_name(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """Complex views are calls, whose results have names of their own and the memory of the base."""
+    base = (x @ w).float() @ (b.t() @ b).float()
+    pairs = torch.view_as_real(torch.view_as_complex(base.view(ROWS, COLUMNS // 2, 2)))
+    right = (w.t() @ w).float()
+    return LORA_ACCUMULATE(base, [pairs.view(ROWS, COLUMNS)], [right], [2.0], [], [], torch.float32)
+
+
 def twice(x: Any, w: Any, a: Any, b: Any) -> Any:
     """The second sum writes over the first one, which is that of the product."""
     return accumulated(accumulated(x @ w, a, b), a * 2, b)
@@ -103,7 +111,18 @@ def test_input_is_written_over(fn: Callable[..., Any], sums: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "fn", [read_later, returned, view_returned, fused_behind, other_dtype, transposed, part, both_operands]
+    "fn",
+    [
+        read_later,
+        returned,
+        view_returned,
+        fused_behind,
+        other_dtype,
+        transposed,
+        part,
+        both_operands,
+        view_under_another_name,
+    ],  # fmt: skip
 )
 def test_input_is_left(fn: Callable[..., Any]) -> None:
     assert written(fn) == [False]

@@ -73,15 +73,23 @@ def _may_write(template: Any, value: Any) -> bool:
     # What is fused behind the kernel has a result of its own.
     if len(scheduler.get_fused_node(node).get_nodes()) > 1:
         return False
-    if [each.get_name() for each in template.inputs].count(value.get_name()) > 1:
-        return False
     return (
-        _only_reader(read, node, graph)
+        _is_read_once(template, value.get_name(), scheduler)
+        and _only_reader(read, node, graph)
         and _agree(read.node.get_output_spec(), template.get_output_spec())
         and graph.wrapper_code.can_reuse(read, node)
         and wrapper.can_match_buffer_size(read.node, template)
         and _stays(scheduler, value.get_name(), node)
     )
+
+
+def _is_read_once(template: Any, name: str, scheduler: Any) -> bool:
+    """Whether no other input of a kernel is in the memory of one."""
+    others = [each.get_name() for each in template.inputs]
+    others.remove(name)
+    buffers = [scheduler.name_to_buf[other].node for other in others if other in scheduler.name_to_buf]
+    # A view that an operation has made has a name of its own; whose view it is may take several steps.
+    return name not in others and not any(each.get_inputs_that_alias_output() for each in buffers)
 
 
 def _only_reader(read: Any, node: Any, graph: Any) -> bool:

@@ -6,9 +6,9 @@
 Every figure comes from bench/results/*.json, and a file or a column that is not there is left out.
 `models_*.json` are files of bench.models, `lora_models_*.json` of bench.models_lora, `bench_*.json` of
 `inductor_fusions bench`; `attention_*.json`, `flex_*.json`, `projections_*.json` and `lora_*.json` of the
-scripts bench.tune_*; `outer_product_*.json`, `dot_interaction_*.json`, `whole_mlp_*.json` and
-`distributed_*.json` of scripts of these names; `fuzz_*.json` of tests.fuzz, `load_cpu.json` of
-tests.load, `sanitizer_*.json` of tests.gpu.sanitize.
+scripts bench.tune_*; `outer_product_*.json`, `dot_interaction_*.json`, `whole_mlp_*.json`,
+`convergence_*.json` and `distributed_*.json` of scripts of these names; `fuzz_*.json` of tests.fuzz,
+`load_cpu.json` of tests.load, `sanitizer_*.json` of tests.gpu.sanitize.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ END = "<!-- measured: end -->"
 #: The device of the README's table, and of what it says of adapters.
 README_RESULTS = "models_h200.json"
 README_ADAPTERS = "lora_models_h200.json"
-#: The device of the plots of docs/performance.md, as files name it.
+#: The device of the plots, as files name it.
 PLOTTED = "h200"
 PREFACE = """# Performance
 
@@ -90,10 +90,7 @@ def performance(results: Path) -> str:
             parts.append(section(json.loads(path.read_text("utf-8"))))
     titles = [part.partition("\n")[0].removeprefix("## ") for part in parts]
     contents = "\n".join(f"- [{title}](#{anchor(title)})" for title in titles)
-    plots = [
-        f"{plot.told}\n\n![{plot.told.partition(':')[0].partition('.')[0]}]({name})"
-        for name, plot, _ in docs_plots.wanted(results, PLOTTED)
-    ]
+    plots = docs_plots.shown(results, PLOTTED, "performance.md")
     return "\n\n".join([NOTICE, PREFACE.strip(), contents, *plots, *parts]) + "\n"
 
 
@@ -129,7 +126,7 @@ def render(root: Path = ROOT) -> dict[Path, str]:
         page: readme(page.read_text("utf-8"), results),
         root / "docs" / "performance.md": performance(results),
         root / "docs" / "whole_mlp.md": docs_whole_mlp.page(results),
-        tested: between(tested.read_text("utf-8"), docs_reliability.measured(results), tested.name),
+        tested: between(tested.read_text("utf-8"), docs_reliability.measured(results, PLOTTED), tested.name),
         root / "docs" / "speedups.svg": picture.draw(
             json.loads(measured.read_text("utf-8")) if measured.exists() else {"rows": []}
         ),

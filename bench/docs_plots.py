@@ -1,4 +1,4 @@
-"""Plots of docs/performance.md: `bench.plots` draws them from the results of the tuners.
+"""Plots of docs/performance.md and docs/reliability.md, which `bench.plots` draws from results.
 
 What matplotlib writes depends on its version, so each file names the data that it was drawn from, by a
 digest: whether one is stale is told without drawing.
@@ -128,6 +128,22 @@ def lengths(results: Path, stem: str) -> Json:
     return {**_header(next(filter(None, files.values()), {})), "rows": rows}
 
 
+def curves(results: Path, stem: str) -> Json:
+    """The losses of bench.convergence on a device, or on another one where it was not run on this."""
+    found = [path.stem for path in convergence_files(results)]
+    name = f"convergence_{stem}"
+    data = _read(results, name if name in found or not found else found[0])
+    rows = [
+        {name: row[name] for name in ("model", "variant", "seed", "loss")} for row in data.get("rows", [])
+    ]
+    return {**_header(data), "window": data.get("window", 1), "rows": rows}
+
+
+def convergence_files(results: Path) -> list[Path]:
+    """The files of bench.convergence, those of a GPU first."""
+    return sorted(results.glob("convergence_*.json"), key=lambda path: ("cpu" in path.stem, path.name))
+
+
 def _read(results: Path, stem: str) -> Json:
     path = results / f"{stem}.json"
     found: Json = json.loads(path.read_text("utf-8")) if path.exists() else {}
@@ -149,11 +165,13 @@ class Plot:
         kind: its name in `bench.plots`.
         data: from the folder of the results and the stem of a device, what is drawn.
         told: what it shows.
+        page: in docs, where it is.
     """
 
     kind: str
     data: Callable[[Path, str], Json]
     told: str
+    page: str = "performance.md"
 
 
 #: By the name of the file in docs.
@@ -170,6 +188,13 @@ PLOTS = {
         lengths,
         "Time over sequence length, and over the number of tokens. The limit is one product on weights that "
         "were joined beforehand, without an activation, or the linear without its adapter.",
+    ),
+    "convergence.svg": Plot(
+        "convergence",
+        curves,
+        "Loss curves: above, the training loss of stock and fused from the same seed, and of stock with two "
+        "other seeds; below, how far each is from stock with the first seed.",
+        "reliability.md",
     ),
 }
 
@@ -188,6 +213,15 @@ def wanted(results: Path, stem: str) -> Sequence[tuple[str, Plot, Json]]:
     """The plots that there are results for, with their data."""
     made = [(name, plot, plot.data(results, stem)) for name, plot in PLOTS.items()]
     return [(name, plot, data) for name, plot, data in made if data["rows"]]
+
+
+def shown(results: Path, stem: str, page: str) -> list[str]:
+    """What a page of docs says of its plots, with links to them."""
+    return [
+        f"{plot.told}\n\n![{plot.told.partition(':')[0].partition('.')[0]}]({name})"
+        for name, plot, _ in wanted(results, stem)
+        if plot.page == page
+    ]
 
 
 def write(path: Path, plot: Plot, data: Json) -> None:

@@ -1,4 +1,4 @@
-"""What docs/reliability.md says of random programs, architectures and many compiles."""
+"""What docs/reliability.md says of random programs, architectures, loss curves and many compiles."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
-from bench.docs_pieces import Json, header, table
+from bench import docs_plots
+from bench.curves import judge
+from bench.docs_pieces import NONE, Json, header, number, table
 
 #: The report of `python -m tests.fuzz --json`; those of other devices are named likewise.
 REPORT = "fuzz_cpu.json"
@@ -31,8 +34,8 @@ KINDS = {
 }
 
 
-def measured(results: Path) -> str:
-    """What the reports say, and where they were made."""
+def measured(results: Path, stem: str) -> str:
+    """What the reports say, and where they were made; the plots are those of a device."""
     path = results / REPORT
     parts = [_made(path, figures) if path.exists() else COMMAND]
     for other in sorted(set(results.glob("fuzz_*.json")) - {path}):
@@ -41,6 +44,9 @@ def measured(results: Path) -> str:
         parts += ["## Architectures of transformers", _made(results / ARCHITECTURES, architectures)]
     for sanitized in sorted(results.glob("sanitizer_*.json")):
         parts += ["## Kernels under compute-sanitizer", _made(sanitized, watched)]
+    for trained in docs_plots.convergence_files(results):
+        parts += ["## Loss curves", _made(trained, convergence)]
+    parts += docs_plots.shown(results, stem, "reliability.md")
     if (results / LOAD).exists():
         parts += ["## A thousand compiles", _made(results / LOAD, growth)]
     return "\n\n".join(parts)
@@ -82,6 +88,37 @@ def architectures(data: Json) -> str:
     ]
     why = table(("attention", "left, because", "models", "such as"), told)
     return "\n\n".join([table(names, body), f"<details><summary>Why</summary>\n\n{why}\n\n</details>"])
+
+
+def convergence(data: Json) -> str:
+    """What the criterion says of each model, and what became of the sites of its fused run."""
+    rows, window = data["rows"], int(data["window"])
+    verdicts = {found["model"]: found for found in judge(rows, window)}
+    body, sites = [], []
+    for model in sorted({str(row["model"]) for row in rows}):
+        own = [row for row in rows if row["model"] == model]
+        pair = [next((row for row in own if row["variant"] == v), None) for v in ("stock", "fused")]
+        found = verdicts.get(model, {})
+        losses = [number(fmean(row["loss"][-window:]) if row else None, 4) for row in pair]
+        apart = [number(found.get(name), 4) for name in ("fused", "stock")]
+        passes = {True: "yes", False: "no"}.get(found.get("within"), NONE)
+        times = [number(row["step_ms"] if row else None, 1) for row in pair]
+        body.append((model, f"{own[0]['parameters'] / 1e6:.0f}", *losses, *apart, passes, *times))
+        for what, count in (pair[1]["sites"]["what"] if pair[1] else {}).items():
+            sites.append((model, what.replace("|", "/"), str(count)))
+    passed = sum(found["within"] for found in verdicts.values())
+    settings = data["settings"]
+    said = (
+        f"{settings['steps']} steps of {settings['batch']} x {settings['length']} tokens, under the policy "
+        f"`{settings['policy']}`. s is the mean of {window} steps. {data['criterion']} {passed} of "
+        f"{len(verdicts)} models pass. The last loss is s at the end. The runs had the device together, so "
+        "that times of steps say little."
+    )
+    columns = ("model", "million parameters", "last loss, stock", "fused", "d(fused, stock)")
+    columns += ("d(stock, stock)", "passes", "ms a step, stock", "fused")
+    what = table(("model", "site", "number"), sites)
+    folded = f"<details><summary>Sites of the fused runs</summary>\n\n{what}\n\n</details>"
+    return "\n\n".join([said, table(columns, body), folded])
 
 
 #: Backend -> what was compiled, in words.

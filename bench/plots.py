@@ -3,6 +3,7 @@
 speedup.{png,svg}    stock over fused of every case, with its noise
 roofline.{png,svg}   operations and blocks: FLOP/s over FLOPs a byte, under the rates measured there
 length.{png,svg}     time against sequence length, or number of tokens, where cases differ in that alone
+convergence.{png,svg}  loss curves of bench.convergence, and how far apart they are
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.compare import noise, ratio
+from bench.curves import smooth
 
 Json = dict[str, Any]
 Row = Mapping[str, Any]
@@ -27,7 +29,8 @@ STYLES = {
 }
 #: Of what is fused, where rows name their kernel.
 KERNELS = (("#0072b2", "o"), ("#009e73", "D"), ("#d55e00", "^"), ("#cc79a7", "v"), ("#e69f00", "P"))
-FONT = {"font.size": 9, "axes.titlesize": 10, "svg.fonttype": "path", "axes.spines.top": False,
+FONT = {"font.size": 9, "axes.titlesize": 10, "svg.fonttype": "path",
+        "svg.hashsalt": "inductor_fusions", "axes.spines.top": False,
         "axes.spines.right": False, "figure.dpi": 100, "savefig.dpi": 200}  # fmt: skip
 
 
@@ -220,5 +223,45 @@ def length(data: Json, pyplot: Any) -> Any:
     return figure
 
 
+def convergence(data: Json, pyplot: Any) -> Any:
+    """Two panels for each model: smoothed losses, and their distances from stock with the first seed."""
+    rows, window = [row for row in data["rows"] if row.get("loss")], int(data.get("window", 1))
+    models = sorted({str(row["model"]) for row in rows})
+    if not models:
+        return None
+    figure, grid = pyplot.subplots(2, len(models), figsize=(3.2 * len(models), 5), squeeze=False)
+    for column, model in enumerate(models):
+        curves = [(r["variant"], r["seed"], smooth(r["loss"], window)) for r in rows if r["model"] == model]
+        first = next((curve for variant, _, curve in curves if variant == "stock"), None)
+        # The fused curve on top, where it hides none.
+        for variant, seed, curve in sorted(curves, key=lambda item: item[0] != "stock"):
+            above = variant == "stock" and curve is first
+            style = {name: STYLES[variant][name] for name in ("color", "linestyle")}
+            if variant == "stock" and not above:
+                style = {"color": "#aaaaaa", "linestyle": ":"}
+            label = variant if variant != "stock" or above else f"stock, seed {seed}"
+            some = range(0, len(curve), max(1, len(curve) // 200))  # points of a picture of this width
+            steps = [window + i for i in some]
+            grid[0][column].plot(steps, [curve[i] for i in some], label=label, linewidth=1.2, **style)
+            if first is not None and not above:
+                apart = [abs(curve[i] - first[i]) for i in some]
+                grid[1][column].plot(steps, apart, label=label, linewidth=1.2, **style)
+        grid[0][column].set_title(model, fontsize=8)
+        for axes in (grid[0][column], grid[1][column]):
+            axes.set_xlabel("step", fontsize=8)
+            axes.tick_params(labelsize=7)
+    grid[0][0].set_ylabel(f"loss, mean of {window} steps", fontsize=8)
+    grid[1][0].set_ylabel("distance from stock", fontsize=8)
+    grid[0][-1].legend(frameon=False, fontsize=7)
+    figure.suptitle(where(data), fontsize=9)
+    figure.tight_layout()
+    return figure
+
+
 #: By name: from results, and matplotlib's pyplot, a figure; None without data.
-PLOTS: dict[str, Callable[[Json, Any], Any]] = {"speedup": speedup, "roofline": roofline, "length": length}
+PLOTS: dict[str, Callable[[Json, Any], Any]] = {
+    "speedup": speedup,
+    "roofline": roofline,
+    "length": length,
+    "convergence": convergence,
+}

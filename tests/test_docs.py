@@ -310,6 +310,43 @@ def test_reliability_of_other_reports(tmp_path: Path) -> None:
     assert "Of 1000 compiles" in text and "| Inductor as a whole, fused | 0 | 4.0 | 10 |" in text
 
 
+def test_reliability_of_loss_curves(tmp_path: Path) -> None:
+    """The criterion for each model, computed from the losses, and the picture on the same page."""
+    root = copied(tmp_path)
+    page, results = root / "docs" / "reliability.md", root / "bench" / "results"
+    for path in results.glob("convergence_*.json"):
+        path.unlink()
+    assert "## Loss curves" not in docs.render(root)[page] and "convergence.svg" not in page.read_text()
+    sites = {"what": {"attention: fused: sdpa, mask: pad": 12}}
+    rows = [
+        {"model": model, "variant": variant, "seed": seed, "loss": loss, "parameters": 9.8e7, "step_ms": 9.06,
+         "sites": sites if variant == "fused" else {"what": {}}}
+        for model, variant, seed, loss in [
+            ("bert", "stock", 0, [4.0, 3.0, 2.0]), ("bert", "stock", 1, [4.0, 3.0, 2.5]),
+            ("bert", "fused", 0, [4.0, 3.0, 2.25]), ("gpt2", "stock", 0, [4.0, 3.0, 2.0]),
+            ("gpt2", "stock", 1, [4.0, 3.0, 2.0]), ("gpt2", "fused", 0, [4.0, 3.0, 2.25]),
+            ("llama", "stock", 0, [4.0, 3.0, 2.0]),
+        ]
+    ]  # fmt: skip
+    data = {"schema": 1, "device": "a device", "window": 1, "criterion": "A criterion.", "rows": rows}
+    data["settings"] = {"steps": 3, "batch": 8, "length": 256, "policy": "always"}
+    (results / "convergence_h100.json").write_text(json.dumps(data))
+    picture = root / "docs" / "convergence.svg"
+    assert docs.stale(root) == [page, picture]
+    text = docs.render(root)[page]
+    assert "| bert | 98 | 2.0000 | 2.2500 | 0.2500 | 0.5000 | yes | 9.1 | 9.1 |" in text
+    assert "| gpt2 | 98 | 2.0000 | 2.2500 | 0.2500 | 0.0000 | no | 9.1 | 9.1 |" in text
+    assert "| llama | 98 | 2.0000 | - | - | - | - | 9.1 | - |" in text
+    assert "A criterion. 1 of 2 models pass." in text and "](convergence.svg)" in text
+    assert "| bert | attention: fused: sdpa, mask: pad | 12 |" in text
+    assert "convergence.svg" not in docs.render(root)[root / "docs" / "performance.md"]
+    pytest.importorskip("matplotlib")
+    docs_plots.write(picture, *docs.plotted(root)[picture])
+    drawn = picture.read_bytes()
+    docs_plots.write(picture, *docs.plotted(root)[picture])
+    assert picture.read_bytes() == drawn and docs.stale(root) == [page]
+
+
 def test_picture() -> None:
     """Every case with both times, the largest gain first; those that are slower go to the other side."""
     rows = [

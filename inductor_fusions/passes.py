@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from . import _inductor, config, containment, pinning, reporting, smoke, tables, watching
+from . import _inductor, config, containment, modes, pinning, reporting, smoke, tables, watching
 from ._inductor import CustomGraphPass, is_body_of_dynamo, trace_artifact
 from .fusion import Candidate, Fusion, LeftToStock, Rejected
 from .sites import Report, Site
@@ -101,7 +101,15 @@ class FusionPass(CustomGraphPass):
             return None
         toggles, autocast = config.get_config_copy(), _inductor.autocast_beside_the_key()
         state = json.dumps(
-            [self.stage, [f.name for f in self.fusions], toggles, autocast, tables.digest(), self._problem()],
+            [
+                self.stage,
+                [f.name for f in self.fusions],
+                toggles,
+                autocast,
+                modes.settings(),
+                tables.digest(),
+                self._problem(),
+            ],
             default=str,
         )
         return hashlib.sha256(f"{code}{state}{before!r}".encode()).hexdigest()
@@ -216,6 +224,8 @@ def _fuse(fusion: Fusion, candidate: Candidate, number: int) -> Site:
     known = dict.fromkeys(graph.nodes)
     try:
         site.details = candidate.describe()
+        if _inductor.eager_bits_are_wanted() and not fusion.exact:
+            raise LeftToStock("torch._inductor.config.numerics asks for the bits of eager")
         candidate.guard()
         if not _wanted(site):
             raise LeftToStock("it is not among the first sites: INDUCTOR_FUSIONS_MAX, or torch's bisector")

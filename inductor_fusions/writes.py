@@ -36,8 +36,6 @@ _READ_BY_DYNAMO = frozenset(
     {"numpy_attr_wrapper", "untyped_storage_size", "_register_hook_trampoline", "prim_to_local",
      "prim_redistribute", "prim from_local"}
 )  # fmt: skip
-#: Where the transforms of torch.func begin that operations have no rule for.
-_TRANSFORMS = ("_grad_increment_nesting", "_jvp_increment_nesting")
 #: Regions whose values autograd treats otherwise.
 _GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
@@ -222,8 +220,11 @@ def effects(graph: fx.Graph) -> list[fx.Node]:
     For a fusion with many candidates, each of which would read the whole graph otherwise. They are all for as
     long as none is added.
     """
-    names = {*_TRANSFORMS, *_GRADIENT_MODES}
-    return [node for node in graph.nodes if (name := _name(node)) in names or "norm" in name or written(node)]
+    return [
+        node
+        for node in graph.nodes
+        if (name := _name(node)) in _GRADIENT_MODES or "norm" in name or written(node)
+    ]
 
 
 def check_between(
@@ -231,8 +232,7 @@ def check_between(
 ) -> None:
     """Refuse where something happens between what an operation replaces, in Dynamo's graph.
 
-    That is a write in place, or gradients that are switched on or off, after the first of `nodes`; or a
-    transform of torch.func anywhere before `last`.
+    That is a write in place, or gradients that are switched on or off, after the first of `nodes`.
 
     Args:
         nodes: from the first of these in the graph on, nothing may happen.
@@ -247,12 +247,9 @@ def check_between(
     for node in effects(last.graph) if known is None else known:
         if not node < last:
             return
-        name = _name(node)
-        if name in _TRANSFORMS:
-            raise Rejected("behind torch.func.grad or jvp, which the operation has no rule for")
         if node < first:
             continue
-        if name in _GRADIENT_MODES:
+        if _name(node) in _GRADIENT_MODES:
             raise Rejected(f"gradients are switched on or off between {where}")
         if written(node) or _writes_statistics(node, {*nodes, last}):
             raise Rejected(f"{node.name} writes in place between {where}")

@@ -133,22 +133,6 @@ def test_between(name: str) -> None:
         writes.check_between([first, last], last, "here and there")
 
 
-def test_behind_a_transform() -> None:
-    """Wherever torch.func.grad begins before, it is still in force."""
-
-    def _grad_increment_nesting() -> None: ...
-
-    def enter(graph: fx.Graph, x: fx.Node) -> Any:
-        return graph.call_function(_grad_increment_nesting)
-
-    for place in ("before", "between"):
-        first, last = calls(fx.Graph(), place, enter)
-        with pytest.raises(Rejected, match=r"behind torch\.func\.grad or jvp"):
-            writes.check_between([first], last, "here and there")
-    first, last = calls(fx.Graph(), "after", enter)
-    writes.check_between([first], last, "here and there")
-
-
 def prim_to_local(x: Any) -> Any:
     """As Dynamo closes over the arguments of a DTensor's method that are no tensors."""
     return x

@@ -54,6 +54,11 @@ def draws_as_eager() -> bool:
     return bool(inductor_config().fallback_random)
 
 
+def eager_bits_are_wanted() -> bool:
+    """Whether compiled code is to give the bits of eager code (torch 2.15), as far as Inductor knows to."""
+    return getattr(inductor_config(), "numerics", "default") != "default"
+
+
 def rounds_inside_of_loops() -> bool:
     """Whether what a loop computes is rounded to the dtypes of the graph between two of its operations."""
     return bool(inductor_config().emulate_precision_casts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -13,5 +14,13 @@ GROUPED_MM: Any = getattr(torch, "_grouped_mm", None)
 def sdpa_is_fused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, dropout: float, causal: bool, grouped: bool
 ) -> bool:
-    """Whether SDPA takes a fused kernel for these arguments, and not the products one by one."""
-    return bool(torch._fused_sdp_choice(q, k, v, mask, dropout, causal, enable_gqa=grouped) != 0)
+    """Whether SDPA takes a fused kernel for these arguments, and not the products one by one.
+
+    False as well where it may take neither.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return bool(torch._fused_sdp_choice(q, k, v, mask, dropout, causal, enable_gqa=grouped) != 0)
+        except RuntimeError:
+            return False

@@ -21,6 +21,16 @@ def known_true(condition: Any) -> bool:
     return bool(statically_known_true(condition))
 
 
+def holds_now(condition: Any) -> bool:
+    """Whether a condition on sizes holds, with a guard where that is not certain; False where none is known.
+
+    For what a kernel must be sure of. The graph serves other sizes as before, those that break it excepted.
+    """
+    if known_true(condition):
+        return True
+    return not isinstance(condition, bool) and condition.node.has_hint() and bool(condition)
+
+
 def hint(size: Any) -> int:
     """The value of an int, or the hint of a SymInt, without adding a guard."""
     if isinstance(size, int):
@@ -63,6 +73,22 @@ def fake_mode_of(graph: fx.Graph) -> Any | None:
 def is_batched(tensor: Any) -> bool:
     """Whether a fake value lives inside torch.vmap, with a dim that its shape does not show."""
     return isinstance(tensor, torch.Tensor) and bool(torch._C._functorch.is_batchedtensor(tensor))
+
+
+def records_gradients(value: Any) -> bool:
+    """Whether autograd records what is done with a fake value, in a transform of torch.func as well.
+
+    True of what is not known.
+    """
+    if isinstance(value, (tuple, list)):
+        return any(map(records_gradients, value))
+    while isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            return True
+        if not torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return False
+        value = torch._C._functorch.get_unwrapped(value)
+    return value is None
 
 
 def with_memory(tensor: torch.Tensor) -> torch.Tensor | None:

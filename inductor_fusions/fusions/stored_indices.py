@@ -140,4 +140,5 @@ FUSION = Fusion(
     stage="post_grad",
     summary="an index that many gathers read is computed once",
     recognise=candidates,
+    exact=True,
 )

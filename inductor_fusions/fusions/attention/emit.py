@@ -30,10 +30,10 @@ class Emitter:
         graph: the graph of the site.
         memo: masks built for earlier sites of this graph.
         fake_mode: the mode of its fake values.
-        region: number of the site's autocast or no_grad region.
+        region: the modes that hold at the site: masks are shared where they are the same.
     """
 
-    def __init__(self, graph: fx.Graph, memo: MaskMemo, fake_mode: Any, region: int = 0) -> None:
+    def __init__(self, graph: fx.Graph, memo: MaskMemo, fake_mode: Any, region: object = None) -> None:
         self.graph, self.memo, self.fake_mode, self.region = graph, memo, fake_mode, region
 
     def emit(self, problem: Problem, output: fx.Node, kernel: str, grouped: bool) -> None:
@@ -55,10 +55,7 @@ class Emitter:
             by = build.build(operand) if isinstance(operand, Operand) else operand
             scaled = build.call(torch.div if kind == "div" else torch.mul, q, by)
             q = build.to(scaled, build.value(q).dtype)
-        if problem.causal and not _is_positive(problem.scale):
-            # The CPU kernel multiplies the -inf of what it hides by the scale.
-            scaled = build.call(torch.mul, q, problem.scale)
-            q, problem = build.to(scaled, build.value(q).dtype), replace(problem, scale=1.0)
+        q, problem = _with_positive_scale(build, problem, q)
         k = build.build(problem.k if grouped else problem.full_k)
         v = build.build(problem.v if grouped else problem.full_v)
         if problem.q.value.device.type == "cpu":
@@ -322,8 +319,26 @@ def erase_chain(graph: fx.Graph, chain: list[fx.Node]) -> None:
             graph.erase_node(node)
 
 
-def _is_positive(scale: Any) -> bool:
-    return scale is None or (isinstance(scale, (int, float)) and scale > 0)
+def _with_positive_scale(build: Builder, problem: Problem, q: fx.Node) -> tuple[fx.Node, Problem]:
+    """The same attention with a scale above 0, which is what kernels are made for.
+
+    Flash and cuDNN attention give NaN for another one; the kernel for a CPU multiplies its -inf by it.
+    """
+    scale = problem.first_scale
+    if not isinstance(scale, (int, float)):
+        if not problem.causal:
+            return q, problem  # of the user's own call
+        q, positive = build.to(build.call(torch.mul, q, scale), build.value(q).dtype), 1.0
+    elif scale > 0:
+        return q, problem
+    elif scale == 0:
+        q, positive = build.call(torch.mul, q, 0.0), 1.0
+    else:
+        q, positive = build.call(torch.neg, q), -scale
+    if not problem.stages:
+        return q, replace(problem, scale=positive)
+    (stage, biases, operand), *later = problem.stages
+    return q, replace(problem, stages=[(replace(stage, scale=positive), biases, operand), *later])
 
 
 def _in_rows(build: Builder, node: fx.Node) -> fx.Node:

@@ -46,15 +46,17 @@ class Body:
     Args:
         outer: adds nodes to the graph around it.
         scored: whether the first argument is the score.
+        device: of what it captures.
     """
 
-    def __init__(self, outer: Builder, scored: bool) -> None:
-        self.outer, self.graph = outer, fx.Graph()
+    def __init__(self, outer: Builder, scored: bool, device: torch.device) -> None:
+        self.outer, self.graph, self.device = outer, fx.Graph(), device
         self.score = self.graph.placeholder("score") if scored else None
         names = {BATCH: "b", HEAD: "h", QUERY: "q_idx", KEY: "kv_idx"}
         self.index: dict[int, fx.Node] = {dim: self.graph.placeholder(name) for dim, name in names.items()}
         self.captured: list[fx.Node] = []
         self._held: dict[fx.Node, fx.Node] = {}
+        self._numbers: dict[fx.Node, fx.Node] = {}
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         if isinstance(target, str):
@@ -62,9 +64,15 @@ class Body:
         return self.graph.call_function(target, args, kwargs)
 
     def number(self, size: Any) -> Any:
-        """A number; a symbolic one is captured."""
+        """A number; a symbolic one is captured, as a tensor: not every lowering takes a number."""
         found = self.outer.number(size)
-        return self.capture(found) if isinstance(found, fx.Node) else found
+        if not isinstance(found, fx.Node):
+            return found
+        if found not in self._numbers:
+            # A product, because AOTAutograd keeps symbolic numbers in these.
+            one = self.outer.call(torch.ones, (), dtype=torch.int64, device=self.device)
+            self._numbers[found] = self.outer.call(torch.mul, one, found)
+        return self.capture(self._numbers[found])
 
     def capture(self, node: fx.Node) -> fx.Node:
         """A value of the outer graph, as an argument of the mod."""
@@ -120,7 +128,7 @@ class BlockMasks:
         shape: Sequence[Any],
         device: torch.device,
         train: bool,
-        region: int,
+        region: object,
     ) -> tuple[fx.Node, ...]:
         key: Any = (visible, tuple(shape[-2:]), device, train, region)
         try:
@@ -193,7 +201,7 @@ def _dense_strides(build: Builder, node: fx.Node) -> fx.Node:
 
 
 def emit(
-    build: Builder, problem: Problem, memo: BlockMasks, region: int, q: fx.Node, k: fx.Node, v: fx.Node,
+    build: Builder, problem: Problem, memo: BlockMasks, region: object, q: fx.Node, k: fx.Node, v: fx.Node,
     dense: fx.Node | None, lse: bool,
 ) -> tuple[fx.Node, fx.Node | None]:  # fmt: skip
     """The call, as (result, logsumexp of the natural logarithm or None).
@@ -201,24 +209,23 @@ def emit(
     Args:
         build: adds the nodes.
         problem: what to compute; its structure is the mask, its stages and biases the score_mod.
-        memo, region: block masks of this graph, and the autocast or no_grad region of the site.
+        memo, region: block masks of this graph, and the modes that hold at the site.
         q, k, v: operands of one dtype, k and v with heads of their own.
         dense: what is left of the mask, as SDPA would take it.
         lse: whether the logsumexp is wanted.
     """
-    body = Body(build, scored=True)
+    device = problem.q.value.device
+    body = Body(build, True, device)
     score = _score(build, body, problem, dense)
     score_mod, score_captured = body.finish(score, "score_mod")
-    mask = Body(build, scored=False)
+    mask = Body(build, False, device)
     blocks: tuple[fx.Node, ...] = ()
     if problem.structure is None or problem.structure.visible is True:
         seen: Any = mask.call("new_ones", mask.index[BATCH], (), dtype=torch.bool)
     else:
         seen = Writer(mask, mask.index, mask.load).condition(problem.structure.visible)
         shape = (*problem.q.shape[:3], problem.k.shape[2])
-        blocks = memo.of(
-            build, problem.structure.visible, shape, problem.q.value.device, problem.train, region
-        )
+        blocks = memo.of(build, problem.structure.visible, shape, device, problem.train, region)
     mask_mod, mask_captured = mask.finish(seen, "mask_mod")
     lengths = (build.number(problem.q.shape[2]), build.number(problem.k.shape[2]))
     block_mask = _as_tuple(build, problem, lengths, blocks, mask_mod)
@@ -385,6 +392,8 @@ def takes(problem: Problem) -> str:
     dims = (problem.q.shape[3], problem.v.shape[3])
     if problem.dropout > 0:
         return "flex attention has no dropout"
+    if problem.transformed:
+        return "flex attention has no rule for torch.func.grad"
     if device not in ("cpu", "cuda"):
         return f"flex attention has no kernel for {device}"
     if device in LIMITED:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ... import config, tables
+from ... import config, modes, tables
 from ..._inductor import hint, known_true, sdpa_is_fused
 from ...fusion import LeftToStock
 from . import flex, row_bias, torch_ops
@@ -16,6 +16,8 @@ from .short import terms as short
 from .structure import Structure
 
 CALL = "already an SDPA call"
+CHOSEN = f"{CALL}, and its backends are chosen by the caller"
+FORBIDDEN = "the caller allows no backend of SDPA that takes this attention (sdpa_kernel, enable_flash_sdp)"
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,10 @@ def choose(problem: Problem) -> Choice:
         if is_short:
             fits += ("short",)
     if config.policy == "always":
-        return _choice(_proved(problem, fits), problem)
+        kernel = _proved(problem, fits)
+        if kernel == "sdpa" and not _may_call(problem, fits):
+            raise LeftToStock(FORBIDDEN)
+        return _choice(kernel, problem)
     if not fits:
         raise LeftToStock(f"no fused kernel takes this attention ({_why_math(problem)})")
     verdict = _measured(problem, fits)
@@ -87,6 +92,8 @@ def choose_for_call(problem: Problem, changed: bool, as_short: Problem | None = 
         LeftToStock: the call as it is is the fastest that is known.
     """
     structure = problem.structure
+    if modes.is_restricted():
+        return _as_a_call(problem, changed)
     _drop_structure_that_is_limited(problem)
     reason = ""
     by_row: tuple[str, ...] = ("row_bias",) if _has_row_bias(problem) else ()
@@ -111,6 +118,21 @@ def choose_for_call(problem: Problem, changed: bool, as_short: Problem | None = 
     if not changed:
         raise LeftToStock(reason or why_as_it_is(problem, structure))
     return _choice("sdpa", problem)
+
+
+def _as_a_call(problem: Problem, changed: bool) -> Choice:
+    """A call that stays one, because the caller has chosen among the backends of SDPA."""
+    if not changed:
+        raise LeftToStock(CHOSEN)
+    choice = _choice("sdpa", problem)
+    if not _may_call(problem, available(problem, choice.grouped)):
+        raise LeftToStock(f"{CHOSEN}; none of them takes what it would become")
+    return choice
+
+
+def _may_call(problem: Problem, fits: tuple[str, ...]) -> bool:
+    """Whether SDPA has a backend for a problem that the caller allows; `fits` are its fused ones."""
+    return "sdpa" in fits or torch.backends.cuda.math_sdp_enabled()
 
 
 def why_as_it_is(problem: Problem, structure: Structure | None) -> str:
@@ -269,6 +291,8 @@ def _on_cuda(problem: Problem, grouped: bool) -> tuple[str, ...]:
 
 
 def _why_math(problem: Problem) -> str:
+    if modes.is_restricted():
+        return "its dtype, head dim or strides, or the backends of SDPA that the caller allows"
     if problem.dropout > 0 and problem.q.value.device.type == "cpu":
         return "dropout on a CPU"
     if _mask_needs_grad(problem):

@@ -61,7 +61,7 @@ class MaskMemo:
     empty: dict[Any, fx.Node] = field(default_factory=dict)
     rows: dict[Any, fx.Node] = field(default_factory=dict)
 
-    def row_bias(self, build: Builder, problem: Problem, region: int) -> fx.Node:
+    def row_bias(self, build: Builder, problem: Problem, region: object) -> fx.Node:
         """The bias of all queries beside a causal mask, as (batch, heads, 1, kv_len)."""
         assert problem.structure is not None
         shape = (*problem.q.shape[:3], problem.k.shape[2])
@@ -71,7 +71,7 @@ class MaskMemo:
             self.rows[key] = row_bias.bias(build, problem)
         return self.rows[key]
 
-    def rows_with_a_key(self, build: Builder, problem: Problem, region: int) -> fx.Node:
+    def rows_with_a_key(self, build: Builder, problem: Problem, region: object) -> fx.Node:
         """Which rows of the mask that makes others zero show a key, with one column."""
         assert problem.zeros is not None
         operand, hides = problem.zeros
@@ -83,7 +83,7 @@ class MaskMemo:
             self.empty[key] = build.call(torch.any, seen, -1, True)
         return self.empty[key]
 
-    def empty_rows(self, build: Builder, problem: Problem, structure: Structure, region: int) -> fx.Node:
+    def empty_rows(self, build: Builder, problem: Problem, structure: Structure, region: object) -> fx.Node:
         """Which queries see no key, as (batch or 1, 1, q_len, 1)."""
         shape = (*problem.q.shape[:3], problem.k.shape[2])
         key = (repr(structure.visible), repr(shape), region)
@@ -93,14 +93,14 @@ class MaskMemo:
         return self.empty[key]
 
 
-def build_mask(build: Builder, problem: Problem, memo: MaskMemo, region: int) -> Mask:
+def build_mask(build: Builder, problem: Problem, memo: MaskMemo, region: object) -> Mask:
     """The mask of a problem; the one of an earlier layer where it is the same.
 
     Args:
         build: adds the nodes.
         problem: whose `terms` or `attn_mask` are read.
         memo: masks of this graph.
-        region: number of the autocast or no_grad region of the site; masks are shared within one.
+        region: the modes that hold at the site; masks are shared where they are the same.
     """
     if problem.attn_mask is not None or not problem.terms:
         return Mask(problem.attn_mask)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ... import config, tables
+from ...derivatives import Derivatives
 from ...fusion import Candidate, LeftToStock, Rejected
 from ...operands import check_kind, text
 from . import torch_ops
@@ -36,10 +37,13 @@ class MultiheadForward(Candidate):
         graph: the graph.
         call: the node.
         interpreter: reads masks.
+        derivatives: that the graph takes.
     """
 
-    def __init__(self, graph: fx.Graph, call: fx.Node, interpreter: Interpreter) -> None:
-        self.graph, self.anchor, self.interpreter = graph, call, interpreter
+    def __init__(
+        self, graph: fx.Graph, call: fx.Node, interpreter: Interpreter, derivatives: Derivatives
+    ) -> None:
+        self.graph, self.anchor, self.interpreter, self.derivatives = graph, call, interpreter, derivatives
         given = _SIGNATURE.bind(*call.args, **call.kwargs)
         given.apply_defaults()
         self.arguments: dict[str, Any] = dict(given.arguments)
@@ -55,6 +59,9 @@ class MultiheadForward(Candidate):
         if query is None or key is None or not isinstance(output, tuple):
             raise Rejected("an argument of multi_head_attention_forward is no tensor")
         check_kind(query)
+        self.derivatives.check([self.anchor])
+        if "MATH" not in self.derivatives.modes.at(self.anchor).backends:
+            raise LeftToStock("SDPA may not take the math backend here, which alone takes every attention")
         if not self.arguments["need_weights"]:
             raise LeftToStock("multi_head_attention_forward without weights calls SDPA already")
         for user in self.anchor.users:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import known_true
+from ..._inductor import known_true, records_gradients
 from ...fusion import Rejected
 from ...operands import holds
 from ...tables import dtype_name
@@ -127,7 +127,8 @@ def _scalers(scalers: Sequence[tuple[str, fx.Node, tuple[Any, ...]]], target: Se
     found: list[Scaler] = []
     for kind, node, lead in scalers:
         operand = Operand.of(node)
-        found.append((kind, node if operand is None else _moved(operand, lead, target)))
+        moved = operand is not None and not is_number(operand)  # a number may be on another device
+        found.append((kind, node if operand is None else _moved(operand, lead, target) if moved else operand))
     return found
 
 
@@ -167,7 +168,7 @@ def _structure(
 
 
 def _needs_grad(*nodes: fx.Node) -> bool:
-    return any((t := torch_ops.tensor(n)) is not None and t.requires_grad for n in nodes)
+    return any((t := torch_ops.tensor(n)) is not None and records_gradients(t) for n in nodes)
 
 
 def _one_dtype(

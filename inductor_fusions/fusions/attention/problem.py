@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import known_true
+from ..._inductor import holds_now, known_true
+from ...fusion import Rejected
 from . import torch_ops
 from .normal_form import Stage, Term
 from .operands import Operand, same_shape
@@ -46,6 +47,7 @@ class Problem:
         dtype: dtype of the kernel (that of autocast, where it is on).
         out_shape: shape of (*out_lead, q_len, v_dim), before `out_dims`.
         train: whether a gradient flows into q, k or v, or into anything else that the result is made of.
+        transformed: whether it is inside of torch.func.grad.
     """
 
     q: Operand
@@ -64,6 +66,7 @@ class Problem:
     late_scalers: list[list[Scaler]] = field(default_factory=list)
     attn_mask: fx.Node | None = None
     train: bool = False
+    transformed: bool = False
     stages: list[tuple[Stage, list[tuple[float, Operand]], Operand | None]] = field(default_factory=list)
     sink: tuple[Operand, float] | None = None
     structure: Structure | None = None
@@ -117,6 +120,34 @@ class Problem:
         if varies(-3):
             return "bias_full" if varies(-4) else "bias"
         return "bias_batch" if varies(-2) else "pad"
+
+
+def check_sizes(problem: Problem) -> None:
+    """Refuse what kernels raise for or do not define: nothing to attend with or to, or no weight left.
+
+    Raises:
+        Rejected: a size is 0 or may be, or each weight is dropped.
+    """
+    if problem.dropout >= 1:
+        raise Rejected("a dropout of 1 leaves no weight")
+    check_not_empty(problem)
+    for size in _sizes(problem):
+        if not holds_now(size >= 1):
+            raise Rejected(f"the size {size} may be 0")
+
+
+def check_not_empty(problem: Problem) -> None:
+    """Refuse where a size is known to be 0: no question about the problem has an answer then.
+
+    Raises:
+        Rejected: one is.
+    """
+    if any(known_true(size == 0) for size in _sizes(problem)):
+        raise Rejected("an operand is empty")
+
+
+def _sizes(problem: Problem) -> tuple[Any, ...]:
+    return (*problem.q.shape, problem.k.shape[2], problem.v.shape[3])
 
 
 def is_number(operand: Operand) -> bool:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from ... import modes
 from ..._inductor import (
     fake_mode_of,
     is_body_of_dynamo,
     known_true,
+    records_gradients,
     suppress_guards,
 )
+from ...derivatives import REVERSE, Derivatives, takes_gradient
 from ...fusion import Candidate, LeftToStock, Rejected
 from ...operands import check_kind, text
 from . import emit, kernels, savings, structure, torch_ops
@@ -27,7 +30,7 @@ from .multihead import MultiheadForward, is_call
 from .normal_form import Attention, Term
 from .operands import Operand
 from .posing import few_heads, pose
-from .problem import Problem, same_problem_shapes
+from .problem import Problem, check_not_empty, check_sizes, same_problem_shapes
 from .recognise import recognise, softmaxes
 from .short import terms as short
 from .structure import DROWNED, Structure
@@ -38,40 +41,47 @@ SDPA = torch._C._nn.scaled_dot_product_attention
 _BODIES = {"tag_activation_checkpoint": 1, "invoke_subgraph": 2, "wrap": 1, "wrap_activation_checkpoint": 1}
 
 
-#: Nodes after which the same operation may mean something else.
-_MODES = frozenset(
-    "_enter_autocast _exit_autocast _set_grad_enabled _enter_inference_mode _exit_inference_mode "
-    "_vmap_increment_nesting _vmap_decrement_nesting _grad_increment_nesting _grad_decrement_nesting "
-    "_jvp_increment_nesting _jvp_decrement_nesting".split()
-)
-
-
 class Scope:
-    """What is known of one graph while its candidates are tried."""
+    """What is known of one graph while its candidates are tried.
+
+    Args:
+        graph: the graph.
+        bindings: what the placeholders of a body stand for.
+        outer: the scope of the graph that runs this one, and the nodes that run it.
+    """
 
     def __init__(
-        self, graph: fx.Graph, bindings: Mapping[fx.Node, tuple[Interpreter, Any]] | None = None
+        self,
+        graph: fx.Graph,
+        bindings: Mapping[fx.Node, tuple[Interpreter, Any]] | None = None,
+        outer: tuple[Scope, list[fx.Node]] | None = None,
     ) -> None:
         self.graph = graph
         self.mutations = Mutations(graph)
         self.interpreter = Interpreter(self.mutations, bindings)
         self.memo = MaskMemo()
         self.fake_mode = fake_mode_of(graph)
-        self._regions: dict[fx.Node, int] | None = None
+        around, calls = outer if outer is not None else (None, [])
+        start = around.modes.at(calls[0]) if around is not None and calls else None
+        self.modes: modes.Modes = modes.Modes(graph, start)
+        refused = [] if around is None else [around.derivatives.refused(call) for call in calls]
+        self.root: fx.Graph = graph if around is None else around.root
+        recomputed = [call for call in calls if _is_checkpoint(call)]
+        if recomputed and around and around.modes.at(recomputed[0]).gradients and _ends_here(self.root):
+            refused.append("recomputed for no backward, where torch takes no operation that may draw numbers")
+        self.derivatives: Derivatives = Derivatives(graph, self.modes, next(filter(None, refused), ""))
 
     def emitter(self, site: fx.Node) -> emit.Emitter:
         """What writes the fused form of a site."""
-        return emit.Emitter(self.graph, self.memo, self.fake_mode, self.region(site))
+        return emit.Emitter(self.graph, self.memo, self.fake_mode, self.modes.at(site))
 
-    def region(self, node: fx.Node) -> int:
-        """Number of times that autocast, no_grad and the like were entered and left before `node`."""
-        if self._regions is None:
-            self._regions, count = {}, 0
-            for each in self.graph.nodes:
-                name = getattr(each.target, "__name__", "")
-                count += name in _MODES
-                self._regions[each] = count
-        return self._regions.get(node, -1)
+    def check_modes(self, nodes: Collection[fx.Node]) -> None:
+        """Refuse where nodes that become one are in different modes."""
+        first = min(nodes)
+        for node in nodes:
+            differs = self.modes.at(first).differs(self.modes.at(node))
+            if differs:
+                raise Rejected(f"{differs} between the two products")
 
 
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
@@ -93,14 +103,30 @@ def _in_scope(scope: Scope, done: set[fx.Graph]) -> Iterator[Candidate]:
     for call in calls:
         yield SdpaCall(scope, call)
     for call in [node for node in scope.graph.nodes if is_call(node)]:
-        yield MultiheadForward(scope.graph, call, scope.interpreter)
-    for module, operands in _bodies(scope.graph):
+        yield MultiheadForward(scope.graph, call, scope.interpreter, scope.derivatives)
+    for module, operands, uses in _bodies(scope.graph):
         if module.graph in done:
             continue
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         bindings = {p: (scope.interpreter, o) for p, o in zip(placeholders, operands, strict=False)}
-        yield from _in_scope(Scope(module.graph, bindings), done)
+        yield from _in_scope(Scope(module.graph, bindings, (scope, uses)), done)
         module.recompile()
+
+
+def _is_checkpoint(call: fx.Node) -> bool:
+    return _name_of_body(call) in ("tag_activation_checkpoint", "wrap_activation_checkpoint")
+
+
+def _name_of_body(call: fx.Node) -> str:
+    return str(getattr(call.target, "_name", getattr(call.target, "__name__", "")))
+
+
+def _ends_here(graph: fx.Graph) -> bool:
+    """Whether no gradient flows into a graph from behind it, or gradients are taken inside of it."""
+    results = next((node for node in graph.nodes if node.op == "output"), None)
+    leaves = [] if results is None else results.all_input_nodes
+    trained = any(records_gradients(torch_ops.value(node)) for node in leaves)
+    return not trained or any(map(takes_gradient, graph.nodes))
 
 
 def _is_sdpa(node: fx.Node) -> bool:
@@ -108,8 +134,8 @@ def _is_sdpa(node: fx.Node) -> bool:
     return op is not None and op.name == "scaled_dot_product_attention"
 
 
-def _bodies(graph: fx.Graph) -> Iterator[tuple[fx.GraphModule, tuple[Any, ...]]]:
-    """The graphs that this one runs, each with its operands where one known call has them."""
+def _bodies(graph: fx.Graph) -> Iterator[tuple[fx.GraphModule, tuple[Any, ...], list[fx.Node]]]:
+    """The graphs that this one runs, with their operands where one known call has them, and their calls."""
     owner = graph.owning_module
     bodies = {str(n.target): getattr(owner, str(n.target), None) for n in graph.nodes if n.op == "get_attr"}
     for name, module in bodies.items():
@@ -118,10 +144,9 @@ def _bodies(graph: fx.Graph) -> Iterator[tuple[fx.GraphModule, tuple[Any, ...]]]
         uses = [u for n in graph.nodes if n.op == "get_attr" and n.target == name for u in n.users]
         operands: tuple[Any, ...] = ()
         if len(uses) == 1:
-            target = uses[0].target
-            start = _BODIES.get(str(getattr(target, "_name", getattr(target, "__name__", ""))))
+            start = _BODIES.get(_name_of_body(uses[0]))
             operands = uses[0].args[start:] if start is not None else ()
-        yield module, operands
+        yield module, operands, uses
 
 
 class HandWritten(Candidate):
@@ -138,11 +163,12 @@ class HandWritten(Candidate):
 
     def guard(self) -> None:
         check_kind(torch_ops.tensor(self.anchor))
-        with suppress_guards(self.scope.fake_mode), torch.no_grad():
+        state = self.scope.modes.at(self.anchor)
+        with suppress_guards(self.scope.fake_mode), modes.asking(state), torch.no_grad():
             site = self.site = recognise(self.anchor, self.scope.interpreter)
             assert site.output is not None and site.v is not None
-            if self.scope.region(site.product) != self.scope.region(site.output):
-                raise Rejected("autocast changes, or grad mode does, between the two products")
+            self.scope.check_modes([*site.chain, site.output])
+            self.scope.derivatives.check([site.output])
             inputs = [site.q.node, site.k.node, site.v.node, *site.read_on_the_way()]
             own = {*site.chain, site.output}
             for node in own:
@@ -154,10 +180,22 @@ class HandWritten(Candidate):
                     raise Rejected(f"{node.name} is overwritten before the attention has used it")
             with self.scope.interpreter.reading(site.output):
                 problem = self.problem = pose(site, self.scope.interpreter)
+            check_not_empty(problem)
             if not same_problem_shapes(problem):
                 raise Rejected("q, k and v do not have the shapes of an attention")
+            if dict(state.autocast).get(problem.q.value.device.type) is None:
+                self._check_dtypes(site)
+            problem.transformed = state.within(*REVERSE)
             check_empty_rows(problem)
             self.choice = kernels.choose(problem)
+        check_sizes(problem)
+
+    def _check_dtypes(self, site: Attention) -> None:
+        """A product of two dtypes raises in eager mode; fake tensors may allow it."""
+        assert site.output is not None
+        both = (torch_ops.tensor(node) for node in site.output.all_input_nodes)
+        if len({each.dtype for each in both if each is not None}) > 1:
+            raise Rejected("the weights and the values have different dtypes")
 
     def savings(self) -> dict[str, int]:
         assert self.site is not None and self.problem is not None
@@ -168,7 +206,7 @@ class HandWritten(Candidate):
         site, output = self.site, self.site.output
         assert output is not None
         emitter = self.scope.emitter(self.anchor)
-        with suppress_guards(self.scope.fake_mode):
+        with suppress_guards(self.scope.fake_mode), modes.asking(self.scope.modes.at(self.anchor)):
             emitter.emit(self.problem, output, self.choice.kernel, self.choice.grouped)
         emit.erase_chain(self.scope.graph, [*site.chain, *site.readers, output])
         return self.choice.text
@@ -192,12 +230,16 @@ class SdpaCall(Candidate):
 
     def guard(self) -> None:
         check_kind(torch_ops.tensor(self.anchor))
-        with suppress_guards(self.scope.fake_mode), torch.no_grad():
+        self.scope.derivatives.check([self.anchor])
+        state = self.scope.modes.at(self.anchor)
+        with suppress_guards(self.scope.fake_mode), modes.asking(state), torch.no_grad():
             with self.scope.interpreter.reading(self.anchor):
                 self.problem = self._pose()
             self.choice = kernels.choose_for_call(self.problem, self.changed, self.as_short)
             if self.choice.kernel == "short":
                 self.problem = self.as_short
+        assert self.problem is not None
+        check_sizes(self.problem)
 
     def _pose(self) -> Problem:
         op = torch_ops.read(self.anchor)
@@ -235,12 +277,13 @@ class SdpaCall(Candidate):
             q=q, k=few_k, v=few_v, full_k=k, full_v=v, scale=scale, dropout=float(dropout),
             causal=causal, terms=[], dtype=out.dtype, out_shape=tuple(out.shape),
             out_dims=tuple(range(out.dim())), attn_mask=mask,
-            train=any((t := torch_ops.tensor(op[n])) is not None and t.requires_grad
-                      for n in ("query", "key", "value"))
-            or out.requires_grad,
+            train=any(records_gradients(torch_ops.tensor(op[n])) for n in ("query", "key", "value"))
+            or records_gradients(out),
             structure=self._structure(mask, shape) if isinstance(mask, fx.Node) else None,
             output=self.anchor,
+            transformed=self.scope.modes.at(self.anchor).within(*REVERSE),
         )  # fmt: skip
+        check_not_empty(problem)
         self.was_grouped = bool(op["enable_gqa"])
         self.changed = changed or known_true(few_k.shape[1] != k.shape[1])
         self.as_short = self._as_short(problem)
@@ -306,7 +349,7 @@ class SdpaCall(Candidate):
         assert self.problem is not None and self.choice is not None
         emitter = self.scope.emitter(self.anchor)
         grouped = self.choice.grouped or self.was_grouped
-        with suppress_guards(self.scope.fake_mode):
+        with suppress_guards(self.scope.fake_mode), modes.asking(self.scope.modes.at(self.anchor)):
             emitter.emit(self.problem, self.anchor, self.choice.kernel, grouped)
         emit.erase_chain(self.scope.graph, [self.anchor])
         return self.choice.text

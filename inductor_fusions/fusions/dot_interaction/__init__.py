@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from ... import config, tables
+from ...derivatives import check_operation
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected
 from ...operands import check_device, check_kind, tensor, text
 from ...writes import check_between, check_kept
@@ -67,6 +68,7 @@ class DotInteraction(Candidate):
         self.triangle = recognise.triangle(site, int(t.shape[1]))
         check_between(site.sources, site.last, "the features and the pairs")
         check_kept([site.t], site.last)
+        check_operation([*site.sources, site.last])
         check_kernel(t)
         if config.policy == "profitable":
             self.note, self.tiles = measured(t, site)

@@ -26,7 +26,9 @@ import torch.nn.functional as F
 from torch import fx
 
 from ..._inductor import draws_as_eager, drops_narrow_casts, fake_mode_of, suppress_guards
+from ...derivatives import Derivatives, check_operation
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected
+from ...modes import Modes
 from ...operands import check_device, check_kind, known_size, tensor, text
 from ...writes import check_between, check_kept, effects
 from . import narrow, profit
@@ -65,11 +67,13 @@ class Site:
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     """Every down-projection of a widened or dropped input that is trained."""
     known: list[fx.Node] | None = None
+    derivatives: Derivatives | None = None
     for node in list(graph.nodes):
         site = _read(node)
         if site is not None:
             known = effects(graph) if known is None else known
-            yield AdapterInput(graph, site, known)
+            derivatives = derivatives or Derivatives(graph, Modes(graph))
+            yield AdapterInput(graph, site, known, derivatives)
 
 
 def _read(node: fx.Node) -> Site | None:
@@ -163,10 +167,13 @@ class AdapterInput(Candidate):
         graph: the graph.
         site: what it is.
         known: the `effects` of the graph.
+        derivatives: that the graph takes.
     """
 
-    def __init__(self, graph: fx.Graph, site: Site, known: Sequence[fx.Node]) -> None:
-        self.graph, self.site, self.known = graph, site, known
+    def __init__(
+        self, graph: fx.Graph, site: Site, known: Sequence[fx.Node], derivatives: Derivatives
+    ) -> None:
+        self.graph, self.site, self.known, self.derivatives = graph, site, known, derivatives
         self.anchor = site.linear
         self.kernel = ""
 
@@ -186,6 +193,7 @@ class AdapterInput(Candidate):
         where = "the cast and the linear" if site.drop is None else "the dropout and the linear"
         check_between(site.between, site.linear, where, self.known)
         check_kept([site.x, site.a], site.linear, self.known)
+        check_operation([*site.between, site.linear], self.derivatives)
         check_device(x)
         tokens: Any = 1
         for size in x.shape[:-1]:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ... import config, tables
+from ...derivatives import check_operation
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected
 from ...operands import check_device, check_kind, tensor, text
 from ...writes import check_between, check_kept
@@ -67,6 +68,7 @@ class OuterProductLinear(Candidate):
             raise Rejected("operands of several dtypes, or under autocast")
         check_between(site.chain, site.linear, "the outer product and the linear")
         check_kept([site.u, site.v, site.w], site.linear)
+        check_operation([*site.chain, site.linear])
         check_kernel(out)
         if config.policy == "profitable":
             self.note = measured(out, operands)

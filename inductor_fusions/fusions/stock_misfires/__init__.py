@@ -72,5 +72,6 @@ FUSION = Fusion(
     stage="pre_grad",
     summary="graphs that stock's attention patterns misread, to equal ones that they do not",
     recognise=candidates,
+    exact=True,
     after=("attention",),
 )

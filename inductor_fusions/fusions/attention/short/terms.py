@@ -31,6 +31,8 @@ def refused(problem: Problem) -> str:
         return f"no kernel for devices of type {device.type}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
         return "the device is older than compute capability 8.0"
+    if problem.transformed:
+        return "no rule for torch.func.grad"
     if problem.stages or problem.sink is not None or problem.dropout > 0:
         return "a function of the scores, a sink or dropout"
     if problem.attn_mask is not None or not isinstance(problem.scale, (int, float, type(None))):

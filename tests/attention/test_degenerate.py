@@ -1,0 +1,194 @@
+"""Sizes, scales and dropouts at the end of their range: nothing to see, no weight that is left."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inductor_fusions import testing
+from tests.attention.support import (
+    cases,
+    check,
+    flex_everywhere,
+    qkv,
+    scored,
+    sdpa,
+    short_everywhere,
+    unfused,
+)
+
+EVERYWHERE: dict[str, Any] = {
+    "sdpa": contextlib.nullcontext,
+    "flex": lambda: flex_everywhere("flex"),
+    "short": short_everywhere,
+}
+SCALES = (-0.3, 0.0, -1.0)
+
+
+def scales(run: testing.Checked, kernel: str) -> list[float]:
+    """The scale of each fused call."""
+    if kernel == "sdpa":
+        return [sdpa(run.ours).kwargs.get("scale", 1.0)]
+    name = "flex_attention" if kernel == "flex" else "short_attention.default"
+    return [call.args[5] for call in run.ours.calls(name)]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@cases({name: name for name in EVERYWHERE})
+def test_scale_of_scores(case: str, scale: float) -> None:
+    """Kernels are given a positive scale: flash and cuDNN attention return NaN for another one."""
+    fn = scored(lambda s: s * scale)
+    with EVERYWHERE[case]():
+        run = check(fn, qkv(), kernel=case)
+    assert scales(run, case) and all(each > 0 for each in scales(run, case))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_scale_and_a_causal_mask(scale: float) -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        hidden = torch.ones(7, 7, dtype=torch.bool).triu(1)
+        return torch.softmax((q @ k.mT * scale).masked_fill(hidden, -torch.inf), -1) @ v
+
+    assert all(each > 0 for each in scales(check(fn, qkv(7, 7), kernel="is_causal"), "sdpa"))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_scale_before_a_function(scale: float) -> None:
+    fn = scored(lambda s: torch.tanh(s * scale) * -2.0)
+    with flex_everywhere():
+        run = check(fn, qkv(), kernel="flex")
+    assert all(each > 0 for each in scales(run, "flex"))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_scale_of_a_call(scale: float) -> None:
+    """A call that loses its mask."""
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, torch.ones(7, 13, dtype=torch.bool), scale=scale)
+
+    run = check(fn, qkv())
+    assert sdpa(run.ours).kwargs["attn_mask"] is None and all(each > 0 for each in scales(run, "sdpa"))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_scale_and_rows_without_a_key(scale: float) -> None:
+    """What gives these rows their value and gradient multiplies by the scale too."""
+
+    def fn(q: Any, k: Any, v: Any, pad: Any) -> Any:
+        return torch.softmax((q @ k.mT * scale).masked_fill(pad, -1e9), -1) @ v
+
+    pad = torch.zeros(2, 1, 7, 13, dtype=torch.bool)
+    pad[1, :, 2:4] = True
+    check(fn, (*qkv(), pad))
+    added = lambda q, k, v, m: torch.softmax(q @ k.mT * scale + m, -1) @ v  # noqa: E731
+    check(added, (*qkv(), torch.zeros(pad.shape).masked_fill(pad, -1e9)))
+
+
+def test_scale_of_one_stays() -> None:
+    """The nearest ones are not touched."""
+    for scale in (1e-3, 0.3, 1.0):
+        run = check(scored(lambda s, scale=scale: s * scale), qkv())
+        assert scales(run, "sdpa") == [scale] and not run.ours.calls("neg")
+
+
+def dropped(p: float) -> Any:
+    return lambda q, k, v: F.dropout(torch.softmax(q @ k.mT * 0.3, -1), p) @ v
+
+
+def test_dropout_of_one() -> None:
+    unfused(dropped(1.0), qkv(), "a dropout of 1")
+    with testing.config.patch(attention_kernel="sdpa"):
+        run = testing.capture(dropped(0.5), *qkv(), backend=testing.EAGER_AFTER_PASSES)
+    assert [site.verdict for site in run.sites] == ["fused"]
+
+
+def test_dropout_of_one_in_a_call() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        mask = torch.ones(7, 13, dtype=torch.bool)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=1.0)
+
+    unfused(fn, qkv(), "a dropout of 1")
+
+
+#: Sizes of q, k and v as (batch, heads, q_len, kv_len, dim, v_dim).
+EMPTY = {
+    "no sample": (0, 3, 7, 13, 16, 16),
+    "no head": (2, 0, 7, 13, 16, 16),
+    "no query": (2, 3, 0, 13, 16, 16),
+    "no key": (2, 3, 7, 0, 16, 16),
+    "no dim": (2, 3, 7, 13, 0, 16),
+    "no value": (2, 3, 7, 13, 16, 0),
+}
+
+
+def sized(b: int, h: int, m: int, n: int, d: int, e: int, grad: bool = True) -> tuple[torch.Tensor, ...]:
+    shapes = ((b, h, m, d), (b, h, n, d), (b, h, n, e))
+    return tuple(torch.randn(shape).requires_grad_(grad) for shape in shapes)
+
+
+@cases(EMPTY)
+def test_empty(case: tuple[int, ...]) -> None:
+    masked = lambda q, k, v: F.scaled_dot_product_attention(  # noqa: E731
+        q, k, v, torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool), scale=0.3
+    )
+    for fn in (scored(lambda s: s * 0.3), masked):
+        for grad in (True, False):
+            unfused(fn, sized(*case, grad=grad), "is empty", backend="inductor")
+
+
+#: The smallest that are not.
+SMALLEST = {
+    "one of each": (1, 1, 1, 1, 1, 1),
+    "one query": (2, 3, 1, 13, 16, 16),
+    "one key": (2, 3, 7, 1, 16, 16),
+    "one dim": (2, 3, 7, 13, 1, 1),
+}
+
+
+@cases(SMALLEST)
+def test_smallest(case: tuple[int, ...]) -> None:
+    check(scored(lambda s: s * 0.3), sized(*case))
+    with short_everywhere():
+        check(scored(lambda s: s * 0.3), sized(*case), kernel="short")
+
+
+def test_size_that_may_be_nothing_later() -> None:
+    """The length of a slice: fused while there is one, and eager's result where there is none."""
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        q = q[:, :, 2:]
+        return torch.softmax(q @ k.mT * 0.3, -1) @ v
+
+    compiled = torch.compile(fn, backend="inductor", dynamic=True)
+    with testing.config.patch(policy="always", strict=True), testing.reporting.isolated() as sites:
+        for length in (9, 7, 2, 3, 12, 0):
+            inputs = sized(2, 3, length, 13, 16, 16, grad=False)
+            torch.testing.assert_close(compiled(*inputs), fn(*inputs))
+    verdicts = [site.verdict for site in sites]
+    assert verdicts[0] == "fused" and "rejected" in verdicts, sites
+
+
+def test_size_that_depends_on_data() -> None:
+    def fn(q: Any, k: Any, v: Any, keep: Any) -> Any:
+        at = keep.nonzero()[:, 0]
+        return torch.softmax(q[:, :, at] @ k.mT * 0.3, -1) @ v
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        keep = torch.tensor([True, False, True, True, False, True, True])
+        unfused(fn, (*qkv(grad=False), keep), "may be 0")
+
+
+def test_size_that_is_asserted() -> None:
+    def fn(q: Any, k: Any, v: Any, keep: Any) -> Any:
+        at = keep.nonzero()[:, 0]
+        torch._check(at.shape[0] >= 1)
+        return torch.softmax(q[:, :, at] @ k.mT * 0.3, -1) @ v
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        keep = torch.tensor([True, False, True, True, False, True, True])
+        check(fn, (*qkv(grad=False), keep), fused=None)

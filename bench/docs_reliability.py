@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
-from bench import docs_plots
+from bench import docs_plots, docs_programs
 from bench.curves import judge
 from bench.docs_pieces import NONE, Json, header, number, table
 
@@ -40,6 +40,8 @@ def measured(results: Path, stem: str) -> str:
     parts = [_made(path, figures) if path.exists() else COMMAND]
     for other in sorted(set(results.glob("fuzz_*.json")) - {path}):
         parts += ["### Random programs on a GPU", _made(other, figures)]
+    for programs in sorted(results.glob("programs_*.json")):
+        parts += ["## The tests' programs on a GPU", _made(programs, docs_programs.judged)]
     if (results / ARCHITECTURES).exists():
         parts += ["## Architectures of transformers", _made(results / ARCHITECTURES, architectures)]
     for sanitized in sorted(results.glob("sanitizer_*.json")):

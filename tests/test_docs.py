@@ -286,6 +286,28 @@ def test_reliability_of_other_reports(tmp_path: Path) -> None:
             {"tool": "racecheck", "template": "flex, window", "clean": True},
             {"tool": "racecheck", "template": "adapters", "clean": False},
         ],
+        "programs_h200.json": [
+            {
+                "seed": 1,
+                "file": "tests/lora/test_x.py",
+                "seconds": 7200.0,
+                "fused": 3,
+                "draws": 1,
+                "judged": {"bfloat16 training": 3, "float32 inference": 2},
+                "left": {"TypeError in eager": 4},
+                "stock_wrong": [{}],
+                "failures": [
+                    {
+                        "name": "test_x 0",
+                        "dtype": "bfloat16",
+                        "mode": "training",
+                        "what": "off|",
+                        "alone": "passes",
+                    }
+                ],
+            },
+            {"seed": 2, "file": "tests/test_casts.py", "seconds": 1.0, "judged": {"float16 training": 1}},
+        ],
         "load_cpu.json": [
             {"backend": "inductor", "kind": kind, "graphs": 0, "bytes": size * 2**20, "seconds": 9.6}
             for kind, size in (("stock", 3), ("fused", 4))
@@ -296,6 +318,12 @@ def test_reliability_of_other_reports(tmp_path: Path) -> None:
     text = docs.render(root)[page]
     assert "40 programs were judged, 30 of them with a fused site at least; 0 failed." in text
     assert "| racecheck | 2 | 1 | `adapters` |" in text and "| memcheck | 1 | 1 | none |" in text
+    assert "6 programs were judged in 2 orders, 3 of them with a fused site" in text
+    assert "| adapters: spellings and near misses | 3 | 0 | 2 | 0 | 3 | 2 | 4 | 1 | 1 |" in text
+    assert (
+        "| `test_x 0` | bfloat16 training | 1 | off/ | passes |" in text
+        and "| TypeError in eager | 4 |" in text
+    )
     architectures = {"attention": "eager", "train": False}
     made = {**architectures, "state": "right"}
     rows = [

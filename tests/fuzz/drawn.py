@@ -1,0 +1,49 @@
+"""Programs that the fuzzer draws, as tests: other ones for each seed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inductor_fusions import config, testing
+
+pytest.importorskip("hypothesis")
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.fuzz.running import KINDS
+
+#: Programs of each kind, in batches from one seed.
+BATCHES, SIZE = 16, 8
+
+
+def drawn(kind: str, number: int) -> list[Any]:
+    """Some programs of a kind."""
+    found: list[Any] = []
+
+    @seed(number)
+    @settings(
+        max_examples=SIZE, deadline=None, database=None, phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(KINDS[kind]())
+    def keep(program: Any) -> None:
+        found.append(program[0] if isinstance(program, tuple) else program)
+
+    keep()
+    return found
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn(kind: str, batch: int) -> None:
+    task = json.loads(Path(os.environ["PROGRAMS_TASK"]).read_text())
+    for program in drawn(kind, 1000 * task["seed"] + batch):
+        with config.patch(attention_kernel=program.kernel), torch.no_grad():
+            function, tensors = program.function(), program.tensors()
+        with config.patch(attention_kernel=program.kernel):
+            testing.check(function, tensors, fused=None)

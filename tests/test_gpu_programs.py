@@ -1,0 +1,99 @@
+"""What judges programs on a GPU, tried on a CPU: what it finds, and what it survives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.collecting import chosen
+from tests.gpu.reading import Placed
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: Programs: one that is right, one that a fusion makes wrong, one that ends its process, one behind it.
+PROGRAMS = """
+import os
+import torch
+from inductor_fusions import config, passes, testing
+
+apply = passes.apply
+
+def wrong(fusion, graph, first=0):
+    found = apply(fusion, graph, first)
+    if config.enabled and fusion.stage == "pre_grad":
+        for node in graph.nodes:
+            if node.target is torch.erf:
+                node.target = torch.tanh
+    return found
+
+passes.apply = wrong
+
+def test_right():
+    testing.check(lambda x: x.sigmoid(), (torch.randn(4, 4),))
+
+def test_wrong():
+    testing.check(lambda x: torch.erf(x), (torch.randn(4, 4),))
+
+def test_dies():
+    testing.check(lambda x: os.kill(os.getpid(), 9), (torch.randn(4, 4),))
+
+def test_draws():
+    testing.check(lambda x: torch.nn.functional.dropout(x, 0.5), (torch.randn(64, 64, requires_grad=True),))
+
+def test_not_run():
+    testing.check(lambda x: x @ x, (torch.randn(4, 5),))
+"""
+
+
+def placed(text: str) -> str:
+    import ast
+
+    return ast.unparse(Placed("cuda").visit(ast.parse(text)))
+
+
+def test_a_device_is_written_into_factories() -> None:
+    assert placed("torch.arange(n)[:, None]") == "torch.arange(n, device='cuda')[:, None]"
+    assert placed("torch.ones(2, device=x.device)") == "torch.ones(2, device=x.device)"
+    assert placed("torch.tensor(8.0)") == "torch.tensor(8.0, device='cpu')"
+    assert placed("torch.tensor([1, 2])") == "torch.tensor([1, 2], device='cuda')"
+    assert placed("torch.randn(2, generator=g)") == "torch.randn(2, generator=g, device='cpu').to('cuda')"
+    assert placed("torch.autocast('cpu', torch.bfloat16)") == "torch.autocast('cuda', torch.bfloat16)"
+    assert placed("assert x == 1") == "pass" and placed("assert verify(f, x)") == "verify(f, x)"
+
+
+def test_six_seeds_have_all_dtypes_in_both_modes() -> None:
+    drawn = [chosen("tests/test_x.py::test_y 3", seed, "cuda") for seed in range(7, 13)]
+    assert len(set(drawn)) == 6 and len({dtype for dtype, _ in drawn[:3]}) == 3
+    assert {chosen("x", seed, "cpu")[0] for seed in range(3)} == {torch.float32}
+
+
+@pytest.mark.slow
+def test_programs(tmp_path: Path) -> None:
+    """A fusion that is wrong is found; a process that dies takes nothing with it; a second run has nothing
+    to do."""
+    tests, report = tmp_path / "test_programs.py", tmp_path / "report.json"
+    tests.write_text(PROGRAMS)
+    command = [sys.executable, "-m", "tests.gpu.programs", "--device", "cpu", "--budget", "240"]
+    command += ["--json", str(report), str(tests)]
+
+    def run() -> tuple[dict[str, object], str]:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 1, done.stdout + done.stderr
+        (row,) = json.loads(report.read_text())["rows"]
+        return row, done.stdout
+
+    row, said = run()
+    assert len(row["done"]) == 5
+    assert sum(row["judged"].values()) == 3 and row["draws"] == 1
+    assert sum(row["left"].values()) == 2  # one does not run, one ends its process
+    failures = {failure["name"].partition("::")[2]: failure for failure in row["failures"]}
+    assert failures.keys() == {"test_wrong 0", "test_dies 0"}
+    assert "is off by" in failures["test_wrong 0"]["what"] and failures["test_wrong 0"]["alone"] == "fails"
+    assert failures["test_dies 0"]["ended"] and failures["test_dies 0"]["alone"] == "ends its process"
+    again, said = run()
+    assert again == row and "5 tests, 3 programs" in said

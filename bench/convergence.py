@@ -10,7 +10,7 @@ Each model is trained from the same weights by `stock` (the fusions switched off
 order of the data and the same seed for dropout, and by stock with two other seeds for both. The fused curve
 may be as far from that of stock as those of stock are from each other: `bench.curves` has the criterion.
 
-    python -m bench.convergence --out bench/results/convergence_h100.json --jobs 6 --budget 560
+    python -m bench.convergence --out bench/results/convergence_h100.json --jobs 8 --budget 540
     python -m bench.convergence --out /tmp/try.json --device cpu --quick --steps 20
 
 Each run is a process of its own, with a compile cache of its own but for stock's seeds, which share one. They
@@ -327,7 +327,7 @@ def main() -> None:
         vocabulary, options.policy,
     )  # fmt: skip
     window = max(1, options.steps // 20)
-    jobs = tuning.processes(options, most=6)
+    jobs = tuning.processes(options, most=8)
     with tempfile.TemporaryDirectory() as folder:
         print("tokens of the text", file=sys.stderr, flush=True)
         most = 300_000 if options.quick else 12_000_000

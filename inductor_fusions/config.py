@@ -6,6 +6,7 @@
 | `attention` | `INDUCTOR_FUSIONS_ATTENTION` | 0, 1 | 1 |
 | `attention_kernel` | `INDUCTOR_FUSIONS_ATTENTION_KERNEL` | auto, sdpa, flex, short, row_bias | auto |
 | `stock_misfires` | `INDUCTOR_FUSIONS_STOCK_MISFIRES` | 0, 1 | 1 |
+| `kernel_defects` | `INDUCTOR_FUSIONS_KERNEL_DEFECTS` | 0, 1 | 1 |
 | `qkv` | `INDUCTOR_FUSIONS_QKV` | 0, 1 | 1 |
 | `lora` | `INDUCTOR_FUSIONS_LORA` | 0, 1 | 1 |
 | `gated_mlp` | `INDUCTOR_FUSIONS_GATED_MLP` | 0, 1 | 1 |
@@ -50,6 +51,9 @@ attention_kernel: str = Config(default="auto", env_name_default="INDUCTOR_FUSION
 
 #: Graphs that Inductor's own attention patterns misread are written in a way that they do not.
 stock_misfires: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_STOCK_MISFIRES")
+
+#: Calls of kernels of torch and cuDNN that are known to be wrong are made in a way that is right.
+kernel_defects: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_KERNEL_DEFECTS")
 
 #: Linears that share an input, and their gradients, to one matrix product.
 qkv: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_QKV")
@@ -100,6 +104,7 @@ def variables() -> dict[str, tuple[str, ...]]:
         "INDUCTOR_FUSIONS_ATTENTION": ("0", "1"),
         "INDUCTOR_FUSIONS_ATTENTION_KERNEL": ("auto", "sdpa", "flex", "short", "row_bias"),
         "INDUCTOR_FUSIONS_STOCK_MISFIRES": ("0", "1"),
+        "INDUCTOR_FUSIONS_KERNEL_DEFECTS": ("0", "1"),
         "INDUCTOR_FUSIONS_QKV": ("0", "1"),
         "INDUCTOR_FUSIONS_LORA": ("0", "1"),
         "INDUCTOR_FUSIONS_GATED_MLP": ("0", "1"),

@@ -82,6 +82,8 @@ class Fusion:
             are asked for (`torch._inductor.config.numerics`, torch 2.15).
         before, after: names of fusions of the same stage that run later or earlier than this one. Names that
             do not exist are ignored.
+        protects: whether it only keeps a graph from a kernel that is wrong: tests that count what is fused do
+            not count it, unless they name it.
     """
 
     name: str
@@ -91,3 +93,4 @@ class Fusion:
     exact: bool = False
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    protects: bool = False

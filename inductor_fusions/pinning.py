@@ -5,12 +5,15 @@ reads a buffer whose strides are not settled yet (a cumulative sum, a matrix pro
 readers), it raises "convert FlexibleLayout to FixedLayout first". An `as_strided` with the strides that a
 value has anyway settles them. Such a value is in memory without it as well, so nothing is copied.
 
-This is no fusion: it belongs to the calls that the attention fusion has written, forward and backward, and
-has to hold for each of them.
+The query of every call is settled as well: the template for short queries reads its strides before they are.
+
+This is no fusion: it belongs to the calls of flex attention, forward and backward, and has to hold for each
+of them.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -47,6 +50,8 @@ def pin(graph: fx.Graph) -> int:
     positions = {_inductor.flex_attention_op(): _FORWARD, _inductor.flex_backward_op(): _BACKWARD}
     settled: dict[fx.Node, fx.Node] = {}
     for call in list(graph.nodes):
+        if call.op == "call_function" and call.target is _inductor.flex_attention_op():
+            _settle_query(graph, call, settled)
         if call.op != "call_function" or reporting.TAG not in call.meta.get("custom", {}):
             continue
         for position in positions.get(call.target, ()):
@@ -56,6 +61,30 @@ def pin(graph: fx.Graph) -> int:
                 if isinstance(captured, fx.Node) and _value(captured) is not None:
                     _settle(graph, call, captured, scores, settled)
     return len(settled)
+
+
+def _settle_query(graph: fx.Graph, call: fx.Node, settled: dict[fx.Node, fx.Node]) -> None:
+    """Settle the value that the query of a call is, or is a view of.
+
+    torch/_inductor/kernel/flex/flex_decoding.py groups the heads of the query by its strides, which may
+    change afterwards where Inductor has not settled them: its values were wrong then (seen on 2.11).
+    """
+    user, node = call, call.args[0]
+    while isinstance(node, fx.Node) and (_is_view(node) or node.target is operator.getitem):
+        user, node = node, node.args[0]
+    if (
+        not isinstance(node, fx.Node)
+        or node.op != "call_function"
+        or _value(node) is None
+        or _is_settled(node)
+    ):
+        return
+    if node not in settled:
+        settled[node] = _as_strided(graph, node)
+    if user is call:
+        call.update_arg(0, settled[node])
+    else:
+        user.replace_input_with(node, settled[node])
 
 
 def _settle(

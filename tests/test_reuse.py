@@ -122,7 +122,7 @@ def test_input_is_written_over(fn: Callable[..., Any], sums: int) -> None:
         part,
         both_operands,
         view_under_another_name,
-    ],  # fmt: skip
+    ],
 )
 def test_input_is_left(fn: Callable[..., Any]) -> None:
     assert written(fn) == [False]

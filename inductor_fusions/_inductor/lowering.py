@@ -143,3 +143,45 @@ def strides(value: Any) -> tuple[Any, ...]:
 def static(size: Any) -> Any:
     """A size of Inductor's as an int, where it is one."""
     return int(size) if getattr(size, "is_Integer", isinstance(size, int)) else size
+
+
+def lower_attention_backward(
+    op: Any,
+    arguments: Sequence[Any],
+    keywords: dict[str, Any],
+    like: int,
+    laid_out: Sequence[int],
+    order: Callable[[Sequence[int]], Sequence[int]],
+) -> Any:
+    """A call of a backward of SDPA, some operands of which are laid out as another one.
+
+    Args:
+        op: the operation of aten; the node that is lowered has the same arguments.
+        arguments, keywords: values of Inductor, and numbers.
+        like: position of the operand whose layout the others get.
+        laid_out: their positions. One that has the layout, or has none yet, is not copied.
+        order: gives the dims from the outermost to the innermost one, of strides.
+    """
+    ir, lowering = (importlib.import_module(f"torch._inductor.{name}") for name in ("ir", "lowering"))
+    graph = importlib.import_module("torch._inductor.virtualized").V.graph
+    others = [None if i in laid_out else argument for i, argument in enumerate(arguments)]
+    # As stock lowers the operation: rows in order, mask aligned.
+    held = list(lowering.sdpa_constraint(graph.current_node, *others)[0])
+    (held[like],) = realize([held[like]])
+    dims = order([_number(graph, stride) for stride in held[like].get_stride()])
+    for i in laid_out:
+        strides: dict[int, Any] = {}
+        step: Any = 1
+        for dim in reversed(dims):
+            strides[dim] = step
+            step = step * arguments[i].get_size()[dim]
+        exact = [strides[dim] for dim in range(len(dims))]
+        held[i] = ir.ExternKernel.require_exact_strides(arguments[i], exact)
+    return lowering.fallback_handler(op, add_to_fallback_set=False)(*held, **keywords)
+
+
+def _number(graph: Any, size: Any) -> int:
+    """A size of Inductor's as a number: for a symbolic one, that of the tensors it was traced with."""
+    if isinstance(size, int) or size.is_Integer:
+        return int(size)
+    return int(graph.sizevars.optimization_hint(size))

@@ -8,6 +8,7 @@ from . import (
     dot_interaction,
     flex_backward,
     gated_mlp,
+    kernel_defects,
     linear_epilogue,
     lora,
     outer_product_linear,
@@ -30,4 +31,5 @@ ALL: tuple[Fusion, ...] = (
     gated_mlp.FUSION,
     qkv.FUSION,
     linear_epilogue.FUSION,
+    kernel_defects.FUSION,
 )

@@ -1,0 +1,202 @@
+"""Keeps compiled graphs from kernels of torch and cuDNN that are known to be wrong: `known` lists them.
+
+Here are those that a graph of aten operations reaches, the user's own calls of SDPA among them. What the
+attention fusion must not emit is rejected there; the layout of flex attention's query is settled in
+`pinning`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._inductor import computing_fakes, fake_mode_of, known_true, suppress_guards
+from ...fusion import Candidate, Fusion
+from ...operands import tensor
+from .known import CUDNN_PADDED_KEYS, CUDNN_PLANS, KNOWN, Defect
+from .op import CUDNN_BACKWARD
+
+__all__ = ["FUSION", "KNOWN", "Defect"]
+
+aten = torch.ops.aten
+
+_FORWARD = aten._scaled_dot_product_cudnn_attention.default
+_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
+#: Positions in the arguments of the forward, and in those of the backward.
+_WITH_LOGSUMEXP, _FORWARD_DROPOUT = 4, 5
+_KEY, _VALUE, _LOGSUMEXP, _BIAS, _MAX_KEYS, _DROPOUT = 2, 3, 5, 8, 12, 13
+#: Keys of a tile of the backward.
+TILE = 128
+#: Below this, exp(-logsumexp) overflows in float32, with room for what rounding adds.
+LOW = -80.0
+
+
+def candidates(graph: fx.Graph) -> Iterator[Candidate]:
+    """The calls of cuDNN attention that take part in a backward, as one site: one cure serves them all."""
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    backward = [node for node in calls if node.target is _BACKWARD]
+    dropped = [node for node in calls if node.target is _FORWARD and _is_differentiated_with_dropout(node)]
+    if backward or dropped:
+        yield CudnnCalls(graph, backward, dropped)
+
+
+def _is_differentiated_with_dropout(call: fx.Node) -> bool:
+    keeps, dropout = (_argument(call, i) for i in (_WITH_LOGSUMEXP, _FORWARD_DROPOUT))
+    return bool(keeps) and isinstance(dropout, float) and dropout > 0.0
+
+
+def _argument(call: fx.Node, position: int) -> Any:
+    return call.args[position] if position < len(call.args) else None
+
+
+class CudnnCalls(Candidate):
+    """The calls of cuDNN attention in one graph: forwards with dropout, and backwards."""
+
+    def __init__(self, graph: fx.Graph, backward: Sequence[fx.Node], dropped: Sequence[fx.Node]) -> None:
+        self.graph, self.backward, self.dropped = graph, backward, dropped
+        self.anchor = (*backward, *dropped)[0]
+
+    def describe(self) -> dict[str, str]:
+        return {"calls": str(len(self.backward) + len(self.dropped))}
+
+    def guard(self) -> None:
+        """They are in the graph: nothing is to be proved, and nothing else is right."""
+
+    def rewrite(self) -> str:
+        mode = fake_mode_of(self.graph)
+        padded = 0
+        with suppress_guards(mode), torch.no_grad(), computing_fakes(mode):
+            for call in self.dropped:
+                call.update_arg(_FORWARD_DROPOUT, own_dropout(call.args[_FORWARD_DROPOUT]))
+            for call in self.backward:
+                padded += _Backward(self.graph, call).rewrite()
+        names = [CUDNN_PLANS.name] + [CUDNN_PADDED_KEYS.name] * bool(padded)
+        return f"cuDNN, cured of {' and '.join(names)}"
+
+
+def own_dropout(dropout: Any) -> float:
+    """A dropout probability that means the same, and that no call outside of compiled graphs has.
+
+    Plans are cached under its bits. The next number of float32, in which it is compared, changes one element
+    of some 10^7; the forward has it as well.
+    """
+    one = torch.tensor(float(dropout), dtype=torch.float32)
+    return -0.0 if not dropout else float(torch.nextafter(one, torch.ones_like(one)))
+
+
+class _Backward:
+    """Rewrites one call of the backward."""
+
+    def __init__(self, graph: fx.Graph, call: fx.Node) -> None:
+        self.graph, self.call = graph, call
+
+    def rewrite(self) -> bool:
+        """Replace the call; whether its keys were padded, or its rows shifted."""
+        arguments: list[Any] = list(self.call.args)
+        arguments.append(self.call.kwargs.get("scale"))
+        keys = _value(arguments[_KEY]).shape[2]
+        low = arguments[_BIAS] is not None and not known_true(keys % TILE != TILE // 2)
+        padded = low and isinstance(keys, int) and not arguments[_DROPOUT]
+        if padded:
+            extra = -keys % TILE
+            for i in (_KEY, _VALUE):
+                arguments[i] = self._add(aten.constant_pad_nd.default, arguments[i], [0, 0, 0, extra])
+            arguments[_BIAS] = self._padded_bias(arguments[_BIAS], extra)
+            arguments[_MAX_KEYS] = keys + extra
+        elif low:
+            arguments[_LOGSUMEXP], arguments[_BIAS] = self._shifted(arguments[_LOGSUMEXP], arguments[_BIAS])
+        arguments[_DROPOUT] = own_dropout(arguments[_DROPOUT])
+        made = self._add(CUDNN_BACKWARD, *arguments)
+        made.meta = {**self.call.meta, "val": made.meta["val"]}
+        self.call.replace_all_uses_with(made)
+        self.graph.erase_node(self.call)
+        if padded:
+            self._cut(made, keys)
+        return low
+
+    def _padded_bias(self, bias: fx.Node, extra: int) -> fx.Node:
+        """With columns for keys that nobody sees; dims that are expanded stay so."""
+        shape = list(_value(bias).shape)
+        for dim, step in enumerate(_value(bias).stride()[:-1]):
+            if step == 0 and not known_true(shape[dim] == 1):
+                bias = self._add(aten.slice.Tensor, bias, dim, 0, 1)
+        bias = self._add(aten.constant_pad_nd.default, bias, [0, extra], -math.inf)
+        return self._add(
+            aten.expand.default, bias, [-1 if _fits(bias, d, n) else n for d, n in enumerate(shape)]
+        )
+
+    def _shifted(self, logsumexp: fx.Node, bias: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """The logsumexp and the mask with what is low taken off both: their difference is what counts.
+
+        The shift is a number of the mask's dtype, so that the mask of the keys that matter stays exact. A row
+        that sees no key has weights of 0 beside any logsumexp.
+        """
+        dtype = _value(bias).dtype
+        rounded = self._cast(self._cast(logsumexp, dtype), torch.float32)
+        zero = self._add(aten.full.default, [], 0.0, dtype=torch.float32, device=_value(bias).device)
+        low = self._add(aten.lt.Scalar, logsumexp, LOW)
+        hidden = self._add(aten.eq.Scalar, logsumexp, -math.inf)
+        shift = self._add(aten.where.self, low, rounded, zero)
+        shift = self._add(aten.where.self, hidden, zero, shift)
+        kept = self._add(aten.sub.Tensor, logsumexp, shift)
+        kept = self._add(aten.where.self, hidden, zero, kept)
+        if _value(shift).dim() < _value(bias).dim():
+            shift = self._add(aten.unsqueeze.default, shift, -1)
+        moved = self._add(aten.sub.Tensor, self._cast(bias, torch.float32), shift)
+        return kept, self._cast(moved, dtype)
+
+    def _cut(self, made: fx.Node, keys: int) -> None:
+        """Only the gradients of keys that there are."""
+        for user in list(made.users):
+            if user.args[1] in (1, 2):
+                value = made.meta["val"][user.args[1]]
+                user.meta["val"] = value
+                with self.graph.inserting_after(user):
+                    part = self.graph.call_function(aten.slice.Tensor, (user, 2, 0, keys))
+                user.replace_all_uses_with(part)
+                part.update_arg(0, user)
+                part.meta = {**user.meta, "val": aten.slice.Tensor(value, 2, 0, keys)}
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        if _value(node).dtype == dtype:
+            return node
+        return self._add(torch.ops.prims.convert_element_type.default, node, dtype)
+
+    def _add(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_before(self.call):
+            node = self.graph.call_function(target, args, kwargs)
+        values: Any = fx.node.map_arg((args, kwargs), _meta)
+        node.meta["val"] = target(*values[0], **values[1])
+        for key in ("stack_trace", "custom"):
+            if key in self.call.meta:
+                node.meta[key] = self.call.meta[key]
+        return node
+
+
+def _meta(node: fx.Node) -> Any:
+    return node.meta["val"]
+
+
+def _fits(node: fx.Node, dim: int, size: Any) -> bool:
+    """Whether a dim is not expanded: it has its size, or is that of the keys, which was padded."""
+    own = _value(node).shape[dim]
+    return dim == _value(node).dim() - 1 or known_true(own == size)
+
+
+def _value(node: Any) -> torch.Tensor:
+    found = tensor(node)
+    assert found is not None
+    return found
+
+
+FUSION = Fusion(
+    name="kernel_defects",
+    stage="post_grad",
+    summary="calls of kernels that are known to be wrong, to ones that are not",
+    recognise=candidates,
+    protects=True,
+)

@@ -1,0 +1,102 @@
+"""What is known of wrong kernels in torch and cuDNN that a compiled attention can reach.
+
+One entry a defect: where it is, when it shows, and what is done instead. `tests/gpu/test_kernel_defects.py`
+shows each one in the bare kernel, so that an entry which is no longer needed is noticed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A kernel that computes something else than it says.
+
+    Attributes:
+        name: short, for reports and tests.
+        where: the backend, or the template of Inductor.
+        seen: versions of torch and of cuDNN on which it was seen.
+        condition: when it shows.
+        effect: what comes out.
+        instead: what a compiled graph does.
+        source: where it is described, or the file of torch that has it.
+    """
+
+    name: str
+    where: str
+    seen: str
+    condition: str
+    effect: str
+    instead: str
+    source: str
+
+
+CUDNN_PLANS = Defect(
+    name="cudnn_plans",
+    where="backward of cuDNN attention",
+    seen="torch 2.11, cuDNN 9.19",
+    condition="an earlier backward in the thread had q, k, v and a mask of the same sizes and strides, and a "
+    "gradient or an output of another layout",
+    effect="wrong gradients: plans are cached without the strides of the output and of its gradient",
+    instead="both are laid out as q, and compiled calls have plans of their own: their dropout probability "
+    "is -0.0, or the next float, which no other call has",
+    source="aten/src/ATen/native/cudnn/MHA.cpp (MHAParams), since pytorch#141147",
+)
+CUDNN_PADDED_KEYS = Defect(
+    name="cudnn_padded_keys",
+    where="backward of cuDNN attention",
+    seen="torch 2.11, cuDNN 9.19",
+    condition="a mask, 64 modulo 128 keys, and a query whose logsumexp is below -88.7",
+    effect="NaN in the gradient of q: the last tile has keys behind the end, of score 0, and "
+    "exp(0 - logsumexp) overflows",
+    instead="keys, values and mask are padded to whole tiles with keys that nobody sees; with dropout, or "
+    "where the number of keys is symbolic, such rows are shifted by their logsumexp",
+    source="pytorch#196678",
+)
+NEGATIVE_SCALE = Defect(
+    name="negative_scale",
+    where="flash and cuDNN attention",
+    seen="torch 2.11, cuDNN 9.19",
+    condition="a scale of 0 or below",
+    effect="NaN: scores that a tile lacks are -inf before they are scaled",
+    instead="the sign, or the 0, goes into q",
+    source="aten/src/ATen/native/transformers/cuda/attention.cu",
+)
+WHOLE_DROPOUT = Defect(
+    name="whole_dropout",
+    where="flash, efficient and cuDNN attention",
+    seen="torch 2.11, cuDNN 9.19",
+    condition="a dropout probability of 1",
+    effect="an exception, or NaN (efficient)",
+    instead="the attention is left as it is written",
+    source="aten/src/ATen/native/transformers/cuda/attention.cu",
+)
+EMPTY_OPERANDS = Defect(
+    name="empty_operands",
+    where="backward of cuDNN and flash attention",
+    seen="torch 2.11",
+    condition="a batch, a length or a head dim of 0",
+    effect="an exception",
+    instead="the attention is left as it is written",
+    source="aten/src/ATen/native/transformers/cuda/attention.cu",
+)
+FLEX_DECODING_QUERY = Defect(
+    name="flex_decoding_query",
+    where="flex attention, template for short queries",
+    seen="torch 2.11 to 2.13",
+    condition="inference, fewer than 128 queries, and q is computed in the same graph",
+    effect="wrong values: the template reads q with the strides that it had before its layout was settled",
+    instead="the layout of q is settled before",
+    source="torch/_inductor/kernel/flex/flex_decoding.py",
+)
+
+#: Every defect, as docs/reliability.md lists them.
+KNOWN = (
+    CUDNN_PLANS,
+    CUDNN_PADDED_KEYS,
+    NEGATIVE_SCALE,
+    WHOLE_DROPOUT,
+    EMPTY_OPERANDS,
+    FLEX_DECODING_QUERY,
+)

@@ -1,0 +1,91 @@
+"""`inductor_fusions::cudnn_attention_backward`: cuDNN's backward with operands in the layout of its plan.
+
+torch caches the plan of a backward under the sizes and strides of q, k, v and the mask. The strides of the
+output and of its gradient are in the plan and not in the key (aten/src/ATen/native/cudnn/MHA.cpp), so they
+are made a function of those of q here: the order of q's strides, as the forward lays its output out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import _inductor
+
+aten = torch.ops.aten
+
+#: Positions of the gradient and of the output in the operation's arguments.
+GRADIENT, OUTPUT = 0, 4
+_QUERY = 1
+
+
+@torch.library.custom_op("inductor_fusions::cudnn_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    bias: Tensor | None,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, out = (as_laid_out(each, q) for each in (grad, out))
+    found: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, logsumexp, seed, offset, bias, cum_seq_q, cum_seq_k, max_q, max_k, dropout,
+        causal, scale=scale,
+    )  # fmt: skip
+    return found
+
+
+@_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+#: What graphs call. Arguments are those of aten's operation, its scale the last one.
+CUDNN_BACKWARD: Any = torch.ops.inductor_fusions.cudnn_attention_backward.default
+
+
+def outer_to_inner(strides: Sequence[int]) -> list[int]:
+    """The dims of a tensor from the outermost to the innermost one in memory.
+
+    As the forward lays out its output (alloc_with_matching_layout), where its kernels take it: the last dim
+    is the innermost one. Else in their order.
+    """
+    # Of equal strides, that of the earlier dim is the inner one.
+    found = sorted(range(len(strides)), key=lambda dim: (-strides[dim], -dim))
+    return found if found[-1] == len(strides) - 1 else list(range(len(strides)))
+
+
+def as_laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """The same values, dense, with their dims in memory in the order of another tensor's."""
+    order = outer_to_inner(like.stride())
+    inverse = [order.index(dim) for dim in range(len(order))]
+    return tensor.permute(order).contiguous().permute(inverse)
+
+
+def _lower(*arguments: Any) -> Any:
+    *positional, scale = arguments
+    return _inductor.lower_attention_backward(
+        aten._scaled_dot_product_cudnn_attention_backward.default,
+        positional,
+        {"scale": scale},
+        like=_QUERY,
+        laid_out=(GRADIENT, OUTPUT),
+        order=outer_to_inner,
+    )
+
+
+_inductor.register_lowering_when_loaded(CUDNN_BACKWARD, _lower)

@@ -1,0 +1,227 @@
+"""What compiled graphs hand to kernels that are known to be wrong, read from the code for a GPU."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from bench import cuda_codegen
+from inductor_fusions import config, reporting
+from inductor_fusions.fusions import kernel_defects
+from inductor_fusions.fusions.kernel_defects import op, own_dropout
+from tests.attention.support import flex_everywhere
+
+aten = torch.ops.aten
+B, H, S, D = 2, 4, 24, 16
+
+#: Orders of (batch, heads, length, dim) in memory, from the outermost to the innermost dim.
+ORDERS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "hbsd": (1, 0, 2, 3), "sbhd": (2, 0, 1, 3)}
+
+#: What is done with an attention's output, which decides how its gradient lies in memory.
+OUTPUTS: dict[str, Callable[[Any], Any]] = {
+    "as it is": lambda o: o,
+    "heads merged": lambda o: o.transpose(1, 2).reshape(B, S, H * D),
+    "scaled": lambda o: o * 2,
+    "summed": lambda o: o.float().sum(),
+    "length first": lambda o: o.permute(2, 0, 1, 3).reshape(S, -1),
+    "product over heads": lambda o: torch.einsum("bhqd,hde->bqe", o, torch.ones(H, D, 8, dtype=o.dtype)),
+    "one head": lambda o: o[:, 1],
+    "added to its transpose": lambda o: o.transpose(0, 1) + 1,
+}
+
+
+def cudnn(q: Any, k: Any, v: Any, bias: Any = None, dropout: float = 0.0, causal: bool = False) -> Any:
+    """The operation that SDPA becomes on a GPU where cuDNN takes it."""
+    return aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, dropout, causal, False, scale=0.25)[
+        0
+    ]
+
+
+def leaf(*shape: int, order: str = "bhsd", grad: bool = True) -> torch.Tensor:
+    """A random tensor of a logical shape, laid out in an order."""
+    dims = ORDERS[order]
+    memory = torch.randn([shape[d] for d in dims], dtype=torch.bfloat16)
+    return memory.permute([dims.index(d) for d in range(4)]).detach().requires_grad_(grad)
+
+
+def backward_call(code: cuda_codegen.Generated) -> ast.Call:
+    """The only call of cuDNN's backward."""
+    (found,) = _calls(code.backward.wrapper, "_scaled_dot_product_cudnn_attention_backward")
+    return found
+
+
+def _calls(wrapper: str, name: str) -> list[ast.Call]:
+    calls = [n for n in ast.walk(ast.parse(wrapper)) if isinstance(n, ast.Call)]
+    return [call for call in calls if ast.unparse(call.func).endswith(f"{name}.default")]
+
+
+def strides(wrapper: str, argument: ast.expr) -> tuple[int, ...]:
+    """Of an argument of a call in generated code."""
+    if isinstance(argument, ast.Call):  # reinterpret_tensor(buffer, sizes, strides, offset)
+        return tuple(ast.literal_eval(argument.args[2]))
+    name = ast.unparse(argument)
+    for node in ast.walk(ast.parse(wrapper)):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            made = node.value
+            if isinstance(made, ast.Call) and "empty_strided" in ast.unparse(made.func):
+                return tuple(ast.literal_eval(made.args[1]))
+            if isinstance(made, ast.Call) and ast.unparse(made.func) == "reinterpret_tensor":
+                return tuple(ast.literal_eval(made.args[2]))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "assert_size_stride":
+            if ast.unparse(node.args[0]) == name:
+                return tuple(ast.literal_eval(node.args[2]))
+    raise AssertionError(f"{name} has no strides in\n{wrapper}")
+
+
+def order_of(found: tuple[int, ...]) -> list[int]:
+    return sorted(range(4), key=lambda dim: -found[dim])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_gradient_lies_as_the_output(output: str, order: str) -> None:
+    inputs = [leaf(B, H, S, D, order=order) for _ in range(3)]
+    code = cuda_codegen.generate(lambda *x: OUTPUTS[output](cudnn(*x)), inputs, train=True, run=False)
+    call, wrapper = backward_call(code), code.backward.wrapper
+    gradient, out, query = (strides(wrapper, call.args[i]) for i in (op.GRADIENT, op.OUTPUT, 1))
+    assert gradient == out
+    assert order_of(out) == order_of(query)
+    assert math.copysign(1.0, ast.literal_eval(call.args[13])) == -1.0
+
+
+def test_no_copy_where_the_layout_is_right() -> None:
+    """The gradient of merged heads lies as q does in a model: no kernel runs before the backward."""
+    inputs = [leaf(B, H, S, D, order="bshd") for _ in range(3)]
+    fn = OUTPUTS["heads merged"]
+    code = cuda_codegen.generate(lambda *x: fn(cudnn(*x)), inputs, train=True, run=False)
+    assert not code.backward.kernels
+    assert isinstance(backward_call(code).args[0], ast.Call)  # a view of the gradient that comes in
+
+
+def test_without_the_cure_the_gradient_lies_otherwise() -> None:
+    inputs = [leaf(B, H, S, D) for _ in range(3)]
+    fn = OUTPUTS["heads merged"]
+    with config.patch(kernel_defects=False):
+        code = cuda_codegen.generate(lambda *x: fn(cudnn(*x)), inputs, train=True, run=False)
+    call, wrapper = backward_call(code), code.backward.wrapper
+    assert strides(wrapper, call.args[0]) != strides(wrapper, call.args[4])
+
+
+@pytest.mark.parametrize("keys", [64, 128, 192, 200, 320])
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("mask", [(B, 1, 1), (B, H, S), (1, 1, S)])
+def test_keys_of_half_a_tile(keys: int, dropout: float, mask: tuple[int, ...]) -> None:
+    inputs = [leaf(B, H, S, D), leaf(B, H, keys, D), leaf(B, H, keys, D)]
+    bias = torch.randn(*mask, keys).bfloat16()
+
+    def fn(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return cudnn(q, k, v, bias.expand(B, H, S, keys), dropout)
+
+    code = cuda_codegen.generate(fn, [*inputs, bias], train=True, run=False)
+    graph = code.backward.graph
+    (call,) = [node for node in graph.nodes if node.target is op.CUDNN_BACKWARD]
+    lengths = [call.args[i].meta["val"].shape[2] for i in (2, 3)] + [call.args[8].meta["val"].shape[3]]
+    half = keys % kernel_defects.TILE == 64
+    assert lengths == ([keys + 64] * 3 if half and not dropout else [keys] * 3)
+    assert call.args[12] == lengths[0]
+    shifted = any(node.target is aten.sub.Tensor for node in graph.nodes)
+    assert shifted == bool(half and dropout)
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    grads = [node.meta["val"].shape for node in output.args[0] if isinstance(node, torch.fx.Node)]
+    assert [list(shape) for shape in grads] == [list(x.shape) for x in inputs]
+    if half and not dropout:  # what was expanded is not written out
+        padded = call.args[8].args[0]
+        assert padded.meta["val"].numel() == math.prod(mask) * (keys + 64)
+
+
+def test_a_symbolic_number_of_keys() -> None:
+    def fn(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return cudnn(q, k, v, bias.expand(B, H, S, k.shape[2]))
+
+    inputs = [leaf(B, H, S, D), leaf(B, H, 72, D), leaf(B, H, 72, D), torch.zeros(B, 1, 1, 72).bfloat16()]
+    for x in inputs[1:]:
+        torch._dynamo.mark_dynamic(x, x.dim() - (1 if x is inputs[3] else 2))
+    code = cuda_codegen.generate(fn, inputs, train=True, run=False)
+    graph = code.backward.graph
+    (call,) = [node for node in graph.nodes if node.target is op.CUDNN_BACKWARD]
+    assert isinstance(call.args[2].meta["val"].shape[2], torch.SymInt)
+    assert any(node.target is aten.sub.Tensor for node in graph.nodes)
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.5, 0.999])
+def test_dropout_of_the_forward_and_of_the_backward(dropout: float) -> None:
+    inputs = [leaf(B, H, S, D) for _ in range(3)]
+    code = cuda_codegen.generate(lambda *x: cudnn(*x, None, dropout), inputs, train=True, run=False)
+    (forward,) = _calls(code.forward.wrapper, "_scaled_dot_product_cudnn_attention")
+    ours = [ast.literal_eval(forward.args[5]), ast.literal_eval(backward_call(code).args[13])]
+    assert ours == [own_dropout(dropout)] * 2
+    assert 0 < own_dropout(dropout) - dropout < 2e-7
+
+
+def test_report() -> None:
+    inputs = [leaf(B, H, S, D) for _ in range(3)]
+    with reporting.isolated() as sites:
+        cuda_codegen.generate(lambda *x: cudnn(cudnn(*x), *x[1:]), inputs, train=True, run=False)
+    (site,) = [site for site in sites if site.fusion == "kernel_defects"]
+    assert site.verdict == "fused" and "cudnn_plans" in site.kernel
+    assert site.details["calls"] == "2"
+
+
+def test_inference_has_no_such_calls() -> None:
+    inputs = [leaf(B, H, S, D, grad=False) for _ in range(3)]
+    with reporting.isolated() as sites, torch.no_grad():
+        cuda_codegen.generate(lambda *x: cudnn(*x), inputs, run=False)
+    assert not [site for site in sites if site.fusion == "kernel_defects"]
+
+
+@pytest.mark.parametrize("order", [*ORDERS.values(), (3, 0, 1, 2)])
+def test_order_of_strides(order: tuple[int, ...]) -> None:
+    memory = torch.empty([(2, 3, 5, 7)[dim] for dim in order])
+    tensor = memory.permute([order.index(dim) for dim in range(4)])
+    plain = list(range(4))
+    assert op.outer_to_inner(tensor.stride()) == (list(order) if order[-1] == 3 else plain)
+    assert op.as_laid_out(tensor.contiguous(), tensor).stride() == (
+        tensor.stride() if order[-1] == 3 else tensor.contiguous().stride()
+    )
+
+
+def test_query_of_flex_attention_for_short_queries() -> None:
+    """q is scaled in the graph, heads last in memory: the template read it as if it were contiguous."""
+    heads, length, dim = 4, 24, 32
+
+    def fn(x: Any, w: Any, k: Any, v: Any, seen: Any) -> Any:
+        q = (x @ w).view(-1, length, heads, dim).transpose(1, 2) * 0.5
+        scores = (q @ k.mT).masked_fill(~(seen[:, None, :, None] & seen[:, None, None, :]), -6e4)
+        return torch.softmax(scores, -1) @ v
+
+    shapes = (3, length, 64), (64, heads * dim), (3, heads, length, dim), (3, heads, length, dim)
+    inputs = [torch.randn(shape).half() for shape in shapes]
+    with torch.no_grad(), flex_everywhere("flex"):
+        code = cuda_codegen.generate(fn, [*inputs, torch.ones(3, length, dtype=torch.bool)], run=False)
+    (kernel,) = [each for each in code.kernels if "stride_qg" in each.source]
+    found = [line for line in kernel.source.splitlines() if "stride_qz, stride_qh, stride_qg" in line]
+    strides = {tuple(map(int, line.split("=")[1].split(","))) for line in found if "=" in line}
+    assert strides == {(length * heads * dim, dim, dim, heads * dim, 1)}
+
+
+def test_known_defects_are_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
+    for each in kernel_defects.KNOWN:
+        cells = (
+            f"`{each.name}`",
+            each.where,
+            each.seen,
+            each.condition,
+            each.effect,
+            each.instead,
+            each.source,
+        )
+        assert f"| {' | '.join(cells)} |" in page

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from . import _inductor, config, containment, modes, pinning, reporting, smoke, tables, watching
+from . import _inductor, config, containment, leaving, modes, pinning, reporting, smoke, tables, watching
 from ._inductor import CustomGraphPass, is_body_of_dynamo, trace_artifact
 from .fusion import Candidate, Fusion, LeftToStock, Rejected
 from .sites import Report, Site
@@ -71,6 +71,7 @@ class FusionPass(CustomGraphPass):
                 # A graph that was broken is replaced by the copy from before.
                 graph = owner.graph if isinstance(owner, fx.GraphModule) else graph
         if self.stage == "post_grad":
+            leaving.release(graph)
             _pin(graph)
         if watcher is not None:
             watcher.ends(self.stage, graph, sites)

@@ -55,14 +55,14 @@ def written(node: fx.Node) -> list[fx.Node]:
         return []
     if isinstance(target, torch._ops.HigherOrderOperator):
         return _written_by_bodies(node)
-    by_name = target not in _KEYWORDS and _writes_by_name(_name(node))
+    by_name = target not in _KEYWORDS and _writes_by_name(name_of(node))
     found = _first(node) if by_name or target in _IN_PLACE or is_told_to_overwrite(node) else []
     operation = _operation(target)
     if operation is not None:
         found += _written_by_schema(node, operation)
     if operation is not target:
         found += _nodes_in(_given(node, "out"))
-        if node.op == "call_function" and (_is_opaque(target) or _given(node, "max_norm")):
+        if node.op == "call_function" and (is_opaque(target) or _given(node, "max_norm")):
             found += _tensors(node.all_input_nodes)
     return list(dict.fromkeys(found))
 
@@ -136,7 +136,7 @@ def _overwrites_an_input(graph: fx.Graph) -> bool:
     return any(may_alias(target, mine) for target in targets for mine in inputs)
 
 
-def _is_opaque(function: Callable[..., Any]) -> bool:
+def is_opaque(function: Callable[..., Any]) -> bool:
     """Whether a function may do anything: of another package, or of Dynamo around what is not its own."""
     module = getattr(function, "__module__", None) or "torch"
     if module.startswith("torch._dynamo."):
@@ -144,7 +144,7 @@ def _is_opaque(function: Callable[..., Any]) -> bool:
     return module.partition(".")[0] not in _KNOWN_PACKAGES
 
 
-def _name(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
     """The name of what is called, without that of an overload."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return name.partition(".")[0]
@@ -197,7 +197,12 @@ def _tensors(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 def storage(node: fx.Node) -> object:
     """Identity of the memory behind a node's value; None where it is not known."""
     value = tensor(node)
-    held = None if value is None else with_memory(value)
+    return None if value is None else memory(value)
+
+
+def memory(value: torch.Tensor) -> object:
+    """Identity of the memory of a fake value; None where it is not known."""
+    held = with_memory(value)
     if held is None:
         return None
     try:
@@ -223,7 +228,7 @@ def effects(graph: fx.Graph) -> list[fx.Node]:
     return [
         node
         for node in graph.nodes
-        if (name := _name(node)) in _GRADIENT_MODES or "norm" in name or written(node)
+        if (name := name_of(node)) in _GRADIENT_MODES or "norm" in name or written(node)
     ]
 
 
@@ -249,7 +254,7 @@ def check_between(
             return
         if node < first:
             continue
-        if _name(node) in _GRADIENT_MODES:
+        if name_of(node) in _GRADIENT_MODES:
             raise Rejected(f"gradients are switched on or off between {where}")
         if written(node) or _writes_statistics(node, {*nodes, last}):
             raise Rejected(f"{node.name} writes in place between {where}")
@@ -276,7 +281,7 @@ def check_kept(operands: Collection[fx.Node], last: fx.Node, known: Sequence[fx.
 
 def _writes_statistics(call: fx.Node, reads: Collection[fx.Node]) -> bool:
     """Whether a normalisation updates statistics that are in the memory of what others read."""
-    if "norm" not in _name(call):
+    if "norm" not in name_of(call):
         return False
     updated = {storage(node) for node in call.all_input_nodes if node is not call.args[0]} - {None}
     return any(storage(x) in updated for node in reads for x in (node, *node.all_input_nodes))

@@ -13,7 +13,6 @@ from torch import fx
 from ... import config
 from ..._inductor import known_true
 from . import flex, row_bias, torch_ops
-from .aliasing import written
 from .builder import Builder
 from .mask_builder import Mask, MaskMemo, build_mask
 from .operands import Operand, same_shape
@@ -30,11 +29,16 @@ class Emitter:
         graph: the graph of the site.
         memo: masks built for earlier sites of this graph.
         fake_mode: the mode of its fake values.
+        changed: gets what is put into the graph, as `leaving.settle` takes it.
         region: the modes that hold at the site: masks are shared where they are the same.
     """
 
-    def __init__(self, graph: fx.Graph, memo: MaskMemo, fake_mode: Any, region: object = None) -> None:
+    def __init__(
+        self, graph: fx.Graph, memo: MaskMemo, fake_mode: Any, changed: list[tuple[fx.Node, bool]],
+        region: object = None,
+    ) -> None:  # fmt: skip
         self.graph, self.memo, self.fake_mode, self.region = graph, memo, fake_mode, region
+        self.changed = changed
 
     def emit(self, problem: Problem, output: fx.Node, kernel: str, grouped: bool) -> None:
         """Insert the fused call and make it the value of `output`.
@@ -93,11 +97,7 @@ class Emitter:
         if not same_shape(build.value(result).shape, original.shape):
             result = build.call("reshape", result, tuple(original.shape))
         result = build.to(result, original.dtype)
-        strided, overwritten = loosen_views(output)
-        if strided and original.is_contiguous():
-            result = build.call("contiguous", result)
-        if overwritten:
-            result = build.call("clone", result)  # the kernel keeps its result for the backward
+        self.changed.append((result, problem.train and kernel != "short" and _is_kernels(result)))
         result.meta = {**output.meta, **{k: v for k, v in result.meta.items() if k != "example_value"}}
         output.replace_all_uses_with(result)
 
@@ -276,47 +276,19 @@ class Emitter:
         return node
 
 
-def loosen_views(output: fx.Node) -> tuple[bool, bool]:
-    """Turn the views taken of a result into reshapes: a fused kernel may lay it out differently.
-
-    Returns (whether somebody reads its strides, whether somebody writes to it).
-    """
-    strided = overwritten = False
-    stack, seen = [output], {output}
-    while stack:
-        node = stack.pop()
-        for user in list(node.users):
-            op = torch_ops.read(user)
-            if user in seen or op is None:
-                continue
-            seen.add(user)
-            strided |= op.name in _STRIDED
-            overwritten |= node in written(user)
-            if op.name == "view" and torch_ops.value(user).dtype == torch_ops.value(output).dtype:
-                _reshape_instead(user)
-            if op.name in torch_ops.VIEWS or op.name in torch_ops.TRANSPOSES or op.name in _ALIASES:
-                stack.append(user)
-    return strided, overwritten
-
-
-_STRIDED = frozenset("as_strided stride data_ptr storage_offset is_contiguous".split())
-_ALIASES = frozenset("getitem select slice expand detach getattr".split())
-
-
-def _reshape_instead(view: fx.Node) -> None:
-    if view.op == "call_method":
-        view.target = "reshape"
-        return
-    shape = view.kwargs["size"] if "size" in view.kwargs else view.args[1]
-    view.target, view.args, view.kwargs = torch.reshape, (view.args[0], shape), {}
-
-
 def erase_chain(graph: fx.Graph, chain: list[fx.Node]) -> None:
     """Remove the nodes of a site that nobody reads any more, last first."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in sorted(set(chain), key=lambda n: -order.get(n, 0)):
         if not node.users:
             graph.erase_node(node)
+
+
+def _is_kernels(result: fx.Node) -> bool:
+    """Whether a result may be in the memory that the kernel keeps for its backward."""
+    while result.target in ("permute", "reshape", "contiguous", "narrow"):
+        result = result.all_input_nodes[0]
+    return result.target not in (torch.add, torch.sub, torch.where, "to")
 
 
 def _with_positive_scale(build: Builder, problem: Problem, q: fx.Node) -> tuple[fx.Node, Problem]:

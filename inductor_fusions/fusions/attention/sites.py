@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+import operator
+from collections.abc import Collection, Generator, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..._inductor import (
 )
 from ...derivatives import REVERSE, Derivatives, takes_gradient
 from ...fusion import Candidate, LeftToStock, Rejected
+from ...leaving import settle
 from ...operands import check_kind, text
 from . import emit, kernels, savings, structure, torch_ops
 from .aliasing import Mutations, name_overwritten_values
@@ -61,6 +63,7 @@ class Scope:
         self.interpreter = Interpreter(self.mutations, bindings)
         self.memo = MaskMemo()
         self.fake_mode = fake_mode_of(graph)
+        self.changed: list[tuple[fx.Node, bool]] = []
         around, calls = outer if outer is not None else (None, [])
         start = around.modes.at(calls[0]) if around is not None and calls else None
         self.modes: modes.Modes = modes.Modes(graph, start)
@@ -73,7 +76,7 @@ class Scope:
 
     def emitter(self, site: fx.Node) -> emit.Emitter:
         """What writes the fused form of a site."""
-        return emit.Emitter(self.graph, self.memo, self.fake_mode, self.modes.at(site))
+        return emit.Emitter(self.graph, self.memo, self.fake_mode, self.changed, self.modes.at(site))
 
     def check_modes(self, nodes: Collection[fx.Node]) -> None:
         """Refuse where nodes that become one are in different modes."""
@@ -94,7 +97,10 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
         yield from _in_scope(Scope(graph), set())
 
 
-def _in_scope(scope: Scope, done: set[fx.Graph]) -> Iterator[Candidate]:
+def _in_scope(
+    scope: Scope, done: set[fx.Graph], inlined: bool = False
+) -> Generator[Candidate, None, dict[Any, bool]]:
+    """The candidates of one graph; returns what leaves a body that is inlined, as `settle` does."""
     done.add(scope.graph)
     name_overwritten_values(scope.graph)
     calls = [node for node in scope.graph.nodes if _is_sdpa(node)]
@@ -109,8 +115,13 @@ def _in_scope(scope: Scope, done: set[fx.Graph]) -> Iterator[Candidate]:
             continue
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         bindings = {p: (scope.interpreter, o) for p, o in zip(placeholders, operands, strict=False)}
-        yield from _in_scope(Scope(module.graph, bindings, (scope, uses)), done)
+        call = uses[0] if len(uses) == 1 and _name_of_body(uses[0]) == "tag_activation_checkpoint" else None
+        outputs = yield from _in_scope(Scope(module.graph, bindings, (scope, uses)), done, call is not None)
         module.recompile()
+        for user in call.users if call is not None else ():
+            if user.target is operator.getitem and user.args[1] in outputs:
+                scope.changed.append((user, outputs[user.args[1]]))
+    return settle(scope.graph, scope.changed, inlined)
 
 
 def _is_checkpoint(call: fx.Node) -> bool:

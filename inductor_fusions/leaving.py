@@ -1,0 +1,325 @@
+"""What leaves a graph, after a fusion has changed it, keeps the strides and the memory that it had.
+
+An operation that stands for others may lay its result out otherwise, and what is computed from the result
+follows. AOTAutograd takes the strides that it traces for those that the caller sees. So where such a value
+leaves the graph, it is brought to the strides that Dynamo saw: a copy where they differ, which Inductor
+computes together with what made the value, and nothing where they do not. Inside the graph layouts stay free.
+
+An operation may also keep its result for its backward. Where the caller gets that memory, it gets a copy: it
+may write to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import _inductor
+from ._inductor import computing_fakes, fake_mode_of, known_true, suppress_guards
+from .operands import tensor
+from .writes import is_opaque, may_alias, memory, name_of, written
+
+#: Their results have the same strides whatever those of their first operand are.
+_SETTLING = frozenset("linear bmm mm addmm baddbmm multi_head_attention_forward".split())
+#: Their results are certainly new; others may be their operand, or a view of it, such as those of a dropout
+#: in evaluation, `reshape`, `contiguous` and `to`.
+_NEW = frozenset(
+    "add sub mul div truediv rsub neg pow exp log sqrt rsqrt tanh sigmoid relu gelu silu sin cos abs clamp "
+    "softmax log_softmax sum mean amax amin max min norm var std cat concat stack where masked_fill clone "
+    "layer_norm rms_norm group_norm batch_norm matmul conv1d conv2d conv3d".split()
+)
+#: Read strides, or the memory as it lies.
+_STRIDED = frozenset(
+    "as_strided stride storage_offset data_ptr is_contiguous unfold resize resize_as set "
+    "untyped_storage".split()
+)
+
+
+@torch.library.custom_op("inductor_fusions::own", mutates_args=())
+def _own(x: torch.Tensor) -> torch.Tensor:
+    """x in memory of its own, contiguous. A clone would be taken out before it is settled what is kept."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+#: What graphs call before they are partitioned; `release` makes clones of it.
+OWN: Any = torch.ops.inductor_fusions.own.default
+_own.register_fake(lambda x: x.new_empty(x.shape))
+_own.register_autograd(lambda ctx, dy: dy)
+_inductor.register_lowering_when_loaded(
+    OWN, lambda x: _inductor.call_lowering(torch.ops.aten.clone.default, x)
+)
+
+
+def release(graph: fx.Graph) -> None:
+    """Make clones of the copies in a graph behind autograd: Inductor takes out those that nobody needs."""
+    for node in graph.find_nodes(op="call_function", target=OWN):
+        node.target = torch.ops.aten.clone.default
+        node.kwargs = {"memory_format": torch.contiguous_format}
+
+
+@dataclass(eq=False)
+class _Base:
+    """A value whose strides may have changed, and its views.
+
+    Attributes:
+        node: what made it; None where it is one of several results.
+        kept: whether an operation keeps its memory for the backward.
+        leaves: whether its strides are seen.
+        returned: whether the caller gets its memory.
+        overwritten: whether it is written to.
+        ways: the users of `node` that lead to where it leaves.
+    """
+
+    node: fx.Node | None
+    kept: bool
+    leaves: bool = False
+    returned: bool = False
+    overwritten: bool = False
+    ways: set[fx.Node] = field(default_factory=set)
+
+
+def settle(
+    graph: fx.Graph, changed: Iterable[tuple[fx.Node, bool]], inlined: bool = False
+) -> dict[int, bool]:
+    """Give what leaves the graph the strides that it had, and memory of its own.
+
+    Args:
+        graph: Dynamo's, changed in place. The values of its nodes are those from before it was changed.
+        changed: the nodes that stand for others now, each with whether an operation in front of it keeps its
+            memory for the backward.
+        inlined: the graph is a body that becomes a part of the graph that calls it: its outputs are left.
+
+    Returns:
+        Of a body that is inlined, the outputs with other strides than before, as `changed` has them.
+    """
+    present = set(graph.nodes)
+    sources = {node: kept for node, kept in changed if node in present}
+    if not sources:
+        return {}
+    walk = _Walk(graph, sources, inlined)
+    with suppress_guards(fake_mode_of(graph)):
+        for base in walk.bases:
+            if base.node is not None:
+                _settle(graph, base, base.node)
+    return walk.outputs
+
+
+class _Walk:
+    """From values with other strides to where they leave the graph, or where that no longer matters.
+
+    Args:
+        graph, sources, inlined: as for `settle`.
+    """
+
+    def __init__(self, graph: fx.Graph, sources: dict[fx.Node, bool], inlined: bool) -> None:
+        self.inlined = inlined
+        self.bases: list[_Base] = []
+        self.outputs: dict[int, bool] = {}
+        self._base: dict[fx.Node, _Base] = {}
+        for node in graph.nodes:
+            if node in sources:
+                self._add(node, sources[node])
+            reached = [n for n in node.all_input_nodes if n in self._base]
+            if reached:
+                self._meet(node, reached)
+        self._mark_ways(graph)
+
+    def _add(self, node: fx.Node, kept: bool) -> None:
+        base = _Base(node if tensor(node) is not None else None, kept)
+        self.bases.append(base)
+        self._base[node] = base
+
+    def _meet(self, user: fx.Node, reached: list[fx.Node]) -> None:
+        if user.op == "output":
+            for i, node in enumerate(_leaves_of(user.args[0])):
+                if node in reached and self.inlined:
+                    self.outputs[i] = self.outputs.get(i, False) or self._base[node].kept
+                elif node in reached:
+                    self._base[node].leaves = self._base[node].returned = True
+            return
+        overwritten = written(user)
+        for node in reached:
+            self._base[node].overwritten |= node in overwritten
+            self._base[node].leaves |= _sees_strides(user, node)
+        if user in self._base:
+            return
+        name = name_of(user).strip("_")
+        if name == "view":
+            _reshape_instead(user)
+        if not _tensors(user) or name in _SETTLING or (name == "matmul" and _settles(user, reached)):
+            return
+        if overwritten and not any(node in overwritten for node in reached):
+            return  # has the strides of what is written to
+        for node in reached:
+            if _share(user, node) and self._base[node].node is not None:
+                self._base[user] = self._base[node]
+                return
+        if any(_sees_strides(user, node) for node in reached):
+            return  # has been given the strides that it had
+        kept = name not in _NEW and any(self._base[n].kept and _may_be(user, n) for n in reached)
+        self._add(user, kept)
+
+    def _mark_ways(self, graph: fx.Graph) -> None:
+        leading: set[fx.Node] = set()
+        for node in reversed(graph.nodes):
+            base = self._base.get(node)
+            if base is None:
+                continue
+            for user in node.users:
+                leaves = user in leading if self._base.get(user) is base else False
+                if leaves or (user.op == "output" and not self.inlined) or _sees_strides(user, node):
+                    leading.add(node)
+                    if node is base.node:
+                        base.ways.add(user)
+
+
+def _settle(graph: fx.Graph, base: _Base, node: fx.Node) -> None:
+    if not (base.leaves or base.overwritten):
+        return
+    copied: Any = False
+    if base.kept and (base.returned or base.overwritten):
+        copied = OWN if base.returned else "clone"
+    # A copy that is only for the caller is read by nobody else; what is written to is one value for all.
+    ways = base.ways if base.kept and not base.overwritten else set(node.users)
+    new = _with_strides(graph, node, copied)
+    if new is not node:
+        node.replace_all_uses_with(new, delete_user_cb=lambda user: user in ways)
+
+
+def _with_strides(graph: fx.Graph, node: fx.Node, copied: Any) -> fx.Node:
+    """A value in the strides that its fake value has; in memory of its own by `copied`: OWN, or "clone"."""
+    value = tensor(node)
+    assert value is not None
+    order = dense_order(value)
+    if order is None:
+        if not copied:
+            return node
+        order = list(range(value.dim()))
+    made: list[fx.Node] = []
+    mode = fake_mode_of(graph)
+
+    def call(method: Any, *args: Any, **kwargs: Any) -> None:
+        before = made[-1] if made else node
+        kind, function = "call_function", method
+        if isinstance(method, str):
+            kind, function = "call_method", getattr(torch.Tensor, method)
+        with graph.inserting_after(before):
+            new = graph.create_node(kind, method, (before, *args), kwargs)
+        new.meta = {key: each for key, each in node.meta.items() if key in ("stack_trace", "nn_module_stack")}
+        with torch.no_grad(), computing_fakes(mode):
+            new.meta["example_value"] = function(tensor(before), *args, **kwargs)
+        made.append(new)
+
+    turned = order != sorted(order)
+    if turned:
+        call("permute", *order)
+    if copied is OWN:
+        call(OWN)
+    elif copied:
+        call("clone", memory_format=torch.contiguous_format)
+    else:
+        call("contiguous")
+        for dim in reversed(range(value.dim())):  # of which strides say nothing, and are seen all the same
+            if known_true(value.shape[order[dim]] == 1):
+                call("squeeze", dim)
+                call("unsqueeze", dim)
+    if turned:
+        call("permute", *(order.index(dim) for dim in range(value.dim())))
+    result = made[-1]
+    result.meta = dict(node.meta)
+    return result
+
+
+def dense_order(value: torch.Tensor) -> list[int] | None:
+    """The dims of a tensor from the outermost one in memory; None where it has gaps, or that is not known."""
+    left = list(range(value.dim()))
+    inner: list[int] = []
+    # A contiguous tensor with sizes that may be 0 has the strides of one with ones in their place.
+    expected: tuple[Any, Any] = (1, 1)
+    while left:
+        fits = [d for d in reversed(left) if any(known_true(value.stride(d) == e) for e in expected)]
+        ones = [d for d in reversed(left) if known_true(value.shape[d] == 1)]
+        found = next((d for d in ones if d in fits), None)
+        if found is None and fits:
+            found = fits[0]
+        if found is None and len(ones) == len(left):
+            found = left[-1]
+        if found is None:
+            return None
+        left.remove(found)
+        inner.append(found)
+        size = value.shape[found]
+        at_least = max(size, 1) if isinstance(size, int) else torch.sym_max(size, 1)
+        expected = (expected[0] * size, expected[1] * at_least)
+    return inner[::-1]
+
+
+def _sees_strides(user: fx.Node, node: fx.Node) -> bool:
+    """Whether what a node calls sees the strides of an operand, and may mind them."""
+    target = user.target
+    if user.op == "call_module":
+        return True
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return target is not _inductor.flex_attention_op()
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        space = str(getattr(target, "_qualified_op_name", None) or target._schema.name).partition("::")[0]
+        if space not in ("aten", "prims", __package__):
+            return True
+    if not isinstance(target, str) and is_opaque(target):
+        return True
+    if name_of(user).strip("_") in _STRIDED:
+        return True
+    result, value = tensor(user), tensor(node)
+    # Bits that are read as those of another dtype.
+    return result is not None and value is not None and result.dtype != value.dtype and _share(user, node)
+
+
+def _settles(product: fx.Node, reached: list[fx.Node]) -> bool:
+    """Whether a product is laid out in one way; torch may turn that of a matrix and several ones."""
+    first = tensor(product.args[0]) if product.args else None
+    return first is not None and (first.dim() > 2 or product.args[1] not in reached)
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node gives."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    many = value if isinstance(value, (tuple, list)) else [value]
+    return [each for each in many if isinstance(each, torch.Tensor)]
+
+
+def _share(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two values are, or may be, in the same memory."""
+    ours, theirs = ([memory(value) for value in _tensors(node)] for node in (one, other))
+    return any(may_alias(a, b) for a in ours for b in theirs)
+
+
+def _may_be(result: fx.Node, operand: fx.Node) -> bool:
+    """Whether the result of an operation that is not known may be its operand, by its dtype."""
+    dtypes = [value.dtype for value in _tensors(operand)]
+    return any(value.dtype in dtypes for value in _tensors(result))
+
+
+def _leaves_of(argument: Any) -> Iterator[Any]:
+    """What is in nested tuples and dicts, in order."""
+    if isinstance(argument, dict):
+        argument = list(argument.values())
+    if isinstance(argument, (tuple, list)):
+        for each in argument:
+            yield from _leaves_of(each)
+    else:
+        yield argument
+
+
+def _reshape_instead(view: fx.Node) -> None:
+    """A view may not exist with other strides."""
+    if any(isinstance(each, torch.dtype) for each in (*view.args, *view.kwargs.values())):
+        return
+    if view.op == "call_method":
+        view.target = "reshape"
+    elif not isinstance(view.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        shape = view.kwargs["size"] if "size" in view.kwargs else view.args[1]
+        view.target, view.args, view.kwargs = torch.reshape, (view.args[0], shape), {}

@@ -182,7 +182,7 @@ def _settle(graph: fx.Graph, base: _Base, node: fx.Node) -> None:
         return
     copied: Any = False
     if base.kept and (base.returned or base.overwritten):
-        copied = OWN if base.returned else "clone"
+        copied = OWN if base.returned and not _is_transformed(graph) else "clone"
     # A copy that is only for the caller is read by nobody else; what is written to is one value for all.
     ways = base.ways if base.kept and not base.overwritten else set(node.users)
     new = _with_strides(graph, node, copied)
@@ -256,6 +256,11 @@ def dense_order(value: torch.Tensor) -> list[int] | None:
         at_least = max(size, 1) if isinstance(size, int) else torch.sym_max(size, 1)
         expected = (expected[0] * size, expected[1] * at_least)
     return inner[::-1]
+
+
+def _is_transformed(graph: fx.Graph) -> bool:
+    """Whether transforms of torch.func are in a graph: they have no rules for operations of others."""
+    return any(name_of(node).endswith("_increment_nesting") for node in graph.nodes)
 
 
 def _sees_strides(user: fx.Node, node: fx.Node) -> bool:

@@ -134,6 +134,8 @@ class Worker:
         threads = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         env = {**os.environ, TASK: str(task), "PYTHONPATH": str(ROOT), **threads}
         command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.collecting", "-p", "no:cacheprovider"]
+        # Its start looks at the machine through processes, which are not to be started here.
+        command += ["-p", "no:benchmark"]
         command += ["--assert=plain", "--long", "-q", "--no-header", "--tb=line"]
         # The last one: settings of the tests also for a file that is elsewhere.
         command += ["-c", "pyproject.toml", "--rootdir", ".", *self.paths, "tests/conftest.py"]

@@ -55,7 +55,8 @@ def rand(*shape: int, dtype: torch.dtype, order: str = "bhsd") -> torch.Tensor:
 def exact(inputs: Sequence[torch.Tensor], grad: torch.Tensor, fn: Callable[..., Any]) -> list[torch.Tensor]:
     """Gradients in float64."""
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    return list(torch.autograd.grad(fn(*wide), wide, grad.double()))
+    with sdpa_kernel(SDPBackend.MATH):
+        return list(torch.autograd.grad(fn(*wide), wide, grad.double()))
 
 
 def error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
@@ -219,9 +220,11 @@ def test_no_nan_at_any_length(dtype: torch.dtype, dynamic: bool, call: bool, fre
                 torch._dynamo.reset()
             compiled = torch.compile(fn, dynamic=dynamic)
             for name, mask in masks(128, keys, dtype).items():
+                if not call and name == "rows without a key":
+                    continue  # NaN in eager mode, and so are all gradients
                 inputs = [rand(2, 2, n, 64, dtype=dtype) for n in (128, keys, keys)]
                 bias = mask.to(dtype)
-                # Rows that see no key differ between backends, and are NaN in eager mode with -inf.
+                # Rows that see no key differ between backends.
                 alive = (bias > torch.finfo(dtype).min / 2).any(-1, keepdim=True)
                 out = compiled(*inputs, bias)
                 grad = torch.randn_like(out) * alive
@@ -274,9 +277,17 @@ ODD: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_as_eager_has_it(name: str, train: bool, dtype: torch.dtype, fresh_cache: None) -> None:
+    """Stock's own patterns give NaN for some of these, so eager mode is what is compared with."""
     fn, shape = ODD[name]
     inputs = [rand(*shape, dtype=dtype).detach().requires_grad_(train) for _ in range(3)]
-    testing.check(fn, inputs, fused=None, train=train, slack=4.0)
+    ours, eager = (
+        testing.capture(fn, *inputs, train=train, backend=backend) for backend in ("inductor", "eager")
+    )
+    assert not [site for site in ours.sites if site.verdict == "failed"]
+    found = [*ours.tensors, *ours.grads.values()]
+    for x, y in zip(found, [*eager.tensors, *eager.grads.values()], strict=True):
+        tolerance = 0.03 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
 def test_query_of_flex_attention_for_short_queries(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import inspect
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._inductor import computing_fakes, fake_mode_of, suppress_guards
+from ._inductor import computing_fakes, copied_graph, fake_mode_of, suppress_guards
 from .fusion import Fusion
 
 _PACKAGE = __name__.partition(".")[0]
@@ -47,10 +46,12 @@ class Copy:
     def __init__(self, graph: fx.Graph) -> None:
         self.module = graph.owning_module
         self.graphs: list[tuple[fx.GraphModule, fx.Graph]] = []
+        self.bodies: list[tuple[fx.GraphModule, set[str]]] = []
         if isinstance(self.module, fx.GraphModule):
             for module in self.module.modules():
                 if isinstance(module, fx.GraphModule):
-                    self.graphs.append((module, copy.deepcopy(module.graph)))
+                    self.graphs.append((module, copied_graph(module.graph)))
+                    self.bodies.append((module, set(module._modules)))
         self.inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
         self.outputs = _outputs(graph)
         self.known = {node: node.args for node in graph.nodes}
@@ -98,7 +99,7 @@ class Copy:
         return ""
 
     def restore(self) -> None:
-        """Put the copies in place."""
+        """Put copies in place; once more, if need be."""
         # Dynamo reads the inputs of the graph that it has handed out, once more.
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         for node in placeholders:
@@ -107,7 +108,10 @@ class Copy:
                     user.replace_input_with(node, placeholders[-1])
                 self.graph.erase_node(node)
         for module, graph in self.graphs:
-            module.graph = graph
+            module.graph = copied_graph(graph)
+        for module, known in self.bodies:
+            for name in set(module._modules) - known:
+                delattr(module, name)
 
 
 class _Unknown(Exception):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 import logging
 import uuid
@@ -15,7 +14,19 @@ from typing import Any
 
 from torch import fx
 
-from . import _inductor, config, containment, leaving, modes, pinning, reporting, smoke, tables, watching
+from . import (
+    _inductor,
+    attempts,
+    config,
+    containment,
+    leaving,
+    modes,
+    pinning,
+    reporting,
+    smoke,
+    tables,
+    watching,
+)
 from ._inductor import CustomGraphPass, is_body_of_dynamo, trace_artifact
 from .fusion import Candidate, Fusion, LeftToStock, Rejected
 from .sites import Report, Site
@@ -59,19 +70,28 @@ class FusionPass(CustomGraphPass):
         if not config.enabled or self._problem():
             return
         owner = graph.owning_module
+        attempt = attempts.current()
+        if attempt is not None:
+            attempt.enters(self.stage)
+        left_out = attempt.left_out(self.stage) if attempt is not None else None
         if self.stage == "pre_grad" and not is_body_of_dynamo(graph):
             reporting.begin()
         watcher = watching.current()
         if watcher is not None:
             watcher.begins(self.stage, graph)
         sites: list[Site] = []
-        for fusion in self.fusions:
+        if left_out is not None:
+            sites += left_out
+            for site in sites:
+                _tell(site)
+        for fusion in self.fusions if left_out is None else ():
             if config.is_on(fusion.name):
                 sites += apply(fusion, graph, len(sites))
                 # A graph that was broken is replaced by the copy from before.
                 graph = owner.graph if isinstance(owner, fx.GraphModule) else graph
         if self.stage == "post_grad":
             leaving.release(graph)
+        if self.stage == "post_grad" and left_out is None:
             _pin(graph)
         if watcher is not None:
             watcher.ends(self.stage, graph, sites)
@@ -101,15 +121,18 @@ class FusionPass(CustomGraphPass):
         if code is None or config.most_sites() is not None or _inductor.bisecting():
             return None
         toggles, autocast = config.get_config_copy(), _inductor.autocast_beside_the_key()
+        names, attempt = [fusion.name for fusion in self.fusions], attempts.current()
+        left_out = attempt.without.digest() if attempt is not None else ""
         state = json.dumps(
             [
                 self.stage,
-                [f.name for f in self.fusions],
+                names,
                 toggles,
                 autocast,
                 modes.settings(),
                 tables.digest(),
                 self._problem(),
+                left_out,
             ],
             default=str,
         )
@@ -218,6 +241,8 @@ def _undo(fusion: Fusion, sites: list[Site], broken: str) -> None:
 def _fuse(fusion: Fusion, candidate: Candidate, number: int) -> Site:
     anchor = candidate.anchor
     graph = anchor.graph  # of the candidate: it may be the body of a nested region
+    attempt = attempts.current()
+    key = attempt.key(fusion.stage, fusion.name, anchor) if attempt is not None else None
     site = Site(
         fusion.name, "fused", anchor.name,
         source=reporting.source_line(anchor), module=reporting.module_path(anchor),
@@ -228,6 +253,9 @@ def _fuse(fusion: Fusion, candidate: Candidate, number: int) -> Site:
         if _inductor.eager_bits_are_wanted() and not fusion.exact:
             raise LeftToStock("torch._inductor.config.numerics asks for the bits of eager")
         candidate.guard()
+        if attempt is not None and key in attempt.without.sites:
+            _erase_new(graph, known)
+            return attempt.failed(site)
         if not _wanted(site):
             raise LeftToStock("it is not among the first sites: INDUCTOR_FUSIONS_MAX, or torch's bisector")
         site.saved = candidate.savings()
@@ -248,23 +276,29 @@ def _fuse(fusion: Fusion, candidate: Candidate, number: int) -> Site:
         log.info("traceback", exc_info=True)
     else:
         _mark(site, fusion, graph, known, number)
+        if attempt is not None and key is not None:
+            attempt.fused.append(attempts.Fused(key, site))
     return site
 
 
-_count = itertools.count()
+_counted = 0
 
 
-def count_from_one() -> None:
-    """Start again to count the sites that INDUCTOR_FUSIONS_MAX allows."""
-    global _count
-    _count = itertools.count()
+def count_from(number: int = 0) -> int:
+    """Count the sites that INDUCTOR_FUSIONS_MAX allows from a number on; how many were counted before."""
+    global _counted
+    before, _counted = _counted, number
+    return before
 
 
 def _wanted(site: Site) -> bool:
     """Whether a site may be fused as far as those who look for a wrong one go."""
     most = config.most_sites()
-    if most is not None and next(_count) >= most:
-        return False
+    if most is not None:
+        global _counted
+        _counted += 1
+        if _counted > most:
+            return False
     return not _inductor.bisected_away(lambda: f"{site.fusion} at {site.source or site.node}")
 
 

@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ def enable() -> None:
         if not config.enabled or _waiting:
             return
         _waiting = True
+    _inductor.put_around_compiles(_around, _starts, _keyed)
     _inductor.when_inductor_loads(_install)
 
 
@@ -53,12 +55,33 @@ def disable() -> None:
         _wanted = False
         if not _waiting and _inductor.inductor_loaded():
             _remove()
+    _inductor.take_from_compiles()
 
 
 def enabled() -> bool:
     """Whether `torch.compile` runs the fusions now."""
     with _lock:
         return _wanted and config.enabled
+
+
+def _around(compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not enabled():
+        return compile(*args, **kwargs)
+    from . import recovery
+
+    return recovery.around(compile, *args, **kwargs)
+
+
+def _starts(model: Any) -> None:
+    from . import recovery
+
+    recovery.starts(model)
+
+
+def _keyed(key: str) -> None:
+    from . import recovery
+
+    recovery.keyed(key)
 
 
 def _install() -> None:

@@ -128,6 +128,79 @@ class _Pending(threading.local):
         self.counted = 0
 
 
+@dataclass
+class Ledger:
+    """What was recorded up to a point, or since one.
+
+    Attributes:
+        entries: the sites.
+        counts: of the sites, by the name of the counter.
+        pending: of this thread.
+    """
+
+    entries: list[_Entry]
+    counts: dict[str, Counter[str]]
+    pending: tuple[list[Site], bool, int]
+
+    @property
+    def fused(self) -> int:
+        """How many fused sites were counted, those of graphs that a cache served as well."""
+        return sum(n for name, n in self.counts["inductor"].items() if not name.startswith(RECORD))
+
+
+def mark() -> Ledger:
+    """What is recorded now."""
+    with _lock:
+        pending = (list(_pending.sites), _pending.flushed, _pending.counted)
+        return Ledger(list(_entries), {name: _ours(name) for name in ("inductor", TAG)}, pending)
+
+
+def since(before: Ledger) -> Ledger:
+    """What was recorded since."""
+    now = mark()
+    known = {id(entry) for entry in before.entries}
+    entries = [entry for entry in now.entries if id(entry) not in known]
+    return Ledger(entries, {name: now.counts[name] - before.counts[name] for name in now.counts}, now.pending)
+
+
+def take_back(before: Ledger) -> Ledger:
+    """Forget what was recorded since, as if the compile had not been tried; what that was."""
+    with _lock:
+        found = since(before)
+        remove(found)
+        _pending.sites, _pending.flushed, _pending.counted = before.pending
+        return found
+
+
+def remove(ledger: Ledger) -> None:
+    """Forget what was recorded."""
+    with _lock:
+        gone = {id(entry) for entry in ledger.entries}
+        _entries[:] = [entry for entry in _entries if id(entry) not in gone]
+        for name, counts in ledger.counts.items():
+            counter = _inductor.compile_counters()[name]
+            counter.subtract(counts)
+            for each in [each for each in counts if counter[each] <= 0]:
+                del counter[each]
+            # It is not somebody else who has cleared them.
+            for key in [each.removeprefix(RECORD) for each in counts if each.startswith(RECORD)]:
+                _last[key] = min(_last[key], counter[RECORD + key])
+
+
+def put_back(ledger: Ledger) -> None:
+    """Record again what `take_back` has given."""
+    with _lock:
+        _entries.extend(ledger.entries)
+        for name, counts in ledger.counts.items():
+            _inductor.compile_counters()[name].update(counts)
+        _pending.sites, _pending.flushed, _pending.counted = ledger.pending
+
+
+def _ours(name: str) -> Counter[str]:
+    counter = _inductor.compile_counters()[name]
+    return Counter({each: n for each, n in counter.items() if name == TAG or each.startswith("fusions_")})
+
+
 class _State:
     """What was said once."""
 

@@ -21,6 +21,17 @@ class Watcher:
     def ends(self, stage: str, graph: fx.Graph, sites: Sequence[Any]) -> None:
         """The pass is done with `graph` and has met these sites."""
 
+    def mark(self) -> int:
+        """How much was told so far."""
+        return 0
+
+    def take_back(self, mark: int) -> list[Any]:
+        """Forget what was told since: the compile is tried in another way. What that was."""
+        return []
+
+    def put_back(self, told: list[Any]) -> None:
+        """That was the way after all."""
+
 
 # Not one a thread: a backward may be compiled in the thread of the autograd engine.
 _watchers: list[Watcher] = []

@@ -149,7 +149,7 @@ def six(q, k, v):
 def verdicts() -> list[str]:
     import torch
 
-    passes.count_from_one()
+    passes.count_from(0)
     run = testing.capture(six, *torch.randn(3, 1, 2, 5, 8).unbind(0), backend=testing.EAGER_AFTER_PASSES)
     return [site.verdict for site in run.sites]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -64,3 +65,12 @@ def trace_decomposed(
 def rename(node: fx.Node, name: str) -> None:
     """Give a node another name, made unique in its graph."""
     node._rename(name)
+
+
+def copied_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy, whose inputs say where they come from as those of Dynamo's graphs do."""
+    made = copy.deepcopy(graph)
+    for old, new in zip(graph.nodes, made.nodes, strict=True):
+        if old.op == "placeholder" and hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+    return made

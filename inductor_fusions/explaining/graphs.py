@@ -79,6 +79,16 @@ class Recorder(Watcher):
         self._lines: dict[fx.Node, Line] = {}
         self._fused: list[tuple[Site, list[str], list[fx.Node]]] = []
 
+    def mark(self) -> int:
+        return len(self.pairs)
+
+    def take_back(self, mark: int) -> list[Pair]:
+        told, self.pairs[mark:] = self.pairs[mark:], []
+        return told
+
+    def put_back(self, told: list[Pair]) -> None:
+        self.pairs += told
+
     def begins(self, stage: str, graph: fx.Graph) -> None:
         backward = any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
         self._lines = dict(_lines(graph))

@@ -1,0 +1,200 @@
+"""Around every compile of Inductor: where it begins, what it raises, what it returns, what caches keep."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .loading import when_loaded
+
+if TYPE_CHECKING:
+    from torch import fx
+
+_MODULE = "torch._inductor.compile_fx"
+#: Marks what stands in for a function of Inductor.
+_OURS = "_inductor_fusions_original"
+
+#: Is given what compiles, the graph, its inputs and the other arguments, and returns what was compiled.
+Around = Callable[..., Any]
+
+
+def put_around_compiles(around: Around, starts: Callable[[Any], None], keyed: Callable[[str], None]) -> None:
+    """Let every `compile_fx` go through `around`, as soon as Inductor is imported.
+
+    Args:
+        around: is called as `around(compile, model, inputs, *args, **kwargs)` in place of `compile`.
+        starts: is told of a graph before Inductor's first pass over it.
+        keyed: is told of each key under which AOTAutograd's cache looks for a graph.
+    """
+
+    def compile_fx(original: Any) -> Any:
+        def call(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return around(original, model, inputs, *args, **kwargs)
+
+        return call
+
+    def run_pre_grad_passes(original: Any) -> Any:
+        def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+            starts(model)
+            return original(model, *args, **kwargs)
+
+        return call
+
+    def autograd_cache_key(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            keyed(found[0])
+            return found
+
+        return call
+
+    def install() -> None:
+        _replace(_MODULE, "compile_fx", compile_fx)
+        _replace(_MODULE, "run_pre_grad_passes", run_pre_grad_passes)
+        when_loaded(_CACHE, lambda: _replace(_CACHE, "autograd_cache_key", autograd_cache_key))
+
+    when_loaded(_MODULE, install)
+
+
+_CACHE = "torch._functorch._aot_autograd.autograd_cache"
+
+
+def _replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
+    owner = sys.modules[module]
+    original = getattr(owner, name, None)
+    if original is None or hasattr(original, _OURS):
+        return
+    made = functools.wraps(original)(make(original))
+    setattr(made, _OURS, original)
+    setattr(owner, name, made)
+
+
+def take_from_compiles() -> None:
+    """Put Inductor's own functions back, where nobody has replaced ours."""
+    for module, names in (
+        (_MODULE, ("compile_fx", "run_pre_grad_passes")),
+        (_CACHE, ("autograd_cache_key",)),
+    ):
+        owner = sys.modules.get(module)
+        for name in names:
+            original = getattr(getattr(owner, name, None), _OURS, None)
+            if original is not None:
+                setattr(owner, name, original)
+
+
+def with_inner_compile(
+    around: Around, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `compile_fx` behind the inputs: the compile of each aten graph goes through `around`."""
+    compile_fx: Any = importlib.import_module(_MODULE)
+    given = args[0] if args else kwargs.get("inner_compile", compile_fx.compile_fx_inner)
+
+    @functools.wraps(given)
+    def inner_compile(*arguments: Any, **keywords: Any) -> Any:
+        return around(given, *arguments, **keywords)
+
+    if args:
+        return (inner_compile, *args[1:]), kwargs
+    return args, {**kwargs, "inner_compile": inner_compile}
+
+
+def cache_key(compiled: Any) -> str:
+    """What the cache of graphs knows the code of an aten graph by, or ""."""
+    return getattr(compiled, "_fx_graph_cache_key", None) or ""
+
+
+def is_flat(model: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether `compile_fx` takes a graph as it is: Dynamo's are, others it changes first."""
+    compile_fx: Any = importlib.import_module(_MODULE)
+    return (
+        bool(compile_fx.graph_returns_tuple(model))
+        and type(model.graph._codegen).__name__ == "CodeGen"
+        and not any(isinstance(each, (list, tuple, dict)) for each in inputs)
+    )
+
+
+def compiles_ahead() -> bool:
+    """Whether a model is compiled into a package now, not for a call."""
+    from torch._inductor.virtualized import V
+
+    return bool(V.aot_compilation)
+
+
+#: What a device says of itself where nothing that follows will run either.
+_BEYOND_REPAIR = (
+    "illegal memory access", "device-side assert", "misaligned address", "unspecified launch failure",
+    "illegal instruction", "hardware stack", "invalid program counter", "uncorrectable",
+)  # fmt: skip
+
+
+def is_for_the_caller(error: BaseException) -> bool:
+    """Whether what a compile raises says nothing of the code: Dynamo starts again, memory is out, or such."""
+    from torch._dynamo import exc
+
+    dynamo = (exc.RestartAnalysis, exc.SkipFrame)
+    for each in _causes(error):
+        if isinstance(each, (*dynamo, MemoryError, torch.OutOfMemoryError)) or not isinstance(
+            each, Exception
+        ):
+            return True
+        if any(words in str(each) for words in _BEYOND_REPAIR):
+            return True
+    return False
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = getattr(error, "inner_exception", None) or error.__cause__
+
+
+def devices_work(values: Sequence[Any]) -> bool:
+    """Whether the devices of some tensors still run anything, after a call has raised."""
+    try:
+        for index in {
+            each.device.index for each in values if isinstance(each, torch.Tensor) and each.is_cuda
+        }:
+            torch.cuda.synchronize(index)
+    except Exception:
+        return False
+    return True
+
+
+def calls_with_fakes(values: Sequence[Any]) -> bool:
+    """Whether a call is part of a trace."""
+    from torch._subclasses import FakeTensor
+
+    return any(isinstance(each, FakeTensor) for each in values)
+
+
+def as_function(compiled: Any) -> FunctionType | None:
+    """The plain function that a compiled graph is, under what keeps Dynamo out; None where it is none."""
+    inner = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    return inner if isinstance(inner, FunctionType) else None
+
+
+def like(made: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
+    """`made` with the attributes of `inner`, which Dynamo does not trace."""
+    own = ("_torchdynamo", "__wrapped__")
+    for name, value in vars(inner).items():
+        if not name.startswith(own):
+            setattr(made, name, value)
+    wrapped: Callable[..., Any] = torch._dynamo.disable(made, reason="do not trace AOT-compiled graph")
+    return wrapped
+
+
+def forget_cached(joint: Sequence[str], graphs: Sequence[str]) -> None:
+    """Remove entries from the disk: of AOTAutograd's cache, and of the cache of graphs."""
+    of_joint: Any = importlib.import_module(_CACHE).AOTAutogradCache
+    of_graphs: Any = importlib.import_module("torch._inductor.codecache").FxGraphCache
+    for cache, keys in ((of_joint, joint), (of_graphs, graphs)):
+        for key in keys:
+            shutil.rmtree(Path(cache._get_tmp_dir_for_key(key)), ignore_errors=True)

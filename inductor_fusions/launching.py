@@ -1,0 +1,127 @@
+"""The first call of what was compiled: where it raises, the call is made again with other code.
+
+Kernels refuse what they do not support when they are first called. From the first call that returns on, one
+Python call is all that is left of this.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import _inductor, config
+
+#: Inputs that the graph writes to are kept for a second call where they are no larger than this, in bytes.
+KEPT = 64 * 2**20
+
+#: Is given what the first call raised, and the call; returns what to call from now on, and what that
+#: call gave.
+Relaunch = Callable[[Exception, "Call"], tuple[Any, Any]]
+
+
+def guarded(compiled: Any, written: Callable[[], Sequence[int] | None], relaunch: Relaunch) -> Any:
+    """`compiled`, or what calls it and has another answer where the first call raises.
+
+    Args:
+        compiled: what Inductor gives for a graph. What is no plain function is returned as it is.
+        written: which inputs of the graph it writes to, by position; None where that is not known.
+        relaunch: asked where the first call raises.
+    """
+    inner = _inductor.as_function(compiled)
+    positions = written()
+    if inner is None or positions is None:
+        return compiled
+
+    run: Callable[..., Any] = inner
+
+    def first(*args: Any) -> Any:
+        nonlocal run
+        call = Call(inner, args, positions)
+        if call.traced:
+            return inner(*args)
+        if not call.repeatable:
+            run = inner
+            return inner(*args)
+        try:
+            outputs = inner(*args)
+        except Exception as error:
+            if config.strict or _inductor.is_for_the_caller(error) or not call.may_repeat():
+                raise
+            traceback.clear_frames(error.__traceback__)
+            run = inner
+            run, outputs = relaunch(error, call)
+            return outputs
+        run = inner
+        return outputs
+
+    run = first
+
+    def call(*args: Any) -> Any:
+        return run(*args)
+
+    return _inductor.like(call, inner)
+
+
+class Call:
+    """One call of what was compiled, and what is needed to make it again."""
+
+    def __init__(self, inner: Callable[..., Any], args: tuple[Any, ...], written: Sequence[int]) -> None:
+        # A function that is given its arguments in a list empties the list.
+        self.boxed = bool(getattr(inner, "_boxed_call", False))
+        self.values = list(args[0]) if self.boxed else list(args)
+        self.traced = _inductor.calls_with_fakes(self.values)
+        overwritten = [self.values[i] for i in written if i < len(self.values)]
+        tensors = [each for each in overwritten if isinstance(each, torch.Tensor)]
+        self.repeatable = self.traced or sum(each.nbytes for each in tensors) <= KEPT
+        if self.traced or not self.repeatable:
+            return
+        with torch.no_grad():
+            self.kept = [(each, each.clone()) for each in tensors]
+        self.versions = [_version(each) for each in self.values]
+        self.random = _inductor.random_state()
+
+    def may_repeat(self) -> bool:
+        """Whether the inputs are what they were, after the call has raised."""
+        mutable = {id(each) for each, _ in self.kept}
+        same = all(
+            id(each) in mutable or _version(each) == version
+            for each, version in zip(self.values, self.versions, strict=True)
+        )
+        return same and _inductor.devices_work(self.values)
+
+    def repeat(self, compiled: Any) -> Any:
+        """Make the call with other code."""
+        self.random()
+        with torch.no_grad():
+            for each, kept in self.kept:
+                each.copy_(kept)
+        boxed = getattr(_inductor.as_function(compiled), "_boxed_call", False)
+        return compiled(list(self.values)) if boxed else compiled(*self.values)
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
+def sizes_of(values: Sequence[Any]) -> list[Any]:
+    """Sizes and strides of tensors, and numbers."""
+    return [
+        (tuple(each.shape), each.stride()) if isinstance(each, torch.Tensor) else each
+        for each in values
+        if isinstance(each, (torch.Tensor, int, float))
+    ]
+
+
+def at_sizes(compiled: Any, sizes: list[Any], otherwise: Callable[..., Any]) -> Any:
+    """`compiled` where a call has these sizes, else `otherwise`, which takes the arguments one by one."""
+    inner = _inductor.as_function(compiled) or compiled
+    boxed = bool(getattr(inner, "_boxed_call", False))
+
+    def call(*args: Any) -> Any:
+        values = args[0] if boxed else args
+        return compiled(*args) if sizes_of(values) == sizes else otherwise(*values)
+
+    return call

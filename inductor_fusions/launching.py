@@ -39,7 +39,7 @@ def guarded(compiled: Any, written: Callable[[], Sequence[int] | None], relaunch
 
     def first(*args: Any) -> Any:
         nonlocal run
-        call = Call(inner, args, positions)
+        call = Call(args, positions)
         if call.traced:
             return inner(*args)
         if not call.repeatable:
@@ -68,9 +68,9 @@ def guarded(compiled: Any, written: Callable[[], Sequence[int] | None], relaunch
 class Call:
     """One call of what was compiled, and what is needed to make it again."""
 
-    def __init__(self, inner: Callable[..., Any], args: tuple[Any, ...], written: Sequence[int]) -> None:
+    def __init__(self, args: tuple[Any, ...], written: Sequence[int]) -> None:
         # A function that is given its arguments in a list empties the list.
-        self.boxed = bool(getattr(inner, "_boxed_call", False))
+        self.boxed = _is_boxed(args)
         self.values = list(args[0]) if self.boxed else list(args)
         self.traced = _inductor.calls_with_fakes(self.values)
         overwritten = [self.values[i] for i in written if i < len(self.values)]
@@ -98,8 +98,11 @@ class Call:
         with torch.no_grad():
             for each, kept in self.kept:
                 each.copy_(kept)
-        boxed = getattr(_inductor.as_function(compiled), "_boxed_call", False)
-        return compiled(list(self.values)) if boxed else compiled(*self.values)
+        return compiled(list(self.values)) if self.boxed else compiled(*self.values)
+
+
+def _is_boxed(args: tuple[Any, ...]) -> bool:
+    return len(args) == 1 and isinstance(args[0], list)
 
 
 def _version(value: Any) -> int:
@@ -117,11 +120,9 @@ def sizes_of(values: Sequence[Any]) -> list[Any]:
 
 def at_sizes(compiled: Any, sizes: list[Any], otherwise: Callable[..., Any]) -> Any:
     """`compiled` where a call has these sizes, else `otherwise`, which takes the arguments one by one."""
-    inner = _inductor.as_function(compiled) or compiled
-    boxed = bool(getattr(inner, "_boxed_call", False))
 
     def call(*args: Any) -> Any:
-        values = args[0] if boxed else args
+        values = args[0] if _is_boxed(args) else args
         return compiled(*args) if sizes_of(values) == sizes else otherwise(*values)
 
     return call

@@ -31,6 +31,8 @@ KINDS = {
     "projections": "linears, training and inference",
     "chains": "linears with activations in a chain, and casts in between",
     "adapters": "linears with adapters, training and inference",
+    "situations": "attentions in transforms, contexts, control flow, other layouts",
+    "calls": "attentions called some times: sizes, callers that write in place",
 }
 
 

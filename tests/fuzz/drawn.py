@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from inductor_fusions import config, testing
 
@@ -16,6 +15,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.fuzz.running import KINDS
+from tests.fuzz.situations import Calls, Situated
 
 #: Programs of each kind, in batches from one seed.
 BATCHES, SIZE = 16, 8
@@ -43,7 +43,7 @@ def drawn(kind: str, number: int) -> list[Any]:
 def test_drawn(kind: str, batch: int) -> None:
     task = json.loads(Path(os.environ["PROGRAMS_TASK"]).read_text())
     for program in drawn(kind, 1000 * task["seed"] + batch):
-        with config.patch(attention_kernel=program.kernel), torch.no_grad():
-            function, tensors = program.function(), program.tensors()
+        given = program.arguments(program.calls[0]) if isinstance(program, Calls) else program.tensors()
+        reference = program.plain().function() if isinstance(program, Situated) else None
         with config.patch(attention_kernel=program.kernel):
-            testing.check(function, tensors, fused=None)
+            testing.check(program.function(), given, fused=None, reference=reference)

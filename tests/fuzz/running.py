@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.common import Results
 from bench.provenance import environment
-from tests.fuzz import attentions, masks, products
+from tests.fuzz import attentions, masks, products, situations
 from tests.fuzz.judge import Judged, judge, judge_mask, judge_products
 from tests.support.dynamo import spend_less
 
@@ -31,9 +31,16 @@ KINDS: dict[str, Any] = {
     "projections": products.projections,
     "chains": products.chains,
     "adapters": products.adapters,
+    "situations": situations.situations,
+    "calls": situations.calls,
+}
+#: What judges a kind that is no attention alone.
+JUDGES: dict[str, Any] = {
+    "situations": situations.judge_situation,
+    "calls": situations.judge_calls,
 }
 #: Kinds whose fused kernels a CPU has, so that Inductor's code for it can be judged.
-ON_A_CPU = ("attentions", "masks")
+ON_A_CPU = ("attentions", "masks", "situations", "calls")
 #: Programs that are drawn from one seed: what the report counts, and what a resumed run skips.
 BATCH = 100
 
@@ -90,6 +97,8 @@ def judge_any(kind: str, drawn: Any, code: bool = False) -> Judged:
     """Judge a program of a kind, or a program and its mask."""
     if kind == "masks":
         return judge_mask(*drawn, code=code)
+    if kind in JUDGES:
+        return JUDGES[kind](drawn, code)
     return judge(drawn, code) if kind == "attentions" else judge_products(drawn, code)
 
 

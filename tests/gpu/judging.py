@@ -269,13 +269,13 @@ def execute(
     with torch.set_grad_enabled(train):
         differentiated = leaves(program.fn, args, kwargs) if train else {}
         outputs = [t for t in pytree.tree_leaves(call(*args, **kwargs)) if isinstance(t, torch.Tensor)]
-    strides = {f"output {i}": _strides(t) for i, t in enumerate(outputs)}
+    strides = {f"output {i}": strides_of(t) for i, t in enumerate(outputs)}
     values: Run = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
     used: list[torch.Tensor] = []
     wanted = [t for t in outputs if t.requires_grad and t.is_floating_point()] if train else []
     if wanted and differentiated:
-        used = list(cotangents or [_cotangent(i, t) for i, t in enumerate(wanted)])
-        given = [_laid_out(c.to(t.dtype), layout) for c, t in zip(used, wanted, strict=True)]
+        used = list(cotangents or [cotangent(i, t) for i, t in enumerate(wanted)])
+        given = [laid_out(c.to(t.dtype), layout) for c, t in zip(used, wanted, strict=True)]
         grads = torch.autograd.grad(wanted, list(differentiated.values()), given, allow_unused=True)
         values |= {f"gradient of {n}": g for n, g in zip(differentiated, grads, strict=True)}
     values |= _tensors((args, kwargs))
@@ -323,14 +323,14 @@ def _tensors(tree: Any) -> Run:
     return {f"input {i}": t.detach() for i, t in enumerate(found)}
 
 
-def _cotangent(index: int, tensor: torch.Tensor) -> torch.Tensor:
+def cotangent(index: int, tensor: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 + index)
     values = torch.randn(tensor.shape, dtype=torch.float64, generator=generator, device="cpu")
     made = torch.empty_like(tensor.detach(), dtype=torch.float64)
     return made.copy_(values)
 
 
-def _laid_out(x: torch.Tensor, layout: int) -> torch.Tensor:
+def laid_out(x: torch.Tensor, layout: int) -> torch.Tensor:
     """The same values with other strides."""
     if layout == 0 or x.dim() < 2:
         return x
@@ -338,7 +338,7 @@ def _laid_out(x: torch.Tensor, layout: int) -> torch.Tensor:
     return x.transpose(*dims).contiguous().transpose(*dims)
 
 
-def _strides(t: torch.Tensor) -> tuple[int, ...]:
+def strides_of(t: torch.Tensor) -> tuple[int, ...]:
     """Of the dims that have more than one place; the others' are no matter."""
     if t.layout != torch.strided or t.numel() == 0:
         return ()

@@ -13,6 +13,7 @@ of them.
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -29,6 +30,10 @@ _FORWARD, _BACKWARD = (7, 8), (12, 13)
 #: A captured value that so many scores share is computed once, not once for each score.
 REUSE = 8
 
+#: Devices whose kernel reads nothing but the captured tensors themselves, and fails where one is inlined.
+_READS_BUFFERS = frozenset({"cpu"})
+
+_RESHAPES = frozenset({aten.reshape.default, aten.view.default})
 #: What is read at an index, in the body of a kernel, beside operations on single elements.
 _INLINED = frozenset(
     {
@@ -57,9 +62,10 @@ def pin(graph: fx.Graph) -> int:
         for position in positions.get(call.target, ()):
             q, k = (_value(node) for node in call.args[:2])
             scores = hint(q.shape[0] * q.shape[1]) * hint(q.shape[2]) * hint(k.shape[2])
+            least = math.inf if q.device.type in _READS_BUFFERS else scores / REUSE
             for captured in call.args[position] if len(call.args) > position else ():
                 if isinstance(captured, fx.Node) and _value(captured) is not None:
-                    _settle(graph, call, captured, scores, settled)
+                    _settle(graph, call, captured, least, settled)
     return len(settled)
 
 
@@ -88,9 +94,12 @@ def _settle_query(graph: fx.Graph, call: fx.Node, settled: dict[fx.Node, fx.Node
 
 
 def _settle(
-    graph: fx.Graph, first: fx.Node, captured: fx.Node, scores: int, settled: dict[fx.Node, fx.Node]
+    graph: fx.Graph, first: fx.Node, captured: fx.Node, least: float, settled: dict[fx.Node, fx.Node]
 ) -> None:
-    """Settle what one captured tensor is computed from, as far as it is written into the kernel."""
+    """Settle what one captured tensor is computed from, as far as it is written into the kernel.
+
+    What has no more than `least` elements is settled in any case.
+    """
     waiting, seen = [(first, captured)], {first}
     while waiting:
         user, node = waiting.pop()
@@ -99,8 +108,9 @@ def _settle(
             continue
         if node.op != "call_function" or not _tensors(node) or _is_settled(node):
             continue  # an input, or a value that is made of nothing, such as an arange
-        if not _is_view(node) and (
-            not _is_inlined(node) or len(node.users) > 1 or hint(_value(node).numel()) * REUSE <= scores
+        viewed = _is_view(node) and not (least == math.inf and _may_copy(node))
+        if not viewed and (
+            not _is_inlined(node) or len(node.users) > 1 or hint(_value(node).numel()) <= least
         ):
             settled[node] = _as_strided(graph, node)
             user.replace_input_with(node, settled[node])
@@ -123,10 +133,16 @@ def _is_settled(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if node.target is aten.reshape.default:
+    if node.target in _RESHAPES:
         return True
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(each.alias_info is not None for each in schema.returns)
+
+
+def _may_copy(view: fx.Node) -> bool:
+    """Whether a view is no view of the buffer for Inductor, which copies what it is then."""
+    source = _value(view.args[0])
+    return view.target in _RESHAPES and source is not None and not _inductor.is_dense(source)
 
 
 def _is_inlined(node: fx.Node) -> bool:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._inductor import cpu_vec_isa
 
 from inductor_fusions import config, testing
 from inductor_fusions.fusions.attention import flex
@@ -127,23 +124,6 @@ def test_dropout() -> None:
     with flex_everywhere():
         run = testing.capture(fn, *qkv(), train=True, policy="always", backend=testing.EAGER_AFTER_PASSES)
     assert [s.reason for s in run.sites] == ["a function of the scores (tanh): flex attention has no dropout"]
-
-
-@pytest.fixture
-def vector_code() -> Iterator[None]:
-    """Inductor writes vector instructions; the other tests do without, which compiles faster."""
-
-    def forget() -> None:
-        cpu_vec_isa.valid_vec_isa_list.cache_clear()
-        for isa in cpu_vec_isa.supported_vec_isa_list:
-            clear = getattr(type(isa).__bool__, "cache_clear", None)
-            if clear is not None:
-                clear()
-
-    with torch._inductor.config.patch({"cpp.vec_isa_ok": None}):
-        forget()
-        yield
-    forget()
 
 
 BEHIND = {

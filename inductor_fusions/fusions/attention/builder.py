@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import computing_fakes, expression, symbol_parts
+from ..._inductor import computing_fakes, expression, is_dense, known_true, symbol_parts
 from ...fusion import Rejected
 from . import torch_ops
 from .operands import Operand
@@ -68,6 +68,27 @@ class Builder:
     def to(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         """Cast, where it changes something."""
         return node if self.value(node).dtype == dtype else self.call("to", node, dtype)
+
+    def settled(self, node: fx.Node) -> fx.Node:
+        """The value in a buffer that has its strides, of numbers that are known, once for all of its readers.
+
+        Inductor inlines pointwise code into each reader, and a kernel that wants strides of its own is one:
+        every layer would write a mask. A call of `as_strided` needs the buffer. That buffer is dense, and
+        begins with the value: where the value is a part of another one it is copied first, without what is
+        repeated in it. A part that begins elsewhere in dense memory is left, since torch 2.11 forgets where.
+        """
+        value = self.value(node)
+        shape, steps = tuple(value.shape), value.stride()
+        repeated = [dim for dim, step in enumerate(steps) if known_true(step == 0) and shape[dim] != 1]
+        for dim in repeated:
+            node = self.call("narrow", node, dim, 0, 1)
+        if not is_dense(self.value(node)):
+            node = self.call("clone", node, memory_format=torch.contiguous_format)
+        value = self.value(node)
+        if not known_true(value.storage_offset() == 0):
+            return self.call("expand", node, shape) if repeated else node
+        node = self.call(torch.as_strided, node, tuple(value.shape), tuple(value.stride()))
+        return self.call("expand", node, shape) if repeated else node
 
     def number(self, size: Any) -> Any:
         """A size as an argument: an int, or a node that holds a symbolic one.

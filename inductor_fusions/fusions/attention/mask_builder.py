@@ -349,16 +349,12 @@ class _Terms:
         return mask if known_true(value.stride(-1) == 1) else self.build.call("contiguous", mask)
 
     def _shared(self, mask: fx.Node) -> fx.Node:
-        """Have Inductor compute the mask once for all layers.
-
-        It inlines pointwise code into each user, and a kernel that wants its own strides is a user:
-        every layer would write a mask, all of them at once. A strided view of a buffer needs the buffer.
-        """
+        """Have Inductor compute the mask once for all layers."""
         value = self.build.value(mask)
         sizes = (*value.shape, *value.stride())
         if not all(isinstance(size, int) for size in sizes) or any(n.requires_grad for n in self._sources()):
             return mask
-        return self.build.call(torch.as_strided, mask, tuple(value.shape), tuple(value.stride()))
+        return self.build.settled(mask)
 
     def _sources(self) -> list[torch.Tensor]:
         found = [torch_ops.tensor(term.node) for term, _ in self.problem.terms]

@@ -112,8 +112,7 @@ def bias(build: Builder, problem: Problem) -> fx.Node:
     row = build.call("expand", build.to(row, problem.dtype), (*shape[:2], 1, shape[3]))
     row = build.call("contiguous", row)
     if all(isinstance(size, int) for size in shape):
-        # A view with strides of its own needs the buffer, so that all layers share one.
-        row = build.call(torch.as_strided, row, (*shape[:2], 1, shape[3]), build.value(row).stride())
+        row = build.settled(row)
     return row
 
 

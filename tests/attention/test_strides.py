@@ -1,0 +1,146 @@
+"""Masks and biases that views make: what a kernel is given has the strides that it was promised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from inductor_fusions import config, testing
+from tests.attention.support import cases, check, qkv
+
+B, H, N, D = 2, 3, 32, 16
+
+
+def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    return torch.softmax(q @ k.mT * 0.3 + bias, -1) @ v
+
+
+def shifted(q: Any, e: Any) -> Any:
+    """Relative positions, brought into place by a pad, views and a slice."""
+    r = q @ e.mT
+    r = torch.cat((torch.zeros_like(r[..., :1]), r), -1)
+    return r.view(B, H, 2 * N, N)[:, :, 1:].view(B, H, N, 2 * N - 1)[..., :N]
+
+
+#: The shape of what a bias is made of, and how.
+VIEWS: dict[str, tuple[tuple[int, ...], Callable[[Any, Any], Any]]] = {
+    "shifted positions": ((H, 2 * N - 1, D), shifted),
+    "some columns": ((B, H, N, 2 * N), lambda q, x: x.sin()[..., :N]),
+    "columns further on": ((B, H, N, N + 8), lambda q, x: x.sin()[..., 8:]),
+    "columns of an input": ((B, H, N, N + 8), lambda q, x: x[..., 8:]),
+    "samples further on": ((B + 1, H, N, N), lambda q, x: x.sin()[1:]),
+    "samples of an input": ((B + 1, H, N, N), lambda q, x: x[1:]),
+    "every other row": ((B, H, 2 * N, N), lambda q, x: x.sin()[:, :, ::2]),
+    "heads first": ((H, B, N, N), lambda q, x: x.sin().transpose(0, 1)),
+    "some heads, first": ((H + 1, B, N, N), lambda q, x: x.sin()[1:].transpose(0, 1)),
+    "transposed": ((B, H, N, N), lambda q, x: x.sin().mT),
+    "expanded": ((B, 1, 1, N), lambda q, x: x.sin().expand(B, H, N, N)),
+    "a part of what is expanded": ((B, 1, 1, 2 * N), lambda q, x: x.sin().expand(B, H, N, 2 * N)[..., :N]),
+    "one sample of several": ((B + 1, H, N, N), lambda q, x: x.sin()[1:2].expand(B, H, N, N)),
+    "dense": ((B, H, N, N), lambda q, x: x.sin()),
+}
+
+
+def strided(run: testing.Capture) -> list[fx.Node]:
+    """Calls of as_strided in the graphs of a run."""
+    return [node for name in ("as_strided", "as_strided.default") for node in run.calls(name)]
+
+
+@cases(VIEWS)
+def test_bias_of_views(case: Any) -> None:
+    """In inference one buffer of the bias serves all layers, and has the strides that are declared."""
+    shape, view = case
+    inputs = (*qkv(N, N, grad=False), torch.randn(shape))
+
+    def fn(q: Any, k: Any, v: Any, x: Any) -> Any:
+        bias = view(q, x)
+        return attend(q, k, v, bias) + attend(k, q, v, bias)
+
+    run = check(fn, inputs, fused=2, train=False)
+    for node in strided(run.ours):
+        source = node.args[0].meta.get("val")
+        assert source is None or (
+            torch._prims_common.is_non_overlapping_and_dense(source) and source.storage_offset() == 0
+        )
+    with config.patch(attention_kernel="sdpa"):
+        check(fn, inputs, fused=2, train=False, backend="inductor")
+
+
+@cases(
+    {name: VIEWS[name] for name in ("shifted positions", "columns further on", "samples further on", "dense")}
+)
+def test_gradient_of_views(case: Any) -> None:
+    shape, view = case
+    fn = lambda q, k, v, x: attend(q, k, v, view(q, x))  # noqa: E731
+    check(fn, (*qkv(N, N), torch.randn(shape).requires_grad_()))
+
+
+@cases(
+    {name: VIEWS[name] for name in ("shifted positions", "columns further on", "every other row", "dense")}
+)
+def test_code_for_cuda(case: Any) -> None:
+    """The buffer of the bias is as large as its strides say, and nothing reads it with others."""
+    pytest.importorskip("triton")
+    from bench import cuda_codegen
+
+    shape, view = case
+    fn = lambda q, k, v, x: attend(q, k, v, view(q, x))  # noqa: E731
+    with config.patch(policy="always", attention_kernel="sdpa"):
+        inputs = (*qkv(N, N, grad=False), torch.randn(shape))
+        code = cuda_codegen.generate(fn, inputs, run=False, change=through_efficient)
+    wrapper = code.forward.wrapper
+    assert f"empty_strided_cuda(({B}, {H}, {N}, {N}), ({H * N * N}, {N * N}, {N}, 1)" in wrapper
+    assert not any("as_strided" in kernel.name for kernel in code.kernels)
+
+
+def through_efficient(graph: fx.Graph) -> None:
+    """SDPA is decomposed for a CPU before the device is changed: here is what CUDA would have."""
+    aten = torch.ops.aten
+    for node in graph.find_nodes(
+        op="call_function", target=aten._scaled_dot_product_flash_attention_for_cpu.default
+    ):
+        q, k, v = node.args[:3]
+        scale, mask = node.kwargs["scale"], node.kwargs["attn_mask"]
+        with graph.inserting_before(node):
+            new = graph.call_function(
+                aten._scaled_dot_product_efficient_attention.default, (q, k, v, mask, False), {"scale": scale}
+            )
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+
+#: Biases that flex attention reads in its C++ template, which reads nothing but tensors in memory.
+CAPTURED: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
+    "an input": lambda q, k, x, m: torch.tanh(q @ k.mT * 0.3 + x[..., :N]),
+    "an input, further on": lambda q, k, x, m: torch.tanh(q @ k.mT * 0.3 + x[..., 8:]),
+    "a column of an input": lambda q, k, x, m: torch.tanh(q @ k.mT * 0.3 + x[..., 3:4]),
+    "a row of an input": lambda q, k, x, m: torch.tanh(q @ k.mT * 0.3 + x[:, :, 3:4, :N]),
+    "computed": lambda q, k, x, m: torch.tanh(q @ k.mT * 0.3 + x.exp()[..., :N]),
+    "a column of what is computed": lambda q, k, x, m: torch.tanh(q @ k.mT * 0.3 + x.exp()[..., 3:4]),
+    "transposed": lambda q, k, x, m: torch.tanh(q @ k.mT * 0.3 + x.exp()[..., :N].mT),
+    "two of one": lambda q, k, x, m: torch.tanh(torch.tanh(q @ k.mT + x[..., :N]) + x[..., 8:]),
+    "a product": lambda q, k, x, m: torch.tanh(q @ k.mT * 0.3 + q @ q.mT),
+    "before and behind": lambda q, k, x, m: torch.tanh(q @ k.mT * 0.3 + m.exp()) + m,
+    "filled with 0": lambda q, k, x, m: (q @ k.mT * 0.3).masked_fill(m < -1e3, 0.0) + m,
+    "filled with -1": lambda q, k, x, m: (q @ k.mT * 0.3).masked_fill(m * 2 < -1e3, -1.0) + m * 1.5,
+    "filled with 2": lambda q, k, x, m: (q @ k.mT * 0.3).masked_fill(x[..., :N] * 2 > 0, 2.0),
+    "filled with -10": lambda q, k, x, m: (q @ k.mT * 0.3).masked_fill(x[..., 8:] > 0, -10.0) + m,
+    "where": lambda q, k, x, m: torch.where(x[..., 8:] > 0, q @ k.mT * 0.3, 0.0) + m,
+    "where the scores say so": lambda q, k, x, m: (q @ k.mT * 0.3).masked_fill((q @ k.mT) < 0, 0.0),
+    "part of the keys": lambda q, k, x, m: torch.tanh(q @ k.mT * 0.3 + k[..., :1]),
+}
+
+
+@pytest.mark.slow
+@cases(CAPTURED)
+@pytest.mark.usefixtures("vector_code")
+def test_captured_by_flex_attention(case: Any) -> None:
+    hidden = torch.zeros(B, 1, N, N).masked_fill(torch.rand(B, 1, N, N) < 0.3, -1e9)
+    hidden[..., 0] = 0.0
+    fn = lambda q, k, v, x, m: torch.softmax(case(q, k, x, m), -1) @ v  # noqa: E731
+    inputs = (*qkv(N, N, grad=False), torch.randn(B, H, N, N + 8), hidden)
+    check(fn, inputs, kernel="flex", train=False, backend="inductor")

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from . import _inductor
-from ._inductor import computing_fakes, fake_mode_of, known_true, suppress_guards
+from ._inductor import computing_fakes, fake_mode_of, hint, known_true, suppress_guards
 from .operands import tensor
 from .writes import is_opaque, may_alias, memory, name_of, written
 
@@ -135,7 +135,7 @@ class _Walk:
 
     def _meet(self, user: fx.Node, reached: list[fx.Node]) -> None:
         if user.op == "output":
-            for i, node in enumerate(_leaves_of(user.args[0])):
+            for i, node in enumerate(leaves_of(user.args[0])):
                 if node in reached and self.inlined:
                     self.outputs[i] = self.outputs.get(i, False) or self._base[node].kept
                 elif node in reached:
@@ -180,46 +180,54 @@ class _Walk:
 def _settle(graph: fx.Graph, base: _Base, node: fx.Node) -> None:
     if not (base.leaves or base.overwritten):
         return
-    copied: Any = False
+    how: Any = "contiguous"
     if base.kept and (base.returned or base.overwritten):
-        copied = OWN if base.returned and not _is_transformed(graph) else "clone"
+        how = OWN if base.returned and not is_transformed(graph) else "clone"
     # A copy that is only for the caller is read by nobody else; what is written to is one value for all.
     ways = base.ways if base.kept and not base.overwritten else set(node.users)
-    new = _with_strides(graph, node, copied)
+    new = copied(graph, node, node.next, how)
     if new is not node:
+        new.meta = dict(node.meta)
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user in ways)
 
 
-def _with_strides(graph: fx.Graph, node: fx.Node, copied: Any) -> fx.Node:
-    """A value in the strides that its fake value has; in memory of its own by `copied`: OWN, or "clone"."""
+def copied(graph: fx.Graph, node: fx.Node, before: fx.Node, how: Any) -> fx.Node:
+    """A value in the strides that its fake value has.
+
+    Args:
+        graph: gets what this takes.
+        node: the value.
+        before: where that goes.
+        how: "clone" or OWN copy it, "contiguous" does where its strides are others.
+    """
     value = tensor(node)
     assert value is not None
     order = dense_order(value)
     if order is None:
-        if not copied:
+        if how == "contiguous":
             return node
-        order = list(range(value.dim()))
-    made: list[fx.Node] = []
+        order = sorted(range(value.dim()), key=lambda dim: -hint(value.stride(dim)))
+    last = node
     mode = fake_mode_of(graph)
 
     def call(method: Any, *args: Any, **kwargs: Any) -> None:
-        before = made[-1] if made else node
+        nonlocal last
         kind, function = "call_function", method
         if isinstance(method, str):
             kind, function = "call_method", getattr(torch.Tensor, method)
-        with graph.inserting_after(before):
-            new = graph.create_node(kind, method, (before, *args), kwargs)
+        with graph.inserting_before(before):
+            new = graph.create_node(kind, method, (last, *args), kwargs)
         new.meta = {key: each for key, each in node.meta.items() if key in ("stack_trace", "nn_module_stack")}
         with torch.no_grad(), computing_fakes(mode):
-            new.meta["example_value"] = function(tensor(before), *args, **kwargs)
-        made.append(new)
+            new.meta["example_value"] = function(tensor(last), *args, **kwargs)
+        last = new
 
     turned = order != sorted(order)
     if turned:
         call("permute", *order)
-    if copied is OWN:
+    if how is OWN:
         call(OWN)
-    elif copied:
+    elif how == "clone":
         call("clone", memory_format=torch.contiguous_format)
     else:
         call("contiguous")
@@ -229,9 +237,7 @@ def _with_strides(graph: fx.Graph, node: fx.Node, copied: Any) -> fx.Node:
                 call("unsqueeze", dim)
     if turned:
         call("permute", *(order.index(dim) for dim in range(value.dim())))
-    result = made[-1]
-    result.meta = dict(node.meta)
-    return result
+    return last
 
 
 def dense_order(value: torch.Tensor) -> list[int] | None:
@@ -258,7 +264,7 @@ def dense_order(value: torch.Tensor) -> list[int] | None:
     return inner[::-1]
 
 
-def _is_transformed(graph: fx.Graph) -> bool:
+def is_transformed(graph: fx.Graph) -> bool:
     """Whether transforms of torch.func are in a graph: they have no rules for operations of others."""
     return any(name_of(node).endswith("_increment_nesting") for node in graph.nodes)
 
@@ -308,13 +314,13 @@ def _may_be(result: fx.Node, operand: fx.Node) -> bool:
     return any(value.dtype in dtypes for value in _tensors(result))
 
 
-def _leaves_of(argument: Any) -> Iterator[Any]:
+def leaves_of(argument: Any) -> Iterator[Any]:
     """What is in nested tuples and dicts, in order."""
     if isinstance(argument, dict):
         argument = list(argument.values())
     if isinstance(argument, (tuple, list)):
         for each in argument:
-            yield from _leaves_of(each)
+            yield from leaves_of(each)
     else:
         yield argument
 

@@ -41,10 +41,12 @@ LAYERS = {
     "operands": {"fusion", "tables", "_inductor"},
     "writes": {"fusion", "operands", "_inductor"},
     "leaving": {"operands", "writes", "_inductor"},
+    "keeping": {"leaving", "operands", "writes", "_inductor"},
     "modes": set(),
     "derivatives": {"fusion", "modes", "writes", "_inductor"},
     "lowering": {"config", "fusion"},
-    "fusions": {"fusion", "operands", "writes", "leaving", "modes", "derivatives", "lowering"} | BASE,
+    "fusions": {"fusion", "operands", "writes", "leaving", "keeping", "modes", "derivatives", "lowering"}
+    | BASE,
     "ops": {"fusions"},
     "containment": {"fusion", "_inductor"},
     "attempts": {"containment", "sites"},

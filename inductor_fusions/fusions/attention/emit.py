@@ -284,6 +284,11 @@ def erase_chain(graph: fx.Graph, chain: list[fx.Node]) -> None:
             graph.erase_node(node)
 
 
+def keeps_operands(node: fx.Node) -> bool:
+    """Whether a node is a fused attention, which keeps what it is given for its backward."""
+    return node.op == "call_function" and "attention" in str(node.target)
+
+
 def _is_kernels(result: fx.Node) -> bool:
     """Whether a result may be in the memory that the kernel keeps for its backward."""
     while result.target in ("permute", "reshape", "contiguous", "narrow"):

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import fx
 
 from ... import config, tables
+from ..._inductor import records_gradients
 from ...derivatives import Derivatives
 from ...fusion import Candidate, LeftToStock, Rejected
+from ...keeping import Keeping
 from ...operands import check_kind, text
 from . import torch_ops
 from .masks import Interpreter, classify, negation, visibility
@@ -38,12 +40,15 @@ class MultiheadForward(Candidate):
         call: the node.
         interpreter: reads masks.
         derivatives: that the graph takes.
+        keeping: what may change in it.
     """
 
     def __init__(
-        self, graph: fx.Graph, call: fx.Node, interpreter: Interpreter, derivatives: Derivatives
-    ) -> None:
+        self, graph: fx.Graph, call: fx.Node, interpreter: Interpreter, derivatives: Derivatives,
+        keeping: Keeping,
+    ) -> None:  # fmt: skip
         self.graph, self.anchor, self.interpreter, self.derivatives = graph, call, interpreter, derivatives
+        self.keeping = keeping
         given = _SIGNATURE.bind(*call.args, **call.kwargs)
         given.apply_defaults()
         self.arguments: dict[str, Any] = dict(given.arguments)
@@ -118,6 +123,9 @@ class MultiheadForward(Candidate):
 
     def rewrite(self) -> str:
         arguments = {**self.arguments, "need_weights": False, "is_causal": self.causal}
+        mask, out = arguments["attn_mask"], self.anchor.meta["example_value"][0]
+        if mask is not None and not self.causal and records_gradients(out):
+            arguments["attn_mask"] = self.keeping.kept(mask, self.anchor)  # an addition keeps none
         with self.graph.inserting_before(self.anchor):
             new = self.graph.call_function(F.multi_head_attention_forward, kwargs=arguments)
         new.meta.update(self.anchor.meta)

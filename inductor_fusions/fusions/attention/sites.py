@@ -21,6 +21,7 @@ from ..._inductor import (
 )
 from ...derivatives import REVERSE, Derivatives, takes_gradient
 from ...fusion import Candidate, LeftToStock, Rejected
+from ...keeping import Keeping
 from ...leaving import settle
 from ...operands import check_kind, text
 from . import emit, kernels, savings, structure, torch_ops
@@ -34,6 +35,7 @@ from .operands import Operand
 from .posing import few_heads, pose
 from .problem import Problem, check_not_empty, check_sizes, same_problem_shapes
 from .recognise import recognise, softmaxes
+from .remembered import remembered, storage_of
 from .short import terms as short
 from .structure import DROWNED, Structure
 
@@ -72,11 +74,24 @@ class Scope:
         recomputed = [call for call in calls if _is_checkpoint(call)]
         if recomputed and around and around.modes.at(recomputed[0]).gradients and _ends_here(self.root):
             refused.append("recomputed for no backward, where torch takes no operation that may draw numbers")
+        self.keeping: Keeping = Keeping(graph, recomputed=bool(recomputed))
         self.derivatives: Derivatives = Derivatives(graph, self.modes, next(filter(None, refused), ""))
 
     def emitter(self, site: fx.Node) -> emit.Emitter:
         """What writes the fused form of a site."""
         return emit.Emitter(self.graph, self.memo, self.fake_mode, self.changed, self.modes.at(site))
+
+    def keep(self, known: Collection[fx.Node], by_eager: Collection[object]) -> None:
+        """Copy what the operations among new nodes keep for the backward, where it may change behind them.
+
+        Args:
+            known: the nodes that were there before.
+            by_eager: memory that eager keeps.
+        """
+        for node in [node for node in self.graph.nodes if node not in known and emit.keeps_operands(node)]:
+            for operand in node.all_input_nodes:
+                if torch_ops.tensor(operand) is not None:
+                    node.replace_input_with(operand, self.keeping.kept(operand, node, by_eager))
 
     def check_modes(self, nodes: Collection[fx.Node]) -> None:
         """Refuse where nodes that become one are in different modes."""
@@ -109,7 +124,7 @@ def _in_scope(
     for call in calls:
         yield SdpaCall(scope, call)
     for call in [node for node in scope.graph.nodes if is_call(node)]:
-        yield MultiheadForward(scope.graph, call, scope.interpreter, scope.derivatives)
+        yield MultiheadForward(scope.graph, call, scope.interpreter, scope.derivatives, scope.keeping)
     for module, operands, uses in _bodies(scope.graph):
         if module.graph in done:
             continue
@@ -217,8 +232,12 @@ class HandWritten(Candidate):
         site, output = self.site, self.site.output
         assert output is not None
         emitter = self.scope.emitter(self.anchor)
+        known = set(self.scope.graph.nodes)
         with suppress_guards(self.scope.fake_mode), modes.asking(self.scope.modes.at(self.anchor)):
             emitter.emit(self.problem, output, self.choice.kernel, self.choice.grouped)
+            if self.problem.train:
+                nodes = [site.product, *site.chain, output]
+                self.scope.keep(known, remembered(nodes, self.scope.fake_mode))
         emit.erase_chain(self.scope.graph, [*site.chain, *site.readers, output])
         return self.choice.text
 
@@ -360,8 +379,11 @@ class SdpaCall(Candidate):
         assert self.problem is not None and self.choice is not None
         emitter = self.scope.emitter(self.anchor)
         grouped = self.choice.grouped or self.was_grouped
+        known = set(self.scope.graph.nodes)
         with suppress_guards(self.scope.fake_mode), modes.asking(self.scope.modes.at(self.anchor)):
             emitter.emit(self.problem, self.anchor, self.choice.kernel, grouped)
+            if self.problem.train:
+                self.scope.keep(known, {storage_of(node) for node in self.anchor.all_input_nodes})
         emit.erase_chain(self.scope.graph, [self.anchor])
         return self.choice.text
 

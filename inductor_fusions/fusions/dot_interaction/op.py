@@ -127,7 +127,7 @@ GRADIENT: Any = torch.ops.inductor_fusions.dot_interaction_gradient.default
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     t, dense, *ctx.options = inputs
     ctx.x = 0 if dense is None else dense.shape[1]
-    ctx.save_for_backward(t)
+    ctx.save_for_backward(t if ctx.needs_input_grad[0] else None)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -28,6 +28,7 @@ from torch import fx
 from ..._inductor import draws_as_eager, drops_narrow_casts, fake_mode_of, suppress_guards
 from ...derivatives import Derivatives, check_operation
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected
+from ...keeping import Keeping
 from ...modes import Modes
 from ...operands import check_device, check_kind, known_size, tensor, text
 from ...writes import check_between, check_kept, effects
@@ -68,12 +69,14 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     """Every down-projection of a widened or dropped input that is trained."""
     known: list[fx.Node] | None = None
     derivatives: Derivatives | None = None
+    keeping: Keeping | None = None
     for node in list(graph.nodes):
         site = _read(node)
         if site is not None:
             known = effects(graph) if known is None else known
             derivatives = derivatives or Derivatives(graph, Modes(graph))
-            yield AdapterInput(graph, site, known, derivatives)
+            keeping = keeping or Keeping(graph)
+            yield AdapterInput(graph, site, known, derivatives, keeping)
 
 
 def _read(node: fx.Node) -> Site | None:
@@ -168,12 +171,15 @@ class AdapterInput(Candidate):
         site: what it is.
         known: the `effects` of the graph.
         derivatives: that the graph takes.
+        keeping: what may change in it.
     """
 
     def __init__(
-        self, graph: fx.Graph, site: Site, known: Sequence[fx.Node], derivatives: Derivatives
-    ) -> None:
+        self, graph: fx.Graph, site: Site, known: Sequence[fx.Node], derivatives: Derivatives,
+        keeping: Keeping,
+    ) -> None:  # fmt: skip
         self.graph, self.site, self.known, self.derivatives = graph, site, known, derivatives
+        self.keeping = keeping
         self.anchor = site.linear
         self.kernel = ""
 
@@ -217,8 +223,9 @@ class AdapterInput(Candidate):
             )
 
     def rewrite(self) -> str:
-        site, x = self.site, tensor(self.site.x)
+        x = tensor(self.site.x)
         assert x is not None
+        site = self.site = replace(self.site, x=self._kept())
         old = site.linear
         if site.drop is None:
             new = self._insert(old, LORA_DOWN, (site.x, site.a), tensor(old))
@@ -233,6 +240,21 @@ class AdapterInput(Candidate):
         for up in ups if drops_narrow_casts() else ():
             self._mark(_rounded_sum(up, x.dtype))
         return self.kernel
+
+    def _kept(self) -> fx.Node:
+        """The input, or a copy where the caller may change it: eager keeps what is made of it.
+
+        Linears that read it behind the copy read that, so that their fusions see one input.
+        """
+        source = self.site.x
+        x = self.keeping.kept(source, (*self.site.between, self.site.linear)[0])
+
+        def reads(user: fx.Node) -> bool:
+            return _is_linear(user, biased=True) and user.args[0] is source and x < user
+
+        if x is not source:
+            source.replace_all_uses_with(x, delete_user_cb=reads)
+        return x
 
     def _mask(self, drop: fx.Node) -> fx.Node:
         """What a dropout keeps, drawn where the dropout is."""

@@ -164,7 +164,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     if any(right.dim() == 3 for right in b):
         raise NotImplementedError("lora_narrow_mm has no gradient of summands")
     ctx.products = len(b)
-    ctx.save_for_backward(x, *b, *kept)
+    # The narrow matrices are read for the gradient of x alone; of all inputs it is the first.
+    ctx.save_for_backward(x, *(b if ctx.needs_input_grad[0] else [None] * len(b)), *kept)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
@@ -173,6 +174,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     b, kept = others[: ctx.products], others[ctx.products :]
     dx: Tensor | None = None
     db: list[Tensor | None] = []
+    right: Any
     for i, (right, dy, scale) in enumerate(zip(b, grads, ctx.scales, strict=True)):
         if dy is None:
             db.append(None)

@@ -16,8 +16,9 @@ from torch import fx
 from ... import config, tables
 from ...derivatives import check_operation
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected
+from ...keeping import Keeping
 from ...operands import check_device, check_kind, tensor, text
-from ...writes import check_between, check_kept
+from ...writes import check_between, check_kept, storage
 from . import recognise
 from .op import OUTER_PRODUCT_LINEAR, dtypes, pairs
 from .recognise import Site
@@ -76,6 +77,13 @@ class OuterProductLinear(Candidate):
     def rewrite(self) -> str:
         site, out = self.site, tensor(self.anchor)
         assert out is not None
+        keeping, factors = Keeping(self.graph), (site.u, site.v)
+        # The multiplication keeps a factor where the other one takes a gradient.
+        trained = [(t := tensor(node)) is not None and t.requires_grad for node in factors]
+        by_eager = {storage(node) for node, other in zip(factors, reversed(trained), strict=True) if other}
+        u, v = factors
+        if out.requires_grad:
+            u, v = (keeping.kept(node, self.anchor, by_eager) for node in factors)
         with self.graph.inserting_before(self.anchor):
             w = site.w
             if not site.by_rows:
@@ -83,7 +91,7 @@ class OuterProductLinear(Candidate):
                 held = tensor(site.w)
                 assert held is not None
                 w.meta["example_value"] = held.t()
-            new = self._call(OUTER_PRODUCT_LINEAR, site.u, site.v, w)
+            new = self._call(OUTER_PRODUCT_LINEAR, u, v, w)
             # Shape, dtype, and whether it takes a gradient.
             new.meta["example_value"] = out
             if site.bias is not None:

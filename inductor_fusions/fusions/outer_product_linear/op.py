@@ -117,7 +117,8 @@ def _(dy: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
+    u, v, w = inputs
+    ctx.save_for_backward(u, v, w if any(ctx.needs_input_grad[:2]) else None)
     # Of memory that two variables share, such as x and x.detach(), each has a gradient of its own.
     ctx.one = inputs[0] is inputs[1]
 

@@ -1,0 +1,115 @@
+"""What an operation keeps for its backward, where what it replaced kept something else, or nothing.
+
+Autograd raises where a tensor that is kept was written to. A matrix product keeps an operand only where the
+other one takes a gradient, and often a copy of it; an addition keeps nothing. So an operand of a fused
+operation may change after it, by a later node or by the caller, where eager allows it. Such an operand is
+copied: one that is written to later on, that is in the memory of an input of the graph, or that leaves it.
+What eager keeps itself is not: there it raises, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from ._inductor import computing_fakes, fake_mode_of, hint, known_true, suppress_guards
+from .leaving import OWN, copied, is_transformed, leaves_of
+from .operands import tensor
+from .writes import may_alias, name_of, storage, written
+
+
+class Keeping:
+    """Which values of a graph may change behind a node.
+
+    Args:
+        graph: Dynamo's. What it is asked about later may have been added since.
+        recomputed: the graph is the body of a checkpoint, whose inputs eager keeps in any case.
+    """
+
+    def __init__(self, graph: fx.Graph, recomputed: bool = False) -> None:
+        self.graph = graph
+        self.writes = [(node, storage(target)) for node in graph.nodes for target in written(node)]
+        given = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+        returned = [node for last in graph.find_nodes(op="output") for node in leaves_of(last.args[0])]
+        seen = [] if recomputed else [*given, *(node for node in returned if isinstance(node, fx.Node))]
+        self.in_other_hands = {storage(node) for node in seen} - {None}
+        self._copies: list[tuple[fx.Node, fx.Node]] = []
+
+    def kept(self, node: fx.Node, before: fx.Node, by_eager: Collection[object] = ()) -> fx.Node:
+        """An operand, or a copy of it in front of the operation that keeps it, if it may change behind that.
+
+        Args:
+            node: the operand.
+            before: the operation.
+            by_eager: memory that eager keeps.
+        """
+        memory = storage(node)
+        if memory is None or memory in by_eager:
+            return node
+        others = memory in self.in_other_hands
+        if not others and not any(before < writer and may_alias(memory, s) for writer, s in self.writes):
+            return node
+        path = [node]
+        while (parent := _seen_through(path[-1])) is not None:
+            path.append(parent)
+        # Before it was expanded, say.
+        smallest = min(range(len(path)), key=lambda i: _size(path[i]))
+        copies = {path[smallest]: self._copy(path[smallest], before, memory, others)}
+        for view in reversed(path[:smallest]):
+            with self.graph.inserting_before(before):
+                copies[view] = self.graph.node_copy(view, lambda n: copies.get(n, n))
+        return copies[node]
+
+    def _copy(self, node: fx.Node, before: fx.Node, memory: object, others: bool) -> fx.Node:
+        for source, copy in self._copies:
+            if source is node and copy < before and not self._between(copy, before, memory):
+                return copy
+        with suppress_guards(fake_mode_of(self.graph)):
+            kind = OWN if others and not is_transformed(self.graph) else "clone"
+            short = self._without_repeats(node, before)
+            copy = copied(self.graph, short, before, kind)
+            if short is not node:
+                copy = self._call("expand_as", before, copy, node)
+        self._copies.append((node, copy))
+        return copy
+
+    def _without_repeats(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        """A value with one element of each dim over which it is expanded."""
+        value = tensor(node)
+        assert value is not None
+        for dim in range(value.dim()):
+            if known_true(value.stride(dim) == 0) and not known_true(value.shape[dim] == 1):
+                node = self._call("narrow", before, node, dim, 0, 1)
+        return node
+
+    def _call(self, method: str, before: fx.Node, node: fx.Node, *args: Any) -> fx.Node:
+        with self.graph.inserting_before(before):
+            new = self.graph.call_method(method, (node, *args))
+        given = [tensor(each) if isinstance(each, fx.Node) else each for each in (node, *args)]
+        with torch.no_grad(), computing_fakes(fake_mode_of(self.graph)):
+            new.meta["example_value"] = getattr(torch.Tensor, method)(*given)
+        return new
+
+    def _between(self, first: fx.Node, last: fx.Node, memory: object) -> bool:
+        return any(first < writer and writer < last and may_alias(memory, s) for writer, s in self.writes)
+
+
+def _seen_through(node: fx.Node) -> fx.Node | None:
+    """What a node is a view of, where that is its only tensor."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    inputs = [each for each in node.all_input_nodes if tensor(each) is not None]
+    before, after = tensor(inputs[0]) if len(inputs) == 1 else None, tensor(node)
+    if before is None or after is None or storage(inputs[0]) != storage(node):
+        return None
+    # Strides that are given are those of the original.
+    return inputs[0] if before.dtype == after.dtype and name_of(node) != "as_strided" else None
+
+
+def _size(node: fx.Node) -> int:
+    value = tensor(node)
+    assert value is not None
+    return hint(value.numel())

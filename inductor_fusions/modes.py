@@ -44,6 +44,8 @@ _SWITCHES: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
     "MATH": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     "CUDNN_ATTENTION": (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
 }
+#: Devices on which autocast may be on around the whole graph.
+_DEVICES = ("cpu", "cuda")
 _DETERMINISTIC = ("_set_deterministic_algorithms", "use_deterministic_algorithms")
 
 
@@ -156,7 +158,7 @@ class Modes:
 
     def __init__(self, graph: fx.Graph, start: State | None = None) -> None:
         state = ambient() if start is None else start
-        casts = dict(state.autocast)
+        casts = {device: _ambient_autocast(device) for device in _DEVICES} | dict(state.autocast)
         for node in graph.nodes:
             if called(node) == "_enter_autocast":
                 casts.setdefault(_device_of(node), _ambient_autocast(_device_of(node)))

@@ -177,7 +177,18 @@ def lower_attention_backward(
             step = step * arguments[i].get_size()[dim]
         exact = [strides[dim] for dim in range(len(dims))]
         held[i] = ir.ExternKernel.require_exact_strides(arguments[i], exact)
+        # cuDNN reads vectors: a part that begins elsewhere is copied (pytorch#191576).
+        (held[i],) = realize([held[i]])
+        if not _begins_aligned(held[i]):
+            held[i] = ir.ExternKernel.copy_input(held[i])
+            held[i] = ir.ExternKernel.require_exact_strides(held[i], exact)
     return lowering.fallback_handler(op, add_to_fallback_set=False)(*held, **keywords)
+
+
+def _begins_aligned(value: Any) -> bool:
+    """Whether a value in memory is known to begin at a multiple of 16 bytes from where its memory does."""
+    offset = value.get_layout().offset * value.get_dtype().itemsize
+    return isinstance(static(offset), int) and static(offset) % 16 == 0
 
 
 def _number(graph: Any, size: Any) -> int:

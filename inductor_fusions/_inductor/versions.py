@@ -55,6 +55,14 @@ def patterns_match_decomposed_sdpa() -> bool:
     return (2, 12) <= torch_version() < (2, 15)
 
 
+def counts_in_32_bits() -> bool:
+    """Whether flex attention's kernels count in 32 bits, whatever a captured tensor has (pytorch#145869).
+
+    Read in the sources of 2.11 and 2.13; 2.14 looks at what is captured.
+    """
+    return torch_version() < (2, 14)
+
+
 def drops_narrow_casts() -> bool:
     """Whether Inductor takes out a cast to a narrower dtype that another one widens again.
 

@@ -17,7 +17,15 @@ import torch
 from torch import fx
 
 from ... import tables
-from ..._inductor import flex_attention_op, flex_block_mask, flex_on_cpu, hint, known_true, max_autotune
+from ..._inductor import (
+    counts_in_32_bits,
+    flex_attention_op,
+    flex_block_mask,
+    flex_on_cpu,
+    hint,
+    known_true,
+    max_autotune,
+)
 from ...fusion import Rejected
 from . import torch_ops
 from .builder import Builder
@@ -409,6 +417,8 @@ def takes(problem: Problem) -> str:
         return "flex attention takes head dims from 16 on"
     if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"flex attention does not take {problem.dtype}"
+    if counts_in_32_bits() and any(hint(node.numel()) >= 2**31 for node in _read(problem)):
+        return "flex attention of this torch reads at most 2^31 elements of a tensor"
     if not isinstance(problem.first_scale, (int, float)):
         return "flex attention takes a scale that is a number"
     if problem.train and _learns(problem) and torch.are_deterministic_algorithms_enabled():
@@ -418,12 +428,22 @@ def takes(problem: Problem) -> str:
     return ""
 
 
-def _learns(problem: Problem) -> bool:
-    """Whether a tensor that the kernel reads beside q, k and v takes a gradient."""
+def _read(problem: Problem) -> list[torch.Tensor]:
+    """Everything that the kernel reads, before it is expanded."""
+    nodes = [operand.node for operand in (problem.q, problem.k, problem.v, *_beside(problem))]
+    return [value for node in nodes if (value := torch_ops.tensor(node)) is not None]
+
+
+def _beside(problem: Problem) -> list[Operand]:
+    """The masks and biases of the scores."""
     read = [operand for _, operand in problem.terms]
     read += [operand for _, biases, _ in problem.stages for _, operand in biases]
-    read += [operand for _, _, operand in problem.stages if operand is not None]
-    nodes = [operand.node for operand in read]
+    return read + [operand for _, _, operand in problem.stages if operand is not None]
+
+
+def _learns(problem: Problem) -> bool:
+    """Whether a tensor that the kernel reads beside q, k and v takes a gradient."""
+    nodes = [operand.node for operand in _beside(problem)]
     late = (by for scalers in problem.late_scalers for _, by in scalers)
     nodes += [by.node if isinstance(by, Operand) else by for by in late]
     if problem.attn_mask is not None:

@@ -9,7 +9,7 @@ import torch
 
 from ... import config, modes, tables
 from ..._inductor import hint, known_true, sdpa_is_fused
-from ...fusion import LeftToStock
+from ...fusion import LeftToStock, Rejected
 from . import flex, row_bias, torch_ops
 from .problem import Problem
 from .short import terms as short
@@ -44,6 +44,7 @@ def choose(problem: Problem) -> Choice:
 
     Raises:
         LeftToStock: no fused kernel takes it, or none is measured to be faster.
+        Rejected: those that take it would round a bias.
     """
     _drop_structure_that_is_limited(problem)
     flexible = _flexible(problem)
@@ -67,6 +68,8 @@ def choose(problem: Problem) -> Choice:
             fits += ("row_bias",)
         if is_short:
             fits += ("short",)
+    if problem.rounded_bias is not None and not fits:
+        raise Rejected(_why_math(problem), "give the bias the dtype of q")
     if config.policy == "always":
         kernel = _proved(problem, fits)
         if kernel == "sdpa" and not _may_call(problem, fits):
@@ -154,6 +157,8 @@ def _proved(problem: Problem, fits: tuple[str, ...]) -> str:
     """The kernel where nothing is measured: SDPA is math where no fused kernel of it fits."""
     if "flex" in fits and _preferred(problem):
         return "flex"
+    if problem.rounded_bias is not None:
+        return fits[0]  # none of them is SDPA
     return "short" if fits == ("short",) else "sdpa"
 
 
@@ -226,6 +231,8 @@ def _is_sparse(problem: Problem) -> bool:
 def available(problem: Problem, grouped: bool = False) -> tuple[str, ...]:
     """The kernels ("sdpa", "efficient") that compute the problem without writing out the scores."""
     device = problem.q.value.device.type
+    if problem.rounded_bias is not None:
+        return ()
     if device == "cuda":
         return _on_cuda(problem, grouped)
     return ("sdpa",) if _on_cpu(problem, grouped) else ()
@@ -258,6 +265,10 @@ def _on_cpu(problem: Problem, grouped: bool) -> bool:
 
 def _on_cuda(problem: Problem, grouped: bool) -> tuple[str, ...]:
     backends = torch.backends.cuda
+    if _mask_needs_grad(problem) and not any(
+        t.value.requires_grad for t in (problem.q, problem.k, problem.v)
+    ):
+        return ()  # SDPA keeps no logsumexp for its backward then, and that reads one (pytorch#148476)
     k, v = (problem.k, problem.v) if grouped else (problem.full_k, problem.full_v)
     q = problem.q.value.to(problem.dtype)
     mask = None
@@ -291,6 +302,9 @@ def _on_cuda(problem: Problem, grouped: bool) -> tuple[str, ...]:
 
 
 def _why_math(problem: Problem) -> str:
+    if problem.rounded_bias is not None:
+        wide, narrow = (tables.dtype_name(each) for each in (problem.rounded_bias, problem.dtype))
+        return f"a bias of {wide}, which SDPA takes as {narrow}"
     if modes.is_restricted():
         return "its dtype, head dim or strides, or the backends of SDPA that the caller allows"
     if problem.dropout > 0 and problem.q.value.device.type == "cpu":

@@ -11,6 +11,7 @@ from torch import fx
 
 from ..._inductor import holds_now, known_true
 from ...fusion import Rejected
+from ...operands import holds
 from . import torch_ops
 from .normal_form import Stage, Term
 from .operands import Operand, same_shape
@@ -48,6 +49,7 @@ class Problem:
         out_shape: shape of (*out_lead, q_len, v_dim), before `out_dims`.
         train: whether a gradient flows into q, k or v, or into anything else that the result is made of.
         transformed: whether it is inside of torch.func.grad.
+        autocast: whether autocast is on, which rounds what products are made of anyway.
     """
 
     q: Operand
@@ -67,6 +69,7 @@ class Problem:
     attn_mask: fx.Node | None = None
     train: bool = False
     transformed: bool = False
+    autocast: bool = False
     stages: list[tuple[Stage, list[tuple[float, Operand]], Operand | None]] = field(default_factory=list)
     sink: tuple[Operand, float] | None = None
     structure: Structure | None = None
@@ -74,6 +77,20 @@ class Problem:
     zeros: tuple[Operand, bool] | None = None
     overwritten: Callable[[fx.Node], bool] = lambda node: True
     version: Callable[[fx.Node, fx.Node], object] = lambda node, before: object()
+
+    @property
+    def rounded_bias(self) -> torch.dtype | None:
+        """The dtype of a bias that the kernel's dtype does not hold, so that SDPA would round it.
+
+        A mask that is proved to be 0 where a key is seen, and one low number elsewhere, may be rounded; and
+        under autocast the scores that a bias is added to are rounded as well.
+        """
+        for term, operand in self.terms:
+            dtype = operand.value.dtype
+            plain = term.fill is None and term.depth is None and dtype.is_floating_point
+            if plain and not self.autocast and not holds(self.dtype, dtype):
+                return dtype
+        return None
 
     @property
     def bare_output(self) -> bool:

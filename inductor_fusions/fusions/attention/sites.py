@@ -212,6 +212,7 @@ class HandWritten(Candidate):
             if dict(state.autocast).get(problem.q.value.device.type) is None:
                 self._check_dtypes(site)
             problem.transformed = state.within(*REVERSE)
+            problem.autocast = dict(state.autocast).get(problem.q.value.device.type) is not None
             check_empty_rows(problem)
             self.choice = kernels.choose(problem)
         check_sizes(problem)

@@ -1,0 +1,55 @@
+"""Biases of float32 beside half-precision operands: SDPA would round them, which large ones do not bear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from inductor_fusions import testing
+from tests.attention.support import check, qkv, unfused
+
+REASON = "a bias of float32, which SDPA takes as bfloat16"
+
+
+def attention(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    return torch.softmax(q @ k.mT * 0.2 + bias, -1).to(v.dtype) @ v
+
+
+@pytest.mark.parametrize("size", [1.0, 20.0, 60.0])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_bias_is_not_rounded(size: float, grad: bool) -> None:
+    bias = (torch.randn(2, 1, 7, 13) * size).requires_grad_(grad)
+    unfused(attention, (*qkv(dtype=torch.bfloat16), bias), REASON)
+
+
+def test_one_of_their_own_dtype_is_fused() -> None:
+    check(attention, (*qkv(dtype=torch.bfloat16), torch.randn(2, 1, 7, 13, dtype=torch.bfloat16)))
+
+
+def test_a_mask_of_two_numbers_is_fused() -> None:
+    """0 and one low number are proved: rounding changes nothing that a softmax sees."""
+
+    def masked(q: Any, k: Any, v: Any, seen: Any) -> Any:
+        return attention(q, k, v, torch.zeros(seen.shape).masked_fill(~seen, -1e9))
+
+    seen = torch.rand(2, 1, 7, 13) < 0.7
+    seen[..., 0] = True
+    check(masked, (*qkv(dtype=torch.bfloat16), seen))
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_autocast(cast: bool) -> None:
+    """Under autocast the scores are rounded before the bias is added to them, so that it may be as well."""
+
+    def fn(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            return torch.softmax(q @ k.mT * 0.2 + bias, -1) @ v
+
+    inputs = (*qkv(grad=False), torch.randn(2, 1, 7, 13))
+    with torch.autocast("cpu", torch.bfloat16, enabled=not cast):
+        run = testing.capture(
+            attention if not cast else fn, *inputs, train=False, backend=testing.EAGER_AFTER_PASSES
+        )
+    assert [site.verdict for site in run.sites] == ["fused"]

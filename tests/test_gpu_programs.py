@@ -15,7 +15,8 @@ from tests.gpu.reading import Placed
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Programs: one that is right, one that a fusion makes wrong, one that ends its process, one behind it.
+#: Programs: one that is right, one that a fusion makes wrong, one that ends its process, one that loses
+#: the GPU, others behind them.
 PROGRAMS = """
 import os
 import torch
@@ -41,6 +42,12 @@ def test_wrong():
 
 def test_dies():
     testing.check(lambda x: os.kill(os.getpid(), 9), (torch.randn(4, 4),))
+
+def lost(x):
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+def test_lost():
+    testing.check(lost, (torch.randn(4, 4),))
 
 def test_draws():
     testing.check(lambda x: torch.nn.functional.dropout(x, 0.5), (torch.randn(64, 64, requires_grad=True),))
@@ -88,12 +95,13 @@ def test_programs(tmp_path: Path) -> None:
         return row, done.stdout
 
     row, said = run()
-    assert len(row["done"]) == 5
+    assert len(row["done"]) == 6
     assert sum(row["judged"].values()) == 3 and row["draws"] == 1
-    assert sum(row["left"].values()) == 2  # one does not run, one ends its process
+    assert sum(row["left"].values()) == 3  # one does not run, two end their process
     failures = {failure["name"].partition("::")[2]: failure for failure in row["failures"]}
-    assert failures.keys() == {"test_wrong 0", "test_dies 0"}
+    assert failures.keys() == {"test_wrong 0", "test_dies 0", "test_lost 0"}
     assert "is off by" in failures["test_wrong 0"]["what"] and failures["test_wrong 0"]["alone"] == "fails"
     assert failures["test_dies 0"]["ended"] and failures["test_dies 0"]["alone"] == "ends its process"
+    assert failures["test_lost 0"]["what"].startswith("RuntimeError: CUDA error")
     again, said = run()
-    assert again == row and "5 tests, 3 programs" in said
+    assert again == row and "6 tests, 3 programs" in said

@@ -216,7 +216,6 @@ class Batch:
     def look(self, worker: Worker, seed: int) -> bool:
         """Take what a process wrote; whether it goes on."""
         over = worker.process.poll() is not None
-        lost = ""
         for event in worker.events():
             if event["event"] == "collected":
                 self.left += event["left"]
@@ -229,15 +228,15 @@ class Batch:
                         flush=True,
                     )
             elif event["event"] == "lost":
-                lost, worker.current = event["text"], event
+                worker.current = event
         late = worker.current is not None and time.time() - worker.current["at"] > self.limit
         if not over and not late:
             return True
         worker.stop()
         if worker.current is not None and time.time() < self.deadline + self.limit:
-            status = worker.process.returncode
-            what = lost or ("it hangs" if late else f"its process ended with {status}")
             at = worker.current
+            ended = at.get("text", f"its process ended with {worker.process.returncode}")
+            what = "it hangs" if late else ended
             mode = "training" if at.get("train") else "inference"
             failure = {
                 "name": at["name"],

@@ -157,6 +157,18 @@ def test_smallest(case: tuple[int, ...]) -> None:
         check(scored(lambda s: s * 0.3), sized(*case), kernel="short")
 
 
+def test_multihead_attention() -> None:
+    """One operation to Dynamo, which calls SDPA where nothing reads the weights."""
+    layer, dropped = (torch.nn.MultiheadAttention(16, 2, batch_first=True, dropout=p) for p in (0.0, 1.0))
+    for own, batch, reason in ((layer, 2, None), (layer, 0, "is empty"), (dropped, 2, "a dropout of 1")):
+        run = testing.capture(
+            lambda x, own=own: own(x, x, x)[0], torch.randn(batch, 5, 16), policy="always",
+            backend=testing.EAGER_AFTER_PASSES,
+        )  # fmt: skip
+        (site,) = run.sites
+        assert reason in site.reason if reason else site.verdict == "fused"
+
+
 def test_size_that_may_be_nothing_later() -> None:
     """The length of a slice: fused while there is one, and eager's result where there is none."""
 

@@ -243,6 +243,19 @@ def test_products_in_different_modes() -> None:
     check(autocast_that_is_on, qkv(5, 5, grad=False), fused=0, reason="autocast changes", slack=2**17)
 
 
+def test_autocast_around() -> None:
+    """Weights in float32 and values in half precision are one product there, and none elsewhere."""
+
+    def inside(q: Any, k: Any, v: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return attend(q, k, v).float()
+
+    inputs = [t.to(torch.bfloat16).requires_grad_(False) for t in qkv(5, 5, grad=False)]
+    check(inside, inputs, train=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check(attend, inputs, train=False, reference=lambda *given: attend(*given))
+
+
 def test_same_input_learns_elsewhere() -> None:
     """A parameter that a gradient outside flows into stands beside the attention in a transform."""
 

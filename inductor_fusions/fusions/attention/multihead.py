@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ... import config, tables
-from ..._inductor import records_gradients
+from ..._inductor import holds_now, records_gradients
 from ...derivatives import Derivatives
 from ...fusion import Candidate, LeftToStock, Rejected
 from ...keeping import Keeping
@@ -74,6 +74,10 @@ class MultiheadForward(Candidate):
                 raise Rejected("the pair of output and weights is used as a whole")
             if user.args[1] == 1 and user.users:
                 raise Rejected("the attention weights are used elsewhere", "need_weights=False")
+        if self.arguments["training"] and self.arguments["dropout_p"] >= 1:
+            raise Rejected("a dropout of 1 leaves no weight")
+        if not all(holds_now(size >= 1) for size in (*query.shape, *key.shape)):
+            raise Rejected("an operand is empty, or may be")
         kind = self._mask(query, key)
         if config.policy == "profitable":
             batch = query.shape[1] if query.dim() == 3 else 1

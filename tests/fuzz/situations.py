@@ -59,8 +59,9 @@ SITUATIONS: dict[str, tuple[str, ...]] = {
         "lambda *t: first(inner(*t)) * 0.5, args)",
     ),
     "cond, no attention beside it": (
-        "return torch.cond(x0.sum() < 1e9, lambda *t: first(inner(*t)).sum(-1), "
-        "lambda *t: first(inner(*t)).sin().sum(-1), args)",
+        "like = first(inner(*args)).detach()",
+        "return torch.cond(x0.sum() > 0.0, lambda *t: first(inner(*t[:-1])), lambda *t: t[-1].sin(), "
+        "(*args, like))",
     ),
     "checkpoint": ("return torch.utils.checkpoint.checkpoint(inner, *args, use_reentrant=False)",),
     "loop": ("for _ in range(2):", "    x0 = x0 + first(inner(x0, *rest)).sum()", "return x0"),

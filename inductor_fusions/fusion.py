@@ -78,19 +78,19 @@ class Fusion:
         stage: which graph it reads.
         summary: one line on what it turns into what.
         recognise: yields the candidates of one graph, in graph order.
-        exact: whether what it makes has the bits of what it replaces. Others do nothing where those of eager
-            are asked for (`torch._inductor.config.numerics`, torch 2.15).
         before, after: names of fusions of the same stage that run later or earlier than this one. Names that
             do not exist are ignored.
         protects: whether it only keeps a graph from a kernel that is wrong: tests that count what is fused do
             not count it, unless they name it.
+        exact: whether what it makes has the bits of what it replaces. Others, but for those that protect, do
+            nothing where the bits of eager are asked for (`torch._inductor.config.numerics`, torch 2.15).
     """
 
     name: str
     stage: Stage
     summary: str
     recognise: Callable[[fx.Graph], Iterable[Candidate]]
-    exact: bool = False
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     protects: bool = False
+    exact: bool = False

@@ -250,7 +250,7 @@ def _fuse(fusion: Fusion, candidate: Candidate, number: int) -> Site:
     known = dict.fromkeys(graph.nodes)
     try:
         site.details = candidate.describe()
-        if _inductor.eager_bits_are_wanted() and not fusion.exact:
+        if _inductor.eager_bits_are_wanted() and not (fusion.exact or fusion.protects):
             raise LeftToStock("torch._inductor.config.numerics asks for the bits of eager")
         candidate.guard()
         if attempt is not None and key in attempt.without.sites:

@@ -65,6 +65,7 @@ class Attempt:
         before: what an earlier attempt fused, in the order in which it was met.
         copy: the graph as it was before any pass of Inductor; None while none has run.
         fused: what this attempt has fused so far.
+        broken: what the compile of its backward has raised, which AOTAutograd ignores.
         cache_keys, graph_keys: what AOTAutograd's cache and that of graphs know its code by.
     """
 
@@ -72,8 +73,9 @@ class Attempt:
     without: Without = Without()
     before: tuple[Fused, ...] = ()
     copy: Copy | None = None
-    fused: list[Fused] = field(default_factory=list)
     cache_keys: list[str] = field(default_factory=list)
+    fused: list[Fused] = field(default_factory=list)
+    broken: Exception | None = None
     graph_keys: list[str] = field(default_factory=list)
     _graphs: Counter[str] = field(default_factory=Counter)
     _keys: Counter[tuple[str, int, str, str]] = field(default_factory=Counter)

@@ -14,8 +14,10 @@ import torch
 
 from . import _inductor, config
 
-#: Inputs that the graph writes to are kept for a second call where they are no larger than this, in bytes.
+#: Inputs that the graph writes to are kept for a second call where they are no larger than this, in bytes, or
+#: than this share of what is free on their device.
 KEPT = 64 * 2**20
+SHARE = 0.25
 
 #: Is given what the first call raised, and the call; returns what to call from now on, and what that
 #: call gave.
@@ -65,6 +67,44 @@ def guarded(compiled: Any, written: Callable[[], Sequence[int] | None], relaunch
     return _inductor.like(call, inner)
 
 
+def guard_backward(compiled: Any, written: Sequence[int], relaunch: Relaunch) -> None:
+    """The same for the code of a backward, which is changed in place.
+
+    What the forward has kept is held until the first call returns. Where memory is not enough for that, the
+    call is made again without.
+
+    Args:
+        compiled: what Inductor gives for an aten graph.
+        written: which inputs it may write to, because nobody reads them afterwards.
+        relaunch: asked where the first call raises.
+    """
+    original = getattr(compiled, "current_callable", None)
+    if original is None:
+        return
+
+    def first(inputs: Any) -> Any:
+        call = Call((inputs,), written)
+        if call.traced:
+            return original(inputs)
+        compiled.current_callable = original
+        if not call.repeatable:
+            return original(inputs)
+        try:
+            return original(inputs)
+        except Exception as error:
+            full = _inductor.is_out_of_memory(error)
+            if config.strict or not call.may_repeat() or (_inductor.is_for_the_caller(error) and not full):
+                raise
+            traceback.clear_frames(error.__traceback__)
+            if not full:
+                compiled.current_callable, outputs = relaunch(error, call)
+                return outputs
+        inputs[:] = call.given_back()
+        return original(inputs)
+
+    compiled.current_callable = first
+
+
 class Call:
     """One call of what was compiled, and what is needed to make it again."""
 
@@ -75,7 +115,7 @@ class Call:
         self.traced = _inductor.calls_with_fakes(self.values)
         overwritten = [self.values[i] for i in written if i < len(self.values)]
         tensors = [each for each in overwritten if isinstance(each, torch.Tensor)]
-        self.repeatable = self.traced or sum(each.nbytes for each in tensors) <= KEPT
+        self.repeatable = self.traced or _may_be_kept(tensors)
         if self.traced or not self.repeatable:
             return
         with torch.no_grad():
@@ -92,13 +132,31 @@ class Call:
         )
         return same and _inductor.devices_work(self.values)
 
-    def repeat(self, compiled: Any) -> Any:
-        """Make the call with other code."""
+    def given_back(self) -> list[Any]:
+        """The arguments as they were, which are held no longer."""
+        self._put_back()
+        values, self.values, self.kept = self.values, [], []
+        return values
+
+    def _put_back(self) -> None:
         self.random()
         with torch.no_grad():
             for each, kept in self.kept:
                 each.copy_(kept)
+
+    def repeat(self, compiled: Any) -> Any:
+        """Make the call with other code."""
+        self._put_back()
         return compiled(list(self.values)) if self.boxed else compiled(*self.values)
+
+
+def _may_be_kept(tensors: Sequence[torch.Tensor]) -> bool:
+    size = sum(each.nbytes for each in tensors)
+    if size <= KEPT:
+        return True
+    devices = {each.device for each in tensors}
+    free = [torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0 for device in devices]
+    return size <= SHARE * min(free)
 
 
 def _is_boxed(args: tuple[Any, ...]) -> bool:

@@ -3,29 +3,24 @@
 What each attempt does to the graph, to the records and to the state of the process is undone before the next,
 so that stock Inductor compiles what it would have been given without this package. Where that raises too, the
 error is its own.
+
+A backward is compiled when it is first called, or its error is ignored until then: the forward has run, and
+what it keeps is settled. Of its graph the sites after autograd can be left out; a backward of an attention
+that was fused before autograd is written as matrix products.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
 
-from . import _inductor, attempts, config, launching, passes, reporting, watching
-from .attempts import Attempt, Fused, Key, Without
-
-log = logging.getLogger(__name__)
-
-#: At most so many compiles of one graph, the one that raised and the one with no site among them.
-MOST = 12
-
-#: Counter of the compiles that raised with our fusions, and were made with fewer.
-RECOVERED = "recovered"
-
-_ALL = frozenset({"pre_grad", "post_grad"})
+from . import _inductor, attempts, config, launching, reporting, unfusing
+from .attempts import Without
+from .sites import Site
+from .trials import Made, Trials, line
 
 
 def around(compile: Callable[..., Any], model: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -41,16 +36,12 @@ def around(compile: Callable[..., Any], model: Any, inputs: Sequence[Any], *args
     """
     if attempts.current() is not None or not config.enabled or not isinstance(model, fx.GraphModule):
         return compile(model, inputs, *args, **kwargs)
-
-    args, kwargs = _inductor.with_inner_compile(_inner, args, kwargs)
-
-    def once() -> Any:
-        return compile(model, list(inputs), *args, **kwargs)
-
-    recovery = Recovery(model, once)
+    trials = Trials(model, lambda: compile(model, list(inputs), *args, **kwargs))
+    inner = functools.partial(_inner, trials.cache_keys)
+    args, kwargs = _inductor.with_inner_compile(inner, args, kwargs)
     if not _inductor.is_flat(model, inputs):
-        recovery.first.starts()
-    return recovery.run()
+        trials.first.starts()
+    return trials.run()
 
 
 def starts(model: Any) -> None:
@@ -60,12 +51,27 @@ def starts(model: Any) -> None:
         attempt.starts()
 
 
-def _inner(compile: Callable[..., Any], graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Code for one aten graph."""
-    compiled = compile(graph, inputs, *args, **kwargs)
-    attempt, key = attempts.current(), _inductor.cache_key(compiled)
-    if attempt is not None and key:
-        attempt.graph_keys.append(key)
+def _inner(
+    cache_keys: list[str], compile: Callable[..., Any], graph: Any, inputs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Code for one aten graph. That of a backward is made when it is first called, or by then it may be."""
+    outer = attempts.current()
+    # Where an attempt leaves out a stage, nothing of a backward is fused.
+    spared = config.strict or not config.enabled or (outer is not None and outer.without.stages)
+    if not kwargs.get("is_backward") or spared or not isinstance(graph, fx.GraphModule):
+        compiled = compile(graph, inputs, *args, **kwargs)
+    else:
+        trials = Backward(graph, lambda: compile(graph, list(inputs), *args, **kwargs), cache_keys)
+        try:
+            compiled = trials.run()
+        except Exception as error:
+            # AOTAutograd ignores it, and compiles the backward again when it is called.
+            if outer is not None:
+                outer.broken = error
+            raise
+    key = _inductor.cache_key(compiled)
+    if outer is not None and key:
+        outer.graph_keys.append(key)
     return compiled
 
 
@@ -76,209 +82,67 @@ def keyed(key: str) -> None:
         attempt.cache_keys.append(key)
 
 
-@dataclass
-class _Made:
-    """A compile that did not raise."""
+class Backward(Trials):
+    """The compile of a backward's aten graph."""
 
-    attempt: Attempt
-    compiled: Any
-    ledger: reporting.Ledger
-    told: list[Any]
-    state: _inductor.GlobalState
+    stages = frozenset({"post_grad"})
 
+    def __init__(self, model: fx.GraphModule, compile: Callable[[], Any], cache_keys: list[str]) -> None:
+        super().__init__(model, compile)
+        self.cache_keys += cache_keys
+        self.first.starts()
+        self._attentions = [
+            Site("attention", "failed", node.name, source=reporting.source_line(node))
+            for node in unfusing.backwards(model.graph)
+        ]
+        self._overwritten = _inductor.donated()
 
-class Recovery:
-    """The compile of one graph, and what is done where it, or the first call of what it gave, raises.
+    def _may_be_ours(self) -> bool:
+        return bool(self.first.fused or self._attentions)
 
-    Args:
-        model: the graph's module.
-        compile: compiles it as it is then.
-    """
-
-    def __init__(self, model: fx.GraphModule, compile: Callable[[], Any]) -> None:
-        self.model, self._compile = model, compile
-        self.first = Attempt(model)
-        self._state, self._context = _inductor.GlobalState(), _inductor.Context()
-        self._records = reporting.mark()
-        self._watcher = watching.current()
-        self._told = self._watcher.mark() if self._watcher is not None else 0
-        self._counted = passes.count_from()
-        passes.count_from(self._counted)
-        self._compiles = 1
-
-    def run(self) -> Any:
-        """What was compiled, with as many sites as can be."""
-        try:
-            with attempts.making(self.first):
-                compiled = self._compile()
-        except Exception as error:
-            if not self.first.fused or config.strict or _inductor.is_for_the_caller(error):
-                raise
-            made = self._after(error)
-            self.first, compiled = made.attempt, made.compiled
-        self._ledger = reporting.since(self._records)
-        if not self.first.fused and not self._ledger.fused:
-            return compiled
-        return launching.guarded(compiled, self._context.written, self._relaunched)
-
-    # -- attempts ---------------------------------------------------------------------------------
-
-    def _again(self, without: Without) -> _Made:
-        """Compile as if nothing had been tried before."""
-        self._compiles += 1
-        self._state.put_back()
-        passes.count_from(self._counted)
-        if self.first.copy is not None:
-            self.first.copy.restore()
-        attempt = Attempt(self.model, without, tuple(self.first.fused), self.first.copy)
-        try:
-            with attempts.making(attempt):
-                compiled = self._compile()
-        except Exception:
-            self._take_back()
-            raise
-        finally:
-            self.first.copy = attempt.copy
-        return _Made(attempt, compiled, *self._take_back(), _inductor.GlobalState())
-
-    def _take_back(self) -> tuple[reporting.Ledger, list[Any]]:
-        told = self._watcher.take_back(self._told) if self._watcher is not None else []
-        return reporting.take_back(self._records), told
-
-    def _put_back(self, ledger: reporting.Ledger, told: list[Any]) -> None:
-        reporting.put_back(ledger)
-        if self._watcher is not None:
-            self._watcher.put_back(told)
-
-    def _tries(self, without: Without) -> _Made | None:
-        """`_again`, or None where that raises."""
-        try:
-            return self._again(without)
-        except Exception as error:
-            if _inductor.is_for_the_caller(error):
-                raise
-            return None
-
-    # -- the first call ---------------------------------------------------------------------------
-
-    def _relaunched(self, error: Exception, call: launching.Call) -> tuple[Any, Any]:
-        """What to call in place of what raised when it was first called, and what that gave.
-
-        Sites that become the same kernel are left out together, then all.
-        """
-        _inductor.forget_cached(self.first.cache_keys, self.first.graph_keys)
-        reporting.remove(self._ledger)
-        guards, self._records = self._context.guards(), reporting.mark()
-        reason = f"its first call raised {type(error).__name__}: {_line(error)}"
-        left = self._launches(reason)
-        while True:
-            without, made = left.pop(0), None
+    def _after(self, error: Exception) -> Made:
+        if self.first.fused:
             try:
-                with self._context.again():
-                    self._state = self._state.later()
-                    made = self._again(without)
-                outputs = call.repeat(made.compiled)
-                break
-            except Exception as again:
-                if not left or _inductor.is_for_the_caller(again):
-                    reporting.put_back(self._ledger)
+                return super()._after(error)
+            except Exception as without:
+                if not self._attentions or _inductor.is_for_the_caller(without):
                     raise
-                if made is not None:
-                    _inductor.forget_cached(made.attempt.cache_keys, made.attempt.graph_keys)
-                    if not self.first.fused:
-                        self.first, left = made.attempt, self._launches(reason)
-        self._put_back(made.ledger, made.told)
-        self._say(made, error)
-        if self._context.guards() == guards:
-            return made.compiled, outputs
-        # Dynamo does not check what the new code relies on beside.
-        if self.first.copy is not None:
-            self.first.copy.restore()
-        return launching.at_sizes(made.compiled, launching.sizes_of(call.values), self.model), outputs
-
-    def _launches(self, reason: str) -> list[Without]:
-        """What to leave out, in turn: nothing first where a cache had the code, whose sites are not known."""
-        fused = self.first.fused
-        kinds = list(dict.fromkeys(each.kind for each in fused))
-        some = (
-            [[each for each in fused if each.kind == kind] for kind in kinds] if 1 < len(kinds) <= 3 else []
-        )
-        begin = [Without(_keys(sites), reason=reason) for sites in some] if fused else [Without()]
-        return [*begin, Without(stages=_ALL, reason=reason)]
-
-    # -- which attempt is kept --------------------------------------------------------------------
-
-    def _after(self, error: Exception) -> _Made:
-        """The compile with most sites that does not raise."""
         of_first = self._take_back()
-        reason = f"the compile of its graph raised {type(error).__name__}: {_line(error)}"
         try:
-            kept = self._again(Without(stages=_ALL, reason=reason))
-        except Exception as stock:
+            made = self._again(*self._written_out(f"the compile of its backward raised {line(error)}"))
+        except Exception as again:
             self._put_back(*of_first)
-            log.debug("the compile raises without any fusion as well: %r", stock)
-            raise
-        for made in self._with_sites(reason):
-            if made is not None and len(made.attempt.fused) > len(kept.attempt.fused):
-                kept = made
-        self._put_back(kept.ledger, kept.told)
-        kept.state.put_back()
-        self._say(kept, error)
-        return kept
+            raise self._explained(error) from again
+        self._put_back(made.ledger, made.told)
+        made.state.put_back()
+        self._say(made, error)
+        self._attentions = []
+        return made
 
-    def _with_sites(self, reason: str) -> Iterator[_Made | None]:
-        """Compiles with some of the sites that the first attempt fused; those that raise are None.
+    def _written_out(self, reason: str) -> tuple[Without, Callable[[fx.Graph], None]]:
+        def change(graph: fx.Graph) -> None:
+            for site in self._attentions:
+                site.reason = reason
+                reporting.record(site)
+            unfusing.write_out(graph)
 
-        The first sites are compiled alone, by halves, up to the one that raises; then all others; then all
-        that do not become the same kernel.
-        """
-        left = list(self.first.fused)
-        out: list[Fused] = []
-        while len(left) > 1:
-            good, bad = 0, len(left)
-            while bad - good > 1 and self._compiles < MOST:
-                middle = (good + bad) // 2
-                made = self._tries(self._up_to(left, middle, out, reason))
-                good, bad = (good, middle) if made is None else (middle, bad)
-                yield made
-            guilty = left[bad - 1]
-            alike = [each for each in left if each.kind == guilty.kind]
-            for group in [[guilty], alike] if len(alike) > 1 else [[guilty]]:
-                out += [each for each in group if each in left]
-                left = [each for each in left if each not in group]
-                if not left or self._compiles >= MOST:
-                    return
-                made = self._tries(Without(_keys(out), reason=reason))
-                yield made
-                if made is not None:
-                    return
+        return Without(stages=self.stages, reason=reason), change
 
-    @staticmethod
-    def _up_to(left: list[Fused], count: int, out: list[Fused], reason: str) -> Without:
-        """The first sites alone. Nodes after autograd have other names where a site before it is left out."""
-        later = left[count:]
-        if any(each.key[0] == "pre_grad" for each in later):
-            return Without(_keys([*out, *later]), frozenset({"post_grad"}), reason)
-        return Without(_keys([*out, *later]), reason=reason)
+    def _explained(self, error: Exception) -> Exception:
+        where = "; ".join(dict.fromkeys(site.source or site.node for site in self._attentions))
+        return RuntimeError(
+            f"the backward of the attention at {where} raises {line(error)}, and the forward has run: "
+            "INDUCTOR_FUSIONS_ATTENTION=0 leaves attentions as they are"
+        )
 
-    def _say(self, kept: _Made, error: Exception) -> None:
-        fused = {each.key for each in kept.attempt.fused}
-        failed = [each.site for each in self.first.fused if each.key not in fused]
-        _inductor.compile_counters()[reporting.TAG][RECOVERED] += 1
-        where = list(dict.fromkeys(f"{site.fusion} at {site.source or site.node}" for site in failed))
-        more = f" and {len(where) - 3} more" if len(where) > 3 else ""
-        log.warning(
-            "a compile raised %s: %s. It was made again without %s%s; stock's code is used there",
-            type(error).__name__, _line(error), "; ".join(where[:3]), more,
-        )  # fmt: skip
-        log.info("traceback", exc_info=error)
+    def _guarded(self, compiled: Any) -> Any:
+        if self._may_be_ours():
+            launching.guard_backward(compiled, self._overwritten, self._relaunched)
+        return compiled
 
+    def _launches(self, reason: str) -> list[tuple[Without, Callable[[fx.Graph], None] | None]]:
+        found = super()._launches(reason) if self.first.fused else []
+        return [*found, *([self._written_out(reason)] if self._attentions else [])]
 
-def _keys(sites: Sequence[Fused]) -> frozenset[Key]:
-    return frozenset(each.key for each in sites)
-
-
-def _line(error: BaseException) -> str:
-    """What an exception says, on one line."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 300 else f"{text[:300]} ..."
+    def _left(self, kept: Made) -> list[Site]:
+        return [*super()._left(kept), *(site for site in self._attentions if site.reason)]

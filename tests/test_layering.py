@@ -51,7 +51,9 @@ LAYERS = {
     "containment": {"fusion", "_inductor"},
     "attempts": {"containment", "sites"},
     "launching": {"config", "_inductor"},
-    "recovery": {"attempts", "launching", "passes", "watching"} | BASE,
+    "unfusing": {"fusions", "reporting", "_inductor"},
+    "trials": {"attempts", "launching", "passes", "watching"} | BASE,
+    "recovery": {"attempts", "launching", "trials", "unfusing"} | BASE,
     "smoke": {"fusion", "config", "_inductor"},
     "pinning": {"reporting", "_inductor"},
     "passes": {"fusion", "attempts", "containment", "leaving", "modes", "pinning", "watching", "smoke"}

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import inductor_fusions
-from inductor_fusions import _inductor, attempts, config, containment, recovery, reporting
+from inductor_fusions import _inductor, attempts, config, containment, recovery, reporting, trials, unfusing
 from tests.support import faults
 from tests.support.faults import Fault, compile_fx
 
@@ -86,7 +86,7 @@ def test_stock_takes_over(stage: str, train: bool, dynamic: bool, caplog: pytest
     assert verdicts() == ["failed"]
     site = inductor_fusions.report().sites[0]
     assert "injected" in site.reason and "test_recovery.py" in site.source
-    assert [record.levelno for record in caplog.records if record.name.endswith("recovery")] == [
+    assert [record.levelno for record in caplog.records if record.name.startswith("inductor_fusions")] == [
         logging.WARNING
     ]
     assert "test_recovery.py" in caplog.text
@@ -113,7 +113,7 @@ def test_compiles_are_few() -> None:
     with Fault("joint").inject() as fault:
         assert_right(compiled(several, "joint"), several, False)
     assert verdicts() == ["failed"] * 4
-    assert fault.raised < recovery.MOST
+    assert fault.raised < trials.MOST
 
 
 @pytest.mark.parametrize("stage", ["joint", "launch"])
@@ -166,7 +166,7 @@ def test_nothing_is_paid_without_a_failure(monkeypatch: pytest.MonkeyPatch) -> N
     """One compile, and one copy of the graph that is never put in place."""
     made: list[str] = []
     for owner, name in (
-        (containment.Copy, "__init__"), (containment.Copy, "restore"), (recovery.Recovery, "_again"),
+        (containment.Copy, "__init__"), (containment.Copy, "restore"), (trials.Trials, "_again"),
     ):  # fmt: skip
         original = getattr(owner, name)
 
@@ -283,3 +283,59 @@ def test_explain_shows_what_was_kept() -> None:
         found = inductor_fusions.explain(attention, *inputs())
     assert [site.verdict for site in found] == ["failed"]
     assert sum(pair.stage == "pre_grad" for pair in found.graphs) == 1
+
+
+def is_kernel(node: torch.fx.Node) -> bool:
+    """Of the backward of an attention."""
+    return "attention" in str(node.target) and "backward" in str(node.target)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("stage", ["post_grad", "lowering", "launch"])
+def test_backward(stage: str, dynamic: bool) -> None:
+    """It is compiled when the forward has run: the attention's backward is written as products."""
+    with Fault(stage, is_kernel, backward=True).inject() as fault:
+        assert_right(compiled(attention, stage, dynamic), attention, True, (12, 20) if dynamic else (12,))
+    assert fault.raised == 1
+    assert sorted(verdicts()) == ["failed", "fused"]
+    site = next(site for site in inductor_fusions.report() if site.verdict == "failed")
+    assert "injected" in site.reason and "test_recovery.py" in site.source
+
+
+def test_backward_that_draws_cannot_be_written_out() -> None:
+    def fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, v)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Fault("post_grad", is_kernel, backward=True).inject(),
+    ):
+        patch.setattr(unfusing, "write_out", _refuse)
+        found = compiled(fn, "post_grad")(*inputs(True))
+        with pytest.raises(RuntimeError, match="INDUCTOR_FUSIONS_ATTENTION=0"):
+            found.sum().backward()
+
+
+def _refuse(graph: torch.fx.Graph) -> None:
+    raise ValueError("its dropout is drawn by the kernel that was refused")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_as_products(causal: bool) -> None:
+    """Of the definition, with grouped keys, a broadcast bias and a row that sees no key."""
+    q, k, v, grad = (
+        torch.randn(2, h, n, 8, dtype=torch.float64) for h, n in ((4, 5), (2, 7), (2, 7), (4, 5))
+    )
+    bias = torch.randn(1, 4, 5, 7, dtype=torch.float64)
+    bias[0, 0, 2] = -torch.inf
+    leaves = [each.clone().requires_grad_() for each in (q, k, v, bias)]
+    wide = [each.repeat_interleave(2, 1) for each in leaves[1:3]]
+    scores = leaves[0] @ wide[0].mT * 0.3 + leaves[3]
+    if causal:
+        scores = scores.masked_fill(~torch.ones(5, 7, dtype=torch.bool).tril(), -torch.inf)
+    hidden = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(hidden, 0.0).softmax(-1).masked_fill(hidden, 0.0)
+    expected = torch.autograd.grad(weights @ wide[1], leaves, grad)
+    found = unfusing.gradients(grad, q, k, v, bias, 0.3, causal)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

@@ -77,6 +77,7 @@ from .net import (
     forget_cached,
     is_flat,
     is_for_the_caller,
+    is_out_of_memory,
     like,
     put_around_compiles,
     take_from_compiles,
@@ -101,7 +102,7 @@ from .shapes import (
     symbol_parts,
     with_memory,
 )
-from .state import Context, GlobalState, random_state
+from .state import Context, GlobalState, donated, random_state
 from .templates import (
     Output,
     Variant,
@@ -162,6 +163,7 @@ __all__ = [
     "decompose_in_graphs",
     "deferred",
     "devices_work",
+    "donated",
     "draw",
     "drawn",
     "draws_as_eager",
@@ -190,6 +192,7 @@ __all__ = [
     "is_dense",
     "is_flat",
     "is_for_the_caller",
+    "is_out_of_memory",
     "is_wrapper",
     "join_bisector",
     "known_true",

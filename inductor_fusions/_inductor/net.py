@@ -150,6 +150,11 @@ def is_for_the_caller(error: BaseException) -> bool:
     return False
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory is out."""
+    return any(isinstance(each, (MemoryError, torch.OutOfMemoryError)) for each in _causes(error))
+
+
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error

@@ -155,6 +155,14 @@ def _copied(value: Any) -> Any:
     return made
 
 
+def donated() -> list[int]:
+    """Which inputs of the backward that is compiled now its code may write to."""
+    from torch._guards import TracingContext
+
+    metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
+    return list(getattr(metadata, "bw_donated_idxs", None) or ())
+
+
 class Context:
     """Where a graph was compiled: what Dynamo's contexts say there, for compiling it again later."""
 

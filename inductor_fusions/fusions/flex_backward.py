@@ -26,9 +26,10 @@ import torch
 from torch import fx
 
 from .. import tables
-from .._inductor import fake_mode_of, flex_backward_op, trace_decomposed
+from .._inductor import flex_backward_op
 from ..fusion import Candidate, Fusion, LeftToStock, Rejected
 from .block_mm.guards import text
+from .block_mm.inlined import put_in_place
 from .block_mm.normal_form import value
 
 aten = torch.ops.aten
@@ -200,7 +201,7 @@ class FlexBackward(Candidate):
         return (seen[0], min(seen[-1] + step, length)) if seen else (0, 0)
 
     def rewrite(self) -> str:
-        given, mode = self.given, fake_mode_of(self.graph)
+        given = self.given
         tensors = [given.q, given.k, given.v, given.out, given.lse, given.grad_out, given.grad_lse]
         held = [*tensors, *given.score_captured, *given.mask_captured]
         split = len(tensors), len(tensors) + len(given.score_captured)
@@ -212,27 +213,7 @@ class FlexBackward(Candidate):
             arguments: list[Any] = [*every[: split[0]], every[split[0] : split[1]], every[split[1] :]]
             return self._gradients(*arguments)
 
-        traced = trace_decomposed(compute, [value(t) for t in present], mode)
-        places: dict[fx.Node, Any] = {}
-        inputs = iter(present)
-        for node in traced.graph.nodes:
-            if node.op == "placeholder":
-                places[node] = next(inputs)
-            elif node.op == "output":
-                outputs = [places[n] for n in node.args[0]]
-            elif node.op == "get_attr":
-                raise Rejected("a score_mod that holds a constant tensor")
-            else:
-                with self.graph.inserting_before(self.anchor):
-                    places[node] = self.graph.node_copy(node, places.__getitem__)
-                places[node].meta["stack_trace"] = self.anchor.meta.get("stack_trace", "")
-        for user in list(self.anchor.users):
-            position: Any = user.args[1]
-            if position < len(outputs):
-                user.replace_all_uses_with(outputs[position])
-                self.graph.erase_node(user)
-        if not self.anchor.users:
-            self.graph.erase_node(self.anchor)
+        put_in_place(self.anchor, compute, present)
         return f"products in chunks of {self.chunk} queries"
 
     def _gradients(

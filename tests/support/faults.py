@@ -136,7 +136,7 @@ class Fault:
     def _launch(self) -> Iterator[None]:
         output: Any = importlib.import_module("torch._inductor.output_code")
         lowering: Any = importlib.import_module("torch._inductor.graph")
-        make, original = lowering.GraphLowering.compile_to_module, output.CompiledFxGraph.__call__
+        make, original = lowering.GraphLowering.compile_to_module, output.CompiledFxGraph.post_compile
 
         def compile_to_module(graph: Any) -> Any:
             module = make(graph)
@@ -145,14 +145,18 @@ class Fault:
                 self._spoiled.add(Path(module.__file__).stem)
             return module
 
-        def call(compiled: Any, inputs: Any) -> Any:
+        def refuse(inputs: Any) -> Any:
+            self.raised += 1
+            inputs.clear()
+            raise self.make("injected: launch")
+
+        def post_compile(compiled: Any, *args: Any, **kwargs: Any) -> None:
+            original(compiled, *args, **kwargs)
             if compiled.cache_key in self._spoiled:
-                self.raised += 1
-                raise self.make("injected: launch")
-            return original(compiled, inputs)
+                compiled.current_callable = refuse
 
         with (
             mock.patch.object(lowering.GraphLowering, "compile_to_module", compile_to_module),
-            mock.patch.object(output.CompiledFxGraph, "__call__", call),
+            mock.patch.object(output.CompiledFxGraph, "post_compile", post_compile),
         ):
             yield

@@ -1,0 +1,49 @@
+"""A function put into an aten graph, in the place of one of its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._inductor import fake_mode_of, trace_decomposed
+from ...fusion import Rejected
+from .normal_form import value
+
+
+def put_in_place(
+    node: fx.Node, compute: Callable[..., tuple[torch.Tensor, ...]], inputs: Sequence[fx.Node]
+) -> None:
+    """Put what `compute` is made of in the place of `node`, whose results are taken one by one.
+
+    Args:
+        node: its users are `getitem`; those of results that `compute` does not give stay.
+        compute: a function of the values of `inputs`.
+
+    Raises:
+        Rejected: the function holds a constant tensor.
+    """
+    graph = node.graph
+    traced = trace_decomposed(compute, [value(each) for each in inputs], fake_mode_of(graph))
+    places: dict[fx.Node, Any] = {}
+    left, outputs = iter(inputs), []
+    for each in traced.graph.nodes:
+        if each.op == "placeholder":
+            places[each] = next(left)
+        elif each.op == "output":
+            outputs = [places[one] for one in each.args[0]]
+        elif each.op == "get_attr":
+            raise Rejected("a score_mod that holds a constant tensor")
+        else:
+            with graph.inserting_before(node):
+                places[each] = graph.node_copy(each, places.__getitem__)
+            places[each].meta["stack_trace"] = node.meta.get("stack_trace", "")
+    for user in list(node.users):
+        position: Any = user.args[1]
+        if position < len(outputs):
+            user.replace_all_uses_with(outputs[position])
+            graph.erase_node(user)
+    if not node.users:
+        graph.erase_node(node)

@@ -1,0 +1,254 @@
+"""Compiling one graph with some of its sites, and undoing that, until a form is found that does not raise."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from . import _inductor, attempts, config, launching, passes, reporting, watching
+from .attempts import Attempt, Fused, Key, Without
+from .sites import Site
+
+log = logging.getLogger(__name__)
+
+#: At most so many compiles of one graph, the one that raised and the one with no site among them.
+MOST = 12
+
+#: Counter of the compiles that raised with our fusions, and were made with fewer.
+RECOVERED = "recovered"
+
+
+@dataclass
+class Made:
+    """A compile that did not raise."""
+
+    attempt: Attempt
+    compiled: Any
+    ledger: reporting.Ledger
+    told: list[Any]
+    state: _inductor.GlobalState
+
+
+class Trials:
+    """The compile of one graph, and what is done where it, or the first call of what it gave, raises.
+
+    Args:
+        model: the graph's module.
+        compile: compiles it as it is then.
+    """
+
+    #: Whose passes work on the graph.
+    stages = frozenset({"pre_grad", "post_grad"})
+
+    def __init__(self, model: fx.GraphModule, compile: Callable[[], Any]) -> None:
+        self.model, self._compile = model, compile
+        self.cache_keys: list[str] = []
+        self.first = Attempt(model, cache_keys=self.cache_keys)
+        self._state, self._context = _inductor.GlobalState(), _inductor.Context()
+        self._records = reporting.mark()
+        self._watcher = watching.current()
+        self._told = self._watcher.mark() if self._watcher is not None else 0
+        self._counted = passes.count_from()
+        passes.count_from(self._counted)
+        self._compiles = 1
+
+    def run(self) -> Any:
+        """What was compiled, with as many sites as can be."""
+        try:
+            compiled = self._made_by(self.first)
+        except Exception as error:
+            if not self._may_be_ours() or config.strict or _inductor.is_for_the_caller(error):
+                raise
+            made = self._after(error)
+            self.first, compiled = made.attempt, made.compiled
+        self._ledger = reporting.since(self._records)
+        return self._guarded(compiled)
+
+    def _may_be_ours(self) -> bool:
+        """Whether a fusion can be what makes the first compile raise."""
+        return bool(self.first.fused)
+
+    def _guarded(self, compiled: Any) -> Any:
+        """What was compiled, with a first call that may raise."""
+        if not self.first.fused and not self._ledger.fused:
+            return compiled
+        return launching.guarded(compiled, self._context.written, self._relaunched)
+
+    # -- attempts ---------------------------------------------------------------------------------
+
+    def _made_by(self, attempt: Attempt) -> Any:
+        with attempts.making(attempt):
+            compiled = self._compile()
+        if attempt.broken is not None:
+            raise attempt.broken
+        return compiled
+
+    def _again(self, without: Without, change: Callable[[fx.Graph], None] | None = None) -> Made:
+        """Compile as if nothing had been tried before, after a change of the graph if one is given."""
+        self._compiles += 1
+        self._state.put_back()
+        passes.count_from(self._counted)
+        if self.first.copy is not None:
+            self.first.copy.restore()
+        attempt = Attempt(self.model, without, tuple(self.first.fused), self.first.copy, self.cache_keys)
+        try:
+            if change is not None:
+                change(self.model.graph)
+                self.model.recompile()
+            compiled = self._made_by(attempt)
+        except Exception:
+            self._take_back()
+            raise
+        finally:
+            self.first.copy = attempt.copy
+        return Made(attempt, compiled, *self._take_back(), _inductor.GlobalState())
+
+    def _take_back(self) -> tuple[reporting.Ledger, list[Any]]:
+        told = self._watcher.take_back(self._told) if self._watcher is not None else []
+        return reporting.take_back(self._records), told
+
+    def _put_back(self, ledger: reporting.Ledger, told: list[Any]) -> None:
+        reporting.put_back(ledger)
+        if self._watcher is not None:
+            self._watcher.put_back(told)
+
+    def _tries(self, without: Without) -> Made | None:
+        """`_again`, or None where that raises."""
+        try:
+            return self._again(without)
+        except Exception as error:
+            if _inductor.is_for_the_caller(error):
+                raise
+            return None
+
+    # -- the first call ---------------------------------------------------------------------------
+
+    def _relaunched(self, error: Exception, call: launching.Call) -> tuple[Any, Any]:
+        """What to call in place of what raised when it was first called, and what that gave.
+
+        Sites that become the same kernel are left out together, then all.
+        """
+        _inductor.forget_cached(self.cache_keys, self.first.graph_keys)
+        reporting.remove(self._ledger)
+        guards, self._records = self._context.guards(), reporting.mark()
+        reason = f"its first call raised {line(error)}"
+        left = self._launches(reason)
+        while True:
+            (without, change), made = left.pop(0), None
+            try:
+                with self._context.again():
+                    self._state = self._state.later()
+                    made = self._again(without, change)
+                outputs = call.repeat(made.compiled)
+                break
+            except Exception as again:
+                if not left or _inductor.is_for_the_caller(again):
+                    reporting.put_back(self._ledger)
+                    raise
+                if made is not None:
+                    _inductor.forget_cached(self.cache_keys, made.attempt.graph_keys)
+                    if not self.first.fused:
+                        self.first, left = made.attempt, self._launches(reason)
+        self._put_back(made.ledger, made.told)
+        self._say(made, error)
+        if self._context.guards() == guards:
+            return made.compiled, outputs
+        # Dynamo does not check what the new code relies on beside.
+        if self.first.copy is not None:
+            self.first.copy.restore()
+        return launching.at_sizes(made.compiled, launching.sizes_of(call.values), self.model), outputs
+
+    def _launches(self, reason: str) -> list[tuple[Without, Callable[[fx.Graph], None] | None]]:
+        """What to leave out, in turn: nothing first where a cache had the code, whose sites are not known."""
+        fused = self.first.fused
+        kinds = list(dict.fromkeys(each.kind for each in fused))
+        some = (
+            [[each for each in fused if each.kind == kind] for kind in kinds] if 1 < len(kinds) <= 3 else []
+        )
+        begin = [Without(_keys(sites), reason=reason) for sites in some] if fused else [Without()]
+        return [(without, None) for without in (*begin, Without(stages=self.stages, reason=reason))]
+
+    # -- which attempt is kept --------------------------------------------------------------------
+
+    def _after(self, error: Exception) -> Made:
+        """The compile with most sites that does not raise."""
+        of_first = self._take_back()
+        reason = f"the compile of its graph raised {line(error)}"
+        try:
+            kept = self._again(Without(stages=self.stages, reason=reason))
+        except Exception as stock:
+            self._put_back(*of_first)
+            log.debug("the compile raises without any fusion as well: %r", stock)
+            raise
+        for made in self._with_sites(reason):
+            if made is not None and len(made.attempt.fused) > len(kept.attempt.fused):
+                kept = made
+        self._put_back(kept.ledger, kept.told)
+        kept.state.put_back()
+        self._say(kept, error)
+        return kept
+
+    def _with_sites(self, reason: str) -> Iterator[Made | None]:
+        """Compiles with some of the sites that the first attempt fused; those that raise are None.
+
+        The first sites are compiled alone, by halves, up to the one that raises; then all others; then all
+        that do not become the same kernel.
+        """
+        left = list(self.first.fused)
+        out: list[Fused] = []
+        while len(left) > 1:
+            good, bad = 0, len(left)
+            while bad - good > 1 and self._compiles < MOST:
+                middle = (good + bad) // 2
+                made = self._tries(self._up_to(left, middle, out, reason))
+                good, bad = (good, middle) if made is None else (middle, bad)
+                yield made
+            guilty = left[bad - 1]
+            alike = [each for each in left if each.kind == guilty.kind]
+            for group in [[guilty], alike] if len(alike) > 1 else [[guilty]]:
+                out += [each for each in group if each in left]
+                left = [each for each in left if each not in group]
+                if not left or self._compiles >= MOST:
+                    return
+                made = self._tries(Without(_keys(out), reason=reason))
+                yield made
+                if made is not None:
+                    return
+
+    @staticmethod
+    def _up_to(left: list[Fused], count: int, out: list[Fused], reason: str) -> Without:
+        """The first sites alone. Nodes after autograd have other names where a site before it is left out."""
+        later = left[count:]
+        if any(each.key[0] == "pre_grad" for each in later):
+            return Without(_keys([*out, *later]), frozenset({"post_grad"}), reason)
+        return Without(_keys([*out, *later]), reason=reason)
+
+    def _left(self, kept: Made) -> list[Site]:
+        """The sites that were fused at first and are not."""
+        fused = {each.key for each in kept.attempt.fused}
+        return [each.site for each in self.first.fused if each.key not in fused]
+
+    def _say(self, kept: Made, error: Exception) -> None:
+        _inductor.compile_counters()[reporting.TAG][RECOVERED] += 1
+        left = self._left(kept)
+        where = list(dict.fromkeys(f"{site.fusion} at {site.source or site.node}" for site in left))
+        more = f" and {len(where) - 3} more" if len(where) > 3 else ""
+        log.warning(
+            "%s was raised. The graph was compiled again without %s%s: stock's code is used there",
+            line(error), "; ".join(where[:3]), more,
+        )  # fmt: skip
+        log.info("traceback", exc_info=error)
+
+
+def _keys(sites: Sequence[Fused]) -> frozenset[Key]:
+    return frozenset(each.key for each in sites)
+
+
+def line(error: BaseException) -> str:
+    """An exception, on one line."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return text if len(text) <= 300 else f"{text[:300]} ..."

@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from torch import fx
@@ -37,11 +37,13 @@ class _Entry:
     Attributes:
         attempt: (compile, attempt) of Dynamo.
         batch: key of the records that it is the first site of; "" for the others.
+        thread: that has met it.
     """
 
     attempt: tuple[str, int] | None
     site: Site
     batch: str = ""
+    thread: int = field(default_factory=threading.get_ident)
 
 
 _lock = threading.RLock()
@@ -156,10 +158,10 @@ def mark() -> Ledger:
 
 
 def since(before: Ledger) -> Ledger:
-    """What was recorded since."""
-    now = mark()
+    """What this thread has recorded since."""
+    now, own = mark(), threading.get_ident()
     known = {id(entry) for entry in before.entries}
-    entries = [entry for entry in now.entries if id(entry) not in known]
+    entries = [entry for entry in now.entries if id(entry) not in known and entry.thread == own]
     return Ledger(entries, {name: now.counts[name] - before.counts[name] for name in now.counts}, now.pending)
 
 

@@ -16,7 +16,7 @@ from inductor_fusions import _inductor, attempts, config, containment, recovery,
 from tests.support import faults
 from tests.support.faults import Fault, compile_fx
 
-pytestmark = pytest.mark.usefixtures("everything", "no_cache")
+pytestmark = [pytest.mark.recovers, pytest.mark.usefixtures("everything", "no_cache")]
 
 #: Stages before any code is generated: Inductor's passes are all that is needed.
 EARLY = ("trace", "joint", "post_grad")
@@ -163,7 +163,7 @@ def test_for_the_caller(make: Callable[[str], BaseException]) -> None:
 
 
 def test_nothing_is_paid_without_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One compile, and one copy of the graph that is never put in place."""
+    """One compile, and a copy of the graph and of its backward that is never put in place."""
     made: list[str] = []
     for owner, name in (
         (containment.Copy, "__init__"), (containment.Copy, "restore"), (trials.Trials, "_again"),
@@ -176,7 +176,7 @@ def test_nothing_is_paid_without_a_failure(monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr(owner, name, noted)
     assert_right(compiled(attention), attention, True)
-    assert made == ["__init__"]
+    assert made == ["__init__", "__init__"]
     assert verdicts() == ["fused"]
 
 

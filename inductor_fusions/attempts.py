@@ -77,6 +77,7 @@ class Attempt:
     fused: list[Fused] = field(default_factory=list)
     broken: Exception | None = None
     graph_keys: list[str] = field(default_factory=list)
+    _reported: list[Site] = field(default_factory=list)
     _graphs: Counter[str] = field(default_factory=Counter)
     _keys: Counter[tuple[str, int, str, str]] = field(default_factory=Counter)
 
@@ -104,9 +105,15 @@ class Attempt:
 
     def failed(self, site: Site) -> Site:
         """A site that another attempt fused, as this one reports it."""
-        return with_changes(
+        found = with_changes(
             site, verdict="failed", reason=self.without.reason, kernel="", backend="", saved={}
         )
+        self._reported.append(found)
+        return found
+
+    def has_left_out(self, site: Site) -> bool:
+        """Whether a site failed in another attempt, and was not tried in this one."""
+        return any(each is site for each in self._reported)
 
 
 _current: ContextVar[Attempt | None] = ContextVar("inductor_fusions_attempt", default=None)

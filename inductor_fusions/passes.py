@@ -192,9 +192,9 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
                 copy = containment.Copy(graph)
             site = _fuse(fusion, candidate, first + len(sites))
             sites.append(site)
-            if copy is not None and site.verdict == "failed":
+            if copy is not None and _raised(site):
                 break
-        if copy is not None and any(site.verdict in ("fused", "failed") for site in sites):
+        if copy is not None and any(site.verdict == "fused" or _raised(site) for site in sites):
             broken = copy.problem()
     except Exception as error:
         if config.strict:
@@ -203,7 +203,7 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
         log.info("traceback", exc_info=True)
         broken = copy.problem() if copy is not None else ""
     finally:
-        if copy is not None and (broken or any(site.verdict == "failed" for site in sites)):
+        if copy is not None and (broken or any(map(_raised, sites))):
             copy.restore()
             _undo(fusion, sites, broken)
         for site in sites:
@@ -221,6 +221,12 @@ def _pin(graph: fx.Graph) -> None:
             raise
         log.warning("what flex attention captures is left as it is: %r", error)
         log.info("traceback", exc_info=True)
+
+
+def _raised(site: Site) -> bool:
+    """Whether a fusion has raised at a site, now: not in an attempt before."""
+    attempt = attempts.current()
+    return site.verdict == "failed" and not (attempt is not None and attempt.has_left_out(site))
 
 
 def _undo(fusion: Fusion, sites: list[Site], broken: str) -> None:

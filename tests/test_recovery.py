@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import inductor_fusions
 from inductor_fusions import _inductor, attempts, config, containment, recovery, reporting, trials, unfusing
+from inductor_fusions.fusion import Candidate, Fusion
+from inductor_fusions.passes import FusionPass
 from tests.support import faults
 from tests.support.faults import Fault, compile_fx
 
@@ -339,3 +342,53 @@ def test_gradients_as_products(causal: bool) -> None:
     found = unfusing.gradients(grad, q, k, v, bias, 0.3, causal)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+class Again(Candidate):
+    """A cosine as a sine: a site behind autograd."""
+
+    def __init__(self, anchor: torch.fx.Node, ordinal: int) -> None:
+        self.anchor, self.ordinal = anchor, ordinal
+
+    def guard(self) -> None:
+        return
+
+    def rewrite(self) -> str:
+        graph, (angle,) = self.anchor.graph, self.anchor.args
+        with graph.inserting_before(self.anchor):
+            shifted = graph.call_function(torch.ops.aten.add.Tensor, (angle, math.pi / 2))
+            made = graph.call_function(torch.ops.aten.sin.default, (shifted,))
+        for node in (shifted, made):
+            node.meta.update(self.anchor.meta)
+        made.meta["ordinal"] = self.ordinal
+        self.anchor.replace_all_uses_with(made)
+        self.anchor.graph.erase_node(self.anchor)
+        return "again"
+
+
+def cosines(graph: torch.fx.Graph) -> Iterator[Candidate]:
+    for i, node in enumerate(graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default)):
+        yield Again(node, i)
+
+
+COSINES = Fusion("cosines", "post_grad", "cosines", cosines)
+
+
+def sines(x: torch.Tensor) -> torch.Tensor:
+    return (x.sin() * 2).sin().square().sin()
+
+
+@pytest.mark.parametrize("stage, failed", [("post_grad", [1]), ("lowering", [1]), ("launch", [0, 1, 2])])
+def test_sites_of_a_backward(stage: str, failed: list[int]) -> None:
+    """The one that is to blame is found where the compile raises; all of its kernel go where a call does."""
+    x, y = (torch.linspace(0.1, 1, 8).requires_grad_() for _ in range(2))
+    hook = FusionPass("post_grad", (COSINES,))
+    with (
+        torch._inductor.config.patch(post_grad_custom_pre_pass=hook),
+        Fault(stage, lambda node: node.meta.get("ordinal") == 1, backward=True).inject() as fault,
+    ):
+        compiled(sines, stage)(x).sum().backward()
+    sines(y).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    assert fault.raised
+    assert verdicts() == ["failed" if i in failed else "fused" for i in range(3)]

@@ -104,9 +104,13 @@ def _transforms() -> Callable[[], None]:
 
 
 def random_state() -> Callable[[], None]:
-    """Gives what puts the default random number generators back to where they are now."""
+    """Gives what puts the default random number generators back to where they are now.
+
+    Those of GPUs stay where a CUDA graph is captured: they cannot be asked then.
+    """
     cpu = torch.random.get_rng_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    known = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+    devices = range(torch.cuda.device_count()) if known else ()
     with torch._C.DisableTorchFunction():
         cuda = {each: torch.cuda.get_rng_state(each) for each in devices}
 

@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from bench import cuda_codegen
 from inductor_fusions import _inductor, config, tables
 from inductor_fusions.fusions import flex_backward
+from inductor_fusions.fusions.block_mm import inlined
 from tests.attention.support import cases, flex_everywhere
 
 B, H, KV, S, D = 2, 4, 2, 300, 16
@@ -172,7 +173,7 @@ def test_graph(case) -> None:
             graph.lint()
 
     chunked = mock.patch.object(tables, "flex_backward", lambda **_: CHUNK)
-    traced = mock.patch.object(flex_backward, "trace_decomposed", trace_on_cpu)
+    traced = mock.patch.object(inlined, "trace_decomposed", trace_on_cpu)
     with flex_everywhere("flex"), chunked, traced, config.patch(flex_backward=False):
         code = cuda_codegen.generate(case, inputs(), train=True, run=False, change=change)
     assert rewritten == [f"products in chunks of {CHUNK} queries"]

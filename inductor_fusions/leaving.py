@@ -54,11 +54,59 @@ _inductor.register_lowering_when_loaded(
 )
 
 
+@torch.library.custom_op("inductor_fusions::even", mutates_args=())
+def _even(x: torch.Tensor) -> torch.Tensor:
+    """x, whose gradient has the strides of x."""
+    return x.clone()
+
+
+def _even_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.order = dense_order(inputs[0]) or list(range(inputs[0].dim()))
+
+
+def _even_gradient(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+    back = [ctx.order.index(dim) for dim in range(dy.dim())]
+    return dy.permute(ctx.order).contiguous().permute(back)
+
+
+_EVEN: Any = torch.ops.inductor_fusions.even.default
+_even.register_fake(torch.empty_like)
+_even.register_autograd(_even_gradient, setup_context=_even_setup)
+_inductor.register_lowering_when_loaded(_EVEN, lambda x: x)
+
+
+def _is_attentions(node: Any) -> bool:
+    """Whether a value is what an attention gives, or a view of it."""
+    while isinstance(node, fx.Node) and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return isinstance(node, fx.Node) and any("attention" in str(x) for x in (node.target, *node.args[:1]))
+
+
 def release(graph: fx.Graph) -> None:
     """Make clones of the copies in a graph behind autograd: Inductor takes out those that nobody needs."""
     for node in graph.find_nodes(op="call_function", target=OWN):
+        # What a kernel of torch returns may be a view to autograd, which must not be handed out.
+        if not (_is_attentions(node.args[0]) and any(user.op == "output" for user in node.users)):
+            node.target = torch.ops.aten.clone.default
+            node.kwargs = {"memory_format": torch.contiguous_format}
+    for node in graph.find_nodes(op="call_function", target=_EVEN):
         node.target = torch.ops.aten.clone.default
-        node.kwargs = {"memory_format": torch.contiguous_format}
+
+
+def _computes(user: fx.Node) -> bool:
+    return user.op != "output" and user.target is not _EVEN
+
+
+def even(branch: fx.Graph) -> None:
+    """Give the gradients of a branch's inputs the strides of these: torch compares those of all branches."""
+    for node in branch.find_nodes(op="placeholder"):
+        value = tensor(node)
+        if value is None or not value.requires_grad or any(user.target is _EVEN for user in node.users):
+            continue
+        with branch.inserting_before(next(each for each in branch.nodes if each.op != "placeholder")):
+            new = branch.call_function(_EVEN, (node,))
+        new.meta = {key: each for key, each in node.meta.items() if key in ("example_value", "stack_trace")}
+        node.replace_all_uses_with(new, delete_user_cb=_computes)
 
 
 @dataclass(eq=False)
@@ -83,8 +131,11 @@ class _Base:
 
 
 def settle(
-    graph: fx.Graph, changed: Iterable[tuple[fx.Node, bool]], inlined: bool = False
-) -> dict[int, bool]:
+    graph: fx.Graph,
+    changed: Iterable[tuple[fx.Node, bool]],
+    inlined: bool = False,
+    strides: bool = True,
+) -> dict[Any, bool]:
     """Give what leaves the graph the strides that it had, and memory of its own.
 
     Args:
@@ -92,6 +143,7 @@ def settle(
         changed: the nodes that stand for others now, each with whether an operation in front of it keeps its
             memory for the backward.
         inlined: the graph is a body that becomes a part of the graph that calls it: its outputs are left.
+        strides: whether they may be others; else it is the memory alone.
 
     Returns:
         Of a body that is inlined, the outputs with other strides than before, as `changed` has them.
@@ -100,12 +152,18 @@ def settle(
     sources = {node: kept for node, kept in changed if node in present}
     if not sources:
         return {}
-    walk = _Walk(graph, sources, inlined)
+    walk = _Walk(graph, sources, inlined, respell=strides)
     with suppress_guards(fake_mode_of(graph)):
         for base in walk.bases:
-            if base.node is not None:
+            if base.node is not None and (strides or (base.kept and base.returned)):
                 _settle(graph, base, base.node)
     return walk.outputs
+
+
+def is_returned(node: fx.Node) -> bool:
+    """Whether the caller of a graph may get the memory of a value."""
+    walk = _Walk(node.graph, {node: True}, False, respell=False)
+    return not is_transformed(node.graph) and any(base.kept and base.returned for base in walk.bases)
 
 
 class _Walk:
@@ -113,10 +171,13 @@ class _Walk:
 
     Args:
         graph, sources, inlined: as for `settle`.
+        respell: whether views on the way become reshapes.
     """
 
-    def __init__(self, graph: fx.Graph, sources: dict[fx.Node, bool], inlined: bool) -> None:
-        self.inlined = inlined
+    def __init__(
+        self, graph: fx.Graph, sources: dict[fx.Node, bool], inlined: bool, respell: bool = True
+    ) -> None:
+        self.inlined, self.respell = inlined, respell
         self.bases: list[_Base] = []
         self.outputs: dict[int, bool] = {}
         self._base: dict[fx.Node, _Base] = {}
@@ -148,7 +209,7 @@ class _Walk:
         if user in self._base:
             return
         name = name_of(user).strip("_")
-        if name == "view":
+        if name == "view" and self.respell:
             _reshape_instead(user)
         if not _tensors(user) or name in _SETTLING or (name == "matmul" and _settles(user, reached)):
             return

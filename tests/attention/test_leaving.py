@@ -294,7 +294,7 @@ def test_outputs_of_generated_code_that_the_caller_writes_to(spelling: str) -> N
     written_by_the_caller(lambda *x: attention(*x).mT, inputs, backend="inductor")
 
 
-@pytest.mark.parametrize("body", ["checkpoint", "checkpoint and more", "region", "two regions"])
+@pytest.mark.parametrize("body", ["branch", "checkpoint", "checkpoint and more", "region", "two regions"])
 def test_outputs_of_bodies_that_the_caller_writes_to(body: str) -> None:
     written_by_the_caller(BODIES[body], operands("4-D", True), fused=None)
 
@@ -342,3 +342,40 @@ def test_nothing_is_copied_where_the_result_is_new() -> None:
     with config.patch(stock_misfires=False):
         run = testing.capture(fn, *operands("4-D", True), train=True, backend=testing.EAGER_AFTER_PASSES)
     assert fused_attentions(run) == 1 and not run.calls("clone")
+
+
+# -- what stock puts there -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["itself", "transpose", "view", "dropout", "written to"])
+def test_results_of_stocks_patterns_that_the_caller_writes_to(way: str) -> None:
+    attention, inputs = SPELLINGS["4-D"][0], operands("4-D", True)
+    with config.patch(attention=False):
+        written_by_the_caller(lambda *x: WAYS[way](attention(*x)), inputs, fused=0)
+
+
+def test_a_result_that_stock_leaves_is_not_copied() -> None:
+    """A pattern that is not there keeps nothing: the copy goes."""
+    seen = []
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        return torch.softmax((q @ k.mT).sin(), -1) @ v
+
+    with config.patch(attention=False), fresh_compile():
+        torch._inductor.config.post_grad_custom_post_pass = lambda graph: seen.append(
+            [node.target for node in graph.nodes]
+        )
+        try:
+            torch.compile(fn)(*operands("4-D", True))
+        finally:
+            torch._inductor.config.post_grad_custom_post_pass = None
+    assert seen and torch.ops.aten.clone.default not in seen[0]
+    assert torch.ops.inductor_fusions.own.default not in seen[0]
+
+
+def test_strides_of_a_softmax_that_is_respelled() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        weights = torch.softmax(q @ k.mT, 1)
+        return weights, weights + 1, weights @ v
+
+    same_strides(fn, operands("4-D", True), fused=0)

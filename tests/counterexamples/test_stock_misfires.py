@@ -263,6 +263,7 @@ def test_equal(name: str, dynamic: bool | None) -> None:
     respelled = CASES[name][2]
     if name == "addition with a factor, in place" and torch.__version__.startswith("2.11"):
         respelled = 0  # Dynamo multiplies alpha out
+    sites = [site for site in sites if "copy" not in site.kernel]  # of what leaves
     assert [site.fusion for site in sites] == ["stock_misfires"] * respelled
     assert all(site.verdict == "fused" and site.source for site in run.sites)
 

@@ -309,3 +309,27 @@ def test_operations() -> None:
 
     wide = [torch.randn(2, 6, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)]
     assert torch.autograd.gradcheck(through, [t.requires_grad_() for t in wide])
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("trained", ["x and a", "a"])
+def test_input_that_the_caller_changes(trained: str) -> None:
+    """Eager keeps a widened copy of it."""
+    module, x = Adapted(), rand(24, 64).detach().requires_grad_(trained != "a")
+
+    def gradients(fn: Any) -> list[torch.Tensor]:
+        given = x.detach().clone().requires_grad_(x.requires_grad)
+        out = fn(given)
+        with torch.no_grad():
+            given.mul_(-3.0)
+            if trained == "a":
+                module.a.weight.mul_(1.0)
+        weights = [module.a.weight, module.b.weight, *([given] if x.requires_grad else [])]
+        return list(torch.autograd.grad(out.float().square().sum(), weights))
+
+    with config.patch(policy="always"), reporting.isolated() as sites:
+        torch._dynamo.reset()
+        found = gradients(torch.compile(module))
+    assert [site.verdict for site in sites if site.fusion == "lora_input"] == ["fused"]
+    for ours, eager in zip(found, gradients(module), strict=True):
+        torch.testing.assert_close(ours, eager, atol=0.1, rtol=0.05)

@@ -306,3 +306,34 @@ def test_memory_on_a_gpu() -> None:
     # The weight, its gradient, and what is small; without what other tests have left.
     taken = torch.cuda.max_memory_allocated() - before + linear.weight.nbytes
     assert taken < 0.5 * 2**30
+
+
+@pytest.mark.parametrize("trained", ["w", "u", "uvw"])
+def test_factors_that_the_caller_changes(trained: str) -> None:
+    """Eager keeps a factor where the other one takes a gradient, and the weight where the product does."""
+    shapes = {"u": (6, 3), "v": (6, 4), "w": (5, 12)}
+
+    def fn(u: Any, v: Any, w: Any) -> Any:
+        return torch.nn.functional.linear((u[:, :, None] * v[:, None, :]).flatten(1), w)
+
+    def gradients(call: Any, changed: str) -> list[Any]:
+        torch.manual_seed(0)
+        given = {name: torch.randn(shape).requires_grad_(name in trained) for name, shape in shapes.items()}
+        out = call(**given)
+        with torch.no_grad():
+            given[changed].mul_(-3.0)
+        out.square().sum().backward()
+        return [x.grad for x in given.values()]
+
+    for changed in shapes:
+        try:
+            expected = gradients(fn, changed)
+        except RuntimeError:
+            continue  # eager keeps it
+        with config.patch(policy="always", strict=True):
+            torch._dynamo.reset()
+            found = gradients(torch.compile(fn), changed)
+        for ours, eager in zip(found, expected, strict=True):
+            assert (ours is None) == (eager is None)
+            if eager is not None:
+                torch.testing.assert_close(ours, eager)

@@ -22,8 +22,9 @@ from ..._inductor import (
 from ...derivatives import REVERSE, Derivatives, takes_gradient
 from ...fusion import Candidate, LeftToStock, Rejected
 from ...keeping import Keeping
-from ...leaving import settle
+from ...leaving import even, settle
 from ...operands import check_kind, text
+from ...reporting import TAG
 from . import emit, kernels, savings, structure, torch_ops
 from .aliasing import Mutations, name_overwritten_values
 from .mask_builder import MaskMemo, check_empty_rows
@@ -136,7 +137,20 @@ def _in_scope(
         for user in call.users if call is not None else ():
             if user.target is operator.getitem and user.args[1] in outputs:
                 scope.changed.append((user, outputs[user.args[1]]))
+    for call in [node for node in scope.graph.nodes if _name_of_body(node) == "cond"]:
+        owner = scope.graph.owning_module
+        named = [str(x.target) for x in call.all_input_nodes if x.op == "get_attr"]
+        branches = [each for name in named if isinstance(each := getattr(owner, name, None), fx.GraphModule)]
+        if any(_is_changed(branch.graph) for branch in branches):
+            for branch in branches:
+                even(branch.graph)
+                branch.recompile()
     return settle(scope.graph, scope.changed, inlined)
+
+
+def _is_changed(graph: fx.Graph) -> bool:
+    """Whether an attention was fused in a graph."""
+    return any(TAG in node.meta.get("custom", {}) for node in graph.nodes)
 
 
 def _is_checkpoint(call: fx.Node) -> bool:

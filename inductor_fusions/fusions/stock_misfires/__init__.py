@@ -14,6 +14,9 @@ brought here to an equal form that means to the pattern what it means to everybo
 | `scores / c`, or `q / c`, where c is not sqrt(head_dim) (torch 2.11) | `-(-scores / c)` |
 | the same where c is a tensor (before torch 2.15) | `-(-scores / c)` |
 
+What a pattern puts there keeps its result for its backward, and a product does not: of a result that leaves
+the graph in training the caller gets a copy (`returned`), which Inductor drops where nothing keeps it.
+
 Views cost nothing, and a factor is computed in the kernel of the addition. Only what lies between two matrix
 products is touched, and attention that is fused before has none of it left.
 
@@ -29,6 +32,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from ..._inductor import (
+    is_body_of_dynamo,
     patterns_ignore_the_scale,
     patterns_match_decomposed_sdpa,
     patterns_take_tensors_for_numbers,
@@ -36,6 +40,7 @@ from ..._inductor import (
 from ...fusion import Candidate, Fusion
 from .permutations import permuted, permuted_for
 from .reductions import Softmax, Sum, reduction_of
+from .returned import returned
 from .scores import Alpha, divided
 from .walk import between, inputs_of, name_of, nearest_product, users_of
 
@@ -64,6 +69,8 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
         yield from permuted(product, output)
         if dims != (rank - 1,):
             yield Sum(node, source, dims) if name_of(node) == "sum" else Softmax(node, source, dims[0])
+        elif not is_body_of_dynamo(graph):
+            yield from returned(output)
         yield from divisions
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...leaving import settle
 from ...operands import tensor
 from .respelling import Respelled
 from .walk import argument, name_of
@@ -23,7 +24,9 @@ class Softmax(Respelled):
         with self.anchor.graph.inserting_before(self.anchor):
             turned = self.call("transpose", self.source, self.dim, -1)
             weights = self.call(torch.softmax, turned, -1, **self.dtype_option())
-            self.replace(self.call("transpose", weights, self.dim, -1))
+            result = self.call("transpose", weights, self.dim, -1)
+            self.replace(result)
+        settle(result.graph, [(result, False)])
         return f"softmax over dim {self.dim} between transposes"
 
 

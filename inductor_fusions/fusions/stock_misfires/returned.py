@@ -1,0 +1,28 @@
+"""Results that leave the graph in training, which what stock's patterns put there keeps for its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from ..._inductor import records_gradients
+from ...fusion import Candidate
+from ...leaving import is_returned, settle
+from ...operands import tensor
+from .respelling import Respelled
+
+
+class Returned(Respelled):
+    """A result of which the caller gets a copy: Inductor drops it where nothing keeps the result."""
+
+    def rewrite(self) -> str:
+        settle(self.anchor.graph, [(self.anchor, True)], strides=False)
+        return "the caller gets a copy of what may be kept"
+
+
+def returned(output: fx.Node) -> Iterator[Candidate]:
+    """The product with the values, where the caller gets its memory and takes gradients."""
+    result = tensor(output)
+    if result is not None and result.dim() == 4 and records_gradients(result) and is_returned(output):
+        yield Returned(output, None)

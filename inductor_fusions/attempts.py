@@ -26,19 +26,21 @@ class Without:
 
     Attributes:
         sites: single sites.
-        stages: stages whose passes leave every graph alone.
+        stages: those of whose fusions only such run as keep a graph from a kernel that is wrong.
+        bare: not even these.
         reason: why, as reports say it.
     """
 
     sites: frozenset[Key] = frozenset()
     stages: frozenset[str] = frozenset()
+    bare: bool = False
     reason: str = ""
 
     def digest(self) -> str:
         """Part of every cache key that the attempt asks for; "" where nothing is left out."""
         if not self.sites and not self.stages:
             return ""
-        told = repr((sorted(self.sites), sorted(self.stages)))
+        told = repr((sorted(self.sites), sorted(self.stages), self.bare))
         return hashlib.sha256(told.encode()).hexdigest()
 
 

@@ -80,11 +80,13 @@ class FusionPass(CustomGraphPass):
         if watcher is not None:
             watcher.begins(self.stage, graph)
         sites: list[Site] = []
-        if left_out is not None:
-            sites += left_out
+        fusions = self.fusions
+        if attempt is not None and left_out is not None:
+            fusions = tuple(each for each in fusions if each.protects and not attempt.without.bare)
+            sites += [site for site in left_out if site.fusion not in [each.name for each in fusions]]
             for site in sites:
                 _tell(site)
-        for fusion in self.fusions if left_out is None else ():
+        for fusion in fusions:
             if config.is_on(fusion.name):
                 sites += apply(fusion, graph, len(sites))
                 # A graph that was broken is replaced by the copy from before.

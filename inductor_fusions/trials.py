@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -47,7 +47,7 @@ class Trials:
     def __init__(self, model: fx.GraphModule, compile: Callable[[], Any]) -> None:
         self.model, self._compile = model, compile
         self.cache_keys: list[str] = []
-        self.first = Attempt(model, cache_keys=self.cache_keys)
+        self.first = self._last = Attempt(model, cache_keys=self.cache_keys)
         self._state, self._context = _inductor.GlobalState(), _inductor.Context()
         self._records = reporting.mark()
         self._watcher = watching.current()
@@ -94,7 +94,9 @@ class Trials:
         passes.count_from(self._counted)
         if self.first.copy is not None:
             self.first.copy.restore()
-        attempt = Attempt(self.model, without, tuple(self.first.fused), self.first.copy, self.cache_keys)
+        attempt = self._last = Attempt(
+            self.model, without, tuple(self.first.fused), self.first.copy, self.cache_keys
+        )
         try:
             if change is not None:
                 change(self.model.graph)
@@ -179,7 +181,7 @@ class Trials:
         of_first = self._take_back()
         reason = f"the compile of its graph raised {line(error)}"
         try:
-            kept = self._again(Without(stages=self.stages, reason=reason))
+            kept = self._stock(reason)
         except Exception as stock:
             self._put_back(*of_first)
             log.debug("the compile raises without any fusion as well: %r", stock)
@@ -191,6 +193,16 @@ class Trials:
         kept.state.put_back()
         self._say(kept, error)
         return kept
+
+    def _stock(self, reason: str) -> Made:
+        """The compile without any site, but for those that keep it from kernels that are wrong."""
+        without = Without(stages=self.stages, reason=reason)
+        try:
+            return self._again(without)
+        except Exception as error:
+            if not self._last.fused or _inductor.is_for_the_caller(error):
+                raise
+        return self._again(replace(without, bare=True))
 
     def _with_sites(self, reason: str) -> Iterator[Made | None]:
         """Compiles with some of the sites that the first attempt fused; those that raise are None.
@@ -224,7 +236,7 @@ class Trials:
         """The first sites alone. Nodes after autograd have other names where a site before it is left out."""
         later = left[count:]
         if any(each.key[0] == "pre_grad" for each in later):
-            return Without(_keys([*out, *later]), frozenset({"post_grad"}), reason)
+            return Without(_keys([*out, *later]), frozenset({"post_grad"}), reason=reason)
         return Without(_keys([*out, *later]), reason=reason)
 
     def _left(self, kept: Made) -> list[Site]:

@@ -392,3 +392,38 @@ def test_sites_of_a_backward(stage: str, failed: list[int]) -> None:
     torch.testing.assert_close(x.grad, y.grad)
     assert fault.raised
     assert verdicts() == ["failed" if i in failed else "fused" for i in range(3)]
+
+
+def sines_of(graph: torch.fx.Graph) -> Iterator[Candidate]:
+    for i, node in enumerate(graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)):
+        if "ordinal" not in node.meta:
+            yield Again(node, i)
+
+
+@pytest.mark.parametrize("guilty", ["other", "guard"])
+def test_what_protects_stays(guilty: str) -> None:
+    """What keeps a graph from a wrong kernel runs where other fusions are left out, unless it raises."""
+    x = torch.linspace(0.1, 1, 8)
+    guard = Fusion("guard", "post_grad", "cosines", cosines, protects=True)
+    hook = FusionPass("post_grad", (guard, Fusion("other", "post_grad", "sines", sines_of)))
+    made: list[list[str]] = []
+    original = trials.Trials._again
+
+    def again(self: trials.Trials, *args: Any) -> trials.Made:
+        found = original(self, *args)
+        made.append([each.key[2] for each in found.attempt.fused])
+        return found
+
+    def wave(x: torch.Tensor) -> torch.Tensor:
+        return x.cos().exp().sin()
+
+    with (
+        torch._inductor.config.patch(post_grad_custom_pre_pass=hook),
+        Fault("post_grad", lambda node: node.name.startswith(f"inductor_fusions_{guilty}")).inject(),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(trials.Trials, "_again", again)
+        compiled(wave, "post_grad")(x)
+    found = {site.fusion: site.verdict for site in inductor_fusions.report()}
+    assert found == {each: "failed" if each == guilty else "fused" for each in ("other", "guard")}
+    assert made[0] == (["guard"] if guilty == "other" else [])

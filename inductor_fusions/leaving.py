@@ -75,20 +75,11 @@ _even.register_autograd(_even_gradient, setup_context=_even_setup)
 _inductor.register_lowering_when_loaded(_EVEN, lambda x: x)
 
 
-def _is_attentions(node: Any) -> bool:
-    """Whether a value is what an attention gives, or a view of it."""
-    while isinstance(node, fx.Node) and len(node.all_input_nodes) == 1:
-        node = node.all_input_nodes[0]
-    return isinstance(node, fx.Node) and any("attention" in str(x) for x in (node.target, *node.args[:1]))
-
-
 def release(graph: fx.Graph) -> None:
     """Make clones of the copies in a graph behind autograd: Inductor takes out those that nobody needs."""
     for node in graph.find_nodes(op="call_function", target=OWN):
-        # What a kernel of torch returns may be a view to autograd, which must not be handed out.
-        if not (_is_attentions(node.args[0]) and any(user.op == "output" for user in node.users)):
-            node.target = torch.ops.aten.clone.default
-            node.kwargs = {"memory_format": torch.contiguous_format}
+        node.target = torch.ops.aten.clone.default
+        node.kwargs = {"memory_format": torch.contiguous_format}
     for node in graph.find_nodes(op="call_function", target=_EVEN):
         node.target = torch.ops.aten.clone.default
 

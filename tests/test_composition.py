@@ -85,15 +85,22 @@ def test_checkpointing(selective: bool) -> None:
 
 
 def test_functional_transforms() -> None:
-    """torch.func.grad over functional_call, and vmap, which is left alone."""
+    """torch.func.grad over functional_call, and vmap, which is left alone.
+
+    Where the parameters take gradients outside as well, so does the result: that would be a second derivative.
+    """
     model, x = blocks.model(1), blocks.batch(2)
-    parameters = dict(model.named_parameters())
+    learning = dict(model.named_parameters())
+    parameters = {name: each.detach() for name, each in learning.items()}
 
     def loss(parameters: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(model, parameters, (x,)).square().mean()
 
     found = quick(torch.func.grad(loss))(parameters, x)
     assert_same(found, torch.func.grad(loss)(parameters, x))
+    assert fused() == 1
+    found = quick(torch.func.grad(loss))(learning, x)
+    assert_same(found, torch.func.grad(loss)(learning, x))
     assert fused() == 1
 
     def each(x: torch.Tensor) -> torch.Tensor:

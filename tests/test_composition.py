@@ -87,7 +87,7 @@ def test_checkpointing(selective: bool) -> None:
 def test_functional_transforms() -> None:
     """torch.func.grad over functional_call, and vmap, which is left alone.
 
-    Where the parameters take gradients outside as well, so does the result: that would be a second derivative.
+    Where the parameters take gradients outside as well, so does the result: a second derivative.
     """
     model, x = blocks.model(1), blocks.batch(2)
     learning = dict(model.named_parameters())

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,7 +82,7 @@ def lower_to_template(
             writes, and only then writes.
 
     Returns:
-        The outputs; None where `stock` is faster.
+        The outputs; None where `stock` is faster, and of an output of one number.
     """
     each = list(dtypes) or [dtype] * len(shapes)
     row_major = [Output("", s, (s[1], 1), kind) for s, kind in zip(shapes, each, strict=True)]
@@ -107,7 +108,7 @@ def lower_to_kernel(
     grid: Callable[..., Any],
     grid_sizes: Sequence[Any],
     variant: Variant,
-) -> list[Any]:
+) -> list[Any] | None:
     """One Triton kernel with outputs of any layout and a grid of its own.
 
     Args:
@@ -118,10 +119,11 @@ def lower_to_kernel(
         grid: called with `grid_sizes`, the constants of the kernel, `cdiv` and `min`.
         grid_sizes: sizes that the number of programs depends on.
         variant: its source and configuration.
+
+    Returns:
+        The outputs; None of a first output of one number.
     """
-    made = _lower(name, inputs, outputs, device, grid, grid_sizes, [variant], None)
-    assert made is not None
-    return made
+    return _lower(name, inputs, outputs, device, grid, grid_sizes, [variant], None)
 
 
 def _lower(
@@ -139,6 +141,11 @@ def _lower(
     select = importlib.import_module("torch._inductor.select_algorithm")
     lowering = importlib.import_module("torch._inductor.lowering")
     first = outputs[0]
+    if all(isinstance(size, int) or getattr(size, "is_Integer", False) for size in first.size):
+        if math.prod(int(size) for size in first.size) == 1:
+            return (
+                None  # Inductor stores one number without a mask: whatever else a tile holds goes there too
+            )
     layout = ir.FixedLayout(device, first.dtype, list(first.size), list(first.stride))
     more = [
         lowering.empty_strided(list(out.size), list(out.stride), dtype=out.dtype, device=device)

@@ -53,3 +53,20 @@ def test_autocast(cast: bool) -> None:
             attention if not cast else fn, *inputs, train=False, backend=testing.EAGER_AFTER_PASSES
         )
     assert [site.verdict for site in run.sites] == ["fused"]
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_mask_of_float16_beside_bfloat16(train: bool) -> None:
+    """What hides keys in a kernel of bfloat16 is more than float16 holds."""
+
+    def fn(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return torch.softmax(q @ k.mT * 0.2 + mask, -1, dtype=torch.float32).to(v.dtype) @ v
+
+    mask = torch.zeros(2, 1, 1, 13, dtype=torch.float16)
+    mask[..., -3:] = torch.finfo(torch.float16).min
+    inputs = (*qkv(dtype=torch.bfloat16, grad=train), mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        run = testing.capture(fn, *inputs, train=train)
+    assert [site.verdict for site in run.sites] == ["fused"]
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(run.tensors[0], fn(*inputs), rtol=0.02, atol=0.02)

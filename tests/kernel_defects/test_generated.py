@@ -17,7 +17,7 @@ from bench import cuda_codegen
 from inductor_fusions import config, reporting
 from inductor_fusions.fusions import kernel_defects
 from inductor_fusions.fusions.kernel_defects import op, own_dropout
-from tests.attention.support import flex_everywhere
+from tests.attention.support import flex_everywhere, short_everywhere
 
 aten = torch.ops.aten
 B, H, S, D = 2, 4, 24, 16
@@ -210,6 +210,19 @@ def test_query_of_flex_attention_for_short_queries() -> None:
     found = [line for line in kernel.source.splitlines() if "stride_qz, stride_qh, stride_qg" in line]
     strides = {tuple(map(int, line.split("=")[1].split(","))) for line in found if "=" in line}
     assert strides == {(length * heads * dim, dim, dim, heads * dim, 1)}
+
+
+def test_no_template_stores_one_number() -> None:
+    """Inductor leaves out the mask of such a store, and all rows of a tile go there."""
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        return torch.softmax(q @ k.mT * 0.3, -1) @ v
+
+    for length, templates in ((1, 0), (2, 1)):
+        inputs = [torch.randn(1, 1, length, 1).half() for _ in range(3)]
+        with torch.no_grad(), short_everywhere(), config.patch(policy="always"):
+            code = cuda_codegen.generate(fn, inputs, run=False)
+        assert sum(kernel.is_template for kernel in code.kernels) == templates
 
 
 def test_known_defects_are_documented() -> None:

@@ -27,6 +27,7 @@ from . import predicates, row_bias, torch_ops
 from .builder import Builder
 from .flex import BlockMasks
 from .masks import may_hide_rows
+from .operands import Operand
 from .problem import Problem
 from .structure import DROWNED, EMPTY_BELOW, Structure
 from .subtracted import Signs
@@ -175,7 +176,7 @@ class _Terms:
         """The mask of any terms."""
         self.keep, self.hiding, self.plain, self.fills, self.floored = None, None, [], [], None
         for term, operand in self.problem.terms:
-            node = self.build.build(operand)
+            node = self._built(operand)
             if term.fill is not None:
                 self._fill(node, term.fill, term.hides)
             else:
@@ -208,7 +209,7 @@ class _Terms:
         if not fills and not self.problem.train and number > DROWNED:
             return None
         for term, operand in terms:
-            node = build.build(operand)
+            node = self._built(operand)
             if term.fill is not None:
                 seen = build.call(torch.logical_not, node) if term.hides else node
                 self.keep = seen if self.keep is None else build.call(torch.logical_and, self.keep, seen)
@@ -330,6 +331,12 @@ class _Terms:
             hiding = build.call(torch.where, empty, raised, hiding)
             return Mask(self._sum(hiding, self._plain_sum()))
         return Mask(self._sum(hiding, *self._drowned(empty)), empty, blocked)
+
+    def _built(self, operand: Operand) -> fx.Node:
+        """A term; one of float16 beside a kernel of another dtype in float32, which holds what hides keys."""
+        node = self.build.build(operand)
+        narrow = self.build.value(node).dtype == torch.float16 != self.problem.dtype
+        return self.build.to(node, torch.float32) if narrow else node
 
     def _sum(self, *parts: fx.Node | None) -> fx.Node:
         """The sum in the dtype of the kernel, as every backend wants it."""

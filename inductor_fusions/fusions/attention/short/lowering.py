@@ -145,7 +145,7 @@ class Call:
         blocks: int, programs: int, **more: Any,
     ) -> list[Any]:  # fmt: skip
         text = self._source(name.removeprefix("short_attention_"), inputs, outputs, chosen, blocks, **more)
-        return _inductor.lower_to_kernel(
+        made = _inductor.lower_to_kernel(
             name=name,
             inputs=inputs,
             outputs=outputs,
@@ -160,6 +160,9 @@ class Call:
                 outputs=tuple(out.name for out in outputs[1:]),
             ),
         )
+        if made is None:
+            raise Rejected("an output of one number")
+        return made
 
     def _source(
         self, name: str, inputs: list[tuple[str, Any]], outputs: list[_inductor.Output], chosen: plan.Plan,

@@ -32,6 +32,8 @@ _NEW = frozenset(
     "softmax log_softmax sum mean amax amin max min norm var std cat concat stack where masked_fill clone "
     "layer_norm rms_norm group_norm batch_norm matmul conv1d conv2d conv3d".split()
 )
+#: Give gradients, which are laid out as the backward of what was fused has them, and are new.
+_GRADIENTS = frozenset({"autograd_grad", "grad"})
 #: Read strides, or the memory as it lies.
 _STRIDED = frozenset(
     "as_strided stride storage_offset data_ptr is_contiguous unfold resize resize_as set "
@@ -206,13 +208,15 @@ class _Walk:
             return
         if overwritten and not any(node in overwritten for node in reached):
             return  # has the strides of what is written to
+        # Where transforms of torch.func wrap values, memory alone does not tell.
+        new = name in _NEW | _GRADIENTS and not overwritten
         for node in reached:
-            if _share(user, node) and self._base[node].node is not None:
+            if not new and _share(user, node) and self._base[node].node is not None:
                 self._base[user] = self._base[node]
                 return
         if any(_sees_strides(user, node) for node in reached):
             return  # has been given the strides that it had
-        kept = name not in _NEW and any(self._base[n].kept and _may_be(user, n) for n in reached)
+        kept = not new and any(self._base[n].kept and _may_be(user, n) for n in reached)
         self._add(user, kept)
 
     def _mark_ways(self, graph: fx.Graph) -> None:
@@ -326,6 +330,8 @@ def _sees_strides(user: fx.Node, node: fx.Node) -> bool:
     target = user.target
     if user.op == "call_module":
         return True
+    if name_of(user).strip("_") in _GRADIENTS:
+        return False
     if isinstance(target, torch._ops.HigherOrderOperator):
         return target is not _inductor.flex_attention_op()
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
+from inductor_fusions import testing
 from tests.attention.support import cases, check, flex_everywhere, qkv, rand, short_everywhere
 
 Function = Callable[..., Any]
@@ -263,3 +264,16 @@ def test_same_input_learns_elsewhere() -> None:
         return gradient(q, k, v) + w
 
     check(fn, (*qkv(5, 5, grad=False), rand(16)), slack=16.0)
+
+
+@pytest.mark.parametrize("name", ["gradient", "gradient and value", "product with a vector"])
+def test_gradients_that_leave_lie_as_in_eager_mode(name: str) -> None:
+    """Not as the backward of the fused attention has them."""
+    inputs = [x.detach() for x in qkv(5, 5, batch=1, heads=2)]
+    fn = TAKEN[name][0]
+    ours, eager = (
+        testing.capture(fn, *inputs, train=False, policy="always", backend=backend)
+        for backend in ("inductor", "eager")
+    )
+    assert [site.verdict for site in ours.sites] == ["fused"]
+    assert [x.stride() for x in ours.tensors] == [x.stride() for x in eager.tensors]

@@ -286,7 +286,7 @@ def test_as_eager_has_it(name: str, train: bool, dtype: torch.dtype, fresh_cache
     assert not [site for site in ours.sites if site.verdict == "failed"]
     found = [*ours.tensors, *ours.grads.values()]
     for x, y in zip(found, [*eager.tensors, *eager.grads.values()], strict=True):
-        tolerance = 0.03 if dtype == torch.bfloat16 else 1e-5
+        tolerance = 0.1 if dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 

@@ -39,6 +39,8 @@ class Candidate(ABC):
 
     #: The node whose source line names the site in reports.
     anchor: fx.Node
+    #: Whether it is a site of the report. What changes nothing that a kernel does is one only where it fails.
+    reported = True
 
     @abstractmethod
     def guard(self) -> None:

@@ -193,6 +193,8 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
             if copy is None and containment.is_foreign(fusion):
                 copy = containment.Copy(graph)
             site = _fuse(fusion, candidate, first + len(sites))
+            if not candidate.reported and copy is None and not _raised(site):
+                continue
             sites.append(site)
             if copy is not None and _raised(site):
                 break
@@ -283,7 +285,8 @@ def _fuse(fusion: Fusion, candidate: Candidate, number: int) -> Site:
         )
         log.info("traceback", exc_info=True)
     else:
-        _mark(site, fusion, graph, known, number)
+        if candidate.reported:
+            _mark(site, fusion, graph, known, number)
         if attempt is not None and key is not None:
             attempt.fused.append(attempts.Fused(key, site))
     return site

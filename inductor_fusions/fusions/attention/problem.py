@@ -13,6 +13,7 @@ from ..._inductor import holds_now, known_true
 from ...fusion import Rejected
 from ...operands import holds
 from . import torch_ops
+from .masks import may_hide_rows
 from .normal_form import Stage, Term
 from .operands import Operand, same_shape
 from .structure import Structure
@@ -82,12 +83,12 @@ class Problem:
     def rounded_bias(self) -> torch.dtype | None:
         """The dtype of a bias that the kernel's dtype does not hold, so that SDPA would round it.
 
-        A mask that is proved to be 0 where a key is seen, and one low number elsewhere, may be rounded; and
-        under autocast the scores that a bias is added to are rounded as well.
+        What may be a mask, low where a key is hidden, may be rounded; and under autocast the scores that a
+        bias is added to are rounded as well.
         """
         for term, operand in self.terms:
             dtype = operand.value.dtype
-            plain = term.fill is None and term.depth is None and dtype.is_floating_point
+            plain = term.fill is None and dtype.is_floating_point and not may_hide_rows(term.node)
             if plain and not self.autocast and not holds(self.dtype, dtype):
                 return dtype
         return None

@@ -16,6 +16,8 @@ from .respelling import Respelled
 class Returned(Respelled):
     """A result of which the caller gets a copy: Inductor drops it where nothing keeps the result."""
 
+    reported = False
+
     def rewrite(self) -> str:
         settle(self.anchor.graph, [(self.anchor, True)], strides=False)
         return "the caller gets a copy of what may be kept"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from ..._inductor import records_gradients
+from ..._inductor import is_wrapper, records_gradients
 from ...fusion import Candidate
 from ...leaving import is_returned, settle
 from ...operands import tensor
@@ -26,5 +26,7 @@ class Returned(Respelled):
 def returned(output: fx.Node) -> Iterator[Candidate]:
     """The product with the values, where the caller gets its memory and takes gradients."""
     result = tensor(output)
-    if result is not None and result.dim() == 4 and records_gradients(result) and is_returned(output):
+    if result is None or result.dim() != 4 or is_wrapper(result):
+        return  # patterns match four dims; DTensors have no rule for the copy
+    if records_gradients(result) and is_returned(output):
         yield Returned(output, None)

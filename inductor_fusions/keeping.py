@@ -17,8 +17,12 @@ from torch import fx
 
 from ._inductor import computing_fakes, fake_mode_of, hint, known_true, suppress_guards
 from .leaving import OWN, copied, is_transformed, leaves_of
+from .modes import TRANSFORMS
 from .operands import tensor
-from .writes import may_alias, name_of, storage, written
+from .writes import GRADIENT_MODES, may_alias, name_of, storage, written
+
+#: A copy that is made on one side of these has no gradient on the other, or is of another level.
+_SWITCHES = frozenset((*GRADIENT_MODES, *TRANSFORMS, *TRANSFORMS.values()))
 
 
 class Keeping:
@@ -32,6 +36,7 @@ class Keeping:
     def __init__(self, graph: fx.Graph, recomputed: bool = False) -> None:
         self.graph = graph
         self.writes = [(node, storage(target)) for node in graph.nodes for target in written(node)]
+        self.switches = [node for node in graph.nodes if name_of(node) in _SWITCHES]
         given = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
         returned = [node for last in graph.find_nodes(op="output") for node in leaves_of(last.args[0])]
         seen = [] if recomputed else [*given, *(node for node in returned if isinstance(node, fx.Node))]
@@ -62,6 +67,10 @@ class Keeping:
             with self.graph.inserting_before(before):
                 copies[view] = self.graph.node_copy(view, lambda n: copies.get(n, n))
         return copies[node]
+
+    def is_same_at(self, node: fx.Node, one: fx.Node, other: fx.Node) -> bool:
+        """Whether a copy of a node that is made at the first of two places may be read at the second."""
+        return not self._between(min(one, other), max(one, other), storage(node))
 
     def _copy(self, node: fx.Node, before: fx.Node, memory: object, others: bool) -> fx.Node:
         for source, copy in self._copies:
@@ -94,7 +103,9 @@ class Keeping:
         return new
 
     def _between(self, first: fx.Node, last: fx.Node, memory: object) -> bool:
-        return any(first < writer and writer < last and may_alias(memory, s) for writer, s in self.writes)
+        """Whether memory is written to between two nodes, or what autograd records changes."""
+        found = [writer for writer, s in self.writes if may_alias(memory, s)] + self.switches
+        return any(first < node and node < last for node in found)
 
 
 def _seen_through(node: fx.Node) -> fx.Node | None:

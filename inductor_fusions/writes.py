@@ -37,7 +37,7 @@ _READ_BY_DYNAMO = frozenset(
      "prim_redistribute", "prim from_local"}
 )  # fmt: skip
 #: Regions whose values autograd treats otherwise.
-_GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
+GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
 
 # -- what a node writes to ---------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def effects(graph: fx.Graph) -> list[fx.Node]:
     return [
         node
         for node in graph.nodes
-        if (name := name_of(node)) in _GRADIENT_MODES or "norm" in name or written(node)
+        if (name := name_of(node)) in GRADIENT_MODES or "norm" in name or written(node)
     ]
 
 
@@ -254,7 +254,7 @@ def check_between(
             return
         if node < first:
             continue
-        if name_of(node) in _GRADIENT_MODES:
+        if name_of(node) in GRADIENT_MODES:
             raise Rejected(f"gradients are switched on or off between {where}")
         if written(node) or _writes_statistics(node, {*nodes, last}):
             raise Rejected(f"{node.name} writes in place between {where}")

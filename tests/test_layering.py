@@ -41,7 +41,7 @@ LAYERS = {
     "operands": {"fusion", "tables", "_inductor"},
     "writes": {"fusion", "operands", "_inductor"},
     "leaving": {"operands", "writes", "_inductor"},
-    "keeping": {"leaving", "operands", "writes", "_inductor"},
+    "keeping": {"leaving", "modes", "operands", "writes", "_inductor"},
     "modes": set(),
     "derivatives": {"fusion", "modes", "writes", "_inductor"},
     "lowering": {"config", "fusion"},

@@ -333,3 +333,24 @@ def test_input_that_the_caller_changes(trained: str) -> None:
     assert [site.verdict for site in sites if site.fusion == "lora_input"] == ["fused"]
     for ours, eager in zip(found, gradients(module), strict=True):
         torch.testing.assert_close(ours, eager, atol=0.1, rtol=0.05)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_copy_that_is_made_where_no_gradient_is_recorded() -> None:
+    """One that autograd records is made for those behind it."""
+    first, second, x = Adapted(), Adapted(), rand(24, 64)
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            left = first(x)
+        return left + second(x)
+
+    def gradients(fn: Any) -> Any:
+        return torch.autograd.grad(fn(x).float().square().sum(), [x, second.a.weight])
+
+    with config.patch(policy="always"), reporting.isolated() as sites:
+        torch._dynamo.reset()
+        found = gradients(torch.compile(both, fullgraph=True))
+    assert [site.verdict for site in sites if site.fusion == "lora_input"] == ["fused"] * 2
+    for ours, eager in zip(found, gradients(both), strict=True):
+        assert float((ours - eager).norm()) <= 0.02 * float(eager.norm())

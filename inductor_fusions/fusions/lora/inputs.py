@@ -244,14 +244,17 @@ class AdapterInput(Candidate):
     def _kept(self) -> fx.Node:
         """The input, or a copy where the caller may change it: eager keeps what is made of it.
 
-        Linears that read it behind the copy read that, so that their fusions see one input.
+        All linears that read the input read the copy, which is made in front of the first of them, so that
+        their fusions see one input.
         """
-        source = self.site.x
-        x = self.keeping.kept(source, (*self.site.between, self.site.linear)[0])
+        source, first = self.site.x, (*self.site.between, self.site.linear)[0]
 
         def reads(user: fx.Node) -> bool:
-            return _is_linear(user, biased=True) and user.args[0] is source and x < user
+            if not _is_linear(user, biased=True) or user.args[0] is not source:
+                return False
+            return self.keeping.is_same_at(source, user, first)
 
+        x = self.keeping.kept(source, min((first, *filter(reads, source.users))))
         if x is not source:
             source.replace_all_uses_with(x, delete_user_cb=reads)
         return x

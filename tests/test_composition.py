@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -203,7 +204,9 @@ def test_no_more_graphs_guards_or_recompiles_than_stock() -> None:
     ours, stock = Counted(True), Counted(False)
     assert ours.graphs == stock.graphs and ours.breaks == stock.breaks == 0
     assert len(ours.guards) == len(stock.guards)
-    assert [len(g) for g in ours.guards] == [len(g) for g in stock.guards]
+    # Identities of objects and numbers in the names of globals differ, in their digits too.
+    ours_, stocks = ([re.sub(r"\d+", "", guard) for guard in each.guards] for each in (ours, stock))
+    assert sorted(map(len, ours_)) == sorted(map(len, stocks))
 
 
 def test_compiled_twice_and_nested() -> None:

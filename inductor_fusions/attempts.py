@@ -68,6 +68,7 @@ class Attempt:
         copy: the graph as it was before any pass of Inductor; None while none has run.
         fused: what this attempt has fused so far.
         broken: what the compile of its backward has raised, which AOTAutograd ignores.
+        communicates: whether its code may wait for other processes.
         cache_keys, graph_keys: what AOTAutograd's cache and that of graphs know its code by.
     """
 
@@ -78,6 +79,7 @@ class Attempt:
     cache_keys: list[str] = field(default_factory=list)
     fused: list[Fused] = field(default_factory=list)
     broken: Exception | None = None
+    communicates: bool = False
     graph_keys: list[str] = field(default_factory=list)
     _reported: list[Site] = field(default_factory=list)
     _graphs: Counter[str] = field(default_factory=Counter)

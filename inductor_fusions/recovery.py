@@ -56,6 +56,8 @@ def _inner(
 ) -> Any:
     """Code for one aten graph. That of a backward is made when it is first called, or by then it may be."""
     outer = attempts.current()
+    if outer is not None and isinstance(graph, fx.GraphModule):
+        outer.communicates |= _inductor.communicates(graph)
     # Where an attempt leaves out a stage, nothing of a backward is fused.
     spared = config.strict or not config.enabled or (outer is not None and outer.without.stages)
     if not kwargs.get("is_backward") or spared or not isinstance(graph, fx.GraphModule):
@@ -136,7 +138,7 @@ class Backward(Trials):
         )
 
     def _guarded(self, compiled: Any) -> Any:
-        if self._may_be_ours():
+        if self._may_be_ours() and not self._communicates():
             launching.guard_backward(compiled, self._overwritten, self._relaunched)
         return compiled
 

@@ -63,6 +63,8 @@ class Trials:
         except Exception as error:
             if not self._may_be_ours() or config.strict or _inductor.is_for_the_caller(error):
                 raise
+            if self._communicates() and _inductor.compiles_together():
+                raise
             made = self._after(error)
             self.first, compiled = made.attempt, made.compiled
         self._ledger = reporting.since(self._records)
@@ -72,9 +74,13 @@ class Trials:
         """Whether a fusion can be what makes the first compile raise."""
         return bool(self.first.fused)
 
+    def _communicates(self) -> bool:
+        """Whether other processes may wait for the code: what runs once on them must not run twice here."""
+        return self.first.communicates or _inductor.communicates(self.model)
+
     def _guarded(self, compiled: Any) -> Any:
         """What was compiled, with a first call that may raise."""
-        if not self.first.fused and not self._ledger.fused:
+        if (not self.first.fused and not self._ledger.fused) or self._communicates():
             return compiled
         return launching.guarded(compiled, self._context.written, self._relaunched)
 

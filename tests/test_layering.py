@@ -76,6 +76,7 @@ PRIVATE_LAYERS = {
     "shapes": set(),
     "flex": set(),
     "operations": set(),
+    "ranks": set(),
     "bisector": set(),
     "net": {"loading"},
     "state": set(),

@@ -85,6 +85,7 @@ from .net import (
 )
 from .operations import GROUPED_MM, sdpa_is_fused
 from .probing import probe, without_modes
+from .ranks import communicates, compiles_together
 from .reports import artifact_log, cache_folder, compile_counters, trace_artifact, trace_id
 from .shapes import (
     computing_fakes,
@@ -155,8 +156,10 @@ __all__ = [
     "calls_with_fakes",
     "captures_graphs",
     "cast",
+    "communicates",
     "compile_apart",
     "compile_counters",
+    "compiles_together",
     "computing_fakes",
     "copied_graph",
     "counts_in_32_bits",

@@ -119,10 +119,18 @@ def test_call_of_sdpa_with_rows_that_see_no_key() -> None:
     assert all(ours < 2e-6 for ours, _ in seen.errors.values())
 
 
-@cases(CLASSES)
-def test_blocks(case) -> None:
+#: Documents with numbers whose differences no int32 holds.
+FAR_APART = (lambda s: s[:, None, :, None] >= s[:, None, None, :], lambda s: (s.int() - 2) * (2**30 - 1))
+
+
+@pytest.mark.parametrize(
+    ("case", "numbers"),
+    [*((case, lambda s: s) for case in CLASSES.values()), FAR_APART],
+    ids=[*CLASSES, "far apart"],
+)
+def test_blocks(case, numbers) -> None:
     """What the intervals say is true: an empty block holds no visible pair, a full one no hidden pair."""
-    data = segments()
+    data = numbers(segments())
     with flex_everywhere("flex"):
         run = testing.capture(
             attention(case), *qkv(S, S, heads=H), data, policy="always",

@@ -47,13 +47,7 @@ class Writer:
         if isinstance(part, bool):
             return part
         if isinstance(part, NonNegative):
-            # Both sides are sums of positive terms: a difference of large elements might wrap.
-            plus = [(a, c) for a, c in part.value.coeffs if c > 0]
-            minus = [(a, -c) for a, c in part.value.coeffs if c < 0]
-            const = part.value.const
-            negative = isinstance(const, (int, float)) and const < 0
-            left = self._sum(plus, 0 if negative else const)
-            right = self._sum(minus, -const if negative else 0)
+            left, right = map(self.number, _sides(part.value))
             return self.calls.call(operator.ge, left, right)
         if isinstance(part, Element):
             return self.element(part)
@@ -76,6 +70,17 @@ class Writer:
         if total is None:
             return self.calls.number(const)
         return total if _is(const, 0) else self.calls.call(operator.add, total, self.calls.number(const))
+
+
+def _sides(value: Affine) -> tuple[Affine, Affine]:
+    """Two sums of positive terms of which the first is at least the second where `value` is not negative.
+
+    They are compared: a difference of large elements might wrap around.
+    """
+    negative = isinstance(value.const, (int, float)) and value.const < 0
+    plus = tuple((atom, c) for atom, c in value.coeffs if c > 0)
+    minus = tuple((atom, -c) for atom, c in value.coeffs if c < 0)
+    return Affine(0 if negative else value.const, plus), Affine(-value.const if negative else 0, minus)
 
 
 def _is(number: Any, wanted: int) -> bool:
@@ -169,11 +174,12 @@ class BlockWriter:
         if isinstance(part, bool):
             return Blocks(part, part)
         if isinstance(part, NonNegative):
-            bounds = self._affine(part.value)
-            if bounds is None:
+            left, right = map(self._affine, _sides(part.value))
+            if left is None or right is None:
                 return Blocks(True, False)
-            low, high = bounds
-            return Blocks(build.call(operator.ge, high, 0), build.call(operator.ge, low, 0))
+            return Blocks(
+                build.call(operator.ge, left[1], right[0]), build.call(operator.ge, left[0], right[1])
+            )
         if isinstance(part, Element):
             found = self._element(part)
             return Blocks(True, False) if found is None else Blocks(found[1], found[0])

@@ -10,6 +10,8 @@ VENV ?= .venv
 PIP_FLAGS ?=
 # Test processes, with pytest-xdist; 0 runs them in one process.
 JOBS ?= 2
+# What else than the cheap tests is in the quick part: the number of the day without.
+SEED ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
@@ -41,15 +43,17 @@ tool = $(2)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint typecheck unit bench gate ledger docs fuzz clean
+.PHONY: help demo test test-all lint typecheck quick rest unit bench gate ledger docs fuzz clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY) ## compile four whole models, stock and fused, and compare them
 	$(PY) -m inductor_fusions demo $(DEMO_ARGS)
 
-test: lint typecheck unit ## ruff, mypy and the tests; GPU tests are skipped without a GPU
+test: lint typecheck quick ## ruff, mypy and the tests that find most: ten minutes on two cores
+
+test-all: lint typecheck unit ## ruff, mypy and every test; GPU tests are skipped without a GPU
 
 lint: $(READY) ## ruff: rules and format
 	$(call tool,ruff,$(PY) -m ruff check .)
@@ -58,11 +62,23 @@ lint: $(READY) ## ruff: rules and format
 typecheck: $(READY) ## mypy --strict on the package
 	$(call tool,mypy,$(PY) -m mypy)
 
-unit: $(READY) ## the tests alone
-	@$(call has,pytest) || { echo "the tests need pytest: $(PY) -m pip install pytest" >&2; exit 1; }
-	@set -- $(PYTEST_ARGS); \
-	if [ "$(JOBS)" != 0 ] && $(call has,xdist); then set -- -n $(JOBS) "$$@"; fi; \
-	echo "$(PY) -m pytest $$*"; $(PY) -m pytest "$$@"
+# $(call pytest,ARGUMENTS)
+define pytest
+@$(call has,pytest) || { echo "the tests need pytest: $(PY) -m pip install pytest" >&2; exit 1; }
+@set -- $(1) $(PYTEST_ARGS); \
+if [ "$(JOBS)" != 0 ] && $(call has,xdist); then set -- -n $(JOBS) --maxschedchunk=4 "$$@"; fi; \
+echo "$(PY) -m pytest $$*"; $(PY) -m pytest "$$@"
+endef
+SEEDED = $(if $(SEED),--seed $(SEED))
+
+quick: $(READY) ## the tests of `make test` alone; SEED=7 takes others of the large products
+	$(call pytest,--part quick $(SEEDED))
+
+rest: $(READY) ## what `make quick` with the same seed leaves
+	$(call pytest,--part rest $(SEEDED))
+
+unit: $(READY) ## every test; PYTEST_ARGS='tests/lora -k dropout' for some
+	$(call pytest,--part all)
 
 bench: $(READY_BENCH) ## the benchmarks, stock beside fused
 	$(PY) -m pytest bench --benchmark-only --benchmark-columns=median,iqr,rounds $(BENCH_ARGS)

@@ -47,6 +47,7 @@ if _under_xdist:
 import pytest
 import torch
 
+from tests import durations, selection
 from tests.support.dynamo import spend_less
 
 if _under_xdist:
@@ -64,12 +65,16 @@ else:
 
 def pytest_configure(config: pytest.Config) -> None:
     spend_less()
+    durations.configure(config)
+    selection.configure(config)
     # Said at each compile without caches, which is how most tests compile.
     config.addinivalue_line("filterwarnings", "ignore:dynamo_pgo force disabled")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests marked long as well")
+    durations.addoption(parser)
+    selection.addoption(parser)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -508,9 +508,9 @@ def test_commands_exist(page: Path) -> None:
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"{page.name}: {name}"
     commands = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
     assert set(re.findall(r"python -m inductor_fusions ([a-z]+)", text)) <= commands
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
-    assert set(re.findall(r"`make ([a-z]+)", text)) <= targets
-    for name in re.findall(r"`(tests/[\w/]+(?:\.py)?)", text):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
+    for name in re.findall(r"`(tests/[\w/]+(?:\.\w+)?)", text):
         assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 

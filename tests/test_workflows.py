@@ -12,7 +12,7 @@ yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 
 
 def commands(workflow: dict[str, Any]) -> str:
@@ -23,7 +23,7 @@ def commands(workflow: dict[str, Any]) -> str:
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_targets_exist(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text())
-    called = set(re.findall(r"\bmake (?:-C \S+ )?([a-z]+)", commands(workflow)))
+    called = set(re.findall(r"\bmake (?:-C \S+ )?([a-z-]+)", commands(workflow)))
     assert called <= TARGETS
     assert called or ".ci/run" in commands(workflow)
     assert workflow["permissions"] == {"contents": "read"}
@@ -38,8 +38,15 @@ def test_cpu_runs_on_each_push_and_gpu_on_demand() -> None:
     # YAML reads the key `on` as true.
     assert {"push", "pull_request"} <= set(cpu[True])
     assert {"schedule", "pull_request"} <= set(gpu[True]) and "push" not in gpu[True]
-    assert ".ci/run" in commands(cpu) and "make test" in (ROOT / ".ci" / "run").read_text()
+    assert ".ci/run" in commands(cpu)
     assert "contains(github.event.pull_request.labels.*.name, 'gpu')" in gpu["jobs"]["gate"]["if"]
+
+
+def test_ci_runs_the_quick_tests_and_then_the_others() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    first, then = re.findall(r"^make (\S+) PYTEST_ARGS=--durations", script, re.M)
+    assert (first, then) == ("test", "rest")
+    assert script.index("export TEST_SEED=") < script.index("make test"), "both parts have one seed"
 
 
 def test_benchmarks_and_plots_run_each_night() -> None:

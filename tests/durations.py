@@ -1,0 +1,189 @@
+"""How much CPU time each test function takes: `durations.json`, by which quick runs choose.
+
+`python -m tests.durations` runs the tests and writes the file anew. What has run is kept in a journal
+beside it, so that a run which was interrupted goes on where it stopped. `--cases 2` measures two
+parameter sets of each function, which is nearly as good and takes a third of the time. `--new` measures
+the functions that have no entry, and files may be named: then the other entries stay.
+
+On a large machine: python -m tests.durations --jobs 14 --json tests/durations.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Collection, Generator, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).parent / "durations.json"
+
+#: CPU seconds of one parameter set, by function; None where it was skipped.
+Seconds = Mapping[str, float | None]
+
+
+def function(nodeid: str) -> str:
+    """A test's id without its parameters."""
+    return nodeid.partition("[")[0]
+
+
+def shuffled(nodeid: str, salt: str = "") -> int:
+    """A number by which tests are in the same random order everywhere."""
+    return int.from_bytes(hashlib.sha256(f"{salt} {nodeid}".encode()).digest()[:8], "big")
+
+
+def read(path: Path = FILE) -> dict[str, float | None]:
+    """The recorded functions; none without a file."""
+    return json.loads(path.read_text())["functions"] if path.exists() else {}
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of the children that have ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+class Recorder:
+    """Adds each test's CPU seconds to its last report, and writes them into a journal if there is one."""
+
+    def __init__(self, journal: Path | None, cases: int | None, measured: Collection[str]) -> None:
+        self.journal = journal
+        self.cases = cases
+        self.measured = measured
+        self.started = 0.0
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        if self.journal is None:
+            return
+        known = {nodeid for nodeid, _ in entries(self.journal)}
+        left: dict[str, list[pytest.Item]] = defaultdict(list)
+        for item in sorted(items, key=lambda item: shuffled(item.nodeid)):
+            if function(item.nodeid) not in self.measured:
+                left[function(item.nodeid)].append(item)
+        wanted = {item.nodeid for some in left.values() for item in some[: self.cases]} - known
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in wanted])
+        items[:] = [item for item in items if item.nodeid in wanted]
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self) -> Generator[None, Any, Any]:
+        self.started = cpu_seconds()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+        report = yield
+        if call.when == "teardown":
+            report.user_properties.append(("cpu seconds", round(cpu_seconds() - self.started, 4)))
+        return report
+
+
+class Journal:
+    """In the process that gets all reports: one line for each test that has ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("a") as file:  # the line at which an earlier run was interrupted
+            file.write("\n")
+        self.skipped: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail"):
+            self.skipped.add(report.nodeid)
+        if report.when == "teardown":
+            seconds = None if report.nodeid in self.skipped else dict(report.user_properties)["cpu seconds"]
+            with self.path.open("a") as file:
+                file.write(json.dumps([report.nodeid, seconds]) + "\n")
+
+
+def entries(journal: Path) -> Iterable[tuple[str, float | None]]:
+    """Test and seconds, of each line that is whole."""
+    for line in journal.read_text().splitlines() if journal.exists() else ():
+        try:
+            nodeid, seconds = json.loads(line)
+        except ValueError:  # the process ended while it was written
+            continue
+        yield nodeid, seconds
+
+
+def means(found: Iterable[tuple[str, float | None]]) -> dict[str, float | None]:
+    """The mean of the tests of each function."""
+    by_function: dict[str, list[float]] = defaultdict(list)
+    for nodeid, seconds in found:
+        by_function[function(nodeid)] += [] if seconds is None else [seconds]
+    return {
+        name: round(statistics.fmean(some), 2 if statistics.fmean(some) > 0.1 else 3) if some else None
+        for name, some in sorted(by_function.items())
+    }
+
+
+def addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("durations")
+    group.addoption("--journal", type=Path, help="write each test's CPU seconds there; skip those it has")
+    group.addoption("--cases", type=int, help="with --journal: so many parameter sets of each function")
+    group.addoption("--unmeasured", action="store_true", help="with --journal: functions without a duration")
+
+
+def configure(config: pytest.Config) -> None:
+    journal = config.getoption("journal")
+    measured = read() if config.getoption("unmeasured") else ()
+    config.pluginmanager.register(Recorder(journal, config.getoption("cases"), measured), "durations")
+    if journal is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Journal(journal), "journal")
+
+
+def main() -> int:
+    import torch
+
+    parser = argparse.ArgumentParser(prog="python -m tests.durations", description=__doc__)
+    parser.add_argument("files", nargs="*", help="all tests without")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--cases", type=int, help="parameter sets of each function, at most")
+    parser.add_argument("--new", action="store_true", help="only functions without an entry")
+    parser.add_argument("--json", type=Path, default=FILE, help="where to write")
+    parser.add_argument("--write", action="store_true", help="run nothing: write what the journal has")
+    args = parser.parse_args()
+    journal = args.json.with_suffix(".journal")
+    code = 0
+    if not args.write:
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            str(args.jobs),
+            f"--journal={journal.resolve()}",
+        ]
+        command += [f"--cases={args.cases}"] if args.cases else []
+        command += ["--unmeasured"] if args.new else []
+        command += [
+            f"--numprocesses={args.jobs}",
+            "--maxschedchunk=4",
+            "--max-worker-restart=20",
+            *args.files,
+        ]
+        code = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+    found = means(entries(journal))
+    if code in (0, 1) and found:  # 1: tests failed, and have taken time all the same
+        kept = read(args.json) if args.files or args.new or args.write else {}
+        about = {"torch": torch.__version__, "unit": "CPU seconds of one parameter set; null where skipped"}
+        document = {"about": about, "functions": dict(sorted({**kept, **found}.items()))}
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+        print(f"{args.json}: {len(found)} functions")
+        if not args.write:
+            journal.unlink()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

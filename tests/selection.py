@@ -1,0 +1,206 @@
+"""Which tests a quick run takes, and in which order: `make test`, `make rest`.
+
+A quick run has a budget of CPU seconds and a seed. By `tests/durations.json` it takes
+
+1. each function without a duration: a new test always runs;
+2. of each function one parameter set, the cheap functions first, with a part of the budget. The next
+   seed takes the next set, so that as many seeds as a function has sets run all of them;
+3. the whole of functions that cost next to nothing, with a second part;
+4. with what is left, a stretch of a ring that holds every other test. A function's tests are spread
+   evenly over it, so that a stretch has the same share of each product, and the next seed's stretch
+   begins where this one ends: consecutive seeds run everything.
+
+The seed is the day, unless `--seed` or TEST_SEED says otherwise. `--part rest` is what `--part quick`
+with the same seed leaves. Both begin with what is static or fast, and end with whole models.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shlex
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.durations import Seconds, function, read, shuffled
+
+#: CPU seconds of tests in a quick run: with ruff, mypy and imports, eight minutes on two cores.
+BUDGET = 720.0
+#: Parts of the budget: one set of each function, whole cheap functions, the ring.
+ONE_EACH, WHOLE = 0.6, 0.15
+#: CPU seconds of a test that was skipped where durations were recorded.
+GUESS = 1.0
+#: What is run last, in this order; what takes less than FAST seconds is run first.
+LATE = (("counterexamples", "fuzz"), ("models", "seed_systems"))
+FAST = 0.05
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a quick run takes.
+
+    Attributes:
+        chosen: ids of the tests.
+        seconds: what they take by the records, the new ones apart.
+        new: functions without a duration.
+    """
+
+    chosen: frozenset[str]
+    seconds: float
+    new: tuple[str, ...]
+
+
+def select(ids: Iterable[str], seconds: Seconds, budget: float, seed: int) -> Selection:
+    """The part of `ids` that the quick run of `seed` takes, in CPU seconds of at most `budget`.
+
+    A test that is dearer than the budget's last part gets its turn too, and then exceeds the budget.
+    """
+    sets: dict[str, list[str]] = defaultdict(list)
+    for nodeid in sorted(ids, key=shuffled):
+        sets[function(nodeid)].append(nodeid)
+    new = tuple(sorted(sets.keys() - seconds.keys()))
+    cost = {name: guess(seconds[name]) for name in sets.keys() - set(new)}
+    chosen = {nodeid for name in new for nodeid in sets[name]}
+    spent = 0.0
+
+    # Ties are broken by the name: every process chooses the same.
+    for name in sorted(cost, key=lambda name: (cost[name], name)):
+        if spent + cost[name] > budget * ONE_EACH:
+            break
+        some = sets[name]
+        chosen.add(some[(seed + shuffled(name)) % len(some)])
+        spent += cost[name]
+
+    whole: set[str] = set()
+    limit = spent + budget * WHOLE
+    for name in sorted(cost, key=lambda name: (cost[name] * len(sets[name]), name)):
+        more = [nodeid for nodeid in sets[name] if nodeid not in chosen]
+        if spent + cost[name] * len(more) > limit:
+            break
+        chosen.update(more)
+        spent += cost[name] * len(more)
+        whole.add(name)
+
+    rest = {nodeid: cost[name] for name in cost.keys() - whole for nodeid in sets[name]}
+    for nodeid in stretch(rest, budget - spent, seed):
+        spent += 0.0 if nodeid in chosen else rest[nodeid]
+        chosen.add(nodeid)
+    return Selection(frozenset(chosen), spent, new)
+
+
+def guess(seconds: float | None) -> float:
+    """The CPU seconds of a test whose record is `seconds`."""
+    return GUESS if seconds is None else seconds
+
+
+def stretch(cost: Seconds, length: float, seed: int) -> list[str]:
+    """The tests of `cost` that begin in the `seed`-th stretch of that many seconds of their ring."""
+    places: dict[str, float] = {}
+    sets: dict[str, list[str]] = defaultdict(list)
+    for nodeid in sorted(cost, key=shuffled):
+        sets[function(nodeid)].append(nodeid)
+    for name, some in sets.items():
+        first = shuffled(name, "place") / 2**64
+        places |= {nodeid: (i + first) / len(some) for i, nodeid in enumerate(some)}
+    # In whole milliseconds, at least one each: a day's number times a length must not be rounded.
+    milliseconds = {nodeid: max(1, round(1000 * guess(cost[nodeid]))) for nodeid in places}
+    around = sum(milliseconds.values())
+    # The last test may reach out of the stretch.
+    stride = max(1, round(1000 * length) - max(milliseconds.values(), default=0), round(100 * length))
+    if stride >= around:
+        return list(places)
+    begin, found = 0, []
+    for nodeid in sorted(places, key=lambda nodeid: (places[nodeid], nodeid)):
+        if (begin - seed * stride) % around < stride:
+            found.append(nodeid)
+        begin += milliseconds[nodeid]
+    return found
+
+
+def stage(nodeid: str, seconds: Seconds) -> int:
+    """When a test is run: 0 first."""
+    known = seconds.get(function(nodeid))
+    if known is not None and known < FAST:
+        return 0
+    folders = nodeid.partition("::")[0].split("/")
+    return next((2 + i for i, late in enumerate(LATE) if not set(late).isdisjoint(folders)), 1)
+
+
+def todays_seed() -> int:
+    """TEST_SEED, or the number of the day."""
+    given = os.environ.get("TEST_SEED", "")
+    return int(given) if given else datetime.date.today().toordinal()
+
+
+def addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("selection")
+    group.addoption("--part", choices=("quick", "rest", "all"), help="what a budget allows, the rest, or all")
+    group.addoption("--seed", type=int, help="what else a quick run takes (TEST_SEED, or the day)")
+    group.addoption("--budget", type=float, default=BUDGET, help="CPU seconds of a quick run")
+
+
+def configure(config: pytest.Config) -> None:
+    """Settle the seed before workers start, who are given the options."""
+    if config.getoption("seed") is None:
+        config.option.seed = todays_seed()
+    if config.getoption("part"):
+        config.pluginmanager.register(Part(config), "part")
+
+
+class Part:
+    """Deselects what is not in the part that was asked for, orders the others and says what was chosen."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.part: str = config.getoption("part")
+        self.seed: int = config.getoption("seed")
+        self.budget: float = config.getoption("budget")
+        self.about = ""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        seconds = read()
+        # What is skipped anyhow costs nothing, and is named with the rest.
+        runs = [item for item in items if not any(item.iter_markers("skip"))]
+        selection = select((item.nodeid for item in runs), seconds, self.budget, self.seed)
+        kept = self.kept(items, selection.chosen)
+        config.hook.pytest_deselected(items=sorted(set(items) - set(kept), key=lambda item: item.nodeid))
+        items[:] = sorted(kept, key=lambda item: stage(item.nodeid, seconds))
+        self.about = f"{self.part}: {len(kept)} tests, seed {self.seed}"
+        if self.part == "quick":
+            self.about += f", {len(kept)} of {len(runs)}, about {selection.seconds:.0f} CPU seconds"
+        if selection.new:
+            self.about += (
+                f", {len(selection.new)} functions without a duration (python -m tests.durations --new)"
+            )
+
+    def kept(self, items: Sequence[pytest.Item], chosen: Collection[str]) -> list[pytest.Item]:
+        if self.part == "all":
+            return list(items)
+        return [item for item in items if (item.nodeid in chosen) is (self.part == "quick")]
+
+    def pytest_report_header(self) -> str:
+        return f"{self.part} part of the tests, seed {self.seed}"
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output["selection"] = self.about
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.about = getattr(node, "workeroutput", {}).get("selection", self.about)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        stats = terminalreporter.stats.values()
+        reports = [report for some in stats for report in some if isinstance(report, pytest.TestReport)]
+        used = sum(dict(r.user_properties).get("cpu seconds", 0.0) for r in reports if r.when == "teardown")
+        failed = [r.nodeid for r in reports if r.failed]
+        terminalreporter.write_line(f"{self.about or self.part}; {used:.0f} CPU seconds were used")
+        if failed:
+            target = {"quick": "quick", "rest": "rest", "all": "unit"}[self.part]
+            terminalreporter.write_line(f"the first failure again: python -m pytest {shlex.quote(failed[0])}")
+            terminalreporter.write_line(f"the same tests again: make {target} SEED={self.seed}")

@@ -11,6 +11,7 @@ may write to it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,13 +48,12 @@ def _own(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-#: What graphs call before they are partitioned; `release` makes clones of it.
+#: What graphs call before they are partitioned; `release` makes clones of most.
 OWN: Any = torch.ops.inductor_fusions.own.default
 _own.register_fake(lambda x: x.new_empty(x.shape))
 _own.register_autograd(lambda ctx, dy: dy)
-_inductor.register_lowering_when_loaded(
-    OWN, lambda x: _inductor.call_lowering(torch.ops.aten.clone.default, x)
-)
+# A copy that Inductor makes itself it may write over x.
+_inductor.register_lowering_when_loaded(OWN, lambda x: _inductor.call_eagerly(OWN, x))
 
 
 @torch.library.custom_op("inductor_fusions::even", mutates_args=())
@@ -78,12 +78,30 @@ _inductor.register_lowering_when_loaded(_EVEN, lambda x: x)
 
 
 def release(graph: fx.Graph) -> None:
-    """Make clones of the copies in a graph behind autograd: Inductor takes out those that nobody needs."""
+    """Make clones of the copies in a graph behind autograd: Inductor takes out those that nobody needs.
+
+    Where autograd would take the value itself for a view, which the caller may not write to, the copy stays.
+    """
     for node in graph.find_nodes(op="call_function", target=OWN):
+        if _is_a_view_to_autograd(node.args[0]):
+            continue
         node.target = torch.ops.aten.clone.default
         node.kwargs = {"memory_format": torch.contiguous_format}
     for node in graph.find_nodes(op="call_function", target=_EVEN):
         node.target = torch.ops.aten.clone.default
+
+
+def _is_a_view_to_autograd(node: Any) -> bool:
+    """Whether autograd may take a value for a view although its strides are those of its memory.
+
+    Higher-order operations, such as those that keep a random state for a checkpoint, call kernels where
+    autograd sees the views in them; a kernel of attention returns one.
+    """
+    while isinstance(node, fx.Node) and isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+        node = node.args[0]
+    while isinstance(node, fx.Node) and node.target is operator.getitem:
+        node = node.args[0]
+    return isinstance(node, fx.Node) and isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _computes(user: fx.Node) -> bool:

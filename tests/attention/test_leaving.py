@@ -300,6 +300,12 @@ def test_outputs_of_bodies_that_the_caller_writes_to(body: str) -> None:
     written_by_the_caller(BODIES[body], operands("4-D", True), fused=None)
 
 
+@pytest.mark.parametrize("body", ["checkpoint", "checkpoint and more"])
+def test_outputs_of_generated_code_of_a_checkpoint_that_the_caller_writes_to(body: str) -> None:
+    """Autograd sees views in what a checkpoint calls, and lets nobody write to one that a function returns."""
+    written_by_the_caller(BODIES[body], operands("4-D", True), backend="inductor")
+
+
 def test_outputs_of_a_graph_that_a_checkpoint_of_the_graph_wrote_to() -> None:
     def fn(q: Any, k: Any, v: Any) -> Any:
         o = checkpoint(attend, q, k, v, use_reentrant=False)

@@ -97,11 +97,11 @@ def _is_a_view_to_autograd(node: Any) -> bool:
     Higher-order operations, such as those that keep a random state for a checkpoint, call kernels where
     autograd sees the views in them; a kernel of attention returns one.
     """
-    while isinstance(node, fx.Node) and isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+    target = getattr(node, "target", None)
+    while target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and target.is_view):
         node = node.args[0]
-    while isinstance(node, fx.Node) and node.target is operator.getitem:
-        node = node.args[0]
-    return isinstance(node, fx.Node) and isinstance(node.target, torch._ops.HigherOrderOperator)
+        target = getattr(node, "target", None)
+    return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def _computes(user: fx.Node) -> bool:

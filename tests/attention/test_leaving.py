@@ -302,7 +302,7 @@ def test_outputs_of_bodies_that_the_caller_writes_to(body: str) -> None:
 
 @pytest.mark.parametrize("body", ["checkpoint", "checkpoint and more"])
 def test_outputs_of_generated_code_of_a_checkpoint_that_the_caller_writes_to(body: str) -> None:
-    """Autograd sees views in what a checkpoint calls, and lets nobody write to one that a function returns."""
+    """Autograd sees views in what a checkpoint calls; nobody may write to one that a function returns."""
     written_by_the_caller(BODIES[body], operands("4-D", True), backend="inductor")
 
 

@@ -18,6 +18,7 @@ from torch import fx
 
 from ._inductor import with_memory
 from .fusion import Rejected
+from .modes import Modes
 from .operands import tensor
 
 #: `operator.iadd` and the like, and their names as methods.
@@ -36,6 +37,7 @@ _READ_BY_DYNAMO = frozenset(
     {"numpy_attr_wrapper", "untyped_storage_size", "_register_hook_trampoline", "prim_to_local",
      "prim_redistribute", "prim from_local"}
 )  # fmt: skip
+
 #: Regions whose values autograd treats otherwise.
 GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
@@ -225,37 +227,42 @@ def effects(graph: fx.Graph) -> list[fx.Node]:
     For a fusion with many candidates, each of which would read the whole graph otherwise. They are all for as
     long as none is added.
     """
-    return [
-        node
-        for node in graph.nodes
-        if (name := name_of(node)) in GRADIENT_MODES or "norm" in name or written(node)
-    ]
+    return [node for node in graph.nodes if "norm" in name_of(node) or written(node)]
 
 
 def check_between(
-    nodes: Collection[fx.Node], last: fx.Node, where: str, known: Sequence[fx.Node] | None = None
-) -> None:
+    nodes: Collection[fx.Node],
+    last: fx.Node,
+    where: str,
+    modes: Modes,
+    known: Sequence[fx.Node] | None = None,
+) -> None:  # fmt: skip
     """Refuse where something happens between what an operation replaces, in Dynamo's graph.
 
-    That is a write in place, or gradients that are switched on or off, after the first of `nodes`.
+    That is a write in place after the first of `nodes`, or another gradient mode at one of them than at
+    `last`. What is entered and left in between does not count, and a node that makes indices has no gradient.
 
     Args:
         nodes: from the first of these in the graph on, nothing may happen.
         last: the node that is replaced, where the operation reads its operands.
         where: between what and what this is, for the reason.
+        modes: of the graph.
         known: the `effects` of the graph, where they are known.
 
     Raises:
         Rejected: something does.
     """
-    first = min(nodes)
+    first, end = min(nodes), modes.at(last)
+    for node in nodes:
+        value, state = tensor(node), modes.at(node)
+        differs = (state.gradients, state.inference) != (end.gradients, end.inference)
+        if differs and value is not None and value.is_floating_point():
+            raise Rejected(f"gradients are switched on or off between {where}")
     for node in effects(last.graph) if known is None else known:
         if not node < last:
             return
         if node < first:
             continue
-        if name_of(node) in GRADIENT_MODES:
-            raise Rejected(f"gradients are switched on or off between {where}")
         if written(node) or _writes_statistics(node, {*nodes, last}):
             raise Rejected(f"{node.name} writes in place between {where}")
 

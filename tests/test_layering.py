@@ -39,13 +39,15 @@ LAYERS = {
     "tables": {"config", "_inductor"},
     "fusion": BASE,
     "operands": {"fusion", "tables", "_inductor"},
-    "writes": {"fusion", "operands", "_inductor"},
+    "writes": {"fusion", "modes", "operands", "_inductor"},
+    "liveness": {"writes"},
     "leaving": {"operands", "writes", "_inductor"},
     "keeping": {"leaving", "modes", "operands", "writes", "_inductor"},
     "modes": set(),
     "derivatives": {"fusion", "modes", "writes", "_inductor"},
     "lowering": {"config", "fusion"},
-    "fusions": {"fusion", "operands", "writes", "leaving", "keeping", "modes", "derivatives", "lowering"}
+    "fusions": {"fusion", "operands", "writes", "liveness", "leaving", "keeping", "modes", "derivatives"}
+    | {"lowering"}
     | BASE,
     "ops": {"fusions"},
     "containment": {"fusion", "_inductor"},

@@ -15,8 +15,9 @@ from torch._dynamo.utils import numpy_attr_wrapper, numpy_to_tensor_wrapper
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._higher_order_ops.wrap import wrap
 
-from inductor_fusions import writes
+from inductor_fusions import liveness, writes
 from inductor_fusions.fusion import Rejected
+from inductor_fusions.modes import Modes
 
 
 def calls(graph: fx.Graph, place: str, other: Callable[[fx.Graph, fx.Node], Any]) -> tuple[fx.Node, fx.Node]:
@@ -115,10 +116,6 @@ BETWEEN: dict[str, tuple[Callable[[fx.Graph, fx.Node], Any], str]] = {
         lambda g, x: g.call_function(F.batch_norm, (valued(g), valued(g), x), {"training": True}),
         "batch_norm writes in place",
     ),
-    "no_grad": (
-        lambda g, x: g.call_function(torch._C._set_grad_enabled, (False,)),
-        "gradients are switched on or off between here and there",
-    ),
 }
 
 
@@ -127,10 +124,73 @@ def test_between(name: str) -> None:
     other, reason = BETWEEN[name]
     first, last = calls(fx.Graph(), "between", other)
     with pytest.raises(Rejected, match=reason):
-        writes.check_between([first, last], last, "here and there")
+        writes.check_between([first, last], last, "here and there", Modes(first.graph))
     for place in ("before", "after"):
         first, last = calls(fx.Graph(), place, other)
-        writes.check_between([first, last], last, "here and there")
+        writes.check_between([first, last], last, "here and there", Modes(first.graph))
+
+
+def test_gradients_that_are_switched() -> None:
+    """What is switched off and on again in between does not count; another state of an operand does."""
+
+    def switched(graph: fx.Graph, *states: bool) -> None:
+        for state in states:
+            graph.call_function(torch._C._set_grad_enabled, (state,))
+
+    for states in ((False,), (False, True)):
+        first, last = calls(fx.Graph(), "between", lambda g, _, states=states: switched(g, *states))
+        first.meta["example_value"] = torch.zeros(3)
+        if states[-1]:
+            writes.check_between([first], last, "here and there", Modes(first.graph))
+            continue
+        with pytest.raises(Rejected, match="gradients are switched on or off between here and there"):
+            writes.check_between([first], last, "here and there", Modes(first.graph))
+        first.meta["example_value"] = torch.arange(3)
+        writes.check_between([first], last, "here and there", Modes(first.graph))
+
+
+def chained(graph: fx.Graph, *steps: Any) -> list[fx.Node]:
+    """x and calls of methods, each on the one before."""
+    nodes = [valued(graph)]
+    for step in steps:
+        nodes.append(graph.call_method(step, (nodes[-1],)))
+        nodes[-1].meta["example_value"] = torch.zeros(3)
+    return nodes
+
+
+def test_dead_readers() -> None:
+    """Pure operations that nobody uses, and those that only they use, read nothing."""
+    graph = fx.Graph()
+    x, copy, root = chained(graph, "clone", "sqrt")
+    taken = graph.call_function(operator.getitem, (x, 0))
+    taken.meta["example_value"] = torch.zeros(())
+    assert liveness.readers(x) == []
+    graph.output(root)
+    assert liveness.readers(x) == [copy]
+    liveness.erase_dead_readers([x])
+    assert list(x.users) == [copy]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda g, x: g.call_method("add_", (x, 1)),
+        lambda g, x: g.call_function(operator.setitem, (x, 0, 1)),
+        lambda g, x: g.call_function(F.dropout, (x,)),
+        lambda g, x: g.call_method("bernoulli", (x,)),
+        lambda g, x: g.call_function(rand_like, (x,)),
+        lambda g, x: g.call_method("item", (x,)),
+        lambda g, x: g.call_function(wrap, (body(g, inplace=False), x)),
+        lambda g, x: g.call_function(torch._assert_async, (x,)),
+    ],
+)
+def test_readers_that_do_something(call: Any) -> None:
+    """What writes, draws, checks or may do anything reads its operand, whether its result is used or not."""
+    graph = fx.Graph()
+    x = valued(graph)
+    node = call(graph, x)
+    node.meta["example_value"] = 1.0 if node.target == "item" else torch.zeros(3)
+    assert liveness.readers(x) == [node]
 
 
 def prim_to_local(x: Any) -> Any:
@@ -159,7 +219,7 @@ def test_what_is_no_write() -> None:
         graph.call_function(wrap, (body(graph, inplace=False), x))
 
     first, last = calls(fx.Graph(), "between", reads)
-    writes.check_between([first], last, "here and there")
+    writes.check_between([first], last, "here and there", Modes(first.graph))
 
 
 def test_all_that_is_written() -> None:

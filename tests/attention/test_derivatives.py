@@ -238,7 +238,15 @@ def test_products_in_different_modes() -> None:
             scores = q @ k.mT * 0.3
         return torch.softmax(scores.float(), -1) @ v
 
+    def autocast_that_is_left_for_the_softmax(q: Any, k: Any, v: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            scores = q @ k.mT * 0.3
+            with torch.autocast("cpu", enabled=False):
+                weights = torch.softmax(scores.float(), -1)
+            return weights @ v
+
     check(mask_without_gradient, qkv(5, 5), kernel="is_causal")
+    check(autocast_that_is_left_for_the_softmax, qkv(5, 5), slack=2**17)
     check(autocast_that_is_off, qkv(5, 5))
     check(scores_without_gradient, qkv(5, 5), fused=0, reason="gradients are switched on or off")
     check(autocast_that_is_on, qkv(5, 5, grad=False), fused=0, reason="autocast changes", slack=2**17)

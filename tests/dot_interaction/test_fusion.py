@@ -237,6 +237,19 @@ def test_gradients_are_off_in_between() -> None:
     check(fn, operands(), fused=0, reason="gradients are switched")
 
 
+def test_what_nobody_uses() -> None:
+    """A copy that nobody uses reads nothing, and indices may be made where no gradients are recorded."""
+
+    def fn(x: Any, t: Any) -> Any:
+        z = products(t)
+        _ = z.clone()
+        with torch.no_grad():
+            i, j = torch.tril_indices(t.shape[1], t.shape[1], -1)
+        return torch.cat([x, z[:, i, j]], 1)
+
+    check(fn, operands())
+
+
 def test_transform_of_functions() -> None:
     """The operation has gradients for autograd, and none for torch.func."""
 

@@ -163,6 +163,18 @@ def test_overwritten_afterwards() -> None:
     assert not seen.fused and "overwrites an operand" in seen.sites[0].reason
 
 
+def test_what_nobody_uses() -> None:
+    """A copy that nobody uses reads nothing, and no_grad that is left again changes nothing."""
+
+    def fn(u: Any, v: Any, w: Any, b: Any) -> Any:
+        z = (u[:, :, None] * v[:, None, :]).flatten(1)
+        with torch.no_grad():
+            _ = z.clone()
+        return F.linear(z, w, b)
+
+    check(fn, operands())
+
+
 def test_gradients_are_off_in_between() -> None:
     """What is computed under no_grad passes none on; the operation would."""
 

@@ -20,6 +20,7 @@ from ..._inductor import holds_now, records_gradients
 from ...derivatives import Derivatives
 from ...fusion import Candidate, LeftToStock, Rejected
 from ...keeping import Keeping
+from ...liveness import erase_dead_readers, readers
 from ...operands import check_kind, text
 from . import torch_ops
 from .masks import Interpreter, classify, negation, visibility
@@ -72,7 +73,7 @@ class MultiheadForward(Candidate):
         for user in self.anchor.users:
             if user.target is not operator.getitem or user.args[1] not in (0, 1):
                 raise Rejected("the pair of output and weights is used as a whole")
-            if user.args[1] == 1 and user.users:
+            if user.args[1] == 1 and readers(user):
                 raise Rejected("the attention weights are used elsewhere", "need_weights=False")
         if self.arguments["training"] and self.arguments["dropout_p"] >= 1:
             raise Rejected("a dropout of 1 leaves no weight")
@@ -91,7 +92,7 @@ class MultiheadForward(Candidate):
                 candidates=("sdpa",),
             )  # fmt: skip
             if verdict.kernel is None:
-                raise LeftToStock(verdict.note)
+                raise LeftToStock(verdict.reason)
             self.note = verdict.note
 
     def _mask(self, query: torch.Tensor, key: torch.Tensor) -> str:
@@ -136,6 +137,7 @@ class MultiheadForward(Candidate):
         new.meta["example_value"] = (self.anchor.meta["example_value"][0], None)
         for user in list(self.anchor.users):
             if user.args[1] == 1:
+                erase_dead_readers([user])
                 self.graph.erase_node(user)
         self.anchor.replace_all_uses_with(new)
         self.graph.erase_node(self.anchor)

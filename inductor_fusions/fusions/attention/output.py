@@ -10,6 +10,7 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...fusion import Rejected
+from ...liveness import readers
 from . import einsum
 from .normal_form import Attention, Term
 from .operands import Operand, product, same_shape
@@ -37,8 +38,9 @@ def downwards(site: Attention, number: Callable[[Any], float | None]) -> None:
     """
     node, dropped = site.softmax, False
     while True:
-        users = [u for u in node.users if not reads_metadata(u, node)]
-        site.readers.extend(u for u in node.users if reads_metadata(u, node))
+        read_by = readers(node)
+        users = [u for u in read_by if not reads_metadata(u, node)]
+        site.readers.extend(u for u in read_by if reads_metadata(u, node))
         if len(users) != 1:
             other = next((u for u in users if (op := read(u)) is None or op.name not in PRODUCTS), users[-1])
             raise Rejected(
@@ -179,12 +181,12 @@ def _place(at: Any, size: Any, default: Any) -> Any:
 
 
 def _part_of_split(op: Op, before: torch.Tensor, first: bool) -> fx.Node | None:
-    parts, users = value(op.node), [read(user) for user in op.node.users]
+    parts, users = value(op.node), [read(user) for user in readers(op.node)]
     if not isinstance(parts, (tuple, list)) or len(parts) != 2:
         return None
     if any(user is None or user.name != "getitem" for user in users):
         return None
-    used = [user for user in users if user is not None and user.node.users]
+    used = [user for user in users if user is not None]
     if len(used) != 1 or used[0]["index"] not in ((1, -1) if first else (0, -2)):
         return None
     part = tensor(used[0].node)

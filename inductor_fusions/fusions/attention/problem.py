@@ -11,6 +11,7 @@ from torch import fx
 
 from ..._inductor import holds_now, known_true
 from ...fusion import Rejected
+from ...liveness import readers
 from ...operands import holds
 from . import torch_ops
 from .masks import may_hide_rows
@@ -176,7 +177,7 @@ def is_number(operand: Operand) -> bool:
 
 def _feeds_products(node: fx.Node | None) -> bool:
     """Whether a value is read by matrix products and by nothing else, through views and transposes."""
-    for user in node.users if node is not None else ():
+    for user in readers(node) if node is not None else ():
         op = torch_ops.read(user)
         if op is None:
             if user.op != "output":

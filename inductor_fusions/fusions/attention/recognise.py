@@ -13,6 +13,7 @@ from dataclasses import replace
 from torch import fx
 
 from ...fusion import Rejected
+from ...liveness import readers
 from . import torch_ops
 from .masks import Interpreter
 from .normal_form import Attention
@@ -82,6 +83,6 @@ def recognise(softmax: fx.Node, interpreter: Interpreter) -> Attention:
         read_sink(site, logsumexp)
     own = {*site.chain, site.output}
     for reader in site.readers:
-        if reader not in own and not own.issuperset(reader.users):
+        if reader not in own and not own.issuperset(readers(reader)):
             raise Rejected(f"the scores are used elsewhere, by {reader.name}")
     return site

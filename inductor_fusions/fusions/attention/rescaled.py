@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from ...fusion import Rejected
+from ...liveness import readers
 from .normal_form import Attention, Sink, Term
 from .operands import same_shape
 from .torch_ops import CASTS, appends_dim, read, reads_metadata, tensor
@@ -16,7 +17,7 @@ from .torch_ops import CASTS, appends_dim, read, reads_metadata, tensor
 
 def logsumexp_of(scores: fx.Node) -> fx.Node | None:
     """The logsumexp over the keys, where something reads it."""
-    for user in scores.users:
+    for user in readers(scores):
         op, before = read(user), tensor(scores)
         if op is None or op.name != "logsumexp" or before is None or op.input is not scores:
             continue
@@ -75,7 +76,6 @@ def read_sink(site: Attention, logsumexp: fx.Node) -> None:
 
 def _only_user(site: Attention, node: fx.Node) -> fx.Node | None:
     """What reads the values of a node, if that is one node."""
-    readers = [user for user in node.users if reads_metadata(user, node)]
-    site.readers.extend(readers)
-    users = [user for user in node.users if user not in readers]
+    users = [user for user in readers(node) if not reads_metadata(user, node)]
+    site.readers.extend(user for user in readers(node) if user not in users)
     return users[0] if len(users) == 1 else None

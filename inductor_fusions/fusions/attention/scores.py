@@ -11,6 +11,7 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...fusion import Rejected
+from ...liveness import readers
 from . import torch_ops
 from .masks import is_fill
 from .normal_form import Attention, Sink, Term
@@ -101,7 +102,7 @@ class Upwards(Walk):
         whole = tensor(scores)
         while isinstance(current, fx.Node) and whole is not None:
             op = read(current)
-            if op is None or len(current.users) != 1:
+            if op is None or len(readers(current)) != 1:
                 return False
             own.append(current)
             if op.name in ("amax", "max"):

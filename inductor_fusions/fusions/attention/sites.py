@@ -23,6 +23,7 @@ from ...derivatives import REVERSE, Derivatives, takes_gradient
 from ...fusion import Candidate, LeftToStock, Rejected
 from ...keeping import Keeping
 from ...leaving import even, settle
+from ...liveness import erase_dead_readers
 from ...operands import check_kind, text
 from ...reporting import TAG
 from . import emit, kernels, savings, structure, torch_ops
@@ -95,11 +96,16 @@ class Scope:
                     node.replace_input_with(operand, self.keeping.kept(operand, node, by_eager))
 
     def check_modes(self, nodes: Collection[fx.Node]) -> None:
-        """Refuse where nodes that become one are in different modes."""
-        first = min(nodes)
+        """Refuse where nodes that become one are in different modes.
+
+        Autocast acts on products; what it does to the operations between them shows in their dtypes.
+        """
+        first = self.modes.at(min(nodes))
         for node in nodes:
-            differs = self.modes.at(first).differs(self.modes.at(node))
-            if differs:
+            state, op = self.modes.at(node), torch_ops.read(node)
+            if op is None or op.name not in torch_ops.CASTED:
+                state = replace(state, autocast=first.autocast)
+            if differs := first.differs(state):
                 raise Rejected(f"{differs} between the two products")
 
 
@@ -208,6 +214,7 @@ class HandWritten(Candidate):
             site = self.site = recognise(self.anchor, self.scope.interpreter)
             assert site.output is not None and site.v is not None
             self.scope.check_modes([*site.chain, site.output])
+            state = self.scope.modes.at(site.output)
             self.scope.derivatives.check([site.output])
             inputs = [site.q.node, site.k.node, site.v.node, *site.read_on_the_way()]
             own = {*site.chain, site.output}
@@ -246,9 +253,10 @@ class HandWritten(Candidate):
         assert self.site is not None and self.problem is not None and self.choice is not None
         site, output = self.site, self.site.output
         assert output is not None
-        emitter = self.scope.emitter(self.anchor)
+        emitter = self.scope.emitter(output)
+        erase_dead_readers([*site.chain, *site.readers])
         known = set(self.scope.graph.nodes)
-        with suppress_guards(self.scope.fake_mode), modes.asking(self.scope.modes.at(self.anchor)):
+        with suppress_guards(self.scope.fake_mode), modes.asking(self.scope.modes.at(output)):
             emitter.emit(self.problem, output, self.choice.kernel, self.choice.grouped)
             if self.problem.train:
                 nodes = [site.product, *site.chain, output]

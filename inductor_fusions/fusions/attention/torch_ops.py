@@ -124,6 +124,8 @@ CASTS = frozenset(
 COPIES = frozenset("contiguous clone alias lift_fresh_copy lift_fresh".split())
 #: The scores of an attention are one of these, and so is its output.
 PRODUCTS = frozenset({"matmul", "bmm", "einsum"})
+#: Operations of an attention whose operands autocast rounds.
+CASTED = PRODUCTS | {"baddbmm"}
 #: Operations that read only the shape, dtype and device of their first argument.
 _LIKE = frozenset("full_like zeros_like ones_like empty_like new_full new_zeros new_ones new_tensor".split())
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 
 from ...fusion import Rejected
+from ...liveness import readers
 from . import einsum, torch_ops
 from .masks import Affine, Interpreter
 from .normal_form import Attention, Stage, Term
@@ -51,7 +52,7 @@ class Walk:
         op, scores = read(node), tensor(node)
         if op is None or scores is None or scores.dim() < 2:
             raise Rejected("no product of queries and keys was found above the softmax")
-        for other in node.users:
+        for other in readers(node):
             if (other is user and not reads_metadata(other, node)) or other in self.row_maxima:
                 continue
             if other is self.logsumexp:

@@ -15,6 +15,8 @@ from torch import fx
 from ... import config, tables
 from ...derivatives import check_operation
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected
+from ...liveness import erase_dead_readers, readers
+from ...modes import Modes
 from ...operands import check_device, check_kind, tensor, text
 from ...writes import check_between, check_kept
 from . import recognise
@@ -57,7 +59,7 @@ class DotInteraction(Candidate):
         t, z, out = tensor(site.t), tensor(site.products), tensor(site.last)
         assert t is not None and z is not None and out is not None
         check_kind(t, out)
-        if set(site.products.users) != {site.pairs}:
+        if readers(site.products) != [site.pairs]:
             raise Rejected(
                 "the matrix of all products is used elsewhere as well", "let the pairs alone be read of it"
             )
@@ -66,7 +68,7 @@ class DotInteraction(Candidate):
         if not all(isinstance(size, int) for size in t.shape[1:]):
             raise Rejected("the number of features, or their width, is symbolic")
         self.triangle = recognise.triangle(site, int(t.shape[1]))
-        check_between(site.sources, site.last, "the features and the pairs")
+        check_between(site.sources, site.last, "the features and the pairs", Modes(self.graph))
         check_kept([site.t], site.last)
         check_operation([*site.sources, site.last])
         check_kernel(t)
@@ -83,8 +85,10 @@ class DotInteraction(Candidate):
         new.meta["example_value"] = out
         if "stack_trace" in self.anchor.meta:
             new.meta["stack_trace"] = self.anchor.meta["stack_trace"]
+        gone = [node for node in (site.cat, site.pairs, site.products) if node is not None]
+        erase_dead_readers(gone)
         site.last.replace_all_uses_with(new)
-        for node in filter(None, (site.cat, site.pairs, site.products)):
+        for node in gone:
             self.graph.erase_node(node)
         return f"dot_interaction{self.note}"
 

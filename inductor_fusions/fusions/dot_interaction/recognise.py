@@ -20,6 +20,7 @@ from torch import fx
 
 from ..._inductor import ATTRIBUTES
 from ...fusion import Rejected
+from ...liveness import readers
 from ...operands import tensor
 
 _BMM = frozenset({torch.bmm, torch.matmul, operator.matmul, "bmm", "matmul", "__matmul__"})
@@ -144,7 +145,7 @@ def _transposed(node: Any) -> fx.Node | None:
 
 def _cat(pairs: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     """The concatenation that alone reads the pairs, behind one matrix, and that matrix."""
-    (user, *others) = pairs.users or (None,)
+    (user, *others) = readers(pairs) or (None,)
     if user is None or others or user.target not in _CAT or not user.args:
         return None, None
     parts: Any = user.args[0]

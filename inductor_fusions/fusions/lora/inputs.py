@@ -29,6 +29,7 @@ from ..._inductor import draws_as_eager, drops_narrow_casts, fake_mode_of, suppr
 from ...derivatives import Derivatives, check_operation
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected
 from ...keeping import Keeping
+from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
 from ...operands import check_device, check_kind, known_size, tensor, text
 from ...writes import check_between, check_kept, effects
@@ -136,8 +137,8 @@ def _widened(node: Any) -> fx.Node | None:
 def _rounded_sum(up: fx.Node, dtype: torch.dtype) -> fx.Node | None:
     """The cast to a dtype of the sum that a float32 product is added to, if nothing else reads that."""
     node = up
-    while len(node.users) == 1:
-        (user,) = node.users
+    while len(read_by := readers(node)) == 1:
+        (user,) = read_by
         found = tensor(user)
         if found is None:
             return None
@@ -197,7 +198,7 @@ class AdapterInput(Candidate):
         if site.drop is not None:
             self._check_dropout(site.drop)
         where = "the cast and the linear" if site.drop is None else "the dropout and the linear"
-        check_between(site.between, site.linear, where, self.known)
+        check_between(site.between, site.linear, where, self.derivatives.modes, self.known)
         check_kept([site.x, site.a], site.linear, self.known)
         check_operation([*site.between, site.linear], self.derivatives)
         check_device(x)
@@ -215,7 +216,7 @@ class AdapterInput(Candidate):
         self.kernel = profit.dropped_kernel(problem, x.device)
 
     def _check_dropout(self, drop: fx.Node) -> None:
-        if set(drop.users) != {self.site.linear}:
+        if readers(drop) != [self.site.linear]:
             raise Rejected("what the dropout gives is read elsewhere as well")
         if draws_as_eager():
             raise LeftToStock(
@@ -232,6 +233,7 @@ class AdapterInput(Candidate):
         else:
             arguments = site.x, self._mask(site.drop), site.a, 1 / (1 - site.chance)
             new = self._insert(old, LORA_DROPPED_DOWN, arguments, tensor(old))
+        erase_dead_readers((old, *site.between))
         ups = _ups(old)
         old.replace_all_uses_with(new)
         for node in (old, *reversed(site.between)):

@@ -17,6 +17,8 @@ from ... import config, tables
 from ...derivatives import check_operation
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected
 from ...keeping import Keeping
+from ...liveness import erase_dead_readers, readers
+from ...modes import Modes
 from ...operands import check_device, check_kind, tensor, text
 from ...writes import check_between, check_kept, storage
 from . import recognise
@@ -58,7 +60,7 @@ class OuterProductLinear(Candidate):
         check_kind(out, *operands)
         for node in site.chain:
             allowed = {*site.chain, site.linear}
-            if set(node.users) - allowed:
+            if set(readers(node)) - allowed:
                 raise Rejected(
                     "the outer product is used elsewhere as well",
                     "let the linear alone read the outer product",
@@ -67,7 +69,7 @@ class OuterProductLinear(Candidate):
             raise Rejected("operands of several dtypes, or under autocast")
         if site.bias is not None and ((bias := tensor(site.bias)) is None or bias.dtype != out.dtype):
             raise Rejected("operands of several dtypes, or under autocast")
-        check_between(site.chain, site.linear, "the outer product and the linear")
+        check_between(site.chain, site.linear, "the outer product and the linear", Modes(self.graph))
         check_kept([site.u, site.v, site.w], site.linear)
         check_operation([*site.chain, site.linear])
         check_kernel(out)
@@ -97,6 +99,7 @@ class OuterProductLinear(Candidate):
             if site.bias is not None:
                 new = self._call(torch.add, new, site.bias)
                 new.meta["example_value"] = out
+        erase_dead_readers([self.anchor, *site.chain])
         self.anchor.replace_all_uses_with(new)
         for node in (self.anchor, *reversed(site.chain)):
             if not node.users:

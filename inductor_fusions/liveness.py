@@ -1,0 +1,65 @@
+"""Who reads a value in Dynamo's graph: a pure operation that nobody uses is no reader.
+
+Dynamo writes down what the user's code computes, also where nobody looks at the result. Autograd's tracing
+leaves that out, so that it reads nothing in what is run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from .writes import is_opaque, name_of, written
+
+#: Functions of Python that compute a value, and have no operation of their name.
+_PURE = frozenset({"getitem", "getattr", "truediv", "floordiv", "and_", "or_", "invert"})
+
+
+def readers(node: fx.Node) -> list[fx.Node]:
+    """The users of a value but for those that are dead, in graph order."""
+    return [user for user in node.users if not is_dead(user)]
+
+
+def is_dead(node: fx.Node, depth: int = 32) -> bool:
+    """Whether a node and all that reads it compute values that nobody uses, and do nothing else."""
+    return depth > 0 and _is_pure(node) and all(is_dead(user, depth - 1) for user in node.users)
+
+
+def erase_dead_readers(nodes: Iterable[fx.Node]) -> None:
+    """Remove the dead operations on values that are about to leave their graph."""
+    for node in nodes:
+        for user in list(node.users):
+            if user in node.users and is_dead(user):
+                erase_dead_readers([user])
+                user.graph.erase_node(user)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether an operation is known to compute tensors, and neither writes nor draws."""
+    if node.op not in ("call_function", "call_method") or not _makes_tensors(node):
+        return False
+    if node.op == "call_function" and (callable(node.target) and is_opaque(node.target)):
+        return False
+    if isinstance(node.target, torch._ops.HigherOrderOperator) or written(node):
+        return False
+    name = name_of(node)
+    return name in _PURE or name.strip("_") in _PURE or _computes(name)
+
+
+def _makes_tensors(node: fx.Node) -> bool:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    parts = value if isinstance(value, (tuple, list)) and value else (value,)
+    return all(isinstance(part, torch.Tensor) for part in parts)
+
+
+@functools.lru_cache(maxsize=4096)
+def _computes(name: str) -> bool:
+    """Whether each operation of aten of this name is a function of what it is given."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or name.startswith("_"):
+        return False
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    return not any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)

@@ -1,0 +1,76 @@
+"""Readers of the scores and of the weights that nobody uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from tests.attention.support import cases, check, qkv, unfused
+
+
+def scores_of(q: Any, k: Any) -> Any:
+    return q @ k.mT * 0.25
+
+
+def cloned(q: Any, k: Any, v: Any) -> Any:
+    scores = scores_of(q, k)
+    _ = scores.clone()
+    return scores.softmax(-1) @ v
+
+
+def detached_behind(q: Any, k: Any, v: Any) -> Any:
+    scores = scores_of(q, k)
+    out = scores.softmax(-1) @ v
+    _ = scores.detach()
+    return out
+
+
+def statistics(q: Any, k: Any, v: Any) -> Any:
+    weights = scores_of(q, k).softmax(-1)
+    out = weights @ v
+    _ = (weights.mean(1).sqrt(), -(weights * weights.log()).sum(-1))
+    return out
+
+
+class Keeps(nn.Module):
+    """As attention modules do whose callers may ask for the scores."""
+
+    def scores(self, q: Any, k: Any, v: Any) -> Any:
+        scores = q @ k.mT * 0.25
+        before = scores.clone()
+        weights = scores.softmax(-1)
+        return weights @ v, (before, weights.clone())
+
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        out, _ = self.scores(q, k, v)
+        return out
+
+
+@cases({"clone": cloned, "detach": detached_behind, "statistics": statistics, "module": Keeps()})
+def test_dead_readers(case: Any) -> None:
+    seen = check(case, qkv())
+    assert not seen.ours.calls("softmax") and not seen.ours.calls("clone")
+    check(case, qkv(), train=False)
+
+
+def test_readers_that_are_used() -> None:
+    def scores_too(q: Any, k: Any, v: Any) -> Any:
+        scores = scores_of(q, k)
+        before = scores.clone()
+        return scores.softmax(-1) @ v, before * 2.0
+
+    def written_into(q: Any, k: Any, v: Any) -> Any:
+        scores = scores_of(q, k)
+        copy = scores.clone()
+        copy += 1
+        return scores.softmax(-1) @ v
+
+    def weights_too(q: Any, k: Any, v: Any) -> Any:
+        weights = scores_of(q, k).softmax(-1)
+        _ = weights.clone()
+        return weights @ v, weights.sum()
+
+    unfused(scores_too, qkv(), "the scores are used elsewhere")
+    unfused(written_into, qkv(), "the scores are used elsewhere")
+    unfused(weights_too, qkv(), "the attention weights are used elsewhere")

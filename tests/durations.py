@@ -155,24 +155,13 @@ def main() -> int:
     journal = args.json.with_suffix(".journal")
     code = 0
     if not args.write:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-n",
-            str(args.jobs),
-            f"--journal={journal.resolve()}",
-        ]
+        # As where `make test` is run: one thread a process, and no GPU.
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-m", "pytest", "-q", f"--journal={journal.resolve()}"]
         command += [f"--cases={args.cases}"] if args.cases else []
         command += ["--unmeasured"] if args.new else []
-        command += [
-            f"--numprocesses={args.jobs}",
-            "--maxschedchunk=4",
-            "--max-worker-restart=20",
-            *args.files,
-        ]
-        code = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+        workers = [f"--numprocesses={args.jobs}", "--maxschedchunk=4", "--max-worker-restart=20"]
+        code = subprocess.run([*command, *workers, *args.files], env=env).returncode
     found = means(entries(journal))
     if code in (0, 1) and found:  # 1: tests failed, and have taken time all the same
         kept = read(args.json) if args.files or args.new or args.write else {}

@@ -1,0 +1,168 @@
+"""Which suite kills which mutant of the package's source: `python -m tests.mutants --jobs 14`.
+
+A seeded sample of guards and readers is mutated (`tests/mutating.py` has the kinds). First the tests run
+with the sites marked, to see which test reaches which. Then each mutant runs the tests of the quick part
+that reach it, the cheap ones first, up to the first that fails; one that survives runs those of the rest.
+All tests kill what either part kills. What has run is in journals beside the result, so that an
+interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import selection
+from tests.mutating import ROOT, Site, sites
+
+#: Where guards and readers are; kernels and their code are tested on a GPU as well.
+SOURCES = (
+    "fusions/**/*.py",
+    "writes.py",
+    "leaving.py",
+    "keeping.py",
+    "modes.py",
+    "derivatives.py",
+    "operands.py",
+)
+#: A mutant that takes so much longer than its tests did, plus a start, is dead too: it loops.
+SLOWER, START = 5.0, 240.0
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A test in the run with marks."""
+
+    nodeid: str
+    passed: bool
+    seconds: float
+    reached: frozenset[str]
+
+
+def sample(count: int, seed: int, patterns: Sequence[str] = SOURCES) -> list[Site]:
+    """So many mutants, each site as likely as another; fewer where there are fewer."""
+    package = ROOT / "inductor_fusions"
+    files = sorted({path for pattern in patterns for path in package.glob(pattern)})
+    found = [site for path in files for site in sites(path)]
+    random.Random(seed).shuffle(found)
+    return found[:count]
+
+
+def lines(path: Path) -> Iterator[Any]:
+    """The whole lines of a journal."""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            yield json.loads(line)
+        except ValueError:  # the process ended while it was written
+            continue
+
+
+def pytest_run(wanted: dict[str, Any], arguments: Sequence[str], timeout: float | None = None) -> int | None:
+    """pytest with the plugin; its exit status, None if it took too long."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(wanted, file)
+        file.flush()
+        env = {**os.environ, "MUTATING": file.name, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mutating", "-p", "no:cacheprovider"]
+        try:
+            return subprocess.run(
+                [*command, *arguments], cwd=ROOT, env=env, capture_output=True, timeout=timeout
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return None
+
+
+def reach(chosen: Sequence[Site], part: str, args: argparse.Namespace, journal: Path) -> list[Ran]:
+    """The tests of a part, run with the sites marked."""
+    done = [line[0] for line in lines(journal)]
+    wanted = {"sites": [str(site) for site in chosen], "done": done, "journal": str(journal)}
+    options = [f"--part={part}", f"--seed={args.seed}", f"--budget={args.budget}", f"-n{args.jobs}"]
+    code = pytest_run(wanted, [*options, "--maxschedchunk=4", *args.tests])
+    if code not in (0, 1, 5):
+        raise SystemExit(f"the tests could not be run (pytest: {code}); what has run is in {journal}")
+    return [Ran(nodeid, ok, seconds, frozenset(found)) for nodeid, ok, seconds, found in lines(journal)]
+
+
+def killer(site: Site, ran: Sequence[Ran]) -> tuple[str | None, int]:
+    """The first test that fails with the mutant, of those that pass without and reach it; how many do."""
+    tests = sorted((t for t in ran if t.passed and str(site) in t.reached), key=lambda t: t.seconds)
+    if not tests:
+        return None, 0
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Path(folder, "journal")
+        wanted = {"mutant": str(site), "tests": [t.nodeid for t in tests], "journal": str(journal)}
+        files = sorted({t.nodeid.partition("::")[0] for t in tests})
+        limit = START + SLOWER * sum(t.seconds for t in tests)
+        code = pytest_run(wanted, ["-x", "-pno:xdist", *files], limit)
+        failed = [line[0] for line in lines(journal) if not line[1]]
+    return (None if code == 0 else failed[0] if failed else f"pytest: {code}"), len(tests)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("tests", nargs="*", help="files or folders of both parts; all without")
+    parser.add_argument("--sample", type=int, default=100, help="mutants")
+    parser.add_argument("--sources", nargs="+", default=SOURCES, help="patterns below inductor_fusions")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample, and of the quick part")
+    parser.add_argument("--budget", type=float, default=selection.BUDGET, help="of the quick part")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "mutants_cpu.json")
+    return parser
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Judge the mutants of a sample, and write what became of them."""
+    chosen = sample(args.sample, args.seed, args.sources)
+    journal = args.json.with_suffix(".verdicts.journal")
+    verdicts: dict[str, dict[str, Any]] = {str(site): {} for site in chosen}
+    for site, found in lines(journal):
+        verdicts[site] |= found
+    alive = chosen
+    for part in ("quick", "rest"):
+        ran = reach(chosen, part, args, args.json.with_suffix(f".{part}.journal"))
+        print(f"{part}: {len(ran)} tests, {sum(not t.passed for t in ran)} fail without a mutant", flush=True)
+        left = [site for site in alive if part not in verdicts[str(site)]]
+        with ThreadPoolExecutor(args.jobs) as pool:
+            results = pool.map(killer, left, [ran] * len(left))
+            for site, (by, tests) in zip(left, results, strict=True):
+                found = {part: by, f"{part} tests": tests}
+                verdicts[str(site)] |= found
+                with journal.open("a") as file:
+                    file.write(json.dumps([str(site), found]) + "\n")
+                print(f"{site}: {by or 'survives'} ({tests} tests of the {part} part reach it)", flush=True)
+        alive = [site for site in alive if verdicts[str(site)][part] is None]
+    rows = [{"mutant": site, **found} for site, found in verdicts.items()]
+    quick = sum(row["quick"] is not None for row in rows)
+    result = {
+        "about": {"torch": torch.__version__, "seed": args.seed, "budget": args.budget, "tests": args.tests},
+        "mutants": len(rows),
+        "killed by the quick part": quick,
+        "killed by all tests": quick + sum(row.get("rest") is not None for row in rows),
+        "rows": rows,
+    }
+    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def main() -> int:
+    result = run(parser().parse_args())
+    quick, every = result["killed by the quick part"], result["killed by all tests"]
+    print(f"of {result['mutants']} mutants all tests kill {every}, the quick part {quick}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,7 @@
-"""`act(x @ Wg) * (x @ Wu)` as one block GEMM with two accumulators."""
+"""`act(x @ Wg) * (x @ Wu)` as one block GEMM with two accumulators.
+
+Both weights may be columns of one.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,33 @@ from torch import fx
 
 from ..fusion import Candidate, Fusion, Rejected
 from .block_mm import emit, guards
+from .block_mm.columns import Columns, columns, halves
 from .block_mm.expressions import Expressions, activation, between, leaves, mul, same
 from .block_mm.normal_form import Product, identity, product, same_sizes, value
 from .block_mm.op import ACTIVATIONS
 from .block_mm.placement import Order, Place
+
+#: A product, or columns of one.
+Linear = Product | Columns
 
 
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     """Every product of an activation of one linear with another linear on the same input."""
     expressions = Expressions()
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is torch.ops.aten.mul.Tensor:
+        if node.op != "call_function":
+            continue
+        if node.target is torch.ops.aten.mul.Tensor:
             found = _read(expressions.of(node))
             if found is not None:
                 yield GatedPair(graph, node, *found)
+        elif node.target is torch.ops.aten.glu.default:
+            parts = halves(node)
+            if parts is not None:
+                yield GatedPair(graph, node, "sigmoid", parts[1], parts[0])
 
 
-def _read(expression: Any) -> tuple[str, Product, Product] | None:
+def _read(expression: Any) -> tuple[str, Linear, Linear] | None:
     """(activation, gate, up) of an expression that is nothing else."""
     if not isinstance(expression, tuple) or expression[0] not in ("mul", "recip"):
         return None
@@ -37,8 +50,8 @@ def _read(expression: Any) -> tuple[str, Product, Product] | None:
     for gate, up in ((first, second), (second, first)):
         for name in ACTIVATIONS:
             if name and same(mul(activation(name, gate), up), expression):
-                gate_product, up_product = product(gate), product(up)
-                if gate_product is not None and up_product is not None:
+                gate_product, up_product = product(gate) or columns(gate), product(up) or columns(up)
+                if gate_product is not None and up_product is not None and gate_product != up_product:
                     return name, gate_product, up_product
     return None
 
@@ -46,9 +59,10 @@ def _read(expression: Any) -> tuple[str, Product, Product] | None:
 class GatedPair(Candidate):
     """One gate and what it multiplies."""
 
-    def __init__(self, graph: fx.Graph, root: fx.Node, name: str, gate: Product, up: Product) -> None:
+    def __init__(self, graph: fx.Graph, root: fx.Node, name: str, gate: Linear, up: Linear) -> None:
         self.graph, self.anchor = graph, root
-        self.name, self.pair = name, (gate, up)
+        self.name, self.linears = name, (gate, up)
+        self.pair = tuple(x.planned() if isinstance(x, Columns) else x for x in self.linears)
         self.place = Place(root, (), ())
         self.sizes: list[Any] = []
         self.kernel = ""
@@ -73,18 +87,20 @@ class GatedPair(Candidate):
         guards.check_result(self.anchor, gate.node)
         if str(value(self.anchor).shape[-1]) != str(value(gate.node).shape[1]):
             raise Rejected("the result has other columns than the linears")
-        inside = between(self.anchor, {p.node for p in self.pair})
+        stored = [x.base if isinstance(x, Columns) else x for x in self.linears]
+        inside = between(self.anchor, {p.node for p in stored})
         if any(user not in inside for node in inside - {self.anchor} for user in node.users):
             raise Rejected(
                 "the linears are used elsewhere as well: a backward needs them",
                 "in training, the two linears become one operation (see qkv)",
             )
         self.sizes = emit.sizes_of(self.anchor, gate.node, inside)
-        Order(self.graph).check_memory(self.pair, self.place, [self.anchor])
+        Order(self.graph).check_memory(stored, self.place, [self.anchor])
         self.kernel = guards.kernel([[gate], [up]], True, self.name)
 
     def rewrite(self) -> str:
-        root, (gate, up) = self.anchor, self.pair
+        root, before = self.anchor, self.place.before
+        gate, up = (x.built(before, root) if isinstance(x, Columns) else x for x in self.linears)
         up = Product(up.node, gate.a, up.b, up.bias, up.scale)
         (output,) = emit.insert(
             self.graph, self.place, root, [[gate], [up]], [self.name, ""], True, value(root).dtype

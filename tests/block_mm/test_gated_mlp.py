@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from inductor_fusions import config
 from tests.block_mm.support import GatedMLP, check, rand
@@ -58,6 +59,106 @@ def test_gate_on_the_right() -> None:
 def test_dynamic_rows() -> None:
     for shape in ((2, 7, 64), (7, 64)):
         assert len(check(GatedMLP(F.silu).bfloat16(), (rand(*shape),), dynamic=True).calls()) == 1
+
+
+#: One linear to 64 columns, whose result is taken apart: (gate, what it multiplies) of it.
+PACKED: dict[str, Callable[[Any], Any]] = {
+    "chunk": lambda h: h.chunk(2, -1),
+    "chunk, up first": lambda h: h.chunk(2, -1)[::-1],
+    "split": lambda h: h.split(32, dim=-1),
+    "split with sizes": lambda h: torch.split(h, [32, 32], dim=-1),
+    "tensor_split": lambda h: h.tensor_split(2, -1),
+    "slices": lambda h: (h[..., :32], h[..., 32:]),
+    "interleaved": lambda h: (h[..., ::2], h[..., 1::2]),
+    "narrow": lambda h: (h.narrow(-1, 32, 32), h.narrow(-1, 0, 32)),
+    "rows": lambda h: h.unflatten(-1, (2, 32)).unbind(-2),
+    "columns": lambda h: h.view(*h.shape[:-1], 32, 2).unbind(-1),
+    "selected": lambda h: (lambda t: (t.select(-2, 0), t[..., 1, :]))(h.view(*h.shape[:-1], 2, 32)),
+    "a quarter each": lambda h: (h[..., 16:32], h[..., 48:]),
+    "of a half": lambda h: h[..., 16:48].chunk(2, -1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("name", PACKED)
+def test_packed(name: str, bias: bool) -> None:
+    """Columns of a product are a product with columns of the weight."""
+
+    def fn(x: Any, w: Any, b: Any) -> Any:
+        gate, up = PACKED[name](F.linear(x, w, b if bias else None))
+        return F.silu(gate) * up
+
+    seen = check(fn, (rand(2, 8, 64), rand(64, 64), rand(64)))
+    (call,) = seen.calls()
+    assert call.args[7] is True and seen.products() == 0 and seen.fused("gated_mlp") == 1
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu tanh", "relu", "sigmoid"])
+def test_activation_of_packed_linears(name: str) -> None:
+    expected, act = ACTIVATIONS[name]
+
+    def fn(x: Any, w: Any) -> Any:
+        up, gate = F.linear(x, w).chunk(2, -1)
+        return up * act(gate)
+
+    (call,) = check(fn, (rand(16, 64), rand(64, 64))).calls()
+    assert call.args[6] == f"{expected},"
+
+
+def test_glu() -> None:
+    (call,) = check(
+        lambda x, w, b: F.glu(F.linear(x, w, b)), (rand(2, 8, 64), rand(64, 64), rand(64))
+    ).calls()
+    assert call.args[6] == "sigmoid," and call.args[7] is True
+    assert not check(lambda x, w: F.glu(F.linear(x, w), 0), (rand(16, 64), rand(64, 64))).fused("gated_mlp")
+
+
+class Packed(nn.Module):
+    """Gate and up as one linear, and a linear behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.down = nn.Linear(64, 64), nn.Linear(32, 64)
+
+    def forward(self, x: Any) -> Any:
+        gate, up = self.wide(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+def test_packed_and_dynamic() -> None:
+    for shape in ((2, 7, 64), (7, 64)):
+        seen = check(Packed().bfloat16(), (rand(*shape),), dynamic=True)
+        assert seen.fused("gated_mlp") == 1 and seen.calls()[0].args[7] is True
+
+
+def test_packed_in_training() -> None:
+    """The backward reads what is taken apart: one linear stays, as it is."""
+
+    def fn(x: Any, w: Any) -> Any:
+        gate, up = F.linear(x, w).chunk(2, -1)
+        return F.silu(gate) * up
+
+    seen = check(fn, (rand(16, 64).requires_grad_(), rand(64, 64).requires_grad_()), train=True, budget=2.0)
+    assert "a backward needs them" in seen.reasons("gated_mlp")[0]
+
+
+#: x, weight to 64 columns -> what is not a gate times as many columns of the same linear.
+NOT_PACKED: dict[str, Callable[[Any, Any], Any]] = {
+    "rows": lambda x, w: F.silu(F.linear(x, w)[:8]) * F.linear(x, w)[8:],
+    "the whole as well": lambda x, w: (lambda h: F.silu(h[..., :32]) * h[..., 32:] + h.sum(-1, keepdim=True))(
+        F.linear(x, w)
+    ),
+    "the same columns": lambda x, w: (lambda h: F.silu(h[..., :32]) * h[..., :32])(F.linear(x, w)),
+    "one column": lambda x, w: (lambda h: F.silu(h[..., :1]) * h[..., 1:])(F.linear(x, w)),
+    "turned round": lambda x, w: (lambda h: F.silu(h[..., :32]) * h[..., 32:].flip(-1))(F.linear(x, w)),
+    "rows of a view": lambda x, w: (lambda h: F.silu(h[:, 0]) * h[:, 1])(F.linear(x, w).view(8, 2, 64)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_PACKED)
+def test_not_packed(name: str) -> None:
+    seen = check(NOT_PACKED[name], (rand(16, 64), rand(64, 64)), budget=2.0)
+    assert not seen.fused("gated_mlp")
 
 
 #: Near misses: x, w, v -> a value that is not act(x w) * (x v) with an activation that is known.

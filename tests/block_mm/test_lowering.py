@@ -44,6 +44,22 @@ def test_tail_is_fused_into_the_kernel() -> None:
     assert module.wrapper.count("= empty_strided_cuda(") == 1
 
 
+@pytest.mark.parametrize("step", [1, 2], ids=["halves", "interleaved"])
+def test_packed_weight_is_read_where_it_is(step: int) -> None:
+    """Columns of one linear: one kernel that reads two parts of the weight and of the bias, and no copy."""
+
+    def fn(x: Any, w: Any, b: Any) -> Any:
+        h = F.linear(x, w, b)
+        gate, up = h.chunk(2, -1) if step == 1 else (h[..., ::2], h[..., 1::2])
+        return F.silu(gate) * up
+
+    with torch.no_grad():
+        module = generate(fn, (rand(2, 16, 64), rand(128, 64), rand(128))).forward
+    assert len(module.launches) == 1 and not module.extern_calls
+    assert module.wrapper.count("= empty_strided_cuda(") == 1
+    assert module.kernels[0].is_template and f" + {64 if step == 2 else 64 * 64}" in module.kernels[0].source
+
+
 def test_kernel_that_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The products are computed one by one, and a warning says so; in strict mode it is raised."""
 

@@ -85,6 +85,10 @@ def sizes_of(node: fx.Node, product: fx.Node, inner: Iterable[fx.Node]) -> list[
         if other.target in _WITH_SIZES and same_sizes(value(other).shape, sizes):
             named: Any = other.args[1]
             return list(named)
+        if other.target in _WITH_SIZES and isinstance(sizes[-1], int):
+            if same_sizes(value(other).shape[:-1], sizes[:-1]):  # of what the columns are taken of
+                named = other.args[1]
+                return [*named[:-1], sizes[-1]]
     raise Rejected("no reshape names the symbolic sizes of the result")
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ...operands import holds
+from .columns import SPLITS, columns
 from .normal_form import CASTS, MUL, RESHAPES, product, tensor, value
 
 aten = torch.ops.aten
@@ -22,10 +23,10 @@ _UNARY = {
 class Expressions:
     """The expressions of a graph.
 
-    An expression is a number, a product's node, or a tuple ("mul" | "add", sorted operands) or
-    ("recip" | "relu" | "erf" | "tanh" | "exp", operand). Products and sums are flat. Reshapes fall away, and
-    casts to the dtype of the products, to that of the expression, or to one that holds either: what they
-    round is kept exact. There is no expression of other casts, such as to float8 and back.
+    An expression is a number, the node of a product or of columns of one, or a tuple ("mul" | "add", sorted
+    operands) or ("recip" | "relu" | "erf" | "tanh" | "exp", operand). Products and sums are flat. Reshapes
+    fall away, and casts to the dtype of the products, to that of the expression, or to one that holds either:
+    what they round is kept exact. There is no expression of other casts, such as to float8 and back.
     """
 
     def __init__(self) -> None:
@@ -54,6 +55,8 @@ class Expressions:
             return None
         if node.target in RESHAPES:
             return self._of(node.args[0], result, depth)
+        if columns(node) is not None:
+            return node
         if node.target in CASTS:
             inner = self._of(node.args[0], result, depth)
             dtypes = [value(leaf).dtype for leaf in leaves(inner)]
@@ -151,7 +154,7 @@ def activation(name: str, x: Any) -> Any:
 
 
 def leaves(expression: Any) -> set[fx.Node]:
-    """The products in an expression."""
+    """The products in an expression, and the parts of products."""
     if isinstance(expression, fx.Node):
         return {expression}
     if isinstance(expression, tuple):
@@ -164,7 +167,7 @@ def between(root: fx.Node, ends: set[fx.Node]) -> set[fx.Node]:
     found, waiting = set(), [root]
     while waiting:
         node = waiting.pop()
-        if node not in found and tensor(node) is not None:
+        if node not in found and (tensor(node) is not None or node.target in SPLITS):
             found.add(node)
             waiting += [] if node in ends else node.all_input_nodes
     return found

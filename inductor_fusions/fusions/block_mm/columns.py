@@ -1,0 +1,176 @@
+"""Columns of a product, which are a product with columns of its weight.
+
+A gate and what it multiplies are often one linear, whose result is taken apart again: by `chunk` or `split`,
+by slices, every second column, or as rows of a view.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import emit
+from .normal_form import RESHAPES, Product, product, same_sizes, tensor, value
+
+aten = torch.ops.aten
+
+#: Operations that give several parts of a tensor.
+SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int})
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns start, start + step, ... of a product.
+
+    Attributes:
+        base: the product.
+        count: how many columns.
+    """
+
+    base: Product
+    start: int
+    step: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        """Behind the last column."""
+        return self.start + self.step * (self.count - 1) + 1
+
+    def planned(self) -> Product:
+        """The product that these columns are, of nodes that are in no graph: to ask for sizes and strides."""
+        base, bias = self.base, self.base.bias
+        return Product(
+            self._part(value(base.node)), base.a, self._part(value(base.b)),
+            None if bias is None else self._part(value(bias)), base.scale,
+        )  # fmt: skip
+
+    def built(self, before: fx.Node, anchor: fx.Node) -> Product:
+        """The same of slices in the graph of `before`, in front of it."""
+        base = self.base
+
+        def part(node: fx.Node) -> fx.Node:
+            last = value(node).dim() - 1
+            return emit.call(
+                before.graph, before, anchor, aten.slice.Tensor, node, last, self.start, self.end, self.step
+            )
+
+        bias = None if base.bias is None else part(base.bias)
+        return Product(base.node, base.a, part(base.b), bias, base.scale)
+
+    def _part(self, whole: torch.Tensor) -> fx.Node:
+        node = fx.Graph().placeholder("part")
+        node.meta["val"] = whole[..., self.start : self.end : self.step]
+        return node
+
+
+def columns(node: Any) -> Columns | None:
+    """Read a part of the columns of a product; None of anything else, the whole product as well."""
+    if not isinstance(node, fx.Node) or product(node) is not None:
+        return None
+    found = _columns(node, 16)
+    return None if found is None or _is_whole(found) else found
+
+
+def halves(call: fx.Node) -> tuple[Columns, Columns] | None:
+    """Both halves of a product that a `glu` over the last dim takes apart."""
+    given: tuple[Any, ...] = call.args
+    source, dim = given[0], given[1] if len(given) > 1 else -1
+    whole = _columns(source, 16)
+    if whole is None or not isinstance(source, fx.Node) or not _is_last((dim,), source):
+        return None
+    half = whole.count // 2
+    first, second = _taken(whole, range(half)), _taken(whole, range(half, 2 * half))
+    return None if first is None or second is None else (first, second)
+
+
+def _is_whole(part: Columns) -> bool:
+    return (part.start, part.step, part.count) == (0, 1, value(part.base.node).shape[1])
+
+
+def _columns(node: Any, depth: int) -> Columns | None:
+    if not isinstance(node, fx.Node) or node.op != "call_function" or tensor(node) is None or depth == 0:
+        return None
+    base = product(node)
+    if base is not None:
+        width = value(node).shape[1]
+        return Columns(base, 0, 1, width) if isinstance(width, int) else None
+    args: tuple[Any, ...] = node.args
+    source = args[0] if args else None
+    if node.target is operator.getitem:
+        return _of_parts(node, depth)
+    if node.target is aten.select.int and len(args) == 3:
+        return _of_rows(source, *args[1:], depth)
+    inside = _columns(source, depth - 1)
+    if inside is None:
+        return None
+    assert isinstance(source, fx.Node)
+    if node.target in RESHAPES:
+        return inside if same_sizes(value(source).shape[-1:], value(node).shape[-1:]) else None
+    if node.target is not aten.slice.Tensor or not _is_last(args[1:2] or (0,), source):
+        return None
+    given = [*args[2:], *[None] * 3][:3]
+    if not all(each is None or isinstance(each, int) for each in given):
+        return None
+    return _taken(inside, range(inside.count)[slice(*given)])
+
+
+def _taken(whole: Columns, places: range) -> Columns | None:
+    """Some of the columns."""
+    if not places:
+        return None
+    start, step = whole.start + places.start * whole.step, places.step * whole.step
+    return Columns(whole.base, start, step, len(places))
+
+
+def _of_parts(node: fx.Node, depth: int) -> Columns | None:
+    """One of the results of an operation that takes the columns apart."""
+    args: tuple[Any, ...] = node.args
+    call, index = args
+    if not isinstance(call, fx.Node) or call.target not in SPLITS or not isinstance(index, int) or index < 0:
+        return None
+    source, *given = list[Any](call.args)
+    if not isinstance(source, fx.Node) or call.kwargs:
+        return None
+    if call.target is aten.unbind.int:
+        return _of_rows(source, given[0] if given else 0, index, depth)
+    inside, sizes = _columns(source, depth - 1), given[0]
+    if inside is None or not _is_last(given[1:] or (0,), source):
+        return None
+    if isinstance(sizes, int):
+        sizes = [sizes] * (index + 1)
+    if not isinstance(sizes, (list, tuple)) or not all(isinstance(size, int) for size in sizes):
+        return None
+    start = sum(sizes[:index])
+    return _taken(inside, range(start, min(start + sizes[index], inside.count)))
+
+
+def _of_rows(node: Any, dim: Any, index: Any, depth: int) -> Columns | None:
+    """One row, or one column, of a view of the columns as a matrix."""
+    if not isinstance(node, fx.Node) or node.target not in RESHAPES or not isinstance(index, int):
+        return None
+    rows, source = value(node).shape[-2:], node.args[0]
+    inside = _columns(source, depth - 1)
+    if inside is None or not isinstance(dim, int) or not all(isinstance(size, int) for size in rows):
+        return None
+    assert isinstance(source, fx.Node)
+    before = value(source).shape[:-1]
+    if rows[0] * rows[1] != inside.count or not same_sizes(before, value(node).shape[:-2]):
+        return None
+    place = dim % value(node).dim() - value(node).dim()
+    if place not in (-1, -2):
+        return None
+    index %= rows[place]
+    start = index * rows[1] if place == -2 else index
+    step, count = (1, rows[1]) if place == -2 else (rows[1], rows[0])
+    return _taken(inside, range(start, start + step * (count - 1) + 1, step))
+
+
+def _is_last(dims: Any, source: fx.Node) -> bool:
+    (dim,) = dims
+    rank = value(source).dim()
+    return isinstance(dim, int) and dim % rank == rank - 1

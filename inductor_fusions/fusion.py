@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import fx
 
@@ -34,17 +34,25 @@ class LeftToStock(Rejected):
     """The site could be fused, and is better off as it is."""
 
 
+class Unfinished(RuntimeError):
+    """Half of a change is in a graph, which must not be compiled: the compile is made again without it."""
+
+
 class Candidate(ABC):
     """One place in a graph where a fusion may apply."""
 
     #: The node whose source line names the site in reports.
     anchor: fx.Node
-    #: Whether it is a site of the report. What changes nothing that a kernel does is one only where it fails.
+    #: Whether it is a site of the report. What changes nothing that a kernel does is one only where it fails,
+    #: and where sites are counted (INDUCTOR_FUSIONS_MAX).
     reported = True
+    #: Whether it finishes what others have begun in the graph: it is no site and not counted, and what it
+    #: raises undoes them. Its guard rejects where there are none.
+    finishes = False
 
     @abstractmethod
     def guard(self) -> None:
-        """Return if the site may and should be fused.
+        """Return if the site may and should be fused. The graph stays as it is.
 
         Raises:
             Rejected: it may not.
@@ -79,11 +87,13 @@ class Fusion:
         name: what the toggle and the reports call it, such as "attention".
         stage: which graph it reads.
         summary: one line on what it turns into what.
-        recognise: yields the candidates of one graph, in graph order.
+        recognise: yields the candidates of one graph, in graph order. The graph stays as it is.
         before, after: names of fusions of the same stage that run later or earlier than this one. Names that
             do not exist are ignored.
         protects: whether it only keeps a graph from a kernel that is wrong: tests that count what is fused do
             not count it, unless they name it.
+        marks: operations that rewrites of an earlier stage put around a value, and that stand for their
+            operand in this stage: they are taken out before the fusion reads the graph.
         exact: whether what it makes has the bits of what it replaces. Others, but for those that protect, do
             nothing where the bits of eager are asked for (`torch._inductor.config.numerics`, torch 2.15).
     """
@@ -95,4 +105,5 @@ class Fusion:
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     protects: bool = False
+    marks: tuple[Any, ...] = ()
     exact: bool = False

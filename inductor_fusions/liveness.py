@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from . import inplace
 from .writes import is_opaque, name_of, written
 
 #: Functions of Python that compute a value, and have no operation of their name.
@@ -19,8 +20,8 @@ _PURE = frozenset({"getitem", "getattr", "truediv", "floordiv", "and_", "or_", "
 
 
 def readers(node: fx.Node) -> list[fx.Node]:
-    """The users of a value but for those that are dead, in graph order."""
-    return [user for user in node.users if not is_dead(user)]
+    """Who reads the result of a node, by whatever name, but for the dead, in graph order."""
+    return [user for user in inplace.readers(node) if not is_dead(user)]
 
 
 def is_dead(node: fx.Node, depth: int = 32) -> bool:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from torch import fx
 from . import (
     _inductor,
     attempts,
+    changes,
     config,
     containment,
+    inplace,
     leaving,
     modes,
     pinning,
@@ -28,7 +30,7 @@ from . import (
     watching,
 )
 from ._inductor import CustomGraphPass, is_body_of_dynamo, trace_artifact
-from .fusion import Candidate, Fusion, LeftToStock, Rejected
+from .fusion import Candidate, Fusion, LeftToStock, Rejected, Unfinished
 from .sites import Report, Site
 
 log = logging.getLogger(__name__)
@@ -177,23 +179,34 @@ def code_digest(fusions: tuple[Fusion, ...]) -> str | None:
 def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
     """Apply one fusion to every candidate in `graph` and return their sites.
 
-    A fusion that raises leaves its site as it was; `config.strict` raises instead. Where a fusion of another
-    package breaks the graph, all that it did is undone: the graph's module has a copy from before.
+    Nothing but rewrites changes the graph. A fusion that raises leaves its site as it was; `config.strict`
+    raises instead. Where a fusion of another package breaks the graph, all that it did is undone: the graph's
+    module has a copy from before.
 
     Args:
         fusion: what to apply.
         graph: changed in place.
         first: number of the first site in this graph.
+
+    Raises:
+        Unfinished: what was fused cannot be left as it is.
     """
     sites: list[Site] = []
+    named: set[fx.Graph] = set()
     copy: containment.Copy | None = None
     broken = ""
     try:
-        for candidate in fusion.recognise(graph):
+        for target in fusion.marks:
+            changes.take_out(target, graph)
+        for candidate in _candidates(fusion, graph):
             if copy is None and containment.is_foreign(fusion):
                 copy = containment.Copy(graph)
-            site = _fuse(fusion, candidate, first + len(sites))
-            if not candidate.reported and copy is None and not _raised(site):
+            if candidate.finishes:
+                _finish(fusion, candidate)
+                continue
+            site = _fuse(fusion, candidate, first + len(sites), named)
+            counted = config.most_sites() is not None and site.verdict == "fused"
+            if not candidate.reported and copy is None and not counted and not _raised(site):
                 continue
             sites.append(site)
             if copy is not None and _raised(site):
@@ -201,11 +214,12 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
         if copy is not None and any(site.verdict == "fused" or _raised(site) for site in sites):
             broken = copy.problem()
     except Exception as error:
-        if config.strict:
+        if config.strict or (copy is None and isinstance(error, Unfinished)):
             raise
         log.warning("%s: recognising raised %r; the rest of this graph is left as it is", fusion.name, error)
         log.info("traceback", exc_info=True)
-        broken = copy.problem() if copy is not None else ""
+        if copy is not None:
+            broken = str(error) if isinstance(error, Unfinished) else copy.problem()
     finally:
         if copy is not None and (broken or any(map(_raised, sites))):
             copy.restore()
@@ -248,7 +262,30 @@ def _undo(fusion: Fusion, sites: list[Site], broken: str) -> None:
         )
 
 
-def _fuse(fusion: Fusion, candidate: Candidate, number: int) -> Site:
+def _candidates(fusion: Fusion, graph: fx.Graph) -> Iterator[Candidate]:
+    found = iter(fusion.recognise(graph))
+    while True:
+        with changes.reading(fusion, graph):
+            candidate = next(found, None)
+        if candidate is None:
+            return
+        yield candidate
+
+
+def _finish(fusion: Fusion, candidate: Candidate) -> None:
+    try:
+        candidate.guard()
+        log.debug("%s: %s", fusion.name, candidate.rewrite())
+    except Rejected:
+        pass
+    except Exception as error:
+        if config.strict:
+            raise
+        raise Unfinished(f"{fusion.name} raised {error!r} after the last site of a graph") from error
+
+
+def _fuse(fusion: Fusion, candidate: Candidate, number: int, named: set[fx.Graph]) -> Site:
+    """One candidate as a site; `named` has the graphs of which every node names what it reads."""
     anchor = candidate.anchor
     graph = anchor.graph  # of the candidate: it may be the body of a nested region
     attempt = attempts.current()
@@ -257,28 +294,33 @@ def _fuse(fusion: Fusion, candidate: Candidate, number: int) -> Site:
         fusion.name, "fused", anchor.name,
         source=reporting.source_line(anchor), module=reporting.module_path(anchor),
     )  # fmt: skip
-    known = dict.fromkeys(graph.nodes)
+    known: changes.Known = dict.fromkeys(graph.nodes)
     try:
         site.details = candidate.describe()
         if _inductor.eager_bits_are_wanted() and not (fusion.exact or fusion.protects):
             raise LeftToStock("torch._inductor.config.numerics asks for the bits of eager")
-        candidate.guard()
+        with changes.reading(fusion, graph):
+            candidate.guard()
         if attempt is not None and key in attempt.without.sites:
-            _erase_new(graph, known)
             return attempt.failed(site)
         if not _wanted(site):
             raise LeftToStock("it is not among the first sites: INDUCTOR_FUSIONS_MAX, or torch's bisector")
         site.saved = candidate.savings()
+        if fusion.stage == "pre_grad" and graph not in named:
+            inplace.rename(graph)
+            named.add(graph)
+        known = changes.known(graph)
         site.kernel = candidate.rewrite()
     except Rejected as miss:
         site.verdict = "left to stock" if isinstance(miss, LeftToStock) else "rejected"
         site.reason, site.hint, site.saved = miss.reason, miss.hint, {}
-        _erase_new(graph, known)
+        changes.put_back(graph, known)
     except Exception as error:
         if config.strict:
             reporting.record(site)
             raise
-        _erase_new(graph, known)
+        if not changes.put_back(graph, known) and not containment.is_foreign(fusion):
+            raise Unfinished(f"{fusion.name} raised {error!r} in the middle of a change") from error
         site.verdict, site.reason, site.saved = "failed", repr(error), {}
         log.warning(
             "%s raised %r at %s; the site is left as it was", fusion.name, error, site.source or site.node
@@ -313,7 +355,7 @@ def _wanted(site: Site) -> bool:
     return not _inductor.bisected_away(lambda: f"{site.fusion} at {site.source or site.node}")
 
 
-def _mark(site: Site, fusion: Fusion, graph: fx.Graph, known: dict[fx.Node, None], number: int) -> None:
+def _mark(site: Site, fusion: Fusion, graph: fx.Graph, known: changes.Known, number: int) -> None:
     """Make the nodes of a fused site known by their names and to those who read the graph later."""
     added = [node for node in graph.nodes if node not in known]
     calls = [node for node in added if node.op == "call_function"]
@@ -338,13 +380,6 @@ def _tell(site: Site) -> None:
         misses.debug("%s", site)
     else:
         log.info("%s", site)
-
-
-def _erase_new(graph: fx.Graph, known: dict[fx.Node, None]) -> None:
-    """Remove the nodes that an abandoned rewrite left behind."""
-    for node in reversed(list(graph.nodes)):
-        if node not in known and not node.users:
-            graph.erase_node(node)
 
 
 _inductor.run_deferred()

@@ -5,10 +5,10 @@ reads a buffer whose strides are not settled yet (a cumulative sum, a matrix pro
 readers), it raises "convert FlexibleLayout to FixedLayout first". An `as_strided` with the strides that a
 value has anyway settles them. Such a value is in memory without it as well, so nothing is copied.
 
-The query of every call is settled as well: the template for short queries reads its strides before they are.
+The query is settled as well: the template for short queries reads its strides before they are.
 
-This is no fusion: it belongs to the calls of flex attention, forward and backward, and has to hold for each
-of them.
+This is no fusion: it belongs to the calls of flex attention, forward and backward, that fusions have made,
+and has to hold for each of them. `kernel_defects` settles the queries of the user's own.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def pin(graph: fx.Graph) -> int:
     positions = {_inductor.flex_attention_op(): _FORWARD, _inductor.flex_backward_op(): _BACKWARD}
     settled: dict[fx.Node, fx.Node] = {}
     for call in list(graph.nodes):
-        if call.op == "call_function" and call.target is _inductor.flex_attention_op():
-            _settle_query(graph, call, settled)
-        if call.op != "call_function" or reporting.TAG not in call.meta.get("custom", {}):
+        if call.op != "call_function" or not is_ours(call):
             continue
+        if call.target is _inductor.flex_attention_op():
+            settle_query(call, settled)
         for position in positions.get(call.target, ()):
             q, k = (_value(node) for node in call.args[:2])
             scores = hint(q.shape[0] * q.shape[1]) * hint(q.shape[2]) * hint(k.shape[2])
@@ -69,24 +69,36 @@ def pin(graph: fx.Graph) -> int:
     return len(settled)
 
 
-def _settle_query(graph: fx.Graph, call: fx.Node, settled: dict[fx.Node, fx.Node]) -> None:
+def is_ours(call: fx.Node) -> bool:
+    """Whether a fusion has made a call, which is the user's own otherwise."""
+    return reporting.TAG in call.meta.get("custom", {})
+
+
+def query_of(call: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The value that the query of a call is, or is a view of, and who reads it; None where it is settled."""
+    user: fx.Node = call
+    node: Any = call.args[0]
+    while isinstance(node, fx.Node) and (_is_view(node) or node.target is operator.getitem):
+        if _is_settled(node):
+            return None
+        user, node = node, node.args[0]
+    if not isinstance(node, fx.Node) or node.op != "call_function" or _value(node) is None:
+        return None
+    return node, user
+
+
+def settle_query(call: fx.Node, settled: dict[fx.Node, fx.Node]) -> None:
     """Settle the value that the query of a call is, or is a view of.
 
     torch/_inductor/kernel/flex/flex_decoding.py groups the heads of the query by its strides, which may
     change afterwards where Inductor has not settled them: its values were wrong then (seen on 2.11).
     """
-    user, node = call, call.args[0]
-    while isinstance(node, fx.Node) and (_is_view(node) or node.target is operator.getitem):
-        user, node = node, node.args[0]
-    if (
-        not isinstance(node, fx.Node)
-        or node.op != "call_function"
-        or _value(node) is None
-        or _is_settled(node)
-    ):
+    found = query_of(call)
+    if found is None:
         return
+    node, user = found
     if node not in settled:
-        settled[node] = _as_strided(graph, node)
+        settled[node] = _as_strided(call.graph, node)
     if user is call:
         call.update_arg(0, settled[node])
     else:

@@ -57,8 +57,7 @@ def written(node: fx.Node) -> list[fx.Node]:
         return []
     if isinstance(target, torch._ops.HigherOrderOperator):
         return _written_by_bodies(node)
-    by_name = target not in _KEYWORDS and _writes_by_name(name_of(node))
-    found = _first(node) if by_name or target in _IN_PLACE or is_told_to_overwrite(node) else []
+    found = _first(node) if is_in_place(node) else []
     operation = _operation(target)
     if operation is not None:
         found += _written_by_schema(node, operation)
@@ -67,6 +66,16 @@ def written(node: fx.Node) -> list[fx.Node]:
         if node.op == "call_function" and (is_opaque(target) or _given(node, "max_norm")):
             found += _tensors(node.all_input_nodes)
     return list(dict.fromkeys(found))
+
+
+def is_in_place(node: fx.Node) -> bool:
+    """Whether a call says by its name or by `inplace=True` that it writes over its first argument."""
+    target = node.target
+    if node.op == "call_method":
+        return _writes_by_name(str(target))
+    if node.op != "call_function" or target in _KEYWORDS:
+        return False
+    return target in _IN_PLACE or _writes_by_name(name_of(node)) or is_told_to_overwrite(node)
 
 
 def is_told_to_overwrite(node: fx.Node) -> bool:

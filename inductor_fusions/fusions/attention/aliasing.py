@@ -85,21 +85,3 @@ def adds_nothing(operation: torch_ops.Op) -> bool:
         and isinstance(other, (int, torch.SymInt))
         and known_true(other == 0)
     )
-
-
-def name_overwritten_values(graph: fx.Graph) -> None:
-    """Let every reader of a value after an in-place operation on it read the result of that operation.
-
-    The result is the same tensor: `s.masked_fill_(m, x); softmax(s)` becomes a chain of uses, as
-    `s = s.masked_fill_(m, x); softmax(s)` already is.
-    """
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        op = torch_ops.read(node)
-        if op is None or not op.inplace or op.name not in torch_ops.SIGNATURES or op.name == "getitem":
-            continue
-        source, value = op.input, torch_ops.tensor(node)
-        if isinstance(source, fx.Node) and value is not None and source is not node and len(source.users) > 1:
-            for user in list(source.users):
-                if order[user] > order[node]:
-                    user.replace_input_with(source, node)

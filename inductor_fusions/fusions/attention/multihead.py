@@ -19,6 +19,7 @@ from ... import config, tables
 from ..._inductor import holds_now, records_gradients
 from ...derivatives import Derivatives
 from ...fusion import Candidate, LeftToStock, Rejected
+from ...inplace import arguments
 from ...keeping import Keeping
 from ...liveness import erase_dead_readers, readers
 from ...operands import check_kind, text
@@ -50,7 +51,8 @@ class MultiheadForward(Candidate):
     ) -> None:  # fmt: skip
         self.graph, self.anchor, self.interpreter, self.derivatives = graph, call, interpreter, derivatives
         self.keeping = keeping
-        given = _SIGNATURE.bind(*call.args, **call.kwargs)
+        args, kwargs = arguments(call)
+        given = _SIGNATURE.bind(*args, **kwargs)
         given.apply_defaults()
         self.arguments: dict[str, Any] = dict(given.arguments)
         self.causal, self.note = False, ""
@@ -153,6 +155,6 @@ def _hidden(mask: fx.Node) -> fx.Node | None:
     if zeros is None or zeros.name != "zeros_like" or not isinstance(hidden, fx.Node):
         return None
     # Nothing else may write into it.
-    if set(zeros.node.users) != {mask} or not all(is_call(user) for user in mask.users):
+    if set(readers(zeros.node)) != {mask} or not all(is_call(user) for user in readers(mask)):
         return None
     return hidden

@@ -42,7 +42,7 @@ def _reaches_product(start: fx.Node, limit: int = 64) -> bool:
     frontier, seen = [start], {start}
     while frontier and len(seen) < limit:
         node = frontier.pop()
-        for user in node.users:
+        for user in readers(node):
             op = read(user)
             if op is None or user in seen:
                 continue

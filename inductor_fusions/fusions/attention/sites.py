@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,24 +12,15 @@ import torch
 from torch import fx
 
 from ... import modes
-from ..._inductor import (
-    fake_mode_of,
-    is_body_of_dynamo,
-    known_true,
-    records_gradients,
-    suppress_guards,
-)
-from ...derivatives import REVERSE, Derivatives, takes_gradient
+from ..._inductor import is_body_of_dynamo, known_true, records_gradients, suppress_guards
+from ...derivatives import REVERSE
 from ...fusion import Candidate, LeftToStock, Rejected
-from ...keeping import Keeping
-from ...leaving import even, settle
+from ...inplace import inputs
 from ...liveness import erase_dead_readers
 from ...operands import check_kind, text
-from ...reporting import TAG
 from . import emit, kernels, savings, structure, torch_ops
-from .aliasing import Mutations, name_overwritten_values
-from .mask_builder import MaskMemo, check_empty_rows
-from .masks import Interpreter, classify, may_hide_rows, visibility
+from .mask_builder import check_empty_rows
+from .masks import classify, may_hide_rows, visibility
 from .mixed_masks import taken_apart
 from .multihead import MultiheadForward, is_call
 from .normal_form import Attention, Term
@@ -38,75 +29,9 @@ from .posing import few_heads, pose
 from .problem import Problem, check_not_empty, check_sizes, same_problem_shapes
 from .recognise import recognise, softmaxes
 from .remembered import remembered, storage_of
+from .scope import Branches, Scope, Settled, bodies, name_of_body
 from .short import terms as short
 from .structure import DROWNED, Structure
-
-SDPA = torch._C._nn.scaled_dot_product_attention
-
-#: Higher-order operations whose body sees its operands as placeholders, and where the operands start.
-_BODIES = {"tag_activation_checkpoint": 1, "invoke_subgraph": 2, "wrap": 1, "wrap_activation_checkpoint": 1}
-
-
-class Scope:
-    """What is known of one graph while its candidates are tried.
-
-    Args:
-        graph: the graph.
-        bindings: what the placeholders of a body stand for.
-        outer: the scope of the graph that runs this one, and the nodes that run it.
-    """
-
-    def __init__(
-        self,
-        graph: fx.Graph,
-        bindings: Mapping[fx.Node, tuple[Interpreter, Any]] | None = None,
-        outer: tuple[Scope, list[fx.Node]] | None = None,
-    ) -> None:
-        self.graph = graph
-        self.mutations = Mutations(graph)
-        self.interpreter = Interpreter(self.mutations, bindings)
-        self.memo = MaskMemo()
-        self.fake_mode = fake_mode_of(graph)
-        self.changed: list[tuple[fx.Node, bool]] = []
-        around, calls = outer if outer is not None else (None, [])
-        start = around.modes.at(calls[0]) if around is not None and calls else None
-        self.modes: modes.Modes = modes.Modes(graph, start)
-        refused = [] if around is None else [around.derivatives.refused(call) for call in calls]
-        self.root: fx.Graph = graph if around is None else around.root
-        recomputed = [call for call in calls if _is_checkpoint(call)]
-        if recomputed and around and around.modes.at(recomputed[0]).gradients and _ends_here(self.root):
-            refused.append("recomputed for no backward, where torch takes no operation that may draw numbers")
-        self.keeping: Keeping = Keeping(graph, recomputed=bool(recomputed))
-        self.derivatives: Derivatives = Derivatives(graph, self.modes, next(filter(None, refused), ""))
-
-    def emitter(self, site: fx.Node) -> emit.Emitter:
-        """What writes the fused form of a site."""
-        return emit.Emitter(self.graph, self.memo, self.fake_mode, self.changed, self.modes.at(site))
-
-    def keep(self, known: Collection[fx.Node], by_eager: Collection[object]) -> None:
-        """Copy what the operations among new nodes keep for the backward, where it may change behind them.
-
-        Args:
-            known: the nodes that were there before.
-            by_eager: memory that eager keeps.
-        """
-        for node in [node for node in self.graph.nodes if node not in known and emit.keeps_operands(node)]:
-            for operand in node.all_input_nodes:
-                if torch_ops.tensor(operand) is not None:
-                    node.replace_input_with(operand, self.keeping.kept(operand, node, by_eager))
-
-    def check_modes(self, nodes: Collection[fx.Node]) -> None:
-        """Refuse where nodes that become one are in different modes.
-
-        Autocast acts on products; what it does to the operations between them shows in their dtypes.
-        """
-        first = self.modes.at(min(nodes))
-        for node in nodes:
-            state, op = self.modes.at(node), torch_ops.read(node)
-            if op is None or op.name not in torch_ops.CASTED:
-                state = replace(state, autocast=first.autocast)
-            if differs := first.differs(state):
-                raise Rejected(f"{differs} between the two products")
 
 
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
@@ -123,76 +48,35 @@ def _in_scope(
     scope: Scope, done: set[fx.Graph], inlined: bool = False
 ) -> Generator[Candidate, None, dict[Any, bool]]:
     """The candidates of one graph; returns what leaves a body that is inlined, as `settle` does."""
-    done.add(scope.graph)
-    name_overwritten_values(scope.graph)
-    calls = [node for node in scope.graph.nodes if _is_sdpa(node)]
-    for softmax in list(softmaxes(scope.graph)):
+    graph = scope.graph
+    done.add(graph)
+    calls = [node for node in graph.nodes if _is_sdpa(node)]
+    for softmax in list(softmaxes(graph)):
         yield HandWritten(scope, softmax)
     for call in calls:
         yield SdpaCall(scope, call)
-    for call in [node for node in scope.graph.nodes if is_call(node)]:
-        yield MultiheadForward(scope.graph, call, scope.interpreter, scope.derivatives, scope.keeping)
-    for module, operands, uses in _bodies(scope.graph):
+    for call in [node for node in graph.nodes if is_call(node)]:
+        yield MultiheadForward(graph, call, scope.interpreter, scope.derivatives, scope.keeping)
+    for module, operands, uses in bodies(graph):
         if module.graph in done:
             continue
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         bindings = {p: (scope.interpreter, o) for p, o in zip(placeholders, operands, strict=False)}
-        call = uses[0] if len(uses) == 1 and _name_of_body(uses[0]) == "tag_activation_checkpoint" else None
+        call = uses[0] if len(uses) == 1 and name_of_body(uses[0]) == "tag_activation_checkpoint" else None
         outputs = yield from _in_scope(Scope(module.graph, bindings, (scope, uses)), done, call is not None)
-        module.recompile()
         for user in call.users if call is not None else ():
             if user.target is operator.getitem and user.args[1] in outputs:
                 scope.changed.append((user, outputs[user.args[1]]))
-    for call in [node for node in scope.graph.nodes if _name_of_body(node) == "cond"]:
-        owner = scope.graph.owning_module
-        named = [str(x.target) for x in call.all_input_nodes if x.op == "get_attr"]
-        branches = [each for name in named if isinstance(each := getattr(owner, name, None), fx.GraphModule)]
-        if any(_is_changed(branch.graph) for branch in branches):
-            for branch in branches:
-                even(branch.graph)
-                branch.recompile()
-    return settle(scope.graph, scope.changed, inlined)
-
-
-def _is_changed(graph: fx.Graph) -> bool:
-    """Whether an attention was fused in a graph."""
-    return any(TAG in node.meta.get("custom", {}) for node in graph.nodes)
-
-
-def _is_checkpoint(call: fx.Node) -> bool:
-    return _name_of_body(call) in ("tag_activation_checkpoint", "wrap_activation_checkpoint")
-
-
-def _name_of_body(call: fx.Node) -> str:
-    return str(getattr(call.target, "_name", getattr(call.target, "__name__", "")))
-
-
-def _ends_here(graph: fx.Graph) -> bool:
-    """Whether no gradient flows into a graph from behind it, or gradients are taken inside of it."""
-    results = next((node for node in graph.nodes if node.op == "output"), None)
-    leaves = [] if results is None else results.all_input_nodes
-    trained = any(records_gradients(torch_ops.value(node)) for node in leaves)
-    return not trained or any(map(takes_gradient, graph.nodes))
+    for call in [node for node in graph.nodes if name_of_body(node) == "cond"]:
+        yield Branches(call)
+    settled = Settled(scope, inlined)
+    yield settled
+    return settled.outputs
 
 
 def _is_sdpa(node: fx.Node) -> bool:
     op = torch_ops.read(node)
     return op is not None and op.name == "scaled_dot_product_attention"
-
-
-def _bodies(graph: fx.Graph) -> Iterator[tuple[fx.GraphModule, tuple[Any, ...], list[fx.Node]]]:
-    """The graphs that this one runs, with their operands where one known call has them, and their calls."""
-    owner = graph.owning_module
-    bodies = {str(n.target): getattr(owner, str(n.target), None) for n in graph.nodes if n.op == "get_attr"}
-    for name, module in bodies.items():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        uses = [u for n in graph.nodes if n.op == "get_attr" and n.target == name for u in n.users]
-        operands: tuple[Any, ...] = ()
-        if len(uses) == 1:
-            start = _BODIES.get(_name_of_body(uses[0]))
-            operands = uses[0].args[start:] if start is not None else ()
-        yield module, operands, uses
 
 
 class HandWritten(Candidate):
@@ -241,7 +125,7 @@ class HandWritten(Candidate):
     def _check_dtypes(self, site: Attention) -> None:
         """A product of two dtypes raises in eager mode; fake tensors may allow it."""
         assert site.output is not None
-        both = (torch_ops.tensor(node) for node in site.output.all_input_nodes)
+        both = (torch_ops.tensor(node) for node in inputs(site.output))
         if len({each.dtype for each in both if each is not None}) > 1:
             raise Rejected("the weights and the values have different dtypes")
 

@@ -19,6 +19,7 @@ from torch import fx
 
 from ..._inductor import ATTRIBUTES
 from ...fusion import Rejected
+from ...inplace import arguments
 from ...writes import is_told_to_overwrite
 
 #: Names of the arguments, in positional order, of every operation that is read.
@@ -136,7 +137,8 @@ class Op:
 
     Attributes:
         name: a key of `SIGNATURES`, or the plain name of an operation that is not read further.
-        args: arguments by name; `rest` holds positional ones beyond the signature.
+        args: arguments by name, as the nodes whose results are read; `rest` holds positional ones beyond the
+            signature.
         inplace: whether its first argument is overwritten.
     """
 
@@ -195,24 +197,25 @@ def read(node: Any) -> Op | None:
     if not isinstance(node, fx.Node):
         return None
     target = node.target
+    if node.op not in ("call_method", "call_function"):
+        return None
+    args, kwargs = arguments(node)
     if node.op == "call_method":
         assert isinstance(target, str)
         name = target
-    elif node.op != "call_function":
-        return None
     elif isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         name = _operator_name(target)
-        if name in ATTRIBUTES and node.args:
-            return Op(node, "getattr", {"input": node.args[0], "name": ATTRIBUTES[name]})
+        if name in ATTRIBUTES and args:
+            return Op(node, "getattr", {"input": args[0], "name": ATTRIBUTES[name]})
     else:
         known = _functions().get(target)  # type: ignore[arg-type]
         if known is None:
-            return Op(node, _foreign_name(target), {}, tuple(node.args))
+            return Op(node, _foreign_name(target), {}, tuple(args))
         name = known
     name, inplace = _canonical(name)
-    if name == "view" and any(isinstance(a, torch.dtype) for a in (*node.args, *node.kwargs.values())):
-        return Op(node, "bitcast", {}, tuple(node.args))
-    return _bind(node, name, inplace or is_told_to_overwrite(node))
+    if name == "view" and any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
+        return Op(node, "bitcast", {}, tuple(args))
+    return _bind(node, name, inplace or is_told_to_overwrite(node), args, kwargs)
 
 
 def _operator_name(target: Any) -> str:
@@ -240,7 +243,7 @@ def _canonical(name: str) -> tuple[str, bool]:
     return _SYNONYMS.get(name, name), inplace
 
 
-def _bind(node: fx.Node, name: str, inplace: bool) -> Op:
+def _bind(node: fx.Node, name: str, inplace: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Op:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         order = tuple(
@@ -250,10 +253,10 @@ def _bind(node: fx.Node, name: str, inplace: bool) -> Op:
         order = _METHOD_ARGUMENTS.get(name, SIGNATURES.get(name, ()))
     else:
         order = _FUNCTION_ARGUMENTS.get(target, SIGNATURES.get(name, ()))
-    bound = dict(zip(order, node.args, strict=False))
-    for key, argument in node.kwargs.items():
+    bound = dict(zip(order, args, strict=False))
+    for key, argument in kwargs.items():
         bound[_ARGUMENT_NAMES.get(key, key)] = argument
-    return Op(node, name, bound, tuple(node.args[len(order) :]), inplace)
+    return Op(node, name, bound, tuple(args[len(order) :]), inplace)
 
 
 def value(node: Any) -> Any:

@@ -200,6 +200,10 @@ def identity(node: fx.Node) -> tuple[Any, ...]:
     base: Any = node
     while base.op == "call_function" and isinstance(base.args[0] if base.args else None, fx.Node):
         if base.target in CASTS:
+            origin = restored(base)
+            if origin is not None:
+                base = origin
+                continue
             if not casts or casts[-1] != value(base).dtype:
                 casts.append(value(base).dtype)
         elif base.target not in RESHAPES:
@@ -233,6 +237,20 @@ def is_floating(node: Any) -> bool:
     """Whether a node is a tensor of floating dtype."""
     found = tensor(node)
     return found is not None and found.is_floating_point()
+
+
+def restored(node: Any) -> fx.Node | None:
+    """What a node gives back that was cast to a wider dtype alone: a copy of it. None of any other node.
+
+    What is not dense is copied on its way, and may be viewed as only the copy can.
+    """
+    wide: Any = node.args[0] if isinstance(node, fx.Node) and node.target in CASTS else None
+    if not isinstance(wide, fx.Node) or wide.target not in CASTS or not widens(wide):
+        return None
+    origin: Any = wide.args[0]
+    before, behind = value(origin), value(node)
+    same = before.dtype == behind.dtype and same_sizes(before.stride(), behind.stride())
+    return origin if same else None
 
 
 def widens(cast: fx.Node) -> bool:

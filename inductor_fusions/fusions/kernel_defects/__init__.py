@@ -1,8 +1,7 @@
 """Keeps compiled graphs from kernels of torch and cuDNN that are known to be wrong: `known` lists them.
 
-Here are those that a graph of aten operations reaches, the user's own calls of SDPA among them. What the
-attention fusion must not emit is rejected there; the layout of flex attention's query is settled in
-`pinning`.
+Here are those that a graph of aten operations reaches, the user's own calls of SDPA and of flex attention
+among them. What the attention fusion must not emit is rejected there.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import computing_fakes, fake_mode_of, known_true, suppress_guards
+from ... import pinning
+from ..._inductor import computing_fakes, fake_mode_of, flex_attention_op, known_true, suppress_guards
 from ...fusion import Candidate, Fusion
 from ...operands import tensor
 from .known import CUDNN_PADDED_KEYS, CUDNN_PLANS, KNOWN, Defect
@@ -36,12 +36,31 @@ LOW = -80.0
 
 
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
-    """The calls of cuDNN attention that take part in a backward, as one site: one cure serves them all."""
+    """The calls of cuDNN attention in a backward, as one site: one cure serves them all; flex attention's."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     backward = [node for node in calls if node.target is _BACKWARD]
     dropped = [node for node in calls if node.target is _FORWARD and _is_differentiated_with_dropout(node)]
     if backward or dropped:
         yield CudnnCalls(graph, backward, dropped)
+    for call in graph.find_nodes(op="call_function", target=flex_attention_op()):
+        if not pinning.is_ours(call) and pinning.query_of(call) is not None:
+            yield FlexQuery(call)
+
+
+class FlexQuery(Candidate):
+    """A query of flex attention whose strides are not settled when the kernel for short ones reads them."""
+
+    reported = False
+
+    def __init__(self, call: fx.Node) -> None:
+        self.anchor = call
+
+    def guard(self) -> None:
+        """It is in the graph: what settles it takes no memory and no time."""
+
+    def rewrite(self) -> str:
+        pinning.settle_query(self.anchor, {})
+        return "the strides of the query are settled"
 
 
 def _is_differentiated_with_dropout(call: fx.Node) -> bool:

@@ -12,7 +12,7 @@ sums. `inputs` is what is done before autograd.
 from __future__ import annotations
 
 from ...fusion import Fusion
-from . import accumulate_kernel, decode, inputs, lowering, split
+from . import accumulate_kernel, decode, inputs, lowering, op, split
 from .sites import candidates
 
 FUSION = Fusion(
@@ -20,6 +20,7 @@ FUSION = Fusion(
     stage="post_grad",
     summary="linears with low-rank adapters, and their gradients, to a narrow product and a block GEMM",
     recognise=candidates,
+    marks=(op.ROUNDED,),
 )
 
 #: What is done before autograd; the toggle of `lora` is that of both.

@@ -14,7 +14,7 @@ from ...fusion import Candidate, LeftToStock, Rejected
 from ...operands import known_size
 from ...tables import dtype_name
 from ..block_mm import emit, guards
-from ..block_mm.normal_form import CASTS, RESHAPES, Product, same_sizes, value, widens
+from ..block_mm.normal_form import CASTS, RESHAPES, Product, restored, same_sizes, value, widens
 from . import accumulate_kernel, downs, profit
 from .accumulate import LORA_ACCUMULATE
 from .adapters import Adapter, source
@@ -204,8 +204,11 @@ class Accumulated(Candidate):
 
 
 def _unwidened(node: fx.Node) -> fx.Node:
-    """What was cast to a wider dtype, as it is in memory."""
+    """What was cast to a wider dtype, and perhaps back, as it is in memory."""
     while node.op == "call_function" and isinstance(node.args[0], fx.Node):
+        node = restored(node) or node
+        if node.op != "call_function" or not isinstance(node.args[0], fx.Node):
+            break
         if node.target not in RESHAPES and not (node.target in CASTS and widens(node)):
             break
         inner = node.args[0]

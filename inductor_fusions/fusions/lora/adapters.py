@@ -17,6 +17,7 @@ from ..block_mm.normal_form import (
     is_pointwise,
     product,
     readers,
+    restored,
     same_sizes,
     scaled,
     tensor,
@@ -86,6 +87,8 @@ def source(matrix: fx.Node) -> Source:
         step = scaled(node)
         if node.target in RESHAPES or node.target in PERMUTES:
             views.append(node)
+        elif restored(node) is not None:
+            pass
         elif node.target in CASTS and widens(node):
             found = Source(node.args[0], tuple(reversed(views)), scale)
         elif step is not None:

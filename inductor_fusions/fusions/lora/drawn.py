@@ -9,6 +9,7 @@ stored for the backward. The numbers are those of Inductor's loop.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import register_flop_formula
 
 from ..._inductor import draw, draws_four_at_a_time, rounds_inside_of_loops
+from ...fusion import Candidate
 from ..block_mm import emit
 from ..block_mm.normal_form import CASTS, value
 from .masks import drawing
@@ -94,12 +96,28 @@ class Mask:
     chance: float
 
 
-def draw_in_products(graph: fx.Graph) -> None:
-    """Let narrow products draw the masks that only they read."""
+def candidates(graph: fx.Graph) -> Iterator[Candidate]:
+    """Narrow products whose masks only they read."""
     for call in graph.find_nodes(op="call_function", target=NARROW_MM):
         masks = _masks(call)
         if masks:
-            _rewrite(graph, call, masks)
+            yield Drawn(call, masks)
+
+
+class Drawn(Candidate):
+    """A narrow product that may draw its masks."""
+
+    reported = False
+
+    def __init__(self, call: fx.Node, masks: list[Mask]) -> None:
+        self.anchor, self.masks = call, masks
+
+    def guard(self) -> None:
+        """Its lowering decides whether it draws them: until then nothing is lost."""
+
+    def rewrite(self) -> str:
+        _rewrite(self.anchor.graph, self.anchor, self.masks)
+        return f"{len(self.masks)} masks drawn in the product"
 
 
 def _masks(call: fx.Node) -> list[Mask]:

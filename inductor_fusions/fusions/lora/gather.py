@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...fusion import Candidate, Rejected
 from ...operands import known_size
 from ..block_mm import emit
 from ..block_mm.normal_form import VIEWS, tensor, through, value
@@ -92,24 +93,41 @@ def takes(matrix: fx.Node) -> bool:
     return known and 1 in found.stride() and _bytes(matrix) <= MOST_BYTES and not _is_written(chain[0])
 
 
-def gather(graph: fx.Graph) -> None:
-    """Let few kernels split up what the adapters' products read in parts."""
-    index = {node: i for i, node in enumerate(graph.nodes)}
-    moved: set[fx.Node] = set()
+def candidates(graph: fx.Graph) -> Iterator[Candidate]:
+    """What the products of fused adapters read in parts, as one."""
     wanted = list(_wanted(graph))
-    made: list[tuple[_Wanted, fx.Node]] = []
-    for dtype, device in dict.fromkeys((w.dtype, value(w.matrix).device) for w in wanted):
-        alike = [w for w in wanted if w.dtype == dtype and value(w.matrix).device == device]
-        for chunk in _chunks(alike):
-            if len(chunk) > 1 or chunk[0].reader.target in PRODUCTS:
-                made += _make(graph, chunk, dtype, index, moved)
-    for w, part in made:
-        if w.reader.target in PRODUCTS:
-            right: Any = w.reader.args[1]
-            w.reader.update_arg(1, [*right[: w.index], part, *right[w.index + 1 :]])
-        else:
-            for output in list(w.reader.users):
-                emit.replace(graph, output, part)
+    if wanted:
+        yield Gathered(graph, wanted)
+
+
+class Gathered(Candidate):
+    """Matrices that few kernels split up instead of many."""
+
+    reported = False
+
+    def __init__(self, graph: fx.Graph, wanted: Sequence[_Wanted]) -> None:
+        self.graph, self.wanted, self.anchor = graph, wanted, wanted[0].reader
+        self.chunks: list[list[_Wanted]] = []
+
+    def guard(self) -> None:
+        for dtype, device in dict.fromkeys((w.dtype, value(w.matrix).device) for w in self.wanted):
+            alike = [w for w in self.wanted if w.dtype == dtype and value(w.matrix).device == device]
+            self.chunks += [c for c in _chunks(alike) if len(c) > 1 or c[0].reader.target in PRODUCTS]
+        if not self.chunks:
+            raise Rejected("each is split up by itself already")
+
+    def rewrite(self) -> str:
+        index = {node: i for i, node in enumerate(self.graph.nodes)}
+        moved: set[fx.Node] = set()
+        made = [each for chunk in self.chunks for each in _make(self.graph, chunk, index, moved)]
+        for w, part in made:
+            if w.reader.target in PRODUCTS:
+                right: Any = w.reader.args[1]
+                w.reader.update_arg(1, [*right[: w.index], part, *right[w.index + 1 :]])
+            else:
+                for output in list(w.reader.users):
+                    emit.replace(self.graph, output, part)
+        return f"{len(self.wanted)} matrices in {len(self.chunks)} kernels"
 
 
 def _bytes(matrix: fx.Node) -> int:
@@ -204,7 +222,6 @@ def _period(kinds: Sequence[Any]) -> int:
 def _make(
     graph: fx.Graph,
     chunk: Sequence[_Wanted],
-    dtype: torch.dtype,
     index: dict[fx.Node, int],
     moved: set[fx.Node],
 ) -> list[tuple[_Wanted, fx.Node]]:
@@ -226,7 +243,7 @@ def _make(
         call(aten.permute.default, w.matrix, [1, 0]) if w.turned else w.matrix for w in distinct.values()
     ]
     forms = [list(each) for each in zip(*(w.form for w in distinct.values()), strict=True)]
-    made = call(LORA_SPLIT, matrices, *forms, dtype)
+    made = call(LORA_SPLIT, matrices, *forms, chunk[0].dtype)
     parts = [call(operator.getitem, made, i) for i in range(len(distinct))]
     read = {
         key: call(aten.permute.default, part, [0, 2, 1]) if w.turned else part

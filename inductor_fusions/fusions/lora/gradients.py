@@ -13,10 +13,10 @@ from torch import fx
 from ...fusion import Candidate, Rejected
 from ...operands import known_size
 from ..block_mm import emit, guards
-from ..block_mm.normal_form import RESHAPES, Product, product, readers, scaled, value
+from ..block_mm.normal_form import RESHAPES, Product, product, readers, restored, scaled, value
 from ..block_mm.placement import Order, Place
 from . import narrow, profit
-from .adapters import MOST_RANK, PERMUTES, source
+from .adapters import MOST_RANK, PERMUTES, source, unrounded
 from .emitter import Emitter
 from .op import NARROW_MM
 
@@ -113,12 +113,15 @@ def _only_for_weights(node: fx.Node) -> bool:
 
 
 def _plain(node: Any) -> Any:
-    """What was multiplied by numbers and reshaped."""
+    """What was multiplied by numbers, reshaped, and cast to a wider dtype and back."""
     while isinstance(node, fx.Node):
-        step = scaled(node)
-        if step is None and node.target not in RESHAPES:
+        step, origin = scaled(node), restored(node)
+        if origin is not None:
+            node = origin
+        elif step is not None or node.target in RESHAPES:
+            node = step[0] if step is not None else node.args[0]
+        else:
             break
-        node = step[0] if step is not None else node.args[0]
     return node
 
 
@@ -219,7 +222,7 @@ class Gradients(Candidate):
         make = Emitter(self.graph, place.before, self.anchor)
         origins = [source(n.x) for n in self.members]
         x = make.replay(origins[0])
-        right = [n.b for n in self.members]
+        right = [make.replay(unrounded(n.b)) for n in self.members]
         if first.transposed and first.call is None:
             x = make.call(aten.permute.default, x, [1, 0])
             right = [make.call(aten.permute.default, b, [1, 0]) for b in right]

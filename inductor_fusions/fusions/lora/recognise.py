@@ -24,6 +24,7 @@ from ..block_mm.normal_form import (
     is_factor,
     is_floating,
     product,
+    restored,
     scaled,
     tensor,
     value,
@@ -236,7 +237,7 @@ class _Reader:
         elif not is_floating(node) or str(value(node).numel()) != str(value(linear.root).numel()):
             linear.problem = linear.problem or "a term that is broadcast is added to the adapter"
         else:
-            linear.rest = node
+            linear.rest = restored(node) or node
 
 
 def _two_biases(linear: Linear) -> bool:

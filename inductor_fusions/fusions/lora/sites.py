@@ -13,14 +13,13 @@ from ...fusion import Candidate, LeftToStock, Rejected
 from ...operands import known_size
 from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
-from ..block_mm.normal_form import CASTS, Product, same_sizes, scaled, value, widens
+from ..block_mm.normal_form import Product, same_sizes, scaled, value
 from ..block_mm.placement import Order, Place
 from . import accumulate_sites, downs, drawn, gather, gradients, profit, unread
 from .adapters import Adapter, source, unrounded
 from .emitter import Emitter
 from .groups import current, grouped, is_whole, result_dtypes, shape_of
 from .masks import masked
-from .op import ROUNDED
 from .recognise import Linear, is_row_major, linears
 from .sums import downs_of, without
 from .sums import sums as read_sums
@@ -33,13 +32,8 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
 
     What all of these read in parts is split up together in the end.
     """
-    for mark in graph.find_nodes(op="call_function", target=ROUNDED):
-        mark.replace_all_uses_with(mark.args[0])
-        graph.erase_node(mark)
     yield from unread.candidates(graph)
     found = linears(graph)
-    if found and drop_round_trips(graph):
-        found = linears(graph)
     sums = read_sums(graph, found)
     found = without(found, sums)
     down = {a.down.node for linear in found for a in linear.adapters} | downs_of(sums)
@@ -54,28 +48,8 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     present = set(graph.nodes)
     yield from gradients.candidates(graph, [n for n in narrows if n.node in present])
     yield from gradients.candidates(graph, gradients.made_before(graph))
-    drawn.draw_in_products(graph)
-    gather.gather(graph)
-
-
-def drop_round_trips(graph: fx.Graph) -> bool:
-    """Take out casts to float32 and back, as beside float32 adapters: a product would read a copy.
-
-    Returns:
-        Whether there was one.
-    """
-    found = False
-    for node in graph.nodes:
-        wide: Any = node.args[0] if node.target in CASTS else None
-        if not isinstance(wide, fx.Node) or wide.target not in CASTS or not widens(wide):
-            continue
-        origin: Any = wide.args[0]
-        before, behind = value(origin), value(node)
-        # What is not dense is copied on its way, and may be viewed as only the copy can.
-        if before.dtype == behind.dtype and same_sizes(before.stride(), behind.stride()):
-            emit.replace(graph, node, origin)
-            found = True
-    return found
+    yield from drawn.candidates(graph)
+    yield from gather.candidates(graph)
 
 
 class Adapted(Candidate):

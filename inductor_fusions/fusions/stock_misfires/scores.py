@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from ...fusion import Candidate, Rejected
+from ...inplace import readers
 from ...operands import tensor
 from .respelling import Respelled
 from .walk import PRODUCTS, argument, between, factors, name_of
@@ -53,7 +54,7 @@ class Divisor(Respelled):
         if self.anchor.kwargs.get("rounding_mode") is not None:
             raise Rejected("a division with rounding, which no pattern has")
         if name_of(self.anchor) == "itruediv" or str(self.anchor.target).endswith("_"):
-            if len(self.source.users) > 1 or name_of(self.source) not in PRODUCTS:
+            if len(readers(self.source)) > 1 or name_of(self.source) not in PRODUCTS:
                 raise Rejected("the scores are divided in place, and something else may read them")
 
     def rewrite(self) -> str:

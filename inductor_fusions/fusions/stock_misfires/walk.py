@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...inplace import arguments, inputs, readers
+
 #: How far from a softmax its two products are looked for.
 REACH = 24
 #: Matrix products, with the names of their two operands and the place of the first one.
@@ -31,7 +33,8 @@ def name_of(node: Any) -> str:
 
 def argument(node: fx.Node, index: int, name: str = "input") -> Any:
     """An argument of a call, by its place or by its name; None where it is not given."""
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name)
+    args, kwargs = arguments(node)
+    return args[index] if len(args) > index else kwargs.get(name)
 
 
 def factors(product: fx.Node) -> tuple[Any, Any]:
@@ -58,12 +61,12 @@ def nearest_product(node: fx.Node, neighbours: Callable[[fx.Node], Sequence[fx.N
 
 def inputs_of(node: fx.Node) -> list[fx.Node]:
     """The neighbours upwards."""
-    return list(node.all_input_nodes)
+    return inputs(node)
 
 
 def users_of(node: fx.Node) -> list[fx.Node]:
     """The neighbours downwards."""
-    return list(node.users)
+    return readers(node)
 
 
 def between(node: fx.Node, product: fx.Node) -> list[fx.Node]:
@@ -71,7 +74,7 @@ def between(node: fx.Node, product: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     edge = [node]
     while edge and len(found) < REACH:
-        for other in edge.pop().all_input_nodes:
+        for other in inputs(edge.pop()):
             if other is not product and other not in found and name_of(other) not in PRODUCTS:
                 found.append(other)
                 edge.append(other)

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from ...._inductor import known_true
+from ....inplace import arguments, current, inputs, readers
 from ....writes import storage
 from .. import torch_ops
 from ..aliasing import written
@@ -43,7 +44,7 @@ def _made_constant(op: torch_ops.Op, tensor: torch.Tensor, dim: int, interpreter
     """Whether an operation makes the same at every index of a dim, of what it reads."""
     name, rank = op.name, tensor.dim()
     if name in _POINTWISE or name in torch_ops.CASTS or name in torch_ops.COPIES or name == "detach":
-        tensors = [n for n in op.node.all_input_nodes if torch_ops.tensor(n) is not None]
+        tensors = [n for n in inputs(op.node) if torch_ops.tensor(n) is not None]
         if name == "to" or name == "type_as":
             tensors = tensors[:1]
         return all(constant_over(n, dim, interpreter) for n in tensors)
@@ -167,20 +168,20 @@ def may_hide_rows(node: Any) -> bool:
     seen: set[fx.Node] = set()
     stack = [node]
     while stack:
-        current = stack.pop()
-        if not isinstance(current, fx.Node):
-            if isinstance(current, (int, float)) and not isinstance(current, bool):
-                if current <= LARGEST_FILL or current >= -LARGEST_FILL:
+        top = stack.pop()
+        if not isinstance(top, fx.Node):
+            if isinstance(top, (int, float)) and not isinstance(top, bool):
+                if top <= LARGEST_FILL or top >= -LARGEST_FILL:
                     return True
             continue
-        if current in seen:
+        if top in seen:
             continue
-        seen.add(current)
-        stack.extend(_written_into(current))
-        tensor = torch_ops.tensor(current)
-        if tensor is not None and not tensor.is_floating_point() and torch_ops.read(current) is None:
+        seen.add(top)
+        stack.extend(_written_into(top))
+        tensor = torch_ops.tensor(top)
+        if tensor is not None and not tensor.is_floating_point() and torch_ops.read(top) is None:
             continue  # integers and conditions add nothing by themselves
-        op = torch_ops.read(current)
+        op = torch_ops.read(top)
         if op is None:
             # A leaf: parameters are learned numbers, any other input may be a mask.
             if tensor is None or tensor.is_floating_point():
@@ -192,15 +193,15 @@ def may_hide_rows(node: Any) -> bool:
         if tensor is not None and not tensor.is_floating_point():
             continue
         moved = op.name in _REARRANGED and isinstance(op.input, fx.Node)
-        stack.extend([op.input] if moved else _numbers(current))
+        stack.extend([op.input] if moved else _numbers(top))
     return False
 
 
 def _written_into(node: fx.Node) -> list[Any]:
     """What the graph writes into the memory of a node, and its views, which may be written to as well."""
     found: list[Any] = []
-    for user in node.users:
-        if node in written(user):
+    for user in readers(node):
+        if node in [current(each, user) for each in written(user)]:
             found += _numbers(user)
         elif (memory := storage(user)) is not None and memory == storage(node):
             found.append(user)
@@ -225,6 +226,7 @@ def _numbers(node: fx.Node) -> list[Any]:
         elif isinstance(argument, (fx.Node, int, float)):
             found.append(argument)
 
-    for argument in (*node.args, *node.kwargs.values()):
+    args, kwargs = arguments(node)
+    for argument in (*args, *kwargs.values()):
         visit(argument)
     return found

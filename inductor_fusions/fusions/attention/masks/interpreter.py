@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ...._inductor import is_batched, known_true
+from ....inplace import arguments, inputs
 from .. import torch_ops
 from ..aliasing import Mutations, adds_nothing
 from .dtypes import held, of_dtype
@@ -95,9 +96,10 @@ class Interpreter:
     def _assigned(self, node: fx.Node, writer: fx.Node) -> Value:
         """The value of `node` after `node[:, :] = value`, where that is all of it."""
         target = torch_ops.tensor(node)
-        if target is None or is_batched(target) or len(writer.args) != 3:
+        args, _ = arguments(writer)
+        if target is None or is_batched(target) or len(args) != 3:
             return None
-        index, given = torch_ops.concrete(writer.args[1]), writer.args[2]
+        index, given = torch_ops.concrete(args[1]), args[2]
         if not _covers(index if isinstance(index, tuple) else (index,), target.shape):
             return None
         source = torch_ops.tensor(given)
@@ -132,7 +134,7 @@ class Interpreter:
         operation = torch_ops.read(node)
         if operation is None or operation.name not in RULES:
             return []
-        return [n for n in node.all_input_nodes if isinstance(torch_ops.value(n), torch.Tensor)]
+        return [n for n in inputs(node) if isinstance(torch_ops.value(n), torch.Tensor)]
 
     def _evaluate(self, node: fx.Node) -> Value:
         if node in self._bindings:

@@ -1,0 +1,164 @@
+"""What is known of a graph, or of a body in it, while its attentions are tried; and what is done last."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from ... import modes
+from ..._inductor import fake_mode_of, records_gradients
+from ...derivatives import Derivatives, takes_gradient
+from ...fusion import Candidate, Rejected
+from ...inplace import arguments, inputs
+from ...keeping import Keeping
+from ...leaving import even, settle
+from ...reporting import TAG
+from . import emit, torch_ops
+from .aliasing import Mutations
+from .mask_builder import MaskMemo
+from .masks import Interpreter
+
+#: Higher-order operations whose body sees its operands as placeholders, and where the operands start.
+BODIES = {"tag_activation_checkpoint": 1, "invoke_subgraph": 2, "wrap": 1, "wrap_activation_checkpoint": 1}
+
+
+class Scope:
+    """What is known of one graph while its candidates are tried.
+
+    Args:
+        graph: the graph.
+        bindings: what the placeholders of a body stand for.
+        outer: the scope of the graph that runs this one, and the nodes that run it.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        bindings: Mapping[fx.Node, tuple[Interpreter, Any]] | None = None,
+        outer: tuple[Scope, list[fx.Node]] | None = None,
+    ) -> None:
+        self.graph = graph
+        self.mutations = Mutations(graph)
+        self.interpreter = Interpreter(self.mutations, bindings)
+        self.memo = MaskMemo()
+        self.fake_mode = fake_mode_of(graph)
+        self.changed: list[tuple[fx.Node, bool]] = []
+        around, calls = outer if outer is not None else (None, [])
+        start = around.modes.at(calls[0]) if around is not None and calls else None
+        self.modes: modes.Modes = modes.Modes(graph, start)
+        refused = [] if around is None else [around.derivatives.refused(call) for call in calls]
+        self.root: fx.Graph = graph if around is None else around.root
+        recomputed = [call for call in calls if is_checkpoint(call)]
+        if recomputed and around and around.modes.at(recomputed[0]).gradients and _ends_here(self.root):
+            refused.append("recomputed for no backward, where torch takes no operation that may draw numbers")
+        self.keeping: Keeping = Keeping(graph, recomputed=bool(recomputed))
+        self.derivatives: Derivatives = Derivatives(graph, self.modes, next(filter(None, refused), ""))
+
+    def emitter(self, site: fx.Node) -> emit.Emitter:
+        """What writes the fused form of a site."""
+        return emit.Emitter(self.graph, self.memo, self.fake_mode, self.changed, self.modes.at(site))
+
+    def keep(self, known: Collection[fx.Node], by_eager: Collection[object]) -> None:
+        """Copy what the operations among new nodes keep for the backward, where it may change behind them.
+
+        Args:
+            known: the nodes that were there before.
+            by_eager: memory that eager keeps.
+        """
+        for node in [node for node in self.graph.nodes if node not in known and emit.keeps_operands(node)]:
+            for operand in node.all_input_nodes:
+                if torch_ops.tensor(operand) is not None:
+                    node.replace_input_with(operand, self.keeping.kept(operand, node, by_eager))
+
+    def check_modes(self, nodes: Collection[fx.Node]) -> None:
+        """Refuse where nodes that become one are in different modes.
+
+        Autocast acts on products; what it does to the operations between them shows in their dtypes.
+        """
+        first = self.modes.at(min(nodes))
+        for node in nodes:
+            state, op = self.modes.at(node), torch_ops.read(node)
+            if op is None or op.name not in torch_ops.CASTED:
+                state = replace(state, autocast=first.autocast)
+            if differs := first.differs(state):
+                raise Rejected(f"{differs} between the two products")
+
+
+class Settled(Candidate):
+    """What leaves a graph in which attentions were fused, with the strides that it had."""
+
+    finishes = True
+
+    def __init__(self, scope: Scope, inlined: bool) -> None:
+        self.scope, self.inlined, self.outputs = scope, inlined, dict[Any, bool]()
+
+    def guard(self) -> None:
+        if not self.scope.changed and not _is_changed(self.scope.graph):
+            raise Rejected("nothing was fused here")
+
+    def rewrite(self) -> str:
+        graph = self.scope.graph
+        self.outputs = settle(graph, self.scope.changed, self.inlined)
+        if graph is not self.scope.root and graph.owning_module is not None:
+            graph.owning_module.recompile()
+        return "strides of what leaves the graph are kept"
+
+
+class Branches(Candidate):
+    """The branches of a `cond`, one of which was changed: torch compares the strides of their gradients."""
+
+    finishes = True
+
+    def __init__(self, call: fx.Node) -> None:
+        owner = call.graph.owning_module
+        named = [str(x.target) for x in call.all_input_nodes if x.op == "get_attr"]
+        self.modules = [m for name in named if isinstance(m := getattr(owner, name, None), fx.GraphModule)]
+
+    def guard(self) -> None:
+        if not any(_is_changed(module.graph) for module in self.modules):
+            raise Rejected("nothing was fused here")
+
+    def rewrite(self) -> str:
+        for module in self.modules:
+            even(module.graph)
+            module.recompile()
+        return "gradients of all branches have the strides of the inputs"
+
+
+def _is_changed(graph: fx.Graph) -> bool:
+    """Whether an attention was fused in a graph."""
+    return any(TAG in node.meta.get("custom", {}) for node in graph.nodes)
+
+
+def is_checkpoint(call: fx.Node) -> bool:
+    return name_of_body(call) in ("tag_activation_checkpoint", "wrap_activation_checkpoint")
+
+
+def name_of_body(call: fx.Node) -> str:
+    return str(getattr(call.target, "_name", getattr(call.target, "__name__", "")))
+
+
+def _ends_here(graph: fx.Graph) -> bool:
+    """Whether no gradient flows into a graph from behind it, or gradients are taken inside of it."""
+    results = next((node for node in graph.nodes if node.op == "output"), None)
+    leaves = [] if results is None else inputs(results)
+    trained = any(records_gradients(torch_ops.value(node)) for node in leaves)
+    return not trained or any(map(takes_gradient, graph.nodes))
+
+
+def bodies(graph: fx.Graph) -> Iterator[tuple[fx.GraphModule, tuple[Any, ...], list[fx.Node]]]:
+    """The graphs that this one runs, with their operands where one known call has them, and their calls."""
+    owner = graph.owning_module
+    found = {str(n.target): getattr(owner, str(n.target), None) for n in graph.nodes if n.op == "get_attr"}
+    for name, module in found.items():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        uses = [u for n in graph.nodes if n.op == "get_attr" and n.target == name for u in n.users]
+        operands: tuple[Any, ...] = ()
+        if len(uses) == 1:
+            start = BODIES.get(name_of_body(uses[0]))
+            operands = arguments(uses[0])[0][start:] if start is not None else ()
+        yield module, operands, uses

@@ -1,0 +1,78 @@
+"""Which node a name stands for where operations in place write over a value.
+
+Dynamo's graph is not functional: behind `s.masked_fill_(m, x)` others read `s`, and mean the result, which is
+the same tensor. Here each of them is seen to read the last operation before it that wrote over the value, as
+in `softmax(s.masked_fill_(m, x))`, without a change of the graph. `rename` writes that into the graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from .operands import tensor
+from .writes import is_in_place, storage
+
+
+def overwritten(node: fx.Node) -> fx.Node | None:
+    """The value that a node writes over and gives back, `x` of `x.add_(y)`; None of any other node."""
+    if not is_in_place(node):
+        return None
+    first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
+    if not isinstance(first, fx.Node) or tensor(first) is None or tensor(node) is None:
+        return None
+    before, after = storage(first), storage(node)
+    return first if before == after or before is None or after is None else None
+
+
+def _names(value: fx.Node) -> list[fx.Node]:
+    """The nodes that give one tensor: what made it, and what wrote over it, in the order of the graph."""
+    root = value
+    while (before := overwritten(root)) is not None:
+        root = before
+    found = [root]
+    for name in found:
+        found += [user for user in name.users if overwritten(user) is name]
+    return sorted(found)
+
+
+def current(value: fx.Node, reader: fx.Node) -> fx.Node:
+    """The node whose result another one reads by the name of `value`."""
+    return [value, *(name for name in _names(value) if name < reader)][-1]
+
+
+def readers(value: fx.Node) -> list[fx.Node]:
+    """The nodes that read the result of a node, by whatever name."""
+    names = _names(value)
+    if len(names) == 1:
+        return list(value.users)
+    behind = names[names.index(value) + 1 :]
+    last = behind[0] if behind else None
+    users = {user for name in names for user in name.users if value < user}
+    return sorted(user for user in users if last is None or not last < user)
+
+
+def inputs(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose results a node reads."""
+    return list(dict.fromkeys(current(each, node) for each in node.all_input_nodes))
+
+
+def arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and named arguments of a node, with the nodes whose results it reads."""
+    names = {each: current(each, node) for each in node.all_input_nodes}
+    if all(name is now for name, now in names.items()):
+        return node.args, node.kwargs
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), names.__getitem__)
+    return args, kwargs
+
+
+def rename(graph: fx.Graph) -> None:
+    """Let every node of a graph name what it reads: the graph computes what it did."""
+    for node in graph.nodes:
+        source = overwritten(node)
+        if source is None or len(source.users) == 1:
+            continue
+        for user in list(source.users):
+            if node < user:
+                user.replace_input_with(source, node)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from inductor_fusions import testing
-from tests.attention.support import check, qkv
+from inductor_fusions import config, testing
+from tests.attention.support import check, flex_everywhere, qkv
 
 REASON = "a bias of float32, which SDPA takes as bfloat16"
 
@@ -40,15 +41,71 @@ def test_one_of_their_own_dtype_is_fused() -> None:
     check(attention, (*qkv(dtype=torch.bfloat16), torch.randn(2, 1, 7, 13, dtype=torch.bfloat16)))
 
 
-def test_what_may_be_a_mask_is_fused() -> None:
-    """Rounding 0 and low numbers changes nothing that a softmax sees."""
-
-    def masked(q: Any, k: Any, v: Any, seen: Any) -> Any:
-        return attention(q, k, v, torch.zeros(seen.shape).masked_fill(~seen, -1e9))
-
+def seen_keys() -> torch.Tensor:
     seen = torch.rand(2, 1, 7, 13) < 0.7
     seen[..., 0] = True
-    check(masked, (*qkv(dtype=torch.bfloat16), seen))
+    return seen
+
+
+MASKS: dict[str, Callable[[Any], Any]] = {
+    "masked_fill": lambda seen: torch.zeros(seen.shape).masked_fill(~seen, -1e9),
+    "where": lambda seen: torch.where(seen, 0.0, torch.finfo(torch.float32).min),
+    "product": lambda seen: (1.0 - seen.float()) * torch.finfo(torch.float32).min,
+    "in place": lambda seen: _written(seen, -1e9),
+    "filled where it is not 0": lambda seen: (1.0 - seen.float()).masked_fill(~seen, -1e9),
+}
+
+
+def _written(seen: Any, fill: Any) -> Any:
+    mask = torch.zeros(seen.shape)
+    mask[~seen] = fill
+    return mask
+
+
+@pytest.mark.parametrize("spelling", MASKS)
+def test_a_mask_that_the_graph_makes_is_fused(spelling: str) -> None:
+    """Rounding 0 and low numbers changes nothing that a softmax sees."""
+    check(
+        lambda q, k, v, seen: attention(q, k, v, MASKS[spelling](seen)),
+        (*qkv(dtype=torch.bfloat16), seen_keys()),
+    )
+
+
+UNKNOWN: dict[str, Callable[[Any, Any], Any]] = {
+    "itself": lambda mask, seen: mask,
+    "a view": lambda mask, seen: mask[:, :, :, :].expand(2, 3, 7, 13),
+    "a factor": lambda mask, seen: mask * 2.0,
+    "masked": lambda mask, seen: mask.masked_fill(~seen, -1e9),
+    "chosen": lambda mask, seen: torch.where(seen, mask, -1e9),
+    "a sum": lambda mask, seen: mask + torch.where(seen, 0.0, -1e9),
+    "written": lambda mask, seen: _written(seen, mask[~seen]) + torch.where(seen, 0.0, -1e9),
+}
+
+
+@pytest.mark.parametrize("spelling", UNKNOWN)
+def test_numbers_that_the_graph_is_given_are_not_rounded(spelling: str) -> None:
+    """Scores of bfloat16 and a mask of float32 are added in float32."""
+    mask = torch.randn(2, 1, 7, 13) * 20
+    run = testing.capture(
+        lambda q, k, v, mask, seen: attention(q, k, v, UNKNOWN[spelling](mask, seen)),
+        *qkv(dtype=torch.bfloat16), mask, seen_keys(), train=True, backend=testing.EAGER_AFTER_PASSES,
+    )  # fmt: skip
+    assert [(site.verdict, REASON in site.reason) for site in run.sites] == [("rejected", True)]
+
+
+def test_flex_attention_reads_float32() -> None:
+    """The mask behind a function of the scores is as exact as in eager mode."""
+
+    def fn(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return torch.softmax(torch.tanh(q @ k.mT * 0.2) * 2 + mask, -1).to(v.dtype) @ v
+
+    inputs = (*qkv(dim=16, dtype=torch.bfloat16, grad=False), torch.randn(2, 1, 7, 13) * 20)
+    with config.patch(policy="always"), flex_everywhere("auto"):
+        run = testing.capture(fn, *inputs, train=False, backend=testing.EAGER_AFTER_PASSES)
+    assert [site.kernel for site in run.sites] == ["flex, tanh, dense mask"]
+    true = fn(*(each.double() for each in inputs))
+    error = (run.tensors[0].double() - true).abs().max()
+    assert error <= 1.5 * (fn(*inputs).double() - true).abs().max()
 
 
 @pytest.mark.parametrize("cast", [False, True])

@@ -128,6 +128,66 @@ def test_same_seed_same_mask(adapters: torch.dtype, shape: tuple[int, ...], real
     same_as_stock(Adapted(adapters), (rand(*shape),), real=real)
 
 
+class Autocast(nn.Module):
+    """A module under autocast, as Trainer of transformers wraps a model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.autocast("cpu", BF16):
+            return self.module(x)
+
+
+@pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
+def test_autocast(adapters: torch.dtype, inside: bool) -> None:
+    """Both linears of an adapter round their operands; the dropout in front of them draws in float32."""
+    model = Adapted(adapters, 2)
+    with torch.autocast("cpu", BF16, enabled=not inside):
+        sites = same_as_stock(Autocast(model) if inside else model, (rand(2, 12, IN),), count=2)
+    assert sum(site.fusion == "lora_input" for site in sites) == 2
+
+
+def test_autocast_in_real_code() -> None:
+    same_as_stock(Autocast(Adapted(count=2)), (rand(24, IN),), count=2, real=True)
+
+
+def test_what_autocast_keeps() -> None:
+    """The input once, and a mask for each adapter; no dropped input."""
+    kept: list[torch.Tensor] = []
+    with (
+        config.patch(policy="always", strict=True),
+        torch._inductor.config.patch(force_disable_caches=True),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+    ):
+        torch.compile(Autocast(Adapted(count=3)), fullgraph=True)(rand(24, IN))
+    assert (
+        sorted(str(t.dtype) for t in kept if t.numel() == 24 * IN) == ["torch.bfloat16"] + ["torch.bool"] * 3
+    )
+
+
+def test_autocast_to_another_dtype() -> None:
+    """The input would be rounded first."""
+    with torch.autocast("cpu", torch.float16):
+        seen = run(Adapted(), (rand(24, IN),), train=True, policy="always")
+    (site,) = [site for site in seen.sites if site.fusion == "lora_input"]
+    assert site.verdict == "rejected" and "several dtypes" in site.reason
+
+
+def test_autocast_that_ends_before_the_linear() -> None:
+    """What holds at the linear counts."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        with torch.autocast("cpu", BF16):
+            y = F.linear(x, w)
+        return (y + F.linear(F.linear(F.dropout(x.float(), 0.25), a), b)).to(y.dtype)
+
+    weights = rand(OUT, IN), torch.randn(RANK, IN).requires_grad_(), torch.randn(OUT, RANK).requires_grad_()
+    same_as_stock(fn, (rand(24, IN), *weights))
+
+
 @pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("draws", [False, True])
 def test_kernels_that_draw(adapters: torch.dtype, draws: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,7 +252,7 @@ def test_input_that_is_not_what_was_widened(fn: Any, reason: str) -> None:
 
 @pytest.mark.usefixtures("on_the_cpu")
 def test_autocast_inside() -> None:
-    """What A gives is bfloat16 there."""
+    """What A gives is bfloat16 there, and the casts to float32 and back are none."""
 
     def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
@@ -262,6 +262,7 @@ def test_autocast_inside() -> None:
     args = (rand(24, 64), rand(48, 64), torch.randn(16, 64).requires_grad_(), torch.randn(48, 16))
     seen = testing.capture(fn, *args, train=True)
     assert not seen.fused and seen.tensors[1].dtype == torch.bfloat16
+    assert [site.verdict for site in seen.sites if site.fusion == "lora_input"] == ["left to stock"]
 
 
 @pytest.mark.usefixtures("on_the_cpu")

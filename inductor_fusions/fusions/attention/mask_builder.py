@@ -161,6 +161,8 @@ class _Terms:
 
     def __init__(self, build: Builder, problem: Problem) -> None:
         self.build, self.problem = build, problem
+        # What may not be rounded has no kernel but those that read float32, as flex attention does.
+        self.dtype = problem.dtype if problem.rounded_bias is None else torch.float32
         # With a sink, a row that sees no key gives all its weight to the sink.
         self.finite = problem.sink is None and (config.empty_rows != "ignore" or problem.zeros is not None)
         self.keep: fx.Node | None = None  # what no fill hides
@@ -232,12 +234,12 @@ class _Terms:
 
     def _filled(self, keep: fx.Node, plain: fx.Node | None) -> Mask:
         """Scores that were replaced by a number; a bias that was added to that number drowns in it."""
-        base: Any = 0.0 if plain is None else self.build.to(plain, self.problem.dtype)
+        base: Any = 0.0 if plain is None else self.build.to(plain, self.dtype)
         if not self.problem.train:
-            least = self.build.call("new_full", self.problem.q.node, (), DROWNED, dtype=self.problem.dtype)
+            least = self.build.call("new_full", self.problem.q.node, (), DROWNED, dtype=self.dtype)
             return Mask(self._sum(self.build.call(torch.where, keep, base, least)))
         empty = self.build.call(torch.logical_not, self.build.call(torch.any, keep, -1, True))
-        hidden = self.build.call("new_full", self.problem.q.node, (), -math.inf, dtype=self.problem.dtype)
+        hidden = self.build.call("new_full", self.problem.q.node, (), -math.inf, dtype=self.dtype)
         opened = self.build.call(torch.where, empty, 0.0, hidden)
         filled = self.build.call(torch.where, keep, base, opened)
         after = [bias for bias, filled_after in self.plain if not filled_after]
@@ -339,13 +341,13 @@ class _Terms:
         return self.build.to(node, torch.float32) if narrow else node
 
     def _sum(self, *parts: fx.Node | None) -> fx.Node:
-        """The sum in the dtype of the kernel, as every backend wants it."""
+        """The sum in the dtype of the kernel, as every backend of SDPA wants it."""
         total: fx.Node | None = None
         for part in parts:
             if part is not None:
                 total = part if total is None else self.build.call(torch.add, total, part)
         assert total is not None
-        return self._shared(self._dense(self.build.to(total, self.problem.dtype)))
+        return self._shared(self._dense(self.build.to(total, self.dtype)))
 
     def _dense(self, mask: fx.Node) -> fx.Node:
         """A mask whose rows hold each key, in order: kernels for CUDA read no other ones."""

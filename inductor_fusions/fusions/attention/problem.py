@@ -14,7 +14,7 @@ from ...fusion import Rejected
 from ...liveness import readers
 from ...operands import holds
 from . import torch_ops
-from .masks import may_hide_rows
+from .masks import holds_fills_alone
 from .normal_form import Stage, Term
 from .operands import Operand, same_shape
 from .structure import Structure
@@ -84,12 +84,12 @@ class Problem:
     def rounded_bias(self) -> torch.dtype | None:
         """The dtype of a bias that the kernel's dtype does not hold, so that SDPA would round it.
 
-        What may be a mask, low where a key is hidden, may be rounded; and under autocast the scores that a
-        bias is added to are rounded as well.
+        A mask that the graph makes, low where a key is hidden and 0 elsewhere, may be rounded; and under
+        autocast the scores that a bias is added to are rounded as well.
         """
         for term, operand in self.terms:
             dtype = operand.value.dtype
-            plain = term.fill is None and dtype.is_floating_point and not may_hide_rows(term.node)
+            plain = term.fill is None and dtype.is_floating_point and not holds_fills_alone(term.node)
             if plain and not self.autocast and not holds(self.dtype, dtype):
                 return dtype
         return None

@@ -9,6 +9,10 @@ operation that keeps x and the mask. The mask is drawn in the place of the dropo
 `native_dropout` in torch/_decomp/decompositions.py draws it: random numbers keep their order, and so the same
 seed gives the same mask.
 
+Under autocast both linears of an adapter round their operands to 16 bits. Nothing is widened in memory then.
+But the dropped input is kept as before: the operation keeps x and the mask, and reads A as autocast rounds
+it.
+
 The sum with the base is float32 as well, and cast to 16 bits. Its gradient is rounded to them and widened
 again. Where Inductor takes that out, the gradient is in memory in both dtypes. An operation that only marks
 the rounded sum, until the fusion of adapters reads the graph, prevents it.
@@ -25,7 +29,13 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ..._inductor import draws_as_eager, drops_narrow_casts, fake_mode_of, suppress_guards
+from ..._inductor import (
+    computing_fakes,
+    draws_as_eager,
+    drops_narrow_casts,
+    fake_mode_of,
+    suppress_guards,
+)
 from ...derivatives import Derivatives, check_operation
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected
 from ...keeping import Keeping
@@ -69,15 +79,17 @@ class Site:
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     """Every down-projection of a widened or dropped input that is trained."""
     known: list[fx.Node] | None = None
+    modes: Modes | None = None
     derivatives: Derivatives | None = None
     keeping: Keeping | None = None
     for node in list(graph.nodes):
         site = _read(node)
         if site is not None:
             known = effects(graph) if known is None else known
-            derivatives = derivatives or Derivatives(graph, Modes(graph))
+            modes = modes or Modes(graph)
+            derivatives = derivatives or Derivatives(graph, modes)
             keeping = keeping or Keeping(graph)
-            yield AdapterInput(graph, site, known, derivatives, keeping)
+            yield AdapterInput(graph, site, known, derivatives, keeping, modes)
 
 
 def _read(node: fx.Node) -> Site | None:
@@ -155,10 +167,7 @@ def _is_adapter(x: fx.Node, read: fx.Node, a: Any) -> bool:
     weight, value, wide = tensor(a), tensor(x), tensor(read)
     if weight is None or value is None or wide is None or weight.dim() != 2 or not weight.requires_grad:
         return False
-    device = value.device.type
-    if weight.dtype != wide.dtype or (
-        torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    ):
+    if weight.dtype != wide.dtype:
         return False
     rank, inner = weight.shape
     return isinstance(rank, int) and rank <= MOST_RANK and isinstance(inner, int) and 2 * rank <= inner
@@ -173,16 +182,18 @@ class AdapterInput(Candidate):
         known: the `effects` of the graph.
         derivatives: that the graph takes.
         keeping: what may change in it.
+        modes: of its nodes.
     """
 
     def __init__(
         self, graph: fx.Graph, site: Site, known: Sequence[fx.Node], derivatives: Derivatives,
-        keeping: Keeping,
+        keeping: Keeping, modes: Modes,
     ) -> None:  # fmt: skip
         self.graph, self.site, self.known, self.derivatives = graph, site, known, derivatives
-        self.keeping = keeping
+        self.keeping, self.modes = keeping, modes
         self.anchor = site.linear
         self.kernel = ""
+        self.cast: torch.dtype | None = None  # what autocast rounds operands to, where it is on
 
     def describe(self) -> dict[str, str]:
         found = {"input": text(tensor(self.site.x)), "adapter": text(tensor(self.site.a))}
@@ -193,8 +204,11 @@ class AdapterInput(Candidate):
         x, a, out = tensor(site.x), tensor(site.a), tensor(site.linear)
         assert x is not None and a is not None and out is not None
         check_kind(x, a, out)
-        if out.dtype != a.dtype:
-            raise Rejected("operands of several dtypes, or under autocast")
+        cast = self.cast = dict(self.modes.at(site.linear).autocast).get(x.device.type)
+        if out.dtype != (a.dtype if cast is None else cast) or (cast is not None and x.dtype != cast):
+            raise Rejected("operands of several dtypes")
+        if cast is not None and site.drop is None:
+            raise LeftToStock("under autocast no input is widened in memory")
         if site.drop is not None:
             self._check_dropout(site.drop)
         where = "the cast and the linear" if site.drop is None else "the dropout and the linear"
@@ -212,7 +226,7 @@ class AdapterInput(Candidate):
             return
         outer = tensor(_ups(site.linear)[0])
         assert outer is not None
-        problem = profit.Dropped(rows, inner, int(outer.shape[-1]), rank, x.dtype, a.dtype)
+        problem = profit.Dropped(rows, inner, int(outer.shape[-1]), rank, x.dtype, out.dtype)
         self.kernel = profit.dropped_kernel(problem, x.device)
 
     def _check_dropout(self, drop: fx.Node) -> None:
@@ -231,7 +245,7 @@ class AdapterInput(Candidate):
         if site.drop is None:
             new = self._insert(old, LORA_DOWN, (site.x, site.a), tensor(old))
         else:
-            arguments = site.x, self._mask(site.drop), site.a, 1 / (1 - site.chance)
+            arguments = site.x, self._mask(site.drop), self._as_read(site.a), 1 / (1 - site.chance)
             new = self._insert(old, LORA_DROPPED_DOWN, arguments, tensor(old))
         erase_dead_readers((old, *site.between))
         ups = _ups(old)
@@ -239,7 +253,7 @@ class AdapterInput(Candidate):
         for node in (old, *reversed(site.between)):
             if not node.users:
                 self.graph.erase_node(node)
-        for up in ups if drops_narrow_casts() else ():
+        for up in ups if drops_narrow_casts() and self.cast is None else ():
             self._mark(_rounded_sum(up, x.dtype))
         return self.kernel
 
@@ -260,6 +274,15 @@ class AdapterInput(Candidate):
         if x is not source:
             source.replace_all_uses_with(x, delete_user_cb=reads)
         return x
+
+    def _as_read(self, a: fx.Node) -> fx.Node:
+        """A weight as autocast rounds it."""
+        value = tensor(a)
+        if self.cast is None or value is None or value.dtype == self.cast:
+            return a
+        with suppress_guards(fake_mode_of(self.graph)), computing_fakes(fake_mode_of(self.graph)):
+            rounded = value.to(self.cast)
+        return self._insert(self.site.linear, torch.ops.aten.to.dtype, (a, self.cast), rounded)
 
     def _mask(self, drop: fx.Node) -> fx.Node:
         """What a dropout keeps, drawn where the dropout is."""

@@ -16,7 +16,13 @@ never read: compiled code is cached without them.
 """
 
 from . import operations, views  # they register their rules
-from .dependence import constant_over, keeps_indices, may_hide_rows, vanishes_at_own_key
+from .dependence import (
+    constant_over,
+    holds_fills_alone,
+    keeps_indices,
+    may_hide_rows,
+    vanishes_at_own_key,
+)
 from .dtypes import rounded
 from .interpreter import Interpreter
 from .proofs import MaskClass, classify, is_fill, reduce, visibility
@@ -48,6 +54,7 @@ __all__ = [
     "classify",
     "conjunction",
     "constant_over",
+    "holds_fills_alone",
     "is_fill",
     "keeps_indices",
     "may_hide_rows",

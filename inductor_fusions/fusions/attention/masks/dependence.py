@@ -197,6 +197,31 @@ def may_hide_rows(node: Any) -> bool:
     return False
 
 
+def holds_fills_alone(node: Any) -> bool:
+    """Whether a bias is made of zeros and of numbers so low that they hide a key, which bear to be rounded.
+
+    Numbers that the graph is given, or learns, are neither, but where such a low number multiplies them.
+    """
+    seen: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if not isinstance(current, fx.Node) or current in seen:
+            continue
+        seen.add(current)
+        stack.extend(_written_into(current))
+        tensor, op = torch_ops.tensor(current), torch_ops.read(current)
+        if tensor is not None and not tensor.is_floating_point():
+            continue
+        if op is None or op.name in _DRAWN:
+            return False
+        numbers = _numbers(current)
+        if op.name == "mul" and any(isinstance(each, float) and each <= LARGEST_FILL for each in numbers):
+            continue
+        stack.extend([op.input] if op.name in _REARRANGED else numbers)
+    return may_hide_rows(node)
+
+
 def _written_into(node: fx.Node) -> list[Any]:
     """What the graph writes into the memory of a node, and its views, which may be written to as well."""
     found: list[Any] = []

@@ -1,6 +1,6 @@
 """Whole models with adapters: stock `torch.compile`, the same with inductor_fusions, and the frozen model.
 
-Llama with PEFT's adapters on every linear, random weights, in one process and in interleaved steps:
+Llama-1B and other models with PEFT's adapters, random weights, in one process and in interleaved steps:
 
     stock   inductor_fusions switched off
     fused   inductor_fusions switched on, under its policy in force
@@ -65,7 +65,8 @@ class Case:
         adapters: dtype of the adapters; PEFT makes them float32 by default.
         dropout: in front of each adapter.
         rank: of each adapter.
-        targets: names of the linears that have one.
+        targets: names of the linears that have one; "default" are those of PEFT for the model.
+        model, attn: its configuration and implementation of attention.
     """
 
     name: str
@@ -77,6 +78,8 @@ class Case:
     dropout: float = 0.0
     rank: int = 16
     targets: str = "all-linear"
+    model: str = "llama-1b"
+    attn: str = "sdpa"
 
     @property
     def key(self) -> str:
@@ -97,11 +100,71 @@ CASES = [
     Case("train r64 b2 s2048", 2, 2048, train=True, rank=64),
 ]
 
+#: Two layers of models whose widths no table has, with PEFT's default rank and others.
+WIDTHS = [
+    Case("widths qwen2.5-7b r16 train", 3, 1365, True, model="qwen2.5-7b-2l"),
+    Case("widths qwen3-0.6b r8 train", 3, 1365, True, rank=8, model="qwen3-0.6b-2l"),
+    Case("widths llama-3b r32 train", 2, 2047, True, rank=32, model="llama-3b-2l"),
+    Case(
+        "widths qwen2.5-1.5b bf16 r8 train",
+        3,
+        1365,
+        True,
+        "default",
+        "bfloat16",
+        0,
+        8,
+        model="qwen2.5-1.5b-2l",
+    ),
+    Case(
+        "widths mistral-nemo bf16 r64 train",
+        1,
+        2048,
+        True,
+        "default",
+        "bfloat16",
+        0,
+        64,
+        model="mistral-nemo-2l",
+    ),
+    Case(
+        "widths qwen2.5-0.5b r8 default train",
+        4,
+        1024,
+        True,
+        rank=8,
+        targets="default",
+        model="qwen2.5-0.5b-2l",
+    ),
+    Case("widths qwen3-4b r16 train", 1, 3001, True, model="qwen3-4b-2l"),
+    Case("widths olmo2-7b bf16 r16 train", 2, 1024, True, "default", "bfloat16", model="olmo2-7b-2l"),
+    Case("widths phi3-mini r8 train", 2, 2048, True, rank=8, model="phi3-mini-2l"),
+    Case("widths smollm-360m r64 train", 8, 512, True, rank=64, model="smollm-360m-2l"),
+    Case("widths starcoder2-3b r16 train", 2, 1500, True, model="starcoder2-3b-2l"),
+    Case(
+        "widths gemma2-2b bf16 r32 train",
+        2,
+        1024,
+        True,
+        "default",
+        "bfloat16",
+        0,
+        32,
+        model="gemma2-2l",
+        attn="eager",
+    ),
+    Case("widths qwen2.5-7b r8 prefill", 1, 777, rank=8, model="qwen2.5-7b-2l"),
+    Case(
+        "widths llama-3b bf16 r16 decode b1", 1, 1, False, "reduce-overhead", "bfloat16", model="llama-3b-2l"
+    ),
+    Case("widths qwen3-4b r8 decode b4", 4, 1, False, "reduce-overhead", rank=8, model="qwen3-4b-2l"),
+]
+
 
 def base(case: Case) -> model_cases.Case:
     """The same load on the model without adapters."""
     return model_cases.Case(
-        case.name, "llama-1b", "sdpa", case.batch, case.seq, train=case.train, mode=case.mode
+        case.name, case.model, case.attn, case.batch, case.seq, train=case.train, mode=case.mode
     )
 
 
@@ -109,8 +172,8 @@ def build(case: Case, device: str, quick: bool) -> torch.nn.Module:
     """The model with adapters, none of which is zero."""
     import peft
 
-    model = model_cases.build(base(case), "sdpa", device, quick)
-    targets: Any = case.targets if case.targets == "all-linear" else case.targets.split(",")
+    model = model_cases.build(base(case), case.attn, device, quick)
+    targets: Any = {"all-linear": "all-linear", "default": None}.get(case.targets, case.targets.split(","))
     config = peft.LoraConfig(
         r=case.rank, lora_alpha=2 * case.rank, lora_dropout=case.dropout, target_modules=targets,
         init_lora_weights=False,
@@ -155,7 +218,7 @@ def make_variants(case: Case, device: str, quick: bool) -> dict[str, WithAdapter
     values = model_cases.model_config(base(case), quick)[1]
     inputs = model_cases.make_inputs(base(case), values, device)
     adapted = build(case, device, quick)
-    plain = model_cases.build(base(case), "sdpa", device, quick).requires_grad_(False)
+    plain = model_cases.build(base(case), case.attn, device, quick).requires_grad_(False)
     found = {}
     for name in MARKERS:
         own, leaf, given = adapted, None, dict(inputs)
@@ -279,7 +342,7 @@ def print_table(rows: list[Json]) -> None:
     from rich.table import Table
 
     columns = ("case", "stock ms", "fused ms", "frozen ms", "stock / fused", "fused / frozen", "GiB", "")
-    table = Table(*columns, title="Llama-1B with adapters, medians")
+    table = Table(*columns, title="Models with adapters, medians")
     for row in rows:
         ms = [f"{row['median_ms'][n]:.3f}" if n in row["median_ms"] else "-" for n in MARKERS]
         ratios = [
@@ -312,7 +375,7 @@ def main() -> None:
     parser = tuning.parser("bench.models_lora", __doc__)
     parser.add_argument("--rounds", type=int, default=24, help="interleaved blocks of each variant")
     options = parser.parse_args()
-    cases = [replace(case, seq=min(case.seq, 96)) if options.quick else case for case in CASES]
+    cases = [replace(case, seq=min(case.seq, 96)) if options.quick else case for case in (*CASES, *WIDTHS)]
     cases = tuning.select(cases, options)
     jobs = min(tuning.processes(options, most=5), len(cases) or 1)
     settings = {k: v for k, v in sorted(os.environ.items()) if k.startswith("INDUCTOR_FUSIONS")}

@@ -31,6 +31,7 @@ from . import (
 )
 from ._inductor import CustomGraphPass, is_body_of_dynamo, trace_artifact
 from .fusion import Candidate, Fusion, LeftToStock, Rejected, Unfinished
+from .graph.facts import held
 from .sites import Report, Site
 
 log = logging.getLogger(__name__)
@@ -176,6 +177,7 @@ def code_digest(fusions: tuple[Fusion, ...]) -> str | None:
     return digest.hexdigest()
 
 
+@held()
 def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
     """Apply one fusion to every candidate in `graph` and return their sites.
 

@@ -39,6 +39,7 @@ LAYERS = {
     "tables": {"config", "_inductor"},
     "fusion": BASE,
     "operands": {"fusion", "tables", "_inductor"},
+    "graph": {"fusion", "operands", "_inductor"},
     "writes": {"fusion", "modes", "operands", "_inductor"},
     "inplace": {"operands", "writes"},
     "liveness": {"inplace", "writes"},
@@ -49,6 +50,7 @@ LAYERS = {
     "lowering": {"config", "fusion"},
     "fusions": {
         "fusion",
+        "graph",
         "operands",
         "writes",
         "inplace",
@@ -76,6 +78,7 @@ LAYERS = {
         "attempts",
         "changes",
         "containment",
+        "graph",
         "inplace",
         "leaving",
         "modes",

@@ -32,6 +32,7 @@ from .graphs import (
     rename,
     trace_decomposed,
     was_erased,
+    watching_nodes,
 )
 from .hooks import (
     HOOKS,
@@ -236,6 +237,7 @@ __all__ = [
     "value_key",
     "version_problem",
     "was_erased",
+    "watching_nodes",
     "when_inductor_loads",
     "with_inner_compile",
     "with_memory",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,3 +75,29 @@ def copied_graph(graph: fx.Graph) -> fx.Graph:
         if old.op == "placeholder" and hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
     return made
+
+
+@contextlib.contextmanager
+def watching_nodes(
+    module: fx.GraphModule, changes: Callable[..., None], leaves: Callable[[fx.Node], None]
+) -> Iterator[None]:
+    """Inside, be told of the nodes of a module's graph.
+
+    Args:
+        module: a module with a graph.
+        changes: gets nodes that are new, or get other inputs or users.
+        leaves: gets a node that is about to be erased.
+    """
+
+    def replaced(old: fx.Node, new: str, user: fx.Node) -> None:
+        changes(old, user)
+
+    hooks = ((module._create_node_hooks, changes), (module._erase_node_hooks, leaves))
+    pairs: list[tuple[list[Any], Any]] = [*hooks, (module._replace_hooks, replaced)]
+    for found, hook in pairs:
+        found.append(hook)
+    try:
+        yield
+    finally:
+        for found, hook in pairs:
+            found.remove(hook)

@@ -28,9 +28,9 @@ from torch import fx
 from .. import tables
 from .._inductor import flex_backward_op
 from ..fusion import Candidate, Fusion, LeftToStock, Rejected
+from ..graph.products import value
 from .block_mm.guards import text
 from .block_mm.inlined import put_in_place
-from .block_mm.normal_form import value
 
 aten = torch.ops.aten
 

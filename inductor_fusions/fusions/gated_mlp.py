@@ -12,12 +12,13 @@ import torch
 from torch import fx
 
 from ..fusion import Candidate, Fusion, Rejected
+from ..graph.facts import facts
+from ..graph.placement import Place
+from ..graph.products import Product, identity, product, same_sizes, value
 from .block_mm import emit, guards
 from .block_mm.columns import Columns, columns, halves
 from .block_mm.expressions import Expressions, activation, between, leaves, mul, same
-from .block_mm.normal_form import Product, identity, product, same_sizes, value
 from .block_mm.op import ACTIVATIONS
-from .block_mm.placement import Order, Place
 
 #: A product, or columns of one.
 Linear = Product | Columns
@@ -95,7 +96,7 @@ class GatedPair(Candidate):
                 "in training, the two linears become one operation (see qkv)",
             )
         self.sizes = emit.sizes_of(self.anchor, gate.node, inside)
-        Order(self.graph).check_memory(stored, self.place, [self.anchor])
+        facts(self.graph).memory.check(stored, self.place.before, [self.anchor])
         self.kernel = guards.kernel([[gate], [up]], True, self.name)
 
     def rewrite(self) -> str:

@@ -14,9 +14,8 @@ import torch
 from torch import fx
 
 from ..fusion import Candidate, Fusion, Rejected
-from .block_mm import emit, guards
-from .block_mm.expressions import Expressions, activation, between, leaves, same
-from .block_mm.normal_form import (
+from ..graph.placement import Place
+from ..graph.products import (
     CASTS,
     RESHAPES,
     Product,
@@ -27,8 +26,9 @@ from .block_mm.normal_form import (
     tensor,
     value,
 )
+from .block_mm import emit, guards
+from .block_mm.expressions import Expressions, activation, between, leaves, same
 from .block_mm.op import ACTIVATIONS
-from .block_mm.placement import Place
 
 aten = torch.ops.aten
 

@@ -13,10 +13,11 @@ from typing import Any
 from torch import fx
 
 from ..fusion import Candidate, Fusion, Rejected
+from ..graph.facts import facts
+from ..graph.placement import Place, earliest, find
+from ..graph.products import Product, identity, product, products, same_sizes, value
 from .block_mm import emit, guards
 from .block_mm.lowering import MOST_PRODUCTS
-from .block_mm.normal_form import Product, identity, product, products, same_sizes, value
-from .block_mm.placement import Order, Place
 from .block_mm.sums import Sum, sum_of_products
 
 
@@ -93,11 +94,11 @@ class SharedOperand(Candidate):
 
     def _longest(self, fit: list[Product]) -> list[Product]:
         """As many of the first products as one operation can compute."""
-        order, reason = Order(self.graph), None
+        memory, reason = facts(self.graph).memory, None
         for count in range(len(fit), 1, -1):
             try:
-                self.place = order.find(fit[:count])
-                order.check_memory(fit[:count], self.place)
+                self.place = find(fit[:count])
+                memory.check(fit[:count], self.place.before)
             except Rejected as miss:
                 reason = reason or miss
             else:
@@ -147,11 +148,10 @@ class SumOfProducts(Candidate):
         if self.sum.rest is not None and any(not isinstance(size, int) for size in first):
             raise Rejected("a sum of symbolic size that has a term which is no product")
         self.sizes = emit.sizes_of(root, terms[0].node, self.sum.inner)
-        order = Order(self.graph)
         # As early as can be: the operands of a sum are larger than the sum, as a rule.
         operands = [x for p in terms for x in (p.a, p.b)]
-        self.place = order.earliest([*operands, *([self.sum.rest] if self.sum.rest is not None else [])])
-        order.check_memory(terms, self.place, [root])
+        self.place = earliest([*operands, *([self.sum.rest] if self.sum.rest is not None else [])])
+        facts(self.graph).memory.check(terms, self.place.before, [root])
         self.kernel = guards.kernel([terms])
 
     def rewrite(self) -> str:

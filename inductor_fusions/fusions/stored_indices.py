@@ -17,8 +17,8 @@ from torch import fx
 from .. import _inductor
 from .._inductor import hint
 from ..fusion import Candidate, Fusion, LeftToStock
+from ..graph.products import CASTS, VIEWS, is_pointwise, tensor, value
 from ..operands import text
-from .block_mm.normal_form import CASTS, VIEWS, is_pointwise, tensor, value
 
 aten = torch.ops.aten
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...graph.products import RESHAPES, Product, product, same_sizes, tensor, value
 from . import emit
-from .normal_form import RESHAPES, Product, product, same_sizes, tensor, value
 
 aten = torch.ops.aten
 

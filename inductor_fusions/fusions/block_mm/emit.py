@@ -12,9 +12,9 @@ from torch import fx
 
 from ..._inductor import fake_mode_of, suppress_guards, was_erased
 from ...fusion import Rejected
-from .normal_form import Product, same_sizes, value
+from ...graph.placement import Place
+from ...graph.products import Product, same_sizes, value
 from .op import BLOCK_MM
-from .placement import Place
 
 
 def insert(

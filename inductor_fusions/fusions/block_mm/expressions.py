@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...graph.products import CASTS, MUL, RESHAPES, product, tensor, value
 from ...operands import holds
 from .columns import SPLITS, columns
-from .normal_form import CASTS, MUL, RESHAPES, product, tensor, value
 
 aten = torch.ops.aten
 

@@ -10,9 +10,9 @@ from torch import fx
 from ... import config, operands
 from ..._inductor import known_true, max_autotune
 from ...fusion import LeftToStock, Rejected
+from ...graph.products import Product, identity, value
 from ...tables import dtype_name
 from .heuristics import choose
-from .normal_form import Product, identity, value
 from .problem import Problem, describe, of_operands
 
 #: Bulk copies and vector loads take 16 bytes at a time.

@@ -10,7 +10,7 @@ from torch import fx
 
 from ..._inductor import fake_mode_of, trace_decomposed
 from ...fusion import Rejected
-from .normal_form import value
+from ...graph.products import value
 
 
 def put_in_place(

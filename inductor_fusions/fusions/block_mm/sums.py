@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .normal_form import (
+from ...graph.products import (
     CASTS,
     MUL,
     RESHAPES,

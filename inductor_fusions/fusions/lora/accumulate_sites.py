@@ -11,10 +11,11 @@ from torch import fx
 
 from ..._inductor import was_erased
 from ...fusion import Candidate, LeftToStock, Rejected
+from ...graph.facts import facts
+from ...graph.products import CASTS, RESHAPES, Product, restored, same_sizes, value, widens
 from ...operands import known_size
 from ...tables import dtype_name
 from ..block_mm import emit, guards
-from ..block_mm.normal_form import CASTS, RESHAPES, Product, restored, same_sizes, value, widens
 from . import accumulate_kernel, downs, profit
 from .accumulate import LORA_ACCUMULATE
 from .adapters import Adapter, source
@@ -83,7 +84,7 @@ class Accumulated(Candidate):
         self._check_adapters(adapters)
         self._check_writes()
         self.sizes = emit.sizes_of(self.sum.root, adapters[0].up.node, self.sum.inner)
-        self.downs = downs.find(self.graph, (a.down for a in adapters))
+        self.downs = downs.narrow_products(a.down for a in adapters)
         self.kernel = profit.accumulate_kernel(self._shape(), root.device)
 
     def _check_adapters(self, adapters: Sequence[Adapter]) -> None:
@@ -108,14 +109,9 @@ class Accumulated(Candidate):
 
     def _check_writes(self) -> None:
         """Nothing is overwritten between the products and the sum, where they are read now."""
-        ups = {a.up.node for a in self._adapters()}
-        begun = False
-        for node in self.graph.nodes:
-            begun = begun or node in ups
-            if node is self.sum.root:
-                return
-            schema = getattr(node.target, "_schema", None)
-            if begun and schema is not None and schema.is_mutable:
+        first = min(a.up.node for a in self._adapters())
+        for node in facts(self.graph).writers:
+            if first < node and node < self.sum.root:
                 raise Rejected(f"{node.name} writes in place between the adapter's products and their sum")
 
     def _shape(self) -> profit.Accumulated:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...operands import holds
-from ..block_mm.normal_form import (
+from ...graph.products import (
     CASTS,
     MUL,
     RESHAPES,
@@ -25,6 +24,7 @@ from ..block_mm.normal_form import (
     widens,
     zero_padding,
 )
+from ...operands import holds
 from .masks import narrow_product
 
 aten = torch.ops.aten

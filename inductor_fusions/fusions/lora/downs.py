@@ -11,9 +11,9 @@ from torch import fx
 
 from ..._inductor import was_erased
 from ...fusion import Rejected
+from ...graph.placement import Place, find
+from ...graph.products import Product, value
 from ..block_mm import emit
-from ..block_mm.normal_form import Product, value
-from ..block_mm.placement import Order, Place
 from .adapters import Source, source
 from .emitter import Emitter
 from .groups import by_width
@@ -50,13 +50,12 @@ class Made:
     further: float
 
 
-def find(graph: fx.Graph, downs: Iterable[Product]) -> list[Down]:
+def narrow_products(downs: Iterable[Product]) -> list[Down]:
     """The narrow products of down-projections: one for each input, as far as one place does for several.
 
     Raises:
         Rejected: there is no place for one.
     """
-    order = Order(graph)
     by_input: dict[Any, list[Product]] = {}
     for down in {down.node: down for down in downs}.values():
         origin = source(down.a)
@@ -67,19 +66,19 @@ def find(graph: fx.Graph, downs: Iterable[Product]) -> list[Down]:
     for members in by_input.values():
         for some in by_width(members):
             try:
-                found.append(_down(order, some))
+                found.append(_down(some))
             except Rejected:
-                found += [_down(order, [one]) for one in some]
+                found += [_down([one]) for one in some]
     return found
 
 
-def _down(order: Order, members: list[Product]) -> Down:
+def _down(members: list[Product]) -> Down:
     origin = source(members[0].a)
     # The place of what is read: the views in between are made anew.
     reading = [replace(p, a=origin.base) for p in members]
     masks = masks_of(members)
     drawn = {node for kept in masks for node in drawing(kept)}
-    return Down(members, origin, order.find(reading, [*origin.sizes, *masks], movable=drawn))
+    return Down(members, origin, find(reading, [*origin.sizes, *masks], movable=drawn))
 
 
 def marked(graph: fx.Graph, place: Place) -> Place:

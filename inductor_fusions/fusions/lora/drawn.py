@@ -19,8 +19,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..._inductor import draw, draws_four_at_a_time, rounds_inside_of_loops
 from ...fusion import Candidate
+from ...graph.products import CASTS, value
 from ..block_mm import emit
-from ..block_mm.normal_form import CASTS, value
 from .masks import drawing
 from .op import NARROW_MM, composite
 from .op import flops as narrow_flops

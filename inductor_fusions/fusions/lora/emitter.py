@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...graph.products import value
 from ..block_mm import emit, guards
-from ..block_mm.normal_form import value
 from . import gather
 from .adapters import Source
 from .op import LORA_LINEAR, NARROW_MM

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from ...fusion import Candidate, Rejected
+from ...graph.products import VIEWS, tensor, through, value
 from ...operands import known_size
 from ..block_mm import emit
-from ..block_mm.normal_form import VIEWS, tensor, through, value
 from . import narrow, narrow_kernel
 from .drawn import DRAWN_MM
 from .op import NARROW_MM

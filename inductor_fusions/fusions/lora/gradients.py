@@ -11,10 +11,11 @@ import torch
 from torch import fx
 
 from ...fusion import Candidate, Rejected
+from ...graph.facts import facts
+from ...graph.placement import Place, find
+from ...graph.products import RESHAPES, Product, product, readers, restored, scaled, value
 from ...operands import known_size
 from ..block_mm import emit, guards
-from ..block_mm.normal_form import RESHAPES, Product, product, readers, restored, scaled, value
-from ..block_mm.placement import Order, Place
 from . import narrow, profit
 from .adapters import MOST_RANK, PERMUTES, source, unrounded
 from .emitter import Emitter
@@ -130,8 +131,10 @@ def _plain(node: Any) -> Any:
 
 def candidates(graph: fx.Graph, narrows: Sequence[Narrow]) -> Iterator[Candidate]:
     """Those that read one matrix together; none for one that is a narrow product as it is."""
-    for key in dict.fromkeys(_key(n) for n in narrows):
-        members = [n for n in narrows if _key(n) == key]
+    groups: dict[Any, list[Narrow]] = {}
+    for n in narrows:
+        groups.setdefault(_key(n), []).append(n)
+    for members in groups.values():
         while len(members) > 1 or any(n.call is None for n in members):
             gradient = Gradients(graph, members)
             yield gradient
@@ -172,14 +175,14 @@ class Gradients(Candidate):
                 raise Rejected(misfit)
             if value(n.b).dtype not in (value(origin.base).dtype, torch.float32):
                 raise Rejected("matrices of two dtypes of 16 bits")
-        order, reason = Order(self.graph), None
+        reason = None
         everything = self.members
         # What is a narrow product already gains nothing by itself.
         fewest = 1 if everything[0].call is None else 2
         for count in range(len(everything), fewest - 1, -1):
             self.members, self.left_over = everything[:count], everything[count:]
             try:
-                self._check(order)
+                self._check()
             except Rejected as miss:
                 reason = reason or miss
             else:
@@ -188,14 +191,14 @@ class Gradients(Candidate):
         assert reason is not None
         raise reason
 
-    def _check(self, order: Order) -> None:
+    def _check(self) -> None:
         if len({value(n.b).dtype for n in self.members}) > 1:
             raise Rejected("gradients of two dtypes")
         if sum(narrow.padded(r) for r in self._shape().ranks) > narrow.MOST_TOGETHER:
             raise Rejected("more columns than one kernel takes")
         reading = [Product(n.node, source(n.x).base, n.b) for n in self.members]
-        self.place = order.find(reading, [*source(self.members[0].x).sizes, *self._masks()])
-        order.check_memory(reading, self.place)
+        self.place = find(reading, [*source(self.members[0].x).sizes, *self._masks()])
+        facts(self.graph).memory.check(reading, self.place.before)
         self.kernel = profit.narrow_kernel(self._shape(), value(self.anchor).device)
 
     def _masks(self) -> list[fx.Node]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...graph.products import RESHAPES, Product, identity, product, products, through, value
 from ...operands import known_size
-from ..block_mm.normal_form import RESHAPES, Product, identity, product, products, through, value
 from . import decode, narrow, profit
 from .adapters import source, unrounded
 from .masks import mask_of, narrow_product

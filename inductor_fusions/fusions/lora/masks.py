@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..block_mm.normal_form import (
+from ...graph.products import (
     CASTS,
     MUL,
     RESHAPES,

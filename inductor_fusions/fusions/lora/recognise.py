@@ -15,8 +15,7 @@ import torch
 from torch import fx
 
 from ..._inductor import known_true
-from ...operands import holds
-from ..block_mm.normal_form import (
+from ...graph.products import (
     CASTS,
     MUL,
     RESHAPES,
@@ -29,6 +28,7 @@ from ..block_mm.normal_form import (
     tensor,
     value,
 )
+from ...operands import holds
 from .adapters import Adapter, adapter_of, has_size_of, times_tensor
 
 aten = torch.ops.aten

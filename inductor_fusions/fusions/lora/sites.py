@@ -10,11 +10,12 @@ import torch
 from torch import fx
 
 from ...fusion import Candidate, LeftToStock, Rejected
+from ...graph.facts import facts
+from ...graph.placement import Place, earliest, find
+from ...graph.products import Product, same_sizes, scaled, value
 from ...operands import known_size
 from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
-from ..block_mm.normal_form import Product, same_sizes, scaled, value
-from ..block_mm.placement import Order, Place
 from . import accumulate_sites, downs, drawn, gather, gradients, profit, unread
 from .adapters import Adapter, source, unrounded
 from .emitter import Emitter
@@ -119,7 +120,7 @@ class Adapted(Candidate):
         for a in (a for linear in group for a in linear.adapters):
             self._check_adapter(a, value(group[0].bases[0].a))
         self.whole = is_whole(group)
-        self.downs = [] if self.whole else downs.find(self.graph, _downs_of(group))
+        self.downs = [] if self.whole else downs.narrow_products(_downs_of(group))
         self.place = self._place(group)
         self.kernel = profit.kernel(shape_of(group), value(self.anchor).device)
         for linear in group:
@@ -167,7 +168,7 @@ class Adapted(Candidate):
                 profit.check_dropped(shape, left.device)
 
     def _place(self, group: list[Linear]) -> Place:
-        order = Order(self.graph)
+        memory = facts(self.graph).memory
         # The block GEMM reads what is behind casts and views, which are made anew.
         terms: list[Product] = []
         for linear in group:
@@ -185,19 +186,19 @@ class Adapted(Candidate):
         roots = {p.node: linear.root for linear in group for p in linear.bases}
         roots |= {a.up.node: linear.root for linear in group for a in linear.adapters}
         # Behind the narrow products, which stand where their own operands are there.
-        after = max((order.index[down.place.before] for down in self.downs), default=0)
+        after = max((down.place.before for down in self.downs), default=None)
         outputs = [linear.root for linear in group]
         if len(group) > 1:
-            place = order.find([replace(p, node=roots[p.node]) for p in terms], others, after)
-            order.check_memory(terms, place, outputs)
+            place = find([replace(p, node=roots[p.node]) for p in terms], others, after)
+            memory.check(terms, place.before, outputs)
             return place
         operands = [x for p in terms for x in (p.a, p.b, p.bias) if x is not None]
-        place = order.earliest([*operands, *others], after)
+        place = earliest([*operands, *others], after)
         try:
-            order.check_memory(terms, place, outputs)
+            memory.check(terms, place.before, outputs)
         except Rejected:
             place = Place(outputs[0], (), ())
-            order.check_memory(terms, place, outputs)
+            memory.check(terms, place.before, outputs)
         return place
 
     def rewrite(self) -> str:

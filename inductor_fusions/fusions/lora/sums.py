@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...operands import holds
-from ..block_mm.normal_form import (
+from ...graph.products import (
     CASTS,
     RESHAPES,
     Product,
@@ -24,6 +23,7 @@ from ..block_mm.normal_form import (
     scaled,
     value,
 )
+from ...operands import holds
 from .adapters import Adapter, adapter_of, has_size_of, times_tensor
 from .masks import masked
 from .recognise import NO_PRODUCT, Linear, added_matrix, cast_behind, is_sum, summands

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from ...fusion import Candidate, LeftToStock
+from ...graph.products import CASTS, RESHAPES, product, scaled, tensor, through, value
 from ..block_mm import guards
-from ..block_mm.normal_form import CASTS, RESHAPES, product, scaled, tensor, through, value
 from .adapters import MOST_RANK, times_tensor
 from .recognise import summands
 

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
-from ...operands import holds
+from ..operands import holds
 
 aten = torch.ops.aten
 

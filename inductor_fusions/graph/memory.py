@@ -1,0 +1,529 @@
+"""When the values of a graph are in memory, and whether its peak allows that some live longer.
+
+All of it is computed once, and then kept up to date: a node that is made, erased, moved, or that gets other
+inputs changes what is known of the values around it, and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import operator
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from .._inductor import hint, was_erased
+from ..fusion import Rejected
+from .products import CASTS, VIEWS, Product, readers, tensor, through, value
+
+aten = torch.ops.aten
+
+#: Operations that read and write memory themselves; loops of Inductor's own are fused away around them.
+_KERNELS = frozenset(
+    {
+        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
+        aten.convolution.default,
+    }
+)  # fmt: skip
+
+#: What the peak may grow by: relative to it, and in bytes, to which CUDA's allocator rounds large blocks up.
+SLACK, ROUNDING = 1 / 1024, 2 * 2**20
+#: How many values that are in no memory are looked through for who reads them.
+_DEPTH = 16
+
+
+class Interval(NamedTuple):
+    """A value in memory: made at one node, read last at another, and how large it is."""
+
+    birth: fx.Node
+    death: fx.Node
+    bytes: int
+
+
+@dataclass
+class _Stored:
+    """A value that is in memory.
+
+    Attributes:
+        birth: the node at which it is made: itself, or that of the loop that computes it.
+        size: its number of elements, as text, which symbols that are compared would add a guard for.
+        sources: of a pointwise value, what the loop reads.
+        ready: when the last of these is there; None where there is none.
+        interval: as it counts in the profile; None where it is not settled.
+    """
+
+    birth: fx.Node
+    size: str
+    sources: frozenset[fx.Node]
+    ready: fx.Node | None
+    interval: Interval | None = None
+
+
+class Memory:
+    """What is in memory when, in a graph that is not fused further.
+
+    Args:
+        graph: of aten operations, and functional.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._values: dict[fx.Node, _Stored] = {}
+        self._is_stored: dict[fx.Node, bool] = {}
+        #: The loops that read a value, by number of elements: in the order in which they run.
+        self._loops: dict[tuple[fx.Node, str], list[tuple[fx.Node, fx.Node]]] = {}
+        self._consumers: dict[fx.Node, dict[fx.Node, None]] = {}
+        self._born: dict[fx.Node, dict[fx.Node, None]] = {}
+        self._dead: dict[fx.Node, dict[fx.Node, None]] = {}
+        self._returned: frozenset[fx.Node] = frozenset()
+        self._profile = _Profile()
+        self._touched: dict[fx.Node, None] = dict.fromkeys(graph.nodes)
+        #: How many nodes were looked at: what a test of the cost counts.
+        self.visits = 0
+
+    # -- what is told of changes ---------------------------------------------------------------------------
+
+    def touch(self, *nodes: fx.Node) -> None:
+        """These nodes are new, or their inputs or users change."""
+        for node in nodes:
+            self._touched[node] = None
+            self._touched[through(node, VIEWS)] = None
+
+    def forget(self, node: fx.Node) -> None:
+        """A node is about to be erased, or moved: then `touch` it as well."""
+        self.touch(*node.all_input_nodes)
+        self._touched.update(self._consumers.get(node, {}))
+        for other in [node, *self._born.get(node, ())]:
+            self._touched[other] = None
+            self._touched.update(self._drop(other))
+        self._is_stored.pop(node, None)
+        for other in list(self._dead.get(node, ())):
+            self._touched[other] = None
+            self._unsettle(other)
+
+    # -- questions ------------------------------------------------------------------------------------------
+
+    def check(
+        self, products: Sequence[Product], position: fx.Node, outputs: Sequence[fx.Node] | None = None
+    ) -> None:
+        """Refuse where values would live longer at a time of peak memory.
+
+        Args:
+            products: what one operation computes.
+            position: the node in front of which it goes.
+            outputs: the nodes whose values are made there: the products themselves by default. Products
+                that are not among them are never stored.
+
+        Raises:
+            Rejected: the peak over the graph would grow.
+        """
+        self._settle()
+        members = [p.node for p in products]
+        made = list(members if outputs is None else outputs)
+        # A product whose rows are padded is a view of what is stored.
+        inner = {*members, *(through(node, VIEWS) for node in members)}
+        reads = {through(x, VIEWS) for p in products for x in (p.a, p.b, p.bias) if x is not None}
+        # Another spelling of an operand is in memory for these products alone.
+        spelled = {through(x, VIEWS) for node in inner for x in node.all_input_nodes}
+        gone = {
+            node
+            for node in (spelled | set(made)) - reads
+            if (node in self._values or node in made) and _is_read_by(node, inner)
+        }
+        births = {node: self._values[node].birth for node in reads if node in self._values}
+        births |= dict.fromkeys(made, position)
+        deaths = {node: self._read_last(node, made, members) for node in made}
+        # A call of several results is no more where all of them are made here.
+        calls = {node.all_input_nodes[0] for node in members if node.target is operator.getitem}
+        removed = {*members, *(call for call in calls if set(call.users) <= set(members))}
+        for node in reads & self._values.keys():
+            deaths[node] = max([position, *(user for user in readers(node) if user not in removed)])
+        without = (inner - set(made)) | gone
+        before = [self._interval(node) for node in {*inner, *made, *gone, *reads} if node in self._values]
+        after = [
+            Interval(birth, max(deaths[node], birth), _bytes(node))
+            for node, birth in births.items()
+            if node not in without
+        ]
+        peak = self._profile.peak()
+        if self._profile.peak(before, after) > peak + min(peak * SLACK, ROUNDING):
+            raise Rejected("all results at once would need more memory than one after the other")
+
+    def intervals(self) -> dict[fx.Node, Interval]:
+        """Each value that is in memory."""
+        self._settle()
+        return {node: self._interval(node) for node in self._values}
+
+    def peak(self) -> int:
+        """The most bytes that are in memory at once, without the inputs of the graph."""
+        self._settle()
+        return self._profile.peak()
+
+    def _read_last(self, node: fx.Node, made: Sequence[fx.Node], members: Sequence[fx.Node]) -> fx.Node:
+        """When what is made here is read last."""
+        if node in self._values:
+            return self._interval(node).death
+        death = self._death(node, {})
+        # The terms of a sum that is not in memory are read as long as the sum is.
+        terms = self._sources(node) & self._values.keys() & set(members)
+        return min([death, *([max(self._interval(term).death for term in terms)] if terms else [])])
+
+    def _interval(self, node: fx.Node) -> Interval:
+        found = self._values[node].interval
+        assert found is not None, node
+        return found
+
+    # -- bringing it up to date -----------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        if not self._touched:
+            return
+        touched = [node for node in self._touched if not was_erased(node)]
+        self._touched.clear()
+        around = dict.fromkeys(touched)
+        for node in touched:
+            inputs: Iterable[fx.Node] = node.all_input_nodes
+            if node.op == "output":  # it has many, of which few change
+                inputs, self._returned = self._returned.symmetric_difference(inputs), frozenset(inputs)
+            around.update((through(x, VIEWS), None) for x in inputs if not was_erased(x))
+        siblings: dict[fx.Node, None] = {}
+        changed = [node for node in around if self._store(node, siblings)]
+        born = self._settle_births([*self._below([*touched, *changed]), *siblings])
+        self._settle_deaths(self._above([*around, *born]))
+
+    def _store(self, node: fx.Node, siblings: dict[fx.Node, None]) -> bool:
+        """Find out whether a value is in memory; whether that is new. `siblings` gets the loops around it."""
+        self.visits += 1
+        now = _is_stored(node)
+        before, self._is_stored[node] = self._is_stored.get(node), now
+        if not now:
+            siblings.update(self._drop(node))
+        return now is not before
+
+    def _stores(self, node: fx.Node) -> bool:
+        found = self._is_stored.get(node)
+        return self._is_stored.setdefault(node, _is_stored(node)) if found is None else found
+
+    def _below(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """The values in memory that loops compute of nodes, with those among the nodes themselves."""
+        waiting = list(nodes)
+        seen = set(waiting)
+        found = []
+        while waiting:
+            node = waiting.pop()
+            self.visits += 1
+            if self._stores(node):
+                found.append(node)
+            if node.op == "call_function" and (_kind(node).view or self._passes(node)):
+                fresh = [user for user in node.users if user not in seen]
+                seen.update(fresh)
+                waiting += fresh
+        return found
+
+    def _above(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
+        """The values in memory that loops compute nodes of, with those among the nodes themselves."""
+        found: dict[fx.Node, None] = {}
+        waiting = [(node, _DEPTH + 1) for node in nodes]
+        seen = set()
+        while waiting:
+            node, depth = waiting.pop()
+            self.visits += 1
+            if self._stores(node):
+                found[node] = None
+            for x in node.all_input_nodes if node.op != "output" else ():
+                source = through(x, VIEWS)
+                if self._stores(source):
+                    found[source] = None
+                elif depth and source not in seen and self._passes(source):
+                    seen.add(source)
+                    waiting.append((source, depth - 1))
+        return found
+
+    def _passes(self, node: fx.Node) -> bool:
+        """Whether a value is computed where it is read."""
+        return _kind(node).pointwise and not self._stores(node)
+
+    def _settle_births(self, nodes: list[fx.Node]) -> list[fx.Node]:
+        """Find out when values are made; those of which that is new.
+
+        Inductor computes pointwise values of one size in one loop where they read the same, so these are
+        there as soon as the first of them is.
+        """
+        found = []
+        queue = sorted({node for node in nodes if self._stores(node)})
+        queued = set(queue)
+        while queue:
+            node = heapq.heappop(queue)
+            queued.discard(node)
+            self.visits += 1
+            before = self._values.get(node)
+            now = _Stored(node, "", frozenset(), None)
+            if _kind(node).pointwise:
+                now = self._looped(node)
+            if before is not None and (before.birth, before.sources) == (now.birth, now.sources):
+                before.ready = now.ready
+                continue
+            later = {**self._consumers.get(node, {}), **self._drop(node)}
+            self._values[node] = now
+            self._born.setdefault(now.birth, {})[node] = None
+            for source in now.sources:
+                self._consumers.setdefault(source, {})[node] = None
+                insort(self._loops.setdefault((source, now.size), []), (now.birth, node))
+            later.update(self._siblings(node))
+            found.append(node)
+            for other in later.keys() - queued:
+                if other in self._values:
+                    queued.add(other)
+                    heapq.heappush(queue, other)
+        return found
+
+    def _siblings(self, node: fx.Node) -> dict[fx.Node, None]:
+        """Those that may be computed in the loop of a value, and stand behind it."""
+        stored = self._values[node]
+        found: dict[fx.Node, None] = {}
+        for source in stored.sources:
+            loops = self._loops[source, stored.size]
+            # What is made earlier in any case does not look for this loop.
+            for _, other in loops[bisect_left(loops, stored.birth, key=_birth) :]:
+                self.visits += 1
+                ready = self._values[other].ready
+                if node < other and (ready is None or not stored.birth < ready):
+                    found[other] = None
+        return found
+
+    def _looped(self, node: fx.Node) -> _Stored:
+        """What a pointwise value is in the loop that computes it, the first one that runs."""
+        size, sources = str(value(node).numel()), frozenset(self._sources(node))
+        births = [self._values[s].birth if s in self._values else s for s in sources]
+        ready = max(births, default=None)
+        first = node
+        for source in sources:
+            loops = self._loops.get((source, size), [])
+            for birth, other in loops[0 if ready is None else bisect_left(loops, ready, key=_birth) :]:
+                self.visits += 1
+                if not birth < first:
+                    break
+                if other < node:
+                    first = birth
+                    break
+        return _Stored(first, size, sources, ready)
+
+    def _settle_deaths(self, nodes: Iterable[fx.Node]) -> None:
+        known: dict[tuple[fx.Node, int], fx.Node] = {}
+        for node in nodes:
+            stored = self._values.get(node)
+            if stored is None:
+                continue
+            death = max(self._death(node, known), stored.birth)
+            if stored.interval is not None and stored.interval.death is death:
+                continue
+            self._unsettle(node)
+            stored.interval = Interval(stored.birth, death, _bytes(node))
+            self._dead.setdefault(death, {})[node] = None
+            self._profile.add(stored.interval)
+
+    def _death(
+        self, node: fx.Node, known: dict[tuple[fx.Node, int], fx.Node], depth: int = _DEPTH
+    ) -> fx.Node:
+        """When a value is read last: by what is computed in a loop, when that loop runs."""
+        last = known.get((node, depth))
+        if last is not None:
+            return last
+        last = node
+        for user in readers(node):
+            self.visits += 1
+            at = user
+            if user in self._values:
+                at = self._values[user].birth
+            elif depth and _kind(user).pointwise:
+                at = self._death(user, known, depth - 1)
+            last = max(last, at)
+        known[node, depth] = last
+        return last
+
+    def _sources(self, node: fx.Node) -> set[fx.Node]:
+        """What a pointwise value is computed from, in one loop."""
+        found: set[fx.Node] = set()
+        waiting, seen = [through(x, VIEWS) for x in node.all_input_nodes], set()
+        while waiting:
+            source = waiting.pop()
+            if source in seen:
+                continue
+            self.visits += 1
+            seen.add(source)
+            if self._passes(source):
+                waiting += [through(x, VIEWS) for x in source.all_input_nodes]
+            else:
+                found.add(source)
+        return found
+
+    def _drop(self, node: fx.Node) -> dict[fx.Node, None]:
+        """Forget a value; those that may have been computed in its loop, and stand behind it."""
+        stored = self._values.get(node)
+        if stored is None:
+            return {}
+        found = self._siblings(node)
+        self._unsettle(node)
+        del self._values[node], self._born[stored.birth][node]
+        for source in stored.sources:
+            self._consumers[source].pop(node, None)
+            self._loops[source, stored.size].remove((stored.birth, node))
+        return found
+
+    def _unsettle(self, node: fx.Node) -> None:
+        stored = self._values.get(node)
+        if stored is not None and stored.interval is not None:
+            self._profile.remove(stored.interval)
+            del self._dead[stored.interval.death][node]
+            stored.interval = None
+
+
+class _Profile:
+    """The bytes in memory over the nodes of a graph: gains and losses at those where a value is made or dies.
+
+    They are in blocks of about the square root of their number, so that a change looks at one block, and a
+    question at one number of each.
+    """
+
+    def __init__(self) -> None:
+        self._gains: dict[fx.Node, int] = {}
+        self._losses: dict[fx.Node, int] = {}
+        self._blocks: list[list[fx.Node]] = []
+        self._starts: list[fx.Node] = []
+        #: Of each block, what it adds up to and the peak within; None where that has changed.
+        self._sums: list[tuple[int, int] | None] = []
+
+    def add(self, interval: Interval, sign: int = 1) -> None:
+        """Count a value."""
+        for changes, node in ((self._gains, interval.birth), (self._losses, interval.death)):
+            self._sums[self._block(node)] = None
+            changes[node] = changes.get(node, 0) + sign * interval.bytes
+
+    def remove(self, interval: Interval) -> None:
+        """Count a value no more."""
+        self.add(interval, -1)
+        for node in {interval.birth, interval.death}:
+            if not self._gains.get(node) and not self._losses.get(node):
+                self._discard(node)
+
+    def peak(self, without: Iterable[Interval] = (), with_: Iterable[Interval] = ()) -> int:
+        """The most bytes at once: as it is, or if these values were gone and those came."""
+        gains: dict[fx.Node, int] = {}
+        losses: dict[fx.Node, int] = {}
+        for sign, intervals in ((-1, without), (1, with_)):
+            for interval in intervals:
+                gains[interval.birth] = gains.get(interval.birth, 0) + sign * interval.bytes
+                losses[interval.death] = losses.get(interval.death, 0) + sign * interval.bytes
+        others: dict[int, list[fx.Node]] = {}
+        for node in gains.keys() | losses.keys():
+            others.setdefault(self._find(node), []).append(node)
+        peak = live = 0
+        for at, block in enumerate(self._blocks or [[]]):
+            if at in others:
+                total, most = self._sum(sorted({*others[at], *block}), gains, losses)
+            else:
+                total, most = self._summed(at)
+            peak, live = max(peak, live + most), live + total
+        return peak
+
+    def _summed(self, at: int) -> tuple[int, int]:
+        found = self._sums[at] if self._blocks else (0, 0)
+        if found is None:
+            found = self._sums[at] = self._sum(self._blocks[at], {}, {})
+        return found
+
+    def _sum(
+        self, nodes: Iterable[fx.Node], gains: dict[fx.Node, int], losses: dict[fx.Node, int]
+    ) -> tuple[int, int]:
+        total = most = 0
+        for node in nodes:
+            total += self._gains.get(node, 0) + gains.get(node, 0)
+            most = max(most, total)
+            total -= self._losses.get(node, 0) + losses.get(node, 0)
+        return total, most
+
+    def _find(self, node: fx.Node) -> int:
+        """The block that a node belongs into."""
+        return max(bisect_right(self._starts, node) - 1, 0)
+
+    def _block(self, node: fx.Node) -> int:
+        """The block that a node is in, which it is put into if it is in none."""
+        at = self._find(node)
+        if node in self._gains or node in self._losses:
+            return at
+        if not self._blocks:
+            self._blocks.append([node])
+            self._starts.append(node)
+            self._sums.append(None)
+            return 0
+        block = self._blocks[at]
+        insort(block, node)
+        self._starts[at], self._sums[at] = block[0], None
+        if len(block) > 32 and len(block) ** 2 > 4 * (len(self._gains) + len(self._losses)):
+            half = len(block) // 2
+            self._blocks[at : at + 1] = [block[:half], block[half:]]
+            self._starts.insert(at + 1, block[half])
+            self._sums.insert(at + 1, None)
+            return at + (node >= block[half])
+        return at
+
+    def _discard(self, node: fx.Node) -> None:
+        at = self._find(node)
+        block = self._blocks[at]
+        block.remove(node)
+        self._gains.pop(node, None)
+        self._losses.pop(node, None)
+        if block:
+            self._starts[at], self._sums[at] = block[0], None
+        else:
+            del self._blocks[at], self._starts[at], self._sums[at]
+
+
+class _Kind(NamedTuple):
+    """What an operation is, whatever it is given."""
+
+    view: bool
+    pointwise: bool
+    kernel: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind_of(target: Any) -> _Kind:
+    pointwise = torch.Tag.pointwise in getattr(target, "tags", ()) or target in CASTS
+    space = getattr(target, "namespace", "")
+    own = space not in ("aten", "prims", "_operator")
+    return _Kind(target in VIEWS, pointwise, target in _KERNELS or own or "scaled_dot" in str(target))
+
+
+def _kind(node: fx.Node) -> _Kind:
+    return _kind_of(node.target) if node.op == "call_function" else _Kind(False, False, False)
+
+
+def _birth(loop: tuple[fx.Node, fx.Node]) -> fx.Node:
+    return loop[0]
+
+
+def _is_stored(node: fx.Node) -> bool:
+    """Whether the value of a node is surely in memory: kernels make it, read it, or it is returned."""
+    kind = _kind(node)
+    if node.op != "call_function" or kind.view or tensor(node) is None:
+        return False
+    return kind.kernel or any(user.op == "output" or _kind(user).kernel for user in readers(node))
+
+
+def _is_read_by(node: fx.Node, readers_: set[fx.Node]) -> bool:
+    """Whether somebody reads a value, and nobody but these."""
+    found = set(readers(node))
+    return bool(found) and found <= readers_
+
+
+def _bytes(node: fx.Node) -> int:
+    found = value(node)
+    count = 1
+    for size in found.shape:
+        count *= hint(size)
+    return count * found.dtype.itemsize

@@ -3,8 +3,8 @@
     Y_g = activation_g(sum_i scale_gi * A_gi @ B_gi + bias_g)
 
 `guards` says whether products of a graph may and should become one operation, and `op` is that operation.
-`lowering` makes a kernel of it, rendered by `template` in the configuration that `heuristics` chooses. The fusions `qkv`,
-`gated_mlp` and `linear_epilogue` say which products they want.
+`lowering` makes a kernel of it, rendered by `template` in the configuration that `heuristics` chooses. The
+fusions `qkv`, `gated_mlp` and `linear_epilogue` say which products they want.
 """
 
 from __future__ import annotations

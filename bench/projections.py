@@ -208,8 +208,7 @@ def ours(row: Row, operands: Operands, chosen: Any) -> Run:
     from inductor_fusions import config
     from inductor_fusions.fusions.block_mm import heuristics
 
-    choice = heuristics.Choice(chosen, "")
-    with config.patch(policy="always"), mock.patch.object(heuristics, "choose", lambda p, device: choice):
+    with config.patch(policy="always"), mock.patch.object(heuristics, "choose", lambda p, device: chosen):
         return compiled(row, fused, operands)
 
 

@@ -177,7 +177,7 @@ def work(task: tuple[Row, str, Json], lock: Path) -> tuple[Json | None, bool]:
 
 
 def table_rows(rows: Sequence[Json]) -> list[Json]:
-    """What the package looks up: `heuristics.measured` says how it is read."""
+    """What the package looks up: `decisions` says how it is read."""
     found = []
     for row in rows:
         ratio = round(plain_gain(row), 3)

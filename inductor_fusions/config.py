@@ -16,6 +16,7 @@
 | `outer_product_linear` | `INDUCTOR_FUSIONS_OUTER_PRODUCT_LINEAR` | 0, 1 | 1 |
 | `dot_interaction` | `INDUCTOR_FUSIONS_DOT_INTERACTION` | 0, 1 | 1 |
 | `policy` | `INDUCTOR_FUSIONS_POLICY` | profitable, always | profitable |
+| `estimate` | `INDUCTOR_FUSIONS_ESTIMATE` | 0, 1 | 1 |
 | `empty_rows` | `INDUCTOR_FUSIONS_EMPTY_ROWS` | keep, stock, ignore | keep |
 | `strict` | `INDUCTOR_FUSIONS_STRICT` | 0, 1 | 0 |
 | `skip` | `INDUCTOR_FUSIONS_SKIP` | names with commas | none |
@@ -82,6 +83,10 @@ dot_interaction: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_
 #: "profitable" fuses where a measurement says that it pays; "always" fuses whatever is proved.
 policy: str = Config(default="profitable", env_name_default="INDUCTOR_FUSIONS_POLICY")
 
+#: What is not measured on a device is estimated from what is measured nearby, and on other devices; off, it
+#: is left to stock.
+estimate: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_ESTIMATE")
+
 #: Query rows that a finite mask fill hides from every key (left padding). "keep": they get the
 #: value of the unfused model (the mean of v) in a fused kernel; "stock": where such rows cannot be
 #: ruled out in training, the site stays unfused; "ignore": whatever the kernel gives, the fastest.
@@ -114,6 +119,8 @@ def variables() -> dict[str, tuple[str, ...]]:
         "INDUCTOR_FUSIONS_OUTER_PRODUCT_LINEAR": ("0", "1"),
         "INDUCTOR_FUSIONS_DOT_INTERACTION": ("0", "1"),
         "INDUCTOR_FUSIONS_POLICY": ("profitable", "always"),
+        "INDUCTOR_FUSIONS_ESTIMATE": ("0", "1"),
+        "INDUCTOR_FUSIONS_TABLES": ("a folder",),
         "INDUCTOR_FUSIONS_EMPTY_ROWS": ("keep", "stock", "ignore"),
         "INDUCTOR_FUSIONS_STRICT": ("0", "1"),
         "INDUCTOR_FUSIONS_SKIP": ("names with commas",),
@@ -153,7 +160,9 @@ def check_environment() -> None:
 
 
 def _takes(takes: tuple[str, ...], value: str) -> bool:
-    return value in takes or (takes == ("a number",) and value.isdecimal()) or takes == ("names with commas",)
+    if takes == ("a number",):
+        return value.isdecimal()
+    return value in takes or takes in (("names with commas",), ("a folder",))
 
 
 def toggle_of(fusion: str) -> str:

@@ -26,7 +26,7 @@ PUBLIC_TORCH = {"torch.__version__", "torch._check", "torch._ops", "torch._C"}
 
 # Each top-level module (or sub-package) and those it may import. "public" is the package itself,
 # `from inductor_fusions import explain`. Everything may import _version. A new module needs a row.
-BASE = {"config", "reporting", "sites", "tables", "_inductor"}
+BASE = {"config", "reporting", "sites", "tables", "decisions", "problems", "_inductor"}
 LAYERS = {
     "_version": set(),
     "_inductor": set(),
@@ -36,7 +36,9 @@ LAYERS = {
     "watching": set(),
     "runs": {"_inductor"},
     "budget": set(),
-    "tables": {"config", "_inductor"},
+    "problems": set(),
+    "tables": {"problems"},
+    "decisions": {"config", "problems", "tables"},
     "fusion": BASE,
     "operands": {"fusion", "tables", "_inductor"},
     "graph": {"fusion", "operands", "_inductor"},

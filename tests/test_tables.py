@@ -98,6 +98,9 @@ BROKEN = {
     "no date": broken(lambda t: t.pop("date")),
     "no attention": broken(lambda t: t.pop("attention")),
     "attention is no list": broken(lambda t: t.update(attention=3)),
+    "an unknown section": broken(lambda t: t.update(lora_sum=[])),
+    "an unknown column": attention({"q_length": 64}),
+    "an unknown kernel": attention({"gain": {"sdp": 2.0}}),
     "a row is no object": broken(lambda t: t["attention"].append(3)),
     "no mask": broken(lambda t: t["attention"][0].pop("mask")),
     "no gain": broken(lambda t: t["attention"][0].pop("gain")),
@@ -117,6 +120,8 @@ BROKEN = {
     "k is a number": block_mm({"k": 64}),
     "config is a text": block_mm({"config": "tiled"}),
     "config lacks a tile": block_mm({"config": {**CONFIG, "block_m": None}}),
+    "a tile is no power of two": block_mm({"config": {**CONFIG, "block_k": 48 + 4}}),
+    "a tile is a text": block_mm({"config": {**CONFIG, "block_k": "64); import os"}}),
     "config has what is unknown": block_mm({"config": {**CONFIG, "clusters": 2}}),
 }
 
@@ -151,98 +156,3 @@ def test_broken_table_leaves_to_stock(shelf: Path, fresh_cache: None) -> None:
         torch.testing.assert_close(torch.compile(fn)(x), fn(x))
     (site,) = inductor_fusions.report()
     assert (site.verdict, site.reason) == ("left to stock", "no measurements for the device cpu")
-
-
-# Looking up --------------------------------------------------------------------------------------
-
-SHAPE = {"batch": 1, "heads": 2, "q_len": 64, "kv_len": 64, "head_dim": 32, "dtype": "float32", "train": True}
-WANTED = {"dtype": torch.float32, "batch_heads": 2, "q_len": 64, "kv_len": 64, "head_dim": 32}
-
-
-@pytest.fixture
-def rows(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Writes a table whose rows have SHAPE with changes."""
-    monkeypatch.setattr(tables, "device_name", lambda device: NAME)
-
-    def write(*changes: dict[str, Any]) -> None:
-        found = [{**SHAPE, "mask": "causal", "gain": {}, **change} for change in changes]
-        (shelf / f"{NAME}.json").write_text(json.dumps({**GOOD, "attention": found}))
-
-    return write
-
-
-def verdict(candidates: tuple[str, ...] = ("sdpa", "flex")) -> str | None:
-    device = torch.device("cuda")
-    return tables.attention(device=device, mask="causal", train=True, candidates=candidates, **WANTED).kernel
-
-
-LOOKED_UP: dict[str, tuple[list[dict[str, Any]], str | None]] = {
-    "the best": ([{"gain": {"sdpa": 1.2, "flex": 1.5}}], "flex"),
-    "level": ([{"gain": {"flex": 1.01}}], None),
-    "level, and a neighbour gains": ([{"gain": {"flex": 1.01}}, {"q_len": 128, "gain": {"flex": 9.0}}], None),
-    "a neighbour": ([{"q_len": 128, "gain": {"flex": 2.0}}], "flex"),
-    "one of two masks of the kind loses": ([{"gain": {"flex": 2.0}}, {"gain": {"flex": 0.9}}], None),
-    "both gain": ([{"gain": {"flex": 2.0}}, {"gain": {"flex": 1.1}}], "flex"),
-}
-
-
-@pytest.mark.parametrize("name", LOOKED_UP)
-def test_verdict(name: str, rows: Callable[..., None]) -> None:
-    """A measurement of this very shape counts alone; without one, the neighbours do."""
-    changes, expected = LOOKED_UP[name]
-    rows(*changes)
-    assert verdict() == expected
-
-
-def test_tiles(rows: Callable[..., None]) -> None:
-    """The nearest rows of the head dim, those of the mask first; Inductor's own where these were faster."""
-    forward, backward = {"fwd_BLOCK_M": 64}, {"bwd_BLOCK_M1": 16}
-    rows(
-        {"train": False, "options": {"fwd_BLOCK_M": 32}, "mask": "tanh causal"},
-        {"train": False, "options": forward, "q_len": 256},
-        {"options": backward, "q_len": 256},
-        {"options": {}},
-    )
-    device = torch.device("cuda")
-    assert tables.flex_options(device=device, mask="causal", **WANTED) == forward
-    assert tables.flex_options(device=device, mask="causal", **{**WANTED, "q_len": 256}) == forward | backward
-    assert tables.flex_options(device=device, mask="causal", **{**WANTED, "head_dim": 64}) == {}
-
-
-def test_backward_in_chunks(rows: Callable[..., None]) -> None:
-    """By the shape and the share of the scores that is visible; nothing far from what was measured."""
-    rows({"gemm_backward": 1024, "visible": 0.5}, {"gemm_backward": 0, "visible": 0.1})
-    device = torch.device("cuda")
-    assert tables.flex_backward(device=device, visible=0.6, **WANTED) == 1024
-    assert tables.flex_backward(device=device, visible=0.12, **WANTED) == 0
-    assert tables.flex_backward(device=device, visible=0.6, **{**WANTED, "q_len": 2**14}) == 0
-    assert tables.flex_backward(device=device, visible=0.6, **{**WANTED, "head_dim": 64}) == 0
-
-
-def test_nearest(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By one size, whatever else must agree; all rows near it must gain."""
-    monkeypatch.setattr(tables, "device_name", lambda device: NAME)
-    found = [
-        {"dtype": "float16", "rows": rows, "gain": gain}
-        for rows, gain in ((64, 1.5), (256, 2.0), (1024, 1.0))
-    ]
-    (shelf / f"{NAME}.json").write_text(json.dumps({**GOOD, "kernel": found}))
-
-    def nearest(rows: int, dtype: str = "float16", section: str = "kernel") -> tuple[tables.Verdict, Any]:
-        return tables.nearest(section, torch.device("cuda"), {"dtype": dtype}, "rows", rows)
-
-    assert nearest(100) == (tables.Verdict("kernel", note=", 1.50x measured", measured=True), found[0])
-    assert nearest(128) == (tables.Verdict("kernel", note=", 1.50x measured", measured=True), found[0])
-    assert nearest(200) == (tables.Verdict("kernel", note=", 2.00x measured", measured=True), found[1])
-    level = tables.Verdict(None, "not measured to be faster for this shape", measured=True)
-    assert nearest(512) == (level, found[1])
-    unknown = (tables.Verdict(None, f"not measured on {NAME} for this shape"), {})
-    assert nearest(31) == nearest(2049) == nearest(64, "bfloat16") == nearest(64, section="other") == unknown
-
-
-def test_rows_between_two_measured_ones() -> None:
-    rows = [{"tokens": tokens} for tokens in (1, 16, 4096)]
-    assert [row["tokens"] for row in tables.bracket(rows, 4)] == []
-    assert [row["tokens"] for row in tables.bracket(rows[1:], 16)] == [16, 16]
-    assert tables.bracket([{"tokens": 1024}, *rows], 2048) == [{"tokens": 1024}, {"tokens": 4096}]
-    assert tables.bracket(rows, 8192) == []

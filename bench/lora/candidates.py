@@ -103,7 +103,7 @@ def choosing(row: Row, choice: Choice, seen: Seen) -> Iterator[None]:
         if known and choice.block is None and torch.cuda.is_available():
             return known_block(posed, device)
         arch = heuristics.capability(device)
-        return heuristics.Choice(choice.block or configurations.default(posed, arch), "")
+        return choice.block or configurations.default(posed, arch)
 
     def thin(shape: Any, device: torch.device) -> Any:
         seen.narrow.append(shape)

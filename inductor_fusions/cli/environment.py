@@ -143,7 +143,7 @@ def _table_files() -> list[dict[str, Any]]:
             "measured_with": {
                 what: version for what, version in (table or {}).items() if what in ("torch", "triton")
             },
-            "rows": len((table or {}).get("attention", ())),
+            "rows": len((table or {"attention": ()})["attention"]),
             "sections": {
                 section: len(rows) for section, rows in (table or {}).items() if isinstance(rows, list)
             },
@@ -209,7 +209,7 @@ def _devices() -> list[str]:
 
 def _gains(device: str, fusion: str) -> dict[str, Any]:
     """What a fusion was measured to bring on a device: shapes, of those where it pays, and times."""
-    table = tables.load(device) or {}
+    table: dict[str, Any] = tables.load(device) or {}
     if fusion in BLOCK_MM:
         rows = [row for row in table.get("block_mm", ()) if row["kind"] in BLOCK_MM[fusion]]
     else:

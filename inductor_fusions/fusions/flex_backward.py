@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import tables
+from .. import decisions
 from .._inductor import flex_backward_op
 from ..fusion import Candidate, Fusion, LeftToStock, Rejected
 from ..graph.products import value
@@ -166,7 +166,7 @@ class FlexBackward(Candidate):
             raise LeftToStock("a captured tensor that needs a gradient")
         if any("index" in str(node.target) for node in mask.graph.nodes):
             raise LeftToStock("what its mask hides is data, which the template reads block by block")
-        self.chunk = tables.flex_backward(
+        self.chunk = decisions.flex_backward(
             device=q.device,
             dtype=q.dtype,
             batch_heads=q.shape[0] * q.shape[1],

@@ -103,11 +103,11 @@ def source(drawn: Drawn) -> str | None:
         made = BLOCK_MM(a, b, offsets, list(bias), groups, scales, activations, posed.gated, drawn.output, "")
         return [TAILS[drawn.tail](y) for y in made]
 
-    def choose(problem: Problem, device: torch.device) -> heuristics.Choice:
+    def choose(problem: Problem, device: torch.device) -> Config:
         if drawn.chosen is None or isinstance(drawn.chosen, Config):
-            return heuristics.Choice(drawn.chosen or configurations.default(problem, drawn.arch), "")
+            return drawn.chosen or configurations.default(problem, drawn.arch)
         options = configurations.candidates(problem, drawn.arch)
-        return heuristics.Choice(options[int(drawn.chosen * len(options))], "")
+        return options[int(drawn.chosen * len(options))]
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad(), config.patch(policy="always", strict=True):
         patch.setattr(heuristics, "choose", choose)

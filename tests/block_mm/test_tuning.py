@@ -102,7 +102,9 @@ def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(tables, "device_name", lambda device: "any")
 
     def chosen(rows: int) -> configurations.Config:
-        return heuristics.measured(posed(rows), torch.device("cuda")).config
+        device = torch.device("cuda")
+        assert heuristics.decided(posed(rows), device).kernel == "block_mm"
+        return heuristics.choose(posed(rows), device)
 
     assert [chosen(m) for m in (1, 2, 3, 4, 5, 8, 16)] == [one, *[four] * 3, *[tile] * 3]
     with pytest.raises(LeftToStock, match="not measured on"):
@@ -139,7 +141,8 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables.load.cache_clear()
     try:
         posed = projections.problem(ROWS[0], projections.make(ROWS[0], "cpu", 0))
-        choice = heuristics.measured(posed, torch.device("cuda"))
-        assert choice.config == configurations.default(posed, 90) and "3.00x" in choice.note
+        device = torch.device("cuda")
+        assert heuristics.choose(posed, device) == configurations.default(posed, 90)
+        assert heuristics.decided(posed, device).note == "3.00x measured"
     finally:
         tables.load.cache_clear()

@@ -91,7 +91,7 @@ def block(template: str, **wanted: int) -> Iterator[None]:
             for c in configurations.candidates(problem, arch)
             if c.template == template and all(getattr(c, name) == value for name, value in wanted.items())
         ]
-        return heuristics.Choice(fits[0] if fits else configurations.default(problem, arch), "")
+        return fits[0] if fits else configurations.default(problem, arch)
 
     with mock.patch.object(heuristics, "choose", choose):
         yield

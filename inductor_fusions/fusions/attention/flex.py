@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ... import tables
+from ... import decisions
 from ..._inductor import (
     counts_in_32_bits,
     flex_attention_op,
@@ -383,7 +383,7 @@ def _tiles(problem: Problem) -> dict[str, int]:
     decodes = not known_true(q_len >= BLOCK)  # Inductor has another template for these
     if decodes or max_autotune() or dims[0] != dims[1] or problem.q.value.device.type in LIMITED:
         return {}
-    return tables.flex_options(
+    return decisions.flex_options(
         device=problem.q.value.device,
         dtype=problem.dtype,
         mask=problem.flex_kind,

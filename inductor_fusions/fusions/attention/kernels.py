@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from ... import config, modes, tables
+from ... import config, decisions, modes, tables
 from ..._inductor import hint, known_true, sdpa_is_fused
 from ...fusion import LeftToStock, Rejected
+from ...operands import may_use_tf32
 from . import flex, row_bias, torch_ops
 from .problem import Problem
 from .short import terms as short
@@ -80,7 +81,7 @@ def choose(problem: Problem) -> Choice:
     verdict = _measured(problem, fits)
     if verdict.kernel is None:
         raise LeftToStock(verdict.reason, "INDUCTOR_FUSIONS_POLICY=always fuses whatever is proved")
-    return _choice(verdict.kernel, problem, verdict.note)
+    return _choice(verdict.kernel, problem, _note(verdict))
 
 
 def choose_for_call(problem: Problem, changed: bool, as_short: Problem | None = None) -> Choice:
@@ -107,7 +108,7 @@ def choose_for_call(problem: Problem, changed: bool, as_short: Problem | None = 
             return _choice("flex", problem)
         verdict = _measured(problem, ("sdpa", "flex", *by_row))
         if verdict.kernel in ("flex", "row_bias"):
-            return _choice(verdict.kernel, problem, verdict.note)
+            return _choice(verdict.kernel, problem, _note(verdict))
         assert structure is not None
         reason = f"{CALL}; flex attention for its mask ({structure.kind}): {verdict.reason}"
         if verdict.kernel == "sdpa":
@@ -117,7 +118,7 @@ def choose_for_call(problem: Problem, changed: bool, as_short: Problem | None = 
     if as_short is not None and config.attention_kernel == "auto":
         verdict = _measured(as_short, ("sdpa", "short"))
         if verdict.kernel == "short":
-            return _choice("short", as_short, verdict.note)
+            return _choice("short", as_short, _note(verdict))
     if not changed:
         raise LeftToStock(reason or why_as_it_is(problem, structure))
     return _choice("sdpa", problem)
@@ -171,7 +172,7 @@ def _choice(kernel: str, problem: Problem, note: str = "") -> Choice:
     return Choice(kernel, grouped, _text(problem, grouped, kernel) + note)
 
 
-def _measured(problem: Problem, candidates: tuple[str, ...]) -> tables.Verdict:
+def _measured(problem: Problem, candidates: tuple[str, ...]) -> decisions.Decision:
     """What the table of the device says: by the class of the mask, else by its shape."""
     suffix = "_grad" if _mask_needs_grad(problem) else ""
     biased = problem.structure is not None and bool(problem.structure.biases)
@@ -181,7 +182,7 @@ def _measured(problem: Problem, candidates: tuple[str, ...]) -> tables.Verdict:
     if "row_bias" in candidates and biased:
         names.insert(0, f"alibi {problem.flex_kind}")
     for name in dict.fromkeys([*names, problem.mask_kind]):
-        verdict = tables.attention(
+        verdict = decisions.attention(
             device=problem.q.value.device,
             dtype=problem.dtype,
             mask=name + suffix,
@@ -191,10 +192,16 @@ def _measured(problem: Problem, candidates: tuple[str, ...]) -> tables.Verdict:
             kv_len=hint(problem.k.shape[2]),
             head_dim=hint(problem.q.shape[3]),
             candidates=candidates,
+            tf32=problem.q.value.device.type == "cuda" and may_use_tf32(),
         )
-        if verdict.kernel is not None or verdict.measured:
+        if verdict.known:
             break
     return verdict
+
+
+def _note(decision: decisions.Decision) -> str:
+    by = "" if decision.kernel == "sdpa" else f" ({decision.kernel})"
+    return f"{by}, {decision.note}"
 
 
 def _has_row_bias(problem: Problem) -> bool:

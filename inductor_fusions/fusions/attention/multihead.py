@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ... import config, tables
+from ... import config, decisions
 from ..._inductor import holds_now, records_gradients
 from ...derivatives import Derivatives
 from ...fusion import Candidate, LeftToStock, Rejected
 from ...inplace import arguments
 from ...keeping import Keeping
 from ...liveness import erase_dead_readers, readers
-from ...operands import check_kind, text
+from ...operands import check_kind, may_use_tf32, text
 from . import torch_ops
 from .masks import Interpreter, classify, negation, visibility
 
@@ -88,14 +88,14 @@ class MultiheadForward(Candidate):
             sizes = (batch, heads, query.shape[0], key.shape[0], query.shape[-1])
             if not all(isinstance(size, int) for size in sizes):
                 raise LeftToStock("the sizes of multi_head_attention_forward are symbolic")
-            verdict = tables.attention(
+            decision = decisions.attention(
                 device=query.device, dtype=query.dtype, mask=kind, train=bool(output[0].requires_grad),
                 batch_heads=batch * heads, q_len=sizes[2], kv_len=sizes[3], head_dim=sizes[4] // heads,
-                candidates=("sdpa",),
+                candidates=("sdpa",), tf32=query.device.type == "cuda" and may_use_tf32(),
             )  # fmt: skip
-            if verdict.kernel is None:
-                raise LeftToStock(verdict.reason)
-            self.note = verdict.note
+            if decision.kernel is None:
+                raise LeftToStock(decision.reason)
+            self.note = f", {decision.note}"
 
     def _mask(self, query: torch.Tensor, key: torch.Tensor) -> str:
         """The class of the mask, as tables name it; whether it is proved causal is kept."""

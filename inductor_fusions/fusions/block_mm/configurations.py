@@ -67,7 +67,7 @@ def default(problem: Problem, arch: int) -> Config:
 
     Args:
         problem: what is computed.
-        arch: 80, 90, 100.
+        arch: 80, 86, 89, 90, 100, 120.
     """
     rows = [512 if m is None else m for m in problem.rows]
     wide = problem.dtype == torch.float32
@@ -80,7 +80,7 @@ def default(problem: Problem, arch: int) -> Config:
         block_k = 64 if wide else 128
         stages = 3 if wide or block_m == 64 else 4
         return Config("tiled", block_m, 32, block_k, 4, stages)
-    if arch >= 90 and not wide and _bulk_copies(problem, arch):
+    if 90 <= arch < 120 and not wide and _bulk_copies(problem, arch):
         small = tiles(problem, 128, 256) < 100
         if problem.gated:
             return Config("persistent", 128, 64 if small else 128, 64, 8, 3, subtiles=1)
@@ -199,12 +199,15 @@ def candidates(problem: Problem, arch: int) -> list[Config]:
         ):  # fmt: skip
             if any(n % block_n for n in problem.columns[:-1]):
                 found.append(Config("tiled", block_m, block_n, block_k, warps, stages, across=True))
-    return [
-        c
-        for c in dict.fromkeys(found)
-        if shared_bytes(c, problem) <= SHARED_LIMIT[arch] // c.per_processor
-        and _fits_registers(c, problem, arch)
-    ]
+    return [c for c in dict.fromkeys(found) if fits(c, problem, arch)]
+
+
+def fits(choice: Config, problem: Problem, arch: int) -> bool:
+    """Whether a multiprocessor of an architecture has room for a configuration."""
+    room = shared_limit(arch) // choice.per_processor
+    if choice.template == "persistent" and arch < 90:
+        return False
+    return shared_bytes(choice, problem) <= room and _fits_registers(choice, problem, arch)
 
 
 def _fits_registers(choice: Config, problem: Problem, arch: int) -> bool:
@@ -223,8 +226,9 @@ def _fits_registers(choice: Config, problem: Problem, arch: int) -> bool:
     return held <= (64 if choice.template == "tiled" and arch < 90 else 128)
 
 
-#: Shared memory of one thread block, in bytes.
-SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448}
+def shared_limit(arch: int) -> int:
+    """Shared memory that one thread block may have, in bytes: 99 KiB but on the large chips."""
+    return {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448}.get(arch, 101376)
 
 
 def shared_bytes(choice: Config, problem: Problem, stored: int = 0) -> int:
@@ -292,7 +296,7 @@ def fitted(choice: Config, problem: Problem, arch: int, dtype: torch.dtype) -> C
         part = tried.block_m * tried.block_n // tried.subtiles * dtype.itemsize
         return shared_bytes(tried, problem, part)
 
-    limit = SHARED_LIMIT[arch]
+    limit = shared_limit(arch)
     narrowest = 0 if problem.gated else choice.block_m * 16 * torch.float64.itemsize
     if shared_bytes(replace(choice, num_stages=2), problem, narrowest) > limit:
         return _any_size(problem)

@@ -56,6 +56,7 @@ def insert(
         gated,
         dtype or value(products[0][1].node).dtype,
         wide,
+        True,
     )
     made = call(graph, place.before, anchor, BLOCK_MM, *arguments)
     outputs = [

@@ -12,7 +12,7 @@ from ..._inductor import known_true, max_autotune
 from ...fusion import LeftToStock, Rejected
 from ...graph.products import Product, identity, value
 from ...tables import dtype_name
-from .heuristics import choose
+from .heuristics import choose, decided
 from .problem import Problem, describe, of_operands
 
 #: Bulk copies and vector loads take 16 bytes at a time.
@@ -147,5 +147,10 @@ def kernel(groups: Sequence[Sequence[Product]], gated: bool = False, activation:
             raise LeftToStock("the number of rows is symbolic: what pays for one may not pay for another")
         if max_autotune() and posed.kind in MEASURED_WHILE_COMPILING:
             return f"block_mm or stock, whichever autotuning finds faster, {describe(posed)}"
-    choice = choose(posed, value(groups[0][0].node).device)
-    return f"block_mm, {choice.config.template} {describe(posed)}{choice.note}"
+    device, note = value(groups[0][0].node).device, "not measured"
+    try:
+        note = decided(posed, device).note
+    except LeftToStock:
+        if config.policy != "always":
+            raise
+    return f"block_mm, {choose(posed, device).template} {describe(posed)}, {note}"

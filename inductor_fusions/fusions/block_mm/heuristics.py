@@ -1,31 +1,15 @@
-"""Which kernel a block GEMM gets on a device, and whether it is measured to pay."""
+"""Which kernel a block GEMM gets on a device, and whether it is expected to pay."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 
-from ... import config, tables
+from ...decisions import Decision, Query, decide, tiles
 from ...fusion import LeftToStock
+from ...problems import Row
 from . import configurations
 from .configurations import Config, suits
 from .problem import Problem, describe
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a device gets for a problem.
-
-    Attributes:
-        config: the kernel.
-        note: for the report: where it comes from.
-    """
-
-    config: Config
-    note: str
 
 
 def capability(device: torch.device) -> int:
@@ -34,50 +18,50 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def choose(problem: Problem, device: torch.device) -> Choice:
-    """The kernel for a problem.
-
-    Raises:
-        LeftToStock: no measurement says that one pays, and the policy asks for that.
-    """
-    if capability(device) < 80:
-        raise LeftToStock("the device is older than compute capability 8.0")
-    try:
-        return measured(problem, device)
-    except LeftToStock:
-        if config.policy != "always":
-            raise
-    return Choice(configurations.default(problem, capability(device)), ", not measured")
-
-
-def measured(problem: Problem, device: torch.device) -> Choice:
-    """What the table of a device says.
-
-    A row counts for its own number of rows; two rows count for those between them where both are faster
-    than stock and not further apart than a factor of `tables.BRACKET`.
+def decided(problem: Problem, device: torch.device) -> Decision:
+    """What is known of a problem on a device.
 
     Raises:
         LeftToStock: nothing that holds for this problem, or that it does not pay.
     """
-    name = tables.device_name(device)
-    table = tables.load(name)
-    if table is None:
-        raise LeftToStock(f"no measurements for the device {name}")
-    tokens = problem.tokens
-    if tokens is None:
-        raise LeftToStock("the number of rows is not known when the kernel is chosen")
-    around = tables.bracket([row for row in table.get("block_mm", []) if _matches(row, problem)], tokens)
-    if not around:
-        raise LeftToStock(f"not measured on {name}: {describe(problem)}")
-    gain = min(row["gain"] for row in around)
-    if gain < tables.MARGIN or any(row["config"] is None for row in around):
-        raise LeftToStock(f"not measured to be faster than stock on {name} at this shape")
-    fitting = [row for row in around if suits(Config(**row["config"]), problem)]
-    if not fitting:
-        raise LeftToStock(f"the kernels that were measured on {name} take other numbers of rows")
-    nearest = min(fitting, key=lambda row: abs(math.log2(row["tokens"] / tokens)))
-    return Choice(Config(**nearest["config"]), f", {gain:.2f}x measured")
+    _check_capability(device)
+    if problem.tokens is None:
+        raise LeftToStock("the number of rows is symbolic: what pays for one may not pay for another")
+    if None in problem.inner and problem.kind != "shared_b":
+        raise LeftToStock("the inner size is symbolic")
+    decision = decide(_query(problem, problem.tokens), device)
+    if decision.kernel is None:
+        raise LeftToStock(decision.reason)
+    return decision
 
 
-def _matches(row: dict[str, Any], problem: Problem) -> bool:
-    return all(row.get(name) == wanted for name, wanted in problem.key.items())
+def choose(problem: Problem, device: torch.device) -> Config:
+    """The tiles of the nearest problem that is measured and whose tiles fit, or the default ones.
+
+    Raises:
+        LeftToStock: the device is too old for any.
+    """
+    _check_capability(device)
+    arch, tokens = capability(device), problem.tokens
+    found: Config | None = None
+    if tokens is not None and (None not in problem.inner or problem.kind == "shared_b"):
+        query = _query(problem, tokens)
+
+        def fits(row: Row) -> Config | None:
+            # The code of another number of products takes other registers.
+            if len(row["n"]) != len(problem.columns) or len(row["layout"]) != len(problem.layouts):
+                return None
+            read = Config(**row["config"])
+            return read if suits(read, problem) and configurations.fits(read, problem, arch) else None
+
+        found = tiles(query, device, fits)
+    return found or configurations.default(problem, arch)
+
+
+def _check_capability(device: torch.device) -> None:
+    if capability(device) < 80:
+        raise LeftToStock("the device is older than compute capability 8.0")
+
+
+def _query(problem: Problem, tokens: int) -> Query:
+    return Query("block_mm", {**problem.key, "tokens": tokens}, text=describe(problem))

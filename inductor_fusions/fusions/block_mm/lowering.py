@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ... import _inductor
+from ... import _inductor, config
 from ...fusion import Rejected
 from ...lowering import kernel_or
 from ...operands import known_size, may_use_tf32
@@ -41,9 +41,10 @@ def lower(
     gated: bool,
     dtype: torch.dtype,
     wide: str,
+    decided: bool = False,
 ) -> list[Any]:
     """The outputs, as Inductor's values."""
-    call = Call(a, b, bias, bias_groups, groups, scales, activations.split(","), gated, dtype, wide)
+    call = Call(a, b, bias, bias_groups, groups, scales, activations.split(","), gated, dtype, wide, decided)
     return kernel_or("block_mm", call.kernel, call.one_by_one)
 
 
@@ -69,7 +70,7 @@ class Call:
     """One call of the operation while it is lowered.
 
     Args:
-        a, b, bias, bias_groups, groups, scales, activations, gated, dtype, wide: as in `op`, with
+        a, b, bias, bias_groups, groups, scales, activations, gated, dtype, wide, decided: as in `op`, with
             Inductor's values for tensors.
     """
 
@@ -85,7 +86,9 @@ class Call:
         gated: bool,
         dtype: torch.dtype,
         wide: str = "",
+        decided: bool = False,
     ) -> None:
+        self.decided = decided
         self.a, self.b = list(a), list(b)
         self.bias = dict(zip(bias_groups, bias, strict=True))
         self.groups, self.scales = list(groups), list(scales)
@@ -126,7 +129,9 @@ class Call:
         if autotune:
             configs = configurations.candidates(problem, arch)
         else:
-            configs = [heuristics.choose(problem, device).config]
+            if not self.decided and config.policy != "always":
+                heuristics.decided(problem, device)
+            configs = [heuristics.choose(problem, device)]
         configs = [chosen for chosen in configs if configurations.suits(chosen, problem)]
         widest = max(self.dtypes, key=lambda dtype: dtype.itemsize)
         configs = [configurations.fitted(chosen, problem, arch, widest) for chosen in configs]

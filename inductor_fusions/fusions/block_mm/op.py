@@ -49,6 +49,7 @@ def _block_mm(
     gated: bool,
     dtype: torch.dtype,
     wide: str,
+    decided: bool = False,
 ) -> list[Tensor]:
     names = activations.split(",")
     check(a, b, bias, bias_groups, groups, scales, names, gated)
@@ -56,7 +57,8 @@ def _block_mm(
 
 
 #: What graphs call. Its activations are one string, with commas between: a schema has no list of strings.
-#: So are the numbers of the outputs that are float32 whatever `dtype` the others have, `wide`.
+#: So are the numbers of the outputs that are float32 whatever `dtype` the others have, `wide`. Where a kernel
+#: was `decided` on, its gain is not asked for again.
 BLOCK_MM: Any = torch.ops.inductor_fusions.block_mm.default
 
 
@@ -202,6 +204,7 @@ def _fake(
     gated: bool,
     dtype: torch.dtype,
     wide: str,
+    decided: bool = False,
 ) -> list[Tensor]:
     check(a, b, bias, bias_groups, groups, scales, activations.split(","), gated)
     first = [groups.index(group) for group in range(groups[-1] + 1)]
@@ -215,7 +218,8 @@ def _fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    a, b, bias, ctx.bias_groups, ctx.groups, ctx.scales, activations, ctx.gated, ctx.dtype, _ = inputs
+    a, b, bias, ctx.bias_groups, ctx.groups, ctx.scales, activations, ctx.gated, ctx.dtype = inputs[:9]
+    ctx.others = len(inputs) - 4
     ctx.activations = activations.split(",")
     ctx.products = len(a)
     ctx.save_for_backward(*a, *b, *bias)
@@ -239,7 +243,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         dbias.append(None if dy is None else (dy.sum(0) if offset.dim() == 1 else dy).to(offset.dtype))
     # An empty list of numbers looks like a list of tensors, which wants a list of gradients.
     no_offsets: list[Any] | None = None if ctx.bias_groups else []
-    return da, db, dbias, no_offsets, None, None, None, None, None, None
+    return da, db, dbias, no_offsets, *[None] * ctx.others
 
 
 def _outer_grads(

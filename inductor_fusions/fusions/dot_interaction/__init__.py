@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from ... import config, tables
+from ...decisions import Query, decide
 from ...derivatives import check_operation
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected
 from ...liveness import erase_dead_readers, readers
@@ -115,12 +116,15 @@ def measured(t: torch.Tensor, site: Site) -> tuple[str, list[int]]:
         raise LeftToStock("the number of samples is symbolic")
     wanted = {
         "dtype": tables.dtype_name(t.dtype), "train": t.requires_grad, "features": features, "width": width,
-        "dense": site.dense is not None,
+        "dense": site.dense is not None, "samples": samples,
     }  # fmt: skip
-    verdict, row = tables.nearest("dot_interaction", t.device, wanted, "samples", samples)
-    if verdict.kernel is None:
-        raise LeftToStock(verdict.reason)
-    return verdict.note, list(row["tiles"])
+    decision = decide(Query("dot_interaction", wanted), t.device)
+    if decision.kernel is None:
+        raise LeftToStock(decision.reason)
+    nearest = decision.rows[0]
+    # Tiles hold so many features of so many columns.
+    fit = (nearest["features"], nearest["width"]) == (features, width)
+    return f", {decision.note}", list(nearest["tiles"]) if fit else []
 
 
 FUSION = Fusion(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,9 +9,11 @@ from typing import Any
 import torch
 
 from ... import _inductor, tables
+from ...decisions import Query, tiles
 from ...fusion import Rejected
 from ...lowering import kernel_or
 from ...operands import known_size
+from ...problems import Row
 from ..block_mm.lowering import check_factors, scaled_product
 from . import lowering
 from .accumulate import LORA_ACCUMULATE
@@ -94,15 +95,20 @@ def candidates(shape: Shape) -> list[Config]:
     """Configurations worth measuring."""
     found = [default(shape)]
     rows = 512 if shape.rows is None else shape.rows
-    most, step = elements(shape), min(STEP, padded(max(shape.inner)))
     for block_m in (16, 32, 64, 128):
         for block_n in (64, 128, 256):
             for warps in (4, 8):
-                each, of_b = (height * block_n // (32 * warps) for height in (block_m, step))
-                tall = block_m > 16 and block_m >= 2 * rows
-                if not tall and most // 4 <= each <= most and of_b <= (32 if shape.masks > 1 else 64):
-                    found.append(Config(block_m, block_n, warps))
+                tried = Config(block_m, block_n, warps)
+                if not (block_m > 16 and block_m >= 2 * rows) and _fits_registers(tried, shape):
+                    found.append(tried)
     return list(dict.fromkeys(found))
+
+
+def _fits_registers(choice: Config, shape: Shape) -> bool:
+    """Whether a thread has as many elements of a tile as it can hold, and not much fewer."""
+    most, step = elements(shape), min(STEP, padded(max(shape.inner)))
+    each, of_b = (height * choice.block_n // (32 * choice.num_warps) for height in (choice.block_m, step))
+    return most // 4 <= each <= most and of_b <= (32 if shape.masks > 1 else 64)
 
 
 def key(shape: Shape) -> dict[str, Any]:
@@ -117,18 +123,15 @@ def key(shape: Shape) -> dict[str, Any]:
 
 
 def measured(shape: Shape, device: torch.device) -> Config | None:
-    """The configuration of the nearest number of tokens that the table of a device has; None without one."""
-    table = tables.load(tables.device_name(device))
-    if table is None or shape.rows is None:
+    """The configuration of the nearest problem that is measured; None where none of them fits."""
+    if shape.rows is None:
         return None
-    wanted = key(shape)
-    near = [
-        (abs(math.log2(row["tokens"] / shape.rows)), row["config"])
-        for row in table.get("lora_accumulate", [])
-        if row["config"] is not None and tables.agrees(row, wanted)
-    ]
-    distance, found = min(near, key=lambda item: item[0], default=(math.inf, None))
-    return Config(**found) if found is not None and distance <= 1 else None
+
+    def fits(row: Row) -> Config | None:
+        found = Config(**row["config"])
+        return found if _fits_registers(found, shape) else None
+
+    return tiles(Query("lora_accumulate", {**key(shape), "tokens": shape.rows}), device, fits)
 
 
 def choose(shape: Shape, device: torch.device) -> Config:

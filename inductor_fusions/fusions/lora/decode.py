@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from ... import _inductor, tables
+from ...decisions import Query, tiles
 from ...fusion import Rejected
 from ...lowering import kernel_or
 from ...operands import may_use_tf32
-from ..block_mm.configurations import tall
+from ...problems import Row
+from ..block_mm.configurations import shared_limit, tall
 from ..block_mm.heuristics import capability
 from ..block_mm.lowering import check_factors, scaled_product
 from ..block_mm.op import dtypes
@@ -161,10 +163,12 @@ def candidates(shape: Shape, arch: int) -> list[Config]:
                 found.append(Config(block_n, block_k, warps, 1, splits, early))
     if 1 < shape.rows <= 16:
         for block_n, block_k, warps, stages in LANES:
-            if block_k <= max(256, shape.inner // 2) and _under_way(shape, block_n, block_k, stages - 1):
+            if block_k <= max(256, shape.inner // 2) and _under_way(
+                shape, block_n, block_k, stages - 1, arch
+            ):
                 found.append(Config(block_n, block_k, warps, stages, splits, early, warps))
     for block_n, block_k, warps, stages in TILES:
-        if _under_way(shape, block_n, block_k, stages) and block_k * tall <= 4096:
+        if _under_way(shape, block_n, block_k, stages, arch) and block_k * tall <= 4096:
             found.append(Config(block_n, block_k, warps, stages, splits, early))
     if max(shape.ranks) > 64:  # the parts of wide adapters need the registers
         found = [config for config in found if config.block_n < 64]
@@ -175,25 +179,37 @@ def candidates(shape: Shape, arch: int) -> list[Config]:
     return list(dict.fromkeys(found))
 
 
-def _under_way(shape: Shape, block_n: int, block_k: int, tiles: int) -> bool:
+def _under_way(shape: Shape, block_n: int, block_k: int, tiles: int, arch: int) -> bool:
     """Whether shared memory has room for so many tiles."""
-    return (block_m(shape.rows) + block_n) * block_k * shape.dtype.itemsize * tiles <= 160000
+    room = min(160000, shared_limit(arch) - 4096)
+    return (block_m(shape.rows) + block_n) * block_k * shape.dtype.itemsize * tiles <= room
 
 
 def choose(shape: Shape, device: torch.device) -> Config:
-    """The table's configuration of the nearest number of rows, or the default one.
+    """The configuration of the nearest problem that is measured and whose tiles fit, or the default one.
 
     Without tensor cores a kernel takes longer with each row: then for no more rows than it was measured with.
     """
-    table = tables.load(tables.device_name(device)) or {}
-    known = [
-        (abs(math.log2(row["tokens"] / shape.rows)), Config(**row["config"]))
-        for row in table.get("lora_decode", [])
-        if row["config"] is not None
-        and tables.agrees(row, shape.key)
-        and (not Config(**row["config"]).row or (shape.along and shape.rows <= row["tokens"]))
-    ]
-    return min(known, key=lambda item: item[0])[1] if known else default(shape, capability(device))
+    arch = capability(device)
+
+    def fits(row: Row) -> Config | None:
+        found = Config(**row["config"])
+        if found.row:
+            takes = shape.along and shape.rows <= row["tokens"] and found.block_k <= _row_step(shape, 8192)
+            return found if takes else None
+        wide = max(shape.ranks) > 64 and found.block_n >= 64  # its parts need the registers
+        under_way = found.num_stages - (found.lanes > 1)
+        room = _under_way(shape, found.block_n, found.block_k, under_way, arch)
+        if found.lanes > 1:
+            suits = shape.rows <= 16 and found.block_k <= max(256, shape.inner // 2)
+        else:
+            suits = found.block_k * block_m(shape.rows) <= 4096
+        return found if suits and room and not wide else None
+
+    found = tiles(Query("lora_decode", {**shape.key, "tokens": shape.rows}), device, fits)
+    if found is None:
+        return default(shape, arch)
+    return replace(found, splits=min(found.splits, _splits(shape, 16)))
 
 
 def register() -> None:

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 
 from ... import tables
+from ...decisions import Query, tiles
+from ...problems import Row
+from ...problems import padded as padded
 
 #: Thread blocks that fill a device, about: the number of its multiprocessors, rounded to a power of two.
 FILLS = 128
@@ -66,11 +69,6 @@ class Config:
     def to_json(self) -> dict[str, Any]:
         """As tables have it."""
         return asdict(self)
-
-
-def padded(rank: int) -> int:
-    """Columns of a tile that holds `rank` columns."""
-    return max(16, 1 << (rank - 1).bit_length())
 
 
 def beside(shape: Shape, summands: int) -> int:
@@ -130,19 +128,21 @@ def key(shape: Shape) -> dict[str, Any]:
 
 
 def measured(shape: Shape, device: torch.device) -> Config | None:
-    """The configuration of the nearest number of tokens that the table of a device has; None without one."""
-    table = tables.load(tables.device_name(device))
+    """The configuration of the nearest problem that is measured; None where none of them fits."""
     tokens = shape.rows if shape.layout == "n" else shape.inner
-    if table is None or tokens is None:
-        return None
     wanted = key(shape)
-    near = [
-        (abs(math.log2(row["tokens"] / tokens)), row["config"])
-        for row in table.get("narrow_mm", [])
-        if row["config"] is not None and tables.agrees(row, wanted)
-    ]
-    distance, found = min(near, key=lambda item: item[0], default=(math.inf, None))
-    return Config(**found) if found is not None and distance <= 1 else None
+    if tokens is None or None in wanted.values():
+        return None
+
+    def fits(row: Row) -> Config | None:
+        found = Config(**row["config"])
+        if list(row["ranks"]) != wanted["ranks"]:
+            found = replace(found, draws=False)
+        # Parts of K are two steps long at least.
+        most = max(1, (shape.inner or 0) // (2 * found.block_k))
+        return found if fitted(found, shape) == found and found.splits <= most else None
+
+    return tiles(Query("narrow_mm", {**wanted, "tokens": tokens}), device, fits)
 
 
 def splits_for(rows: int, block_m: int, inner: int | None, block_k: int) -> int:

@@ -1,14 +1,16 @@
-"""Whether linears with adapters are measured to be faster than stock's kernels."""
+"""Whether linears with adapters are expected to be faster than stock's kernels."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ... import config, tables
+from ...decisions import Decision, Query, decide
 from ...fusion import LeftToStock
+from ...operands import may_use_tf32
 from ..block_mm.heuristics import capability
 from ..block_mm.problem import size_text
 from . import narrow
@@ -135,89 +137,91 @@ def dropped_kernel(shape: Dropped, device: torch.device) -> str:
     """The kernels of a linear whose adapter is behind a dropout, for the report.
 
     Raises:
-        LeftToStock: no measurement says that they pay, and the policy asks for that.
+        LeftToStock: they are not expected to pay, and the policy asks for that.
     """
-    text = f"narrow_mm with a mask, {shape}"
-    key = {**shape.key, "masks": 1}
-    return f"{text}{_pays('lora_dropout', key, shape.tokens, str(shape), device)}"
+    query = _query("lora_dropout", {**shape.key, "masks": 1}, str(shape))
+    return f"narrow_mm with a mask, {shape}{_pays(query, shape.tokens, device)}"
 
 
 def check_dropped(shape: Dropped, device: torch.device) -> None:
     """Leave a linear that reads what a dropout has left in memory to stock, where that does not pay.
 
-    What is not measured counts as without the dropout.
-
     Raises:
-        LeftToStock: it is, and the policy asks for that.
+        LeftToStock: it is not expected to, and the policy asks for that.
     """
-    table = tables.load(tables.device_name(device))
-    if table is None or shape.tokens is None or config.policy == "always":
-        return
-    key = {**shape.key, "masks": 0}
-    known = [row for row in table.get("lora_dropout", []) if tables.agrees(row, key)]
-    if any(row["gain"] < tables.MARGIN for row in tables.bracket(known, shape.tokens)):
-        raise LeftToStock("behind a dropout it is not measured to be faster than stock at this shape")
+    try:
+        _pays(_query("lora_dropout", {**shape.key, "masks": 0}, str(shape)), shape.tokens, device)
+    except LeftToStock as miss:
+        raise LeftToStock(f"behind a dropout: {miss}") from None
 
 
 def kernel(shape: Shape, device: torch.device) -> str:
     """The kernels of linears with adapters, for the report.
 
     Raises:
-        LeftToStock: no measurement says that they pay, and the policy asks for that.
+        LeftToStock: they are not expected to pay, and the policy asks for that.
     """
-    text = f"narrow_mm and block_mm, {shape}"
-    return f"{text}{_pays('lora', shape.key, shape.tokens, str(shape), device)}"
+    pays = _pays(_query("lora", shape.key, str(shape)), shape.tokens, device)
+    return f"narrow_mm and block_mm, {shape}{pays}"
 
 
 def accumulate_kernel(shape: Accumulated, device: torch.device) -> str:
     """The kernels of a sum of adapters and what is in memory, for the report.
 
     Raises:
-        LeftToStock: no measurement says that they pay, and the policy asks for that.
+        LeftToStock: they are not expected to pay, and the policy asks for that.
     """
-    text = f"narrow_mm and lora_accumulate, {shape}"
-    return f"{text}{_pays('lora_sums', shape.key, shape.tokens, str(shape), device)}"
+    pays = _pays(_query("lora_sums", shape.key, str(shape)), shape.tokens, device)
+    return f"narrow_mm and lora_accumulate, {shape}{pays}"
 
 
 def narrow_kernel(shape: narrow.Shape, device: torch.device) -> str:
     """The kernel of a narrow product that stands alone, for the report.
 
     Raises:
-        LeftToStock: no measurement says that it pays, and the policy asks for that.
+        LeftToStock: it is not expected to pay, and the policy asks for that.
     """
     tokens = shape.inner if shape.layout == "t" else shape.rows
     text = f"{size_text(shape.rows)} x ({size_text(shape.inner)} -> {' + '.join(map(str, shape.ranks))})"
-    return f"narrow_mm, {text}{_pays('narrow_mm', narrow.key(shape), tokens, text, device)}"
+    if None in narrow.key(shape).values():
+        tokens = None
+    return f"narrow_mm, {text}{_pays(_query('narrow_mm', narrow.key(shape), text), tokens, device)}"
 
 
-def _pays(section: str, key: dict[str, Any], tokens: int | None, text: str, device: torch.device) -> str:
-    """Where the table of a device has the gain from, for the report.
+def _query(section: str, key: dict[str, Any], text: str) -> Query:
+    """A problem, with how torch multiplies float32 where some of it is."""
+    wide = "float32" in (key["dtype"], key.get("adapters"), key.get("narrow"))
+    return Query(section, {**key, "tf32": wide and may_use_tf32()}, text=text)
 
-    A row counts for its own number of tokens; two rows count for those between them where both are faster
-    than stock and not further apart than a factor of `tables.BRACKET`.
-    """
+
+def _pays(query: Query, tokens: int | None, device: torch.device) -> str:
+    """Where the gain is known from, for the report."""
     if capability(device) < 80:
         raise LeftToStock("the device is older than compute capability 8.0")
-    try:
-        return f", {_gain(section, key, tokens, text, device):.2f}x measured"
-    except LeftToStock:
-        if config.policy != "always":
-            raise
+    if tokens is None:
+        decision = Decision(
+            None, reason="the number of rows is symbolic: what pays for one may not for another"
+        )
+    else:
+        decision = min(
+            (decide(one.at(tokens), device) for one in _between(query)),
+            key=lambda found: found.lower if found.kernel is not None else 0.0,
+        )
+    if decision.kernel is not None:
+        return f", {decision.note}"
+    if config.policy != "always":
+        raise LeftToStock(decision.reason)
     return ", not measured"
 
 
-def _gain(section: str, key: dict[str, Any], tokens: int | None, text: str, device: torch.device) -> float:
-    name = tables.device_name(device)
-    table = tables.load(name)
-    if table is None:
-        raise LeftToStock(f"no measurements for the device {name}")
-    if tokens is None:
-        raise LeftToStock("the number of rows is symbolic: what pays for one may not pay for another")
-    known = [row for row in table.get(section, []) if tables.agrees(row, key)]
-    around = tables.bracket(known, tokens)
-    if not around:
-        raise LeftToStock(f"not measured on {name}: {text}")
-    gain = min(float(row["gain"]) for row in around)
-    if gain < tables.MARGIN:
-        raise LeftToStock(f"not measured to be faster than stock on {name} at this shape")
-    return gain
+def _between(query: Query) -> list[Query]:
+    """The problems between which one lies that is not measured: each must pay.
+
+    With TF32, stock takes no less for adapters of float32 than for those of 16 bits, and no more than
+    without.
+    """
+    if not query.row["tf32"]:
+        return [query]
+    name = "narrow" if query.section == "narrow_mm" else "adapters"
+    exact = {**query.row, "tf32": False}
+    return [replace(query, row=exact), replace(query, row={**exact, name: query.row["dtype"]})]

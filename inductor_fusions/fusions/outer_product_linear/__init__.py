@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ... import config, tables
+from ...decisions import Query, decide
 from ...derivatives import check_operation
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected
 from ...keeping import Keeping
@@ -147,12 +148,12 @@ def measured(out: torch.Tensor, operands: list[Any]) -> str:
         raise LeftToStock("the number of rows is symbolic")
     wanted = {
         "dtype": tables.dtype_name(out.dtype), "train": any(t.requires_grad for t in operands),
-        "p": u.shape[1], "q": v.shape[1], "columns": columns,
+        "p": u.shape[1], "q": v.shape[1], "columns": columns, "rows": rows,
     }  # fmt: skip
-    verdict, _ = tables.nearest("outer_product_linear", out.device, wanted, "rows", rows)
-    if verdict.kernel is None:
-        raise LeftToStock(verdict.reason)
-    return verdict.note
+    decision = decide(Query("outer_product_linear", wanted), out.device)
+    if decision.kernel is None:
+        raise LeftToStock(decision.reason)
+    return f", {decision.note}"
 
 
 FUSION = Fusion(

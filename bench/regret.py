@@ -1,0 +1,185 @@
+"""What the decisions lose where nothing is measured: parts of the tables are left out, and estimated.
+
+    python -m bench.regret                      # one width left out, in every section; one shape of attention
+    python -m bench.regret --device nvidia_h100 # rows of other devices alone, as for this one
+    python -m bench.regret --json bench/results/regret_cpu.json
+
+No device is needed. Of each row: is a kernel chosen without the rows of its width, and what does it gain?
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from bench.common import Json
+from inductor_fusions import config, tables
+from inductor_fusions.decisions import Query, decide, devices
+from inductor_fusions.problems import SECTIONS, Row, has_adapters
+from inductor_fusions.tables import MARGIN, Table
+
+#: A row that is chosen and slower than this counts.
+SLOW, SLOWER = 0.98, 0.95
+#: What `width` of a row of each section is left out together.
+WIDTHS: dict[str, Callable[[Row], Hashable]] = {
+    "attention": lambda row: (row["batch"] * row["heads"], row["q_len"], row["kv_len"], row["head_dim"]),
+    "block_mm": lambda row: (str(row["n"]), str(row["k"]), str(row["m"])),
+    "lora": lambda row: (str(row["inner"]), str(row["outer"])),
+    "lora_sums": lambda row: (str(row["inner"]), row["columns"]),
+    "lora_dropout": lambda row: (row["inner"], row["outer"]),
+    "narrow_mm": lambda row: row["width"],
+    "dot_interaction": lambda row: (row["features"], row["width"]),
+    "outer_product_linear": lambda row: (row["p"], row["q"], row["columns"], row["rows"]),
+}
+
+
+@dataclass
+class Loss:
+    """What was lost in a section.
+
+    Attributes:
+        rows, chosen: how many there are, and how many of them a kernel was chosen for.
+        best, kept: the logarithms of all gains from `MARGIN` on, and of those that the chosen kernels have.
+        slow, slower: how many chosen ones are below `SLOW` and `SLOWER` of stock.
+        worst: the least gain of them.
+    """
+
+    rows: int = 0
+    chosen: int = 0
+    best: float = 0.0
+    kept: float = 0.0
+    slow: int = 0
+    slower: int = 0
+    worst: float = math.inf
+
+    def add(self, gains: dict[str, float], kernel: str | None) -> None:
+        """Count a row that has these gains, for which a kernel was chosen."""
+        self.rows += 1
+        most = max(gains.values())
+        self.best += math.log(most) if most >= MARGIN else 0.0
+        if kernel is not None:
+            gain = max(gains[kernel], 0.05)
+            self.chosen += 1
+            self.kept += math.log(gain)
+            self.slow, self.slower = self.slow + (gain < SLOW), self.slower + (gain < SLOWER)
+            self.worst = min(self.worst, gain)
+
+    def to_json(self) -> Json:
+        """Rounded, with the share of the gain that is kept."""
+        worst = round(self.worst, 3) if self.chosen else None
+        return {
+            "rows": self.rows, "chosen": self.chosen,
+            "kept": round(self.kept / self.best, 4) if self.best else None,
+            "below_0.98": self.slow, "below_0.95": self.slower, "worst": worst,
+        }  # fmt: skip
+
+
+def gains(section: str, row: Row) -> dict[str, float]:
+    """What a row says each kernel gains; {} of rows that are of tiles alone."""
+    gain = row.get("gain")
+    if gain is None or not SECTIONS[section].gains or (section == "block_mm" and has_adapters(row)):
+        return {}
+    return dict(gain) if isinstance(gain, dict) else {section: float(gain)}
+
+
+def widths_left_out(table: Table, name: str) -> dict[str, Loss]:
+    """Of each section, every width estimated from the others."""
+    found: dict[str, Loss] = {}
+    device = torch.device("cuda" if name != "cpu" else "cpu")
+    for section, width in WIDTHS.items():
+        rows = [row for row in table.get(section, ()) if gains(section, row)]
+        for left_out in dict.fromkeys(map(width, rows)):
+            kept = [row for row in table[section] if width(row) != left_out]
+            with only({name: Table({**table, section: kept})}, name):
+                for row in rows:
+                    if width(row) == left_out:
+                        found.setdefault(section, Loss()).add(*outcome(section, row, device))
+    return found
+
+
+def from_others(table: Table, name: str, device: str) -> dict[str, Loss]:
+    """Of each section, every row decided for another device without rows of its own.
+
+    The gains are those of the table's device: how far the two are apart is not in it.
+    """
+    found: dict[str, Loss] = {}
+    with only({name: table}, device):
+        for section in WIDTHS:
+            for row in table.get(section, ()):
+                if gains(section, row):
+                    found.setdefault(section, Loss()).add(*outcome(section, row, torch.device("cuda")))
+    return found
+
+
+def outcome(section: str, row: Row, device: torch.device) -> tuple[dict[str, float], str | None]:
+    """The gains of a row, and the kernel that is decided on for its problem."""
+    kernels = gains(section, row)
+    measured = SECTIONS[section].measured
+    problem = {name: value for name, value in row.items() if name not in measured}
+    return kernels, decide(Query(section, problem, tuple(kernels)), device).kernel
+
+
+def only(found: dict[str, Table], name: str) -> Any:
+    """Inside, these are the tables, and a device of this name is asked for."""
+    stack = mock.patch.multiple(
+        tables, load=found.get, names=lambda: sorted(found), device_name=lambda device: name
+    )
+    return _both(stack, mock.patch.object(devices, "hardware", lambda device: devices.known(name)))
+
+
+class _both:
+    def __init__(self, *managers: Any) -> None:
+        self.managers = managers
+
+    def __enter__(self) -> None:
+        for manager in self.managers:
+            manager.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        for manager in reversed(self.managers):
+            manager.__exit__(*raised)
+
+
+def measure(names: list[str], device: str) -> Iterator[tuple[str, str, Loss]]:
+    """(what was left out, section, loss)."""
+    for name in names:
+        table = tables.load(name)
+        assert table is not None
+        with config.patch(estimate=True, policy="profitable"):
+            if device:
+                what, found = f"{device} with the rows of {name}", from_others(table, name, device)
+            else:
+                what, found = f"{name}, one width left out", widths_left_out(table, name)
+        yield from ((what, section, loss) for section, loss in found.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--table", action="append", help="a table's name; all by default")
+    parser.add_argument("--device", default="", help="decide for this device, from the tables of others")
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    arguments = parser.parse_args()
+    names = arguments.table or [n for n in tables.names() if not arguments.device or n != "cpu"]
+    found: dict[str, dict[str, Json]] = {}
+    print(f"{'section':22} {'rows':>5} {'chosen':>6} {'kept':>7} {'<0.98':>6} {'<0.95':>6} {'worst':>6}")
+    for what, section, loss in measure(names, arguments.device):
+        if what not in found:
+            print(what)
+        row = found.setdefault(what, {})[section] = loss.to_json()
+        print(f"{section:22} " + " ".join(f"{value!s:>6}" for value in row.values()))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"schema": 1, "left_out": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""One answer to one question: which kernel for this problem on this device, and how do we know?
+
+The only reader of the gains and of the tiles in the tables.
+"""
+
+from .attention import attention, flex_backward, flex_options
+from .deciding import Decision, Query, bracket, decide, decide_for_all, tiles
+
+__all__ = [
+    "Decision",
+    "Query",
+    "attention",
+    "bracket",
+    "decide",
+    "decide_for_all",
+    "flex_backward",
+    "flex_options",
+    "tiles",
+]

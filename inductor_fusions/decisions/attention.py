@@ -1,0 +1,123 @@
+"""Attention: which kernel, and the tiles of flex attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from .. import tables
+from ..problems import SECTIONS, Row, half
+from .deciding import Decision, Query, decide
+from .devices import sources
+from .estimating import distance
+
+#: Rows further than this say nothing of the tiles of a backward in chunks.
+REACH = 3.0
+
+
+def attention(
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    mask: str,
+    train: bool,
+    batch_heads: int,
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    candidates: Sequence[str],
+    tf32: bool = False,
+) -> Decision:
+    """Whether an attention of this shape pays on this device, and as which kernel.
+
+    Args:
+        device: where it runs.
+        dtype: dtype of q, k and v.
+        mask: "none", "causal", "pad" (varies over keys), "bias_batch" (and queries), "bias" (and heads),
+            "bias_full" (and the batch); the last two end in "_grad" where the mask takes a gradient. Or a
+            class that flex attention is told, such as "causal+window", "causal+pad", "tanh causal", or
+            "alibi causal+pad" where a bias of each key is beside it.
+        train: whether there is a backward.
+        batch_heads, q_len, kv_len, head_dim: sizes; batch times heads of q.
+        candidates: kernels that take it.
+        tf32: whether torch may multiply float32 as TF32.
+    """
+    row = _row(dtype, batch_heads, q_len, kv_len, head_dim)
+    row |= {"mask": mask, "train": train, "tf32": tf32 and dtype == torch.float32}
+    text = f"{tables.dtype_name(dtype)}, mask {mask}, shapes like this"
+    return decide(Query("attention", row, tuple(candidates), text), device)
+
+
+def flex_options(
+    *, device: torch.device, dtype: torch.dtype, mask: str, batch_heads: int, q_len: int, kv_len: int,
+    head_dim: int,
+) -> dict[str, int]:  # fmt: skip
+    """The tiles of flex attention that are measured to be fastest near a shape: its `kernel_options`.
+
+    Those of the forward are named `fwd_...`, those of the backward `bwd_...`. They fit the shared memory of
+    a device for one head dim and dtype, so only rows that agree in these count, of devices of one compute
+    capability. The nearest one decides: without options in it, Inductor's own tiles were faster.
+
+    Args:
+        device, dtype, mask, batch_heads, q_len, kv_len, head_dim: as in `attention`.
+    """
+    wanted = _row(dtype, batch_heads, q_len, kv_len, head_dim)
+    for rows in _rows(device, wanted, "options"):
+        near = sorted(rows, key=lambda row: (row["mask"] != mask, _apart(wanted, row)))
+        found: dict[str, int] = {}
+        for train in (False, True):  # the forward is searched in inference, the backward in training
+            found.update(next((row["options"] for row in near if row["train"] == train), {}))
+        if near:
+            return found
+    return {}
+
+
+def flex_backward(
+    *, device: torch.device, dtype: torch.dtype, batch_heads: int, q_len: int, kv_len: int, head_dim: int,
+    visible: float,
+) -> int:  # fmt: skip
+    """Into chunks of how many queries the backward of flex attention is cut; 0: its own template is faster.
+
+    Args:
+        device, dtype, batch_heads, q_len, kv_len, head_dim: as in `attention`.
+        visible: the share of the scores that the mask leaves, between 0 and 1.
+    """
+    wanted = _row(dtype, batch_heads, q_len, kv_len, head_dim)
+    for rows in _rows(device, wanted, "gemm_backward"):
+        near = [
+            (_apart(wanted, row) + abs(math.log2(max(visible, 1e-3) / row["visible"])), row["gemm_backward"])
+            for row in rows
+        ]
+        away, chunk = min(near, default=(math.inf, 0))
+        if near:
+            return int(chunk) if away <= REACH else 0
+    return 0
+
+
+def _row(dtype: torch.dtype, batch_heads: int, q_len: int, kv_len: int, head_dim: int) -> dict[str, object]:
+    return {
+        "batch": batch_heads, "heads": 1, "q_len": max(q_len, 1), "kv_len": max(kv_len, 1),
+        "head_dim": head_dim, "dtype": tables.dtype_name(dtype),
+    }  # fmt: skip
+
+
+def _rows(device: torch.device, wanted: Row, column: str) -> Iterator[list[Row]]:
+    """The rows with a column for a head dim and dtype: of the device, then of those with its capability."""
+    for some in sources(device):
+        yield [
+            item.row
+            for source in some
+            if source.is_alike
+            for item in source.table.rows("attention")
+            if column in item.row
+            and item.row["head_dim"] == wanted["head_dim"]
+            and half(item.row["dtype"]) == half(wanted["dtype"])
+        ]
+
+
+def _apart(a: Row, b: Row) -> float:
+    section = SECTIONS["attention"]
+    one, other = ([math.log2(size) for size in section.sizes(row)] for row in (a, b))
+    return distance(one, other, section.weights)

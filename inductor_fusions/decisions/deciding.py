@@ -1,0 +1,257 @@
+"""Which kernel a problem gets on a device, how much faster than stock it is, and how that is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from .. import config, tables
+from ..problems import SECTIONS, Row
+from ..tables import MARGIN, Measured
+from .devices import Source, carried, sources
+from .estimating import REACH, Estimate, distance, estimate
+
+Found = TypeVar("Found")
+
+#: How far apart two measured numbers of tokens may be for one between them to count as measured.
+BRACKET = 8
+#: Of a symbolic number of tokens those are looked at that are up to so many doublings from the hint.
+RANGE = 4
+
+
+@dataclass(frozen=True)
+class Query:
+    """A problem that is asked for.
+
+    Attributes:
+        section: the kind of problem.
+        row: its columns, as a row has them.
+        kernels: those that take it.
+        text: for reports.
+    """
+
+    section: str
+    row: Mapping[str, Any]
+    kernels: tuple[str, ...] = ()
+    text: str = ""
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """The kernels: that which the section is named after, where there is no other."""
+        return self.kernels or (self.section,)
+
+    def at(self, tokens: int) -> Query:
+        """The same problem for another number of tokens."""
+        return replace(self, row={**self.row, SECTIONS[self.section].along: tokens})
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a problem gets.
+
+    Attributes:
+        kernel: to emit; None: stock's own.
+        source: how that is known.
+        gain, lower: how many times faster than stock it is expected to be, and is at least.
+        rows: what was measured, the nearest first.
+        device: on which rows were measured, where it was another one.
+        reason: why it is stock.
+    """
+
+    kernel: str | None
+    source: Literal["measured", "estimated", "another device", "stock"] = "stock"
+    gain: float = 1.0
+    lower: float = 1.0
+    rows: tuple[Row, ...] = ()
+    device: str = ""
+    reason: str = ""
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is a row of this very problem on this device."""
+        return self.source == "measured"
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was measured that says something of the problem."""
+        return self.source != "stock"
+
+    @property
+    def note(self) -> str:
+        """Where it comes from, for reports."""
+        if self.source == "measured":
+            return f"{self.gain:.2f}x measured"
+        count = f"{len(self.rows)} measurement{'s' * (len(self.rows) != 1)}"
+        where = f" on {self.device}" if self.device else ""
+        says = f"expected {self.gain:.2f}x, at least {self.lower:.2f}x"
+        return f"estimated from {count}{where or ' nearby'} ({says})"
+
+
+def decide(query: Query, device: torch.device) -> Decision:
+    """The kernel for a problem on a device.
+
+    A row of the problem decides. Where it lies between two rows that differ in the number of tokens alone,
+    both must be faster than stock. Else it is estimated from rows nearby, then from those of other devices,
+    and the lower end of the estimate must be no slower than stock.
+    """
+    name, known = tables.device_name(device), False
+    found_any = False
+    for some in sources(device):
+        found_any = found_any or bool(some)
+        for source in some:
+            found = _measured(query, source) if source.is_own else None
+            if found is not None:
+                return found
+        if not config.estimate:
+            break
+        decision, seen = _estimated(query, some)
+        if decision is not None:
+            return decision
+        known = known or seen
+        # Rows of the device itself say more than those of others.
+        if seen and any(source.is_own for source in some):
+            break
+    if known:
+        reason = f"not expected to be faster than stock on {name} at this shape"
+        return Decision(None, "estimated", reason=reason)
+    if not found_any:
+        return Decision(None, reason=f"no measurements for the device {name}")
+    return Decision(None, reason=f"not measured on {name}, nor near it{query.text and f': {query.text}'}")
+
+
+def decide_for_all(query: Query, low: int, hint: int, high: int, device: torch.device) -> Decision:
+    """The decision for a symbolic number of tokens, where it is one for all that are likely.
+
+    Args:
+        query: the problem.
+        low, high: the range that is known.
+        hint: how many there are now.
+        device: where it runs.
+    """
+    decision = decide(query.at(hint), device)
+    if decision.kernel is None:
+        return decision
+    steps = [hint << step if step >= 0 else hint >> -step for step in range(-RANGE, RANGE + 1)]
+    for tokens in (max(low, steps[0]), *steps, min(high, steps[-1])):
+        if not (max(1, low) <= tokens <= high) or tokens == hint:
+            continue
+        other = decide(query.at(tokens), device)
+        if other.kernel != decision.kernel:
+            reason = f"the number of rows is symbolic, and {tokens} rows would be left to stock"
+            return Decision(None, reason=reason)
+        if other.lower < decision.lower:
+            decision = other
+    return decision
+
+
+def tiles(query: Query, device: torch.device, fits: Callable[[Row], Found | None]) -> Found | None:
+    """The tiles of the nearest row whose tiles fit a problem; None: no row has such.
+
+    Args:
+        query: the problem.
+        device: where it runs.
+        fits: what the configuration of a row becomes, or None where it does not fit.
+    """
+    for some in sources(device):
+        near = [
+            (apart, source.table.rows(query.section)[index].row)
+            for source, apart, index in _near(query, [source for source in some if source.is_alike])
+        ]
+        for apart, row in sorted(near, key=lambda item: item[0]):
+            found = fits(row) if row["config"] is not None and apart <= REACH else None
+            if found is not None:
+                return found
+    return None
+
+
+# -- rows of the problem itself ------------------------------------------------------------------------------
+
+
+def bracket(rows: Sequence[Found], tokens: int, of: Callable[[Found], int]) -> list[Found]:
+    """The rows next to a number of tokens, below and above; none where one is missing or far away."""
+    below = [row for row in rows if of(row) <= tokens]
+    above = [row for row in rows if of(row) >= tokens]
+    if not below or not above:
+        return []
+    low, high = max(below, key=of), min(above, key=of)
+    return [low, high] if of(high) <= BRACKET * of(low) else []
+
+
+def _measured(query: Query, source: Source) -> Decision | None:
+    """What rows of the problem itself say; None where there is none."""
+    section = SECTIONS[query.section]
+    key = section.key(query.row)
+    rows = [item for item in source.table.rows(query.section) if item.key == key and item.gains]
+    if section.along:
+        rows = bracket(rows, query.row[section.along], lambda item: int(item.row[section.along]))
+    gains = {
+        kernel: min(found)
+        for kernel in query.candidates
+        if (found := [item.gains[kernel] for item in rows if kernel in item.gains])
+    }
+    if not gains:
+        return None
+    best = max(gains, key=lambda kernel: gains[kernel])
+    shown = tuple(item.row for item in rows)
+    if gains[best] < MARGIN:
+        reason = f"not measured to be faster than stock on {source.name} at this shape"
+        return Decision(None, "measured", gains[best], gains[best], shown, reason=reason)
+    return Decision(best, "measured", gains[best], gains[best], shown)
+
+
+# -- rows of others ------------------------------------------------------------------------------------------
+
+
+def _near(query: Query, some: Sequence[Source]) -> Iterator[tuple[Source, float, int]]:
+    """Of each row that is like the problem: its source, its distance, and its number."""
+    section = SECTIONS[query.section]
+    same, sizes = section.same(query.row), [math.log2(size) for size in section.sizes(query.row)]
+    for source in some:
+        wanted = [*sizes[:-1], sizes[-1] + source.shift]
+        for index, item in enumerate(source.table.rows(query.section)):
+            if item.same == same:
+                yield source, distance(wanted, item.logs, section.weights), index
+
+
+def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, bool]:
+    """The kernel whose lower end is best, where it pays; and whether there were rows at all."""
+    near = list(_near(query, some))
+    best: tuple[str, Estimate] | None = None
+    seen = False
+    items: dict[str, list[tuple[Source, Measured]]] = {}
+    for kernel in query.candidates:
+        found: list[tuple[float, float, int]] = []
+        items[kernel], doubt = [], 0.0
+        for source, apart, index in near:
+            item = source.table.rows(query.section)[index]
+            gain = item.gains.get(kernel)
+            rule = None if gain is None else carried(source, query.section, kernel, item.row)
+            if gain is None or rule is None:
+                continue
+            # A kernel that was wrong at a shape has a gain of 0: none near it either.
+            log = math.log(max(gain, 1e-3))
+            found.append((apart, rule.of(log), len(items[kernel])))
+            items[kernel].append((source, item))
+            doubt = max(doubt, rule.doubt)
+        at = [entry for entry in found if entry[0] == 0.0]
+        guess = estimate(at or found, doubt)
+        if guess is None:
+            continue
+        seen = True
+        pays = guess.mean >= math.log(MARGIN) and guess.lower >= 0.0
+        if pays and (best is None or guess.lower > best[1].lower):
+            best = kernel, guess
+    if best is None:
+        return None, seen
+    kernel, guess = best
+    chosen = [items[kernel][number] for number in guess.rows]
+    own = all(source.is_own for source, _ in chosen)
+    device = "" if own else chosen[0][0].name
+    return Decision(
+        kernel, "estimated" if own else "another device", math.exp(guess.mean), math.exp(guess.lower),
+        tuple(item.row for _, item in chosen), device,
+    ), True  # fmt: skip

@@ -1,0 +1,170 @@
+"""Whose measurements count for a device: its own, and what carries over from others."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .. import tables
+from ..problems import FEW_ROWS, SINGLE_ROWS, Row
+from ..tables import Table
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What kernels depend on.
+
+    Attributes:
+        capability: compute capability (major, minor).
+        multiprocessors: their number.
+        bandwidth: of the device memory in GB/s; 0 where it is not known.
+    """
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    bandwidth: int = 0
+
+
+#: Devices by the beginning of their names, of which the first that fits counts.
+KNOWN: dict[str, Hardware] = {
+    "nvidia_h200": Hardware((9, 0), 132, 4800),
+    "nvidia_gh200": Hardware((9, 0), 132, 4000),
+    "nvidia_h100_pcie": Hardware((9, 0), 114, 2000),
+    "nvidia_h100_nvl": Hardware((9, 0), 132, 3900),
+    "nvidia_h100": Hardware((9, 0), 132, 3350),
+    "nvidia_a100_sxm4_40gb": Hardware((8, 0), 108, 1555),
+    "nvidia_a100_pcie_40gb": Hardware((8, 0), 108, 1555),
+    "nvidia_a100": Hardware((8, 0), 108, 2039),
+    "nvidia_a10g": Hardware((8, 6), 80, 600),
+    "nvidia_a40": Hardware((8, 6), 84, 696),
+    "nvidia_l40s": Hardware((8, 9), 142, 864),
+    "nvidia_l40": Hardware((8, 9), 142, 864),
+    "nvidia_l4": Hardware((8, 9), 58, 300),
+    "nvidia_geforce_rtx_4090": Hardware((8, 9), 128, 1008),
+    "nvidia_b200": Hardware((10, 0), 148, 8000),
+    "nvidia_geforce_rtx_5090": Hardware((12, 0), 170, 1792),
+}
+#: Compute capability from which there are kernels of ours.
+OLDEST = (8, 0)
+
+
+def known(name: str) -> Hardware | None:
+    """What is known of a device by its name."""
+    # A part of one (a MIG slice) has fewer multiprocessors than its name says.
+    if re.search(r"_mig_", name):
+        return None
+    return next((found for start, found in KNOWN.items() if re.match(rf"{start}(_|$)", name)), None)
+
+
+def hardware(device: torch.device) -> Hardware | None:
+    """What a device is; None for one that is no NVIDIA GPU."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    named = known(tables.device_name(device))
+    try:
+        capability = torch.cuda.get_device_capability(device)
+        processors = int(torch.cuda.get_device_properties(device).multi_processor_count)
+    except (AssertionError, RuntimeError):
+        return named  # it is not in this machine, for which code is compiled elsewhere
+    return Hardware(capability, processors, named.bandwidth if named is not None else 0)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A table whose rows count for a device.
+
+    Attributes:
+        name: of its device.
+        table: the rows.
+        whose, of: the device of the table, and the one that is asked for; None where it is that one.
+    """
+
+    name: str
+    table: Table
+    whose: Hardware | None = None
+    of: Hardware | None = None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it was measured on this very device."""
+        return self.of is None
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether kernels that were tuned there are compiled alike, and fit."""
+        return self.whose is None or self.of is None or self.whose.capability == self.of.capability
+
+    @property
+    def shift(self) -> float:
+        """By how many doublings fewer tokens fill the device of the table."""
+        if self.whose is None or self.of is None:
+            return 0.0
+        return math.log2(self.whose.multiprocessors / self.of.multiprocessors)
+
+
+def sources(device: torch.device) -> Iterator[list[Source]]:
+    """The tables that count for a device: its own; those of devices of its capability; others."""
+    name = tables.device_name(device)
+    own = tables.load(name)
+    if own is not None:
+        yield [Source(name, own if isinstance(own, Table) else Table(own))]
+    of = hardware(device)
+    if of is None or of.capability < OLDEST:
+        return
+    others = []
+    for other in tables.names():
+        whose = known(other)
+        table = tables.load(other) if whose is not None and other != name else None
+        if table is not None:
+            others.append(Source(other, table if isinstance(table, Table) else Table(table), whose, of))
+    yield [source for source in others if source.is_alike]
+    yield [source for source in others if not source.is_alike]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What is left of the logarithm of a gain on another device: a `share`, `less`, and how unsure it is."""
+
+    share: float = 1.0
+    less: float = 0.0
+    doubt: float = 0.0
+
+    def of(self, log: float) -> float:
+        """The logarithm there; a loss is not smaller."""
+        return (self.share if log > 0 else 1.0) * log - self.less
+
+
+#: Of a device with the same kernels: for itself, for each doubling of multiprocessors and of bandwidth.
+_ALIKE, _PROCESSORS, _BANDWIDTH = 0.03, 0.1, 0.03
+#: cuDNN, which SDPA takes on 9.0, is up to 2.3 times as fast as the flash attention that others have.
+_FLASH = math.log(2.3)
+
+
+def carried(source: Source, section: str, kernel: str, row: Row) -> Carried | None:
+    """What a row of another device says; None: nothing.
+
+    Between compute capabilities only what follows from traffic carries over: an attention that does not
+    write out its scores, products with narrow matrices, which read the large one once, and weights that are
+    read once for a few rows. Block GEMMs do not: how close the library comes to the limit differs.
+    """
+    whose, of = source.whose, source.of
+    if whose is None or of is None:
+        return Carried()
+    if source.is_alike:
+        doubt = _ALIKE + _PROCESSORS * abs(source.shift)
+        if whose.bandwidth and of.bandwidth:
+            doubt += _BANDWIDTH * abs(math.log2(whose.bandwidth / of.bandwidth))
+        return Carried(0.95, 0.0, doubt)
+    if section == "attention":
+        # cuDNN's causal bias is told by name, and tiles of flex attention were searched.
+        less = {"sdpa": _FLASH, "efficient": 0.3, "flex": 0.5, "short": 0.3}.get(kernel)
+        return None if less is None else Carried(1.0, less, 0.15)
+    memory = section in ("lora_sums", "lora_dropout", "narrow_mm")
+    few = section == "lora" and row["tokens"] <= FEW_ROWS
+    single = section == "block_mm" and row["tokens"] <= SINGLE_ROWS
+    single = single and (row.get("config") or {"template": "row"})["template"] == "row"
+    return Carried(0.5, 0.0, 0.1) if memory or few or single else None

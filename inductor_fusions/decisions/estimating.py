@@ -1,0 +1,65 @@
+"""What is measured near a problem says of it: an expected gain, and how sure that is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+#: Rows that an estimate is made of, at most: the nearest ones.
+NEAREST = 3
+#: Rows further than this say nothing: weighted doublings of all sizes together.
+REACH = 6.0
+#: A row counts by 1 / (SOFTEN + its distance).
+SOFTEN = 0.25
+#: Doubt of an estimate as a standard deviation of the logarithm: of a row itself, and for each doubling.
+DOUBT, DOUBT_EACH = 0.02, 0.02
+#: How many standard deviations the lower end is below what is expected.
+BELOW = 1.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of the logarithm of a gain.
+
+    Attributes:
+        mean: what is expected.
+        doubt: the standard deviation of that.
+        rows: the numbers of the rows that it is made of, the nearest first.
+        distance: of the nearest row.
+    """
+
+    mean: float
+    doubt: float
+    rows: tuple[int, ...]
+    distance: float
+
+    @property
+    def lower(self) -> float:
+        """The lower end."""
+        return self.mean - BELOW * self.doubt
+
+
+def distance(a: Sequence[float], b: Sequence[float], weights: Sequence[float]) -> float:
+    """How far two problems are apart: weighted doublings."""
+    return sum(w * abs(x - y) for w, x, y in zip(weights, a, b, strict=True))
+
+
+def estimate(near: Iterable[tuple[float, float, int]], further: float = 0.0) -> Estimate | None:
+    """The estimate from rows.
+
+    Args:
+        near: of each row: its distance, the logarithm of its gain, its number.
+        further: what is in doubt besides, as a standard deviation.
+    """
+    found = sorted(item for item in near if item[0] <= REACH)[:NEAREST]
+    if not found:
+        return None
+    weights = [1 / (SOFTEN + apart) for apart, _, _ in found]
+    total = sum(weights)
+    mean = sum(w * gain for w, (_, gain, _) in zip(weights, found, strict=True)) / total
+    away = sum(w * apart for w, (apart, _, _) in zip(weights, found, strict=True)) / total
+    spread = sum(w * (gain - mean) ** 2 for w, (_, gain, _) in zip(weights, found, strict=True)) / total
+    # One row does not show how much they differ.
+    own = (DOUBT + DOUBT_EACH * away) ** 2 * (1 + 1 / len(found))
+    return Estimate(mean, math.sqrt(spread + own + further**2), tuple(n for _, _, n in found), found[0][0])

@@ -1,0 +1,391 @@
+"""The kinds of problems that tables have rows of: their columns, what rows must agree in, and their sizes.
+
+One definition of each section is used by whoever checks a table, reads it, estimates between its rows, and
+reports. A row is a JSON object; a problem that is asked for is one with the same columns, but for what was
+measured.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Row = Mapping[str, Any]
+Check = Callable[[Any], bool]
+
+#: Columns that a tile needs at least: ranks up to it are computed, and read, as it is.
+NARROWEST = 16
+#: Rows up to which linears with adapters are a pair of kernels that read each weight once.
+FEW_ROWS = 64
+#: Rows up to which kernels multiply without tensor cores.
+SINGLE_ROWS = 4
+
+
+def padded(rank: int) -> int:
+    """Columns of a tile that holds `rank` columns."""
+    return max(NARROWEST, 1 << (rank - 1).bit_length())
+
+
+# -- checks of a column -----------------------------------------------------------------------------------
+
+
+def is_size(value: Any) -> bool:
+    """A positive integer."""
+    return type(value) is int and value > 0
+
+
+def is_count(value: Any) -> bool:
+    """An integer that is not negative."""
+    return type(value) is int and value >= 0
+
+
+def is_gain(value: Any) -> bool:
+    """A finite number that is not negative."""
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+
+
+def is_text(value: Any) -> bool:
+    """A string."""
+    return type(value) is str
+
+
+def is_flag(value: Any) -> bool:
+    """True or False."""
+    return type(value) is bool
+
+
+def is_dtype(value: Any) -> bool:
+    """The name of a dtype that there are kernels for."""
+    return value in ("float16", "bfloat16", "float32")
+
+
+def is_tile(value: Any) -> bool:
+    """The side of a tile: a power of two, or three times one."""
+    return is_size(value) and value <= 8192 and bin(value // 3 if value % 3 == 0 else value).count("1") == 1
+
+
+def is_layout(value: Any) -> bool:
+    """How a matrix lies: in order ("n") or transposed ("t")."""
+    return value in ("n", "t")
+
+
+def list_of(check: Check, least: int = 1) -> Check:
+    """A list whose elements pass a check."""
+    return lambda value: type(value) is list and len(value) >= least and all(map(check, value))
+
+
+def maybe(check: Check) -> Check:
+    """None, or what passes a check."""
+    return lambda value: value is None or check(value)
+
+
+def object_of(must: Mapping[str, Check], may: Mapping[str, Check] | None = None) -> Check:
+    """An object with these columns, and no others."""
+    known = {**must, **(may or {})}
+
+    def check(value: Any) -> bool:
+        return (
+            type(value) is dict
+            and must.keys() <= value.keys() <= known.keys()
+            and all(known[name](item) for name, item in value.items())
+        )
+
+    return check
+
+
+_WARPS: Mapping[str, Check] = {
+    "num_warps": lambda value: value in (1, 2, 4, 8, 16, 32),
+    "num_stages": lambda value: is_size(value) and value <= 16,
+}
+_BLOCK_MM = object_of(
+    {
+        "template": lambda value: value in ("tiled", "persistent", "row"),
+        "block_m": is_tile, "block_n": is_tile, "block_k": is_tile, **_WARPS,
+    },
+    {"group_m": is_size, "subtiles": is_tile, "per_processor": is_size, "across": is_flag},
+)  # fmt: skip
+_NARROW = object_of({"block_m": is_tile, "block_k": is_tile, "splits": is_size, **_WARPS}, {"draws": is_flag})
+_ACCUMULATE = object_of({"block_m": is_tile, "block_n": is_tile, "num_warps": _WARPS["num_warps"]})
+_DECODE = object_of(
+    {"block_n": is_tile, "block_k": is_tile, **_WARPS, "splits": is_size, "early": is_flag},
+    {"lanes": is_size},
+)
+
+
+def _is_options(value: Any) -> bool:
+    """Tiles of flex attention: "fwd_BLOCK_M", "bwd_num_warps"."""
+    return type(value) is dict and all(
+        is_text(name) and re.fullmatch(r"(fwd|bwd)_\w+", name) is not None and is_size(item)
+        for name, item in value.items()
+    )
+
+
+KERNELS = ("sdpa", "efficient", "flex", "row_bias", "short")
+
+
+def _is_gains(value: Any) -> bool:
+    return type(value) is dict and all(name in KERNELS and is_gain(gain) for name, gain in value.items())
+
+
+# -- sections ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Section:
+    """One kind of problem.
+
+    Attributes:
+        name: of the list in a table.
+        columns: that say which problem a row is of: name -> check.
+        may: likewise, where a row may leave them out: name -> (check, what it means then).
+        measured: columns of what was measured, which a problem that is asked for has not.
+        needed: those of them that every row has.
+        same: what two problems must agree in to be alike at all.
+        sizes: positive numbers by whose ratios problems are apart; the number of tokens is the last one.
+        weights: how much a doubling of each counts.
+        along: the column with the number of tokens, rows or samples.
+        gains: whether rows say what a kernel gained; else they have tiles alone.
+    """
+
+    name: str
+    columns: Mapping[str, Check]
+    same: Callable[[Row], tuple[Hashable, ...]]
+    sizes: Callable[[Row], tuple[float, ...]]
+    weights: tuple[float, ...]
+    along: str = "tokens"
+    may: Mapping[str, tuple[Check, Any]] = field(default_factory=dict)
+    measured: Mapping[str, Check] = field(default_factory=dict)
+    needed: tuple[str, ...] = ()
+    gains: bool = True
+
+    def check(self, row: Any) -> None:
+        """Refuse what is no row of this section.
+
+        Raises:
+            ValueError: names the column.
+        """
+        if type(row) is not dict:
+            raise ValueError(f"{row!r} is no object")
+        known = {**self.columns, **{n: c for n, (c, _) in self.may.items()}, **self.measured}
+        for name in (*self.columns, *self.needed):
+            if name not in row:
+                raise ValueError(f"{name} is missing")
+        for name, value in row.items():
+            if name not in known:
+                raise ValueError(f"there is no column {name}")
+            if not known[name](value):
+                raise ValueError(f"{name} = {value!r}")
+
+    def value(self, row: Row, name: str) -> Any:
+        """What a row has in a column, or means by leaving it out."""
+        return row[name] if name in row else self.may[name][1]
+
+    def key(self, row: Row) -> tuple[Hashable, ...]:
+        """Which problem a row is of, but for the number of tokens: equal where kernels compute the same.
+
+        16-bit dtypes are one, and so are ranks that are padded to the same tile.
+        """
+        if not self.along:
+            return self.same(row) + self.sizes(row)
+        found = [(n, self.value(row, n)) for n in (*self.columns, *self.may) if n != self.along]
+        return tuple(_canonical(name, value) for name, value in found)
+
+
+def half(dtype: str) -> str:
+    """One name for the dtypes of 16 bits, which cost the same."""
+    return "half" if dtype in ("float16", "bfloat16") else dtype
+
+
+def _canonical(name: str, value: Any) -> Hashable:
+    if isinstance(value, list):
+        return tuple(_canonical(name, item) for item in value)
+    if name in ("rank", "ranks"):
+        return padded(value)
+    return half(value) if isinstance(value, str) else value
+
+
+def _attention_same(row: Row) -> tuple[Hashable, ...]:
+    # Kernels for wide heads are others; of SDPA's backward, flash attention in place of cuDNN.
+    return half(row["dtype"]), row["mask"], row["train"], row["head_dim"] > 128, row.get("tf32", False)
+
+
+def _attention_sizes(row: Row) -> tuple[float, ...]:
+    return row["q_len"], row["kv_len"], row["head_dim"], row["batch"] * row["heads"]
+
+
+def _adapter_products(row: Row) -> list[int]:
+    """The K of the products of a block GEMM that are those of adapters: much shorter than the others."""
+    inner = row["k"] or []
+    return [k for k in inner if k <= 3 * 128 and 4 * k <= max(inner)]
+
+
+def has_adapters(row: Row) -> bool:
+    """Whether a block GEMM has products of adapters: what it gains is a row of "lora"."""
+    return bool(_adapter_products(row))
+
+
+def _block_same(row: Row) -> tuple[Hashable, ...]:
+    layouts = tuple(sorted(set(row["layout"])))
+    # "sum" of products with and without adapters, and activations, are different kernels.
+    return row["kind"], layouts, row.get("activation", ""), has_adapters(row), half(row["dtype"])
+
+
+def _block_sizes(row: Row) -> tuple[float, ...]:
+    inner, small = row["k"] or row["m"], _adapter_products(row)
+    base = sum(inner) - sum(small)
+    return sum(row["n"]), base, len(row["n"]), len(inner), NARROWEST + sum(small), *_rows(row)
+
+
+def _rows(row: Row) -> tuple[float, float]:
+    """The number of tokens, and beside it which kernels there are for so many."""
+    tokens = row["tokens"]
+    return 1 if tokens <= SINGLE_ROWS else 2 if tokens <= FEW_ROWS else 4, tokens
+
+
+def _lora_same(row: Row) -> tuple[Hashable, ...]:
+    few = row["tokens"] <= FEW_ROWS
+    return half(row["dtype"]), half(row["adapters"]), row["layout"], row.get("tf32", False), few
+
+
+def _lora_sizes(row: Row) -> tuple[float, ...]:
+    ranks = sum(padded(rank) for ranks in row["ranks"] for rank in ranks)
+    count = len(row["inner"]) + len(row["outer"]) - 1
+    return sum(row["inner"]), sum(row["outer"]), ranks, count, row["tokens"]
+
+
+def _sums_same(row: Row) -> tuple[Hashable, ...]:
+    return half(row["dtype"]), half(row["adapters"]), row["masks"] > 0, row.get("tf32", False)
+
+
+def _sums_sizes(row: Row) -> tuple[float, ...]:
+    ranks = sum(map(padded, row["ranks"]))
+    return sum(row["inner"]), row["columns"], ranks, len(row["inner"]), 1 + row["masks"], row["tokens"]
+
+
+def _narrow_same(row: Row) -> tuple[Hashable, ...]:
+    masked, tf32 = row.get("masks", 0) > 0, row.get("tf32", False)
+    return half(row["dtype"]), half(row["narrow"]), row["layout"], masked, tf32
+
+
+def _narrow_sizes(row: Row) -> tuple[float, ...]:
+    return row["width"], sum(map(padded, row["ranks"])), len(row["ranks"]), row["tokens"]
+
+
+def _dropout_same(row: Row) -> tuple[Hashable, ...]:
+    return half(row["dtype"]), half(row["adapters"]), row["masks"], row.get("tf32", False)
+
+
+_TF32: Mapping[str, tuple[Check, Any]] = {"tf32": (is_flag, False)}
+_MASKS: Mapping[str, tuple[Check, Any]] = {"masks": (is_count, 0)}
+_GAIN: Mapping[str, Check] = {"gain": is_gain}
+
+SECTIONS: Mapping[str, Section] = {
+    section.name: section
+    for section in (
+        Section(
+            "attention",
+            dict(
+                batch=is_size, heads=is_size, q_len=is_size, kv_len=is_size, head_dim=is_size, dtype=is_dtype,
+                mask=is_text, train=is_flag,
+            ),
+            _attention_same, _attention_sizes, (1.0, 0.5, 1.0, 0.5), along="",
+            may=_TF32,
+            measured=dict(
+                gain=_is_gains, options=_is_options, gemm_backward=is_count, visible=is_gain,
+            ),
+            needed=("gain",),
+        ),
+        Section(
+            "block_mm",
+            dict(
+                kind=lambda v: v in ("gated", "shared_a", "shared_b", "sum", "linear", "mixed"),
+                n=list_of(is_size), m=maybe(list_of(is_size)), k=maybe(list_of(is_size)),
+                layout=list_of(lambda v: v in ("nn", "nt", "tn", "tt")), dtype=is_dtype, tokens=is_size,
+            ),
+            _block_same, _block_sizes, (1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0),
+            may={"activation": (is_text, ""), "groups": (list_of(is_count), [])},
+            measured={"gain": is_gain, "config": maybe(_BLOCK_MM), "capability": list_of(is_count)},
+            needed=("gain", "config"),
+        ),
+        Section(
+            "lora",
+            dict(
+                inner=list_of(is_size), outer=list_of(is_size), ranks=list_of(list_of(is_size, 0)),
+                dtype=is_dtype, adapters=is_dtype, layout=is_layout, tokens=is_size,
+            ),
+            _lora_same, _lora_sizes, (1.0,) * 5, may=_TF32, measured=_GAIN, needed=("gain",),
+        ),
+        Section(
+            "lora_sums",
+            dict(
+                inner=list_of(is_size), columns=is_size, ranks=list_of(is_size), masks=is_count,
+                dtype=is_dtype, adapters=is_dtype, tokens=is_size,
+            ),
+            _sums_same, _sums_sizes, (1.0,) * 6, may=_TF32, measured=_GAIN, needed=("gain",),
+        ),
+        Section(
+            "lora_dropout",
+            dict(
+                inner=is_size, outer=is_size, rank=is_size, dtype=is_dtype, adapters=is_dtype,
+                masks=is_count, tokens=is_size,
+            ),
+            _dropout_same,
+            lambda row: (row["inner"], row["outer"], padded(row["rank"]), row["tokens"]),
+            (1.0,) * 4, may=_TF32, measured=_GAIN, needed=("gain",),
+        ),
+        Section(
+            "narrow_mm",
+            dict(
+                width=is_size, ranks=list_of(is_size), layout=is_layout, dtype=is_dtype, narrow=is_dtype,
+                tokens=is_size,
+            ),
+            _narrow_same, _narrow_sizes, (1.0,) * 4, may={**_MASKS, **_TF32},
+            # Tiles that were fastest as a part of a linear have no gain of their own.
+            measured={**_GAIN, "config": maybe(_NARROW)}, needed=("config",),
+        ),
+        Section(
+            "lora_accumulate",
+            dict(
+                columns=is_size, inner=list_of(is_size), masks=is_count, dtype=is_dtype, narrow=is_dtype,
+                tokens=is_size,
+            ),
+            lambda row: (half(row["dtype"]), half(row["narrow"]), row["masks"]),
+            lambda row: (row["columns"], sum(row["inner"]), len(row["inner"]), row["tokens"]),
+            (1.0,) * 4, measured={**_GAIN, "config": maybe(_ACCUMULATE)}, needed=("config",), gains=False,
+        ),
+        Section(
+            "lora_decode",
+            dict(
+                inner=is_size, columns=list_of(is_size), ranks=list_of(is_size), dtype=is_dtype,
+                adapters=is_dtype, tokens=is_size,
+            ),
+            lambda row: (half(row["dtype"]), half(row["adapters"])),
+            lambda row: (
+                row["inner"], sum(row["columns"]), sum(map(padded, row["ranks"])), len(row["columns"]),
+                row["tokens"],
+            ),
+            (1.0,) * 5, measured={"config": maybe(_DECODE)}, needed=("config",), gains=False,
+        ),
+        Section(
+            "outer_product_linear",
+            dict(dtype=is_dtype, train=is_flag, p=is_size, q=is_size, columns=is_size, rows=is_size),
+            lambda row: (half(row["dtype"]), row["train"]),
+            lambda row: (row["p"], row["q"], row["columns"], row["rows"]),
+            (1.0,) * 4, along="rows", measured=_GAIN, needed=("gain",),
+        ),
+        Section(
+            "dot_interaction",
+            dict(
+                dtype=is_dtype, train=is_flag, features=is_size, width=is_size, dense=is_flag,
+                samples=is_size,
+            ),
+            lambda row: (half(row["dtype"]), row["train"], row["dense"]),
+            lambda row: (row["features"], row["width"], row["samples"]),
+            (1.0,) * 3, along="samples",
+            measured={**_GAIN, "tiles": list_of(is_size)}, needed=("gain", "tiles"),
+        ),
+    )
+}  # fmt: skip

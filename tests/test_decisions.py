@@ -1,0 +1,296 @@
+"""Which kernel a problem gets: from its own rows, from rows nearby, from other devices; how that is said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from inductor_fusions import config, decisions, tables
+from inductor_fusions.decisions import Query, bracket, decide, decide_for_all, devices, estimating
+from inductor_fusions.problems import SECTIONS
+from inductor_fusions.tables import Table
+
+CUDA = torch.device("cuda")
+H100, H200, A100 = "nvidia_h100_80gb_hbm3", "nvidia_h200", "nvidia_a100_sxm4_80gb"
+
+
+@pytest.fixture
+def shelf(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Gives tables by device; the device that is asked for is an H100."""
+
+    def put(on: str = H100, **found: dict[str, Any]) -> None:
+        for table in found.values():
+            for section, rows in table.items():
+                for row in rows:
+                    SECTIONS[section].check(row)
+        monkeypatch.setattr(tables, "load", lambda name: Table(found[name]) if name in found else None)
+        monkeypatch.setattr(tables, "names", lambda: sorted(found))
+        monkeypatch.setattr(tables, "device_name", lambda device: on)
+        monkeypatch.setattr(devices, "hardware", lambda device: devices.known(on))
+
+    return put
+
+
+# -- attention ---------------------------------------------------------------------------------------------
+
+SHAPE = {"batch": 1, "heads": 2, "q_len": 64, "kv_len": 64, "head_dim": 32, "dtype": "float32", "train": True}
+WANTED = {"dtype": torch.float32, "batch_heads": 2, "q_len": 64, "kv_len": 64, "head_dim": 32}
+
+
+def attention(*changes: dict[str, Any]) -> dict[str, Any]:
+    return {"attention": [{**SHAPE, "mask": "causal", "gain": {}, **change} for change in changes]}
+
+
+def verdict(candidates: tuple[str, ...] = ("sdpa", "flex"), **changes: Any) -> decisions.Decision:
+    wanted = {**WANTED, "mask": "causal", "train": True, **changes}
+    return decisions.attention(device=CUDA, candidates=candidates, **wanted)
+
+
+LOOKED_UP: dict[str, tuple[list[dict[str, Any]], str | None]] = {
+    "the best": ([{"gain": {"sdpa": 1.2, "flex": 1.5}}], "flex"),
+    "level": ([{"gain": {"flex": 1.01}}], None),
+    "level, and a neighbour gains": ([{"gain": {"flex": 1.01}}, {"q_len": 128, "gain": {"flex": 9.0}}], None),
+    "a neighbour": ([{"q_len": 128, "gain": {"flex": 2.0}}], "flex"),
+    "a neighbour gains too little": ([{"q_len": 128, "gain": {"flex": 1.03}}], None),
+    "a neighbour of a wider head": ([{"head_dim": 256, "gain": {"flex": 9.0}}], None),
+    "a neighbour with TF32": ([{"q_len": 128, "tf32": True, "gain": {"flex": 9.0}}], None),
+    "a neighbour was wrong": (
+        [{"q_len": 128, "gain": {"flex": 2.0}}, {"q_len": 32, "gain": {"flex": 0.0}}],
+        None,
+    ),
+    "far away": ([{"q_len": 64 * 128, "gain": {"flex": 9.0}}], None),
+    "one of two masks of the kind loses": ([{"gain": {"flex": 2.0}}, {"gain": {"flex": 0.9}}], None),
+    "both gain": ([{"gain": {"flex": 2.0}}, {"gain": {"flex": 1.1}}], "flex"),
+}
+
+
+@pytest.mark.parametrize("name", LOOKED_UP)
+def test_verdict(name: str, shelf: Callable[..., None]) -> None:
+    """A measurement of this very shape counts alone; without one, the neighbours do."""
+    changes, expected = LOOKED_UP[name]
+    shelf(**{H100: attention(*changes)})
+    assert verdict().kernel == expected
+
+
+def test_float16_is_as_bfloat16(shelf: Callable[..., None]) -> None:
+    shelf(**{H100: attention({"dtype": "bfloat16", "gain": {"sdpa": 2.0}})})
+    assert verdict(dtype=torch.float16).note == "2.00x measured"
+    assert verdict(dtype=torch.float32).kernel is None
+
+
+def test_tf32_is_another_problem(shelf: Callable[..., None]) -> None:
+    shelf(**{H100: attention({"gain": {"sdpa": 2.0}})})
+    assert verdict().kernel == "sdpa" and verdict(tf32=True).kernel is None
+    shelf(**{H100: attention({"dtype": "bfloat16", "gain": {"sdpa": 2.0}})})
+    assert verdict(dtype=torch.bfloat16, tf32=True).kernel == "sdpa"
+
+
+def test_tiles_of_flex_attention(shelf: Callable[..., None]) -> None:
+    """The nearest rows of the head dim, those of the mask first; Inductor's own where these were faster."""
+    forward, backward = {"fwd_BLOCK_M": 64}, {"bwd_BLOCK_M1": 16}
+    found = attention(
+        {"train": False, "options": {"fwd_BLOCK_M": 32}, "mask": "tanh causal"},
+        {"train": False, "options": forward, "q_len": 256},
+        {"options": backward, "q_len": 256},
+        {"options": {}},
+    )
+    for name in (H100, H200):  # those of a device with the same compute capability fit
+        shelf(**{name: found})
+        assert decisions.flex_options(device=CUDA, mask="causal", **WANTED) == forward
+        longer = {**WANTED, "q_len": 256}
+        assert decisions.flex_options(device=CUDA, mask="causal", **longer) == forward | backward
+        assert decisions.flex_options(device=CUDA, mask="causal", **{**WANTED, "head_dim": 64}) == {}
+    shelf(**{H200: found}, on=A100)
+    assert decisions.flex_options(device=CUDA, mask="causal", **WANTED) == {}
+
+
+def test_backward_in_chunks(shelf: Callable[..., None]) -> None:
+    """By the shape and the share of the scores that is visible; nothing far from what was measured."""
+    shelf(**{H100: attention({"gemm_backward": 1024, "visible": 0.5}, {"gemm_backward": 0, "visible": 0.1})})
+    assert decisions.flex_backward(device=CUDA, visible=0.6, **WANTED) == 1024
+    assert decisions.flex_backward(device=CUDA, visible=0.12, **WANTED) == 0
+    assert decisions.flex_backward(device=CUDA, visible=0.6, **{**WANTED, "q_len": 2**14}) == 0
+    assert decisions.flex_backward(device=CUDA, visible=0.6, **{**WANTED, "head_dim": 64}) == 0
+
+
+# -- linears -----------------------------------------------------------------------------------------------
+
+LORA = {
+    "inner": [4096], "outer": [4096], "ranks": [[16]], "dtype": "bfloat16", "adapters": "bfloat16",
+    "layout": "t", "tokens": 4096,
+}  # fmt: skip
+
+
+def lora(**changes: Any) -> Query:
+    return Query("lora", {**LORA, **changes}, text="a linear")
+
+
+def rows(*gains: tuple[dict[str, Any], float]) -> dict[str, Any]:
+    return {"lora": [{**LORA, **changes, "gain": gain} for changes, gain in gains]}
+
+
+def test_row_of_the_problem(shelf: Callable[..., None]) -> None:
+    shelf(**{H100: rows(({}, 1.5), ({"tokens": 1024}, 1.2), ({"tokens": 512}, 0.9))})
+    assert decide(lora(), CUDA) == decisions.Decision(
+        "lora", "measured", 1.5, 1.5, ({**LORA, "gain": 1.5},) * 2
+    )
+    assert decide(lora(), CUDA).note == "1.50x measured"
+    # Between two, the worse one counts.
+    assert decide(lora(tokens=2048), CUDA).note == "1.20x measured"
+    slow = decide(lora(tokens=600), CUDA)
+    assert (slow.kernel, slow.measured) == (None, True)
+    assert slow.reason == f"not measured to be faster than stock on {H100} at this shape"
+
+
+def test_ranks_of_one_tile_are_one_problem(shelf: Callable[..., None]) -> None:
+    shelf(**{H100: rows(({}, 1.5), ({"ranks": [[64]]}, 1.2))})
+    notes = {rank: decide(lora(ranks=[[rank]]), CUDA).note for rank in (1, 8, 16, 33, 64)}
+    assert notes == {1: "1.50x measured", 8: "1.50x measured", 16: "1.50x measured",
+                     33: "1.20x measured", 64: "1.20x measured"}  # fmt: skip
+    assert decide(lora(ranks=[[32]]), CUDA).source == "estimated"
+
+
+def test_estimate_between_widths(shelf: Callable[..., None]) -> None:
+    near = rows(({"inner": [2048]}, 1.4), ({"inner": [8192]}, 1.3), ({"outer": [8192]}, 1.35))
+    shelf(**{H100: near})
+    found = decide(lora(), CUDA)
+    assert found.kernel == "lora" and found.source == "estimated" and len(found.rows) == 3
+    assert 1.3 < found.gain < 1.4 and 1.2 < found.lower < found.gain
+    says = f"(expected {found.gain:.2f}x, at least {found.lower:.2f}x)"
+    assert found.note == f"estimated from 3 measurements nearby {says}"
+    with config.patch(estimate=False):
+        off = decide(lora(), CUDA)
+    assert off.reason == f"not measured on {H100}, nor near it: a linear" and off.source == "stock"
+
+
+def test_what_is_in_doubt_is_left_to_stock(shelf: Callable[..., None]) -> None:
+    """Neighbours that do not agree; and one that gains too little, and is far."""
+    shelf(**{H100: rows(({"inner": [2048]}, 2.0), ({"inner": [8192]}, 0.7))})
+    found = decide(lora(), CUDA)
+    assert (found.kernel, found.source) == (None, "estimated")
+    assert found.reason == f"not expected to be faster than stock on {H100} at this shape"
+    shelf(**{H100: rows(({"inner": [512], "outer": [1024]}, 1.06))})
+    assert decide(lora(), CUDA).kernel is None
+    shelf(**{H100: rows(({"inner": [3584]}, 1.06))})
+    assert decide(lora(), CUDA).kernel == "lora"
+    # Other dtypes, layouts and numbers of tokens are other kernels.
+    for change in ({"adapters": "float32"}, {"layout": "n"}, {"tokens": 16}):
+        assert decide(lora(**change), CUDA).source == "stock"
+
+
+def test_another_device(shelf: Callable[..., None]) -> None:
+    """Of the same compute capability: nearly all. Of another one: what follows from memory traffic."""
+    shelf(**{H200: rows(({}, 1.5), ({"tokens": 2048}, 1.03), ({"tokens": 16}, 2.0))})
+    found = decide(lora(), CUDA)
+    assert (found.kernel, found.source, found.device) == ("lora", "another device", H200)
+    assert found.note.startswith(f"estimated from 1 measurement on {H200} (expected 1.47x, at least 1.4")
+    assert decide(lora(tokens=2048), CUDA).kernel is None
+    shelf(**{H200: rows(({}, 1.5), ({"tokens": 16}, 2.0))}, on=A100)
+    assert decide(lora(), CUDA).kernel is None
+    few = decide(lora(tokens=16), CUDA)
+    assert few.kernel == "lora" and few.lower < few.gain == pytest.approx(math.sqrt(2.0))
+    # Rows of the device itself come first, also where they say no.
+    shelf(**{H200: rows(({}, 1.5)), H100: rows(({"inner": [2048]}, 0.8))})
+    assert decide(lora(), CUDA).kernel is None
+    # Half of the multiprocessors are full with half of the tokens.
+    assert devices.known("nvidia_h200_mig_1g_18gb") is None
+
+
+def test_attention_of_another_capability(shelf: Callable[..., None]) -> None:
+    """Where cuDNN is what gained on one, flash attention may not gain on the other."""
+    shelf(**{H200: attention({"gain": {"sdpa": 2.0, "row_bias": 9.0}})}, on=A100)
+    assert verdict(("sdpa", "row_bias")).kernel is None
+    shelf(**{H200: attention({"gain": {"sdpa": 4.0, "row_bias": 9.0}})}, on=A100)
+    assert verdict(("sdpa", "row_bias")).kernel == "sdpa"
+    shelf(**{H200: attention({"gain": {"sdpa": 2.0, "row_bias": 9.0}})})
+    assert verdict(("sdpa", "row_bias")).kernel == "row_bias"
+
+
+def test_old_and_unknown_devices(shelf: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf(**{H200: rows(({}, 9.0))}, on="nvidia_v100")
+    for found in (None, devices.Hardware((7, 0), 80, 900)):
+        monkeypatch.setattr(devices, "hardware", lambda device, found=found: found)
+        assert decide(lora(), CUDA).source == "stock"
+    shelf(**{"nvidia_unknown": rows(({}, 9.0))})  # of what it is nothing is known
+    assert decide(lora(), CUDA).source == "stock"
+
+
+def test_symbolic_number_of_tokens(shelf: Callable[..., None]) -> None:
+    """One decision for what is likely, or none."""
+    shelf(**{H100: rows(*(({"tokens": 2**power}, 1.2 + power / 100) for power in range(7, 15)))})
+    found = decide_for_all(lora(), 65, 2048, 2**30, CUDA)
+    assert found.kernel == "lora" and found.lower < decide(lora(tokens=2048), CUDA).lower
+    mixed = rows(*(({"tokens": 2**power}, 1.3 if power > 9 else 0.9) for power in range(7, 15)))
+    shelf(**{H100: mixed})
+    assert "would be left to stock" in decide_for_all(lora(), 65, 2048, 2**30, CUDA).reason
+    assert decide_for_all(lora(), 1024, 2048, 2**30, CUDA).kernel == "lora"
+    assert decide_for_all(lora(), 1, 256, 2**30, CUDA).kernel is None
+
+
+def test_tiles(shelf: Callable[..., None]) -> None:
+    """Of the nearest row that fits, of a device with the same compute capability."""
+    key = {"columns": 64, "inner": [48], "masks": 0, "dtype": "bfloat16", "narrow": "bfloat16"}
+    found = {
+        "lora_accumulate": [
+            {**key, "tokens": tokens, "config": {"block_m": block_m, "block_n": 64, "num_warps": 4}}
+            for tokens, block_m in ((512, 32), (2048, 64), (8192, 128))
+        ]
+        + [{**key, "tokens": 2000, "config": None}]
+    }
+    wanted = Query("lora_accumulate", {**key, "tokens": 2000})
+
+    def fits(row: Any) -> int | None:
+        block_m: int = row["config"]["block_m"]
+        return block_m if block_m != 64 else None
+
+    shelf(**{H200: found})
+    assert decisions.tiles(wanted, CUDA, lambda row: int(row["config"]["block_m"])) == 64
+    assert decisions.tiles(wanted, CUDA, fits) == 32
+    assert decisions.tiles(wanted, CUDA, lambda row: None) is None
+    shelf(**{H200: found}, on=A100)
+    assert decisions.tiles(wanted, CUDA, fits) is None
+
+
+def test_gain_of_a_whole_linear_is_not_that_of_its_block_gemm(shelf: Callable[..., None]) -> None:
+    row = {
+        "kind": "sum", "n": [4096], "m": None, "k": [4096, 48], "layout": ["nt", "nt"], "dtype": "bfloat16",
+        "tokens": 4096, "gain": 9.0, "config": None,
+    }  # fmt: skip
+    shelf(**{H100: {"block_mm": [row]}})
+    problem = {name: value for name, value in row.items() if name not in ("gain", "config")}
+    assert decide(Query("block_mm", problem), CUDA).source == "stock"
+    shelf(**{H100: {"block_mm": [{**row, "k": [4096, 4096]}]}})
+    assert decide(Query("block_mm", {**problem, "k": [4096, 4096]}), CUDA).kernel == "block_mm"
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------
+
+
+def test_bracket() -> None:
+    """The rows next to a number of tokens, not further apart than 8 times."""
+
+    def around(known: tuple[int, ...], tokens: int) -> list[int]:
+        return bracket(known, tokens, lambda row: row)
+
+    assert around((1, 16, 4096), 4) == around((1, 16, 4096), 8192) == []
+    assert around((16, 4096), 16) == [16, 16]
+    assert around((1024, 1, 16, 4096), 2048) == [1024, 4096]
+
+
+def test_estimate() -> None:
+    """Nearer rows count more; what is far, or differs, is in doubt; what is too far says nothing."""
+    assert estimating.estimate([]) is None
+    assert estimating.estimate([(estimating.REACH + 1, 1.0, 0)]) is None
+    near, both, apart = (
+        estimating.estimate(rows)
+        for rows in ([(0.1, 0.3, 0)], [(0.1, 0.3, 0), (1.0, 0.1, 1)], [(2.0, 0.3, 0)])
+    )
+    assert near is not None and both is not None and apart is not None
+    assert near.mean == apart.mean == pytest.approx(0.3) and 0.2 < both.mean < 0.3
+    assert near.doubt < apart.doubt and near.doubt < both.doubt and both.rows == (0, 1)
+    further = estimating.estimate([(0.1, 0.3, 0)], further=0.5)
+    assert further is not None and further.lower < 0 < near.lower

@@ -147,6 +147,9 @@ class Section:
         sizes: positive numbers by whose ratios problems are apart; the number of tokens is the last one.
         weights: how much a doubling of each counts.
         along: the column with the number of tokens, rows or samples.
+        reach: problems further apart say nothing of each other: weighted doublings of all sizes together.
+        doubt: of an estimate for a problem, as a standard deviation of the logarithm of its gain.
+        each: likewise, for each doubling that rows are apart.
         gains: whether rows say what a kernel gained; else they have tiles alone.
     """
 
@@ -156,6 +159,9 @@ class Section:
     sizes: Callable[[Row], tuple[float, ...]]
     weights: tuple[float, ...]
     along: str = "tokens"
+    reach: float = 6.0
+    doubt: Callable[[Row], float] = lambda row: 0.0
+    each: float = 0.02
     may: Mapping[str, tuple[Check, Any]] = field(default_factory=dict)
     measured: Mapping[str, Check] = field(default_factory=dict)
     needed: tuple[str, ...] = ()
@@ -208,12 +214,19 @@ def _canonical(name: str, value: Any) -> Hashable:
 
 
 def _attention_same(row: Row) -> tuple[Hashable, ...]:
-    # Kernels for wide heads are others; of SDPA's backward, flash attention in place of cuDNN.
-    return half(row["dtype"]), row["mask"], row["train"], row["head_dim"] > 128, row.get("tf32", False)
+    # For wide heads SDPA's backward is flash attention in place of cuDNN.
+    wide = row["train"] and row["head_dim"] > 128
+    return half(row["dtype"]), row["mask"], row["train"], wide, row.get("tf32", False)
 
 
 def _attention_sizes(row: Row) -> tuple[float, ...]:
     return row["q_len"], row["kv_len"], row["head_dim"], row["batch"] * row["heads"]
+
+
+def _attention_doubt(row: Row) -> float:
+    """Where launches take as long as kernels, times vary: most of all in training, with more of them."""
+    scores = math.log2(row["batch"] * row["heads"] * row["q_len"] * row["kv_len"])
+    return (0.06 if row["train"] else 0.02) * max(0.0, 24.0 - scores)
 
 
 def _adapter_products(row: Row) -> list[int]:
@@ -230,7 +243,9 @@ def has_adapters(row: Row) -> bool:
 def _block_same(row: Row) -> tuple[Hashable, ...]:
     layouts = tuple(sorted(set(row["layout"])))
     # "sum" of products with and without adapters, and activations, are different kernels.
-    return row["kind"], layouts, row.get("activation", ""), has_adapters(row), half(row["dtype"])
+    found = row["kind"], layouts, row.get("activation", ""), has_adapters(row), half(row["dtype"])
+    # Gradients of weights have few tiles: what they gain hangs on how these fill the device, width by width.
+    return found if row["kind"] != "shared_b" else (*found, *row["n"], *row["m"])
 
 
 def _block_sizes(row: Row) -> tuple[float, ...]:
@@ -291,7 +306,8 @@ SECTIONS: Mapping[str, Section] = {
                 batch=is_size, heads=is_size, q_len=is_size, kv_len=is_size, head_dim=is_size, dtype=is_dtype,
                 mask=is_text, train=is_flag,
             ),
-            _attention_same, _attention_sizes, (1.0, 0.5, 1.0, 0.5), along="",
+            _attention_same, _attention_sizes, (1.0, 0.5, 1.0, 0.5), along="", reach=8.0,
+            doubt=_attention_doubt, each=0.05,
             may=_TF32,
             measured=dict(
                 gain=_is_gains, options=_is_options, gemm_backward=is_count, visible=is_gain,
@@ -305,7 +321,7 @@ SECTIONS: Mapping[str, Section] = {
                 n=list_of(is_size), m=maybe(list_of(is_size)), k=maybe(list_of(is_size)),
                 layout=list_of(lambda v: v in ("nn", "nt", "tn", "tt")), dtype=is_dtype, tokens=is_size,
             ),
-            _block_same, _block_sizes, (1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0),
+            _block_same, _block_sizes, (1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0), reach=4.0,
             may={"activation": (is_text, ""), "groups": (list_of(is_count), [])},
             measured={"gain": is_gain, "config": maybe(_BLOCK_MM), "capability": list_of(is_count)},
             needed=("gain", "config"),
@@ -374,7 +390,7 @@ SECTIONS: Mapping[str, Section] = {
             dict(dtype=is_dtype, train=is_flag, p=is_size, q=is_size, columns=is_size, rows=is_size),
             lambda row: (half(row["dtype"]), row["train"]),
             lambda row: (row["p"], row["q"], row["columns"], row["rows"]),
-            (1.0,) * 4, along="rows", measured=_GAIN, needed=("gain",),
+            (1.0,) * 4, along="rows", reach=0.5, measured=_GAIN, needed=("gain",),
         ),
         Section(
             "dot_interaction",
@@ -384,7 +400,7 @@ SECTIONS: Mapping[str, Section] = {
             ),
             lambda row: (half(row["dtype"]), row["train"], row["dense"]),
             lambda row: (row["features"], row["width"], row["samples"]),
-            (1.0,) * 3, along="samples",
+            (1.0,) * 3, along="samples", reach=1.0,
             measured={**_GAIN, "tiles": list_of(is_size)}, needed=("gain", "tiles"),
         ),
     )

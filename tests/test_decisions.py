@@ -283,14 +283,14 @@ def test_bracket() -> None:
 
 def test_estimate() -> None:
     """Nearer rows count more; what is far, or differs, is in doubt; what is too far says nothing."""
-    assert estimating.estimate([]) is None
-    assert estimating.estimate([(estimating.REACH + 1, 1.0, 0)]) is None
+    assert estimating.estimate([], 6.0, 0.02) is None
+    assert estimating.estimate([(6.1, 1.0, 0)], 6.0, 0.02) is None
     near, both, apart = (
-        estimating.estimate(rows)
+        estimating.estimate(rows, 6.0, 0.02)
         for rows in ([(0.1, 0.3, 0)], [(0.1, 0.3, 0), (1.0, 0.1, 1)], [(2.0, 0.3, 0)])
     )
     assert near is not None and both is not None and apart is not None
     assert near.mean == apart.mean == pytest.approx(0.3) and 0.2 < both.mean < 0.3
     assert near.doubt < apart.doubt and near.doubt < both.doubt and both.rows == (0, 1)
-    further = estimating.estimate([(0.1, 0.3, 0)], further=0.5)
+    further = estimating.estimate([(0.1, 0.3, 0)], 6.0, 0.02, further=0.5)
     assert further is not None and further.lower < 0 < near.lower

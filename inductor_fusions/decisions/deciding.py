@@ -13,12 +13,14 @@ from .. import config, tables
 from ..problems import SECTIONS, Row
 from ..tables import MARGIN, Measured
 from .devices import Source, carried, sources
-from .estimating import REACH, Estimate, distance, estimate
+from .estimating import Estimate, distance, estimate
 
 Found = TypeVar("Found")
 
 #: How far apart two measured numbers of tokens may be for one between them to count as measured.
 BRACKET = 8
+#: Tiles of problems that are further apart, in doublings of all sizes together, are not those of a problem.
+TILES_REACH = 6.0
 #: Of a symbolic number of tokens those are looked at that are up to so many doublings from the hint.
 RANGE = 4
 
@@ -162,7 +164,7 @@ def tiles(query: Query, device: torch.device, fits: Callable[[Row], Found | None
             for source, apart, index in _near(query, [source for source in some if source.is_alike])
         ]
         for apart, row in sorted(near, key=lambda item: item[0]):
-            found = fits(row) if row["config"] is not None and apart <= REACH else None
+            found = fits(row) if row["config"] is not None and apart <= TILES_REACH else None
             if found is not None:
                 return found
     return None
@@ -219,7 +221,7 @@ def _near(query: Query, some: Sequence[Source]) -> Iterator[tuple[Source, float,
 
 def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, bool]:
     """The kernel whose lower end is best, where it pays; and whether there were rows at all."""
-    near = list(_near(query, some))
+    near, section = list(_near(query, some)), SECTIONS[query.section]
     best: tuple[str, Estimate] | None = None
     seen = False
     items: dict[str, list[tuple[Source, Measured]]] = {}
@@ -238,7 +240,7 @@ def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, b
             items[kernel].append((source, item))
             doubt = max(doubt, rule.doubt)
         at = [entry for entry in found if entry[0] == 0.0]
-        guess = estimate(at or found, doubt)
+        guess = estimate(at or found, section.reach, section.each, math.hypot(doubt, section.doubt(query.row)))
         if guess is None:
             continue
         seen = True

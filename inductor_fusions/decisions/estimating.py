@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 #: Rows that an estimate is made of, at most: the nearest ones.
 NEAREST = 3
-#: Rows further than this say nothing: weighted doublings of all sizes together.
-REACH = 6.0
 #: A row counts by 1 / (SOFTEN + its distance).
 SOFTEN = 0.25
-#: Doubt of an estimate as a standard deviation of the logarithm: of a row itself, and for each doubling.
-DOUBT, DOUBT_EACH = 0.02, 0.02
+#: Doubt of a row itself, as a standard deviation of the logarithm.
+DOUBT = 0.02
 #: How many standard deviations the lower end is below what is expected.
 BELOW = 1.0
 
@@ -45,14 +43,18 @@ def distance(a: Sequence[float], b: Sequence[float], weights: Sequence[float]) -
     return sum(w * abs(x - y) for w, x, y in zip(weights, a, b, strict=True))
 
 
-def estimate(near: Iterable[tuple[float, float, int]], further: float = 0.0) -> Estimate | None:
+def estimate(
+    near: Iterable[tuple[float, float, int]], reach: float, each: float, further: float = 0.0
+) -> Estimate | None:
     """The estimate from rows.
 
     Args:
         near: of each row: its distance, the logarithm of its gain, its number.
+        reach: rows that are further away do not count.
+        each: what is in doubt for each doubling of distance, as a standard deviation.
         further: what is in doubt besides, as a standard deviation.
     """
-    found = sorted(item for item in near if item[0] <= REACH)[:NEAREST]
+    found = sorted(item for item in near if item[0] <= reach)[:NEAREST]
     if not found:
         return None
     weights = [1 / (SOFTEN + apart) for apart, _, _ in found]
@@ -61,5 +63,5 @@ def estimate(near: Iterable[tuple[float, float, int]], further: float = 0.0) -> 
     away = sum(w * apart for w, (apart, _, _) in zip(weights, found, strict=True)) / total
     spread = sum(w * (gain - mean) ** 2 for w, (_, gain, _) in zip(weights, found, strict=True)) / total
     # One row does not show how much they differ.
-    own = (DOUBT + DOUBT_EACH * away) ** 2 * (1 + 1 / len(found))
+    own = (DOUBT + each * away) ** 2 * (1 + 1 / len(found))
     return Estimate(mean, math.sqrt(spread + own + further**2), tuple(n for _, _, n in found), found[0][0])

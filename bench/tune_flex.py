@@ -194,7 +194,7 @@ def _compile(
     how: Json,
 ) -> list[str] | str:
     """Compile under settings; the kernels that were chosen, or why there is none."""
-    from inductor_fusions import config, reporting, tables
+    from inductor_fusions import config, decisions, reporting
 
     options = how.get("options", {})
 
@@ -205,8 +205,8 @@ def _compile(
         fresh_cache(),
         config.patch(how["settings"]),
         reporting.isolated() as seen,
-        mock.patch.object(tables, "flex_options", chosen),
-        mock.patch.object(tables, "flex_backward", lambda **_: options.get("gemm_backward", 0)),
+        mock.patch.object(decisions, "flex_options", chosen),
+        mock.patch.object(decisions, "flex_backward", lambda **_: options.get("gemm_backward", 0)),
     ):
         run(row, fn, inputs, cotangent)
     wanted = how["settings"].get("attention_kernel")

@@ -62,7 +62,7 @@ LOOKED_UP: dict[str, tuple[list[dict[str, Any]], str | None]] = {
         [{"q_len": 128, "gain": {"flex": 2.0}}, {"q_len": 32, "gain": {"flex": 0.0}}],
         None,
     ),
-    "far away": ([{"q_len": 64 * 128, "gain": {"flex": 9.0}}], None),
+    "far away": ([{"q_len": 64 * 1024, "gain": {"flex": 9.0}}], None),
     "one of two masks of the kind loses": ([{"gain": {"flex": 2.0}}, {"gain": {"flex": 0.9}}], None),
     "both gain": ([{"gain": {"flex": 2.0}}, {"gain": {"flex": 1.1}}], "flex"),
 }
@@ -187,7 +187,7 @@ def test_another_device(shelf: Callable[..., None]) -> None:
     shelf(**{H200: rows(({}, 1.5), ({"tokens": 2048}, 1.03), ({"tokens": 16}, 2.0))})
     found = decide(lora(), CUDA)
     assert (found.kernel, found.source, found.device) == ("lora", "another device", H200)
-    assert found.note.startswith(f"estimated from 1 measurement on {H200} (expected 1.47x, at least 1.4")
+    assert found.note.startswith(f"estimated from 1 measurement on {H200} (expected 1.47x, at least 1.39x)")
     assert decide(lora(tokens=2048), CUDA).kernel is None
     shelf(**{H200: rows(({}, 1.5), ({"tokens": 16}, 2.0))}, on=A100)
     assert decide(lora(), CUDA).kernel is None
@@ -202,12 +202,20 @@ def test_another_device(shelf: Callable[..., None]) -> None:
 
 def test_attention_of_another_capability(shelf: Callable[..., None]) -> None:
     """Where cuDNN is what gained on one, flash attention may not gain on the other."""
-    shelf(**{H200: attention({"gain": {"sdpa": 2.0, "row_bias": 9.0}})}, on=A100)
-    assert verdict(("sdpa", "row_bias")).kernel is None
-    shelf(**{H200: attention({"gain": {"sdpa": 4.0, "row_bias": 9.0}})}, on=A100)
-    assert verdict(("sdpa", "row_bias")).kernel == "sdpa"
-    shelf(**{H200: attention({"gain": {"sdpa": 2.0, "row_bias": 9.0}})})
-    assert verdict(("sdpa", "row_bias")).kernel == "row_bias"
+
+    def kernel(sdpa: float, on: str) -> str | None:
+        shelf(**{H200: attention({"batch": 8192, "gain": {"sdpa": sdpa, "row_bias": 9.0}})}, on=on)
+        return verdict(("sdpa", "row_bias"), batch_heads=2 * 8192).kernel
+
+    assert kernel(2.0, A100) is None and kernel(4.0, A100) == "sdpa" and kernel(2.0, H100) == "row_bias"
+
+
+def test_launches_in_training_vary(shelf: Callable[..., None]) -> None:
+    """Of few scores the times are those of launches: neighbours say little."""
+    shelf(**{H100: attention({"q_len": 128, "gain": {"flex": 1.5}})})
+    assert verdict().kernel is None
+    shelf(**{H100: attention({"q_len": 128, "batch": 4096, "gain": {"flex": 1.5}})})
+    assert verdict(batch_heads=2 * 4096).kernel == "flex"
 
 
 def test_old_and_unknown_devices(shelf: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

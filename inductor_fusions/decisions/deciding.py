@@ -240,7 +240,9 @@ def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, b
             items[kernel].append((source, item))
             doubt = max(doubt, rule.doubt)
         at = [entry for entry in found if entry[0] == 0.0]
-        guess = estimate(at or found, section.reach, section.each, math.hypot(doubt, section.doubt(query.row)))
+        guess = estimate(
+            at or found, section.reach, section.each, math.hypot(doubt, section.doubt(query.row))
+        )
         if guess is None:
             continue
         seen = True

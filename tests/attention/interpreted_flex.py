@@ -12,7 +12,7 @@ import torch
 import torch._dynamo
 
 from bench import cuda_codegen
-from inductor_fusions import config, tables
+from inductor_fusions import config, decisions
 from tests.attention.support import flex_everywhere
 
 #: Two blocks of queries and of keys, the second not whole; several samples, which share no mask.
@@ -71,7 +71,7 @@ def errors(name: str) -> list[float]:
     lengths = torch.tensor([110, S])
     data = torch.where(torch.arange(S) < lengths[:, None], 1 + torch.arange(S) // 90, 0)
     sinks = torch.randn(H, requires_grad=True)
-    tiles = mock.patch.object(tables, "flex_options", lambda **shape: TILES)
+    tiles = mock.patch.object(decisions, "flex_options", lambda **shape: TILES)
     with tiles, flex_everywhere("flex"), config.patch(strict=True):
         made = cuda_codegen.generate(fn, (q, k, v, data, sinks), train=True, interpreted=True)
     wide = [t.detach().double().requires_grad_() for t in (q, k, v, sinks)]

@@ -9,7 +9,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from bench import cuda_codegen
-from inductor_fusions import _inductor, config, tables
+from inductor_fusions import _inductor, config, decisions, tables
 from inductor_fusions.fusions import flex_backward
 from inductor_fusions.fusions.block_mm import inlined
 from tests.attention.support import cases, flex_everywhere
@@ -67,7 +67,7 @@ def compute(case):
             candidate.guard()
             found["candidate"] = candidate
 
-    chunked = mock.patch.object(tables, "flex_backward", lambda **_: CHUNK)
+    chunked = mock.patch.object(decisions, "flex_backward", lambda **_: CHUNK)
     with flex_everywhere("flex"), chunked, config.patch(flex_backward=False):
         cuda_codegen.generate(case, inputs(), train=True, run=False, change=change)
     candidate = found["candidate"]
@@ -172,7 +172,7 @@ def test_graph(case) -> None:
             rewritten.append(candidate.rewrite())
             graph.lint()
 
-    chunked = mock.patch.object(tables, "flex_backward", lambda **_: CHUNK)
+    chunked = mock.patch.object(decisions, "flex_backward", lambda **_: CHUNK)
     traced = mock.patch.object(inlined, "trace_decomposed", trace_on_cpu)
     with flex_everywhere("flex"), chunked, traced, config.patch(flex_backward=False):
         code = cuda_codegen.generate(case, inputs(), train=True, run=False, change=change)

@@ -135,6 +135,7 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "folder", lambda: tmp_path)
     monkeypatch.setattr(tables, "device_name", lambda device: "nvidia_h200")
     monkeypatch.setattr(profit, "capability", lambda device: 90)
+    monkeypatch.setattr(heuristics, "capability", lambda device: 90)
     monkeypatch.setattr(decode, "capability", lambda device: 90)
     tables.load.cache_clear()
     device = torch.device("cuda")

@@ -219,7 +219,6 @@ def _fake(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     a, b, bias, ctx.bias_groups, ctx.groups, ctx.scales, activations, ctx.gated, ctx.dtype = inputs[:9]
-    ctx.others = len(inputs) - 4
     ctx.activations = activations.split(",")
     ctx.products = len(a)
     ctx.save_for_backward(*a, *b, *bias)
@@ -243,7 +242,8 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         dbias.append(None if dy is None else (dy.sum(0) if offset.dim() == 1 else dy).to(offset.dtype))
     # An empty list of numbers looks like a list of tensors, which wants a list of gradients.
     no_offsets: list[Any] | None = None if ctx.bias_groups else []
-    return da, db, dbias, no_offsets, *[None] * ctx.others
+    # One for each argument that was given: not for those that have a default.
+    return da, db, dbias, no_offsets, *[None] * (len(ctx.needs_input_grad) - 4)
 
 
 def _outer_grads(

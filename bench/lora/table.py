@@ -34,7 +34,7 @@ def sections(rows: Sequence[Json]) -> dict[str, list[Json]]:
             # Rows from before products read masks are of what a dropout has left.
             for thin in row.get("narrow", ()):
                 if thin.get("masks"):
-                    found["narrow_mm"].append({**thin, "tokens": tokens, "gain": ratio})
+                    found["narrow_mm"].append({**thin, "tokens": tokens})
             continue
         if row["kind"] == "step":
             continue
@@ -67,8 +67,8 @@ def sections(rows: Sequence[Json]) -> dict[str, list[Json]]:
         )  # fmt: skip
         if "decode" in row:
             found["lora_decode"].append({**row["decode"], "tokens": tokens})
-        for thin in row.get("narrow", ()):
-            found["narrow_mm"].append({**thin, "tokens": tokens, "gain": ratio})
+        # What the whole linear gains is not what its narrow product gains alone.
+        found["narrow_mm"] += [{**thin, "tokens": tokens} for thin in row.get("narrow", ())]
         if "block" in row:
             block = dict(row["block"])
             chosen = block.pop("config")
@@ -85,7 +85,9 @@ def write_table(path: Path, rows: Sequence[Json]) -> None:
         return json.dumps({"masks": 0, **row, "gain": 0, "config": None}, sort_keys=True)
 
     for name, new in sections(rows).items():
-        merged = {same(row): row for row in (*data.pop(name, []), *new)}
+        # Of one problem the row that was measured by itself counts.
+        found = sorted((*data.pop(name, []), *new), key=lambda row: "gain" in row)
+        merged = {same(row): row for row in found}
         if merged:
             data[name] = list(merged.values())
     device_table.write(path, data)

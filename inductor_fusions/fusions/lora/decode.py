@@ -194,6 +194,8 @@ def choose(shape: Shape, device: torch.device) -> Config:
 
     def fits(row: Row) -> Config | None:
         found = Config(**row["config"])
+        if row["inner"] != shape.inner:
+            found = replace(found, splits=min(found.splits, _splits(shape, 16)))
         if found.row:
             takes = shape.along and shape.rows <= row["tokens"] and found.block_k <= _row_step(shape, 8192)
             return found if takes else None
@@ -206,10 +208,8 @@ def choose(shape: Shape, device: torch.device) -> Config:
             suits = found.block_k * block_m(shape.rows) <= 4096
         return found if suits and room and not wide else None
 
-    found = tiles(Query("lora_decode", {**shape.key, "tokens": shape.rows}), device, fits)
-    if found is None:
-        return default(shape, arch)
-    return replace(found, splits=min(found.splits, _splits(shape, 16)))
+    query = Query("lora_decode", {**shape.key, "tokens": shape.rows})
+    return tiles(query, device, fits) or default(shape, arch)
 
 
 def register() -> None:

@@ -159,7 +159,7 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         masks = profit.Accumulated(128, (64, 32, 32), 64, (16,) * 3, 3, torch.bfloat16, torch.bfloat16)
         assert "2.50x measured" in profit.accumulate_kernel(masks, device)
         assert narrow.measured(masked, device) == drawing
-        assert narrow.measured(replace(masked, masks=0), device) == chosen
+        assert narrow.measured(replace(masked, masks=0), device) is None  # masks make another kernel
         dropped = profit.Dropped(128, 64, 48, 16, torch.bfloat16, torch.float32)
         assert "1.50x measured" in profit.dropped_kernel(dropped, device)
         # Measured of what the dropout had left in memory.

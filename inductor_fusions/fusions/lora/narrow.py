@@ -136,8 +136,9 @@ def measured(shape: Shape, device: torch.device) -> Config | None:
 
     def fits(row: Row) -> Config | None:
         found = Config(**row["config"])
-        if list(row["ranks"]) != wanted["ranks"]:
-            found = replace(found, draws=False)
+        if all(row.get(name, 0) == wanted[name] for name in ("width", "ranks", "masks")):
+            return found
+        found = replace(found, draws=False)
         # Parts of K are two steps long at least.
         most = max(1, (shape.inner or 0) // (2 * found.block_k))
         return found if fitted(found, shape) == found and found.splits <= most else None

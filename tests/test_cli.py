@@ -174,7 +174,9 @@ def test_list_shows_gains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     tile = {"template": "row", "block_m": 1, "block_n": 1, "block_k": 8, "num_warps": 1, "num_stages": 1}
     linears = [{**linear, "kind": k, "n": [8], "gain": gain, "config": tile} for k, gain in kinds.items()]
     linears.append({**linears[0], "kind": "linear", "gain": 1.1, "config": None})  # stock was faster
-    sections = {"attention": rows, "block_mm": linears, "lora": [{"gain": 2.5}]}
+    adapter = {"inner": [8], "outer": [8], "ranks": [[1]], "dtype": "bfloat16", "adapters": "float32"}
+    adapter |= {"layout": "t", "tokens": 1, "gain": 2.5}
+    sections = {"attention": rows, "block_mm": linears, "lora": [adapter]}
     (devices / "cpu.json").write_text(json.dumps({**TABLE, **sections}))
     monkeypatch.setattr(tables, "folder", lambda: tmp_path)
     tables.load.cache_clear()

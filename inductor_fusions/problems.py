@@ -286,7 +286,8 @@ def _narrow_same(row: Row) -> tuple[Hashable, ...]:
 
 
 def _narrow_sizes(row: Row) -> tuple[float, ...]:
-    return row["width"], sum(map(padded, row["ranks"])), len(row["ranks"]), row["tokens"]
+    count = len(row["ranks"])
+    return row["width"], sum(map(padded, row["ranks"])) / count, count, row["tokens"]
 
 
 def _dropout_same(row: Row) -> tuple[Hashable, ...]:
@@ -358,7 +359,8 @@ SECTIONS: Mapping[str, Section] = {
                 width=is_size, ranks=list_of(is_size), layout=is_layout, dtype=is_dtype, narrow=is_dtype,
                 tokens=is_size,
             ),
-            _narrow_same, _narrow_sizes, (1.0,) * 4, may={**_MASKS, **_TF32},
+            # The library is slow where a product has few columns, and gains with each doubling of them.
+            _narrow_same, _narrow_sizes, (1.0, 4.0, 1.0, 1.0), may={**_MASKS, **_TF32},
             # Tiles that were fastest as a part of a linear have no gain of their own.
             measured={**_GAIN, "config": maybe(_NARROW)}, needed=("config",),
         ),

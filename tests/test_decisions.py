@@ -167,6 +167,15 @@ def test_estimate_between_widths(shelf: Callable[..., None]) -> None:
     assert off.reason == f"not measured on {H100}, nor near it: a linear" and off.source == "stock"
 
 
+def test_ranks_of_narrow_products_are_far_apart(shelf: Callable[..., None]) -> None:
+    """On an H100 rank 64 was slower than stock where rows of rank 16 had 2.4x."""
+    row = {"width": 4096, "layout": "t", "dtype": "bfloat16", "narrow": "bfloat16", "tokens": 2048}
+    shelf(**{H100: {"narrow_mm": [{**row, "ranks": [16], "gain": 2.4, "config": None}]}})
+    for rank, chosen in ((8, True), (16, True), (32, True), (64, False)):
+        wanted = {**row, "width": 5120, "ranks": [rank]}
+        assert (decide(Query("narrow_mm", wanted), CUDA).kernel is not None) == chosen, rank
+
+
 def test_what_is_in_doubt_is_left_to_stock(shelf: Callable[..., None]) -> None:
     """Neighbours that do not agree; and one that gains too little, and is far."""
     shelf(**{H100: rows(({"inner": [2048]}, 2.0), ({"inner": [8192]}, 0.7))})

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from inductor_fusions import _inductor, config, operands, testing
 from inductor_fusions.fusions.dot_interaction import recognise
 from tests.block_mm.support import rand, run
+from tests.support.arguments import named
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -150,7 +151,7 @@ def test_result_in_another_dtype(dtype: torch.dtype) -> None:
     """The activation goes into the kernel, and float16 is what that rounds to; float8 is behind it."""
     seen = run(lambda x, w, u, a, b: F.relu(F.linear(x, w)).to(dtype), matrices(BF16))
     (call,) = seen.calls()
-    assert call.args[6] == "relu"
+    assert named(call).activations == "relu"
     assert call.meta["val"][0].dtype == (BF16 if dtype == E4M3 else F16)
     assert seen.outputs[0].dtype == dtype
 

@@ -20,6 +20,7 @@ from inductor_fusions.fusions.attention.short import plan
 from inductor_fusions.fusions.attention.short.op import SHORT_ATTENTION, SHORT_ATTENTION_BACKWARD
 from tests.attention.short_interpreted import CASES as INTERPRETED
 from tests.attention.support import additive, cases, check, qkv, rand, scored, short_everywhere, visible
+from tests.support.arguments import named
 from tests.support.interpreter import errors_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -259,7 +260,7 @@ def window_inputs(batch: int = 6, count: int = 3, length: int = 7) -> tuple[torc
 def masks_of(run: testing.Checked) -> list[tuple[int, ...]]:
     """Shapes of the masks of the only call."""
     (call,) = run.ours.calls("short_attention.default")
-    return [tuple(node.meta["example_value"].shape) for node in call.args[3]]
+    return [tuple(node.meta["example_value"].shape) for node in named(call).masks]
 
 
 FUSED: dict[str, tuple[Any, Any, list[tuple[int, ...]]]] = {

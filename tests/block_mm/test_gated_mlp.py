@@ -13,6 +13,7 @@ from torch import nn
 
 from inductor_fusions import config
 from tests.block_mm.support import GatedMLP, check, rand
+from tests.support.arguments import named
 
 
 def gelu_new(x: Any) -> Any:
@@ -38,13 +39,13 @@ def test_activation(name: str) -> None:
     expected, act = ACTIVATIONS[name]
     seen = check(GatedMLP(act).bfloat16(), (rand(2, 16, 64),))
     (call,) = seen.calls()
-    assert call.args[6] == f"{expected}," and call.args[7] is True
+    assert named(call).activations == f"{expected}," and named(call).gated is True
     assert seen.products() == 1 and seen.fused("gated_mlp") == 1
 
 
 def test_bias() -> None:
     (call,) = check(GatedMLP(F.silu, bias=True).bfloat16(), (rand(2, 16, 64),)).calls()
-    assert list(call.args[3]) == [0, 1]
+    assert list(named(call).bias_groups) == [0, 1]
 
 
 def test_gate_on_the_right() -> None:
@@ -53,7 +54,7 @@ def test_gate_on_the_right() -> None:
 
     w, v = rand(32, 64), rand(32, 64)
     (call,) = check(fn, (rand(16, 64), w, v)).calls()
-    assert call.args[6] == "silu,"
+    assert named(call).activations == "silu,"
 
 
 def test_dynamic_rows() -> None:
@@ -90,7 +91,7 @@ def test_packed(name: str, bias: bool) -> None:
 
     seen = check(fn, (rand(2, 8, 64), rand(64, 64), rand(64)))
     (call,) = seen.calls()
-    assert call.args[7] is True and seen.products() == 0 and seen.fused("gated_mlp") == 1
+    assert named(call).gated is True and seen.products() == 0 and seen.fused("gated_mlp") == 1
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu tanh", "relu", "sigmoid"])
@@ -102,14 +103,14 @@ def test_activation_of_packed_linears(name: str) -> None:
         return up * act(gate)
 
     (call,) = check(fn, (rand(16, 64), rand(64, 64))).calls()
-    assert call.args[6] == f"{expected},"
+    assert named(call).activations == f"{expected},"
 
 
 def test_glu() -> None:
     (call,) = check(
         lambda x, w, b: F.glu(F.linear(x, w, b)), (rand(2, 8, 64), rand(64, 64), rand(64))
     ).calls()
-    assert call.args[6] == "sigmoid," and call.args[7] is True
+    assert named(call).activations == "sigmoid," and named(call).gated is True
     assert not check(lambda x, w: F.glu(F.linear(x, w), 0), (rand(16, 64), rand(64, 64))).fused("gated_mlp")
 
 
@@ -128,7 +129,7 @@ class Packed(nn.Module):
 def test_packed_and_dynamic() -> None:
     for shape in ((2, 7, 64), (7, 64)):
         seen = check(Packed().bfloat16(), (rand(*shape),), dynamic=True)
-        assert seen.fused("gated_mlp") == 1 and seen.calls()[0].args[7] is True
+        assert seen.fused("gated_mlp") == 1 and named(seen.calls()[0]).gated is True
 
 
 def test_packed_in_training() -> None:
@@ -181,7 +182,7 @@ NEAR: dict[str, Callable[[Any, Any, Any], Any]] = {
 def test_near_miss(name: str) -> None:
     seen = check(NEAR[name], (rand(16, 64), rand(64, 32), rand(64, 32)), budget=2.0)
     assert not seen.fused("gated_mlp")
-    assert not any(call.args[7] for call in seen.calls())
+    assert not any(named(call).gated for call in seen.calls())
 
 
 def test_different_inputs() -> None:
@@ -215,8 +216,8 @@ def test_training() -> None:
     seen = check(GatedMLP(F.silu).bfloat16(), (rand(2, 16, 64),), train=True, budget=2.0)
     assert "a backward needs them" in seen.reasons("gated_mlp")[0]
     (call,) = seen.calls(0)
-    assert call.args[7] is False and len(call.args[0]) == 2
-    assert any(list(c.args[4]) == [0, 0] for c in seen.calls(1))
+    assert named(call).gated is False and len(named(call).a) == 2
+    assert any(list(named(c).groups) == [0, 0] for c in seen.calls(1))
 
 
 def test_odd_width() -> None:

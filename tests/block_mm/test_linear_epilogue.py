@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from inductor_fusions import config
 from inductor_fusions.fusions import linear_epilogue
 from tests.block_mm.support import check, rand
+from tests.support.arguments import named
 
 TAILS: dict[str, Callable[..., Any]] = {
     "relu": lambda x, w, b, y: F.relu(F.linear(x, w, b)),
@@ -39,7 +40,7 @@ def test_tail(name: str) -> None:
     args = (rand(2, 16, 64), rand(32, 64), rand(32), rand(2, 16, 32))
     seen = check(TAILS[name], args, budget=2.0)
     (call,) = seen.calls()
-    assert call.args[6] == INSIDE.get(name, "") and len(call.args[0]) == 1
+    assert named(call).activations == INSIDE.get(name, "") and len(named(call).a) == 1
     assert seen.fused("linear_epilogue") == 1 and seen.products() == 0
 
 
@@ -47,7 +48,7 @@ def test_training() -> None:
     seen = check(TAILS["gelu"], (rand(16, 64), rand(32, 64), rand(32), rand(16, 32)), train=True, budget=2.0)
     assert seen.fused("linear_epilogue") == 1
     (call, *_) = seen.calls()
-    assert call.args[6] == ""  # the backward needs what the linear gives
+    assert named(call).activations == ""  # the backward needs what the linear gives
 
 
 @pytest.mark.parametrize("shape", [(6, 64), (2, 7, 64)])
@@ -55,7 +56,7 @@ def test_dynamic_rows(shape: tuple[int, ...]) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.GELU()).bfloat16()
     seen = check(model, (rand(*shape),), dynamic=True, budget=2.0)
     (call,) = seen.calls()
-    assert call.args[6] == "gelu"
+    assert named(call).activations == "gelu"
 
 
 def test_one_after_the_other() -> None:
@@ -63,7 +64,7 @@ def test_one_after_the_other() -> None:
     widths = [64, 32, 48, 16]
     layers = [torch.nn.Sequential(torch.nn.Linear(*pair), torch.nn.ReLU()) for pair in pairwise(widths)]
     seen = check(torch.nn.Sequential(*layers).bfloat16(), (rand(16, 64),), budget=3.0)
-    assert [call.args[6] for call in seen.calls()] == ["relu"] * 3
+    assert [named(call).activations for call in seen.calls()] == ["relu"] * 3
 
 
 def test_read_beside_its_activation() -> None:
@@ -75,7 +76,7 @@ def test_read_beside_its_activation() -> None:
 
     seen = check(fn, (rand(16, 64), rand(32, 64)), budget=2.0)
     (call,) = seen.calls()
-    assert call.args[6] == "" and seen.fused("linear_epilogue") == 1
+    assert named(call).activations == "" and seen.fused("linear_epilogue") == 1
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from tests.block_mm.support import Run, check
+from tests.support.arguments import named
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
@@ -56,9 +57,9 @@ def shapes(run: Run, graph: int = 0) -> Counter[str]:
     """How many calls there are: of n groups ("3"), of a gate ("gate"), of a sum of n products ("sum 3")."""
     found: Counter[str] = Counter()
     for call in run.calls(graph):
-        groups = list(call.args[4])
+        groups = list(named(call).groups)
         sums = len(groups) > 1 and groups[-1] == 0
-        found["gate" if call.args[7] else f"sum {len(groups)}" if sums else str(len(groups))] += 1
+        found["gate" if named(call).gated else f"sum {len(groups)}" if sums else str(len(groups))] += 1
     return found
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from inductor_fusions import config
 from tests.block_mm.support import Linears, check, rand, run
 from tests.support import padding
+from tests.support.arguments import named
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -24,7 +25,7 @@ def test_qkv(outs: tuple[int, ...], bias: Any, dtype: torch.dtype) -> None:
     x = rand(2, 16, 64, dtype=dtype)
     seen = check(model, (x,))
     (call,) = seen.calls()
-    assert len(call.args[0]) == len(outs) and seen.products() == 0
+    assert len(named(call).a) == len(outs) and seen.products() == 0
     assert seen.fused("qkv") == 1 and not seen.reasons("qkv")
     trained = check(model, (x,), train=True)
     assert len(trained.calls(0)) == 1 and trained.products(0) == 0
@@ -33,8 +34,8 @@ def test_qkv(outs: tuple[int, ...], bias: Any, dtype: torch.dtype) -> None:
 def test_backward_is_one_sum_and_one_group() -> None:
     """dX = sum of dY_i @ W_i is one product chain, and the gradients of the weights are one group."""
     seen = check(Linears(64, (64, 32, 32)).bfloat16(), (rand(2, 16, 64),), train=True)
-    calls = sorted(seen.calls(1), key=lambda call: call.args[4][-1])
-    assert [list(call.args[4]) for call in calls] == [[0, 0, 0], [0, 1, 2]]
+    calls = sorted(seen.calls(1), key=lambda call: named(call).groups[-1])
+    assert [list(named(call).groups) for call in calls] == [[0, 0, 0], [0, 1, 2]]
     assert seen.products(1) == 0
 
 
@@ -46,7 +47,7 @@ def test_backward_with_a_term_that_is_turned() -> None:
 
     args = [rand(1, 32), *(rand(16, 32) for _ in range(3))]
     seen = check(fn, tuple(t.requires_grad_() for t in args), train=True)
-    assert any(len(call.args[0]) == 2 and call.args[2] for call in seen.calls(1))
+    assert any(len(named(call).a) == 2 and named(call).bias for call in seen.calls(1))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_einsum_on_three_dims(equation: str, shape: tuple[int, ...], monkeypatch
 
     args = tuple(t.requires_grad_() for t in (rand(2, 16, 64), rand(*shape), rand(*shape)))
     seen = check(fn, args, train=True)
-    assert len(seen.calls(0)) == 1 and [len(call.args[0]) for call in seen.calls(1)] == [2, 2]
+    assert len(seen.calls(0)) == 1 and [len(named(call).a) for call in seen.calls(1)] == [2, 2]
     assert seen.products(0) == seen.products(1) == 0
 
 
@@ -115,7 +116,7 @@ def test_weights_that_are_views() -> None:
     args = (rand(2, 16, 64), rand(64, 64), rand(64, 64), rand(64, 24))
     seen = check(fn, args, train=True)
     (call,) = seen.calls()
-    assert len(call.args[0]) == 4
+    assert len(named(call).a) == 4
 
 
 def test_tied_weights() -> None:
@@ -125,7 +126,7 @@ def test_tied_weights() -> None:
         return F.linear(x, w, b), F.linear(x, w, c)
 
     (call,) = check(fn, (rand(16, 64), rand(32, 64), rand(32), rand(32)), train=True).calls()
-    assert call.args[1][0] is call.args[1][1]
+    assert named(call).b[0] is named(call).b[1]
 
 
 def test_weight_that_is_computed_before() -> None:
@@ -168,7 +169,7 @@ def test_the_rest_is_fused_where_one_stands_in_the_way() -> None:
 
     seen = check(fn, (rand(64, 64), rand(64, 64), rand(64, 64)))
     (call,) = seen.calls()
-    assert len(call.args[0]) == 2 and seen.products() == 1
+    assert len(named(call).a) == 2 and seen.products() == 1
 
 
 def test_keys_and_values_of_all_decoder_layers() -> None:
@@ -187,7 +188,7 @@ def test_keys_and_values_of_all_decoder_layers() -> None:
 
     model = Decoder().bfloat16()
     trained = check(model, (rand(64, 32), rand(64, 32)), train=True, budget=2.0)
-    assert max(len(call.args[0]) for call in trained.calls(0)) == 3
+    assert max(len(named(call).a) for call in trained.calls(0)) == 3
 
 
 def test_not_where_it_needs_more_memory() -> None:
@@ -197,14 +198,14 @@ def test_not_where_it_needs_more_memory() -> None:
         return sum(((x @ w).float().exp().sum(-1) @ torch.ones(256, 1)) for w in weights)
 
     seen = run(fn, (rand(256, 64), *(rand(64, 512) for _ in range(4))))
-    assert not [c for c in seen.calls() if len(c.args[0]) == 4]
+    assert not [c for c in seen.calls() if len(named(c).a) == 4]
     assert any("more memory" in reason for reason in seen.reasons("qkv"))
 
 
 def test_more_than_a_kernel_takes() -> None:
     """Ten linears: eight in one operation, and two in another."""
     seen = check(Linears(32, (16,) * 10).bfloat16(), (rand(8, 32),))
-    assert sorted(len(call.args[0]) for call in seen.calls()) == [2, 8]
+    assert sorted(len(named(call).a) for call in seen.calls()) == [2, 8]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,7 @@ def test_odd_sizes(width: int, outs: tuple[int, ...], says: str) -> None:
 def test_one_odd_linear_is_left_out() -> None:
     seen = check(Linears(64, (64, 60, 64)).bfloat16(), (rand(16, 64),))
     (call,) = seen.calls()
-    assert len(call.args[0]) == 2 and seen.products() == 1
+    assert len(named(call).a) == 2 and seen.products() == 1
 
 
 def test_float64() -> None:
@@ -313,7 +314,7 @@ def test_rows_that_inductor_pads(bias: bool) -> None:
     seen = check(fn, (x, rand(32, 64), rand(16, 64), rand(32)))
     (call,) = seen.calls()
     assert seen.products() == 0 and seen.fused("qkv") == 1 and not seen.reasons("qkv")
-    assert all(list(node.meta["val"].shape) == [37, 64] for node in call.args[0])
+    assert all(list(node.meta["val"].shape) == [37, 64] for node in named(call).a)
 
 
 @pytest.mark.parametrize("which", range(4))
@@ -374,4 +375,4 @@ def test_equal_padding_of_columns() -> None:
         return F.pad(x, (0, 4)) @ w.t(), F.pad(x, (0, 4)) @ v.t(), F.pad(x, (4, 0)) @ v.t()
 
     (call,) = check(fn, (rand(32, 60), rand(32, 64), rand(16, 64))).calls()
-    assert len(call.args[0]) == 2
+    assert len(named(call).a) == 2

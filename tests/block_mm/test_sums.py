@@ -10,6 +10,7 @@ import torch
 from inductor_fusions import config
 from inductor_fusions.fusions.lora.op import NARROW_MM
 from tests.block_mm.support import Linears, check, rand, run
+from tests.support.arguments import named
 
 
 def test_adapter() -> None:
@@ -19,10 +20,10 @@ def test_adapter() -> None:
         return x @ w + 0.25 * ((x @ a) @ b)
 
     seen = check(fn, (rand(2, 16, 64), rand(64, 128), rand(64, 16), rand(16, 128)), train=True, budget=2.0)
-    (call,) = [c for c in seen.calls(0) if list(c.args[4]) == [0, 0]]
-    assert list(call.args[5]) == [1.0, 1.0]
-    (down,) = [node for node in call.graph.nodes if node.target is NARROW_MM and any(node.args[3])]
-    assert list(down.args[3]) == [0.25]
+    (call,) = [c for c in seen.calls(0) if list(named(c).groups) == [0, 0]]
+    assert list(named(call).scales) == [1.0, 1.0]
+    (down,) = [node for node in call.graph.nodes if node.target is NARROW_MM and any(named(node).further)]
+    assert list(named(down).further) == [0.25]
 
 
 def test_three_terms_and_a_residual() -> None:
@@ -31,7 +32,7 @@ def test_three_terms_and_a_residual() -> None:
 
     args = (rand(16, 64), rand(16, 64), rand(16, 64), rand(64, 32), rand(16, 32))
     (call,) = check(fn, args).calls()
-    assert len(call.args[0]) == 3 and len(call.args[2]) == 1
+    assert len(named(call).a) == 3 and len(named(call).bias) == 1
 
 
 def test_residual_of_more_dims() -> None:
@@ -40,7 +41,7 @@ def test_residual_of_more_dims() -> None:
 
     args = (rand(2, 8, 64), rand(2, 8, 32), rand(64, 32), rand(32, 32), rand(2, 8, 32))
     (call,) = check(fn, args).calls()
-    assert len(call.args[2]) == 1 and call.args[2][0].meta["val"].dim() == 2
+    assert len(named(call).bias) == 1 and named(call).bias[0].meta["val"].dim() == 2
 
 
 def test_a_term_that_is_used_elsewhere_stays() -> None:
@@ -60,7 +61,7 @@ def test_broadcast_term() -> None:
 
     args = (rand(16, 64), rand(16, 32), rand(64, 32), rand(32, 32), rand(32))
     seen = check(fn, args, budget=2.0)
-    assert all(len(call.args[0]) == 1 for call in seen.calls())
+    assert all(len(named(call).a) == 1 for call in seen.calls())
 
 
 def test_terms_that_are_permuted() -> None:
@@ -110,7 +111,7 @@ def test_gradient_of_a_shared_input(dynamic: bool) -> None:
             return tuple(part(x).sigmoid() for part in self.parts)
 
     seen = check(Both(64, (128, 32)).bfloat16(), (rand(6, 8, 64),), train=True, dynamic=dynamic, budget=2.0)
-    assert [0, 0] in [list(call.args[4]) for call in seen.calls(1)]
+    assert [0, 0] in [list(named(call).groups) for call in seen.calls(1)]
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -123,7 +124,7 @@ def test_symbolic_rows(train: bool) -> None:
 
     args = (rand(6, 8, 64), rand(6, 8, 64))
     seen = check(Sum(64, (32, 32)).bfloat16(), args, dynamic=True, train=train, budget=2.0)
-    assert [0, 0] in [list(call.args[4]) for call in seen.calls()]
+    assert [0, 0] in [list(named(call).groups) for call in seen.calls()]
 
 
 def test_float64_term() -> None:

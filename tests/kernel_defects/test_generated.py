@@ -18,6 +18,7 @@ from inductor_fusions import config, reporting
 from inductor_fusions.fusions import kernel_defects
 from inductor_fusions.fusions.kernel_defects import op, own_dropout
 from tests.attention.support import flex_everywhere, short_everywhere
+from tests.support.arguments import named
 
 aten = torch.ops.aten
 B, H, S, D = 2, 4, 24, 16
@@ -128,17 +129,18 @@ def test_keys_of_half_a_tile(keys: int, dropout: float, mask: tuple[int, ...]) -
     code = cuda_codegen.generate(fn, [*inputs, bias], train=True, run=False)
     graph = code.backward.graph
     (call,) = [node for node in graph.nodes if node.target is op.CUDNN_BACKWARD]
-    lengths = [call.args[i].meta["val"].shape[2] for i in (2, 3)] + [call.args[8].meta["val"].shape[3]]
+    given = named(call)
+    lengths = [*(x.meta["val"].shape[2] for x in (given.k, given.v)), given.bias.meta["val"].shape[3]]
     half = keys % kernel_defects.TILE == 64
     assert lengths == ([keys + 64] * 3 if half and not dropout else [keys] * 3)
-    assert call.args[12] == lengths[0]
+    assert given.max_k == lengths[0]
     shifted = any(node.target is aten.sub.Tensor for node in graph.nodes)
     assert shifted == bool(half and dropout)
     (output,) = (node for node in graph.nodes if node.op == "output")
     grads = [node.meta["val"].shape for node in output.args[0] if isinstance(node, torch.fx.Node)]
     assert [list(shape) for shape in grads] == [list(x.shape) for x in inputs]
     if half and not dropout:  # what was expanded is not written out
-        padded = call.args[8].args[0]
+        (padded, *_) = given.bias.args
         assert padded.meta["val"].numel() == math.prod(mask) * (keys + 64)
 
 
@@ -152,7 +154,7 @@ def test_a_symbolic_number_of_keys() -> None:
     code = cuda_codegen.generate(fn, inputs, train=True, run=False)
     graph = code.backward.graph
     (call,) = [node for node in graph.nodes if node.target is op.CUDNN_BACKWARD]
-    assert isinstance(call.args[2].meta["val"].shape[2], torch.SymInt)
+    assert isinstance(named(call).k.meta["val"].shape[2], torch.SymInt)
     assert any(node.target is aten.sub.Tensor for node in graph.nodes)
 
 

@@ -22,6 +22,7 @@ from inductor_fusions.fusions.lora.op import NARROW_MM
 from tests.block_mm.support import Run, check, rand, run
 from tests.lora.accumulated import CASES, SPECIAL
 from tests.lora.spellings import WHOLE, operands, targets
+from tests.support.arguments import named
 from tests.support.interpreter import errors_of
 
 errors = errors_of("tests.lora.accumulated")
@@ -214,8 +215,8 @@ def test_quantised_training(dtype: torch.dtype) -> None:
     assert not seen.reasons("lora") and not seen.products(0) and not seen.products(1)
     (call,) = targets(seen, LORA_ACCUMULATE)
     # float32 adapters are in halves, bfloat16 ones as they are; the base is read as it is.
-    assert [node.meta["val"].shape[1] for node in call.args[1]] == [16 if dtype == HALF else 48]
-    assert {node.meta["val"].dtype for node in (call.args[0], *call.args[1], *call.args[2])} == {HALF}
+    assert [node.meta["val"].shape[1] for node in named(call).a] == [16 if dtype == HALF else 48]
+    assert {node.meta["val"].dtype for node in (named(call).base, *named(call).a, *named(call).b)} == {HALF}
 
 
 def test_several_linears_on_one_input() -> None:
@@ -328,10 +329,10 @@ def test_masks(count: int, dtype: torch.dtype) -> None:
     seen = check(lambda linears: backward(mask_with_its_factor, linears), (given,), budget=2.0)
     assert seen.fused("lora") == 1 and not seen.reasons("lora")
     (call,) = targets(seen, LORA_ACCUMULATE)
-    assert len(call.args[4]) == count and len(targets(seen, NARROW_MM)) == count
+    assert len(named(call).kept) == count and len(targets(seen, NARROW_MM)) == count
     assert len(seen.calls()) == (count > 1) and seen.products() == (count == 1)
     if count > 1:
-        assert len(seen.calls()[0].args[0]) == count
+        assert len(named(seen.calls()[0]).a) == count
 
 
 def test_adapters_without_a_mask_ride_along() -> None:
@@ -342,7 +343,7 @@ def test_adapters_without_a_mask_ride_along() -> None:
     seen = check(fn, (gradients(2),), budget=2.0)
     assert seen.fused("lora") == 1 and not seen.reasons("lora")
     (call,) = targets(seen, LORA_ACCUMULATE)
-    assert len(call.args[1]) == 2 and len(call.args[4]) == 1 and len(seen.calls()) == 1
+    assert len(named(call).a) == 2 and len(named(call).kept) == 1 and len(seen.calls()) == 1
 
 
 def test_what_is_added_around_stays_outside() -> None:
@@ -353,7 +354,7 @@ def test_what_is_added_around_stays_outside() -> None:
 
     seen = check(fn, (gradients(1), rand(ROWS, IN)), budget=2.0)
     (call,) = targets(seen, LORA_ACCUMULATE)
-    assert call.args[0].target is torch.ops.aten.mm.default
+    assert named(call).base.target is torch.ops.aten.mm.default
     assert [user.target for user in call.users] == [torch.ops.aten.add.Tensor]
 
 
@@ -451,9 +452,9 @@ def test_dropout_of_a_llama(whole: bool) -> None:
     assert not any("dropout" in reason for reason in ours.reasons("lora"))
     calls = targets(ours, LORA_ACCUMULATE, 1)
     # In the first layer, the input of q, k and v has no gradient.
-    assert sorted(len(call.args[4]) for call in calls) == [1, 1, 1, 1, 2, 2, 3]
-    assert all(len(call.args[1]) == len(call.args[4]) for call in calls)
-    assert sorted(len(call.args[0]) for call in ours.calls(1)) == [2, 2, 3]
+    assert sorted(len(named(call).kept) for call in calls) == [1, 1, 1, 1, 2, 2, 3]
+    assert all(len(named(call).a) == len(named(call).kept) for call in calls)
+    assert sorted(len(named(call).a) for call in ours.calls(1)) == [2, 2, 3]
     for y, z in zip((*ours.outputs, *ours.grads), (*stock.outputs, *stock.grads), strict=True):
         assert y is not None and z is not None
         assert float((y - z).float().norm() / z.float().norm()) < 5e-2

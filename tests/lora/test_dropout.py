@@ -25,6 +25,7 @@ from inductor_fusions.fusions.lora.drawn import DRAWN_MM
 from inductor_fusions.fusions.lora.op import LORA_DROPPED_DOWN, NARROW_MM
 from tests.block_mm.support import Run, run
 from tests.lora.spellings import targets
+from tests.support.arguments import named
 
 BF16, FP32 = torch.bfloat16, torch.float32
 IN, OUT, RANK = 64, 48, 16
@@ -380,12 +381,16 @@ def test_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def narrow_calls(seen: Run, graph: int) -> list[tuple[int, int, bool]]:
     """The narrow products of a graph: number of matrices, number of masks, and whether transposed."""
-    return [(len(c.args[1]), len(c.args[5]), c.args[4]) for c in targets(seen, NARROW_MM, graph)]
+    return [
+        (len(named(c).b), len(named(c).kept), named(c).transposed) for c in targets(seen, NARROW_MM, graph)
+    ]
 
 
 def drawn_calls(seen: Run) -> list[tuple[int, list[int], list[float]]]:
     """The narrow products of the forward that draw: number of matrices, seeds, and chances."""
-    return [(len(c.args[1]), list(c.args[5]), list(c.args[6])) for c in targets(seen, DRAWN_MM)]
+    return [
+        (len(named(c).b), list(named(c).indices), list(named(c).chances)) for c in targets(seen, DRAWN_MM)
+    ]
 
 
 @pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
@@ -405,7 +410,7 @@ def test_kernels_of_a_step(adapters: torch.dtype, count: int, dynamic: bool) -> 
     assert seen.products(0) == 0 and len(seen.calls(0)) == 1
     assert (count, count, True) in narrow_calls(seen, 1)
     (call,) = targets(seen, LORA_ACCUMULATE, 1)
-    assert len(call.args[4]) == count
+    assert len(named(call).kept) == count
 
 
 @pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
@@ -417,7 +422,7 @@ def test_what_a_dropout_leaves_is_in_memory_once(
     seen = run(Adapted(adapters), (rand(96, IN),), train=True)
     (call,) = targets(seen, NARROW_MM)
     (output,) = seen.graphs[0].find_nodes(op="output")
-    assert call.args[0] in output.all_input_nodes
+    assert named(call).x in output.all_input_nodes
     monkeypatch.setattr(tables, "load", lambda name: {"lora_dropout": []})
     checked = []
     monkeypatch.setattr(profit, "check_dropped", lambda shape, device: checked.append(shape))
@@ -434,7 +439,7 @@ def test_the_base_reads_the_gradient_as_it_is() -> None:
 
     seen = run(Behind(), (rand(96, IN),), train=True)
     (product,) = seen.graphs[1].find_nodes(op="call_function", target=torch.ops.aten.mm.default)
-    dy = product.args[0]
+    dy, _ = product.args
     assert dy.target is torch.ops.aten.mul.Tensor and dy.meta["val"].dtype == BF16
 
 

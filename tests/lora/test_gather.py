@@ -16,6 +16,7 @@ from inductor_fusions.fusions.lora import gather, narrow_kernel
 from inductor_fusions.fusions.lora.op import NARROW_MM
 from inductor_fusions.fusions.lora.split import LORA_SPLIT
 from tests.block_mm.support import Run, check, run
+from tests.support.arguments import named
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -57,13 +58,13 @@ def rand(rows: int = 72, columns: int = 80) -> torch.Tensor:
 
 def splits(seen: Run, graph: int = 0) -> list[int]:
     """How many matrices each call splits up."""
-    return [len(node.args[0]) for node in seen.graphs[graph].nodes if node.target is LORA_SPLIT]
+    return [len(named(node).matrices) for node in seen.graphs[graph].nodes if node.target is LORA_SPLIT]
 
 
 def in_summands(seen: Run, graph: int = 0) -> int:
     """How many narrow products read summands."""
     calls = [node for node in seen.graphs[graph].nodes if node.target is NARROW_MM]
-    return sum(node.args[1][0].meta["val"].dim() == 3 for node in calls)
+    return sum(named(node).b[0].meta["val"].dim() == 3 for node in calls)
 
 
 def one_by_one(patch: pytest.MonkeyPatch) -> None:
@@ -91,7 +92,7 @@ def test_summands(tf32: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> No
     """Two, where torch may use TF32."""
     monkeypatch.setattr(narrow_kernel, "may_use_tf32", lambda: tf32)
     (call,) = [n for n in run(Layers(1), (rand(),)).graphs[0].nodes if n.target is LORA_SPLIT]
-    assert sorted(call.args[1]) == [0, 0, count, count]
+    assert sorted(named(call).summands) == [0, 0, count, count]
 
 
 def launches(train: bool) -> list[int]:

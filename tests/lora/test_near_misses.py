@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from inductor_fusions.fusions.lora.op import NARROW_MM
 from tests.block_mm.support import check, run
 from tests.lora.spellings import WHOLE, linear, operands, peft_in_float32, targets
+from tests.support.arguments import named
 
 
 def scaled_by_a_vector(x: Any, w: Any, a: Any, b: Any) -> Any:
@@ -92,7 +93,7 @@ def test_float16_whose_input_is_scaled(rows: int) -> None:
     seen = check(fn, tuple(args), budget=2.0)
     assert seen.fused("lora") == 1 and all(bool(y.isfinite().all()) for y in seen.outputs)
     (down,) = targets(seen, NARROW_MM)
-    assert list(down.args[2]) == [2**-10]
+    assert list(named(down).scales) == [2**-10]
 
 
 def test_float16_whose_tensor_overflows() -> None:
@@ -156,7 +157,7 @@ def test_ranks_that_inductor_pads(name: str, train: bool) -> None:
     seen = check(padded(name), args, train=train)
     assert seen.fused("lora") >= 1
     (call,) = targets(seen, NARROW_MM)[:1]
-    assert list(call.args[1][0].meta["val"].shape)[-1] in (5, 8)
+    assert list(named(call).b[0].meta["val"].shape)[-1] in (5, 8)
 
 
 def test_rows_and_ranks_that_inductor_pads() -> None:

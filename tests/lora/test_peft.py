@@ -24,6 +24,7 @@ from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.drawn import DRAWN_MM
 from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
 from tests.block_mm.support import Run, as_on_a_gpu, check, run
+from tests.support.arguments import named
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
@@ -81,9 +82,9 @@ def ops(seen: Run, graph: int = 0) -> Counter[str]:
         if node.target is NARROW_MM:
             found["narrow"] += 1
         elif node.target is LORA_LINEAR:
-            found[f"pair of {len(node.args[1])}"] += 1
+            found[f"pair of {len(named(node).w)}"] += 1
     for call in seen.calls(graph):
-        groups = list(call.args[4])
+        groups = list(named(call).groups)
         found[f"{groups[-1] + 1} of {len(groups)}"] += 1
     return found
 
@@ -289,11 +290,11 @@ def test_masks_of_dropouts(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None
     torch.manual_seed(2)
     other = run(model, (x,), train=True, policy="profitable")
     layers = SIZES["num_hidden_layers"]
-    drawn = [len(node.args[1]) for node in ours.graphs[0].nodes if node.target is DRAWN_MM]
+    drawn = [len(named(node).b) for node in ours.graphs[0].nodes if node.target is DRAWN_MM]
     # Eager mode, which runs the graphs here, rounds a number to bfloat16 before it is compared.
     assert sorted(drawn) == (sorted([3, 1, 2, 1] * layers) if whole else [])
     assert ours.fused("lora_input") == 7 * layers and not stock.fused("lora")
-    added = [len(node.args[4]) for node in ours.graphs[1].nodes if node.target is LORA_ACCUMULATE]
+    added = [len(named(node).kept) for node in ours.graphs[1].nodes if node.target is LORA_ACCUMULATE]
     # The input of the first layer takes no gradient.
     assert sorted(added) == sorted([3, 1, 2, 1] * layers)[:-1]
     # Another mask is another value.

@@ -22,6 +22,7 @@ from tests.lora.spellings import (
     targets,
     with_a_tail,
 )
+from tests.support.arguments import named
 
 
 @pytest.mark.parametrize("fn", SPELLINGS, ids=lambda fn: fn.__name__)
@@ -29,7 +30,7 @@ def test_spelling(fn: Callable[..., Any]) -> None:
     seen = check(fn, operands(), budget=2.0)
     assert seen.fused("lora") == 1 and not seen.products()
     (call,) = seen.calls()
-    assert list(call.args[4]) == [0, 0] and len(targets(seen, NARROW_MM)) == 1
+    assert list(named(call).groups) == [0, 0] and len(targets(seen, NARROW_MM)) == 1
 
 
 @pytest.mark.parametrize("fn", [linear, peft_in_float32, with_a_tail], ids=lambda fn: fn.__name__)
@@ -41,8 +42,8 @@ def test_training(fn: Callable[..., Any], dtype: torch.dtype) -> None:
     # Forward; backward: the gradient of the input, and those of A and of B.
     assert seen.fused("lora") == 4
     assert len(targets(seen, NARROW_MM, 1)) == 3
-    (gradient,) = [call for call in seen.calls(1) if list(call.args[4]) == [0, 0]]
-    assert len(gradient.args[0]) == 2
+    (gradient,) = [call for call in seen.calls(1) if list(named(call).groups) == [0, 0]]
+    assert len(named(gradient).a) == 2
 
 
 @pytest.mark.parametrize("fn", SCALES, ids=lambda fn: fn.__name__)
@@ -52,7 +53,7 @@ def test_scales(fn: Callable[..., Any], rows: int) -> None:
     seen = check(fn, operands(rows=rows), train=True, budget=2.0)
     assert seen.fused("lora") >= 2 and not seen.products()
     if rows == 96:
-        assert [call for call in seen.calls(1) if list(call.args[4]) == [0, 0]]
+        assert [call for call in seen.calls(1) if list(named(call).groups) == [0, 0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -60,7 +61,7 @@ def test_few_rows_of_a_subtracted_adapter(dtype: torch.dtype) -> None:
     args = tuple(t.detach().to(dtype) for t in operands(rows=8))
     seen = check(SCALES[1], args, budget=2.0)
     (call,) = targets(seen, LORA_LINEAR)
-    assert list(call.args[7]) == [-2.0]
+    assert list(named(call).scales) == [-2.0]
 
 
 @pytest.mark.parametrize("rank", [1, 5, 16, 20, 64, 128])
@@ -71,7 +72,7 @@ def test_rank(rank: int, dtype: torch.dtype) -> None:
     seen = check(peft_in_float32, (x, w, a, b), budget=2.0)
     assert seen.fused("lora") == 1
     (call,) = seen.calls()
-    inner = int(call.args[0][1].meta["val"].shape[1])
+    inner = int(named(call).a[1].meta["val"].shape[1])
     wanted = 3 * rank if dtype == WHOLE else rank
     assert inner == wanted + -wanted % 8
 
@@ -82,7 +83,7 @@ def test_few_rows(fn: Callable[..., Any]) -> None:
     dtype = torch.bfloat16 if fn is linear else WHOLE
     seen = check(fn, operands(rank=5, dtype=dtype, rows=3), budget=2.0)
     assert len(targets(seen, LORA_LINEAR)) == 1 and not seen.products() and not seen.calls()
-    assert targets(seen, LORA_LINEAR)[0].args[8] is True
+    assert named(targets(seen, LORA_LINEAR)[0]).early is True
 
 
 @pytest.mark.parametrize("rows", [3, 96])
@@ -104,14 +105,14 @@ def test_biases_that_are_computed_are_waited_for() -> None:
         return F.linear(x, w, w[:, 0].sin()) + F.linear(F.linear(x, a), b)
 
     seen = check(fn, operands(rows=3), budget=2.0)
-    assert targets(seen, LORA_LINEAR)[0].args[8] is False
+    assert named(targets(seen, LORA_LINEAR)[0]).early is False
 
 
 def test_weights_that_are_computed_are_waited_for() -> None:
     """The kernel that reads a weight may not start before the one that makes it."""
     args = operands(rows=3)
     seen = check(lambda x, w, a, b: linear(x, w.sin(), a, b), args, budget=2.0)
-    assert targets(seen, LORA_LINEAR)[0].args[8] is False
+    assert named(targets(seen, LORA_LINEAR)[0]).early is False
 
 
 @pytest.mark.parametrize("rows", [3, 96])
@@ -154,9 +155,9 @@ def test_bias_of_the_adapter(fn: Callable[..., Any], dtype: torch.dtype, rows: i
     assert seen.fused("lora") == 1 and not seen.products()
     whole = rows == 8 and fn is not biased_times_a_tensor
     (call,) = targets(seen, LORA_LINEAR) if whole else seen.calls()
-    assert [bias.meta["val"].dtype for bias in call.args[2]] == [WHOLE]
+    assert [bias.meta["val"].dtype for bias in named(call).bias] == [WHOLE]
     # What is computed in the graph may be made between the two kernels.
-    assert not whole or call.args[8] is False
+    assert not whole or named(call).early is False
 
 
 @pytest.mark.parametrize("fn", BIASED, ids=lambda fn: fn.__name__)
@@ -176,8 +177,8 @@ def test_bias_of_the_adapter_as_it_is(rows: int) -> None:
 
     seen = check(fn, (*operands(rows=rows), rand(128)), budget=2.0)
     (call,) = targets(seen, LORA_LINEAR) if rows == 8 else seen.calls()
-    (bias,) = call.args[2]
-    assert bias.op == "placeholder" and (rows == 96 or call.args[8] is True)
+    (bias,) = named(call).bias
+    assert bias.op == "placeholder" and (rows == 96 or named(call).early is True)
 
 
 def test_bias_of_the_adapter_beside_another_term() -> None:
@@ -228,8 +229,8 @@ def test_several_adapters_are_added(rows: int) -> None:
     if rows > 64:
         (call,) = seen.calls()
         # The factors are in what the narrow product makes: each product is one more step of one loop.
-        assert call.args[5] == [1.0, 1.0, 1.0]
-        factors = [f for node in call.graph.nodes if node.target is NARROW_MM for f in node.args[3]]
+        assert named(call).scales == [1.0, 1.0, 1.0]
+        factors = [f for node in call.graph.nodes if node.target is NARROW_MM for f in named(node).further]
         assert sorted(factors) == [0.5, 2.0]
 
 
@@ -261,8 +262,8 @@ def test_gradient_of_an_input_that_linears_share() -> None:
 
     x, w, a, b = operands()
     seen = check(fn, (x, w, rand(32, 64), a, b, rand(16, 64), rand(32, 16)), train=True, budget=2.0)
-    (call,) = [call for call in seen.calls(1) if list(call.args[4]) == [0] * 4]
-    assert sorted(value.meta["val"].shape[1] for value in call.args[0]) == [16, 16, 32, 128]
+    (call,) = [call for call in seen.calls(1) if list(named(call).groups) == [0] * 4]
+    assert sorted(value.meta["val"].shape[1] for value in named(call).a) == [16, 16, 32, 128]
 
 
 @pytest.mark.parametrize("of_input", [True, False])
@@ -280,8 +281,8 @@ def test_gradients_of_adapters_that_keep_their_input(of_input: bool) -> None:
         t.requires_grad_(t.dtype == WHOLE)
     x.requires_grad_(of_input)
     seen = check(fn, args, train=True, budget=2.0)
-    (together,) = [call for call in targets(seen, NARROW_MM, 1) if call.args[4]]
-    assert len(together.args[1]) == 2
+    (together,) = [call for call in targets(seen, NARROW_MM, 1) if named(call).transposed]
+    assert len(named(together).b) == 2
     assert not seen.products(1)
 
 

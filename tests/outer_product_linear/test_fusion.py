@@ -18,6 +18,7 @@ from inductor_fusions.fusion import LeftToStock
 from inductor_fusions.fusions import outer_product_linear
 from inductor_fusions.fusions.outer_product_linear import check_kernel
 from inductor_fusions.fusions.outer_product_linear.op import FACTORS, OUTER_PRODUCT_LINEAR, pairs
+from tests.support.arguments import named
 
 ROWS, P, Q, N = 6, 5, 7, 9
 
@@ -236,7 +237,7 @@ def test_memory_that_two_variables_share(one: bool) -> None:
         return make_boxed_func(gm.forward)
 
     def backward(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.extend(node.args[4] for node in gm.graph.nodes if node.target is FACTORS)
+        seen.extend(named(node).one for node in gm.graph.nodes if node.target is FACTORS)
         return make_boxed_func(gm.forward)
 
     def fn(z: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

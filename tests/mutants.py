@@ -88,9 +88,10 @@ def pytest_run(wanted: dict[str, Any], arguments: Sequence[str], timeout: float 
 def reach(chosen: Sequence[Site], part: str, args: argparse.Namespace, journal: Path) -> list[Ran]:
     """The tests of a part, run with the sites marked."""
     done = [line[0] for line in lines(journal)]
-    wanted = {"sites": [str(site) for site in chosen], "done": done, "journal": str(journal)}
+    marks = [str(site) for site in chosen]
+    wanted = {"sites": marks, "within": args.tests, "done": done, "journal": str(journal)}
     options = [f"--part={part}", f"--seed={args.seed}", f"--budget={args.budget}", f"-n{args.jobs}"]
-    code = pytest_run(wanted, [*options, "--maxschedchunk=4", *args.tests])
+    code = pytest_run(wanted, [*options, "--maxschedchunk=4"])
     if code not in (0, 1, 5):
         raise SystemExit(f"the tests could not be run (pytest: {code}); what has run is in {journal}")
     return [Ran(nodeid, ok, seconds, frozenset(found)) for nodeid, ok, seconds, found in lines(journal)]
@@ -113,7 +114,7 @@ def killer(site: Site, ran: Sequence[Ran]) -> tuple[str | None, int]:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("tests", nargs="*", help="files or folders of both parts; all without")
+    parser.add_argument("tests", nargs="*", help="what ids of tests begin with; all without")
     parser.add_argument("--sample", type=int, default=100, help="mutants")
     parser.add_argument("--sources", nargs="+", default=SOURCES, help="patterns below inductor_fusions")
     parser.add_argument("--seed", type=int, default=0, help="of the sample, and of the quick part")
@@ -147,7 +148,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     rows = [{"mutant": site, **found} for site, found in verdicts.items()]
     quick = sum(row["quick"] is not None for row in rows)
     result = {
-        "about": {"torch": torch.__version__, "seed": args.seed, "budget": args.budget, "tests": args.tests},
+        "about": {
+            "torch": torch.__version__,
+            "seed": args.seed,
+            "budget": args.budget,
+            "sources": [*args.sources],
+            "tests": args.tests,
+        },
         "mutants": len(rows),
         "killed by the quick part": quick,
         "killed by all tests": quick + sum(row.get("rest") is not None for row in rows),

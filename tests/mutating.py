@@ -1,8 +1,8 @@
 """Mutants of the package's source: one node of a function's tree changed, while the module is imported.
 
 As a pytest plugin (`-p tests.mutating`) it reads what to do from the file that MUTATING names: `sites`, whose
-reaching is recorded for each test, or `mutant`, the one to make; `tests`, to be run in that order, or `done`,
-not to be run; and `journal`, where the outcomes go.
+reaching is recorded for each test, or `mutant`, the one to make; `tests`, to be run in that order, `within`,
+what their ids begin with, and `done`, not to be run; and `journal`, where the outcomes go.
 """
 
 from __future__ import annotations
@@ -197,16 +197,23 @@ class Plugin:
 
     def __init__(self, wanted: dict[str, Any]) -> None:
         self.order = {nodeid: i for i, nodeid in enumerate(wanted.get("tests", ()))}
+        self.within = tuple(wanted.get("within", ()))
         self.done = frozenset(wanted.get("done", ()))
         self.reached: set[str] = set()
         setattr(builtins, REACHED, self.reached.add)
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        if self.order:
-            kept = [item for item in items if item.nodeid in self.order]
-            items[:] = sorted(kept, key=lambda item: self.order[item.nodeid])
-        items[:] = [item for item in items if item.nodeid not in self.done]
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, Any, Any]:
+        result = yield  # a part of the tests is chosen from all of them
+        items[:] = [
+            item
+            for item in items
+            if (not self.order or item.nodeid in self.order)
+            and (not self.within or item.nodeid.startswith(self.within))
+            and item.nodeid not in self.done
+        ]
+        items.sort(key=lambda item: self.order.get(item.nodeid, 0))
+        return result
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self) -> Generator[None, Any, Any]:

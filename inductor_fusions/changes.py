@@ -11,24 +11,21 @@ from torch import fx
 from . import config
 from ._inductor import was_erased
 from .fusion import Fusion
+from .graph.facts import Journal, change
 from .writes import is_in_place
-
-#: Nodes with what they call and their arguments; None where these cannot have changed.
-Known = dict[fx.Node, tuple[Any, Any, Any] | None]
-
-
-def known(graph: fx.Graph) -> Known:
-    """The nodes of a graph as they are now."""
-    return {node: (node.target, node.args, node.kwargs) for node in graph.nodes}
 
 
 @contextlib.contextmanager
 def reading(fusion: Fusion, graph: fx.Graph) -> Iterator[None]:
     """Inside, the graph stays as it is: with `config.strict`, a change is an error."""
-    before = list(known(graph).items()) if config.strict else None
+    before = _whole(graph) if config.strict else None
     yield
-    if before is not None and list(known(graph).items()) != before:
+    if before is not None and _whole(graph) != before:
         raise RuntimeError(f"{fusion.name} changes the graph outside of a rewrite")
+
+
+def _whole(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    return [(node, node.target, node.args, node.kwargs) for node in graph.nodes]
 
 
 def take_out(mark: Any, graph: fx.Graph) -> None:
@@ -38,26 +35,26 @@ def take_out(mark: Any, graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def put_back(graph: fx.Graph, before: Known) -> bool:
+def put_back(graph: fx.Graph, journal: Journal) -> bool:
     """Undo a change that was begun; whether the graph computes what it did.
 
     Args:
         graph: the graph.
-        before: its nodes as they were. Those that are gone may be read by such alone, and write nothing.
+        journal: what has become of it. Nodes that are gone may have been read by such alone, and wrote
+            nothing.
     """
-    gone = {node for node in before if was_erased(node)}
-    lost = any(map(is_in_place, gone))
-    for node, was in before.items():
-        if was is None or node in gone:
+    lost = any(map(is_in_place, journal.gone))
+    for node, was in list(journal.before.items()):
+        if node in journal.gone or node in journal.made:
             continue
-        target, args, kwargs = was
         read: list[fx.Node] = []
-        fx.node.map_arg((args, kwargs), read.append)
-        if not gone.isdisjoint(read):
+        fx.node.map_arg(was[1:], read.append)
+        if not journal.gone.keys().isdisjoint(read):
             lost = True
-        elif node.target is not target or node.args is not args or node.kwargs is not kwargs:
-            node.target, node.args, node.kwargs = target, args, kwargs
-    for node in reversed(list(graph.nodes)):
-        if node not in before and not node.users:
+        else:
+            change(node, *was)
+    made = journal.added()
+    for node in reversed(made):
+        if not node.users:
             graph.erase_node(node)
-    return not lost and all(node in before for node in graph.nodes)
+    return not lost and all(map(was_erased, made))

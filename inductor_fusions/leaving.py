@@ -21,6 +21,7 @@ from torch import fx
 
 from . import _inductor
 from ._inductor import computing_fakes, fake_mode_of, hint, known_true, suppress_guards
+from .graph.facts import change
 from .operands import tensor
 from .writes import is_opaque, may_alias, memory, name_of, written
 
@@ -406,7 +407,7 @@ def _reshape_instead(view: fx.Node) -> None:
     if any(isinstance(each, torch.dtype) for each in (*view.args, *view.kwargs.values())):
         return
     if view.op == "call_method":
-        view.target = "reshape"
+        change(view, "reshape")
     elif not isinstance(view.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         shape = view.kwargs["size"] if "size" in view.kwargs else view.args[1]
-        view.target, view.args, view.kwargs = torch.reshape, (view.args[0], shape), {}
+        change(view, torch.reshape, (view.args[0], shape), {})

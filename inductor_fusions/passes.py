@@ -31,7 +31,7 @@ from . import (
 )
 from ._inductor import CustomGraphPass, is_body_of_dynamo, trace_artifact
 from .fusion import Candidate, Fusion, LeftToStock, Rejected, Unfinished
-from .graph.facts import held
+from .graph.facts import Journal, held, recording
 from .sites import Report, Site
 
 log = logging.getLogger(__name__)
@@ -288,6 +288,13 @@ def _finish(fusion: Fusion, candidate: Candidate) -> None:
 
 def _fuse(fusion: Fusion, candidate: Candidate, number: int, named: set[fx.Graph]) -> Site:
     """One candidate as a site; `named` has the graphs of which every node names what it reads."""
+    with recording(candidate.anchor.graph) as journal:
+        return _fuse_recorded(fusion, candidate, number, named, journal)
+
+
+def _fuse_recorded(
+    fusion: Fusion, candidate: Candidate, number: int, named: set[fx.Graph], journal: Journal
+) -> Site:
     anchor = candidate.anchor
     graph = anchor.graph  # of the candidate: it may be the body of a nested region
     attempt = attempts.current()
@@ -296,7 +303,6 @@ def _fuse(fusion: Fusion, candidate: Candidate, number: int, named: set[fx.Graph
         fusion.name, "fused", anchor.name,
         source=reporting.source_line(anchor), module=reporting.module_path(anchor),
     )  # fmt: skip
-    known: changes.Known = dict.fromkeys(graph.nodes)
     try:
         site.details = candidate.describe()
         if _inductor.eager_bits_are_wanted() and not (fusion.exact or fusion.protects):
@@ -311,17 +317,17 @@ def _fuse(fusion: Fusion, candidate: Candidate, number: int, named: set[fx.Graph
         if fusion.stage == "pre_grad" and graph not in named:
             inplace.rename(graph)
             named.add(graph)
-        known = changes.known(graph)
+        journal.clear()
         site.kernel = candidate.rewrite()
     except Rejected as miss:
         site.verdict = "left to stock" if isinstance(miss, LeftToStock) else "rejected"
         site.reason, site.hint, site.saved = miss.reason, miss.hint, {}
-        changes.put_back(graph, known)
+        changes.put_back(graph, journal)
     except Exception as error:
         if config.strict:
             reporting.record(site)
             raise
-        if not changes.put_back(graph, known) and not containment.is_foreign(fusion):
+        if not changes.put_back(graph, journal) and not containment.is_foreign(fusion):
             raise Unfinished(f"{fusion.name} raised {error!r} in the middle of a change") from error
         site.verdict, site.reason, site.saved = "failed", repr(error), {}
         log.warning(
@@ -330,7 +336,7 @@ def _fuse(fusion: Fusion, candidate: Candidate, number: int, named: set[fx.Graph
         log.info("traceback", exc_info=True)
     else:
         if candidate.reported:
-            _mark(site, fusion, graph, known, number)
+            _mark(site, fusion, journal, number)
         if attempt is not None and key is not None:
             attempt.fused.append(attempts.Fused(key, site))
     return site
@@ -357,9 +363,9 @@ def _wanted(site: Site) -> bool:
     return not _inductor.bisected_away(lambda: f"{site.fusion} at {site.source or site.node}")
 
 
-def _mark(site: Site, fusion: Fusion, graph: fx.Graph, known: changes.Known, number: int) -> None:
+def _mark(site: Site, fusion: Fusion, journal: Journal, number: int) -> None:
     """Make the nodes of a fused site known by their names and to those who read the graph later."""
-    added = [node for node in graph.nodes if node not in known]
+    added = journal.added()
     calls = [node for node in added if node.op == "call_function"]
     for node in calls:
         if fusion.stage == "pre_grad":
@@ -370,8 +376,7 @@ def _mark(site: Site, fusion: Fusion, graph: fx.Graph, known: changes.Known, num
         _inductor.rename(node, f"inductor_fusions_{fusion.name}_{node.name}")
     watcher = watching.current()
     if watcher is not None:
-        present = set(graph.nodes)
-        watcher.fused(site, [node for node in known if node not in present], added)
+        watcher.fused(site, journal.removed(), added)
 
 
 def _tell(site: Site) -> None:

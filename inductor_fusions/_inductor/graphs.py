@@ -79,25 +79,32 @@ def copied_graph(graph: fx.Graph) -> fx.Graph:
 
 @contextlib.contextmanager
 def watching_nodes(
-    module: fx.GraphModule, changes: Callable[..., None], leaves: Callable[[fx.Node], None]
+    module: Any,
+    created: Callable[[fx.Node], None],
+    erased: Callable[[fx.Node], None],
+    replaced: Callable[[fx.Node, fx.Node], None],
 ) -> Iterator[None]:
     """Inside, be told of the nodes of a module's graph.
 
     Args:
         module: a module with a graph.
-        changes: gets nodes that are new, or get other inputs or users.
-        leaves: gets a node that is about to be erased.
+        created: gets a node that is new, but not in the graph yet.
+        erased: gets a node that is about to be erased.
+        replaced: gets a node and a user of it that is about to read another one instead.
     """
 
-    def replaced(old: fx.Node, new: str, user: fx.Node) -> None:
-        changes(old, user)
+    def replace(old: fx.Node, new: str, user: fx.Node) -> None:
+        replaced(old, user)
 
-    hooks = ((module._create_node_hooks, changes), (module._erase_node_hooks, leaves))
-    pairs: list[tuple[list[Any], Any]] = [*hooks, (module._replace_hooks, replaced)]
-    for found, hook in pairs:
+    hooks: list[tuple[list[Any], Any]] = [
+        (module._create_node_hooks, created),
+        (module._erase_node_hooks, erased),
+        (module._replace_hooks, replace),
+    ]
+    for found, hook in hooks:
         found.append(hook)
     try:
         yield
     finally:
-        for found, hook in pairs:
+        for found, hook in hooks:
             found.remove(hook)

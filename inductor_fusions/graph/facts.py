@@ -6,10 +6,11 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 from torch import fx
 
-from .._inductor import watching_nodes
+from .._inductor import was_erased, watching_nodes
 from .memory import Memory
 
 
@@ -68,13 +69,89 @@ def held() -> Iterator[None]:
 def facts(graph: fx.Graph) -> GraphFacts:
     """What is known of a graph; found out anew where nothing is held."""
     found = _held.get()
-    if found is None or not isinstance(graph.owning_module, fx.GraphModule):
+    if found is None:
         return GraphFacts(graph)
     known, stack = found
     if graph not in known:
         made = known[graph] = GraphFacts(graph)
-        stack.enter_context(watching_nodes(graph.owning_module, made.changes, made.leaves))
+        stack.enter_context(watching_nodes(graph.owning_module, made.changes, made.leaves, made.changes))
     return known[graph]
+
+
+class Journal:
+    """What becomes of a graph.
+
+    Attributes:
+        made: the nodes that are new, whether they are still there or not.
+        gone: those that were there and are no more.
+        before: what was called, and with what, where that may have changed.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.clear()
+
+    def clear(self) -> None:
+        """It begins now."""
+        self.made: dict[fx.Node, None] = {}
+        self.gone: dict[fx.Node, None] = {}
+        self.before: dict[fx.Node, tuple[Any, Any, Any]] = {}
+
+    def added(self) -> list[fx.Node]:
+        """The nodes that are new, in the order of the graph."""
+        return sorted(node for node in self.made if not was_erased(node))
+
+    def removed(self) -> list[fx.Node]:
+        """The nodes that are gone, in the order that they had."""
+        return sorted(self.gone)
+
+    def creates(self, node: fx.Node) -> None:
+        """A node is new."""
+        if node.graph is self.graph:
+            self.made[node] = None
+
+    def erases(self, node: fx.Node) -> None:
+        """A node is about to be erased."""
+        if node.graph is self.graph and node not in self.made:
+            self.gone[node] = None
+
+    def changes(self, node: fx.Node) -> None:
+        """What a node calls, or with what, is about to change."""
+        if node.graph is self.graph and node not in self.made:
+            self.before.setdefault(node, (node.target, node.args, node.kwargs))
+
+
+_journals: ContextVar[tuple[Journal, ...]] = ContextVar("inductor_fusions_journals", default=())
+
+
+@contextlib.contextmanager
+def recording(graph: fx.Graph) -> Iterator[Journal]:
+    """What becomes of a graph inside. A change of a node's arguments is to be made by `change`."""
+    journal = Journal(graph)
+
+    def replaced(old: fx.Node, user: fx.Node) -> None:
+        journal.changes(user)
+
+    token = _journals.set((*_journals.get(), journal))
+    try:
+        with watching_nodes(graph.owning_module, journal.creates, journal.erases, replaced):
+            yield journal
+    finally:
+        _journals.reset(token)
+
+
+def change(node: fx.Node, target: Any = None, args: Any = None, kwargs: Any = None) -> None:
+    """Let a node call something else, or with other arguments; None: as it is."""
+    for journal in _journals.get():
+        journal.changes(node)
+    before = node.all_input_nodes
+    node.target = node.target if target is None else target
+    node.args = node.args if args is None else args
+    node.kwargs = node.kwargs if kwargs is None else kwargs
+    held = _held.get()
+    known = held[0].get(node.graph) if held is not None else None
+    if known is not None:
+        known.changes(node, *before)
 
 
 def move(node: fx.Node, before: fx.Node) -> None:

@@ -16,6 +16,7 @@ from torch import fx
 from ... import pinning
 from ..._inductor import computing_fakes, fake_mode_of, flex_attention_op, known_true, suppress_guards
 from ...fusion import Candidate, Fusion
+from ...graph.facts import change
 from ...operands import tensor
 from .known import CUDNN_PADDED_KEYS, CUDNN_PLANS, KNOWN, Defect
 from .op import CUDNN_BACKWARD
@@ -90,7 +91,9 @@ class CudnnCalls(Candidate):
         padded = 0
         with suppress_guards(mode), torch.no_grad(), computing_fakes(mode):
             for call in self.dropped:
-                call.update_arg(_FORWARD_DROPOUT, own_dropout(call.args[_FORWARD_DROPOUT]))
+                given = list(call.args)
+                given[_FORWARD_DROPOUT] = own_dropout(given[_FORWARD_DROPOUT])
+                change(call, args=tuple(given))
             for call in self.backward:
                 padded += _Backward(self.graph, call).rewrite()
         names = [CUDNN_PLANS.name] + [CUDNN_PADDED_KEYS.name] * bool(padded)

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..._inductor import draw, draws_four_at_a_time, rounds_inside_of_loops
 from ...fusion import Candidate
+from ...graph.facts import change
 from ...graph.products import CASTS, value
 from ..block_mm import emit
 from .masks import drawing
@@ -167,7 +168,7 @@ def _rewrite(graph: fx.Graph, call: fx.Node, masks: list[Mask]) -> None:
     count = len(made.meta["val"]) - len(masks)
     found = [emitted(operator.getitem, made, count + i) for i in range(len(masks))]
     for output in list(call.users):
-        output.update_arg(0, made)
+        change(output, args=(made, *output.args[1:]))
     shaped = {
         view: emitted(aten.reshape.default, kept, list(value(view).shape))
         for mask, kept in zip(masks, found, strict=True)

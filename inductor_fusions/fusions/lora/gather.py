@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from ...fusion import Candidate, Rejected
+from ...graph.facts import change, move
 from ...graph.products import VIEWS, tensor, through, value
 from ...operands import known_size
 from ..block_mm import emit
@@ -123,7 +124,8 @@ class Gathered(Candidate):
         for w, part in made:
             if w.reader.target in PRODUCTS:
                 right: Any = w.reader.args[1]
-                w.reader.update_arg(1, [*right[: w.index], part, *right[w.index + 1 :]])
+                parts = [*right[: w.index], part, *right[w.index + 1 :]]
+                change(w.reader, args=(w.reader.args[0], parts, *w.reader.args[2:]))
             else:
                 for output in list(w.reader.users):
                     emit.replace(self.graph, output, part)
@@ -236,7 +238,7 @@ def _make(
         for node in _chain(w.matrix):
             # Views, and attributes, that stand behind the place.
             if node.op != "placeholder" and node not in moved and index[node] > index[before]:
-                before.prepend(node)
+                move(node, before)
                 moved.add(node)
         distinct.setdefault(_key(w), w)
     matrices = [

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from ...fusion import Candidate, Rejected
+from ...graph.facts import change
 from ...inplace import readers
 from ...operands import tensor
 from .respelling import Respelled
@@ -37,8 +38,8 @@ class Alpha(Respelled):
             if added is not None and added.dtype != result.dtype:  # add casts first
                 other = self.call("to", other, result.dtype)
             scaled = self.call(operator.mul, other, alpha) if isinstance(other, fx.Node) else other * alpha
-        node.args = (first, scaled)
-        node.kwargs = {k: v for k, v in node.kwargs.items() if k not in ("alpha", "input", "other")}
+        left = {k: v for k, v in node.kwargs.items() if k not in ("alpha", "input", "other")}
+        change(node, args=(first, scaled), kwargs=left)
         return "alpha multiplied out"
 
 

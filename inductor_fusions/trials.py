@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from . import _inductor, attempts, config, launching, passes, reporting, watching
@@ -49,6 +50,7 @@ class Trials:
         self.cache_keys: list[str] = []
         self.first = self._last = Attempt(model, cache_keys=self.cache_keys)
         self._state, self._context = _inductor.GlobalState(), _inductor.Context()
+        self._inference = torch.is_inference_mode_enabled()  # which only its guard can switch off
         self._records = reporting.mark()
         self._watcher = watching.current()
         self._told = self._watcher.mark() if self._watcher is not None else 0
@@ -64,6 +66,9 @@ class Trials:
             if not self._may_be_ours() or config.strict or _inductor.is_for_the_caller(error):
                 raise
             if self._communicates() and _inductor.compiles_together():
+                raise
+            _inductor.let_go(error)
+            if torch.is_inference_mode_enabled() != self._inference:
                 raise
             made = self._after(error)
             self.first, compiled = made.attempt, made.compiled

@@ -201,6 +201,25 @@ def test_later_compiles_are_as_before() -> None:
     assert_right(compiled(attention, "trace"), attention, True)
 
 
+def test_inference_mode_ends_with_the_compile_that_failed() -> None:
+    """A trace that ends inside of it holds its guard: outputs of the next attempt would take no gradient."""
+    model = torch.fx.symbolic_trace(lambda x: (x.sin(),))
+    site = reporting.Site("attention", "fused", "node")
+    inside: list[bool] = []
+
+    def compile(*args: Any, **kwargs: Any) -> Any:
+        inside.append(torch.is_inference_mode_enabled())
+        if len(inside) == 1:
+            attempts.current().fused.append(attempts.Fused(("pre_grad", 1, "attention", "node", 1), site))
+            guard = torch.inference_mode()
+            guard.__enter__()
+            raise faults.Injected
+        return torch.sin
+
+    recovery.around(compile, model, [torch.ones(2)])
+    assert inside == [False] * len(inside) and len(inside) > 1
+
+
 def _flags() -> tuple[Any, ...]:
     return (
         torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled(),

@@ -6,6 +6,7 @@ import functools
 import importlib
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType
@@ -159,6 +160,12 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = getattr(error, "inner_exception", None) or error.__cause__
+
+
+def let_go(error: BaseException) -> None:
+    """Let go of what the frames of an exception hold: guards of modes, such as inference mode, among it."""
+    for each in _causes(error):
+        traceback.clear_frames(each.__traceback__)
 
 
 def devices_work(values: Sequence[Any]) -> bool:

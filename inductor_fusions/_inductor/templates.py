@@ -126,6 +126,12 @@ def lower_to_kernel(
     return _lower(name, inputs, outputs, device, grid, grid_sizes, [variant], None)
 
 
+def _is_one_number(size: Sequence[Any]) -> bool:
+    """Whether a tensor of a size is known to hold one number."""
+    known = all(isinstance(each, int) or getattr(each, "is_Integer", False) for each in size)
+    return known and math.prod(int(each) for each in size) == 1
+
+
 def _lower(
     name: str,
     inputs: Sequence[tuple[str, Any]],
@@ -141,11 +147,8 @@ def _lower(
     select = importlib.import_module("torch._inductor.select_algorithm")
     lowering = importlib.import_module("torch._inductor.lowering")
     first = outputs[0]
-    if all(isinstance(size, int) or getattr(size, "is_Integer", False) for size in first.size):
-        if math.prod(int(size) for size in first.size) == 1:
-            return (
-                None  # Inductor stores one number without a mask: whatever else a tile holds goes there too
-            )
+    if _is_one_number(first.size):
+        return None  # Inductor stores it without a mask: whatever else a tile holds goes there too
     layout = ir.FixedLayout(device, first.dtype, list(first.size), list(first.stride))
     more = [
         lowering.empty_strided(list(out.size), list(out.stride), dtype=out.dtype, device=device)

@@ -8,6 +8,9 @@ it.
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from inductor_fusions import config, pinning, testing
+from inductor_fusions import _inductor, config, pinning, testing
+from inductor_fusions._inductor import templates
+from tests.kernel_defects.examples import of_scaled_query, scaled_query
 
 pytestmark = pytest.mark.gpu
 
@@ -293,24 +298,144 @@ def test_as_eager_has_it(name: str, train: bool, dtype: torch.dtype, fresh_cache
 def test_query_of_flex_attention_for_short_queries(
     fresh_cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads, length, dim = 4, 24, 32
-
-    def fn(x: Any, w: Any, k: Any, v: Any, seen: Any) -> Any:
-        q = (x @ w).view(-1, length, heads, dim).transpose(1, 2) * 0.5
-        scores = (q @ k.mT).masked_fill(~(seen[:, None, :, None] & seen[:, None, None, :]), -6e4)
-        return torch.softmax(scores, -1) @ v
-
-    shapes = (3, length, 64), (64, heads * dim), (3, heads, length, dim), (3, heads, length, dim)
-    inputs: list[Any] = [(torch.randn(shape, device="cuda") * 0.5).half() for shape in shapes]
-    inputs.append(torch.ones(3, length, dtype=torch.bool, device="cuda"))
-    expected = fn(*(x.double() if x.is_floating_point() else x for x in inputs))
+    inputs = of_scaled_query("cuda")
+    expected = scaled_query(*(x.double() if x.is_floating_point() else x for x in inputs))
 
     def found() -> float:
         torch._dynamo.reset()
         flex = config.patch(policy="always", attention_kernel="flex")
         with torch.no_grad(), flex, torch._inductor.utils.fresh_cache():
-            return error([torch.compile(fn)(*inputs)], [expected])
+            return error([torch.compile(scaled_query)(*inputs)], [expected])
 
     assert found() < RIGHT
     monkeypatch.setattr(pinning, "settle_query", lambda *arguments: None)
     assert found() > WRONG
+
+
+# -- one query, one number -----------------------------------------------------------------------------
+
+
+def one_query() -> list[torch.Tensor]:
+    """Scores of about -122, as a query and keys that point away from each other have."""
+    q, k, v = (torch.randn(1, 2, n, 64, device="cuda") * 0.1 for n in (1, 128, 128))
+    q[..., 0], k[..., 0] = 1.0, -122 / 0.25
+    return [x.bfloat16().requires_grad_() for x in (q, k, v)]
+
+
+def test_one_query_beside_a_low_logsumexp() -> None:
+    if not 92500 <= torch.backends.cudnn.version() < 92700:
+        pytest.skip("reported of cuDNN 9.25 and 9.26")
+    inputs = one_query()
+    found = bare(inputs, torch.randn_like(inputs[0]))
+    assert not all(each.isfinite().all() for each in found[1:])
+
+
+@pytest.mark.parametrize("call", [False, True])
+def test_one_query_in_a_compiled_graph(call: bool, fresh_cache: None) -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, scale=0.25) if call else attention(q, k, v)
+
+    inputs = one_query()
+    with config.patch(policy="always"), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = torch.compile(fn)(*inputs)
+        grad = torch.randn_like(out)
+        ours = torch.autograd.grad(out, inputs, grad)
+    assert error(ours, exact(inputs, grad, attention)) < 0.05
+
+
+def test_one_number_in_a_template(fresh_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile of the kernel for short attention holds rows that there are not."""
+    inputs = [torch.randn(1, 1, n, 16 if i < 2 else 1, device="cuda").half() for i, n in enumerate((1, 3, 3))]
+    expected = attention(*(x.double() for x in inputs))
+
+    def found() -> float:
+        torch._dynamo.reset()
+        short = config.patch(policy="always", attention_kernel="short")
+        with torch.no_grad(), short, torch._inductor.utils.fresh_cache():
+            return error([torch.compile(attention)(*inputs)], [expected])
+
+    assert found() < RIGHT
+    monkeypatch.setattr(templates, "_is_one_number", lambda size: False)
+    assert found() > WRONG
+
+
+# -- what ends a process -------------------------------------------------------------------------------
+
+
+def alone(program: str) -> str:
+    """What a program of its own process writes, or the end of what it says when it fails."""
+    head = "import torch, torch.nn.functional as F\naten = torch.ops.aten\ntorch.manual_seed(0)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", head + textwrap.dedent(program)], capture_output=True, text=True, timeout=300
+    )
+    return done.stdout.strip() if done.returncode == 0 else f"failed: {done.stderr[-2000:]}"
+
+
+def test_a_gradient_that_begins_elsewhere() -> None:
+    program = """
+        q, k, v = (torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        found = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False, False)
+        out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = found
+        grad = torch.randn(out.numel() + 1, device="cuda", dtype=out.dtype)[1:].view(1, 2, 64, 64)
+        aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, False)
+        torch.cuda.synchronize()
+        print("right")
+    """
+    assert alone(program).startswith("failed")
+
+
+def test_a_gradient_that_begins_elsewhere_in_a_compiled_graph(fresh_cache: None) -> None:
+    inputs = [rand(1, 2, 64, 64, dtype=torch.bfloat16) for _ in range(3)]
+    with config.patch(policy="always"), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = torch.compile(attention)(*inputs)
+        grad = torch.randn(out.numel() + 1, device="cuda", dtype=out.dtype)[1:].view(out.shape)
+        ours = torch.autograd.grad(out, inputs, grad)
+    assert error(ours, exact(inputs, grad, attention)) < RIGHT
+
+
+def test_a_mask_that_alone_takes_a_gradient() -> None:
+    program = """
+        q, k, v = (torch.randn(1, 1, 64, 16, device="cuda") for _ in range(3))
+        mask = torch.randn(1, 1, 64, 64, device="cuda", requires_grad=True)
+        F.scaled_dot_product_attention(q, k, v, attn_mask=mask).sum().backward()
+        torch.cuda.synchronize()
+        print("right")
+    """
+    assert alone(program).startswith("failed")
+
+
+def test_a_mask_that_alone_takes_a_gradient_in_a_compiled_graph(fresh_cache: None) -> None:
+    q, k, v = (torch.randn(1, 1, 64, 16, device="cuda") for _ in range(3))
+    mask = torch.randn(1, 1, 64, 64, device="cuda", requires_grad=True)
+    with config.patch(policy="always"):
+        out = torch.compile(attention)(q, k, v, mask)
+        grad = torch.randn_like(out)
+        (ours,) = torch.autograd.grad(out, mask, grad)
+    wide = mask.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(
+        attention(q.double(), k.double(), v.double(), wide), wide, grad.double()
+    )
+    assert error([ours], [expected]) < RIGHT
+
+
+@pytest.mark.skipif(not _inductor.counts_in_32_bits(), reason="this torch looks at what is captured")
+def test_flex_attention_counts_in_32_bits() -> None:
+    """The elements behind the first 2^31 are ones, and the scores of one key in two become large."""
+    program = """
+        from torch.nn.attention.flex_attention import flex_attention
+        first = 2 ** 31
+        many = torch.zeros(first + 128, device="cuda", dtype=torch.int8)
+        many[first::2] = 20
+        q, k, v = (torch.randn(1, 1, 128, 64, device="cuda") for _ in range(3))
+
+        def score(score, b, h, i, j):
+            return score + many[j + first]
+
+        found = torch.compile(flex_attention)(q, k, v, score_mod=score)
+        bias = many[first:].double()
+        expected = torch.softmax(q.double() @ k.double().mT / 8 + bias, -1) @ v.double()
+        torch.cuda.synchronize()
+        print("right" if (found - expected).abs().max() < 0.1 else "wrong")
+    """
+    assert alone(program) != "right"

@@ -17,7 +17,9 @@ from bench import cuda_codegen
 from inductor_fusions import config, reporting
 from inductor_fusions.fusions import kernel_defects
 from inductor_fusions.fusions.kernel_defects import op, own_dropout
+from inductor_fusions.fusions.kernel_defects.products import gradients
 from tests.attention.support import flex_everywhere, short_everywhere
+from tests.kernel_defects.examples import DIM, HEADS, LENGTH, of_scaled_query, scaled_query
 from tests.support.arguments import named
 
 aten = torch.ops.aten
@@ -197,21 +199,37 @@ def test_order_of_strides(order: tuple[int, ...]) -> None:
 
 def test_query_of_flex_attention_for_short_queries() -> None:
     """q is scaled in the graph, heads last in memory: the template read it as if it were contiguous."""
-    heads, length, dim = 4, 24, 32
-
-    def fn(x: Any, w: Any, k: Any, v: Any, seen: Any) -> Any:
-        q = (x @ w).view(-1, length, heads, dim).transpose(1, 2) * 0.5
-        scores = (q @ k.mT).masked_fill(~(seen[:, None, :, None] & seen[:, None, None, :]), -6e4)
-        return torch.softmax(scores, -1) @ v
-
-    shapes = (3, length, 64), (64, heads * dim), (3, heads, length, dim), (3, heads, length, dim)
-    inputs = [torch.randn(shape).half() for shape in shapes]
     with torch.no_grad(), flex_everywhere("flex"):
-        code = cuda_codegen.generate(fn, [*inputs, torch.ones(3, length, dtype=torch.bool)], run=False)
+        code = cuda_codegen.generate(scaled_query, of_scaled_query("cpu"), run=False)
     (kernel,) = [each for each in code.kernels if "stride_qg" in each.source]
     found = [line for line in kernel.source.splitlines() if "stride_qz, stride_qh, stride_qg" in line]
     strides = {tuple(map(int, line.split("=")[1].split(","))) for line in found if "=" in line}
-    assert strides == {(length * heads * dim, dim, dim, heads * dim, 1)}
+    assert strides == {(LENGTH * HEADS * DIM, DIM, DIM, HEADS * DIM, 1)}
+
+
+@pytest.mark.parametrize("queries, written", [(1, True), (2, False)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_query(queries: int, written: bool, masked: bool) -> None:
+    """Without a mask its gradients are products: cuDNN may give NaN."""
+    inputs = [leaf(B, H, length, D) for length in (queries, S, S)]
+    bias = torch.zeros(B, H, queries, S, dtype=torch.bfloat16) if masked else None
+    with reporting.isolated() as sites:
+        code = cuda_codegen.generate(lambda *x: cudnn(*x, bias), inputs, train=True, run=False)
+    called = _calls(code.backward.wrapper, "_scaled_dot_product_cudnn_attention_backward")
+    assert bool(called) == (not written or masked)
+    (site,) = [site for site in sites if site.fusion == "kernel_defects"]
+    assert ("cudnn_one_query" in site.kernel) == (not called)
+
+
+def test_gradients_of_one_query() -> None:
+    q, k, v, grad = (torch.randn(B, H, n, D, dtype=torch.float64) for n in (1, S, S, 1))
+    leaves = [x.requires_grad_() for x in (q, k - 40.0, v)]
+    expected = torch.autograd.grad(
+        torch.softmax(leaves[0] @ leaves[1].mT * 0.25, -1) @ leaves[2], leaves, grad
+    )
+    found = gradients(grad, *leaves, None, 0.25, False)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_no_template_stores_one_number() -> None:

@@ -18,8 +18,10 @@ from ..._inductor import computing_fakes, fake_mode_of, flex_attention_op, known
 from ...fusion import Candidate, Fusion
 from ...graph.facts import change
 from ...operands import tensor
-from .known import CUDNN_PADDED_KEYS, CUDNN_PLANS, KNOWN, Defect
+from ..block_mm.inlined import put_in_place
+from .known import CUDNN_ONE_QUERY, CUDNN_PADDED_KEYS, CUDNN_PLANS, KNOWN, Defect
 from .op import CUDNN_BACKWARD
+from .products import gradients
 
 __all__ = ["FUSION", "KNOWN", "Defect"]
 
@@ -29,7 +31,17 @@ _FORWARD = aten._scaled_dot_product_cudnn_attention.default
 _BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
 #: Positions in the arguments of the forward, and in those of the backward.
 _WITH_LOGSUMEXP, _FORWARD_DROPOUT = 4, 5
-_KEY, _VALUE, _LOGSUMEXP, _BIAS, _MAX_KEYS, _DROPOUT = 2, 3, 5, 8, 12, 13
+_GRADIENT, _QUERY, _KEY, _VALUE, _LOGSUMEXP, _BIAS, _MAX_KEYS, _DROPOUT, _CAUSAL = (
+    0,
+    1,
+    2,
+    3,
+    5,
+    8,
+    12,
+    13,
+    14,
+)
 #: Keys of a tile of the backward.
 TILE = 128
 #: Below this, exp(-logsumexp) overflows in float32, with room for what rounding adds.
@@ -89,15 +101,38 @@ class CudnnCalls(Candidate):
     def rewrite(self) -> str:
         mode = fake_mode_of(self.graph)
         padded = 0
+        # The gradients of one query are little work, and need no kernel.
+        single = [call for call in self.backward if _has_one_query(call)]
+        for call in single:
+            _write_out(call)
         with suppress_guards(mode), torch.no_grad(), computing_fakes(mode):
             for call in self.dropped:
                 given = list(call.args)
                 given[_FORWARD_DROPOUT] = own_dropout(given[_FORWARD_DROPOUT])
                 change(call, args=tuple(given))
-            for call in self.backward:
+            for call in [call for call in self.backward if call not in single]:
                 padded += _Backward(self.graph, call).rewrite()
-        names = [CUDNN_PLANS.name] + [CUDNN_PADDED_KEYS.name] * bool(padded)
+        names = [CUDNN_PLANS.name] * (len(single) < len(self.backward) or bool(self.dropped))
+        names += [CUDNN_PADDED_KEYS.name] * bool(padded) + [CUDNN_ONE_QUERY.name] * bool(single)
         return f"cuDNN, cured of {' and '.join(names)}"
+
+
+def _has_one_query(call: fx.Node) -> bool:
+    """Whether a backward has one query, no mask and no dropout, which torch does not give to cuDNN then."""
+    one = known_true(_value(call.args[_QUERY]).shape[2] == 1)
+    return one and _argument(call, _BIAS) is None and not _argument(call, _DROPOUT)
+
+
+def _write_out(call: fx.Node) -> None:
+    """Put matrix products in the place of a backward."""
+    scale: Any = call.kwargs.get("scale")
+    causal = bool(_argument(call, _CAUSAL))
+    operands: list[Any] = [call.args[i] for i in (_GRADIENT, _QUERY, _KEY, _VALUE)]
+
+    def compute(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return gradients(grad, q, k, v, None, scale, causal)
+
+    put_in_place(call, compute, operands)
 
 
 def own_dropout(dropout: Any) -> float:

@@ -54,6 +54,33 @@ CUDNN_PADDED_KEYS = Defect(
     "where the number of keys is symbolic, such rows are shifted by their logsumexp",
     source="pytorch#196678",
 )
+CUDNN_ONE_QUERY = Defect(
+    name="cudnn_one_query",
+    where="backward of cuDNN attention",
+    seen="cuDNN 9.25 and 9.26, by its report",
+    condition="one query, no mask, and a logsumexp far below 0 (-122)",
+    effect="NaN in the gradients of k and v",
+    instead="the gradients are matrix products",
+    source="NVIDIA/cudnn-frontend#1072",
+)
+CUDNN_MISALIGNED = Defect(
+    name="cudnn_misaligned",
+    where="backward of cuDNN attention",
+    seen="torch 2.11, by its report",
+    condition="the gradient begins at no multiple of 16 bytes",
+    effect="an exception, behind which the device is of no use",
+    instead="the gradient is copied",
+    source="pytorch#191576",
+)
+MASK_ALONE = Defect(
+    name="mask_alone",
+    where="backward of efficient attention",
+    seen="torch 2.6, by its report; mended by pytorch#188302",
+    condition="a mask takes a gradient, and q, k and v do not",
+    effect="an illegal memory access: the logsumexp that is read was not kept",
+    instead="the attention is left as it is written",
+    source="pytorch#148476",
+)
 NEGATIVE_SCALE = Defect(
     name="negative_scale",
     where="flash and cuDNN attention",
@@ -91,12 +118,36 @@ FLEX_DECODING_QUERY = Defect(
     source="torch/_inductor/kernel/flex/flex_decoding.py",
 )
 
+FLEX_COUNTS = Defect(
+    name="flex_counts",
+    where="flex attention",
+    seen="the sources of torch 2.11 to 2.13",
+    condition="2^31 elements or more of a tensor that is captured",
+    effect="other elements are read, or an illegal memory access: indices have 32 bits",
+    instead="the attention is not given to flex attention",
+    source="pytorch#145869",
+)
+ONE_NUMBER = Defect(
+    name="one_number",
+    where="templates of Inductor for Triton",
+    seen="torch 2.11 to 2.13",
+    condition="an output of one number",
+    effect="another number: the store has no mask, and whatever else a tile holds goes there too",
+    instead="no template is used",
+    source="torch/_inductor/select_algorithm.py",
+)
+
 #: Every defect, as docs/reliability.md lists them.
 KNOWN = (
     CUDNN_PLANS,
     CUDNN_PADDED_KEYS,
+    CUDNN_ONE_QUERY,
+    CUDNN_MISALIGNED,
+    MASK_ALONE,
     NEGATIVE_SCALE,
     WHOLE_DROPOUT,
     EMPTY_OPERANDS,
     FLEX_DECODING_QUERY,
+    FLEX_COUNTS,
+    ONE_NUMBER,
 )

@@ -169,7 +169,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def lora_models_section(data: Json) -> str:
     """Every case of bench.models_lora."""
     rows: list[Json] = [row for row in data["rows"] if row.get("median_ms")]
-    parts = opening("Llama-1B with adapters", data)
+    parts = opening("Models with adapters", data)
     parts.append(
         "PEFT's adapters of rank 16 on every linear, where the case says nothing else; `frozen` is the model "
         "without them, with the fusions: the limit, where adapters cost nothing. In inference, `no guards` "

@@ -20,6 +20,7 @@
 | `empty_rows` | `INDUCTOR_FUSIONS_EMPTY_ROWS` | keep, stock, ignore | keep |
 | `strict` | `INDUCTOR_FUSIONS_STRICT` | 0, 1 | 0 |
 | `skip` | `INDUCTOR_FUSIONS_SKIP` | names with commas | none |
+| `plugins` | `INDUCTOR_FUSIONS_PLUGINS` | 0, 1 | 1 |
 | `max` | `INDUCTOR_FUSIONS_MAX` | a number | all |
 
 `inductor_fusions.config.patch(attention=False)` changes them for a region, as with torch's own configs;
@@ -95,8 +96,12 @@ empty_rows: str = Config(default="keep", env_name_default="INDUCTOR_FUSIONS_EMPT
 #: An exception in a fusion is raised instead of leaving the site unfused.
 strict: bool = Config(default=False, env_name_default="INDUCTOR_FUSIONS_STRICT")
 
-#: Names of fusions that are off, with commas; for those of other packages, which have no toggle here.
+#: Names of fusions that are off, with commas; for those of other packages, which have no toggle here. Entry
+#: points of these names are not imported.
 skip: str = Config(default="", env_name_default="INDUCTOR_FUSIONS_SKIP")
+
+#: Fusions of other packages; where it is off, none of their code is imported.
+plugins: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_PLUGINS")
 
 #: Only so many sites of a process are fused, the first ones; None: all. Caches are bypassed.
 max: str | None = Config(default=None, env_name_default="INDUCTOR_FUSIONS_MAX")
@@ -124,6 +129,7 @@ def variables() -> dict[str, tuple[str, ...]]:
         "INDUCTOR_FUSIONS_EMPTY_ROWS": ("keep", "stock", "ignore"),
         "INDUCTOR_FUSIONS_STRICT": ("0", "1"),
         "INDUCTOR_FUSIONS_SKIP": ("names with commas",),
+        "INDUCTOR_FUSIONS_PLUGINS": ("0", "1"),
         "INDUCTOR_FUSIONS_MAX": ("a number",),
     }
 
@@ -174,8 +180,12 @@ def toggle_of(fusion: str) -> str:
 def is_on(fusion: str) -> bool:
     """Whether a fusion runs: neither the master switch, nor its own toggle, nor `skip` has it off."""
     this = sys.modules[__name__]
-    skipped = [name.strip() for name in str(this.skip).split(",")]
-    return bool(this.enabled and getattr(this, toggle_of(fusion), True) and fusion not in skipped)
+    return bool(this.enabled and getattr(this, toggle_of(fusion), True) and fusion not in skipped())
+
+
+def skipped() -> frozenset[str]:
+    """The names in `skip`."""
+    return frozenset(name.strip() for name in str(sys.modules[__name__].skip).split(",")) - {""}
 
 
 def most_sites() -> int | None:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import logging
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -46,7 +47,7 @@ class FusionPass(CustomGraphPass):
     Args:
         stage: "pre_grad" or "post_grad".
         fusions: the fusions of that stage, in order; or what gives them, which is called when the pass is
-            first used: Inductor may not be imported yet, and a fusion of another package may need it.
+            used: Inductor may not be imported yet, and a fusion of another package may need it.
         before: a pass that the hook held before and that runs first (torch 2.11 and 2.12, where a
             hook holds a single callable).
     """
@@ -63,9 +64,7 @@ class FusionPass(CustomGraphPass):
     @property
     def fusions(self) -> tuple[Fusion, ...]:
         """The fusions of the stage, in order."""
-        if callable(self._fusions):
-            self._fusions = self._fusions()
-        return self._fusions
+        return self._fusions() if callable(self._fusions) else self._fusions
 
     def __call__(self, graph: fx.Graph) -> None:
         if self.before is not None:
@@ -159,16 +158,19 @@ def code_digest(fusions: tuple[Fusion, ...]) -> str | None:
     """
     package = Path(__file__).parent
     files = sorted(path for path in package.rglob("*") if path.suffix in (".py", ".jinja"))
+    named = [(path.relative_to(package).as_posix(), path) for path in files]
     for fusion in fusions:
         if containment.is_foreign(fusion):
             found = containment.sources(fusion)
             if not found:
                 return None
-            files += found
+            top = os.path.commonpath([path.parent for path in found])
+            named += [(f"{fusion.name}:{path.relative_to(top).as_posix()}", path) for path in found]
     digest = hashlib.sha256()
-    for path in files:
-        digest.update(path.name.encode())
-        digest.update(path.read_bytes())
+    for name, path in named:
+        content = path.read_bytes()
+        digest.update(f"{len(name)} {len(content)} {name}".encode())
+        digest.update(content)
     for name in ("inductor_fusions", "triton"):
         try:
             digest.update(f"{name}={metadata.version(name)}".encode())

@@ -36,15 +36,21 @@ class Foreign:
     problem: str = ""
 
 
-@functools.lru_cache
 def foreign() -> tuple[Foreign, ...]:
-    """The entry points of other packages, loaded.
+    """The entry points of other packages, loaded, but for those that `config.skip` names.
 
+    Without `config.plugins` there is none, and nothing of theirs is imported.
     One that cannot be loaded is named in a warning and left out; `config.strict` raises instead.
     """
+    return _loaded(config.skipped()) if config.plugins else ()
+
+
+@functools.lru_cache
+def _loaded(skipped: frozenset[str]) -> tuple[Foreign, ...]:
     found: list[Foreign] = []
     taken = {fusion.name for fusion in fusions.ALL}
-    for entry in sorted(metadata.entry_points(group=GROUP), key=lambda e: (e.name, e.value)):
+    entries = [entry for entry in metadata.entry_points(group=GROUP) if entry.name not in skipped]
+    for entry in sorted(entries, key=lambda e: (e.name, e.value)):
         package = entry.dist.name if entry.dist is not None else "?"
         try:
             given = _checked(entry.load(), taken)
@@ -73,10 +79,14 @@ def _checked(loaded: Any, taken: set[str]) -> tuple[Fusion, ...]:
     return given
 
 
-@functools.lru_cache
 def of(stage: str | None = None) -> tuple[Fusion, ...]:
     """The fusions of a stage, or of all, in the order in which they run."""
-    known = [*fusions.ALL, *(fusion for entry in foreign() for fusion in entry.fusions)]
+    return _of(stage, foreign())
+
+
+@functools.lru_cache
+def _of(stage: str | None, others: tuple[Foreign, ...]) -> tuple[Fusion, ...]:
+    known = [*fusions.ALL, *(fusion for entry in others for fusion in entry.fusions)]
     stages = (stage,) if stage is not None else get_args(Stage)
     return tuple(fusion for s in stages for fusion in ordered(f for f in known if f.stage == s))
 

@@ -307,6 +307,9 @@ TAG = "inductor_fusions"
 # -- records beside the cache ---------------------------------------------------------------------
 
 
+_KEY = re.compile("[0-9a-f]{32}")
+
+
 def _path(key: str) -> Path | None:
     folder = _inductor.cache_folder()
     return None if folder is None else folder / "inductor_fusions" / key[:2] / f"{key}.json"
@@ -326,6 +329,8 @@ def _write(sites: Sequence[Site]) -> None:
 
 
 def _read(key: str) -> list[Site] | None:
+    if not _KEY.fullmatch(key):
+        return None  # it names a file, and a cache has told it
     path = _path(key)
     try:
         values = json.loads(path.read_text()) if path is not None else {}

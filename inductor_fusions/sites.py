@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -65,7 +65,13 @@ class Site:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Site:
-        """The site of `asdict`; fields of a later version are left out."""
+        """The site of `asdict`; fields of a later version are left out.
+
+        Raises:
+            ValueError: the verdict is none.
+        """
+        if values.get("verdict") not in get_args(Verdict):
+            raise ValueError(f"{values.get('verdict')!r} is no verdict")
         known = {f.name for f in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 

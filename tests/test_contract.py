@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import operator
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
-from inductor_fusions import config, watching
+from inductor_fusions import config, inplace, passes, testing, watching
+from inductor_fusions.fusion import Candidate, Fusion, Unfinished
 from tests.support.graphs import Seen, after_autograd, told
 
 BOTH = pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
@@ -143,3 +145,182 @@ def test_some_architecture() -> None:
     pytest.importorskip("transformers")
     name = random.Random(datetime.date.today().isoformat()).choice(architectures())
     check_architecture(name, "eager", False)
+
+
+# -- the driver ------------------------------------------------------------------------------------------
+
+
+class Half(Candidate):
+    """Writes something wrong into a graph and raises; `erases` says whether that can be undone."""
+
+    def __init__(self, anchor: fx.Node, erases: bool) -> None:
+        self.anchor, self.erases = anchor, erases
+
+    def guard(self) -> None:
+        pass
+
+    def rewrite(self) -> str:
+        graph = self.anchor.graph
+        with graph.inserting_before(self.anchor):
+            new = graph.call_function(torch.neg, self.anchor.args)
+        self.anchor.replace_all_uses_with(new)
+        if self.erases:
+            graph.erase_node(self.anchor)
+        raise ValueError("on purpose")
+
+
+def relu_graph() -> fx.Graph:
+    return fx.symbolic_trace(lambda x: torch.relu(x) + 1).graph
+
+
+def apply(graph: fx.Graph, *candidates: Callable[[fx.Node], Candidate], **options: Any) -> list[Any]:
+    """Apply a fusion that has these candidates, at each relu; its module is one of the package."""
+
+    def recognise(graph: fx.Graph) -> Iterator[Candidate]:
+        for node in graph.find_nodes(op="call_function", target=torch.relu):
+            yield from (make(node) for make in candidates)
+
+    recognise.__module__ = passes.__name__
+    return passes.apply(Fusion("half", "pre_grad", "raises", recognise, **options), graph)
+
+
+def test_a_rewrite_that_raises_is_undone() -> None:
+    graph = relu_graph()
+    before = told(graph)
+    (site,) = apply(graph, lambda node: Half(node, erases=False))
+    assert site.verdict == "failed" and "on purpose" in site.reason
+    assert [(entry[:4]) for entry in told(graph)] == [(entry[:4]) for entry in before]
+
+
+def test_a_rewrite_that_cannot_be_undone_ends_the_compile() -> None:
+    with pytest.raises(Unfinished, match="on purpose"):
+        apply(relu_graph(), lambda node: Half(node, erases=True))
+
+
+@pytest.mark.recovers
+def test_what_finishes_a_graph_undoes_it_where_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compile is made again without the sites: half of them would have strides that nobody expects."""
+    from inductor_fusions.fusions.attention import scope
+
+    def raises(*arguments: Any) -> Any:
+        raise ValueError("on purpose")
+
+    monkeypatch.setattr(scope, "settle", raises)
+    q, k, v, hidden = (t.detach() for t in tensors())
+    seen = testing.capture(sdpa, q, k, v, hidden, backend="inductor")
+    assert [site.verdict for site in seen.sites if site.fusion == "attention"].count("fused") == 0
+    assert any("on purpose" in site.reason for site in seen.sites)
+    torch.testing.assert_close(seen.outputs, sdpa(q, k, v, hidden))
+
+
+class Reads(Candidate):
+    """Changes the graph while it guards."""
+
+    def __init__(self, anchor: fx.Node) -> None:
+        self.anchor = anchor
+
+    def guard(self) -> None:
+        self.anchor.kwargs = {"input": self.anchor.args[0]}
+        self.anchor.args = ()
+
+    def rewrite(self) -> str:
+        return "nothing"
+
+
+def test_readers_that_change_a_graph() -> None:
+    with config.patch(strict=True), pytest.raises(RuntimeError, match="outside of a rewrite"):
+        apply(relu_graph(), Reads)
+
+
+class Quiet(Candidate):
+    """Is in no report."""
+
+    reported = False
+
+    def __init__(self, anchor: fx.Node) -> None:
+        self.anchor = anchor
+
+    def guard(self) -> None:
+        pass
+
+    def rewrite(self) -> str:
+        with self.anchor.graph.inserting_before(self.anchor):
+            new = self.anchor.graph.call_function(torch.sigmoid, self.anchor.args)
+        self.anchor.replace_all_uses_with(new)
+        return "sigmoid"
+
+
+@pytest.mark.parametrize(("most", "listed"), [(None, 0), ("0", 0), ("1", 1), ("2", 2)])
+def test_quiet_candidates_are_counted_where_sites_are(most: str | None, listed: int) -> None:
+    """`bisect` finds them by their number, so that it is the number of a site in its report."""
+    passes.count_from(0)
+    graph = relu_graph()
+    with config.patch(max=most):
+        sites = apply(graph, Quiet, Quiet)
+    passes.count_from(0)
+    assert [site.verdict for site in sites] == ["fused"] * listed
+    assert len(graph.find_nodes(op="call_function", target=torch.sigmoid)) == (2 if most is None else listed)
+
+
+def test_marks_are_taken_out() -> None:
+    graph = fx.symbolic_trace(lambda x: torch.relu(torch.abs(x)) + 1).graph
+    assert apply(graph, marks=(torch.abs,)) == []
+    assert not graph.find_nodes(op="call_function", target=torch.abs)
+    (relu,) = graph.find_nodes(op="call_function", target=torch.relu)
+    assert relu.args[0].op == "placeholder"
+
+
+# -- names ------------------------------------------------------------------------------------------------
+
+
+def random_graph(seed: int) -> fx.Graph:
+    """Sums of some values, some of which are written over; two names of one tensor are used at random."""
+    draw, graph = random.Random(seed), fx.Graph()
+    found = [graph.placeholder(name) for name in "xyz"]
+    for node in found:
+        node.meta["example_value"] = torch.zeros(2)
+    for _ in range(20):
+        first, second = draw.choice(found), draw.choice(found)
+        how = draw.choice(["add", "add_", "mul_", "iadd"])
+        target = {"iadd": operator.iadd}.get(how, how)
+        node = graph.create_node("call_function" if how == "iadd" else "call_method", target, (first, second))
+        over = how != "add"
+        node.meta["example_value"] = first.meta["example_value"] if over else torch.zeros(2)
+        found.append(node)
+    graph.output(tuple(draw.sample(found, 4)))
+    return graph
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_names(seed: int) -> None:
+    """What is read through the names of a graph is what the renamed graph has."""
+    graph, renamed = random_graph(seed), random_graph(seed)
+    inplace.rename(renamed)
+    changed = 0
+    for node, other in zip(graph.nodes, renamed.nodes, strict=True):
+        assert str(inplace.arguments(node)) == str((other.args, other.kwargs))
+        assert [n.name for n in inplace.inputs(node)] == [n.name for n in other.all_input_nodes]
+        assert {n.name for n in inplace.readers(node)} == {n.name for n in other.users}
+        changed += node.args != other.args
+    assert changed and told(renamed) != told(graph)
+    inplace.rename(graph)
+    assert [entry[:4] for entry in told(graph)] == [entry[:4] for entry in told(renamed)]
+
+
+# -- every model ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@BOTH
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_every_architecture(attention: str, train: bool) -> None:
+    """All that the survey can make."""
+    wrong = []
+    for name in architectures():
+        try:
+            check_architecture(name, attention, train)
+        except pytest.skip.Exception:
+            continue
+        except AssertionError as error:
+            wrong.append(f"{name}: {str(error)[:300]}")
+    assert not wrong, "\n".join(wrong)

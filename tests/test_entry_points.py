@@ -331,6 +331,43 @@ def test_entry_point(installed: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "variables",
+    [{"INDUCTOR_FUSIONS_PLUGINS": "0"}, {"INDUCTOR_FUSIONS_SKIP": "other, swish"}],
+    ids=["plugins", "skip"],
+)
+def test_entry_point_that_is_not_wanted(variables: dict[str, str], installed: Path) -> None:
+    """None of its code is imported."""
+    (installed / "swish_package" / "__init__.py").write_text("print('imported')")
+    done = start(installed, **variables)
+    names, loaded, _, verdicts = done.stdout.splitlines()
+    assert (names, loaded, verdicts) == (OWN, "[]", "[]"), done.stderr
+
+
+def test_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key of caches tells files of one name, and where one ends and the next begins."""
+    found: dict[str, str] = {}
+
+    def digest(**files: str) -> None:
+        folder = tmp_path / str(len(found))
+        paths = []
+        for name, text in files.items():
+            path = folder / name.replace("__", "/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            paths.append(path)
+        monkeypatch.setattr(containment, "sources", lambda fusion: paths)
+        passes.code_digest.cache_clear()
+        found[str(files)] = str(passes.code_digest((fusion("a"),)))
+
+    digest(a__x="1", b__x="2", x="")
+    digest(a__x="2", b__x="1", x="")
+    digest(a__x="12", b__x="", x="")
+    digest(b__x="1", c__x="2", x="")
+    passes.code_digest.cache_clear()
+    assert len(set(found.values())) == len(found) == 4
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [
         ("raise RuntimeError('on purpose')", "on purpose"),

@@ -20,7 +20,18 @@ import typer
 
 from .. import tables
 from . import app
-from .common import PROG, Device, JsonFlag, UserError, console, find_device, print_json, table, writable
+from .common import (
+    PROG,
+    Device,
+    JsonFlag,
+    UserError,
+    console,
+    find_device,
+    imports_from,
+    print_json,
+    table,
+    writable,
+)
 from .models import need_transformers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,14 +46,24 @@ def load(name: str) -> Any:
     Raises:
         UserError: this is no checkout.
     """
-    if not (ROOT / "bench" / "suites.py").is_file():
+    if not is_checkout(ROOT):
         raise UserError(
             "the benchmarks are not in the installed package: clone the repository, and run this there after "
             "pip install -e '.[models,bench]'"
         )
-    if str(ROOT) not in sys.path:
-        sys.path.insert(0, str(ROOT))
-    return importlib.import_module(f"bench.{name}")
+    with imports_from(ROOT):
+        found = importlib.import_module(f"bench.{name}")
+    if not Path(str(found.__file__)).is_relative_to(ROOT):
+        raise UserError(f"another package is named bench as well: {found.__file__}")
+    return found
+
+
+def is_checkout(folder: Path) -> bool:
+    """Whether a folder is one of this repository: beside an installed package, `bench` may be anybody's."""
+    project = folder / "pyproject.toml"
+    if not (folder / "bench" / "suites.py").is_file() or not project.is_file():
+        return False
+    return 'name = "inductor_fusions"' in project.read_text("utf-8").splitlines()
 
 
 # -- bench ----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -53,6 +54,20 @@ def calm() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
         yield
+
+
+@contextlib.contextmanager
+def imports_from(folder: Path) -> Iterator[None]:
+    """Inside, the modules of a folder can be imported."""
+    name = str(folder)
+    added = name not in sys.path
+    if added:
+        sys.path.insert(0, name)
+    try:
+        yield
+    finally:
+        if added and name in sys.path:
+            sys.path.remove(name)
 
 
 def describe(error: BaseException) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .common import UserError, describe
+from .common import UserError, describe, imports_from
 
 
 class Attention(str, Enum):
@@ -41,20 +40,19 @@ def need_transformers() -> Any:
 def from_callable(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     """What `module:callable` returns."""
     module_name, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        make: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            make = getattr(make, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"cannot import {name}: {error}") from error
-    except Exception as error:
-        raise UserError(f"importing {module_name} raised {describe(error)}") from error
-    try:
-        made = make()
-    except Exception as error:
-        raise UserError(f"{name}() raised {describe(error)}") from error
+    with imports_from(Path.cwd()):
+        try:
+            make: Any = importlib.import_module(module_name)
+            for part in attribute.split("."):
+                make = getattr(make, part)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise UserError(f"cannot import {name}: {error}") from error
+        except Exception as error:
+            raise UserError(f"importing {module_name} raised {describe(error)}") from error
+        try:
+            made = make()
+        except Exception as error:
+            raise UserError(f"{name}() raised {describe(error)}") from error
     match made:
         case (torch.nn.Module() as model, dict(kwargs)):
             return model, kwargs

@@ -70,12 +70,18 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 def is_in_place(node: fx.Node) -> bool:
     """Whether a call says by its name or by `inplace=True` that it writes over its first argument."""
-    target = node.target
     if node.op == "call_method":
-        return _writes_by_name(str(target))
-    if node.op != "call_function" or target in _KEYWORDS:
+        return _writes_by_name(str(node.target))
+    if node.op != "call_function":
         return False
-    return target in _IN_PLACE or _writes_by_name(name_of(node)) or is_told_to_overwrite(node)
+    return _is_in_place(node.target) or is_told_to_overwrite(node)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_in_place(function: Any) -> bool:
+    """Whether a function says so by its name."""
+    name = getattr(function, "__name__", "").partition(".")[0]
+    return function in _IN_PLACE or (function not in _KEYWORDS and _writes_by_name(name))
 
 
 def is_told_to_overwrite(node: fx.Node) -> bool:
@@ -83,6 +89,7 @@ def is_told_to_overwrite(node: fx.Node) -> bool:
     return node.op == "call_function" and bool(_given(node, "inplace"))
 
 
+@functools.lru_cache(maxsize=4096)
 def _writes_by_name(name: str) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in _METHODS_IN_PLACE
 

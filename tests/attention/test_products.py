@@ -245,13 +245,6 @@ def test_softmax_over_another_dim(dim: int) -> None:
     unfused(fn, qkv(4, 4, batch=4, heads=4, dim=4), "not over the keys")
 
 
-def test_einsum_that_sums_heads() -> None:
-    def fn(q, k, v):
-        return softmax(torch.einsum("bhqd,bhkd->bqk", q, k)) @ v[:, 0]
-
-    unfused(fn, qkv(), "is no product of queries and keys")
-
-
 def test_einsum_that_sums_heads_of_v() -> None:
     def fn(q, k, v):
         return torch.einsum("bhqk,bhkd->bqd", softmax(q @ k.mT), v)
@@ -287,9 +280,8 @@ def test_einsum_with_scale() -> None:
 
 
 ALIKE = {
-    "weights on the right": lambda q, k, v: (v.mT @ softmax(q @ k.mT).mT).mT,
+    "weights on the right": lambda q, k, v: (q.mT @ softmax(q @ k.mT)).mT,
     "weights transposed": lambda q, k, v: softmax(q @ k.mT).mT @ q,
-    "scores transposed": lambda q, k, v: softmax((k @ q.mT).mT) @ v,
     "scores viewed otherwise": lambda q, k, v: softmax((q @ k.mT).view(B, H, K, Q)).view(B, H, Q, K) @ v,
     "weights viewed otherwise": lambda q, k, v: softmax(q @ k.mT).view(B, H, K, Q) @ q,
     "weights of a slice": lambda q, k, v: softmax(q @ k.mT)[..., :5] @ v[..., :5, :],
@@ -308,7 +300,7 @@ ALIKE = {
 
 @cases(ALIKE)
 def test_alike(case) -> None:
-    check(case, qkv(), fused=0 if case is not ALIKE["scores transposed"] else None)
+    check(case, qkv(), fused=0)
 
 
 def test_out_argument() -> None:

@@ -133,7 +133,7 @@ MODELS = {
     "mbart": Architecture("MBartModel", "MBartConfig", BOTH, seq2seq, 6),
     "blenderbot": Architecture("BlenderbotModel", "BlenderbotConfig", BOTH, seq2seq, 6),
     "umt5": Architecture("UMT5Model", "UMT5Config", T5_LIKE, seq2seq, 6),
-    "longt5": Architecture("LongT5Model", "LongT5Config", {**T5_LIKE, "local_radius": 3}, seq2seq, 4),
+    "longt5": Architecture("LongT5Model", "LongT5Config", {**T5_LIKE, "local_radius": 3}, seq2seq, 6),
     "led": Architecture(
         "LEDModel", "LEDConfig",
         {**BOTH, "attention_window": 4, "max_encoder_position_embeddings": 32,
@@ -163,8 +163,7 @@ MODELS = {
 
 #: What is left of an architecture, with the reason. The windows of LED's encoder are no matrix product.
 NOT_FUSED = {
-    "convbert": "the softmax is over dim 1",  # of a convolution's kernel
-    "longt5": "an einsum of this form is not read",  # local attention over blocks
+    "convbert": "changes the query or key dim",  # the softmax is one of a convolution's kernel
 }
 
 

@@ -8,6 +8,7 @@ value must know that the value is the one that its node made.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -30,21 +31,22 @@ class Mutations:
             for target in self._targets[node]:
                 self._writes.append((node, storage(target)))
 
-    def touch(self, node: fx.Node, ignore: Iterable[fx.Node] = ()) -> bool:
+    def touch(self, node: Any, ignore: Iterable[fx.Node] = ()) -> bool:
         """Whether any node of the graph, but those ignored, writes to the storage of `node`."""
         if not self._writes:
             return False
-        skip, mine = set(ignore), storage(node)
+        skip, mine = set(ignore), storage(torch_ops.source(node))
         return any(writer not in skip and may_alias(mine, other) for writer, other in self._writes)
 
     def after(self, node: fx.Node) -> bool:
         """Whether the storage of `node` is written after it."""
         return self.last(node, None) is not None
 
-    def last(self, node: fx.Node, before: fx.Node | None) -> fx.Node | None:
+    def last(self, node: Any, before: fx.Node | None) -> fx.Node | None:
         """The last node that writes to the storage of `node`, after it and before another (or the end)."""
         if not self._writes:
             return None
+        node = torch_ops.source(node)
         mine, low = storage(node), self._order.get(node, -1)
         high = len(self._order) if before is None else self._order.get(before, len(self._order))
         found = [w for w, other in self._writes if low < self._order[w] < high and may_alias(mine, other)]
@@ -54,10 +56,11 @@ class Mutations:
         """What a node overwrites."""
         return self._targets.get(writer, [])
 
-    def between(self, node: fx.Node, first: fx.Node, last: fx.Node, ignore: Iterable[fx.Node] = ()) -> bool:
+    def between(self, node: Any, first: fx.Node, last: fx.Node, ignore: Iterable[fx.Node] = ()) -> bool:
         """Whether the storage of `node` is written after it and `first`, and before `last`."""
         if not self._writes:
             return False
+        node = torch_ops.source(node)
         skip, mine = set(ignore), storage(node)
         low = max(self._order.get(first, -1), self._order.get(node, -1))
         high = self._order.get(last, len(self._order))

@@ -2,79 +2,146 @@
 
 from __future__ import annotations
 
+import string
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
+from ..._inductor import known_true
 from ...fusion import Rejected
-from .operands import Operand
-from .torch_ops import Op
+from .arrangement import Arrangement, Misplaced
+from .operands import Operand, product
+from .torch_ops import Op, tensor
+
+Groups = tuple[str, str, str]
 
 
-def queries_and_keys(op: Op) -> tuple[Operand, Operand]:
+@dataclass(frozen=True)
+class Equation:
+    """An einsum of two operands, with a letter for each dim.
+
+    Attributes:
+        text: as it was written, for reasons.
+        first, second, result: the letters of both operands and of the result.
+        left, right: the operands.
+    """
+
+    text: str
+    first: str
+    second: str
+    result: str
+    left: fx.Node
+    right: fx.Node
+
+    def turned(self) -> Equation:
+        """The same with its operands in the other order."""
+        return Equation(self.text, self.second, self.first, self.result, self.right, self.left)
+
+
+def queries_and_keys(op: Op, at: Arrangement) -> tuple[Operand, Operand]:
     """The operands of an einsum that gives the scores, as (*lead, length, dim)."""
-    first, second, result, left, right = _letters(op)
-    if len(result) < 2:
-        raise Rejected("the scores have one dim")
-    row, column, lead = result[-2], result[-1], result[:-2]
-    if row not in first:
-        first, second, left, right = second, first, right, left
-    summed = [c for c in first if c in second and c not in result]
+    found = _read(op)
+    lead, rows, columns = ("".join(found.result[d] for d in dims) for dims in (at.lead, at.rows, at.columns))
+    if rows[0] not in found.first:
+        found = found.turned()
+    summed = "".join(c for c in found.first if c in found.second and c not in found.result)
     if (
-        len(summed) != 1
-        or row not in first or row in second
-        or column not in second or column in first
-        or set(first) - {row, summed[0]} - set(lead)
-        or set(second) - {column, summed[0]} - set(lead)
-    ):  # fmt: skip
-        raise Rejected(f"einsum {op['equation']!r} is no product of queries and keys")
-    return _arranged(left, first, lead + row + summed[0]), _arranged(right, second, lead + column + summed[0])
+        not summed
+        or not _are_of(rows, found.first, found.second)
+        or not _are_of(columns, found.second, found.first)
+        or set(found.first + found.second) - set(found.result + summed)
+    ):
+        raise Misplaced(f"einsum {found.text!r} is no product of queries and keys")
+    _check_sizes(found, summed)
+    return (
+        _arranged(found.left, found.first, (lead, rows, summed)),
+        _arranged(found.right, found.second, (lead, columns, summed)),
+    )
 
 
-def values(op: Op, weights: fx.Node) -> tuple[Operand, tuple[int, ...]]:
-    """The values of an einsum with the weights (*lead, length, dim), and the permutation of its result."""
-    first, second, result, left, right = _letters(op)
-    if left is right:
+def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[Any, ...], tuple[int, ...]]:
+    """The values of an einsum with the weights, and its result: as (*lead, *queries, *dim), and permuted."""
+    found = _read(op)
+    if found.left is found.right:
         raise Rejected("the attention weights are multiplied with themselves")
-    if left is not weights:
-        first, second, left, right = second, first, right, left
-    lead, row, column = first[:-2], first[-2], first[-1]
-    free = [c for c in second if c not in first]
+    if found.left is not weights:
+        found = found.turned()
+    lead, rows, columns = ("".join(found.first[d] for d in dims) for dims in (at.lead, at.rows, at.columns))
+    free = "".join(c for c in found.second if c not in found.first)
+    natural = lead + rows + free
     if (
-        len(free) != 1
-        or column not in second or column in result or row in second
-        or set(result) != set(lead) | {row, free[0]}
-    ):  # fmt: skip
-        raise Rejected(f"einsum {op['equation']!r} is no product of weights and values")
-    natural = lead + row + free[0]
-    value = _arranged(right, second, lead + column + free[0])
-    return value, tuple(natural.index(c) for c in result)
+        not free
+        or set(columns) - set(found.second)
+        or set(columns) & set(found.result)
+        or set(rows) & set(found.second)
+        or set(found.result) != set(natural)
+    ):
+        raise Misplaced(f"einsum {found.text!r} is no product of weights and values")
+    _check_sizes(found, columns)
+    whole, held = tensor(weights), tensor(found.right)
+    assert whole is not None and held is not None
+    shape = [whole.shape[found.first.index(c)] for c in lead + rows]
+    shape += [held.shape[found.second.index(c)] for c in free]
+    value = _arranged(found.right, found.second, (lead, columns, free))
+    return value, tuple(shape), tuple(natural.index(c) for c in found.result)
 
 
-def _letters(op: Op) -> tuple[str, str, str, Any, Any]:
+def _are_of(letters: str, one: str, other: str) -> bool:
+    """Whether letters are all in one operand, and none in the other."""
+    return not set(letters) - set(one) and not set(letters) & set(other)
+
+
+def _check_sizes(found: Equation, letters: str) -> None:
+    """Refuse where a dim of size 1 is summed with a larger one."""
+    left, right = tensor(found.left), tensor(found.right)
+    assert left is not None and right is not None
+    for c in letters:
+        if not known_true(left.shape[found.first.index(c)] == right.shape[found.second.index(c)]):
+            raise Rejected(f"einsum {found.text!r} broadcasts a dim that it sums over")
+
+
+def _read(op: Op) -> Equation:
     equation = op["equation"]
     operands = op.rest
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
     if not operands and isinstance(op.args.get("tensors"), (list, tuple)):
         operands = tuple(op.args["tensors"])
-    if not isinstance(equation, str) or len(operands) != 2 or "..." in equation or "->" not in equation:
-        raise Rejected("an einsum of this form is not read")
-    inputs, result = equation.replace(" ", "").split("->")
-    first, _, second = inputs.partition(",")
+    if not isinstance(equation, str):
+        raise Rejected("an einsum whose dims are given as numbers is not read")
+    if len(operands) != 2 or not all(tensor(node) is not None for node in operands):
+        raise Rejected(f"einsum {equation!r} is no product of two tensors")
+    inputs, arrow, result = equation.replace(" ", "").partition("->")
+    parts = inputs.split(",")
+    if not arrow:
+        letters = sorted(c for c in set(inputs) - set(".,") if inputs.count(c) == 1)
+        result = ("..." if "..." in inputs else "") + "".join(letters)
+    ranks = [0 if (value := tensor(node)) is None else value.dim() for node in operands]
+    extra = [rank - len(part.replace("...", "")) for rank, part in zip(ranks, parts, strict=True)]
+    spare = "".join(c for c in string.ascii_letters if c not in equation)
+    most = max([0, *(count for count, part in zip(extra, parts, strict=True) if "..." in part)])
+    first, second, result = (
+        part.replace("...", spare[most - count : most])
+        for part, count in zip((*parts, result), (*extra, most), strict=True)
+    )
     if any(len(set(part)) != len(part) for part in (first, second, result)):
-        raise Rejected("an einsum that repeats an index")
-    return first, second, result, operands[0], operands[1]
-
-
-def _arranged(node: fx.Node, letters: str, wanted: str) -> Operand:
-    """The operand with its dims in the order `wanted`; letters that it lacks become dims of size 1."""
-    operand = Operand.of(node)
-    if operand is None or operand.value.dim() != len(letters):
+        raise Rejected(f"einsum {equation!r} repeats an index")
+    if [len(first), len(second)] != ranks:
         raise Rejected("an operand of an einsum has other dims than its letters")
+    return Equation(equation, first, second, result, operands[0], operands[1])
+
+
+def _arranged(node: fx.Node, letters: str, groups: Groups) -> Operand:
+    """The operand as (*lead, length, dim), of the letters of each; leading ones that it lacks have size 1."""
+    operand = Operand.of(node)
+    assert operand is not None
+    lead, length, dim = groups
+    wanted = lead + length + dim
     present = [c for c in wanted if c in letters]
     operand = operand.permute([letters.index(c) for c in present])
-    if len(present) == len(wanted):
+    if len(present) == len(wanted) and len(length) == 1 == len(dim):
         return operand
-    sizes = iter(operand.shape)
-    return operand.reshape([next(sizes) if c in letters else 1 for c in wanted])
+    sizes = dict(zip(present, operand.shape, strict=True))
+    shape = [sizes.get(c, 1) for c in lead]
+    return operand.reshape([*shape, product([sizes[c] for c in length]), product([sizes[c] for c in dim])])

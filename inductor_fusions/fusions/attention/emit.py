@@ -16,7 +16,7 @@ from . import flex, row_bias, torch_ops
 from .builder import Builder
 from .mask_builder import Mask, MaskMemo, build_mask
 from .operands import Operand, same_shape
-from .problem import Problem
+from .problem import Problem, is_in_rows
 from .short import terms
 from .short.op import SHORT_ATTENTION
 from .structure import Structure
@@ -62,7 +62,7 @@ class Emitter:
         q, problem = _with_positive_scale(build, problem, q)
         k = build.build(problem.k if grouped else problem.full_k)
         v = build.build(problem.v if grouped else problem.full_v)
-        if problem.q.value.device.type == "cpu":
+        if problem.q.value.device.type == "cpu" or kernel in ("sdpa", "efficient", "row_bias"):
             q, k, v = (_in_rows(build, each) for each in (q, k, v))
         correction = None
         if mask.empty is not None and (mask.blocked or not problem.train):
@@ -319,5 +319,5 @@ def _with_positive_scale(build: Builder, problem: Problem, q: fx.Node) -> tuple[
 
 
 def _in_rows(build: Builder, node: fx.Node) -> fx.Node:
-    """The operand with its last dim in order in memory: SDPA's kernel for a CPU takes no other one."""
-    return node if known_true(build.value(node).stride(-1) == 1) else build.call("contiguous", node)
+    """The operand with its last dim in order in memory: kernels of SDPA take no other one."""
+    return node if is_in_rows(build.value(node)) else build.call("contiguous", node)

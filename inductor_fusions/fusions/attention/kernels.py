@@ -12,7 +12,7 @@ from ..._inductor import hint, known_true, sdpa_is_fused
 from ...fusion import LeftToStock, Rejected
 from ...operands import may_use_tf32
 from . import flex, row_bias, torch_ops
-from .problem import Problem
+from .problem import Problem, is_in_rows
 from .short import terms as short
 from .structure import Structure
 
@@ -276,8 +276,10 @@ def _on_cuda(problem: Problem, grouped: bool) -> tuple[str, ...]:
         t.value.requires_grad for t in (problem.q, problem.k, problem.v)
     ):
         return ()  # SDPA keeps no logsumexp for its backward then, and that reads one (pytorch#148476)
+    if not _copies_pay(problem, grouped):
+        return ()
     k, v = (problem.k, problem.v) if grouped else (problem.full_k, problem.full_v)
-    q = problem.q.value.to(problem.dtype)
+    q = _in_rows(problem.q.value.to(problem.dtype))
     mask = None
     if problem.terms or problem.attn_mask is not None:
         full = (*problem.q.shape[:3], problem.k.shape[2])
@@ -291,8 +293,8 @@ def _on_cuda(problem: Problem, grouped: bool) -> tuple[str, ...]:
             mask.requires_grad_()
     params = backends.SDPAParams(
         q,
-        k.value.to(problem.dtype),
-        v.value.to(problem.dtype),
+        _in_rows(k.value.to(problem.dtype)),
+        _in_rows(v.value.to(problem.dtype)),
         mask,
         problem.dropout,
         problem.causal,
@@ -308,6 +310,21 @@ def _on_cuda(problem: Problem, grouped: bool) -> tuple[str, ...]:
     return ("sdpa", "efficient") if by_name and torch.backends.cuda.mem_efficient_sdp_enabled() else ("sdpa",)
 
 
+def _in_rows(value: torch.Tensor) -> torch.Tensor:
+    """A fake operand as it is given to SDPA: copied where its last dim is not in order in memory."""
+    return value if is_in_rows(value) else value.contiguous()
+
+
+def _copies_pay(problem: Problem, grouped: bool) -> bool:
+    """Whether copies for SDPA, read and written, move less than the scores, written and read."""
+    k, v = (problem.k, problem.v) if grouped else (problem.full_k, problem.full_v)
+    copied = sum(hint(t.value.numel()) for t in (problem.q, k, v) if not is_in_rows(t.value))
+    if not copied or config.policy == "always":
+        return True
+    batch, heads, queries, _ = problem.q.shape
+    return bool(hint(batch * heads * queries * problem.k.shape[2]) >= copied)
+
+
 def _why_math(problem: Problem) -> str:
     if problem.rounded_bias is not None:
         wide, narrow = (tables.dtype_name(each) for each in (problem.rounded_bias, problem.dtype))
@@ -320,6 +337,8 @@ def _why_math(problem: Problem) -> str:
         return "a bias that needs a gradient"
     if not known_true(problem.q.shape[-1] == problem.v.shape[-1]):
         return "head dims of q and v differ"
+    if problem.q.value.device.type == "cuda" and not _copies_pay(problem, grouped=False):
+        return "its head dim is not the last one in memory, and copies would cost more than the scores"
     return "its dtype, head dim or strides"
 
 

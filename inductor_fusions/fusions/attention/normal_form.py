@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from .operands import Operand
+from .torch_ops import source
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Term:
     """Something between the product and the softmax that acts on the scores.
 
     Attributes:
-        node: a tensor broadcastable to the scores of its stage: a bias, or the condition of a fill.
+        node: a tensor broadcastable to the scores of its stage, or one that is seen so: a bias, or the
+            condition of a fill.
         lead: leading dims of the scores where it is applied.
         factor: what a bias is multiplied by.
         fill: None for a bias; for a fill the number that replaces the score.
@@ -33,7 +35,7 @@ class Term:
         depth: for a bias that is 0 where a key is seen and one number elsewhere: that number.
     """
 
-    node: fx.Node
+    node: Any
     lead: tuple[Any, ...]
     factor: float = 1.0
     fill: float | None = None
@@ -106,9 +108,11 @@ class Attention:
         zeroed: a fill of the weights with 0, after the softmax.
         lead: leading dims of the product; `softmax_lead` and `out_lead` those at the softmax and at
             the product with v.
-        out_dims: the result (*out_lead, q_len, v_dim) is permuted by this to give `output`.
+        out_shape: of the result as (*out_lead, q_len, v_dim), where the last two may be several dims each.
+        out_dims: that is permuted by these to give `output`.
         chain: the nodes that the site consists of, each used by the next one only.
         readers: nodes that read the shape or dtype of the scores, not their values.
+        partners: other softmaxes on the same scores, each of an attention by itself.
     """
 
     q: Operand
@@ -128,18 +132,20 @@ class Attention:
     output: fx.Node | None = None
     softmax_lead: tuple[Any, ...] = ()
     out_lead: tuple[Any, ...] = ()
+    out_shape: tuple[Any, ...] = ()
     out_dims: tuple[int, ...] = ()
     chain: list[fx.Node] = field(default_factory=list)
     readers: list[fx.Node] = field(default_factory=list)
+    partners: list[fx.Node] = field(default_factory=list)
 
     def read_on_the_way(self) -> Iterator[fx.Node]:
         """Every tensor that acts on the scores or the weights."""
         parts: list[Stage | Attention] = [*self.stages, self]
         for part in parts:
-            yield from (term.node for term in part.terms)
-            yield from (node for _, node, _ in part.scalers)
-        yield from (stage.operand.node for stage in self.stages if stage.operand is not None)
+            yield from (source(term.node) for term in part.terms)
+            yield from (source(node) for _, node, _ in part.scalers)
+        yield from (source(stage.operand.node) for stage in self.stages if stage.operand is not None)
         if self.sink is not None:
-            yield self.sink.term.node
+            yield source(self.sink.term.node)
         if self.zeroed is not None:
-            yield self.zeroed.node
+            yield source(self.zeroed.node)

@@ -7,8 +7,8 @@ graph only when it is built.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,32 +17,37 @@ from torch import fx
 from ..._inductor import known_true
 from . import torch_ops
 
-Step = tuple[str, tuple[Any, ...]]
+#: The name of a method of tensors, or a function, and its arguments after the tensor.
+Step = tuple[str | Callable[..., torch.Tensor], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
-class Operand:
-    """A node and the tensor methods to apply to it.
+class Operand(torch_ops.Seen):
+    """A node and the operations to apply to it.
 
     Attributes:
         node: the tensor in the graph.
         value: its fake tensor after `steps`.
-        steps: (method name, arguments), in order.
+        steps: the operations, in order.
     """
 
     node: fx.Node
-    value: torch.Tensor
+    value: torch.Tensor = field(compare=False)
     steps: tuple[Step, ...] = ()
 
     @classmethod
-    def of(cls, node: fx.Node) -> Operand | None:
+    def of(cls, node: Any) -> Operand | None:
         """The operand that is the value of `node`, or None where that is no tensor."""
+        if isinstance(node, Operand):
+            return node
         value = torch_ops.tensor(node)
         return None if value is None else cls(node, value.detach())
 
-    def then(self, method: str, *args: Any) -> Operand:
-        """The operand after one more tensor method."""
-        return Operand(self.node, getattr(self.value, method)(*args), (*self.steps, (method, args)))
+    def then(self, method: str | Callable[..., torch.Tensor], *args: Any) -> Operand:
+        """The operand after one more operation."""
+        value = self.value
+        changed = getattr(value, method)(*args) if isinstance(method, str) else method(value, *args)
+        return Operand(self.node, changed, (*self.steps, (method, args)))
 
     @property
     def shape(self) -> torch.Size:

@@ -12,6 +12,7 @@ from ..._inductor import known_true
 from ...fusion import Rejected
 from ...liveness import readers
 from . import einsum
+from .arrangement import Arrangement, Misplaced, permuted, through
 from .normal_form import Attention, Term
 from .operands import Operand, product, same_shape
 from .torch_ops import (
@@ -29,12 +30,13 @@ from .torch_ops import (
 )
 
 
-def downwards(site: Attention, number: Callable[[Any], float | None]) -> None:
+def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrangement) -> None:
     """Read from the softmax down to the product with the values, into `site`.
 
     Args:
         site: read down to its softmax.
         number: the value of an argument that is a number, or a tensor of one number.
+        at: what the dims of the softmax are.
     """
     node, dropped = site.softmax, False
     while True:
@@ -45,7 +47,9 @@ def downwards(site: Attention, number: Callable[[Any], float | None]) -> None:
             other = next((u for u in users if (op := read(u)) is None or op.name not in PRODUCTS), users[-1])
             raise Rejected(
                 f"the attention weights are used elsewhere, by {other.name}",
-                "do not ask for the weights (output_attentions=False, need_weights=False)",
+                "do not ask for the weights (output_attentions=False, need_weights=False)"
+                if any(map(_is_returned, users))
+                else "",
             )
         user = users[0]
         op = read(user)
@@ -55,7 +59,7 @@ def downwards(site: Attention, number: Callable[[Any], float | None]) -> None:
             break
         if op.inplace and op.name not in ("dropout", "masked_fill"):
             raise Rejected(f"{op.name}_ changes the attention weights")
-        zeroed = _zeroed(op, node, number)
+        zeroed = _zeroed(op, node, number, at)
         if zeroed is not None:
             if site.zeroed is not None:
                 raise Rejected("the weights are set to 0 twice")
@@ -65,7 +69,8 @@ def downwards(site: Attention, number: Callable[[Any], float | None]) -> None:
             continue
         if op.input is not node:
             raise Rejected(f"{op.name} stands between the softmax and the product with v")
-        rest = None if site.sink is None or dropped else _without_column(op, site.sink.first)
+        drops = site.sink is not None and not dropped and at.columns == (len(at.order) - 1,)
+        rest = _without_column(op, site.sink.first) if drops and site.sink is not None else None
         if rest is not None:
             dropped = True
             site.chain += [*user.users, user] if rest is not user else [user]
@@ -77,10 +82,15 @@ def downwards(site: Attention, number: Callable[[Any], float | None]) -> None:
             if p and site.dropout:
                 raise Rejected("two dropouts follow the softmax")
             site.dropout = site.dropout or p
-        elif op.name in VIEWS or op.name == "expand":
-            if before is None or after is None or not same_shape(before.shape[-2:], after.shape[-2:]):
-                raise Rejected(f"{op.name} changes the query or key dim of the weights")
-            if op.name == "expand" and not same_shape(before.shape, after.shape):
+        elif op.name in VIEWS:
+            below = None if before is None or after is None else at.viewed(before.shape, after.shape)
+            if below is None:
+                raise Misplaced(f"{op.name} changes the query or key dim of the weights")
+            at = below
+        elif (dims := through(op)) is not None:
+            at = at.below(dims)
+        elif op.name == "expand":
+            if before is None or after is None or not same_shape(before.shape, after.shape):
                 raise Rejected("the attention weights are expanded")
         elif op.name in CASTS:
             if after is None or not after.is_floating_point():
@@ -91,33 +101,53 @@ def downwards(site: Attention, number: Callable[[Any], float | None]) -> None:
         node = user
     if site.sink is not None and not dropped:
         raise Rejected("the scores are concatenated with a column that stays among the weights")
-    weights = tensor(node)
-    assert weights is not None
     site.output = user
-    site.out_lead = tuple(weights.shape[:-2])
     if op.node.kwargs.get("out") is not None:
         raise Rejected("the product with v writes to a given tensor (out=)")
+    weights, result = tensor(node), tensor(user)
+    assert weights is not None and result is not None
+    site.out_lead = at.sizes(weights.shape)
     if op.name == "einsum":
-        site.v, site.out_dims = einsum.values(op, node)
+        site.v, site.out_shape, site.out_dims = einsum.values(op, node, at)
     else:
-        if op.input is not node:
-            raise Rejected("the attention weights are the right operand of their product")
-        site.v = Operand.of(op["other"]) if isinstance(op["other"], fx.Node) else None
-        if site.v is None or site.v.value.dim() < 2 or op["other"] is node:
-            raise Rejected("the product of the weights is not with a matrix of values")
-        result = tensor(user)
-        assert result is not None
-        if result.dim() != weights.dim():
-            raise Rejected("the product with v broadcasts the weights")
-        site.out_dims = tuple(range(result.dim()))
-    result = tensor(user)
-    if result is None or not known_true(product(result.shape) == product(
-        (*site.out_lead, weights.shape[-2], site.v.shape[-1])
-    )):  # fmt: skip
+        _matrices(site, op, node, at)
+    if not known_true(product(result.shape) == product(site.out_shape)):
         raise Rejected("the product with v broadcasts the weights")
 
 
-def _zeroed(op: Op, weights: fx.Node, number: Callable[[Any], float | None]) -> Term | None:
+def _is_returned(node: fx.Node, steps: int = 8) -> bool:
+    """Whether what a node makes of the weights leaves the graph, without a product on the way."""
+    if node.op == "output":
+        return True
+    op = read(node)
+    if op is None or op.name in PRODUCTS or steps == 0:
+        return False
+    return any(_is_returned(user, steps - 1) for user in readers(node))
+
+
+def _matrices(site: Attention, op: Op, node: fx.Node, at: Arrangement) -> None:
+    """Read a product of matrices, of which either may be the weights, into `site`."""
+    weights, result = tensor(node), tensor(op.node)
+    is_left = op.input is node
+    other = op["other"] if is_left else op.input
+    operand = Operand.of(other) if isinstance(other, fx.Node) else None
+    if operand is None or operand.value.dim() < 2 or op.input is op["other"]:
+        raise Rejected("the product of the weights is not with a matrix of values")
+    assert weights is not None and result is not None
+    if result.dim() != weights.dim():
+        raise Rejected("the product with v broadcasts the weights")
+    rank, single = weights.dim(), at.single(weights.shape)
+    last = (rank - 2, rank - 1) if is_left else (rank - 1, rank - 2)
+    if single is None or (single.rows[0], single.columns[0]) != last:
+        raise Misplaced("the product behind the softmax is not over the keys")
+    site.v = permuted(operand, (*single.lead, *last))
+    lengths = weights.shape[single.rows[0]], operand.shape[-1 if is_left else -2]
+    site.out_lead = single.sizes(weights.shape)
+    site.out_shape = (*site.out_lead, *lengths)
+    site.out_dims = (*(single.lead.index(d) for d in range(rank - 2)), *last)
+
+
+def _zeroed(op: Op, weights: fx.Node, number: Callable[[Any], float | None], at: Arrangement) -> Term | None:
     """`masked_fill(weights, condition, 0)` and the like as a fill; None of anything else."""
     if op.name == "masked_fill":
         condition, kept, fill, hides = op["mask"], op.input, op["value"], True
@@ -132,7 +162,7 @@ def _zeroed(op: Op, weights: fx.Node, number: Callable[[Any], float | None]) -> 
         return None
     if before is None or after is None or not same_shape(before.shape, after.shape):
         return None
-    return Term(condition, tuple(before.shape[:-2]), fill=0.0, hides=hides)
+    return Term(at.seen(condition, before.shape), at.sizes(before.shape), fill=0.0, hides=hides)
 
 
 def _without_column(op: Op, first: bool) -> fx.Node | None:

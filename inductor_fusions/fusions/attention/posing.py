@@ -90,7 +90,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         causal=causal,
         terms=[(finite(t) if t is zeroed else t, operand) for t, operand in terms],
         dtype=dtype,
-        out_shape=(*site.out_lead, site.q.shape[-2], site.v.shape[-1]),
+        out_shape=site.out_shape,
         out_dims=site.out_dims,
         scalers=scalers,
         late_scalers=late_scalers,
@@ -294,9 +294,7 @@ def _term_operand(term: Term, target: Sequence[Any], interpreter: Interpreter) -
 
 def _remaining_terms(site: Attention, interpreter: Interpreter) -> list[Term] | None:
     """The terms without those that hide nothing; None where what is left says exactly "causal"."""
-    result = torch_ops.tensor(site.product)
-    assert result is not None
-    lengths = tuple(result.shape[-2:])
+    lengths = (site.q.shape[-2], site.k.shape[-2])
     left: list[Term] = []
     causal = 0
     for term in site.terms:

@@ -169,6 +169,11 @@ def _sizes(problem: Problem) -> tuple[Any, ...]:
     return (*problem.q.shape, problem.k.shape[2], problem.v.shape[3])
 
 
+def is_in_rows(value: torch.Tensor) -> bool:
+    """Whether the last dim of a tensor lies in order in memory."""
+    return known_true(value.stride(-1) == 1)
+
+
 def is_number(operand: Operand) -> bool:
     """Whether a tensor has no dims of its own: one on a CPU may scale tensors on any device."""
     found = torch_ops.tensor(operand.node)

@@ -7,26 +7,36 @@ on the way and is not part of that form rejects the site, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+import torch
 from torch import fx
 
+from ..._inductor import hint, known_true
 from ...fusion import Rejected
 from ...liveness import readers
 from . import torch_ops
+from .arrangement import Arrangement, Misplaced
 from .masks import Interpreter
 from .normal_form import Attention
+from .operands import same_shape
 from .output import downwards
 from .rescaled import logsumexp_of, read_sink
 from .scores import Upwards
-from .torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, read, tensor
+from .torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, is_free_of_operand, read, tensor
 
 _SOFTMAXES = frozenset({"softmax", "_softmax"})
 #: Operations through which a softmax may still reach a product; only to tell attention from other softmaxes.
 _BETWEEN = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
     "dropout", "mul", "div", "add", "expand", "where", "masked_fill", "getitem", "slice", "narrow",
-    "nan_to_num", "split", "split_with_sizes",
+    "nan_to_num", "split", "split_with_sizes", "getattr", "sub", "neg", "unbind", "chunk",
+    "conv1d", "conv2d", "conv3d",
+}  # fmt: skip
+
+#: What may stand between scores that two softmaxes read and either of them.
+_OF_SCORES = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
+    "getattr", "mul", "div", "add", "sub", "masked_fill", "where",
 }  # fmt: skip
 
 
@@ -48,41 +58,115 @@ def _reaches_product(start: fx.Node, limit: int = 64) -> bool:
                 continue
             if op.name in PRODUCTS:
                 return True
-            if op.name in _BETWEEN:
+            if op.name in _BETWEEN or _keeps_shape(node, user):
                 seen.add(user)
                 frontier.append(user)
     return False
 
 
-def recognise(softmax: fx.Node, interpreter: Interpreter) -> Attention:
+def _keeps_shape(node: fx.Node, user: fx.Node) -> bool:
+    """Whether an operation makes something of weights that may be weights as well."""
+    before, after = tensor(node), tensor(user)
+    if before is None or after is None or not after.is_floating_point():
+        return False
+    return same_shape(before.shape, after.shape)
+
+
+def recognise(softmax: fx.Node, interpreter: Interpreter, beside: Collection[fx.Node] = ()) -> Attention:
     """Read the attention around `softmax`.
+
+    Args:
+        softmax: the node.
+        interpreter: reads masks.
+        beside: other softmaxes on the same scores, which are known to be those of attentions.
 
     Raises:
         Rejected: with the first thing that is not part of the normal form.
     """
     op = read(softmax)
     assert op is not None
-    scores = tensor(op.input)
-    dim = op["dim"]
+    scores, dim = tensor(op.input), op["dim"]
     if scores is None or not isinstance(dim, int):
         raise Rejected("the softmax has no fixed dim")
-    if dim % scores.dim() != scores.dim() - 1:
-        raise Rejected(f"the softmax is over dim {dim} of {scores.dim()}, not over the keys")
     if scores.dim() < 2:
         raise Rejected("the scores have one dim")
-    logsumexp = logsumexp_of(op.input)
+    found: list[tuple[Attention, Arrangement]] = []
+    misses: list[Rejected] = []
+    for at in _arrangements(scores.dim(), dim % scores.dim()):
+        try:
+            found.append((_read(softmax, at, interpreter, beside), at))
+        except Rejected as miss:
+            misses.append(miss)
+        if found and not _has_broadcast_keys(found[0][0]):
+            break
+    if not found:
+        raise next((miss for miss in misses if not isinstance(miss, Misplaced)), misses[0])
+    return max(found, key=lambda pair: _rank(pair[0], pair[1], scores))[0]
+
+
+def _arrangements(rank: int, columns: int) -> Iterator[Arrangement]:
+    """Each dim as that of the queries, the nearest of the dim of the keys first."""
+    others = [d for d in range(rank) if d != columns]
+    for rows in sorted(others, key=lambda d: (abs(d - columns), d)):
+        yield Arrangement.of(rank, rows, columns)
+
+
+def _has_broadcast_keys(site: Attention) -> bool:
+    """Whether queries share keys, so that another dim could be taken for that of the queries."""
+    lead = site.k.padded(len(site.lead) + 2).shape[:-2]
+    return any(
+        known_true(own == 1) and not known_true(whole == 1)
+        for own, whole in zip(lead, site.lead, strict=False)
+    )
+
+
+def _rank(site: Attention, at: Arrangement, scores: torch.Tensor) -> tuple[int, int]:
+    """How much an arrangement says: masks vary over queries, and there are many of them."""
+    terms = [tensor(term.node) for term in site.terms]
+    varying = sum(t is not None and t.dim() > 1 and not known_true(t.shape[-2] == 1) for t in terms)
+    return varying, hint(scores.shape[at.rows[0]])
+
+
+def _read(
+    softmax: fx.Node, at: Arrangement, interpreter: Interpreter, beside: Collection[fx.Node]
+) -> Attention:
+    """The attention around a softmax whose dims are known."""
+    op, weights = read(softmax), tensor(softmax)
+    assert op is not None and weights is not None
+    logsumexp = logsumexp_of(op.input) if at.is_plain else None
     upwards = Upwards(interpreter, logsumexp)
-    site = upwards.walk(op.input, softmax, 1.0, [])
-    site = replace(site, softmax=softmax, softmax_lead=tuple(scores.shape[:-2]), readers=upwards.readers)
+    site = upwards.walk(op.input, softmax, 1.0, [], at)
+    site = replace(site, softmax=softmax, softmax_lead=at.sizes(weights.shape), readers=upwards.readers)
     site.chain.append(softmax)
     site.chain.extend(upwards.row_maxima)
     if site.sink is not None and len(site.terms) > site.below_sink:
         raise Rejected("a mask or a bias is added to an attention sink as well")
-    downwards(site, upwards.number)
+    downwards(site, upwards.number, at)
     if logsumexp is not None:
         read_sink(site, logsumexp)
-    own = {*site.chain, site.output}
     for reader in site.readers:
-        if reader not in own and not own.issuperset(readers(reader)):
+        if not is_free_of_operand(reader):
             raise Rejected(f"the scores are used elsewhere, by {reader.name}")
+    for reader in upwards.others:
+        partner, elsewhere = _softmax_behind(reader), f"the scores are used elsewhere, by {reader.name}"
+        if partner is None or partner is softmax:
+            raise Rejected(elsewhere)
+        if partner not in beside:
+            try:
+                recognise(partner, interpreter, (*beside, softmax))
+            except Rejected:
+                raise Rejected(elsewhere) from None
+            site.partners.append(partner)
     return site
+
+
+def _softmax_behind(node: fx.Node) -> fx.Node | None:
+    """The softmax that alone reads what an operation makes of scores, through others of its kind."""
+    while (op := read(node)) is not None and not op.inplace:
+        if op.name in _SOFTMAXES:
+            return node
+        read_by = readers(node)
+        if len(read_by) != 1 or op.name not in _OF_SCORES:
+            return None
+        (node,) = read_by
+    return None

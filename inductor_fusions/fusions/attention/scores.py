@@ -13,8 +13,9 @@ from ..._inductor import known_true
 from ...fusion import Rejected
 from ...liveness import readers
 from . import torch_ops
+from .arrangement import Arrangement
 from .masks import is_fill
-from .normal_form import Attention, Sink, Term
+from .normal_form import Attention, Sink
 from .torch_ops import Op, appends_dim, read, tensor
 from .walk import Walk
 
@@ -25,18 +26,18 @@ LARGEST_SCORE = 1e3
 class Upwards(Walk):
     """Reads the scores from the softmax up to the product of q and k."""
 
-    def _neg(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
-        return self.up(op, op.input, -factor, scalers)
+    def _neg(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+        return self.up(op, op.input, -factor, scalers, at)
 
-    def _mul(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
-        return self._scaled(op, [(op.input, op["other"]), (op["other"], op.input)], lead, factor, scalers)
+    def _mul(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+        return self._scaled(op, [(op.input, op["other"]), (op["other"], op.input)], at, factor, scalers)
 
-    def _div(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+    def _div(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         if op["rounding_mode"] is not None:
             raise Rejected("the scores are divided with rounding")
-        return self._scaled(op, [(op.input, op["other"])], lead, factor, scalers)
+        return self._scaled(op, [(op.input, op["other"])], at, factor, scalers)
 
-    def _scaled(self, op: Op, sides: Any, lead: Any, factor: float, scalers: Any) -> Attention:
+    def _scaled(self, op: Op, sides: Any, at: Arrangement, factor: float, scalers: Any) -> Attention:
         def try_side(scores: Any, other: Any) -> Attention:
             number = self.number(other)
             if number is not None:
@@ -45,43 +46,48 @@ class Upwards(Walk):
                 scaled = factor / number if op.name == "div" else factor * number
                 if not math.isfinite(scaled):
                     raise Rejected("the scores are multiplied by a number that is not finite")
-                return self.up(op, scores, scaled, scalers)
+                return self.up(op, scores, scaled, scalers, at)
             if isinstance(torch_ops.value(other), (torch.SymFloat, torch.SymInt)):
-                return self.up(op, scores, factor, [*scalers, (op.name, other, lead)])
+                return self.up(op, scores, factor, [*scalers, self.scaler(op, other, at)], at)
             scale = tensor(other)
             if scale is None:
                 raise Rejected("the scale is neither a number nor a tensor")
-            if any(not known_true(size == 1) for size in scale.shape[-2:]):
-                varying = Term(other, lead)
-                return self.stage(op, scores, op.name, (), varying, factor, scalers)
+            varying = self.term(op, other, at)
+            own = tensor(varying.node)
+            if own is not None and any(not known_true(size == 1) for size in own.shape[-2:]):
+                return self.stage(op, scores, op.name, (), varying, factor, scalers, at)
             if not scale.is_floating_point() and scale.dim() > 0:
                 raise Rejected("the scores are scaled by a tensor of integers")
-            return self.up(op, scores, factor, [*scalers, (op.name, other, lead)])
+            return self.up(op, scores, factor, [*scalers, self.scaler(op, other, at)], at)
 
         return self.either(op, sides, try_side)
 
-    def _add(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+    def _add(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         return self._biased(
-            op, [(op.input, op["other"], 1), (op["other"], op.input, 0)], 1.0, lead, factor, scalers
+            op, [(op.input, op["other"], 1), (op["other"], op.input, 0)], 1.0, at, factor, scalers
         )
 
-    def _sub(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
-        return self._biased(op, [(op.input, op["other"], 1)], -1.0, lead, factor, scalers)
+    def _sub(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+        return self._biased(op, [(op.input, op["other"], 1)], -1.0, at, factor, scalers)
 
-    def _biased(self, op: Op, sides: Any, sign: float, lead: Any, factor: float, scalers: Any) -> Attention:
+    def _biased(
+        self, op: Op, sides: Any, sign: float, at: Arrangement, factor: float, scalers: Any
+    ) -> Attention:
         alpha = torch_ops.concrete(op["alpha"]) if op["alpha"] is not None else 1
         if not isinstance(alpha, (int, float)):
             raise Rejected("the bias is added with a symbolic alpha")
         second = {id(scores): which for scores, _, which in sides}
 
         def try_side(scores: Any, other: Any) -> Attention:
-            if self.shifts_cancel and sign < 0 and alpha == 1 and self._is_row_maximum(other, scores):
-                return self.up(op, scores, factor, scalers)
+            if self.shifts_cancel and sign < 0 and alpha == 1 and self._is_row_maximum(other, scores, at):
+                return self.up(op, scores, factor, scalers, at)
             # add(x, y, alpha) is x + alpha * y: with the scores second, alpha scales them.
             bias_factor, score_factor = (sign * alpha, 1.0) if second[id(scores)] else (1.0, float(alpha))
-            site = self.up(op, scores, factor * score_factor, scalers)
+            site = self.up(op, scores, factor * score_factor, scalers, at)
             number = torch_ops.concrete(other)
             if isinstance(number, (int, float)):
+                if self.regions:
+                    raise Rejected("a number is added to a part of the scores")
                 if not self.shifts_cancel:
                     raise Rejected("a number is added before a function of the scores, or before a sink")
                 if not abs(number * bias_factor * factor) <= LARGEST_SCORE:
@@ -91,15 +97,17 @@ class Upwards(Walk):
                 raise Rejected("a tensor scale is applied after a bias")
             if tensor(other) is None:
                 raise Rejected("what is added to the scores is no tensor")
-            site.terms.append(Term(other, lead, factor=factor * bias_factor))
+            site.terms.append(self.term(op, other, at, factor=factor * bias_factor))
             return site
 
         return self.either(op, [(scores, other) for scores, other, _ in sides], try_side)
 
-    def _is_row_maximum(self, node: Any, scores: Any) -> bool:
+    def _is_row_maximum(self, node: Any, scores: Any, at: Arrangement) -> bool:
         """Whether a node holds the largest score of each row, and serves for nothing else."""
         own, current, dropped = [], node, False
         whole = tensor(scores)
+        if len(at.columns) != 1:
+            return False
         while isinstance(current, fx.Node) and whole is not None:
             op = read(current)
             if op is None or len(readers(current)) != 1:
@@ -110,12 +118,12 @@ class Upwards(Walk):
                 if op.name == "max" and dim is None:  # x.max(-1, True)
                     dim, keep = op["other"], keep if not op.rest else op.rest[0]
                 dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
-                last = isinstance(dim, int) and dim % whole.dim() == whole.dim() - 1
-                if op.input is not scores or not last or bool(keep) is dropped:
+                over_keys = isinstance(dim, int) and dim % whole.dim() == at.columns[0]
+                if op.input is not scores or not over_keys or bool(keep) is dropped:
                     return False
                 self.row_maxima.update(own)
                 return True
-            if not dropped and appends_dim(op):
+            if not dropped and at.columns[0] == whole.dim() - 1 and appends_dim(op):
                 dropped, current = True, op.input
                 continue
             picks = op.name == "getattr" and op["name"] == "values"
@@ -125,50 +133,50 @@ class Upwards(Walk):
             current = op.input
         return False
 
-    def _function(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+    def _function(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         """A function of one score, such as the tanh of a softcap."""
         arguments = [op["exponent"]] if op.name == "pow" else []
         numbers = tuple(self.number(argument) for argument in arguments)
         if None in numbers or op.name == "exp" or op.input is op["exponent"]:
             raise Rejected(f"{op.name} stands between the product of q and k and the softmax")
-        return self.stage(op, op.input, op.name, numbers, None, factor, scalers)
+        return self.stage(op, op.input, op.name, numbers, None, factor, scalers, at)
 
     _tanh = _sigmoid = _relu = _abs = _pow = _function
 
-    def _cat(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+    def _cat(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         parts, dim = op["tensors"], torch_ops.concrete(op["dim"] or 0)
         result = tensor(op.node)
         if not isinstance(parts, (list, tuple)) or len(parts) != 2 or result is None:
             raise Rejected("the scores are concatenated with more than one tensor")
-        if not isinstance(dim, int) or dim % result.dim() != result.dim() - 1 or scalers:
+        if not isinstance(dim, int) or at.columns != (dim % result.dim(),) or scalers:
             raise Rejected("the scores are concatenated over another dim than the keys")
         first, second = (tensor(part) for part in parts)
         if first is None or second is None:
             raise Rejected("the scores are concatenated with something that is no tensor")
-        before = known_true(first.shape[-1] == 1) and not known_true(second.shape[-1] == 1)
+        before = known_true(first.shape[dim] == 1) and not known_true(second.shape[dim] == 1)
         scores, sink = (parts[1], parts[0]) if before else (parts[0], parts[1])
         column = tensor(sink)
-        if column is None or not known_true(column.shape[-1] == 1) or column.dim() < 2:
+        if column is None or not known_true(column.shape[dim] == 1) or column.dim() < 2:
             raise Rejected("the scores are concatenated with more than one column")
-        site = self.seen(op, scores, factor)
+        site = self.seen(op, scores, factor, at)
         if site.sink is not None:
             raise Rejected("the scores have two attention sinks")
-        site.sink = Sink(Term(sink, lead, factor=factor), before)
+        site.sink = Sink(self.term(op, sink, at, factor=factor), before)
         site.below_sink = len(site.terms)
         return site
 
-    def _where(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+    def _where(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         if op["other"] is None:
             raise Rejected("where with one argument")
 
         def try_side(scores: Any, other: Any) -> Attention:
             hides = scores is op["other"]
-            return self._filled(op, scores, op["condition"], other, hides, lead, factor, scalers)
+            return self._filled(op, scores, op["condition"], other, hides, at, factor, scalers)
 
         return self.either(op, [(op.input, op["other"]), (op["other"], op.input)], try_side)
 
-    def _masked_fill(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
-        return self._filled(op, op.input, op["mask"], op["value"], True, lead, factor, scalers)
+    def _masked_fill(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+        return self._filled(op, op.input, op["mask"], op["value"], True, at, factor, scalers)
 
     def _filled(
         self,
@@ -177,7 +185,7 @@ class Upwards(Walk):
         condition: Any,
         fill: Any,
         hides: bool,
-        lead: Any,
+        at: Arrangement,
         factor: float,
         scalers: Any,
     ) -> Attention:
@@ -191,39 +199,42 @@ class Upwards(Walk):
             raise Rejected(f"masked scores are replaced by {number * factor:g}, in which others drown")
         if not is_fill(number * factor):
             function = "where" if hides else "where_not"
-            return self.stage(op, scores, function, (number,), Term(condition, lead), factor, scalers)
+            where = self.term(op, condition, at)
+            return self.stage(op, scores, function, (number,), where, factor, scalers, at)
         if scalers:
             raise Rejected("a tensor scale is applied after a mask")
-        site = self.up(op, scores, factor, scalers)
-        site.terms.append(Term(condition, lead, fill=number * factor, hides=hides))
+        site = self.up(op, scores, factor, scalers, at)
+        site.terms.append(self.term(op, condition, at, fill=number * factor, hides=hides))
         return site
 
-    def _clamp(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+    def _clamp(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         floor, ceiling = (None if op[name] is None else self.number(op[name]) for name in ("min", "max"))
         if (floor is None) != (op["min"] is None) or (ceiling is None) != (op["max"] is None):
             raise Rejected("the scores are clamped to tensors")
         if ceiling is not None or floor is None or not is_fill(floor * factor):
-            return self.stage(op, op.input, "clamp", (floor, ceiling), None, factor, scalers)
-        return self._floored(op, op.input, floor, factor, scalers)
+            return self.stage(op, op.input, "clamp", (floor, ceiling), None, factor, scalers, at)
+        return self._floored(op, op.input, floor, factor, scalers, at)
 
-    def _hardtanh(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+    def _hardtanh(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         bounds = ((op["min_val"], -1.0), (op["max_val"], 1.0))
         numbers = tuple(self.number(default if given is None else given) for given, default in bounds)
         if None in numbers:
             raise Rejected("the scores are clamped to tensors")
-        return self.stage(op, op.input, "clamp", numbers, None, factor, scalers)
+        return self.stage(op, op.input, "clamp", numbers, None, factor, scalers, at)
 
-    def _maximum(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+    def _maximum(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         floor = self.number(op["other"])
         if floor is None:
             raise Rejected("the scores are clamped to a tensor")
         if not is_fill(floor * factor):
-            return self.stage(op, op.input, "clamp", (floor, None), None, factor, scalers)
-        return self._floored(op, op.input, floor, factor, scalers)
+            return self.stage(op, op.input, "clamp", (floor, None), None, factor, scalers, at)
+        return self._floored(op, op.input, floor, factor, scalers, at)
 
-    def _floored(self, op: Op, scores: Any, floor: float, factor: float, scalers: Any) -> Attention:
+    def _floored(
+        self, op: Op, scores: Any, floor: float, factor: float, scalers: Any, at: Arrangement
+    ) -> Attention:
         """max(scores, a number so low that only hidden scores are below it)."""
-        site = self.up(op, scores, factor, scalers)
+        site = self.up(op, scores, factor, scalers, at)
         low = floor * factor
         site.terms = [
             replace(t, fill=max(t.fill, low)) if t.fill is not None else replace(t, floor=low)

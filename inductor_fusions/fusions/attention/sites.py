@@ -80,10 +80,16 @@ def _is_sdpa(node: fx.Node) -> bool:
 
 
 class HandWritten(Candidate):
-    """An attention spelled out around a softmax."""
+    """An attention spelled out around a softmax.
 
-    def __init__(self, scope: Scope, softmax: fx.Node) -> None:
-        self.scope, self.anchor = scope, softmax
+    Args:
+        scope: what is known of its graph.
+        softmax: the node.
+        beside: other softmaxes on the same scores, which are asked about already.
+    """
+
+    def __init__(self, scope: Scope, softmax: fx.Node, beside: tuple[fx.Node, ...] = ()) -> None:
+        self.scope, self.anchor, self.beside = scope, softmax, beside
         self.site: Attention | None = None
         self.problem: Problem | None = None
         self.choice: kernels.Choice | None = None
@@ -95,7 +101,7 @@ class HandWritten(Candidate):
         check_kind(torch_ops.tensor(self.anchor))
         state = self.scope.modes.at(self.anchor)
         with suppress_guards(self.scope.fake_mode), modes.asking(state), torch.no_grad():
-            site = self.site = recognise(self.anchor, self.scope.interpreter)
+            site = self.site = recognise(self.anchor, self.scope.interpreter, self.beside)
             assert site.output is not None and site.v is not None
             self.scope.check_modes([*site.chain, site.output])
             state = self.scope.modes.at(site.output)
@@ -121,6 +127,15 @@ class HandWritten(Candidate):
             check_empty_rows(problem)
             self.choice = kernels.choose(problem)
         check_sizes(problem)
+        for partner in site.partners:
+            self._check_partner(partner)
+
+    def _check_partner(self, softmax: fx.Node) -> None:
+        """Leave scores that two softmaxes read, unless both become attentions: they are in memory anyway."""
+        try:
+            HandWritten(self.scope, softmax, (*self.beside, self.anchor)).guard()
+        except Rejected as miss:
+            raise type(miss)(f"another softmax reads the scores as well: {miss.reason}", miss.hint) from None
 
     def _check_dtypes(self, site: Attention) -> None:
         """A product of two dtypes raises in eager mode; fake tensors may allow it."""

@@ -38,6 +38,7 @@ class Signs:
         Args:
             constant: whether it is known that all keys share the value.
         """
+        node = torch_ops.source(node)
         if isinstance(node, (int, float)):
             return not isinstance(node, bool) and is_fill(node if low else -node)
         found, op = torch_ops.tensor(node), torch_ops.read(node)

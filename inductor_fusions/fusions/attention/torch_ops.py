@@ -259,8 +259,22 @@ def _bind(node: fx.Node, name: str, inplace: bool, args: tuple[Any, ...], kwargs
     return Op(node, name, bound, tuple(args[len(order) :]), inplace)
 
 
+class Seen:
+    """A tensor of the graph seen through views: see `operands.Operand`."""
+
+    node: fx.Node
+    value: torch.Tensor
+
+
+def source(node: Any) -> Any:
+    """The node of the graph that something is, or is seen of."""
+    return node.node if isinstance(node, Seen) else node
+
+
 def value(node: Any) -> Any:
     """The fake value of a node (a tensor, a SymInt, ...), or `node` itself where it is no node."""
+    if isinstance(node, Seen):
+        return node.value
     if not isinstance(node, fx.Node):
         return node
     return node.meta.get("example_value", node.meta.get("val"))
@@ -303,6 +317,12 @@ def reads_metadata(user: fx.Node, node: fx.Node) -> bool:
     if op.name in ("type_as", "to", "view_as", "reshape_as", "expand_as"):
         return op.input is not node
     return op.name in _LIKE or op.name in ("size", "dim", "sym_size", "_assert_tensor_metadata")
+
+
+def is_free_of_operand(user: fx.Node) -> bool:
+    """Whether nothing is left of what an operation reads the metadata of, once autograd has traced it."""
+    op = read(user)
+    return op is not None and op.name != "_assert_tensor_metadata"
 
 
 def dropout_p(op: Op) -> float:

@@ -6,6 +6,7 @@ What the operations in between do to the scores is in `scores`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -13,10 +14,32 @@ from torch import fx
 from ...fusion import Rejected
 from ...liveness import readers
 from . import einsum, torch_ops
-from .masks import Affine, Interpreter
+from .arrangement import Arrangement, Misplaced, permuted, through
+from .assigned import Region, condition, region
+from .masks import Affine, Interpreter, is_fill
 from .normal_form import Attention, Stage, Term
 from .operands import Operand, same_shape
 from .torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, Op, dropout_p, read, reads_metadata, tensor
+
+#: ("mul" or "div", by what, leading sizes of the scores there).
+Scalers = list[tuple[str, Any, tuple[Any, ...]]]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A part of the scores on the way up from what is written into it.
+
+    Attributes:
+        part: which.
+        factor: numbers by which all scores are multiplied further down.
+        shifts_cancel: as in `Walk`, for what all scores have in common.
+        terms: what acts on the scores before the part is read.
+    """
+
+    part: Region
+    factor: float
+    shifts_cancel: bool
+    terms: tuple[Term, ...] = ()
 
 
 class Walk:
@@ -27,6 +50,7 @@ class Walk:
 
     Attributes:
         readers: nodes that read the shape or dtype of the scores, not their values.
+        others: what else reads the scores.
         row_maxima: nodes that hold the largest score of each row. They are subtracted, which a softmax does
             not see.
         logsumexp: a node that reads the scores beside the softmax, and takes part in the attention; or None.
@@ -36,66 +60,133 @@ class Walk:
     def __init__(self, interpreter: Interpreter, logsumexp: fx.Node | None = None) -> None:
         self.interpreter = interpreter
         self.readers: list[fx.Node] = []
+        self.others: list[fx.Node] = []
         self.row_maxima: set[fx.Node] = set()
         self.logsumexp = logsumexp
         self.shifts_cancel = logsumexp is None
+        #: What writes to the scores, and what reads them afterwards.
+        self.writing: set[fx.Node] = set()
+        #: Parts of the scores that are being read.
+        self.regions: list[Reading] = []
 
-    def walk(
-        self, node: Any, user: fx.Node, factor: float, scalers: list[tuple[str, fx.Node, tuple[Any, ...]]]
-    ) -> Attention:
+    def walk(self, node: Any, user: fx.Node, factor: float, scalers: Scalers, at: Arrangement) -> Attention:
         """The attention whose scores `node` holds, seen by `user`, as far as the softmax's input.
 
         Args:
             factor: numbers by which the scores are multiplied further down.
             scalers: the same for tensors.
+            at: what the dims of `node` are.
         """
         op, scores = read(node), tensor(node)
         if op is None or scores is None or scores.dim() < 2:
             raise Rejected("no product of queries and keys was found above the softmax")
+        writer = self.interpreter.mutations.last(node, user)
+        if writer is not None and _writes_into(writer, node):
+            return self._written(writer, node, user, factor, scalers, at)
         for other in readers(node):
             if (other is user and not reads_metadata(other, node)) or other in self.row_maxima:
                 continue
+            if other in self.writing:
+                continue
             if other is self.logsumexp:
                 continue
-            if not reads_metadata(other, node):
-                raise Rejected(f"the scores are used elsewhere, by {other.name}")
-            self.readers.append(other)
+            (self.readers if reads_metadata(other, node) else self.others).append(other)
         if not scores.is_floating_point():
             raise Rejected("the scores are not floating point")
-        lead = tuple(scores.shape[:-2])
         if op.name in PRODUCTS:
-            return self._product(op, lead, factor, scalers)
+            return self._product(op, at, factor, scalers)
         step = getattr(self, f"_{op.name}", None)
         if step is None and (op.name in CASTS or op.name in COPIES):
             step = self._through
         elif step is None and op.name in VIEWS:
             step = self._view
+        elif step is None and through(op) is not None:
+            step = self._permutation
         if step is None:
             raise Rejected(f"{op.name} stands between the product of q and k and the softmax")
-        site: Attention = step(op, lead, factor, scalers)
+        site: Attention = step(op, at, factor, scalers)
         site.chain.append(node)
         return site
 
-    def up(self, op: Op, scores: Any, factor: float, scalers: Any) -> Attention:
-        """The attention above `op`, whose argument `scores` holds the scores."""
-        return self.walk(scores, op.node, factor, scalers)
+    def _written(
+        self, writer: fx.Node, node: fx.Node, user: fx.Node, factor: float, scalers: Scalers, at: Arrangement
+    ) -> Attention:
+        """The attention whose scores `node` holds after a node has written to a part of them."""
+        self.writing |= {writer, user}
+        scores, masked = tensor(node), condition(writer, node)
+        assert scores is not None
+        if scalers:
+            raise Rejected("a tensor scale is applied after scores are written in part")
+        if masked is not None:
+            number = self.number(masked[1])
+            if number is None or not is_fill(number * factor):
+                raise Rejected("masked scores are replaced by what is not known to be a low number")
+            site = self.walk(node, writer, factor, scalers, at)
+            mask = at.seen(masked[0], scores.shape)
+            site.terms.append(Term(mask, at.sizes(scores.shape), fill=number * factor))
+        else:
+            part = region(writer, node)
+            if part is None:
+                raise Rejected(f"{writer.name} writes to the scores")
+            self.regions.append(Reading(part, factor, self.shifts_cancel))
+            self.shifts_cancel = False
+            site = self.walk(part.written, writer if part.written is not writer else user, factor, [], at)
+            reading = self.regions.pop()
+            self.shifts_cancel = reading.shifts_cancel
+            count = len(reading.terms)
+            if site.stages or site.sink is not None or tuple(site.terms[:count]) != reading.terms:
+                raise Rejected("a part of the scores is written, by more than a sum or a mask")
+            site.terms[count:] = [part.padded(term, at) for term in site.terms[count:]]
+        site.chain.append(writer)
+        return site
 
-    def seen(self, op: Op, scores: Any, factor: float) -> Attention:
+    def _getitem(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+        """A part of the scores that is read in order to be written."""
+        reading = self.regions[-1] if self.regions else None
+        if reading is None or not reading.part.is_of(op.input, op["index"]):
+            raise Rejected("getitem stands between the product of q and k and the softmax")
+        if factor != reading.factor or scalers:
+            raise Rejected("a part of the scores is scaled")
+        self.writing.add(op.node)
+        self.regions.pop()
+        inside, self.shifts_cancel = self.shifts_cancel, reading.shifts_cancel
+        site = self.up(op, op.input, factor, scalers, at)
+        self.shifts_cancel = inside
+        if site.stages or site.sink is not None:
+            raise Rejected("a function of the scores is written in part")
+        self.regions.append(replace(reading, terms=tuple(site.terms)))
+        return site
+
+    def up(self, op: Op, scores: Any, factor: float, scalers: Any, at: Arrangement) -> Attention:
+        """The attention above `op`, whose argument `scores` holds the scores."""
+        return self.walk(scores, op.node, factor, scalers, at)
+
+    def seen(self, op: Op, scores: Any, factor: float, at: Arrangement) -> Attention:
         """The attention above `op`, to which a score is more than its distance from the others of its row."""
         before, self.shifts_cancel = self.shifts_cancel, False
         try:
-            return self.up(op, scores, factor, [])
+            return self.up(op, scores, factor, [], at)
         finally:
             self.shifts_cancel = before
 
+    def term(self, op: Op, node: Any, at: Arrangement, **how: Any) -> Term:
+        """What `op` lets act on the scores."""
+        shape = _shape(op)
+        return Term(at.seen(node, shape), at.sizes(shape), **how)
+
+    def scaler(self, op: Op, node: Any, at: Arrangement) -> tuple[str, Any, tuple[Any, ...]]:
+        """What `op` multiplies or divides the scores by."""
+        shape = _shape(op)
+        return op.name, at.seen(node, shape), at.sizes(shape)
+
     def stage(
         self, op: Op, scores: Any, function: str, numbers: tuple[float | None, ...], operand: Term | None,
-        factor: float, scalers: Any,
+        factor: float, scalers: Any, at: Arrangement,
     ) -> Attention:  # fmt: skip
         """The attention above `op`, a function of the scores: what stands before it becomes a `Stage`."""
         if scalers and function in ("where", "where_not"):
             raise Rejected("a tensor scale is applied after a mask")  # whose number it may lower to a fill
-        site = self.seen(op, scores, 1.0)
+        site = self.seen(op, scores, 1.0, at)
         if site.sink is not None:
             raise Rejected(f"{op.name} is applied to an attention sink")
         stage = Stage(site.scale, site.scalers, site.terms, function, numbers, operand)
@@ -127,33 +218,38 @@ class Walk:
             value = tensor(scores)
             if value is None or result is None or not same_shape(value.shape, result.shape):
                 continue
+            state = list(self.regions), list(self.readers), list(self.others), self.shifts_cancel
             try:
                 return attempt(scores, other)
             except Rejected as miss:
                 misses.append(miss)
+                self.regions, self.readers, self.others, self.shifts_cancel = state
         found = [m for m in misses if "no product" not in m.reason]
         raise (found or misses or [Rejected("the scores are broadcast by an operation on them")])[0]
 
-    def _through(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
-        return self.up(op, op.input, factor, scalers)
+    def _through(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+        return self.up(op, op.input, factor, scalers, at)
 
-    def _view(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+    def _permutation(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+        dims = through(op)
+        assert dims is not None
+        return self.up(op, op.input, factor, scalers, at.above(dims))
+
+    def _view(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         before, after = tensor(op.input), tensor(op.node)
-        if (
-            before is None
-            or after is None
-            or before.dim() < 2
-            or not same_shape(before.shape[-2:], after.shape[-2:])
-        ):
-            raise Rejected(f"{op.name} changes the query or key dim of the scores")
-        return self.up(op, op.input, factor, scalers)
+        if before is None or after is None or before.dim() < 2:
+            raise Rejected(f"{op.name} makes scores of what is no matrix")
+        above = at.viewed(after.shape, before.shape)
+        if above is None:
+            raise Misplaced(f"{op.name} changes the query or key dim of the scores")
+        return self.up(op, op.input, factor, scalers, above)
 
-    def _dropout(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+    def _dropout(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         if dropout_p(op) != 0.0:
             raise Rejected("dropout is applied to the scores, before the softmax")
-        return self.up(op, op.input, factor, scalers)
+        return self.up(op, op.input, factor, scalers, at)
 
-    def _baddbmm(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+    def _baddbmm(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         beta, alpha = (
             torch_ops.concrete(op[name]) if op[name] is not None else 1 for name in ("beta", "alpha")
         )
@@ -161,50 +257,60 @@ class Walk:
             raise Rejected("baddbmm with a symbolic alpha or beta")
         if scalers and beta != 0:
             raise Rejected("a tensor scale is applied after a bias")
-        site = self._operands(op, op["batch1"], op["batch2"], lead, factor * alpha, scalers)
+        site = self._operands(op, op["batch1"], op["batch2"], at, factor * alpha, scalers)
         if beta != 0:
-            site.terms.append(Term(op.input, lead, factor=factor * beta))
+            site.terms.append(self.term(op, op.input, at, factor=factor * beta))
         return site
 
-    def _product(self, op: Op, lead: Any, factor: float, scalers: Any) -> Attention:
+    def _product(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         if op.node.kwargs.get("out") is not None:
             raise Rejected("the product writes to a given tensor (out=)")
         if op.name == "einsum":
-            q, k = einsum.queries_and_keys(op)
-            site = self._site(op, q, k, lead, factor, scalers)
+            q, k = einsum.queries_and_keys(op, at)
+            site = self._site(op, q, k, at, factor, scalers)
         else:
-            site = self._operands(op, op.input, op["other"], lead, factor, scalers)
+            site = self._operands(op, op.input, op["other"], at, factor, scalers)
         site.chain.append(op.node)
         return site
 
-    def _operands(self, op: Op, left: Any, right: Any, lead: Any, factor: float, scalers: Any) -> Attention:
-        q, kt = (Operand.of(n) if isinstance(n, fx.Node) else None for n in (left, right))
-        if q is None or kt is None or q.value.dim() < 2 or kt.value.dim() < 2:
+    def _operands(
+        self, op: Op, left: Any, right: Any, at: Arrangement, factor: float, scalers: Any
+    ) -> Attention:
+        """The attention of a product of matrices: q and k, or k and q where the scores are transposed."""
+        first, second = (Operand.of(n) if isinstance(n, fx.Node) else None for n in (left, right))
+        if first is None or second is None or first.value.dim() < 2 or second.value.dim() < 2:
             raise Rejected("an operand of the product of q and k is no matrix")
-        return self._site(op, q, _transposed(kt), lead, factor, scalers)
+        shape = _shape(op)
+        single, rank = at.single(shape), len(shape)
+        both = None if single is None else (single.rows[0], single.columns[0])
+        if single is None or both not in ((rank - 2, rank - 1), (rank - 1, rank - 2)):
+            raise Misplaced("the softmax is not over the keys of the product above it")
+        q, k = (
+            permuted(first, (*single.lead, rank - 2, rank - 1)),
+            permuted(second, (*single.lead, rank - 1, rank - 2)),
+        )
+        if both[0] == rank - 1:
+            q, k = k, q
+        return self._site(op, q, k, single, factor, scalers)
 
-    def _site(self, op: Op, q: Operand, k: Operand, lead: Any, factor: float, scalers: Any) -> Attention:
+    def _site(
+        self, op: Op, q: Operand, k: Operand, at: Arrangement, factor: float, scalers: Any
+    ) -> Attention:
         return Attention(
-            q=q, k=k, lead=lead, softmax=op.node, product=op.node, scale=factor, scalers=list(scalers)
-        )
+            q=q, k=k, lead=at.sizes(_shape(op)), softmax=op.node, product=op.node, scale=factor,
+            scalers=list(scalers),
+        )  # fmt: skip
 
 
-def _transposed(operand: Operand) -> Operand:
-    """The operand with its last two dims swapped; a transpose of the graph is taken back."""
-    op = read(operand.node)
-    if op is not None and not operand.steps:
-        dims = (
-            torch_ops.permutation(op)
-            if op.name in torch_ops.TRANSPOSES
-            else torch_ops.transposed_attribute(op)
-        )
-        swap = list(range(operand.value.dim()))
-        swap[-1], swap[-2] = swap[-2], swap[-1]
-        base = Operand.of(op.input) if dims is not None and isinstance(op.input, fx.Node) else None
-        if dims is not None and base is not None:
-            return base.permute([dims[d] for d in swap])
-    return operand.then("permute", *_swapped(operand.value.dim()))
+def _writes_into(writer: fx.Node, node: fx.Node) -> bool:
+    """Whether a node writes to another one, or to a view of it."""
+    op = read(writer)
+    view = op.input if op is not None else None
+    read_by = readers(node)
+    return writer in read_by or (isinstance(view, fx.Node) and view in read_by)
 
 
-def _swapped(rank: int) -> list[int]:
-    return [*range(rank - 2), rank - 1, rank - 2]
+def _shape(op: Op) -> tuple[Any, ...]:
+    found = tensor(op.node)
+    assert found is not None
+    return tuple(found.shape)

@@ -36,7 +36,7 @@ def _same_keys(first: Term, second: Term, interpreter: Interpreter) -> bool:
     """Whether two fills hide the same keys."""
     if first.fill is None or first.floor is not None or not same_shape(first.lead, second.lead):
         return False
-    if first.node is second.node:
+    if first.node == second.node:
         return first.hides == second.hides
     one, other = (
         negation(seen) if seen is not None and term.hides else seen

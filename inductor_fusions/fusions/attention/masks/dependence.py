@@ -12,7 +12,7 @@ from ....inplace import arguments, current, inputs, readers
 from ....writes import storage
 from .. import torch_ops
 from ..aliasing import written
-from .interpreter import Interpreter
+from .interpreter import Interpreter, adds_dims_in_front
 from .proofs import LARGEST_FILL
 from .values import Affine, And, Choice, Element, NonNegative, Not, Or, Value, identity, substitute
 
@@ -33,11 +33,23 @@ def constant_over(node: Any, dim: int, interpreter: Interpreter) -> bool:
         return True
     if _lacks(interpreter.read(node), dim):
         return True
+    if isinstance(node, torch_ops.Seen):
+        return _seen_constant(node, dim, interpreter)
     op = torch_ops.read(node)
     if op is None or op.inplace or interpreter.mutations.touch(node):
         return False
     with interpreter.reading(op.node):
         return _made_constant(op, tensor, dim, interpreter)
+
+
+def _seen_constant(seen: Any, dim: int, interpreter: Interpreter) -> bool:
+    """The same for an operand whose views do no more than permute dims."""
+    for place, (method, args) in reversed(list(enumerate(seen.steps))):
+        if method == "permute":
+            dim = args[dim] - len(args)
+        elif not (method == "reshape" and place == 0 and adds_dims_in_front(seen.node, args[0])):
+            return False
+    return constant_over(seen.node, dim, interpreter)
 
 
 def _made_constant(op: torch_ops.Op, tensor: torch.Tensor, dim: int, interpreter: Interpreter) -> bool:
@@ -166,7 +178,7 @@ def may_hide_rows(node: Any) -> bool:
     or a relative-position table holds no such number; a mask given by the user may.
     """
     seen: set[fx.Node] = set()
-    stack = [node]
+    stack = [torch_ops.source(node)]
     while stack:
         top = stack.pop()
         if not isinstance(top, fx.Node):

@@ -26,6 +26,7 @@ from .values import (
     as_bool,
     identity,
     is_unit,
+    renamed,
     substitute,
 )
 
@@ -61,6 +62,8 @@ class Interpreter:
             return node
         if isinstance(node, (int, float, torch.SymInt, torch.SymFloat)):
             return Affine(node)
+        if isinstance(node, torch_ops.Seen):
+            return seen_through(self.read(node.node), node)
         if not isinstance(node, fx.Node):
             return None
         writer = self.mutations.last(node, self._reader)
@@ -176,6 +179,27 @@ class Interpreter:
     def boolean(self, node: Any) -> Bool | None:
         """A value as a condition: numbers are true where they are not zero."""
         return as_bool(self.read(node))
+
+
+def seen_through(value: Value, seen: Any) -> Value:
+    """A value at the indices that an operand's views give it; None where they do more than permute dims."""
+    if isinstance(value, bool) or (isinstance(value, Affine) and value.is_constant):
+        return value if all(isinstance(method, str) for method, _ in seen.steps) else None
+    for place, (method, args) in enumerate(seen.steps):
+        if method == "permute":
+            rank = len(args)
+            value = substitute(value, renamed({d - rank: i - rank for i, d in enumerate(args)}))
+        elif not (method == "reshape" and place == 0 and adds_dims_in_front(seen.node, args[0])):
+            return None
+    return value
+
+
+def adds_dims_in_front(node: Any, shape: Any) -> bool:
+    """Whether a shape is that of a tensor, with dims of size 1 in front."""
+    tensor = torch_ops.tensor(node)
+    own = () if tensor is None else tuple(tensor.shape)
+    extra = len(shape) - len(own)
+    return extra >= 0 and all(known_true(a == b) for a, b in zip(shape, (*([1] * extra), *own), strict=True))
 
 
 #: Operations whose result, written over their first operand, is what they give otherwise.

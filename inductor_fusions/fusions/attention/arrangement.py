@@ -1,0 +1,192 @@
+"""Which dims of a tensor are the queries of an attention, which its keys, and how the others stand.
+
+People write the scores as (batch, heads, queries, keys), as (queries, keys, batch, heads), as (batch,
+queries, heads, keys), or with the dims of an image apart. A reader goes from operation to operation with an
+`Arrangement`, which says what the dims of the tensor at hand are, and brings what acts on the scores to the
+order (*lead, queries, keys).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from ..._inductor import known_true
+from ...fusion import Rejected
+from . import torch_ops
+from .operands import Operand, alignment, product, same_shape
+
+
+class Misplaced(Rejected):
+    """A product has its queries and keys elsewhere than they were taken to be, or has none."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """What the dims of scores, or of weights, are.
+
+    Attributes:
+        lead: batch and heads, in the order in which the attention is read.
+        rows: the dims of the queries; more than one where they are viewed apart.
+        columns: the dims of the keys.
+    """
+
+    lead: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rank: int, rows: int, columns: int) -> Arrangement:
+        """One dim of queries and one of keys; the others in their order."""
+        return cls(tuple(d for d in range(rank) if d not in (rows, columns)), (rows,), (columns,))
+
+    @classmethod
+    def plain(cls, rank: int) -> Arrangement:
+        """(*lead, queries, keys)."""
+        return cls.of(rank, rank - 2, rank - 1)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dims in the order (*lead, queries, keys)."""
+        return (*self.lead, *self.rows, *self.columns)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the tensor has this order itself, with one dim for each of queries and keys."""
+        single = len(self.rows) == 1 == len(self.columns)
+        return single and self.order == tuple(range(len(self.order)))
+
+    def sizes(self, shape: Sequence[Any]) -> tuple[Any, ...]:
+        """The leading sizes of a shape."""
+        return tuple(shape[d] for d in self.lead)
+
+    def above(self, dims: Sequence[int]) -> Arrangement:
+        """The arrangement of a tensor that was permuted by `dims` to the one at hand."""
+        return self._renamed(dims)
+
+    def below(self, dims: Sequence[int]) -> Arrangement:
+        """The arrangement of the tensor at hand after it is permuted by `dims`."""
+        return self._renamed([list(dims).index(d) for d in range(len(dims))])
+
+    def _renamed(self, names: Sequence[int]) -> Arrangement:
+        lead, rows, columns = (
+            tuple(names[d] for d in group) for group in (self.lead, self.rows, self.columns)
+        )
+        return Arrangement(lead, rows, columns)
+
+    def viewed(self, own: Sequence[Any], other: Sequence[Any]) -> Arrangement | None:
+        """The arrangement of a tensor with the same elements in row-major order.
+
+        Args:
+            own: the shape at hand.
+            other: the shape of that tensor.
+
+        Returns:
+            None where a dim there would be of more than one kind, or the sizes are not known to agree.
+        """
+        if self.is_plain and len(other) >= 2 and same_shape(own[-2:], other[-2:]):
+            return Arrangement.plain(len(other))
+        mine, theirs = (_larger(shape) for shape in (own, other))
+        runs = alignment([own[d] for d in mine], [other[d] for d in theirs])
+        if runs is None:
+            return None
+        groups: list[list[int]] = []
+        for group in (self.lead, self.rows, self.columns):
+            dims = [d for d in group if d in mine]
+            found: list[int] = []
+            while dims:
+                run = next((run for run in runs if mine[run[0].start] == dims[0]), None)
+                wanted = [] if run is None else [mine[i] for i in run[0]]
+                if run is None or dims[: len(wanted)] != wanted:
+                    return None
+                found += [theirs[i] for i in run[1]]
+                dims = dims[len(wanted) :]
+            groups.append(found)
+        return _with_units(groups, [d for d in range(len(other)) if d not in theirs])
+
+    def single(self, shape: Sequence[Any]) -> Arrangement | None:
+        """The same with one dim of queries and one of keys; dims of size 1 beside them count as leading."""
+        spare: list[int] = []
+        kept: list[tuple[int, ...]] = []
+        for group in (self.rows, self.columns):
+            large = [d for d in group if not known_true(shape[d] == 1)] or list(group[-1:])
+            if len(large) != 1:
+                return None
+            kept.append((large[0],))
+            spare += [d for d in group if d != large[0]]
+        lead = _inserted(list(self.lead), spare)
+        return Arrangement(tuple(lead), kept[0], kept[1])
+
+    def seen(self, node: Any, shape: Sequence[Any]) -> Any:
+        """A tensor that acts on scores of a shape, seen as (*lead, queries, keys); a number as it is."""
+        value = torch_ops.tensor(node)
+        if self.is_plain or value is None or value.dim() == 0:
+            return node
+        operand = Operand.of(node)
+        assert operand is not None
+        operand = operand.padded(len(shape)).permute(self.order)
+        if len(self.rows) == 1 == len(self.columns):
+            return operand
+        lead, whole, merged = len(self.lead), list(operand.shape), list(operand.shape[: len(self.lead)])
+        for first, group in ((lead, self.rows), (lead + len(self.rows), self.columns)):
+            places = range(first, first + len(group))
+            if all(known_true(whole[i] == 1) for i in places):
+                merged.append(1)
+                continue
+            for i, dim in zip(places, group, strict=True):
+                whole[i] = shape[dim]
+            merged.append(product([whole[i] for i in places]))
+        return operand.expand(whole).reshape(merged)
+
+
+def through(op: torch_ops.Op) -> list[int] | None:
+    """The permutation that an operation is; None of any other."""
+    if op.name in torch_ops.TRANSPOSES:
+        return torch_ops.permutation(op)
+    return torch_ops.transposed_attribute(op)
+
+
+def permuted(operand: Operand, order: Sequence[int]) -> Operand:
+    """An operand of a product with its dims in another order; a transposition of the graph is taken back."""
+    rank = operand.value.dim()
+    missing = len(order) - rank
+    if missing > 0 and list(order[:missing]) == list(range(missing)):
+        order = [d - missing for d in order[missing:]]
+    elif missing > 0:
+        operand = operand.padded(len(order))
+    if list(order) == list(range(len(order))):
+        return operand
+    op = torch_ops.read(operand.node)
+    dims = through(op) if op is not None and not operand.steps else None
+    base = (
+        Operand.of(op.input)
+        if op is not None and dims is not None and isinstance(op.input, fx.Node)
+        else None
+    )
+    if dims is None or base is None:
+        return operand.permute(order)
+    return base.permute([dims[d] for d in order])
+
+
+def _larger(shape: Sequence[Any]) -> list[int]:
+    """The dims that are not known to be of size 1."""
+    return [d for d, size in enumerate(shape) if not known_true(size == 1)]
+
+
+def _with_units(groups: list[list[int]], units: list[int]) -> Arrangement | None:
+    """Dims of size 1 are leading, but where there is no other dim of queries or keys."""
+    lead, rows, columns = groups
+    for group in (columns, rows):
+        if not group:
+            if not units:
+                return None
+            group.append(units.pop())
+    return Arrangement(tuple(_inserted(lead, units)), tuple(rows), tuple(columns))
+
+
+def _inserted(lead: list[int], units: list[int]) -> list[int]:
+    """Leading dims and others of size 1, in order where they are."""
+    return sorted([*lead, *units]) if lead == sorted(lead) else [*units, *lead]

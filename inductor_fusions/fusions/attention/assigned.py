@@ -1,0 +1,144 @@
+"""Scores that are written in part: `scores[mask] = number`, `scores[..., 1:, 1:] += bias`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import fx
+
+from ..._inductor import known_true
+from ...fusion import Rejected
+from ...inplace import arguments
+from .arrangement import Arrangement
+from .normal_form import Term
+from .operands import Operand
+from .torch_ops import concrete, read, tensor
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of the scores.
+
+    Attributes:
+        scores: the node that is written to.
+        index: of the part.
+        written: the node that holds what is there afterwards.
+        places: (start, stop) in each dim.
+    """
+
+    scores: fx.Node
+    index: Any
+    written: fx.Node
+    places: tuple[tuple[Any, Any], ...]
+
+    def is_of(self, node: Any, index: Any) -> bool:
+        """Whether `node[index]` is this part."""
+        return node is self.scores and _same_index(index, self.index)
+
+    def padded(self, term: Term, at: Arrangement) -> Term:
+        """What acts on the part as what acts on all scores, and leaves the rest as it is.
+
+        Args:
+            term: seen from the part, as (*lead, queries, keys).
+            at: what the dims of the scores are.
+
+        Raises:
+            Rejected: it is not a sum, or a fill where its condition holds.
+        """
+        scores, operand = tensor(self.scores), Operand.of(term.node)
+        assert scores is not None
+        single = at.single(scores.shape)
+        if operand is None or single is None or term.floor is not None or not term.hides:
+            raise Rejected("the scores are written in part, by more than a sum or a mask")
+        operand = operand.padded(len(self.places))
+        sizes, pads = list(operand.shape), []
+        for place, dim in enumerate(single.order):
+            (start, stop), size = self.places[dim], scores.shape[dim]
+            whole = known_true(start == 0) and known_true(stop == size)
+            if not whole:
+                sizes[place] = stop - start
+            pads.append((0, 0) if whole else (start, size - stop))
+        flat = [pad for pair in reversed(pads) for pad in pair]
+        operand = operand.expand(sizes).then(F.pad, tuple(flat))
+        return Term(operand, single.sizes(scores.shape), factor=term.factor, fill=term.fill)
+
+
+def condition(writer: fx.Node, scores: fx.Node) -> tuple[Operand, Any] | None:
+    """(mask, value) of `scores[mask] = value`; None of anything else."""
+    if writer.target is not operator.setitem:
+        return None
+    target, index, value = arguments(writer)[0]
+    if target is not scores:
+        return None
+    mask, whole = tensor(index), tensor(scores)
+    operand = Operand.of(index)
+    if (
+        mask is None
+        or whole is None
+        or operand is None
+        or mask.dtype.is_floating_point
+        or mask.dim() > whole.dim()
+    ):
+        return None
+    if str(mask.dtype) != "torch.bool":
+        return None
+    missing = whole.dim() - mask.dim()
+    return (operand.reshape((*mask.shape, *[1] * missing)) if missing else operand), value
+
+
+def region(writer: fx.Node, scores: fx.Node) -> Region | None:
+    """The part of the scores that a node writes to; None where that is not a box."""
+    written: Any = writer
+    args, _ = arguments(writer)
+    if writer.target is operator.setitem and args[0] is scores:
+        _, index, written = args
+    else:
+        op = read(writer)
+        part = read(op.input) if op is not None and op.inplace else None
+        if part is None or part.name != "getitem" or part.input is not scores:
+            return None
+        index = part["index"]
+    whole = tensor(scores)
+    places = None if whole is None else _places(concrete(index), whole.shape)
+    return None if places is None or tensor(written) is None else Region(scores, index, written, places)
+
+
+def _places(index: Any, shape: Sequence[Any]) -> tuple[tuple[Any, Any], ...] | None:
+    """(start, stop) in each dim of what an index takes; None where it takes more than a box."""
+    given = index if isinstance(index, tuple) else (index,)
+    if sum(each is Ellipsis for each in given) > 1:
+        return None
+    if not all(each is Ellipsis or isinstance(each, slice) for each in given):
+        return None
+    before = given.index(Ellipsis) if Ellipsis in given else len(given)
+    after = given[before + 1 :]
+    missing = len(shape) - before - len(after)
+    if missing < 0:
+        return None
+    slices = (*given[:before], *[slice(None)] * missing, *after)
+    places = []
+    for each, size in zip(slices, shape, strict=True):
+        if each.step not in (None, 1):
+            return None
+        start, stop = (_counted(at, size, default) for at, default in ((each.start, 0), (each.stop, size)))
+        if not known_true(start >= 0) or not known_true(start < stop) or not known_true(stop <= size):
+            return None
+        places.append((start, stop))
+    return tuple(places)
+
+
+def _counted(at: Any, size: Any, default: Any) -> Any:
+    """A bound of a slice, counted from the front."""
+    if at is None:
+        return default
+    found = at + size if known_true(at < 0) else at
+    return size if known_true(found > size) else found
+
+
+def _same_index(one: Any, other: Any) -> bool:
+    """Whether two indices are written alike."""
+    return repr(one) == repr(other)

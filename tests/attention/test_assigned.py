@@ -1,0 +1,190 @@
+"""Scores that are written in part, and scores of which the shape is read for a mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.attention.support import BATCH, DIM, HEADS, Q_LEN, cases, check, qkv, rand, unfused
+
+B, H, N, D = BATCH, HEADS, Q_LEN, DIM
+
+
+def scores(q: Any, k: Any) -> Any:
+    return q @ k.mT * 0.25
+
+
+def hidden(*shape: int) -> torch.Tensor:
+    mask = torch.rand(shape) < 0.4
+    mask[..., 0] = False
+    return mask
+
+
+def filled(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    s = scores(q, k)
+    s[mask] = -1e9
+    return s.softmax(-1) @ v
+
+
+def filled_with_infinity(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    s = scores(q, k)
+    s[mask] = float("-inf")
+    return s.softmax(-1) @ v
+
+
+def causal(q: Any, k: Any, v: Any) -> Any:
+    s = scores(q, k)
+    s[torch.ones_like(s, dtype=torch.bool).triu(1)] = float("-inf")
+    return s.softmax(-1) @ v
+
+
+def test_fills() -> None:
+    for mask in (hidden(B, H, N, N), hidden(B, 1, N, N).expand(B, H, N, N)):
+        check(filled, (*qkv(N, N), mask))
+        check(filled_with_infinity, (*qkv(N, N), mask), train=False)
+    check(filled, (*qkv(N, N, heads=1), hidden(B, 1, N, N)))
+    check(causal, qkv(N, N), kernel="is_causal")
+
+
+def test_fill_of_some_heads() -> None:
+    """A mask of fewer dims hides all queries and keys of a head: they weigh all keys alike."""
+    check(filled, (*qkv(N, N), torch.tensor([[True, False, False], [False, True, False]])))
+
+
+def added(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    s = scores(q, k)
+    s[..., 1:, 1:] += bias
+    return s.softmax(-1) @ v
+
+
+def added_to_keys(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    s = scores(q, k)
+    s[:, :, :, :-1] += bias
+    return s.softmax(-1) @ v
+
+
+def added_in_place(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    s = scores(q, k)
+    s[..., 1:, 1:].add_(bias)
+    return s.softmax(-1) @ v
+
+
+def added_to_a_head(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    s = scores(q, k)
+    s[:, :1] = s[:, :1] + bias
+    return s.softmax(-1) @ v
+
+
+def added_twice(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    s = scores(q, k)
+    s[..., 1:, 1:] += bias
+    s[..., :, 2:] = s[..., :, 2:] - bias[..., :1, :1]
+    return s.softmax(-1) @ v
+
+
+def positions(q: Any, k: Any, v: Any, high: Any, wide: Any) -> Any:
+    """As in video encoders: all but the first token are on a grid."""
+    s = scores(q, k)
+    grid = s[:, :, 1:, 1:].view(B, -1, 2, 3, 2, 3)
+    s[:, :, 1:, 1:] = (grid + high[..., None] + wide[..., None, :]).view(B, -1, 6, 6)
+    return s.softmax(-1) @ v
+
+
+ADDED = {
+    "a corner": (added, lambda: rand(B, H, N - 1, N - 1)),
+    "a corner, broadcast": (added, lambda: rand(H, 1, N - 1)),
+    "a corner, a number for each head": (added, lambda: rand(H, 1, 1)),
+    "all but the last key": (added_to_keys, lambda: rand(H, N, N - 1)),
+    "add_": (added_in_place, lambda: rand(H, N - 1, N - 1)),
+    "a head": (added_to_a_head, lambda: rand(N, N)),
+    "twice": (added_twice, lambda: rand(H, N - 1, N - 1)),
+}
+
+
+@cases(ADDED)
+def test_sums(case: Any) -> None:
+    fn, bias = case
+    check(fn, (*qkv(N, N), bias()))
+    check(fn, (*qkv(N, N), bias()), train=False)
+
+
+def test_positions_on_a_grid() -> None:
+    check(positions, (*qkv(N, N), rand(B, H, 2, 3, 2), rand(B, H, 2, 3, 3)))
+
+
+def test_what_else_is_written() -> None:
+    def by_steps(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        s = scores(q, k)
+        s[..., ::2] += bias
+        return s.softmax(-1) @ v
+
+    def elsewhere(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        s = scores(q, k)
+        s[..., 1:, 1:] = s[..., :-1, :-1] + bias
+        return s.softmax(-1) @ v
+
+    def scaled(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        s = scores(q, k)
+        s[..., 1:, 1:] *= 2.0
+        return s.softmax(-1) @ v
+
+    def activated(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        s = scores(q, k)
+        s[..., 1:, 1:] = torch.tanh(s[..., 1:, 1:])
+        return s.softmax(-1) @ v
+
+    def shifted(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        s = scores(q, k)
+        s[..., 1:, 1:] += 2.0
+        return s.softmax(-1) @ v
+
+    def not_low(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        s = scores(q, k)
+        s[bias > 0] = 1.0
+        return s.softmax(-1) @ v
+
+    def afterwards(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        s = scores(q, k)
+        w = s.softmax(-1)
+        s[bias > 0] = -1e9
+        return w @ v, s
+
+    unfused(by_steps, (*qkv(N, N), rand(H, N, (N + 1) // 2)), "writes to the scores")
+    unfused(elsewhere, (*qkv(N, N), rand(N - 1, N - 1)), "getitem stands between")
+    unfused(scaled, (*qkv(N, N), rand(N - 1, N - 1)), "a part of the scores is scaled")
+    unfused(activated, (*qkv(N, N), rand(N - 1, N - 1)), "by more than a sum or a mask")
+    unfused(shifted, (*qkv(N, N), rand(N - 1, N - 1)), "a number is added to a part")
+    unfused(not_low, (*qkv(N, N), rand(B, H, N, N)), "a low number")
+    unfused(afterwards, (*qkv(N, N), rand(B, H, N, N)), "used elsewhere")
+
+
+SHAPES = {
+    "new_ones": lambda s, n: s.new_ones((n, n)).tril() == 0,
+    "new_ones of a dtype": lambda s, n: ~s.new_ones(n, n, dtype=torch.float32).tril().to(torch.bool),
+    "ones_like": lambda s, n: torch.ones_like(s, dtype=torch.bool).triu(1),
+    "size": lambda s, n: torch.ones(s.size(-2), s.shape[-1], dtype=torch.bool, device=s.device).triu(1),
+}
+
+
+@cases(SHAPES)
+def test_shape_of_the_scores(case: Any) -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        s = scores(q, k)
+        return s.masked_fill(case(s, N), torch.finfo(s.dtype).min).softmax(-1) @ v
+
+    check(fn, qkv(N, N), kernel="is_causal")
+
+
+def test_nothing_is_left_of_scores_whose_shape_is_read() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        s = scores(q, k)
+        return s.masked_fill(s.new_ones((N, N)).tril() == 0, float("-inf")).softmax(-1) @ v
+
+    graphs: list[torch.fx.Graph] = []
+    with torch._inductor.config.patch(post_grad_custom_post_pass=graphs.append, force_disable_caches=True):
+        check(fn, qkv(N, N), backend="inductor")
+    ours = [{str(node.target) for node in graph.nodes} for graph in graphs]
+    assert any("aten.bmm.default" in names for names in ours)  # of stock
+    flash = [names for names in ours if any("scaled_dot_product" in name for name in names)]
+    assert flash and not any("aten.bmm.default" in names for names in flash)

@@ -1,4 +1,7 @@
-"""Windows to both sides: |query - key| below a number, and bands made of triangles that are added."""
+"""Windows to both sides: the algebra of |query - key| below a number, and of triangles that are added.
+
+The windows themselves are in `tests/cases/masks.py`.
+"""
 
 from __future__ import annotations
 
@@ -22,136 +25,20 @@ from inductor_fusions.fusions.attention.masks.values import (
     magnitude,
     map_parts,
 )
-from tests.attention.support import cases, check, flex_everywhere, qkv
+from tests.attention.support import check, flex_everywhere, qkv
+from tests.cases.masks import segments, written
 
-N, WIDTH, DIM = 150, 40, 16
 INF = math.inf
-
-
-def lowest() -> float:
-    """A constant; a float in a global variable is a symbol to Dynamo where sizes are dynamic."""
-    return torch.finfo(torch.float32).min
-
-
-def distance(n: int) -> torch.Tensor:
-    return torch.arange(n)[:, None] - torch.arange(n)[None]
-
-
-def bands(n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.full((n, n), -INF).triu(1), torch.full((n, n), -INF).tril(-WIDTH)
-
-
-#: Functions of the length: a boolean mask, True where a key is seen, and its class.
-BOTH_SIDES = {
-    "method": lambda n: distance(n).abs() <= WIDTH,
-    "function": lambda n: torch.abs(distance(n)) < WIDTH,
-    "builtin": lambda n: abs(distance(n)) <= WIDTH,
-    "absolute": lambda n: torch.absolute(distance(n)) < WIDTH,
-    "bound first": lambda n: torch.tensor(WIDTH) >= distance(n).abs(),
-    "not above": lambda n: ~(distance(n).abs() > WIDTH),
-    "not at least": lambda n: torch.logical_not(distance(n).abs() >= WIDTH),
-    "negated": lambda n: -distance(n).abs() >= -WIDTH,
-    "shifted": lambda n: distance(n).abs() - WIDTH < 1,
-    "floating": lambda n: distance(n).float().abs() <= WIDTH,
-    "by where": lambda n: torch.where(distance(n) < 0, -distance(n), distance(n)) <= WIDTH,
-    "of four dims": lambda n: (torch.arange(n).view(1, 1, n, 1) - torch.arange(n)).abs() <= WIDTH,
-    "of numbers": lambda n: (distance(n).abs() <= WIDTH).float() == 1,
-    # As Gemma 3 has it: what is causal in the window is in it.
-    "or causal": lambda n: (distance(n).abs() < WIDTH) | ((distance(n) >= 0) & (distance(n) < WIDTH)),
-}
-ONE_SIDE = {
-    "abs": lambda n: (distance(n).abs() <= WIDTH) & (distance(n) >= 0),
-    "tril of abs": lambda n: (distance(n).abs() < WIDTH).tril(),
-    "sum of triangles": lambda n: sum(bands(n)) == 0,
-    "product of triangles": lambda n: torch.ones(n, n).tril() * torch.ones(n, n).triu(-WIDTH) > 0,
-}
-NUMBERS = {
-    "two triangles": lambda n: bands(n)[0] + bands(n)[1],
-    "two triangles, in a row": lambda n: torch.zeros(n, n) + bands(n)[0] + bands(n)[1],
-    "logarithm": lambda n: torch.log(torch.triu(torch.tril(torch.ones(n, n)), -WIDTH)),
-    "logarithm, method": lambda n: (distance(n).abs() <= WIDTH).tril().float().log(),
-}
-
-
-def spelled(mask: Any) -> Any:
-    def fn(q: Any, k: Any, v: Any) -> Any:
-        seen, scores = mask(q.shape[-2]), q @ k.mT * 0.25
-        scores = scores.masked_fill(~seen, lowest()) if seen.dtype == torch.bool else scores + seen
-        return torch.softmax(scores, -1) @ v
-
-    return fn
-
-
-def called(mask: Any) -> Any:
-    def fn(q: Any, k: Any, v: Any) -> Any:
-        given = mask(q.shape[-2])
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, given.expand(q.shape[0], 1, q.shape[2], q.shape[2])
-        )
-
-    return fn
-
-
-#: A mask, its class, and whether the sizes are symbols.
-WINDOWS = {
-    **{f"{name}, both sides": (mask, "window+blocks") for name, mask in BOTH_SIDES.items()},
-    **{f"{name}, one side": (mask, "causal+window") for name, mask in ONE_SIDE.items()},
-    **{f"{name}, numbers": (mask, "causal+window") for name, mask in NUMBERS.items()},
-}
-
-
-@pytest.mark.parametrize("form", [spelled, called], ids=["spelled", "called"])
-@cases(WINDOWS)
-def test_window(case: Any, form: Any) -> None:
-    mask, kind = case
-    with flex_everywhere("flex"):
-        seen = check(form(mask), qkv(N, N, dim=DIM), kernel="flex")
-    assert seen.sites[0].kernel == f"flex, block mask: {kind}"
-
-
-SYMBOLIC = {**BOTH_SIDES, **ONE_SIDE, **NUMBERS}
-
-
-@pytest.mark.parametrize("form", [spelled, called], ids=["spelled", "called"])
-@pytest.mark.parametrize("name", ["method", "not above", "abs", "two triangles", "logarithm"])
-def test_symbolic_sizes(name: str, form: Any) -> None:
-    fn, inputs = form(SYMBOLIC[name]), [torch.randn(2, N, 2 * DIM) for _ in range(3)]
-
-    def projected(*given: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = fn(*(x.view(*x.shape[:2], 2, DIM).transpose(1, 2) for x in given))
-        return result.transpose(1, 2).flatten(2)
-
-    with flex_everywhere("flex"):
-        seen = check(projected, inputs, kernel="flex", dynamic=True, train=False)
-    assert seen.sites[0].kernel.endswith("window+blocks" if name in BOTH_SIDES else "causal+window")
-
-
-#: Masks of the same look that are no windows: what they are is left to the mask.
-OTHERS = {
-    "of data": lambda n: (torch.arange(n)[:, None] - torch.arange(n).flip(0)).abs() <= WIDTH,
-    "of fractions": lambda n: (distance(n) * 0.5).abs() <= 20.25,
-    "of a rounded number": lambda n: distance(n).bfloat16().abs() <= 257,
-    "that wraps around": lambda n: distance(n).to(torch.int8).abs() <= 100,
-    "squared": lambda n: distance(n) ** 2 <= WIDTH**2,
-    "logarithm of others": lambda n: distance(n).abs().float().log() <= 3.0,
-}
-
-
-@cases(OTHERS)
-def test_no_window(case: Any) -> None:
-    with flex_everywhere("flex"):
-        seen = check(spelled(case), qkv(300, 300, batch=1, heads=1))
-    assert "window" not in seen.sites[0].kernel
 
 
 def test_finite_triangles() -> None:
     """The sum of two finite numbers is a third one: no mask of one number, but two masks."""
 
-    def mask(n: int) -> torch.Tensor:
+    def mask(data: Any, n: int) -> torch.Tensor:
         return torch.full((n, n), -1e9).triu(1) + torch.full((n, n), -1e9).triu(9)
 
     with flex_everywhere("flex"):
-        seen = check(spelled(mask), qkv(N, N))
+        seen = check(written(mask, "add"), (*qkv(150, 150), segments(2, 150)))
     assert "block mask: causal" in seen.sites[0].kernel
 
 

@@ -59,7 +59,7 @@ def symbolic() -> Iterator[Any]:
             yield pytest.param(case, train, id=f"{name}-{'training' if train else 'inference'}")
 
 
-@pytest.mark.parametrize(("case", "train"), symbolic())
+@pytest.mark.parametrize(("case", "train"), list(symbolic()))
 def test_symbolic_sizes(case: Case, train: bool) -> None:
     """The class is the same, and the numbers are right, with a symbolic batch and length."""
     inputs = projections(3, 200, grad=train)
@@ -92,7 +92,7 @@ def with_sizes() -> Iterator[Any]:
             yield pytest.param(case, True, id=f"{name}-symbols", marks=marks)
 
 
-@pytest.mark.parametrize(("case", "dynamic"), with_sizes())
+@pytest.mark.parametrize(("case", "dynamic"), list(with_sizes()))
 def test_no_buffer_of_pairs(case: Case, dynamic: bool) -> None:
     """Compiled for a GPU, forward and backward, nothing as large as (queries, keys) is allocated."""
     pytest.importorskip("triton")

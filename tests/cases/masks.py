@@ -61,8 +61,9 @@ def causal(data: Any, n: Any) -> Tensor:
     return torch.arange(n)[None, :] <= torch.arange(n)[:, None]
 
 
-def window(width: int) -> Mask:
-    return lambda data, n: (distance(n) >= 0) & (distance(n) < width)
+def window(data: Any, n: Any) -> Tensor:
+    """Its width is in the code: one that a function closes over is a symbol where sizes are dynamic."""
+    return (distance(n) >= 0) & (distance(n) < 70)
 
 
 def documents(data: Any, n: Any = None) -> Tensor:
@@ -110,9 +111,9 @@ ONE_SIDE: dict[str, Callable[[Any], Any]] = {
 }
 #: One of each class, at a length of two blocks and a part of a third; and in which forms it is written.
 CLASSES: dict[str, tuple[Mask, str]] = {
-    "causal+window": (window(70), "add fill call"),
+    "causal+window": (window, "add fill call"),
     "causal+pad": (lambda d, n: causal(d, n) & padding(d), "add fill call"),
-    "causal+window+pad": (lambda d, n: window(70)(d, n) & padding(d), "add fill"),
+    "causal+window+pad": (lambda d, n: window(d, n) & padding(d), "add fill"),
     "document": (documents, "add fill"),
     "causal+document": (lambda d, n: causal(d, n) & documents(d), "add fill call"),
     "pad+document": (lambda d, n: documents(d) & padding(d), "add fill"),
@@ -158,7 +159,7 @@ def softcap(scores: Any) -> Any:
 
 
 def sinks(q: Any, k: Any, v: Any, data: Any) -> Any:
-    scores = (q @ k.mT * 0.25).masked_fill(~window(100)(data, q.shape[-2]), lowest(q))
+    scores = (q @ k.mT * 0.25).masked_fill(~window(data, q.shape[-2]), lowest(q))
     column = torch.linspace(0, 1, HEADS).to(q.dtype).view(1, HEADS, 1, 1)
     column = column.expand(q.shape[0], -1, q.shape[2], -1)
     return torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1] @ v

@@ -208,7 +208,7 @@ def ours(row: Row, operands: Operands, chosen: Any) -> Run:
     from inductor_fusions import config
     from inductor_fusions.fusions.block_mm import heuristics
 
-    with config.patch(policy="always"), mock.patch.object(heuristics, "choose", lambda p, device: chosen):
+    with config.patch(policy="always"), mock.patch.object(heuristics, "choose", lambda *given: chosen):
         return compiled(row, fused, operands)
 
 

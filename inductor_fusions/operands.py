@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._inductor import is_batched, is_wrapper
+from ._inductor import is_batched, is_wrapper, range_of
+from .decisions import Span
 from .fusion import LeftToStock, Rejected
 from .tables import dtype_name
 
@@ -37,6 +38,14 @@ def tensor(node: Any) -> torch.Tensor | None:
 def known_size(size: Any) -> int | None:
     """A size that is a number; None for a symbolic one."""
     return size if isinstance(size, int) else None
+
+
+def tokens_of(size: Any) -> int | Span | None:
+    """A number of tokens, for a decision: a number, or a symbolic one's range; None if it has no value."""
+    if isinstance(size, int):
+        return size
+    found = range_of(size)
+    return None if found is None else Span(*found)
 
 
 def text(value: torch.Tensor | None) -> str:

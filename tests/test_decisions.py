@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from inductor_fusions import config, decisions, tables
-from inductor_fusions.decisions import Query, bracket, decide, decide_for_all, devices, estimating
+from inductor_fusions.decisions import Query, Span, bracket, decide, decide_for_all, devices, estimating
 from inductor_fusions.problems import SECTIONS
 from inductor_fusions.tables import Table
 
@@ -239,13 +239,13 @@ def test_old_and_unknown_devices(shelf: Callable[..., None], monkeypatch: pytest
 def test_symbolic_number_of_tokens(shelf: Callable[..., None]) -> None:
     """One decision for what is likely, or none."""
     shelf(**{H100: rows(*(({"tokens": 2**power}, 1.2 + power / 100) for power in range(7, 15)))})
-    found = decide_for_all(lora(), 65, 2048, 2**30, CUDA)
+    found = decide_for_all(lora(), Span(2, 2048, 2**30), CUDA)
     assert found.kernel == "lora" and found.lower < decide(lora(tokens=2048), CUDA).lower
     mixed = rows(*(({"tokens": 2**power}, 1.3 if power > 9 else 0.9) for power in range(7, 15)))
     shelf(**{H100: mixed})
-    assert "would be left to stock" in decide_for_all(lora(), 65, 2048, 2**30, CUDA).reason
-    assert decide_for_all(lora(), 1024, 2048, 2**30, CUDA).kernel == "lora"
-    assert decide_for_all(lora(), 1, 256, 2**30, CUDA).kernel is None
+    assert "would be left to stock" in decide_for_all(lora(), Span(2, 2048, 2**30), CUDA).reason
+    assert decide_for_all(lora(), Span(1024, 2048, 2**30), CUDA).kernel == "lora"
+    assert "and small: 16" in decide_for_all(lora(), Span(1, 16, 64), CUDA).reason
 
 
 def test_tiles(shelf: Callable[..., None]) -> None:

@@ -40,7 +40,7 @@ LAYERS = {
     "tables": {"problems"},
     "decisions": {"config", "problems", "tables"},
     "fusion": BASE,
-    "operands": {"fusion", "tables", "_inductor"},
+    "operands": {"decisions", "fusion", "tables", "_inductor"},
     "graph": {"fusion", "operands", "_inductor"},
     "writes": {"fusion", "modes", "operands", "_inductor"},
     "inplace": {"operands", "writes"},

@@ -98,10 +98,10 @@ def choosing(row: Row, choice: Choice, seen: Seen) -> Iterator[None]:
 
     known_block, known = heuristics.choose, row.kind in ADDED or row.kind == "step" or row.dropout > 0
 
-    def block(posed: Any, device: torch.device) -> Any:
+    def block(posed: Any, device: torch.device, tokens: int | None) -> Any:
         seen.block.append(posed)
         if known and choice.block is None and torch.cuda.is_available():
-            return known_block(posed, device)
+            return known_block(posed, device, tokens)
         arch = heuristics.capability(device)
         return choice.block or configurations.default(posed, arch)
 

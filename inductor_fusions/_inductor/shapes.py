@@ -39,6 +39,17 @@ def hint(size: Any) -> int:
     return int(node.hint) if node.hint is not None else 1
 
 
+def range_of(size: Any) -> tuple[int, int, int] | None:
+    """(least, now, most) of a symbolic size, without adding a guard; None of one that has no value now."""
+    node = getattr(size, "node", None)
+    if node is None or not node.has_hint() or node.shape_env is None:
+        return None
+    found = node.shape_env.bound_sympy(node.expr)
+    low = int(found.lower) if found.lower.is_Integer else 0
+    high = int(found.upper) if found.upper.is_Integer else 2**62
+    return low, hint(size), high
+
+
 def expression(size: torch.SymInt) -> Any:
     """The sympy expression of a symbolic size."""
     return size.node.expr

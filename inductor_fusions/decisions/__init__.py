@@ -4,11 +4,12 @@ The only reader of the gains and of the tiles in the tables.
 """
 
 from .attention import attention, flex_backward, flex_options
-from .deciding import Decision, Query, bracket, decide, decide_for_all, tiles
+from .deciding import Decision, Query, Span, bracket, decide, decide_for_all, tiles
 
 __all__ = [
     "Decision",
     "Query",
+    "Span",
     "attention",
     "bracket",
     "decide",

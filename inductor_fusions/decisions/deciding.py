@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from .. import config, tables
-from ..problems import SECTIONS, Row
+from ..problems import FEW_ROWS, SECTIONS, Row
 from ..tables import MARGIN, Measured
 from .devices import Source, carried, sources
 from .estimating import Estimate, distance, estimate
@@ -23,6 +23,18 @@ BRACKET = 8
 TILES_REACH = 6.0
 #: Of a symbolic number of tokens those are looked at that are up to so many doublings from the hint.
 RANGE = 4
+
+
+@dataclass(frozen=True)
+class Span:
+    """A symbolic number of tokens: the least, that for which it is compiled now, the most."""
+
+    low: int
+    hint: int
+    high: int
+
+    def __str__(self) -> str:
+        return "?"
 
 
 @dataclass(frozen=True)
@@ -125,25 +137,24 @@ def decide(query: Query, device: torch.device) -> Decision:
     return Decision(None, reason=f"not measured on {name}, nor near it{query.text and f': {query.text}'}")
 
 
-def decide_for_all(query: Query, low: int, hint: int, high: int, device: torch.device) -> Decision:
+def decide_for_all(query: Query, tokens: Span, device: torch.device) -> Decision:
     """The decision for a symbolic number of tokens, where it is one for all that are likely.
 
-    Args:
-        query: the problem.
-        low, high: the range that is known.
-        hint: how many there are now.
-        device: where it runs.
+    Those that are few are left out: the kernels for them know how many there are, and are not emitted.
     """
+    low, hint, high = max(tokens.low, FEW_ROWS + 1), tokens.hint, tokens.high
+    if hint < low:
+        return Decision(None, reason=f"the number of rows is symbolic, and small: {hint}")
     decision = decide(query.at(hint), device)
     if decision.kernel is None:
         return decision
     steps = [hint << step if step >= 0 else hint >> -step for step in range(-RANGE, RANGE + 1)]
-    for tokens in (max(low, steps[0]), *steps, min(high, steps[-1])):
-        if not (max(1, low) <= tokens <= high) or tokens == hint:
+    for some in (max(low, steps[0]), *steps, min(high, steps[-1])):
+        if not low <= some <= high or some == hint:
             continue
-        other = decide(query.at(tokens), device)
+        other = decide(query.at(some), device)
         if other.kernel != decision.kernel:
-            reason = f"the number of rows is symbolic, and {tokens} rows would be left to stock"
+            reason = f"the number of rows is symbolic, and {some} rows would be left to stock"
             return Decision(None, reason=reason)
         if other.lower < decision.lower:
             decision = other

@@ -252,6 +252,20 @@ def test_table(tokens: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "measured" in seen.sites[0].kernel
 
 
+def test_symbolic_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused where it pays for what is likely, with tiles for the number that it is compiled with."""
+    gains = {tokens: 1.5 if tokens > 300 else 0.9 for tokens in (128, 256, 512, 1024, 4096, 16384)}
+    table = {"block_mm": [row(tokens, gain) for tokens, gain in gains.items()]}
+    monkeypatch.setattr(tables, "load", lambda name: table)
+    model = Linears(64, (64, 32)).bfloat16()
+    for tokens, says in ((256, "not measured to be faster"), (1024, "rows would be left to stock")):
+        seen = run(model, (rand(tokens, 64),), policy="profitable", dynamic=True)
+        assert not seen.calls() and says in seen.reasons("qkv")[0]
+    table["block_mm"] = [row(tokens, 1.5) for tokens in (64, 512, 4096, 16384)]
+    seen = run(model, (rand(1024, 64),), policy="profitable", dynamic=True)
+    assert len(seen.calls()) == 1 and "tiled ? x (64 -> 64 + 32)" in seen.sites[0].kernel
+
+
 def test_old_device() -> None:
     model = Linears(64, (64, 32)).bfloat16()
     old = cuda_codegen.Device("NVIDIA V100", (7, 0), 80, 98304, 2**34, 2**22)

@@ -62,7 +62,7 @@ def code(
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         if chosen is not None:
-            patch.setattr(heuristics, "choose", lambda problem, device: chosen)
+            patch.setattr(heuristics, "choose", lambda *given: chosen)
         with config.patch(policy="always", strict=True):
             made = cuda_codegen.generate(fn, (a, b), run=False, arch=arch)
     (kernel,) = made.kernels

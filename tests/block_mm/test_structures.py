@@ -103,7 +103,7 @@ def source(drawn: Drawn) -> str | None:
         made = BLOCK_MM(a, b, offsets, list(bias), groups, scales, activations, posed.gated, drawn.output, "")
         return [TAILS[drawn.tail](y) for y in made]
 
-    def choose(problem: Problem, device: torch.device) -> Config:
+    def choose(problem: Problem, device: torch.device, tokens: int | None) -> Config:
         if drawn.chosen is None or isinstance(drawn.chosen, Config):
             return drawn.chosen or configurations.default(problem, drawn.arch)
         options = configurations.candidates(problem, drawn.arch)

@@ -84,7 +84,7 @@ class Template:
 def block(template: str, **wanted: int) -> Iterator[None]:
     """The first configuration of a template that tuning tries for a problem."""
 
-    def choose(problem: Any, device: torch.device) -> Any:
+    def choose(problem: Any, device: torch.device, tokens: int | None) -> Any:
         arch = heuristics.capability(device)
         fits = [
             c

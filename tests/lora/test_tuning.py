@@ -150,7 +150,7 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             profit.kernel(replace(shape, adapters=torch.bfloat16), device)
         with pytest.raises(LeftToStock, match="symbolic"):
             profit.kernel(replace(shape, tokens=None), device)
-        assert "3.00x measured" in profit.narrow_kernel(thin, device)
+        assert "3.00x measured" in profit.narrow_kernel(thin, 4096, device)
         assert narrow.measured(thin, device) == chosen
         assert decode.choose(few, device) == pair
         assert accumulate_kernel.choose(tile, device) == tiled

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import fake_mode_of, suppress_guards, was_erased
+from ..._inductor import fake_mode_of, hint, suppress_guards, was_erased
 from ...fusion import Rejected
 from ...graph.placement import Place
 from ...graph.products import Product, same_sizes, value
@@ -56,7 +56,7 @@ def insert(
         gated,
         dtype or value(products[0][1].node).dtype,
         wide,
-        True,
+        hint(value(products[0][1].a).shape[0]),
     )
     made = call(graph, place.before, anchor, BLOCK_MM, *arguments)
     outputs = [

@@ -9,8 +9,10 @@ from torch import fx
 
 from ... import config, operands
 from ..._inductor import known_true, max_autotune
+from ...decisions import Span
 from ...fusion import LeftToStock, Rejected
 from ...graph.products import Product, identity, value
+from ...operands import tokens_of
 from ...tables import dtype_name
 from .heuristics import choose, decided
 from .problem import Problem, describe, of_operands
@@ -141,16 +143,17 @@ def kernel(groups: Sequence[Sequence[Product]], gated: bool = False, activation:
     Raises:
         LeftToStock: none pays, or their sizes are not known.
     """
-    posed = problem(groups, gated, activation)
-    if config.policy != "always":
-        if posed.tokens is None:
-            raise LeftToStock("the number of rows is symbolic: what pays for one may not pay for another")
+    posed, first = problem(groups, gated, activation), value(groups[0][0].a)
+    tokens = tokens_of(first.shape[0])
+    if config.policy != "always" and posed.tokens is not None:
         if max_autotune() and posed.kind in MEASURED_WHILE_COMPILING:
             return f"block_mm or stock, whichever autotuning finds faster, {describe(posed)}"
     device, note = value(groups[0][0].node).device, "not measured"
+    span = tokens if isinstance(tokens, Span) else None
     try:
-        note = decided(posed, device).note
+        note = decided(posed, device, span).note
     except LeftToStock:
         if config.policy != "always":
             raise
-    return f"block_mm, {choose(posed, device).template} {describe(posed)}, {note}"
+    chosen = choose(posed, device, None if span is None else span.hint)
+    return f"block_mm, {chosen.template} {describe(posed)}, {note}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...decisions import Decision, Query, decide, tiles
+from ...decisions import Decision, Query, Span, decide, decide_for_all, tiles
 from ...fusion import LeftToStock
 from ...problems import Row
 from . import configurations
@@ -18,31 +18,45 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def decided(problem: Problem, device: torch.device) -> Decision:
+def decided(problem: Problem, device: torch.device, span: Span | None = None) -> Decision:
     """What is known of a problem on a device.
+
+    Args:
+        problem: the sizes.
+        device: where it runs.
+        span: of a symbolic number of rows.
 
     Raises:
         LeftToStock: nothing that holds for this problem, or that it does not pay.
     """
     _check_capability(device)
-    if problem.tokens is None:
+    if problem.tokens is None and (span is None or problem.kind == "shared_b"):
         raise LeftToStock("the number of rows is symbolic: what pays for one may not pay for another")
     if None in problem.inner and problem.kind != "shared_b":
         raise LeftToStock("the inner size is symbolic")
-    decision = decide(_query(problem, problem.tokens), device)
+    if problem.tokens is not None:
+        decision = decide(_query(problem, problem.tokens), device)
+    else:
+        assert span is not None
+        decision = decide_for_all(_query(problem, span.hint), span, device)
     if decision.kernel is None:
         raise LeftToStock(decision.reason)
     return decision
 
 
-def choose(problem: Problem, device: torch.device) -> Config:
+def choose(problem: Problem, device: torch.device, tokens: int | None = None) -> Config:
     """The tiles of the nearest problem that is measured and whose tiles fit, or the default ones.
+
+    Args:
+        problem: the sizes.
+        device: where it runs.
+        tokens: for how many it is decided, where their number is symbolic.
 
     Raises:
         LeftToStock: the device is too old for any.
     """
     _check_capability(device)
-    arch, tokens = capability(device), problem.tokens
+    arch, tokens = capability(device), problem.tokens or tokens
     found: Config | None = None
     if tokens is not None and (None not in problem.inner or problem.kind == "shared_b"):
         query = _query(problem, tokens)

@@ -41,7 +41,7 @@ def lower(
     gated: bool,
     dtype: torch.dtype,
     wide: str,
-    decided: bool = False,
+    decided: int = 0,
 ) -> list[Any]:
     """The outputs, as Inductor's values."""
     call = Call(a, b, bias, bias_groups, groups, scales, activations.split(","), gated, dtype, wide, decided)
@@ -86,7 +86,7 @@ class Call:
         gated: bool,
         dtype: torch.dtype,
         wide: str = "",
-        decided: bool = False,
+        decided: int = 0,
     ) -> None:
         self.decided = decided
         self.a, self.b = list(a), list(b)
@@ -131,7 +131,7 @@ class Call:
         else:
             if not self.decided and config.policy != "always":
                 heuristics.decided(problem, device)
-            configs = [heuristics.choose(problem, device)]
+            configs = [heuristics.choose(problem, device, self.decided or None)]
         configs = [chosen for chosen in configs if configurations.suits(chosen, problem)]
         widest = max(self.dtypes, key=lambda dtype: dtype.itemsize)
         configs = [configurations.fitted(chosen, problem, arch, widest) for chosen in configs]

@@ -49,7 +49,7 @@ def _block_mm(
     gated: bool,
     dtype: torch.dtype,
     wide: str,
-    decided: bool = False,
+    decided: int = 0,
 ) -> list[Tensor]:
     names = activations.split(",")
     check(a, b, bias, bias_groups, groups, scales, names, gated)
@@ -58,7 +58,7 @@ def _block_mm(
 
 #: What graphs call. Its activations are one string, with commas between: a schema has no list of strings.
 #: So are the numbers of the outputs that are float32 whatever `dtype` the others have, `wide`. Where a kernel
-#: was `decided` on, its gain is not asked for again.
+#: was decided on, `decided` is for how many rows, and its gain is not asked for again; else it is 0.
 BLOCK_MM: Any = torch.ops.inductor_fusions.block_mm.default
 
 
@@ -204,7 +204,7 @@ def _fake(
     gated: bool,
     dtype: torch.dtype,
     wide: str,
-    decided: bool = False,
+    decided: int = 0,
 ) -> list[Tensor]:
     check(a, b, bias, bias_groups, groups, scales, activations.split(","), gated)
     first = [groups.index(group) for group in range(groups[-1] + 1)]

@@ -13,7 +13,7 @@ from ..._inductor import was_erased
 from ...fusion import Candidate, LeftToStock, Rejected
 from ...graph.facts import facts
 from ...graph.products import CASTS, RESHAPES, Product, restored, same_sizes, value, widens
-from ...operands import known_size
+from ...operands import tokens_of
 from ...tables import dtype_name
 from ..block_mm import emit, guards
 from . import accumulate_kernel, downs, profit
@@ -118,7 +118,7 @@ class Accumulated(Candidate):
         adapters = self._adapters()
         ups = [value(a.up.a) for a in adapters]
         return profit.Accumulated(
-            tokens=known_size(ups[0].shape[0]),
+            tokens=tokens_of(ups[0].shape[0]),
             inner=tuple(int(value(a.down.b).shape[0]) for a in adapters),
             columns=int(value(adapters[0].up.b).shape[1]),
             ranks=tuple(int(up.shape[1]) for up in ups),

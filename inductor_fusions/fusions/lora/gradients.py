@@ -14,7 +14,7 @@ from ...fusion import Candidate, Rejected
 from ...graph.facts import facts
 from ...graph.placement import Place, find
 from ...graph.products import RESHAPES, Product, product, readers, restored, scaled, value
-from ...operands import known_size
+from ...operands import known_size, tokens_of
 from ..block_mm import emit, guards
 from . import narrow, profit
 from .adapters import MOST_RANK, PERMUTES, source, unrounded
@@ -199,7 +199,8 @@ class Gradients(Candidate):
         reading = [Product(n.node, source(n.x).base, n.b) for n in self.members]
         self.place = find(reading, [*source(self.members[0].x).sizes, *self._masks()])
         facts(self.graph).memory.check(reading, self.place.before)
-        self.kernel = profit.narrow_kernel(self._shape(), value(self.anchor).device)
+        tokens = tokens_of(value(source(self.members[0].x).base).shape[0])
+        self.kernel = profit.narrow_kernel(self._shape(), tokens, value(self.anchor).device)
 
     def _masks(self) -> list[fx.Node]:
         return [n.kept for n in self.members if n.kept is not None]

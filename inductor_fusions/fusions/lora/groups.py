@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ...graph.products import RESHAPES, Product, identity, product, products, through, value
-from ...operands import known_size
+from ...operands import tokens_of
 from . import decode, narrow, profit
 from .adapters import source, unrounded
 from .masks import mask_of, narrow_product
@@ -146,7 +146,7 @@ def shape_of(group: Sequence[Linear]) -> profit.Shape:
     first = group[0].bases[0]
     adapters = [a for linear in group for a in linear.adapters]
     return profit.Shape(
-        tokens=known_size(value(first.a).shape[0]),
+        tokens=tokens_of(value(first.a).shape[0]),
         inner=tuple(int(value(p.a).shape[1]) for p in group[0].bases),
         outer=tuple(int(value(linear.bases[0].b).shape[1]) for linear in group),
         ranks=tuple(tuple(int(value(a.up.a).shape[1]) for a in linear.adapters) for linear in group),

@@ -41,7 +41,7 @@ from ...fusion import Candidate, Fusion, LeftToStock, Rejected
 from ...keeping import Keeping
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
-from ...operands import check_device, check_kind, known_size, tensor, text
+from ...operands import check_device, check_kind, known_size, tensor, text, tokens_of
 from ...writes import check_between, check_kept, effects
 from . import narrow, profit
 from .adapters import MOST_RANK
@@ -222,11 +222,11 @@ class AdapterInput(Candidate):
         rows, rank, inner = known_size(tokens), int(a.shape[0]), int(x.shape[-1])
         if site.drop is None:
             shape = narrow.Shape(inner, rows, (rank,), "t", x.dtype, a.dtype)
-            self.kernel = profit.narrow_kernel(shape, x.device)
+            self.kernel = profit.narrow_kernel(shape, tokens_of(tokens), x.device)
             return
         outer = tensor(_ups(site.linear)[0])
         assert outer is not None
-        problem = profit.Dropped(rows, inner, int(outer.shape[-1]), rank, x.dtype, out.dtype)
+        problem = profit.Dropped(tokens_of(tokens), inner, int(outer.shape[-1]), rank, x.dtype, out.dtype)
         self.kernel = profit.dropped_kernel(problem, x.device)
 
     def _check_dropout(self, drop: fx.Node) -> None:

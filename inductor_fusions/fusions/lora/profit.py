@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ... import config, tables
-from ...decisions import Decision, Query, decide
+from ...decisions import Decision, Query, Span, decide, decide_for_all
 from ...fusion import LeftToStock
 from ...operands import may_use_tf32
 from ..block_mm.heuristics import capability
@@ -21,7 +21,7 @@ class Shape:
     """What a table knows linears with adapters by.
 
     Attributes:
-        tokens: rows of the input; None where symbolic.
+        tokens: rows of the input; None where it is not known.
         inner: K of each base product of the first linear: one forward, several in a sum of gradients.
         outer: N of each linear.
         ranks: of the adapters of each linear.
@@ -29,7 +29,7 @@ class Shape:
         layout: how the weights lie: "t" forward, "n" backward.
     """
 
-    tokens: int | None
+    tokens: int | Span | None
     inner: tuple[int, ...]
     outer: tuple[int, ...]
     ranks: tuple[tuple[int, ...], ...]
@@ -62,7 +62,7 @@ class Accumulated:
     """What a table knows a sum of adapters and what is in memory by.
 
     Attributes:
-        tokens: rows of the sum; None where symbolic.
+        tokens: rows of the sum; None where it is not known.
         inner: K of each down-projection.
         columns: of the sum.
         ranks: of the adapters.
@@ -70,7 +70,7 @@ class Accumulated:
         dtype, adapters: of the sum and of the adapters.
     """
 
-    tokens: int | None
+    tokens: int | Span | None
     inner: tuple[int, ...]
     columns: int
     ranks: tuple[int, ...]
@@ -103,13 +103,13 @@ class Dropped:
     """What a table knows a linear by whose adapter is behind a dropout: forward and backward together.
 
     Attributes:
-        tokens: M; None where symbolic.
+        tokens: M; None where it is not known.
         inner, outer: K and N of the linear.
         rank: of the adapter.
         dtype, adapters: of the base and of the adapter.
     """
 
-    tokens: int | None
+    tokens: int | Span | None
     inner: int
     outer: int
     rank: int
@@ -175,13 +175,17 @@ def accumulate_kernel(shape: Accumulated, device: torch.device) -> str:
     return f"narrow_mm and lora_accumulate, {shape}{pays}"
 
 
-def narrow_kernel(shape: narrow.Shape, device: torch.device) -> str:
+def narrow_kernel(shape: narrow.Shape, tokens: int | Span | None, device: torch.device) -> str:
     """The kernel of a narrow product that stands alone, for the report.
+
+    Args:
+        shape: its sizes.
+        tokens: the rows of x, or its K where x is transposed.
+        device: where it runs.
 
     Raises:
         LeftToStock: it is not expected to pay, and the policy asks for that.
     """
-    tokens = shape.inner if shape.layout == "t" else shape.rows
     text = f"{size_text(shape.rows)} x ({size_text(shape.inner)} -> {' + '.join(map(str, shape.ranks))})"
     if None in narrow.key(shape).values():
         tokens = None
@@ -194,17 +198,16 @@ def _query(section: str, key: dict[str, Any], text: str) -> Query:
     return Query(section, {**key, "tf32": wide and may_use_tf32()}, text=text)
 
 
-def _pays(query: Query, tokens: int | None, device: torch.device) -> str:
+def _pays(query: Query, tokens: int | Span | None, device: torch.device) -> str:
     """Where the gain is known from, for the report."""
     if capability(device) < 80:
         raise LeftToStock("the device is older than compute capability 8.0")
     if tokens is None:
-        decision = Decision(
-            None, reason="the number of rows is symbolic: what pays for one may not for another"
-        )
+        reason = "the number of rows is symbolic: what pays for one may not pay for another"
+        decision = Decision(None, reason=reason)
     else:
         decision = min(
-            (decide(one.at(tokens), device) for one in _between(query)),
+            (_decided(one, tokens, device) for one in _between(query)),
             key=lambda found: found.lower if found.kernel is not None else 0.0,
         )
     if decision.kernel is not None:
@@ -212,6 +215,12 @@ def _pays(query: Query, tokens: int | None, device: torch.device) -> str:
     if config.policy != "always":
         raise LeftToStock(decision.reason)
     return ", not measured"
+
+
+def _decided(query: Query, tokens: int | Span, device: torch.device) -> Decision:
+    if isinstance(tokens, Span):
+        return decide_for_all(query, tokens, device)
+    return decide(query.at(tokens), device)
 
 
 def _between(query: Query) -> list[Query]:

@@ -13,7 +13,7 @@ from ...fusion import Candidate, LeftToStock, Rejected
 from ...graph.facts import facts
 from ...graph.placement import Place, earliest, find
 from ...graph.products import Product, same_sizes, scaled, value
-from ...operands import known_size
+from ...operands import tokens_of
 from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
 from . import accumulate_sites, downs, drawn, gather, gradients, profit, unread
@@ -159,7 +159,7 @@ class Adapted(Candidate):
         """Of adapters that read what a dropout has left in memory."""
         base = value(linear.bases[0].b)
         for a in linear.adapters:
-            left, tokens = value(a.down.b), known_size(value(a.down.a).shape[0])
+            left, tokens = value(a.down.b), tokens_of(value(a.down.a).shape[0])
             read = source(a.down.a).base
             (kept, _) = scaled(read) or (read, 1.0)
             if masked(kept) is not None:

@@ -2,7 +2,7 @@
 
     python -m bench.regret                      # one width left out, in every section; one shape of attention
     python -m bench.regret --device nvidia_h100 # rows of other devices alone, as for this one
-    python -m bench.regret --json bench/results/regret_cpu.json
+    python -m bench.regret --json bench/results/regret_tables.json
 
 No device is needed. Of each row: is a kernel chosen without the rows of its width, and what does it gain?
 """
@@ -10,12 +10,12 @@ No device is needed. Of each row: is a kernel chosen without the rows of its wid
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -26,6 +26,8 @@ from inductor_fusions.decisions import Query, decide, devices
 from inductor_fusions.problems import SECTIONS, Row, has_adapters
 from inductor_fusions.tables import MARGIN, Table
 
+#: Of the file: it is made of tables, without a device.
+HEAD: Json = {"schema": 1, "device": "none", "torch": "any", "command": "python -m bench.regret"}
 #: A row that is chosen and slower than this counts.
 SLOW, SLOWER = 0.98, 0.95
 #: What `width` of a row of each section is left out together.
@@ -127,25 +129,15 @@ def outcome(section: str, row: Row, device: torch.device) -> tuple[dict[str, flo
     return kernels, decide(Query(section, problem, tuple(kernels)), device).kernel
 
 
-def only(found: dict[str, Table], name: str) -> Any:
+@contextlib.contextmanager
+def only(found: dict[str, Table], name: str) -> Iterator[None]:
     """Inside, these are the tables, and a device of this name is asked for."""
-    stack = mock.patch.multiple(
-        tables, load=found.get, names=lambda: sorted(found), device_name=lambda device: name
-    )
-    return _both(stack, mock.patch.object(devices, "hardware", lambda device: devices.known(name)))
-
-
-class _both:
-    def __init__(self, *managers: Any) -> None:
-        self.managers = managers
-
-    def __enter__(self) -> None:
-        for manager in self.managers:
-            manager.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        for manager in reversed(self.managers):
-            manager.__exit__(*raised)
+    named = {"names": lambda: sorted(found), "device_name": lambda device: name}
+    with (
+        mock.patch.multiple(tables, load=found.get, **named),
+        mock.patch.object(devices, "hardware", lambda device: devices.known(name)),
+    ):
+        yield
 
 
 def measure(names: list[str], device: str) -> Iterator[tuple[str, str, Loss]]:
@@ -178,7 +170,7 @@ def main() -> None:
         row = found.setdefault(what, {})[section] = loss.to_json()
         print(f"{section:22} " + " ".join(f"{value!s:>6}" for value in row.values()))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"schema": 1, "left_out": found}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({**HEAD, "left_out": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -242,8 +242,8 @@ def has_adapters(row: Row) -> bool:
 
 def _block_same(row: Row) -> tuple[Hashable, ...]:
     layouts = tuple(sorted(set(row["layout"])))
-    # "sum" of products with and without adapters, and activations, are different kernels.
-    found = row["kind"], layouts, row.get("activation", ""), has_adapters(row), half(row["dtype"])
+    # Sums of products with and without adapters, and linears with and without activations, are other kernels.
+    found = row["kind"], layouts, bool(row.get("activation")), has_adapters(row), half(row["dtype"])
     # Gradients of weights have few tiles: what they gain hangs on how these fill the device, width by width.
     return found if row["kind"] != "shared_b" else (*found, *row["n"], *row["m"])
 
@@ -251,7 +251,12 @@ def _block_same(row: Row) -> tuple[Hashable, ...]:
 def _block_sizes(row: Row) -> tuple[float, ...]:
     inner, small = row["k"] or row["m"], _adapter_products(row)
     base = sum(inner) - sum(small)
-    return sum(row["n"]), base, len(row["n"]), len(inner), NARROWEST + sum(small), *_rows(row)
+    widths = sum(row["n"]), base, len(row["n"]), len(inner), NARROWEST + sum(small)
+    return _ACTIVATIONS.get(row.get("activation", ""), 1.0), *widths, *_rows(row)
+
+
+#: Roots of about how many instructions an activation takes.
+_ACTIVATIONS: Mapping[str, float] = {"silu": 1.4, "sigmoid": 1.4, "gelu_tanh": 1.7, "gelu": 2.0}
 
 
 def _rows(row: Row) -> tuple[float, float]:
@@ -322,7 +327,7 @@ SECTIONS: Mapping[str, Section] = {
                 n=list_of(is_size), m=maybe(list_of(is_size)), k=maybe(list_of(is_size)),
                 layout=list_of(lambda v: v in ("nn", "nt", "tn", "tt")), dtype=is_dtype, tokens=is_size,
             ),
-            _block_same, _block_sizes, (1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0), reach=4.0,
+            _block_same, _block_sizes, (1.0, 0.7, 0.7, 2.0, 2.0, 0.5, 1.0, 0.7), reach=4.0,
             may={"activation": (is_text, ""), "groups": (list_of(is_count), [])},
             measured={"gain": is_gain, "config": maybe(_BLOCK_MM), "capability": list_of(is_count)},
             needed=("gain", "config"),

@@ -11,6 +11,7 @@ import torch
 
 from inductor_fusions import config, testing
 from inductor_fusions._inductor.compiling import fresh_compile
+from inductor_fusions.fusions.attention import flex
 
 Function = Callable[..., Any]
 
@@ -157,3 +158,18 @@ def test_derivatives_of_derivatives(batch: int) -> None:
         return torch.func.grad(lambda q: torch.func.grad(loss)(q).square().sum())(q)
 
     judge(fn, qkv(batch=batch), train=False)
+
+
+@pytest.mark.parametrize("dims, reason", [(3, "takes views of tensors of four dims"), (4, "")])
+def test_views_in_flex_attention_on_a_cpu(dims: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its template reads the sizes of what q is a view of."""
+    monkeypatch.setattr(flex, "flex_on_cpu", lambda: True)
+    q, k, v = (torch.randn((2, 12, 32) if dims == 3 else (2, 12, 2, 16)) for _ in range(3))
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (x.view(2, 12, 2, 16).transpose(1, 2) for x in (q, k, v))
+        return (torch.tanh(q @ k.mT).softmax(-1) @ v) @ torch.ones(16, 16)
+
+    found = testing.capture(fn, q, k, v, backend=testing.EAGER_AFTER_PASSES)
+    (site,) = found.sites
+    assert reason in site.reason and site.verdict == ("left to stock" if reason else "fused")

@@ -411,6 +411,8 @@ def takes(problem: Problem) -> str:
             return "flex attention needs a CPU with vector instructions that Inductor writes"
         if problem.sink is not None:
             return "flex attention gives no logsumexp on a CPU"
+        if not all(_lies_in_four_dims(each.node) for each in (problem.q, problem.k)):
+            return "flex attention on a CPU takes views of tensors of four dims alone"
         if not problem.bare_output:
             return "flex attention on a CPU cannot be followed by pointwise operations"
     if not all(isinstance(dim, int) and dim >= 16 for dim in dims):
@@ -426,6 +428,18 @@ def takes(problem: Problem) -> str:
     if problem.train and _learns(problem) and not _is_static(problem):
         return "Inductor does not lower flex attention's gradient of a bias where sizes are symbolic"
     return ""
+
+
+def _lies_in_four_dims(node: fx.Node) -> bool:
+    """Whether a value has four dims, and what it is a view of: the template reads the sizes of that."""
+    op = torch_ops.read(node)
+    while (
+        op is not None and op.name in torch_ops.VIEWS | torch_ops.TRANSPOSES and isinstance(op.input, fx.Node)
+    ):
+        node = op.input
+        op = torch_ops.read(node)
+    found = torch_ops.tensor(node)
+    return found is not None and found.dim() == 4
 
 
 def _read(problem: Problem) -> list[torch.Tensor]:

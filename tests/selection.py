@@ -35,7 +35,8 @@ BUDGET = 1300.0
 ONE_EACH, WHOLE = 0.6, 0.15
 #: CPU seconds of a test that was skipped where durations were recorded.
 GUESS = 1.0
-#: What is run last, in this order; what takes less than FAST seconds is run first.
+#: What is run first, at the top of `tests`; then what takes less than FAST seconds; and last, in this order.
+FIRST = ("layering", "config", "tables", "docs", "workflows")
 LATE = (("counterexamples", "fuzz"), ("models", "seed_systems"))
 FAST = 0.05
 
@@ -124,11 +125,14 @@ def stretch(cost: Seconds, length: float, seed: int) -> list[str]:
 
 def stage(nodeid: str, seconds: Seconds) -> int:
     """When a test is run: 0 first."""
+    path = nodeid.partition("::")[0]
+    if path in {f"tests/test_{name}.py" for name in FIRST}:
+        return 0
     known = seconds.get(function(nodeid))
     if known is not None and known < FAST:
-        return 0
-    folders = nodeid.partition("::")[0].split("/")
-    return next((2 + i for i, late in enumerate(LATE) if not set(late).isdisjoint(folders)), 1)
+        return 1
+    folders = path.split("/")
+    return next((3 + i for i, late in enumerate(LATE) if not set(late).isdisjoint(folders)), 2)
 
 
 def todays_seed() -> int:

@@ -122,6 +122,43 @@ def same_as_stock(fn: Callable[..., Any], args: Sequence[Any], count: int = 1, *
     return sites
 
 
+#: Both products of an adapter: of x, a (rank, in) and b (out, rank).
+PRODUCTS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "t": lambda x, a, b: x @ a.t() @ b.t(),
+    "T": lambda x, a, b: torch.matmul(torch.matmul(x, a.T), b.T),
+    "transpose": lambda x, a, b: x @ a.transpose(0, 1) @ b.transpose(-2, -1),
+    "mT": lambda x, a, b: x.matmul(a.mT).matmul(b.mT),
+    "a product and a linear": lambda x, a, b: F.linear(x @ a.t(), b),
+    "a linear and a product": lambda x, a, b: F.linear(x, a) @ b.t(),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_dropout_in_front_of_a_product(name: str) -> None:
+    """Linears that are spelled as products with transposed matrices."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        return F.linear(x, w) + PRODUCTS[name](F.dropout(x, 0.25), a, b) * 2.0
+
+    operands = rand(24, IN), rand(OUT, IN).detach(), rand(RANK, IN), rand(OUT, RANK)
+    same_as_stock(fn, operands)
+
+
+def test_dropout_in_front_of_other_products() -> None:
+    """A square matrix that is not transposed, and a product that no other one reads."""
+
+    def not_transposed(x: Any, w: Any, a: Any, b: Any) -> Any:
+        return F.linear(x, w) + F.dropout(x, 0.25) @ a @ b
+
+    def alone(x: Any, w: Any, a: Any, b: Any) -> Any:
+        return F.linear(x, w).sum() + (F.dropout(x, 0.25) @ a.t()).sum() + b.sum()
+
+    same_as_stock(
+        not_transposed, (rand(24, IN), rand(OUT, IN).detach(), rand(IN, RANK), rand(RANK, OUT)), count=0
+    )
+    same_as_stock(alone, (rand(24, IN), rand(OUT, IN).detach(), rand(RANK, IN), rand(OUT, RANK)), count=0)
+
+
 @pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("shape", [(24, IN), (2, 3, 8, IN)], ids=str)
 @pytest.mark.parametrize("real", [True, False])

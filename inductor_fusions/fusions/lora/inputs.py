@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ..._inductor import (
+    ATTRIBUTES,
     computing_fakes,
     draws_as_eager,
     drops_narrow_casts,
@@ -47,6 +48,11 @@ from . import narrow, profit
 from .adapters import MOST_RANK
 from .op import LORA_DOWN, LORA_DROPPED_DOWN, ROUNDED
 
+#: Products of an input with a matrix, and `.T` and `.mT` as operations.
+_PRODUCTS = (operator.matmul, torch.matmul, torch.mm, "matmul", "mm", "__matmul__")
+_ATTRIBUTES = tuple(
+    getattr(torch.ops.aten, name) for name, attribute in ATTRIBUTES.items() if attribute in ("T", "mT")
+)
 #: What a product passes on its way into a sum.
 _SUMS = (operator.add, operator.iadd, operator.mul, torch.add, torch.mul)
 
@@ -94,9 +100,10 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
 
 def _read(node: fx.Node) -> Site | None:
     """A down-projection that another linear reads."""
-    if not _is_linear(node) or not _ups(node):
+    read = _linear(node)
+    if read is None or not _ups(node):
         return None
-    inside, a = node.args[:2]
+    inside, a = read
     drop = inside if _is_dropout(inside) else None
     wide: Any = drop.args[0] if drop is not None else inside
     x = _widened(wide)
@@ -121,11 +128,41 @@ def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
+def _linear(node: Any, biased: bool = False) -> tuple[Any, Any] | None:
+    """Input and weight of a linear: `F.linear(x, w)`, or a product with a transposed matrix, `x @ w.t()`.
+
+    Args:
+        node: a node of Dynamo's graph, or another value.
+        biased: whether it may have a bias.
+    """
+    if not isinstance(node, fx.Node) or len(node.args) < 2:
+        return None
+    if node.target is F.linear:
+        bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+        return (node.args[0], node.args[1]) if biased or bias is None else None
+    if node.target not in _PRODUCTS or len(node.args) != 2 or node.kwargs:
+        return None
+    weight = _transposed(node.args[1])
+    return None if weight is None else (node.args[0], weight)
+
+
+def _transposed(node: Any) -> fx.Node | None:
+    """The matrix that a node is the transpose of."""
+    found = tensor(node)
+    if found is None or found.dim() != 2 or node.kwargs or not node.args:
+        return None
+    source, *rest = node.args
+    swaps = node.target in ("transpose", "swapaxes", torch.transpose) and sorted(d % 2 for d in rest) == [
+        0,
+        1,
+    ]
+    turns = node.target in ("t", torch.t) or (node.target is getattr and rest in (["T"], ["mT"]))
+    turns |= node.target in _ATTRIBUTES
+    return source if (turns or swaps) and isinstance(source, fx.Node) else None
+
+
 def _is_linear(node: Any, biased: bool = False) -> bool:
-    if not isinstance(node, fx.Node) or node.op != "call_function" or node.target is not F.linear:
-        return False
-    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
-    return len(node.args) >= 2 and (biased or bias is None)
+    return _linear(node, biased) is not None
 
 
 def _ups(down: fx.Node) -> list[fx.Node]:

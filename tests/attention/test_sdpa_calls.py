@@ -250,6 +250,18 @@ def test_opaque_modules() -> None:
         check(attention, inputs, fused=None, slack=8.0)
 
 
+@pytest.mark.parametrize("length", [8, 300])
+def test_multihead_attention_that_does_not_pay_has_a_reason(length: int) -> None:
+    """Where no kernel is measured to be faster."""
+    module = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+    x = torch.randn(1, length, 32)
+    run = testing.capture(
+        lambda x: module(x, x, x)[0], x, policy="profitable", backend=testing.EAGER_AFTER_PASSES
+    )
+    (site,) = run.sites
+    assert site.verdict == "left to stock" and site.reason
+
+
 @pytest.mark.parametrize("more", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
 @pytest.mark.parametrize("additive", [False, True])
 def test_multihead_attention_with_more_keys_than_tokens(more: dict[str, bool], additive: bool) -> None:

@@ -53,7 +53,7 @@ def _folders() -> Iterator[Any]:
     if named := os.environ.get(VARIABLE):
         yield Path(named)
     own = user_folder()
-    if _is_private(own):
+    if _is_private(own) and _is_private(own / "devices"):
         yield own / "devices"
     yield folder() / "devices"
 

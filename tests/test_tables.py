@@ -156,3 +156,88 @@ def test_broken_table_leaves_to_stock(shelf: Path, fresh_cache: None) -> None:
         torch.testing.assert_close(torch.compile(fn)(x), fn(x))
     (site,) = inductor_fusions.report()
     assert (site.verdict, site.reason) == ("left to stock", "no measurements for the device cpu")
+
+
+# Where tables are read from ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the user's tables; the package has GOOD."""
+    (shelf / f"{NAME}.json").write_text(json.dumps(GOOD))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv(tables.VARIABLE, raising=False)
+    folder = tmp_path / "home" / "inductor_fusions" / "devices"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def gains(name: str = NAME) -> list[dict[str, float]]:
+    tables.load.cache_clear()
+    table = tables.load(name)
+    return [] if table is None else [row["gain"] for row in table["attention"]]
+
+
+def test_tables_of_the_user_come_first(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row by row: the variable's, the user's, the package's; each is part of the cache key."""
+    seen = [tables.digest()]
+    assert gains() == [{"sdpa": 2.0}] and tables.names() == [NAME]
+    longer = {**GOOD["attention"][0], "q_len": 128, "gain": {"sdpa": 5.0}}
+    same = {**GOOD["attention"][0], "gain": {"sdpa": 3.0}}
+    (own / f"{NAME}.json").write_text(json.dumps({**GOOD, "attention": [same, longer]}))
+    assert gains() == [{"sdpa": 3.0}, {"sdpa": 5.0}]
+    assert len(tables.load(NAME)["block_mm"]) == 1  # type: ignore[index]
+    tables.digest.cache_clear()
+    seen.append(tables.digest())
+    named = tmp_path / "named"
+    named.mkdir()
+    least = {**GOOD["attention"][0], "gain": {"sdpa": 4.0}}
+    (named / f"{NAME}.json").write_text(json.dumps({**GOOD, "attention": [least], "block_mm": []}))
+    monkeypatch.setenv(tables.VARIABLE, str(named))
+    assert gains() == [{"sdpa": 4.0}, {"sdpa": 5.0}]
+    tables.digest.cache_clear()
+    seen.append(tables.digest())
+    assert len(set(seen)) == 3
+    # A broken one is a warning; the others count.
+    (named / f"{NAME}.json").write_text("{")
+    assert gains() == [{"sdpa": 3.0}, {"sdpa": 5.0}]
+
+
+def test_tables_that_others_can_write_are_left_alone(own: Path, caplog: pytest.LogCaptureFixture) -> None:
+    row = {**GOOD["attention"][0], "gain": {"sdpa": 3.0}}
+    (own / f"{NAME}.json").write_text(json.dumps({**GOOD, "attention": [row]}))
+    for folder in (own, own.parent):
+        folder.chmod(0o777)
+        with caplog.at_level(logging.WARNING, "inductor_fusions"):
+            assert gains() == [{"sdpa": 2.0}]
+        assert "can write to it" in caplog.text
+        folder.chmod(0o700)
+    assert gains() == [{"sdpa": 3.0}]
+
+
+def test_a_folder_beside_the_installed_package_is_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a checkout it is."""
+    (tmp_path / "inductor_fusions").mkdir()
+    (tmp_path / "configs").mkdir()
+    monkeypatch.setattr(tables.resources, "files", lambda name: tmp_path / "inductor_fusions")
+    assert tables.folder() == tmp_path / "inductor_fusions"
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "pyproject.toml").touch()
+    assert tables.folder().resolve() == tmp_path / "configs"
+
+
+def test_place_of_an_error(shelf: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Section, row and column, in every section."""
+    shipped = json.loads((ROOT / "configs" / "devices" / "nvidia_h200.json").read_text())
+    for section in (name for name, found in shipped.items() if isinstance(found, list)):
+        broken = copy.deepcopy(shipped)
+        broken[section] = broken[section][:2]
+        column = next(iter(broken[section][1]))
+        broken[section][1][column] = {"a": 1}
+        with pytest.raises(ValueError, match=f"{section}, row 1: {column} = "):
+            tables.check(broken, "nvidia_h200")
+        del broken[section][1][column]
+        with pytest.raises(ValueError, match=f"{section}, row 1: {column} is missing"):
+            tables.check(broken, "nvidia_h200")

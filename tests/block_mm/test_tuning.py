@@ -149,3 +149,20 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert heuristics.decided(posed, device).note == "3.00x measured"
     finally:
         tables.load.cache_clear()
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
+def test_defaults_fit_every_architecture(arch: int) -> None:
+    """In shared memory, 99 KiB on the smaller chips; without bulk copies where there are none."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows in (1, 4, 16, 64, 128, 300, 4096):
+            for gated in (False, True):
+                posed = Problem(
+                    (rows,) * 2, (768, 768), (896,) * 2, (0, 1), ("nt",) * 2, dtype, gated, shared="a"
+                )
+                chosen = configurations.default(posed, arch)
+                assert configurations.suits(chosen, posed)
+                assert configurations.shared_bytes(chosen, posed) <= configurations.shared_limit(arch)
+                assert chosen.template != "persistent" or arch in (90, 100)
+                tried = configurations.candidates(posed, arch)
+                assert all(configurations.fits(c, posed, arch) for c in tried)

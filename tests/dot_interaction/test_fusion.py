@@ -188,6 +188,9 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     "permuted": (lambda x, t: torch.bmm(t, t.permute(0, 1, 2))[:, [1, 2], [0, 0]], None),
     "over the samples": (lambda x, t: torch.einsum("bid,bjd->ijb", t, t)[:, [1, 2], [0, 0]], None),
     "scaled": (lambda x, t: (products(t) * 2)[:, LI, LJ], None),
+    "all products": (lambda x, t: torch.bmm(t, t.transpose(1, 2)).flatten(1) + x[:, :1], "all products"),
+    "all products, viewed": (lambda x, t: products(t).reshape(t.shape[0], -1), "all products"),
+    "all products of samples": (lambda x, t: products(t).flatten(0, 1), None),
     "a slice of samples": (lambda x, t: products(t)[1:, LI, LJ], None),
 }  # fmt: skip
 SQUARE = {"another transpose", "permuted"}

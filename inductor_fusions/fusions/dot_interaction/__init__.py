@@ -31,6 +31,27 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     """Every gather of pairs from products of features with themselves."""
     for site in recognise.sites(graph):
         yield DotInteraction(graph, site)
+    for node in recognise.flattened(graph):
+        yield AllProducts(node)
+
+
+class AllProducts(Candidate):
+    """The whole matrix of products as a row of each sample, for which there is no kernel."""
+
+    def __init__(self, flat: fx.Node) -> None:
+        self.anchor = flat
+
+    def describe(self) -> dict[str, str]:
+        return {"products": text(tensor(self.anchor))}
+
+    def guard(self) -> None:
+        raise Rejected(
+            "all products are read, those of both triangles, not the pairs of one",
+            "read one triangle: z[:, i, j] with i, j of torch.tril_indices",
+        )
+
+    def rewrite(self) -> str:
+        raise AssertionError("it is never fused")
 
 
 class DotInteraction(Candidate):

@@ -29,6 +29,7 @@ _TRANSPOSE = frozenset({torch.transpose, torch.swapaxes, torch.swapdims, "transp
 _PERMUTE = frozenset({torch.permute, "permute"})
 _MT = frozenset(getattr(torch.ops.aten, name) for name, attribute in ATTRIBUTES.items() if attribute == "mT")
 _CAT = frozenset({torch.cat, torch.concat, torch.concatenate})
+_FLATTENS = frozenset({torch.flatten, torch.reshape, "flatten", "reshape", "view"})
 _TRIANGLES = {torch.tril_indices: False, torch.triu_indices: True}
 #: What keeps the values of indices.
 _SAME = frozenset({"to", "long", "cuda", "cpu", "contiguous", "clone", "detach"})
@@ -80,6 +81,18 @@ def sites(graph: fx.Graph) -> Iterator[Site]:
         if t is not None:
             cat, dense = _cat(node)
             yield Site(node, t, z, index[1:], cat, dense)
+
+
+def flattened(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Every product of features with themselves as one row of each sample."""
+    for node in list(graph.nodes):
+        z = node.args[0] if node.args else None
+        if node.target not in _FLATTENS or not isinstance(z, fx.Node) or _squared(z) is None:
+            continue
+        flat, whole = tensor(node), tensor(z)
+        if flat is not None and whole is not None and flat.dim() == 2:
+            if str(flat.shape[0]) == str(whole.shape[0]):
+                yield node
 
 
 def _is_index(index: Any) -> bool:

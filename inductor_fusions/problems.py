@@ -397,7 +397,7 @@ SECTIONS: Mapping[str, Section] = {
             dict(dtype=is_dtype, train=is_flag, p=is_size, q=is_size, columns=is_size, rows=is_size),
             lambda row: (half(row["dtype"]), row["train"]),
             lambda row: (row["p"], row["q"], row["columns"], row["rows"]),
-            (1.0,) * 4, along="rows", reach=0.5, measured=_GAIN, needed=("gain",),
+            (4.0, 4.0, 4.0, 1.0), along="rows", reach=1.0, measured=_GAIN, needed=("gain",),
         ),
         Section(
             "dot_interaction",

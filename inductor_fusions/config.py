@@ -13,6 +13,7 @@
 | `linear_epilogue` | `INDUCTOR_FUSIONS_LINEAR_EPILOGUE` | 0, 1 | 1 |
 | `flex_backward` | `INDUCTOR_FUSIONS_FLEX_BACKWARD` | 0, 1 | 1 |
 | `stored_indices` | `INDUCTOR_FUSIONS_STORED_INDICES` | 0, 1 | 1 |
+| `product_diagonal` | `INDUCTOR_FUSIONS_PRODUCT_DIAGONAL` | 0, 1 | 1 |
 | `outer_product_linear` | `INDUCTOR_FUSIONS_OUTER_PRODUCT_LINEAR` | 0, 1 | 1 |
 | `dot_interaction` | `INDUCTOR_FUSIONS_DOT_INTERACTION` | 0, 1 | 1 |
 | `policy` | `INDUCTOR_FUSIONS_POLICY` | profitable, always | profitable |
@@ -74,6 +75,7 @@ flex_backward: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_FL
 
 #: An index that many gathers read is computed once.
 stored_indices: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_STORED_INDICES")
+product_diagonal: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_PRODUCT_DIAGONAL")
 
 #: A linear on the flattened outer product of two matrices, without writing the product.
 outer_product_linear: bool = Config(default=True, env_name_default="INDUCTOR_FUSIONS_OUTER_PRODUCT_LINEAR")

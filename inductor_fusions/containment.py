@@ -18,26 +18,32 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def is_foreign(fusion: Fusion) -> bool:
-    """Whether a fusion is not one of this package."""
-    return _module(fusion).partition(".")[0] != _PACKAGE
+    """Whether a fusion is not one of this package, or has a part that is not."""
+    return any(name.partition(".")[0] != _PACKAGE for name in _modules(fusion))
 
 
-def _module(fusion: Fusion) -> str:
-    function = inspect.unwrap(fusion.recognise)
-    return str(getattr(function, "__module__", None) or type(function).__module__)
+def _modules(fusion: Fusion) -> set[str]:
+    functions = map(inspect.unwrap, fusion.functions())
+    return {str(getattr(each, "__module__", None) or type(each).__module__) for each in functions}
 
 
 def sources(fusion: Fusion) -> list[Path]:
-    """Every Python file of the package of a fusion, or the one file of a module outside a package."""
-    name = _module(fusion)
-    module = sys.modules.get(name)
-    file = getattr(module, "__file__", None)
-    if file is None or not Path(file).is_file():
-        return []
-    top = importlib.util.find_spec(name.partition(".")[0])
-    if top is None or not top.origin or Path(top.origin).name != "__init__.py":
-        return [Path(file)]
-    return sorted(Path(top.origin).parent.rglob("*.py"))
+    """Every Python file of the packages of a fusion, or the one file of a module outside a package.
+
+    Nothing where one of them is not to be found.
+    """
+    found: set[Path] = set()
+    for name in _modules(fusion):
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None)
+        if file is None or not Path(file).is_file():
+            return []
+        top = importlib.util.find_spec(name.partition(".")[0])
+        if top is None or not top.origin or Path(top.origin).name != "__init__.py":
+            found.add(Path(file))
+        else:
+            found.update(Path(top.origin).parent.rglob("*.py"))
+    return sorted(found)
 
 
 class Copy:

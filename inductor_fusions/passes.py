@@ -23,6 +23,7 @@ from . import (
     containment,
     inplace,
     leaving,
+    matching,
     modes,
     pinning,
     reporting,
@@ -196,6 +197,7 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
         Unfinished: what was fused cannot be left as it is.
     """
     sites: list[Site] = []
+    nodes: list[int] = []
     named: set[fx.Graph] = set()
     copy: containment.Copy | None = None
     broken = ""
@@ -208,11 +210,12 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
             if candidate.finishes:
                 _finish(fusion, candidate)
                 continue
-            site = _fuse(fusion, candidate, first + len(sites), named)
+            site, replaced = _fuse(fusion, candidate, first + len(sites), named)
             counted = config.most_sites() is not None and site.verdict == "fused"
             if not candidate.reported and copy is None and not counted and not _raised(site):
                 continue
             sites.append(site)
+            nodes.append(replaced)
             if copy is not None and _raised(site):
                 break
         if copy is not None and any(site.verdict == "fused" or _raised(site) for site in sites):
@@ -228,8 +231,10 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
         if copy is not None and (broken or any(map(_raised, sites))):
             copy.restore()
             _undo(fusion, sites, broken)
-        for site in sites:
+        for site, replaced in zip(sites, nodes, strict=True):
             _tell(site)
+            if site.verdict == "fused":
+                _inductor.count_match(fusion.name, replaced)
     if broken and config.strict:
         raise RuntimeError(f"{fusion.name} broke the graph: {broken}")
     return sites
@@ -267,7 +272,7 @@ def _undo(fusion: Fusion, sites: list[Site], broken: str) -> None:
 
 
 def _candidates(fusion: Fusion, graph: fx.Graph) -> Iterator[Candidate]:
-    found = iter(fusion.recognise(graph))
+    found = matching.candidates(fusion, graph)
     while True:
         with changes.reading(fusion, graph):
             candidate = next(found, None)
@@ -288,10 +293,14 @@ def _finish(fusion: Fusion, candidate: Candidate) -> None:
         raise Unfinished(f"{fusion.name} raised {error!r} after the last site of a graph") from error
 
 
-def _fuse(fusion: Fusion, candidate: Candidate, number: int, named: set[fx.Graph]) -> Site:
-    """One candidate as a site; `named` has the graphs of which every node names what it reads."""
+def _fuse(fusion: Fusion, candidate: Candidate, number: int, named: set[fx.Graph]) -> tuple[Site, int]:
+    """One candidate as a site, and how many nodes it has replaced.
+
+    `named` has the graphs of which every node names what it reads.
+    """
     with recording(candidate.anchor.graph) as journal:
-        return _fuse_recorded(fusion, candidate, number, named, journal)
+        site = _fuse_recorded(fusion, candidate, number, named, journal)
+        return site, max(1, len(journal.gone))
 
 
 def _fuse_recorded(

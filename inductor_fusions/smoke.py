@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from . import _inductor, config
+from . import _inductor, config, matching
 from .fusion import Fusion, Rejected
 
 
@@ -53,7 +53,7 @@ def _attempt(fusions: tuple[Fusion, ...]) -> str:
         module = make_fx(_attention, tracing_mode="fake", pre_dispatch=True)(*inputs)
         expected = module(*inputs)
         for fusion in fusions:
-            for candidate in fusion.recognise(module.graph):
+            for candidate in matching.candidates(fusion, module.graph):
                 try:
                     candidate.guard()
                 except Rejected:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 import warnings
@@ -106,18 +105,18 @@ def test_newer_torch_without_what_is_installed_into() -> None:
 
 def test_what_is_tried_is_fused() -> None:
     """The small attention of the check is one that is recognised, also while something is traced."""
-    from inductor_fusions import registry, smoke
+    from inductor_fusions import matching, registry, smoke
 
     seen: list[str] = []
 
     def spied(fusion: Fusion) -> Fusion:
         def recognise(graph: torch.fx.Graph):
-            for candidate in fusion.recognise(graph):
+            for candidate in matching.candidates(fusion, graph):
                 rewrite = candidate.rewrite
                 candidate.rewrite = lambda rewrite=rewrite: seen.append(rewrite())
                 yield candidate
 
-        return dataclasses.replace(fusion, recognise=recognise)
+        return Fusion(fusion.name, fusion.stage, fusion.summary, recognise)
 
     with config.patch(policy="always"), torch.device("meta"), torch.autocast("cpu"):
         assert smoke._attempt(tuple(map(spied, registry.of("pre_grad")))) == ""

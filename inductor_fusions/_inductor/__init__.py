@@ -70,6 +70,7 @@ from .lowering import (
     strides,
     value_key,
 )
+from .matcher import Found, Patterns, count_match, difference, pattern_size, roots, undeclared
 from .net import (
     as_function,
     cache_key,
@@ -132,6 +133,7 @@ from .versions import (
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.pattern_matcher import Match, PatternExpr
 
 __all__ = [
     "ATTRIBUTES",
@@ -141,8 +143,12 @@ __all__ = [
     "Config",
     "Context",
     "CustomGraphPass",
+    "Found",
     "GlobalState",
+    "Match",
     "Output",
+    "PatternExpr",
+    "Patterns",
     "Variant",
     "after_each_compile",
     "artifact_log",
@@ -165,10 +171,12 @@ __all__ = [
     "compiles_together",
     "computing_fakes",
     "copied_graph",
+    "count_match",
     "counts_in_32_bits",
     "decompose_in_graphs",
     "deferred",
     "devices_work",
+    "difference",
     "donated",
     "draw",
     "drawn",
@@ -213,6 +221,7 @@ __all__ = [
     "parts_of",
     "passes_installed",
     "passes_only",
+    "pattern_size",
     "patterns_ignore_the_scale",
     "patterns_match_decomposed_sdpa",
     "patterns_take_tensors_for_numbers",
@@ -224,6 +233,7 @@ __all__ = [
     "records_gradients",
     "register_lowering_when_loaded",
     "rename",
+    "roots",
     "rounds_inside_of_loops",
     "run_deferred",
     "sdpa_is_fused",
@@ -237,6 +247,7 @@ __all__ = [
     "trace_artifact",
     "trace_decomposed",
     "trace_id",
+    "undeclared",
     "update_hook",
     "value_key",
     "version_problem",

@@ -18,19 +18,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from .. import decisions
 from .._inductor import flex_backward_op
-from ..fusion import Candidate, Fusion, LeftToStock, Rejected
+from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
 from ..graph.products import value
 from .block_mm.guards import text
 from .block_mm.inlined import put_in_place
+
+if TYPE_CHECKING:
+    from .._inductor import Match
 
 aten = torch.ops.aten
 
@@ -104,14 +106,6 @@ def _bounds(node: fx.Node, args: list[Any]) -> Any:
         "lt": (b < c, a < d),
         "eq": (a == b == c == d, a <= d and c <= b),
     }.get(name)
-
-
-def candidates(graph: fx.Graph) -> Iterator[Candidate]:
-    """Every backward of flex attention."""
-    wanted = flex_backward_op()
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target is wanted:
-            yield FlexBackward(graph, node)
 
 
 @dataclass(frozen=True)
@@ -309,5 +303,10 @@ FUSION = Fusion(
     name="flex_backward",
     stage="post_grad",
     summary="the backward of flex attention to products of the library, for wide heads",
-    recognise=candidates,
 )
+
+
+@FUSION.anchor(lambda: [flex_backward_op()])
+def read(scope: Scope, match: Match) -> Candidate:
+    """A backward of flex attention."""
+    return FlexBackward(scope.graph, match.output_node())

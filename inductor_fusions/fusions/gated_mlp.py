@@ -5,39 +5,29 @@ Both weights may be columns of one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from ..fusion import Candidate, Fusion, Rejected
+from .._inductor import was_erased
+from ..fusion import Candidate, Fusion, Rejected, Scope
 from ..graph.facts import facts
 from ..graph.placement import Place
 from ..graph.products import Product, identity, product, same_sizes, value
 from .block_mm import emit, guards
 from .block_mm.columns import Columns, columns, halves
-from .block_mm.expressions import Expressions, activation, between, leaves, mul, same
+from .block_mm.expressions import NONLINEAR, Expressions, activation, behind, between, leaves, mul, same
 from .block_mm.op import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from .._inductor import Match
+
+aten = torch.ops.aten
 
 #: A product, or columns of one.
 Linear = Product | Columns
-
-
-def candidates(graph: fx.Graph) -> Iterator[Candidate]:
-    """Every product of an activation of one linear with another linear on the same input."""
-    expressions = Expressions()
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        if node.target is torch.ops.aten.mul.Tensor:
-            found = _read(expressions.of(node))
-            if found is not None:
-                yield GatedPair(graph, node, *found)
-        elif node.target is torch.ops.aten.glu.default:
-            parts = halves(node)
-            if parts is not None:
-                yield GatedPair(graph, node, "sigmoid", parts[1], parts[0])
 
 
 def _read(expression: Any) -> tuple[str, Linear, Linear] | None:
@@ -114,5 +104,29 @@ FUSION = Fusion(
     name="gated_mlp",
     stage="post_grad",
     summary="act(x @ Wg) * (x @ Wu) to one kernel, for silu, gelu, relu and sigmoid",
-    recognise=candidates,
 )
+
+
+@FUSION.group(lambda: [*NONLINEAR, aten.glu.default])
+def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
+    """Every product of an activation of one linear with another linear on the same input.
+
+    A group: the activations of one graph share what is known of its expressions.
+    """
+    expressions, seen = Expressions(), set[fx.Node]()
+    for match in matches:
+        node = match.output_node()
+        if was_erased(node):
+            continue
+        if node.target is aten.glu.default:
+            parts = halves(node)
+            if parts is not None:
+                yield GatedPair(scope.graph, node, "sigmoid", parts[1], parts[0])
+            continue
+        for root in behind(node):
+            if root.target is not aten.mul.Tensor or root in seen or was_erased(root):
+                continue
+            seen.add(root)
+            found = _read(expressions.of(root))
+            if found is not None:
+                yield GatedPair(scope.graph, root, *found)

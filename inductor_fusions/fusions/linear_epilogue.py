@@ -7,13 +7,13 @@ kernel's epilogue (`sigmoid(x @ W + m * y + bias)`, or an activation beside a va
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from ..fusion import Candidate, Fusion, Rejected
+from ..fusion import Candidate, Fusion, Rejected, Scope, nodes_of
 from ..graph.placement import Place
 from ..graph.products import (
     CASTS,
@@ -21,14 +21,17 @@ from ..graph.products import (
     Product,
     is_pointwise,
     product,
-    products,
     readers,
     tensor,
+    through,
     value,
 )
 from .block_mm import emit, guards
-from .block_mm.expressions import Expressions, activation, between, leaves, same
+from .block_mm.expressions import Expressions, activation, behind, between, leaves, same
 from .block_mm.op import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from .._inductor import Match
 
 aten = torch.ops.aten
 
@@ -47,35 +50,19 @@ _LAST = CASTS | {
 _STEPS = 8
 
 
-def candidates(graph: fx.Graph) -> Iterator[Candidate]:
-    """Every linear that an activation follows."""
-    activations = _whole_activations(graph)
-    for node in [found.node for found in products(graph)]:
-        found = product(node)  # anew: its input may be the activation that the last one has replaced
-        if found is None:
-            continue
-        if node in activations:
-            yield Activated(graph, found, *activations[node])
-        elif _has_nonlinear_tail(node):
-            yield LinearEpilogue(graph, found)
-
-
-def _whole_activations(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, str]]:
-    """The activation of each linear that one reads and nothing else does: its last node, and its name."""
-    expressions = Expressions()
-    found: dict[fx.Node, tuple[fx.Node, str]] = {}
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target not in _LAST:
+def _whole_activation(linear: Product, expressions: Expressions) -> tuple[fx.Node, str] | None:
+    """The activation of a linear that it reads and nothing else does: its last node, and its name."""
+    found: tuple[fx.Node, str] | None = None
+    for node in behind(linear.node, alone=True):
+        if node.target not in _LAST:
             continue
         expression = expressions.of(node)
-        inputs = leaves(expression)
-        linear = product(next(iter(inputs))) if len(inputs) == 1 else None
-        name = linear and _name(expression, linear.node)
-        if linear and name and _only_between(node, linear.node):
+        name = _name(expression, linear.node) if leaves(expression) == {linear.node} else None
+        if name and _only_between(node, linear.node):
             # The last one counts: that of silu comes after that of its sigmoid. A cast back to float32 would
             # only make the result twice as large.
-            if value(node).dtype.itemsize <= value(linear.node).dtype.itemsize or linear.node not in found:
-                found[linear.node] = node, name
+            if value(node).dtype.itemsize <= value(linear.node).dtype.itemsize or found is None:
+                found = node, name
     return found
 
 
@@ -86,6 +73,22 @@ def _name(expression: Any, leaf: fx.Node) -> str | None:
 def _only_between(root: fx.Node, linear: fx.Node) -> bool:
     inside = between(root, {linear})
     return all(user in inside for node in inside - {root} for user in node.users)
+
+
+def _linears_before(activations: Sequence[fx.Node]) -> list[Product]:
+    """The products, in graph order, in whose pointwise tails these may be."""
+    found, seen, edge = dict[fx.Node, None](), set(activations), list(activations)
+    for _ in range(_STEPS + 1):
+        sources = [
+            through(argument, RESHAPES | CASTS)
+            for node in edge
+            for argument in node.all_input_nodes
+            if tensor(argument) is not None
+        ]
+        found.update(dict.fromkeys(source for source in sources if product(source) is not None))
+        edge = [s for s in dict.fromkeys(sources) if s not in seen and s not in found and is_pointwise(s)]
+        seen.update(edge)
+    return [p for node in sorted(found) if (p := product(node)) is not None]
 
 
 def _has_nonlinear_tail(node: fx.Node, steps: int = _STEPS) -> bool:
@@ -158,5 +161,19 @@ FUSION = Fusion(
     name="linear_epilogue",
     stage="post_grad",
     summary="a linear and the activation behind it to one kernel",
-    recognise=candidates,
 )
+
+
+@FUSION.group(lambda: _NONLINEAR)
+def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
+    """Every linear that an activation follows."""
+    expressions, linears = Expressions(), _linears_before(nodes_of(matches))
+    whole = {linear.node: _whole_activation(linear, expressions) for linear in linears}
+    for node, last in whole.items():
+        found = product(node)  # anew: its input may be the activation that the last one has replaced
+        if found is None:
+            continue
+        if last is not None:
+            yield Activated(scope.graph, found, *last)
+        elif _has_nonlinear_tail(node):
+            yield LinearEpilogue(scope.graph, found)

@@ -8,37 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from ..fusion import Candidate, Fusion, Rejected
+from .._inductor import was_erased
+from ..fusion import Candidate, Fusion, Rejected, Scope, nodes_of
 from ..graph.facts import facts
 from ..graph.placement import Place, earliest, find
-from ..graph.products import Product, identity, product, products, same_sizes, value
+from ..graph.products import PRODUCTS, Product, identity, product, products_of, same_sizes, value
 from .block_mm import emit, guards
 from .block_mm.lowering import MOST_PRODUCTS
-from .block_mm.sums import Sum, sum_of_products
+from .block_mm.sums import Sum, sum_of_products, sums_behind
 
-
-def candidates(graph: fx.Graph) -> Iterator[Candidate]:
-    """Sums first, since a sum needs no memory for its terms; then what shares a, then what shares b."""
-    inside: set[fx.Node] = set()
-    for node in reversed(list(graph.nodes)):
-        found = None if node in inside else sum_of_products(node)
-        if found is not None:
-            inside.update(found.inner)
-            yield SumOfProducts(graph, found)
-    for operand in ("a", "b"):
-        for group in _sharing(products(graph), operand):
-            while len(group) >= 2:
-                # What was fused meanwhile may have replaced an operand, or be one of these with padding.
-                group = [now for p in group if (now := product(p.node)) is not None]
-                if len(group) < 2:
-                    break
-                candidate = SharedOperand(graph, group[:MOST_PRODUCTS], operand)
-                yield candidate
-                group = [*candidate.left_over, *group[MOST_PRODUCTS:]]
+if TYPE_CHECKING:
+    from .._inductor import Match
 
 
 def _sharing(found: Sequence[Product], operand: str) -> list[list[Product]]:
@@ -171,5 +155,25 @@ FUSION = Fusion(
     name="qkv",
     stage="post_grad",
     summary="linears that share an input, and their gradients, to one block GEMM",
-    recognise=candidates,
 )
+
+
+@FUSION.group(lambda: PRODUCTS)
+def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
+    """Sums first, since a sum needs no memory for its terms; then what shares a, then what shares b."""
+    graph, inside = scope.graph, set[fx.Node]()
+    for node in reversed(sums_behind(products_of(nodes_of(matches)))):
+        found = sum_of_products(node) if node not in inside and not was_erased(node) else None
+        if found is not None:
+            inside.update(found.inner)
+            yield SumOfProducts(graph, found)
+    for operand in ("a", "b"):
+        for group in _sharing(products_of(nodes_of(matches)), operand):
+            while len(group) >= 2:
+                # What was fused meanwhile may have replaced an operand, or be one of these with padding.
+                group = [now for p in group if (now := product(p.node)) is not None]
+                if len(group) < 2:
+                    break
+                candidate = SharedOperand(graph, group[:MOST_PRODUCTS], operand)
+                yield candidate
+                group = [*candidate.left_over, *group[MOST_PRODUCTS:]]

@@ -8,22 +8,25 @@ its biases cost. An index that is smaller than what is gathered with it is put i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from .. import _inductor
 from .._inductor import hint
-from ..fusion import Candidate, Fusion, LeftToStock
+from ..fusion import Candidate, Fusion, LeftToStock, Scope, nodes_of
 from ..graph.products import CASTS, VIEWS, is_pointwise, tensor, value
 from ..operands import text
+
+if TYPE_CHECKING:
+    from .._inductor import Match
 
 aten = torch.ops.aten
 
 #: Operations that read a tensor at an index: position of the index, or of a list of them.
-_READERS = {
+_READERS: dict[Any, int] = {
     aten.gather.default: 2,
     aten.index.Tensor: 1,
     aten.embedding.default: 1,
@@ -58,22 +61,6 @@ def _lower(x: Any) -> Any:
 
 
 _inductor.register_lowering_when_loaded(STORED, _lower)
-
-
-def candidates(graph: fx.Graph) -> Iterator[Candidate]:
-    """Every integer tensor that costly operations lead to, and that several operations are indexed with."""
-    readers: dict[fx.Node, dict[fx.Node, None]] = {}
-    for node in graph.nodes:
-        position = _READERS.get(node.target)
-        if position is None:
-            continue
-        given = node.args[position]
-        for index in given if isinstance(given, (list, tuple)) else [given]:
-            for source in _sources(index) if isinstance(index, fx.Node) else ():
-                readers.setdefault(source, {})[node] = None
-    for source, found in readers.items():
-        if len(found) > 1:
-            yield StoredIndices(graph, source, list(found))
 
 
 def _sources(index: fx.Node) -> set[fx.Node]:
@@ -139,6 +126,19 @@ FUSION = Fusion(
     name="stored_indices",
     stage="post_grad",
     summary="an index that many gathers read is computed once",
-    recognise=candidates,
     exact=True,
 )
+
+
+@FUSION.group(lambda: _READERS)
+def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
+    """Every integer tensor that costly operations lead to, and that several operations are indexed with."""
+    readers: dict[fx.Node, dict[fx.Node, None]] = {}
+    for node in nodes_of(matches):
+        given = node.args[_READERS[node.target]]
+        for index in given if isinstance(given, (list, tuple)) else [given]:
+            for source in _sources(index) if isinstance(index, fx.Node) else ():
+                readers.setdefault(source, {})[node] = None
+    for source, found in readers.items():
+        if len(found) > 1:
+            yield StoredIndices(scope.graph, source, list(found))

@@ -154,6 +154,13 @@ def change(node: fx.Node, target: Any = None, args: Any = None, kwargs: Any = No
         known.changes(node, *before)
 
 
+def forget(graph: fx.Graph) -> None:
+    """Find out anew what is known of a graph: nodes have got other places."""
+    held = _held.get()
+    if held is not None and graph in held[0]:
+        held[0][graph]._memory = None
+
+
 def move(node: fx.Node, before: fx.Node) -> None:
     """Let a node stand in front of another one."""
     held = _held.get()

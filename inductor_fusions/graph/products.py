@@ -7,7 +7,7 @@ between two reshapes. Reshapes and casts are looked through, so that two spellin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -165,12 +165,32 @@ def _nodes(node: fx.Node) -> list[fx.Node]:
     return [argument for argument in node.args if isinstance(argument, fx.Node)]
 
 
+#: Anchors of products: `products_of` finds what Inductor has padded.
+PRODUCTS = (aten.mm.default, aten.addmm.default)
+
+
 def products(graph: fx.Graph) -> list[Product]:
     """Every product of a graph, in its order."""
-    found = [read for node in graph.nodes if (read := product(node)) is not None]
-    sliced = {p.node for p in found if p.node.target is aten.slice.Tensor}
-    # With its padding it is not looked at once more, unless somebody else reads it.
-    return [p for p in found if p.node in sliced or not p.node.users or not sliced.issuperset(p.node.users)]
+    return products_of(n for target in PRODUCTS for n in graph.find_nodes(op="call_function", target=target))
+
+
+def products_of(nodes: Iterable[fx.Node]) -> list[Product]:
+    """The products that matches of `PRODUCTS` are, in the order of the graph.
+
+    With its padding one is not looked at once more, unless somebody else reads it.
+    """
+    found: list[Product] = []
+    for node in nodes:
+        sliced = [read for user in node.users if (read := _of_padded(user)) is not None]
+        whole = product(node)
+        if whole is not None and (not sliced or len(sliced) < len(node.users)):
+            found.append(whole)
+        found += sliced
+    return sorted(found, key=lambda p: p.node)
+
+
+def _of_padded(node: fx.Node) -> Product | None:
+    return product(node) if _of_padded_rows(node) is not None else None
 
 
 def _same(first: Any, second: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from bench import cuda_codegen
-from inductor_fusions import _inductor, config, decisions, tables
+from inductor_fusions import _inductor, config, decisions, matching, tables
 from inductor_fusions.fusions import flex_backward
 from inductor_fusions.fusions.block_mm import inlined
 from tests.attention.support import cases, flex_everywhere
@@ -63,7 +63,7 @@ def compute(case):
     found = {}
 
     def change(graph):
-        for candidate in flex_backward.candidates(graph):
+        for candidate in matching.candidates(flex_backward.FUSION, graph):
             candidate.guard()
             found["candidate"] = candidate
 
@@ -167,7 +167,7 @@ def test_graph(case) -> None:
     rewritten = []
 
     def change(graph):
-        for candidate in list(flex_backward.candidates(graph)):
+        for candidate in list(matching.candidates(flex_backward.FUSION, graph)):
             candidate.guard()
             rewritten.append(candidate.rewrite())
             graph.lint()
@@ -188,7 +188,7 @@ def test_nothing_measured() -> None:
     reasons = []
 
     def change(graph):
-        for candidate in flex_backward.candidates(graph):
+        for candidate in matching.candidates(flex_backward.FUSION, graph):
             with pytest.raises(flex_backward.LeftToStock) as reason:
                 candidate.guard()
             reasons.append(reason.value.reason)

@@ -6,12 +6,20 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
+
 from ...fusion import Fusion
-from .sites import candidates
+from . import sites
+from .recognise import SOFTMAXES, is_in_attention
+from .scope import scope_of
+from .torch_ops import spellings
 
 FUSION = Fusion(
     name="attention",
     stage="pre_grad",
     summary="softmax(q @ k^T) @ v and SDPA calls to flash, efficient or cuDNN attention",
-    recognise=candidates,
+    scope=scope_of,
 )
+FUSION.anchor(lambda: spellings(*SOFTMAXES), is_in_attention)(sites.hand_written)
+FUSION.anchor(lambda: spellings("scaled_dot_product_attention"))(sites.sdpa_call)
+FUSION.anchor(lambda: [F.multi_head_attention_forward])(sites.multihead_call)

@@ -1,14 +1,16 @@
 """Finds attention in Dynamo's torch-level graph by what it means.
 
-Every softmax is an anchor. From it the graph is read upwards to the product of queries and keys (`scores`),
-and downwards to the product with the values (`output`), into the normal form (`normal_form`). Whatever stands
-on the way and is not part of that form rejects the site, with the reason.
+Every softmax is an anchor, in all of its spellings (`torch_ops`). From it the graph is read upwards to the
+product of queries and keys (`scores`), and downwards to the product with the values (`output`), into the
+normal form (`normal_form`). Whatever stands on the way and is not part of that form rejects the site, with
+the reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -26,7 +28,11 @@ from .rescaled import logsumexp_of, read_sink
 from .scores import Upwards
 from .torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, is_free_of_operand, read, tensor
 
-_SOFTMAXES = frozenset({"softmax", "_softmax"})
+if TYPE_CHECKING:
+    from ..._inductor import Match
+
+#: Anchors.
+SOFTMAXES = ("softmax", "_softmax")
 #: Operations through which a softmax may still reach a product; only to tell attention from other softmaxes.
 _BETWEEN = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
     "dropout", "mul", "div", "add", "expand", "where", "masked_fill", "getitem", "slice", "narrow",
@@ -40,15 +46,12 @@ _OF_SCORES = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
 }  # fmt: skip
 
 
-def softmaxes(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Every softmax whose result reaches a product: the candidates for attention."""
-    for node in graph.nodes:
-        op = read(node)
-        if op is not None and op.name in _SOFTMAXES and not op.inplace and _reaches_product(node):
-            yield node
-
-
-def _reaches_product(start: fx.Node, limit: int = 64) -> bool:
+def is_in_attention(match: Match, limit: int = 64) -> bool:
+    """Whether the result of a softmax may reach a product."""
+    start = match.output_node()
+    softmax = read(start)
+    if softmax is None or softmax.inplace:
+        return False
     frontier, seen = [start], {start}
     while frontier and len(seen) < limit:
         node = frontier.pop()
@@ -163,7 +166,7 @@ def _read(
 def _softmax_behind(node: fx.Node) -> fx.Node | None:
     """The softmax that alone reads what an operation makes of scores, through others of its kind."""
     while (op := read(node)) is not None and not op.inplace:
-        if op.name in _SOFTMAXES:
+        if op.name in SOFTMAXES:
             return node
         read_by = readers(node)
         if len(read_by) != 1 or op.name not in _OF_SCORES:

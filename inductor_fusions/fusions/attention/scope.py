@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
-from ... import modes
-from ..._inductor import fake_mode_of, records_gradients
+from ... import fusion, modes
+from ..._inductor import fake_mode_of, is_body_of_dynamo, records_gradients
 from ...derivatives import Derivatives, takes_gradient
 from ...fusion import Candidate, Rejected
 from ...inplace import arguments, inputs
@@ -25,7 +26,7 @@ from .masks import Interpreter
 BODIES = {"tag_activation_checkpoint": 1, "invoke_subgraph": 2, "wrap": 1, "wrap_activation_checkpoint": 1}
 
 
-class Scope:
+class Scope(fusion.Scope):
     """What is known of one graph while its candidates are tried.
 
     Args:
@@ -40,7 +41,7 @@ class Scope:
         bindings: Mapping[fx.Node, tuple[Interpreter, Any]] | None = None,
         outer: tuple[Scope, list[fx.Node]] | None = None,
     ) -> None:
-        self.graph = graph
+        super().__init__(graph)
         self.mutations = Mutations(graph)
         self.interpreter = Interpreter(self.mutations, bindings)
         self.memo = MaskMemo()
@@ -56,6 +57,33 @@ class Scope:
             refused.append("recomputed for no backward, where torch takes no operation that may draw numbers")
         self.keeping: Keeping = Keeping(graph, recomputed=bool(recomputed))
         self.derivatives: Derivatives = Derivatives(graph, self.modes, next(filter(None, refused), ""))
+        self.read: set[fx.Graph] = set() if around is None else around.read
+        self.read.add(graph)
+        #: The call that this body is inlined for.
+        self.inlined_for = calls[0] if [*map(name_of_body, calls)] == ["tag_activation_checkpoint"] else None
+        #: Of a body that is finished: the outputs that changed, as `settle` has them.
+        self.outputs: dict[Any, bool] = {}
+
+    def bodies(self) -> Iterator[Scope]:
+        """Checkpointed and nested regions; what was fused in one changes what the graph reads of it."""
+        for module, operands, uses in bodies(self.graph):
+            if module.graph in self.read:
+                continue
+            placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+            bindings = {p: (self.interpreter, o) for p, o in zip(placeholders, operands, strict=False)}
+            body = Scope(module.graph, bindings, (self, uses))
+            yield body
+            for user in body.inlined_for.users if body.inlined_for is not None else ():
+                if user.target is operator.getitem and user.args[1] in body.outputs:
+                    self.changed.append((user, body.outputs[user.args[1]]))
+
+    def finish(self) -> Iterator[Candidate]:
+        """What leaves the graph is settled, and what branches of a `cond` leave."""
+        for call in [node for node in self.graph.nodes if name_of_body(node) == "cond"]:
+            yield Branches(call)
+        settled = Settled(self, self.inlined_for is not None)
+        yield settled
+        self.outputs = settled.outputs
 
     def emitter(self, site: fx.Node) -> emit.Emitter:
         """What writes the fused form of a site."""
@@ -85,6 +113,15 @@ class Scope:
                 state = replace(state, autocast=first.autocast)
             if differs := first.differs(state):
                 raise Rejected(f"{differs} between the two products")
+
+
+def scope_of(graph: fx.Graph) -> Scope | None:
+    """What is known of a graph; None of a body.
+
+    Inductor passes a body before the graph that runs it, and there its masks are placeholders: a body
+    is left for the pass over the whole graph, which knows what they stand for.
+    """
+    return None if is_body_of_dynamo(graph) else Scope(graph)
 
 
 class Settled(Candidate):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Generator, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from ... import modes
-from ..._inductor import is_body_of_dynamo, known_true, records_gradients, suppress_guards
+from ..._inductor import known_true, records_gradients, suppress_guards
 from ...derivatives import REVERSE
 from ...fusion import Candidate, LeftToStock, Rejected
 from ...inplace import inputs
@@ -22,61 +20,36 @@ from . import emit, kernels, savings, structure, torch_ops
 from .mask_builder import check_empty_rows
 from .masks import classify, may_hide_rows, visibility
 from .mixed_masks import taken_apart
-from .multihead import MultiheadForward, is_call
+from .multihead import MultiheadForward
 from .normal_form import Attention, Term
 from .operands import Operand
 from .posing import few_heads, pose
 from .problem import Problem, check_not_empty, check_sizes, same_problem_shapes
-from .recognise import recognise, softmaxes
+from .recognise import recognise
 from .remembered import remembered, storage_of
-from .scope import Branches, Scope, Settled, bodies, name_of_body
+from .scope import Scope
 from .short import terms as short
 from .structure import DROWNED, Structure
 
-
-def candidates(graph: fx.Graph) -> Iterator[Candidate]:
-    """Every attention of a graph, and of the bodies of its checkpointed and nested regions.
-
-    Inductor passes a body before the graph that runs it, and there its masks are placeholders: a body
-    is left for the pass over the whole graph, which knows what they stand for.
-    """
-    if not is_body_of_dynamo(graph):
-        yield from _in_scope(Scope(graph), set())
+if TYPE_CHECKING:
+    from ..._inductor import Match
 
 
-def _in_scope(
-    scope: Scope, done: set[fx.Graph], inlined: bool = False
-) -> Generator[Candidate, None, dict[Any, bool]]:
-    """The candidates of one graph; returns what leaves a body that is inlined, as `settle` does."""
-    graph = scope.graph
-    done.add(graph)
-    calls = [node for node in graph.nodes if _is_sdpa(node)]
-    for softmax in list(softmaxes(graph)):
-        yield HandWritten(scope, softmax)
-    for call in calls:
-        yield SdpaCall(scope, call)
-    for call in [node for node in graph.nodes if is_call(node)]:
-        yield MultiheadForward(graph, call, scope.interpreter, scope.derivatives, scope.keeping)
-    for module, operands, uses in bodies(graph):
-        if module.graph in done:
-            continue
-        placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
-        bindings = {p: (scope.interpreter, o) for p, o in zip(placeholders, operands, strict=False)}
-        call = uses[0] if len(uses) == 1 and name_of_body(uses[0]) == "tag_activation_checkpoint" else None
-        outputs = yield from _in_scope(Scope(module.graph, bindings, (scope, uses)), done, call is not None)
-        for user in call.users if call is not None else ():
-            if user.target is operator.getitem and user.args[1] in outputs:
-                scope.changed.append((user, outputs[user.args[1]]))
-    for call in [node for node in graph.nodes if name_of_body(node) == "cond"]:
-        yield Branches(call)
-    settled = Settled(scope, inlined)
-    yield settled
-    return settled.outputs
+def hand_written(scope: Scope, match: Match) -> Candidate:
+    """The attention around a softmax."""
+    return HandWritten(scope, match.output_node())
 
 
-def _is_sdpa(node: fx.Node) -> bool:
-    op = torch_ops.read(node)
-    return op is not None and op.name == "scaled_dot_product_attention"
+def sdpa_call(scope: Scope, match: Match) -> Candidate:
+    """A call of scaled_dot_product_attention."""
+    return SdpaCall(scope, match.output_node())
+
+
+def multihead_call(scope: Scope, match: Match) -> Candidate:
+    """A call of `F.multi_head_attention_forward`."""
+    return MultiheadForward(
+        scope.graph, match.output_node(), scope.interpreter, scope.derivatives, scope.keeping
+    )
 
 
 class HandWritten(Candidate):

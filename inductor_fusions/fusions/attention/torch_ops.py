@@ -177,6 +177,18 @@ def _functions() -> dict[Callable[..., Any], str]:
     return table
 
 
+def spellings(*names: str) -> list[Any]:
+    """Everything that is read as one of these operations, out of place: functions, methods, operators."""
+    found: list[Any] = [
+        f for f, name in _functions().items() if _canonical(name) in [(n, False) for n in names]
+    ]
+    for name in (*names, *(each for each, meant in _SYNONYMS.items() if meant in names)):
+        if hasattr(torch.Tensor, name):
+            found.append(name)
+        found += [getattr(torch.ops.aten, name)] if hasattr(torch.ops.aten, name) else []
+    return found
+
+
 _METHOD_ARGUMENTS = {"where": ("input", "condition", "other")}
 _FUNCTION_ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.softmax: ("input", "dim", "_stacklevel", "dtype"),

@@ -18,6 +18,13 @@ _ADD, _DIV = (aten.add.Tensor, aten.add.Scalar), aten.div.Tensor
 _UNARY = {
     aten.relu.default: "relu", aten.erf.default: "erf", aten.tanh.default: "tanh", aten.exp.default: "exp",
 }  # fmt: skip
+#: What an expression is made of; each activation has one of `NONLINEAR`.
+NONLINEAR = frozenset(_UNARY) | {aten.sigmoid.default}
+_PARTS = NONLINEAR | RESHAPES | CASTS | {
+    *MUL, *_ADD, _DIV, aten.neg.default, aten.reciprocal.default, aten.pow.Tensor_Scalar
+}  # fmt: skip
+#: How deep it may be.
+_DEPTH = 24
 
 
 class Expressions:
@@ -35,7 +42,7 @@ class Expressions:
     def of(self, node: Any) -> Any:
         """The expression of a node; None where it is no pointwise function of products."""
         found = tensor(node)
-        return None if found is None else self._of(node, found.dtype, 24)
+        return None if found is None else self._of(node, found.dtype, _DEPTH)
 
     def _of(self, node: Any, result: torch.dtype, depth: int) -> Any:
         """The same for a part of an expression of dtype `result`."""
@@ -171,3 +178,23 @@ def between(root: fx.Node, ends: set[fx.Node]) -> set[fx.Node]:
             found.add(node)
             waiting += [] if node in ends else node.all_input_nodes
     return found
+
+
+def behind(start: fx.Node, alone: bool = False) -> list[fx.Node]:
+    """The nodes, in graph order, of whose expression a node may be a part.
+
+    Args:
+        start: the node.
+        alone: leave out what reads another tensor as well.
+    """
+    found, edge = {start: None}, [start]
+    for _ in range(_DEPTH):
+        following: list[fx.Node] = []
+        for user in (user for node in edge for user in node.users):
+            if user in found or user.op != "call_function" or user.target not in _PARTS:
+                continue
+            if not alone or all(each in found for each in user.all_input_nodes if tensor(each) is not None):
+                found[user] = None
+                following.append(user)
+        edge = following
+    return sorted(found)

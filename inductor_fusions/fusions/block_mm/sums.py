@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,20 @@ class Sum:
     terms: tuple[Product, ...]
     rest: fx.Node | None
     inner: tuple[fx.Node, ...]
+
+
+def sums_behind(products: Iterable[Product]) -> list[fx.Node]:
+    """The additions, in graph order, that may be sums of some of these products."""
+    found, seen = set[fx.Node](), set[fx.Node]()
+    for node in (p.node for p in products):
+        while len(node.users) == 1 and node not in seen:
+            seen.add(node)
+            (node,) = node.users
+            if node.target is aten.add.Tensor:
+                found.add(node)
+            elif node.target not in RESHAPES and node.target not in CASTS and node.target not in MUL:
+                break
+    return sorted(found)
 
 
 def sum_of_products(root: fx.Node) -> Sum | None:

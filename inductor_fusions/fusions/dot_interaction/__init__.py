@@ -7,7 +7,8 @@ reads the features once and writes what is wanted; so does its backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -15,7 +16,7 @@ from torch import fx
 from ... import config, tables
 from ...decisions import Query, decide
 from ...derivatives import check_operation
-from ...fusion import Candidate, Fusion, LeftToStock, Rejected
+from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
 from ...operands import check_device, check_kind, tensor, text
@@ -24,15 +25,10 @@ from . import recognise
 from .op import DOT_INTERACTION, DTYPES, fits
 from .recognise import Site
 
+if TYPE_CHECKING:
+    from ..._inductor import Match
+
 __all__ = ["FUSION"]
-
-
-def candidates(graph: fx.Graph) -> Iterator[Candidate]:
-    """Every gather of pairs from products of features with themselves."""
-    for site in recognise.sites(graph):
-        yield DotInteraction(graph, site)
-    for node in recognise.flattened(graph):
-        yield AllProducts(node)
 
 
 class AllProducts(Candidate):
@@ -152,5 +148,18 @@ FUSION = Fusion(
     name="dot_interaction",
     stage="pre_grad",
     summary="the pairwise dot products of features, without writing the matrix of all of them",
-    recognise=candidates,
 )
+
+
+@FUSION.anchor(lambda: [operator.getitem])
+def read(scope: Scope, match: Match) -> Candidate | None:
+    """A gather of pairs from products of features with themselves."""
+    site = recognise.site(match.output_node())
+    return DotInteraction(scope.graph, site) if site is not None else None
+
+
+@FUSION.anchor(lambda: recognise.FLATTENS)
+def read_flattened(scope: Scope, match: Match) -> Candidate | None:
+    """Products of features with themselves as one row of each sample."""
+    node = match.output_node()
+    return AllProducts(node) if recognise.is_flattened(node) else None

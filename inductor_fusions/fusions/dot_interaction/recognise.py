@@ -29,7 +29,7 @@ _TRANSPOSE = frozenset({torch.transpose, torch.swapaxes, torch.swapdims, "transp
 _PERMUTE = frozenset({torch.permute, "permute"})
 _MT = frozenset(getattr(torch.ops.aten, name) for name, attribute in ATTRIBUTES.items() if attribute == "mT")
 _CAT = frozenset({torch.cat, torch.concat, torch.concatenate})
-_FLATTENS = frozenset({torch.flatten, torch.reshape, "flatten", "reshape", "view"})
+FLATTENS = frozenset({torch.flatten, torch.reshape, "flatten", "reshape", "view"})
 _TRIANGLES = {torch.tril_indices: False, torch.triu_indices: True}
 #: What keeps the values of indices.
 _SAME = frozenset({"to", "long", "cuda", "cpu", "contiguous", "clone", "detach"})
@@ -69,30 +69,25 @@ class Site:
         return {self.products, *self.products.all_input_nodes, *_sources(self.indices)}
 
 
-def sites(graph: fx.Graph) -> Iterator[Site]:
-    """Every gather of two indices from products of features with themselves, in graph order."""
-    for node in list(graph.nodes):
-        if node.target is not operator.getitem or not isinstance(node.args[1], tuple):
-            continue
-        z, index = node.args
-        if len(index) != 3 or index[0] != _WHOLE or not all(map(_is_index, index[1:])):
-            continue
-        t = _squared(z)
-        if t is not None:
-            cat, dense = _cat(node)
-            yield Site(node, t, z, index[1:], cat, dense)
+def site(node: fx.Node) -> Site | None:
+    """What a gather of two indices is, if it is one from products of features with themselves."""
+    arguments: tuple[Any, ...] = node.args
+    z, index = arguments
+    if not isinstance(index, tuple) or len(index) != 3 or index[0] != _WHOLE:
+        return None
+    t = _squared(z) if all(map(_is_index, index[1:])) else None
+    return None if t is None else Site(node, t, z, index[1:], *_cat(node))
 
 
-def flattened(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Every product of features with themselves as one row of each sample."""
-    for node in list(graph.nodes):
-        z = node.args[0] if node.args else None
-        if node.target not in _FLATTENS or not isinstance(z, fx.Node) or _squared(z) is None:
-            continue
-        flat, whole = tensor(node), tensor(z)
-        if flat is not None and whole is not None and flat.dim() == 2:
-            if str(flat.shape[0]) == str(whole.shape[0]):
-                yield node
+def is_flattened(node: fx.Node) -> bool:
+    """Whether a node has the products of features with themselves as one row of each sample."""
+    z = node.args[0] if node.args else None
+    if not isinstance(z, fx.Node) or _squared(z) is None:
+        return False
+    flat, whole = tensor(node), tensor(z)
+    if flat is None or whole is None or flat.dim() != 2:
+        return False
+    return str(flat.shape[0]) == str(whole.shape[0])
 
 
 def _is_index(index: Any) -> bool:

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from ... import pinning
 from ..._inductor import computing_fakes, fake_mode_of, flex_attention_op, known_true, suppress_guards
-from ...fusion import Candidate, Fusion
+from ...fusion import Candidate, Fusion, Scope, nodes_of
 from ...graph.facts import change
 from ...operands import tensor
 from ..block_mm.inlined import put_in_place
 from .known import CUDNN_ONE_QUERY, CUDNN_PADDED_KEYS, CUDNN_PLANS, KNOWN, Defect
 from .op import CUDNN_BACKWARD
 from .products import gradients
+
+if TYPE_CHECKING:
+    from ..._inductor import Match
 
 __all__ = ["FUSION", "KNOWN", "Defect"]
 
@@ -46,18 +49,6 @@ _GRADIENT, _QUERY, _KEY, _VALUE, _LOGSUMEXP, _BIAS, _MAX_KEYS, _DROPOUT, _CAUSAL
 TILE = 128
 #: Below this, exp(-logsumexp) overflows in float32, with room for what rounding adds.
 LOW = -80.0
-
-
-def candidates(graph: fx.Graph) -> Iterator[Candidate]:
-    """The calls of cuDNN attention in a backward, as one site: one cure serves them all; flex attention's."""
-    calls = [node for node in graph.nodes if node.op == "call_function"]
-    backward = [node for node in calls if node.target is _BACKWARD]
-    dropped = [node for node in calls if node.target is _FORWARD and _is_differentiated_with_dropout(node)]
-    if backward or dropped:
-        yield CudnnCalls(graph, backward, dropped)
-    for call in graph.find_nodes(op="call_function", target=flex_attention_op()):
-        if not pinning.is_ours(call) and pinning.query_of(call) is not None:
-            yield FlexQuery(call)
 
 
 class FlexQuery(Candidate):
@@ -254,6 +245,22 @@ FUSION = Fusion(
     name="kernel_defects",
     stage="post_grad",
     summary="calls of kernels that are known to be wrong, to ones that are not",
-    recognise=candidates,
     protects=True,
 )
+
+
+@FUSION.group(lambda: [_BACKWARD, _FORWARD])
+def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
+    """The calls of cuDNN attention that take part in a backward, as one site: one cure serves them all."""
+    calls = nodes_of(matches)
+    backward = [node for node in calls if node.target is _BACKWARD]
+    dropped = [node for node in calls if node.target is _FORWARD and _is_differentiated_with_dropout(node)]
+    if backward or dropped:
+        yield CudnnCalls(scope.graph, backward, dropped)
+
+
+@FUSION.anchor(lambda: [flex_attention_op()])
+def read_flex(scope: Scope, match: Match) -> Candidate | None:
+    """A call of flex attention whose query has no settled strides."""
+    call = match.output_node()
+    return None if pinning.is_ours(call) or pinning.query_of(call) is None else FlexQuery(call)

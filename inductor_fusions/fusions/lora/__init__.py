@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from ...fusion import Fusion
 from . import accumulate_kernel, decode, inputs, lowering, op, split
-from .sites import candidates
+from .sites import ANCHORS, candidates
 
 FUSION = Fusion(
     name="lora",
     stage="post_grad",
     summary="linears with low-rank adapters, and their gradients, to a narrow product and a block GEMM",
-    recognise=candidates,
     marks=(op.ROUNDED,),
 )
+FUSION.group(lambda: ANCHORS)(candidates)
 
 #: What is done before autograd; the toggle of `lora` is that of both.
 INPUTS = inputs.FUSION

@@ -51,22 +51,22 @@ class Narrow:
         return made if isinstance(made, fx.Node) else None
 
 
-def read(graph: fx.Graph, downs: set[fx.Node]) -> list[Narrow]:
+def read(products: Sequence[Product], downs: set[fx.Node]) -> list[Narrow]:
     """The products of a backward that are no part of a sum: `dY @ B`, `dY^T @ h` and `dh^T @ x`.
 
     Args:
-        graph: a post-grad graph.
+        products: those of a post-grad graph.
         downs: the down-projections that it has, in whatever direction.
     """
     found = []
-    alone = {node for node in graph.nodes if _only_for_weights(node)}
+    alone = {p.node for p in products if _only_for_weights(p)}
     downs = {node for node in downs if product(node) is not None} | alone
     # A symbolic size has no hash.
     ranks = [rank for rank in (value(node).shape[1] for node in downs) if isinstance(rank, int)]
     lefts = {source(p.a).base for p in map(product, downs) if p is not None}
-    for node in graph.nodes:
-        p = product(node)
-        if p is None or p.bias is not None or p.scale != 1:
+    for p in products:
+        node = p.node
+        if p.bias is not None or p.scale != 1:
             continue
         if node in downs:
             # What is left of them after the sums: the input is read without its casts and factors.
@@ -95,10 +95,10 @@ def _is_one_of(size: Any, ranks: list[int]) -> bool:
     return isinstance(size, int) and size in ranks
 
 
-def _only_for_weights(node: fx.Node) -> bool:
+def _only_for_weights(down: Product) -> bool:
     """Whether a product is `dY @ B` of an adapter whose input has no gradient."""
-    down = product(node)
-    if down is None or down.bias is not None:
+    node = down.node
+    if down.bias is not None:
         return False
     rank, inner = value(node).shape[1], value(down.a).shape[1]
     if not isinstance(rank, int) or rank > MOST_RANK or (isinstance(inner, int) and inner <= 2 * rank):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph.products import RESHAPES, Product, identity, product, products, through, value
+from ...graph.products import RESHAPES, Product, identity, product, through, value
 from ...operands import tokens_of
 from . import decode, narrow, profit
 from .adapters import source, unrounded
@@ -19,13 +19,13 @@ from .recognise import Linear
 aten = torch.ops.aten
 
 
-def grouped(graph: fx.Graph, found: Sequence[Linear]) -> Iterator[list[Linear]]:
+def grouped(products: Sequence[Product], found: Sequence[Linear]) -> Iterator[list[Linear]]:
     """Linears with one base on the same input, and plain linears on that input; others by themselves."""
     plain: dict[Any, list[Linear]] = {}
     taken = [p.node for linear in found for p in linear.bases]
     taken += [p.node for linear in found for a in linear.adapters for p in (a.up, a.down)]
     inside = {node for each in taken for node in _sliced(each)}
-    for p in products(graph):
+    for p in products:
         if p.node not in inside and p.scale == 1:
             plain.setdefault(identity(p.a), []).append(Linear(p.node, [p]))
     groups: dict[Any, list[Linear]] = {}

@@ -20,10 +20,11 @@ the rounded sum, until the fusion of adapters reads the graph, prevents it.
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,7 @@ from ..._inductor import (
     suppress_guards,
 )
 from ...derivatives import Derivatives, check_operation
-from ...fusion import Candidate, Fusion, LeftToStock, Rejected
+from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
 from ...keeping import Keeping
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
@@ -47,6 +48,9 @@ from ...writes import check_between, check_kept, effects
 from . import narrow, profit
 from .adapters import MOST_RANK
 from .op import LORA_DOWN, LORA_DROPPED_DOWN, ROUNDED
+
+if TYPE_CHECKING:
+    from ..._inductor import Match
 
 #: Products of an input with a matrix, and `.T` and `.mT` as operations.
 _PRODUCTS = (operator.matmul, torch.matmul, torch.mm, "matmul", "mm", "__matmul__")
@@ -82,20 +86,28 @@ class Site:
         return float(_argument(self.drop, 1, "p", 0.5))
 
 
-def candidates(graph: fx.Graph) -> Iterator[Candidate]:
-    """Every down-projection of a widened or dropped input that is trained."""
-    known: list[fx.Node] | None = None
-    modes: Modes | None = None
-    derivatives: Derivatives | None = None
-    keeping: Keeping | None = None
-    for node in list(graph.nodes):
-        site = _read(node)
-        if site is not None:
-            known = effects(graph) if known is None else known
-            modes = modes or Modes(graph)
-            derivatives = derivatives or Derivatives(graph, modes)
-            keeping = keeping or Keeping(graph)
-            yield AdapterInput(graph, site, known, derivatives, keeping, modes)
+class Inputs(Scope):
+    """A graph, and what is known of it once the first down-projection is found."""
+
+    @functools.cached_property
+    def effects(self) -> list[fx.Node]:
+        """What writes, draws, or changes a mode."""
+        return effects(self.graph)
+
+    @functools.cached_property
+    def derivatives(self) -> Derivatives:
+        """Which derivatives the graph takes."""
+        return Derivatives(self.graph, self.modes)
+
+    @functools.cached_property
+    def modes(self) -> Modes:
+        """The modes that hold at its nodes."""
+        return Modes(self.graph)
+
+    @functools.cached_property
+    def keeping(self) -> Keeping:
+        """What may change in it."""
+        return Keeping(self.graph)
 
 
 def _read(node: fx.Node) -> Site | None:
@@ -356,5 +368,14 @@ FUSION = Fusion(
     name="lora_input",
     stage="pre_grad",
     summary="adapters keep the input as it is for their gradient, not widened and not dropped",
-    recognise=candidates,
+    scope=Inputs,
 )
+
+
+@FUSION.anchor(lambda: [F.linear, *_PRODUCTS])
+def read(scope: Inputs, match: Match) -> Candidate | None:
+    """A down-projection of a widened or dropped input that is trained."""
+    site = _read(match.output_node())
+    if site is None:
+        return None
+    return AdapterInput(scope.graph, site, scope.effects, scope.derivatives, scope.keeping, scope.modes)

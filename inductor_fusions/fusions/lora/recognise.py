@@ -7,7 +7,7 @@ looked through where their dtype holds that of the products or of the result: wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,10 +18,13 @@ from ..._inductor import known_true
 from ...graph.products import (
     CASTS,
     MUL,
+    PRODUCTS,
     RESHAPES,
+    VIEWS,
     Product,
     is_factor,
     is_floating,
+    is_pointwise,
     product,
     restored,
     scaled,
@@ -32,6 +35,9 @@ from ...operands import holds
 from .adapters import Adapter, adapter_of, has_size_of, times_tensor
 
 aten = torch.ops.aten
+
+#: What a term passes on its way into a sum, beside what is pointwise: Inductor pads what an addmm adds.
+_PASSED = VIEWS | {*PRODUCTS, aten.constant_pad_nd.default}
 
 NO_PRODUCT = "nothing is added to the adapter but what is no product: a quantised base, perhaps"
 
@@ -74,13 +80,18 @@ class Linear:
     problem: str = ""
 
 
-def linears(graph: fx.Graph) -> list[Linear]:
-    """Every sum with an adapter in it, in the order of the graph; and every adapter that is in none."""
+def linears(products: Sequence[Product]) -> list[Linear]:
+    """Every sum with an adapter in it, in the order of the graph; and every adapter that is in none.
+
+    Args:
+        products: those of the graph.
+    """
+    ups = [p for p in products if adapter_of(p) is not None]
     found: list[Linear] = []
     taken: set[fx.Node] = set()
     problems: dict[fx.Node, str] = {}
-    for node in reversed(list(graph.nodes)):
-        if node not in taken and is_sum(node):
+    for node in reversed(additions_behind(up.node for up in ups)):
+        if node not in taken:
             read = _Reader(node).read()
             if read.problem:  # perhaps what it adds is a linear
                 # Of sums around each other, the reason of the innermost one with a base.
@@ -90,12 +101,26 @@ def linears(graph: fx.Graph) -> list[Linear]:
                 taken.update(read.inner)
                 found.append(read)
     inside = {a.up.node for linear in found for a in linear.adapters}
-    for node in graph.nodes:
-        up = product(node)
-        if up is not None and node not in inside and adapter_of(up) is not None:
+    for node in (up.node for up in ups):
+        if node not in inside:
             found.append(Linear(node, problem=problems.get(node) or alone(node)))
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    return sorted(found, key=lambda linear: order[linear.root])
+    return sorted(found, key=lambda linear: linear.root)
+
+
+def additions_behind(ups: Iterable[fx.Node]) -> list[fx.Node]:
+    """The additions, in the order of the graph, that may have some of these products in them."""
+    found, seen = set[fx.Node](), set[fx.Node]()
+    for node in ups:
+        while node not in seen and node.op == "call_function":
+            seen.add(node)
+            if is_sum(node):
+                found.add(node)
+            if len(node.users) != 1:
+                break
+            (node,) = node.users
+            if not (is_pointwise(node) or node.target in _PASSED):
+                break
+    return sorted(found)
 
 
 def summands(node: fx.Node) -> list[tuple[Any, float]]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from ...fusion import Candidate, LeftToStock, Rejected
+from ..._inductor import was_erased
+from ...fusion import Candidate, LeftToStock, Rejected, Scope, nodes_of
 from ...graph.facts import facts
 from ...graph.placement import Place, earliest, find
-from ...graph.products import Product, same_sizes, scaled, value
+from ...graph.products import PRODUCTS, Product, products_of, same_sizes, scaled, value
 from ...operands import tokens_of
 from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
@@ -25,29 +26,40 @@ from .recognise import Linear, is_row_major, linears
 from .sums import downs_of, without
 from .sums import sums as read_sums
 
+if TYPE_CHECKING:
+    from ..._inductor import Match
+
 aten = torch.ops.aten
 
+#: Where products, and adapters that are not fused, are looked for.
+ANCHORS = (*PRODUCTS, *unread.BASES)
 
-def candidates(graph: fx.Graph) -> Iterator[Candidate]:
+
+def candidates(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     """Linears with adapters, those on one input together; then what is left of the adapters' gradients.
 
     What all of these read in parts is split up together in the end.
+
+    Args:
+        scope: of the graph.
+        matches: of `ANCHORS`.
     """
-    yield from unread.candidates(graph)
-    found = linears(graph)
-    sums = read_sums(graph, found)
+    graph, nodes = scope.graph, nodes_of(matches)
+    yield from unread.candidates([node for node in nodes if node.target in unread.BASES])
+    products = products_of(node for node in nodes if node.target in PRODUCTS)
+    found = linears(products)
+    sums = read_sums(found)
     found = without(found, sums)
     down = {a.down.node for linear in found for a in linear.adapters} | downs_of(sums)
-    narrows = gradients.read(graph, down)
+    narrows = gradients.read(products, down)
     replaced: dict[fx.Node, fx.Node] = {}
-    for group in grouped(graph, found):
+    for group in grouped(products, found):
         while group:
             candidate = Adapted(graph, [current(linear, replaced) for linear in group], replaced)
             yield candidate
             group = candidate.left_over
     yield from accumulate_sites.candidates(graph, sums)
-    present = set(graph.nodes)
-    yield from gradients.candidates(graph, [n for n in narrows if n.node in present])
+    yield from gradients.candidates(graph, [n for n in narrows if not was_erased(n.node)])
     yield from gradients.candidates(graph, gradients.made_before(graph))
     yield from drawn.candidates(graph)
     yield from gather.candidates(graph)

@@ -26,7 +26,7 @@ from ...graph.products import (
 from ...operands import holds
 from .adapters import Adapter, adapter_of, has_size_of, times_tensor
 from .masks import masked
-from .recognise import NO_PRODUCT, Linear, added_matrix, cast_behind, is_sum, summands
+from .recognise import NO_PRODUCT, Linear, added_matrix, additions_behind, cast_behind, is_sum, summands
 
 aten = torch.ops.aten
 
@@ -87,21 +87,21 @@ class Sum:
     problem: str = ""
 
 
-def sums(graph: fx.Graph, found: Sequence[Linear]) -> list[Sum]:
+def sums(found: Sequence[Linear]) -> list[Sum]:
     """The sums whose adapters pass a mask, or have no product beside them, in the order of the graph.
 
     Args:
-        graph: a post-grad graph.
-        found: what it has of linears with adapters; those that are part of a sum here have a problem there,
-            or are added to what passes a mask.
+        found: what a graph has of linears with adapters; those that are part of a sum here have a problem
+            there, or are added to what passes a mask.
     """
     if not found:
         return []  # there is no adapter at all
     alone = {linear.root for linear in found if linear.problem == NO_PRODUCT}
     result: list[Sum] = []
     taken: set[fx.Node] = set()
-    for node in reversed(list(graph.nodes)):
-        if node in taken or not is_sum(node):
+    ups = [a.up.node for linear in found for a in linear.adapters]
+    for node in reversed(additions_behind([*ups, *(each.root for each in found if not each.adapters)])):
+        if node in taken:
             continue
         read = innermost(node)
         if not read.added or read.top in taken:

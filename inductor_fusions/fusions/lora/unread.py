@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,19 @@ from .recognise import summands
 
 aten = torch.ops.aten
 
+#: Anchors.
+BASES = (aten.embedding.default, aten.convolution.default)
 EMBEDDING = "an adapter of an embedding: its A is looked up, and its base is no product"
 CONVOLUTION = "an adapter of a convolution: its base is no product"
 
 
-def candidates(graph: fx.Graph) -> Iterator[Candidate]:
-    """Every sum of an embedding or a convolution with its adapter."""
-    for node in graph.nodes:
+def candidates(bases: Sequence[fx.Node]) -> Iterator[Candidate]:
+    """Every sum of an embedding or a convolution with its adapter.
+
+    Args:
+        bases: the embeddings and convolutions of a graph.
+    """
+    for node in _sums_of(bases):
         terms = [_core(term) for term, _ in summands(node)]
         if len(terms) != 2:
             continue
@@ -31,6 +37,22 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
             if reason:
                 yield Unread(node, base, up, reason)
                 break
+
+
+def _sums_of(bases: Sequence[fx.Node]) -> list[fx.Node]:
+    """The additions, in the order of the graph, of what is cast, reshaped and multiplied by numbers."""
+    found, waiting, seen = set[fx.Node](), list(bases), set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for user in node.users:
+            if summands(user):
+                found.add(user)
+            elif user.target in RESHAPES or user.target in CASTS or scaled(user) or times_tensor(user):
+                waiting.append(user)
+    return sorted(found)
 
 
 class Unread(Candidate):

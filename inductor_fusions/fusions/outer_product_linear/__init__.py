@@ -7,8 +7,7 @@ kernels make the products in registers, in forward and in backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -16,7 +15,7 @@ from torch import fx
 from ... import config, tables
 from ...decisions import Query, decide
 from ...derivatives import check_operation
-from ...fusion import Candidate, Fusion, LeftToStock, Rejected
+from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
 from ...keeping import Keeping
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
@@ -26,13 +25,10 @@ from . import recognise
 from .op import OUTER_PRODUCT_LINEAR, dtypes, pairs
 from .recognise import Site
 
+if TYPE_CHECKING:
+    from ..._inductor import Match
+
 __all__ = ["FUSION", "pairs"]
-
-
-def candidates(graph: fx.Graph) -> Iterator[Candidate]:
-    """Every linear on a flattened outer product."""
-    for site in recognise.sites(graph):
-        yield OuterProductLinear(graph, site)
 
 
 class OuterProductLinear(Candidate):
@@ -160,5 +156,11 @@ FUSION = Fusion(
     name="outer_product_linear",
     stage="pre_grad",
     summary="a linear on the flattened outer product of two matrices, without writing the product",
-    recognise=candidates,
 )
+
+
+@FUSION.anchor(lambda: recognise.LINEARS)
+def read(scope: Scope, match: Match) -> Candidate | None:
+    """A linear on a flattened outer product."""
+    site = recognise.site(match.output_node())
+    return OuterProductLinear(scope.graph, site) if site is not None else None

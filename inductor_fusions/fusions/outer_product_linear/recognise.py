@@ -9,7 +9,6 @@ these keep the elements in their order, so that shapes alone say what they mean.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,8 @@ _ADDMM = frozenset({torch.addmm, "addmm"})
 _MUL = frozenset({torch.mul, torch.multiply, operator.mul, "mul", "multiply", "__mul__"})
 _BMM = frozenset({torch.bmm, torch.matmul, operator.matmul, "bmm", "matmul", "__matmul__"})
 _EINSUM = frozenset({torch.einsum, torch.functional.einsum})
+#: What may be such a linear.
+LINEARS = _LINEAR | _MATMUL | _ADDMM
 #: Views that keep the elements in their order. `getitem` is one where it only adds dims.
 _VIEWS = frozenset(
     {torch.unsqueeze, torch.reshape, torch.flatten, "unsqueeze", "view", "reshape", "flatten", "contiguous"}
@@ -53,17 +54,17 @@ class Site:
     chain: tuple[fx.Node, ...]
 
 
-def sites(graph: fx.Graph) -> Iterator[Site]:
-    """Every linear on a flattened outer product, in graph order."""
-    for node in list(graph.nodes):
-        found = _linear(node)
-        if found is None:
-            continue
-        x, w, by_rows, bias = found
-        outer = _outer(x)
-        if outer is not None:
-            u, v, chain = outer
-            yield Site(node, u, v, w, by_rows, bias, chain)
+def site(node: fx.Node) -> Site | None:
+    """The linear on a flattened outer product that a node is, if it is one."""
+    found = _linear(node)
+    if found is None:
+        return None
+    x, w, by_rows, bias = found
+    outer = _outer(x)
+    if outer is None:
+        return None
+    u, v, chain = outer
+    return Site(node, u, v, w, by_rows, bias, chain)
 
 
 def _linear(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, fx.Node | None] | None:

@@ -28,8 +28,7 @@ ignore the permutations of q, k and v as well, so those of every SDPA call are b
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-from torch import fx
+from typing import TYPE_CHECKING
 
 from ..._inductor import (
     is_body_of_dynamo,
@@ -37,48 +36,50 @@ from ..._inductor import (
     patterns_match_decomposed_sdpa,
     patterns_take_tensors_for_numbers,
 )
-from ...fusion import Candidate, Fusion
+from ...fusion import Candidate, Fusion, Scope
 from .permutations import permuted, permuted_for
-from .reductions import Softmax, Sum, reduction_of
+from .reductions import REDUCTIONS, Softmax, Sum, reduction_of
 from .returned import returned
 from .scores import Alpha, divided
-from .walk import between, inputs_of, name_of, nearest_product, users_of
+from .walk import between, inputs_of, name_of, nearest_product, spellings, users_of
+
+if TYPE_CHECKING:
+    from ..._inductor import Match
 
 _SDPA = "scaled_dot_product_attention"
-
-
-def candidates(graph: fx.Graph) -> Iterator[Candidate]:
-    """What stock's patterns would read wrongly: around each softmax between two products, and before SDPA."""
-    calls_are_misread = patterns_match_decomposed_sdpa()
-    for node in list(graph.nodes):
-        if name_of(node) == _SDPA and calls_are_misread:
-            yield from permuted_for(node)
-        found = reduction_of(node)
-        if found is None:
-            continue
-        source, dims, rank = found
-        product, output = nearest_product(node, inputs_of), nearest_product(node, users_of)
-        if product is None or output is None:
-            continue
-        for each in between(node, product):
-            if name_of(each) in ("add", "iadd") and each.kwargs.get("alpha", 1) != 1:
-                yield Alpha(each, None)
-        divisions, ignored = [], patterns_ignore_the_scale()
-        if ignored or patterns_take_tensors_for_numbers():
-            divisions = list(divided(node, product, ignored))
-        yield from permuted(product, output)
-        if dims != (rank - 1,):
-            yield Sum(node, source, dims) if name_of(node) == "sum" else Softmax(node, source, dims[0])
-        elif not is_body_of_dynamo(graph):
-            yield from returned(output)
-        yield from divisions
 
 
 FUSION = Fusion(
     name="stock_misfires",
     stage="pre_grad",
     summary="graphs that stock's attention patterns misread, to equal ones that they do not",
-    recognise=candidates,
     exact=True,
     after=("attention",),
 )
+
+
+@FUSION.anchor(lambda: spellings(_SDPA, *REDUCTIONS))
+def read(scope: Scope, match: Match) -> Iterator[Candidate]:
+    """What stock's patterns would read wrongly: around each softmax between two products, and before SDPA."""
+    node = match.output_node()
+    if name_of(node) == _SDPA and patterns_match_decomposed_sdpa():
+        yield from permuted_for(node)
+    found = reduction_of(node)
+    if found is None:
+        return
+    source, dims, rank = found
+    product, output = nearest_product(node, inputs_of), nearest_product(node, users_of)
+    if product is None or output is None:
+        return
+    for each in between(node, product):
+        if name_of(each) in ("add", "iadd") and each.kwargs.get("alpha", 1) != 1:
+            yield Alpha(each, None)
+    divisions, ignored = [], patterns_ignore_the_scale()
+    if ignored or patterns_take_tensors_for_numbers():
+        divisions = list(divided(node, product, ignored))
+    yield from permuted(product, output)
+    if dims != (rank - 1,):
+        yield Sum(node, source, dims) if name_of(node) == "sum" else Softmax(node, source, dims[0])
+    elif not is_body_of_dynamo(scope.graph):
+        yield from returned(output)
+    yield from divisions

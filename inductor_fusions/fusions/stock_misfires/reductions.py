@@ -12,6 +12,9 @@ from ...operands import tensor
 from .respelling import Respelled
 from .walk import argument, name_of
 
+#: A softmax, and what is the sum of one that is written out.
+REDUCTIONS = ("softmax", "special_softmax", "sum")
+
 
 class Softmax(Respelled):
     """A softmax that is not over the last dim."""
@@ -49,7 +52,7 @@ class Sum(Respelled):
 def reduction_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...], int] | None:
     """(input, dims, rank) of a softmax, or of the sum of one that is written out."""
     name = name_of(node)
-    if name not in ("softmax", "special_softmax", "sum"):
+    if name not in REDUCTIONS:
         return None
     source = argument(node, 0)
     before = tensor(source)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from ...inplace import arguments, inputs, readers
@@ -29,6 +31,16 @@ def name_of(node: Any) -> str:
     else:
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return name.strip("_")
+
+
+def spellings(*names: str) -> list[Any]:
+    """Every function, method and operator of torch that `name_of` gives one of these names."""
+    found: list[Any] = []
+    for name in (*names, *(f"_{name}" for name in names)):
+        for container in (torch, F, torch.special, torch._C._nn, operator, torch.Tensor, torch.ops.aten):
+            found += [getattr(container, name)] if hasattr(container, name) else []
+        found += [name] if hasattr(torch.Tensor, name) else []
+    return found
 
 
 def argument(node: fx.Node, index: int, name: str = "input") -> Any:

@@ -1,0 +1,61 @@
+"""The diagonal of a matrix product, without the product.
+
+`torch.diagonal(a @ b)` is a row of dot products: n * k multiplications, where the product has n * n * k and
+writes n * n numbers. The scores of pairs (`torch.diag(queries @ documents.T)`) and traces of products are
+written so. Two functions say what is replaced by what.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .._inductor import known_true
+from ..fusion import Fusion, Rejected
+from ..operands import tensor
+
+if TYPE_CHECKING:
+    from .._inductor import Match
+
+
+def of_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """What is searched for: of matrices (n, k) and (k, n)."""
+    return torch.diagonal(torch.mm(a, b))
+
+
+def of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The same of batches of them."""
+    return torch.diagonal(torch.bmm(a, b), dim1=-2, dim2=-1)
+
+
+def dot_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """What comes in its place: each row of `a` times that column of `b`, added up in float32 at least."""
+    dtype = torch.promote_types(a.dtype, torch.float32)
+    return (a.to(dtype) * b.mT.to(dtype)).sum(-1).to(a.dtype)
+
+
+def check(match: Match) -> None:
+    """A sum of integers has another dtype, and a product that is not square has more rows or columns.
+
+    Raises:
+        Rejected: one of these.
+    """
+    a, b = tensor(match.kwargs["a"]), tensor(match.kwargs["b"])
+    if a is None or b is None or not a.is_floating_point():
+        raise Rejected("the diagonal of a product that is not of floating point")
+    if not known_true(a.shape[-2] == b.shape[-1]):
+        raise Rejected("the product is not square, or may not be")
+
+
+FUSION = Fusion(
+    name="product_diagonal",
+    stage="post_grad",
+    summary="the diagonal of a matrix product to dot products, without the product",
+)
+FUSION.replacement(
+    of_product, dot_products, inputs=lambda: [torch.empty(4, 8), torch.empty(8, 4)], check=check
+)
+FUSION.replacement(
+    of_products, dot_products, inputs=lambda: [torch.empty(2, 4, 8), torch.empty(2, 8, 4)], check=check
+)

@@ -1,0 +1,185 @@
+"""The candidates of a graph: what the patterns of a fusion match, read in graph order.
+
+Each fusion has a `PatternMatcherPass` of its own. It is applied once to a graph, and files every match; then
+the matches are read one after another, each in the graph as the sites before it have left it. What torch
+counts for its own patterns is counted for each site that was fused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import _inductor
+from .fusion import Anchor, Candidate, Fusion, Group, Rejected, Replacement, Scope
+from .graph.facts import forget
+from .operands import text
+
+
+def candidates(fusion: Fusion, graph: fx.Graph) -> Iterator[Candidate]:
+    """Every candidate of a fusion in a graph, and in the bodies that its scope names.
+
+    Args:
+        fusion: the fusion.
+        graph: changed in between by those who take a candidate.
+    """
+    if fusion.recognise is not None:
+        yield from fusion.recognise(graph)
+    if fusion.patterns:
+        scope = fusion.scope(graph)
+        if scope is not None:
+            yield from _Matcher.of(fusion).candidates(scope)
+
+
+class _Matcher:
+    """The patterns of a fusion, built when its first graph is read."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        self.fusion = fusion
+        self.patterns = _inductor.Patterns(fusion.name)
+        #: Of each replacement, its pattern; beside that, in `near`, what is nearly one.
+        self.searched: dict[int, Any] = {}
+        self.near = len(fusion.patterns)
+        for key, declared in enumerate(fusion.patterns):
+            if isinstance(declared, Replacement):
+                self._add(key, declared)
+            else:
+                self.patterns.add(key, declared.patterns(), declared.extra_check)
+
+    @staticmethod
+    @functools.cache
+    def of(fusion: Fusion) -> _Matcher:
+        """That of a fusion."""
+        return _Matcher(fusion)
+
+    def _add(self, key: int, declared: Replacement) -> None:
+        def check(match: Any) -> bool:
+            declared.check(match)
+            return True
+
+        pattern = self.patterns.add_replacement(
+            key, declared.search, declared.replace, declared.inputs, check
+        )
+        self.searched[key] = pattern
+        near = [_inductor.roots(pattern)] if declared.near is None else declared.near()
+        self.patterns.add(self.near, near)
+
+    def candidates(self, scope: Scope) -> Iterator[Candidate]:
+        """Those of one graph, then those of its bodies."""
+        found: dict[int, list[_inductor.Found]] = {}
+        for each in self.patterns.search(scope.graph):
+            found.setdefault(each.key, []).append(each)
+        for key, declared in enumerate(self.fusion.patterns):
+            matches = found.get(key, [])
+            if isinstance(declared, Anchor):
+                yield from _around(declared, scope, matches)
+            elif isinstance(declared, Group):
+                yield from declared.read(scope, [each.match for each in matches])
+            else:
+                for each in matches:
+                    if each.current() is not None:
+                        yield Replaced(each, declared.replace.__name__)
+        yield from self._near(found)
+        for body in scope.bodies():
+            yield from self.candidates(body)
+        yield from scope.finish()
+
+    def _near(self, found: dict[int, list[_inductor.Found]]) -> Iterator[Candidate]:
+        """What a replacement has nearly matched."""
+        matched = {each.node for key in self.searched for each in found.get(key, ())}
+        asked = any(isinstance(d, Replacement) and d.near is not None for d in self.fusion.patterns)
+        for each in found.get(self.near, ()):
+            if each.node in matched or each.current() is None:
+                continue
+            matched.add(each.node)
+            told = [(_inductor.difference(p, each.node), p) for p in self.searched.values()]
+            (problem, agreed), pattern = max(told, key=lambda one: one[0][1])
+            if problem and (asked or agreed >= max(2, _inductor.pattern_size(pattern) // 2)):
+                yield Missed(each.node, problem)
+
+
+def _around(declared: Anchor, scope: Scope, found: Iterable[_inductor.Found]) -> Iterator[Candidate]:
+    for each in found:
+        match = each.current()
+        if match is None or _inductor.undeclared(match):
+            continue
+        read = declared.read(scope, match)
+        if isinstance(read, Candidate):
+            yield read
+        elif read is not None:
+            yield from read
+
+
+class Replaced(Candidate):
+    """What a search function has matched.
+
+    Args:
+        found: the match.
+        kernel: what the report calls the replacement.
+    """
+
+    def __init__(self, found: _inductor.Found, kernel: str) -> None:
+        self.found, self.kernel, self.anchor = found, kernel, found.node
+
+    def describe(self) -> dict[str, str]:
+        given = self.found.match.kwargs.items()
+        values = {name: node.meta.get("val") for name, node in given if isinstance(node, fx.Node)}
+        return {name: text(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+    def guard(self) -> None:
+        match = self.found.match
+        problem = _inductor.undeclared(match)
+        if problem:
+            raise Rejected(problem)
+        check = self.found.check
+        assert check is not None
+        with _inductor.suppress_guards(_inductor.fake_mode_of(self.anchor.graph)):
+            if not check(match):
+                raise Rejected(
+                    f"at {self.anchor.name}: with these shapes, dtypes and constants the search function is "
+                    "another graph"
+                )
+        self._check_results()
+
+    def _check_results(self) -> None:
+        """What comes in the place of a value must be like it."""
+        traced = self.found.match.replacement_graph
+        assert traced is not None
+        (last,) = traced.graph.find_nodes(op="output")
+        results = last.args[0] if isinstance(last.args[0], (list, tuple)) else [last.args[0]]
+        for old, new in zip(self.found.match.output_nodes(), results, strict=True):
+            if old is None:
+                continue
+            if _kind(old) != _kind(new):
+                raise Rejected(f"at {old.name}: the replacement gives {_kind(new)}, not {_kind(old)}")
+            if any(user.target is torch.ops.aten.as_strided.default for user in old.users):
+                raise Rejected(f"{old.name} is read by its strides, which its replacement need not have")
+
+    def rewrite(self) -> str:
+        if self.found.replace():
+            forget(self.anchor.graph)
+        return self.kernel
+
+
+def _kind(node: Any) -> str:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    return f"{text(value)} on {value.device}"
+
+
+class Missed(Candidate):
+    """What is nearly what a search function matches."""
+
+    def __init__(self, anchor: fx.Node, problem: str) -> None:
+        self.anchor, self.problem = anchor, problem
+
+    def guard(self) -> None:
+        raise Rejected(self.problem)
+
+    def rewrite(self) -> str:
+        raise AssertionError("is never fused")

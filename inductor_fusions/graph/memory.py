@@ -33,7 +33,7 @@ _KERNELS = frozenset(
 
 #: What the peak may grow by: relative to it, and in bytes, to which CUDA's allocator rounds large blocks up.
 SLACK, ROUNDING = 1 / 1024, 2 * 2**20
-#: How many values that are in no memory are looked through for who reads them.
+#: How many values that are in no memory are looked through, for what they read and for who reads them.
 _DEPTH = 16
 
 
@@ -210,27 +210,33 @@ class Memory:
 
     def _below(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """The values in memory that loops compute of nodes, with those among the nodes themselves."""
-        waiting = list(nodes)
-        seen = set(waiting)
-        found = []
+        found: dict[fx.Node, None] = {}
+        waiting = [(node, _DEPTH + 1) for node in nodes]
+        seen: dict[fx.Node, int] = {}
         while waiting:
-            node = waiting.pop()
+            node, depth = waiting.pop()
+            if seen.get(node, -1) >= depth:
+                continue
+            seen[node] = depth
             self.visits += 1
             if self._stores(node):
-                found.append(node)
-            if node.op == "call_function" and (_kind(node).view or self._passes(node)):
-                fresh = [user for user in node.users if user not in seen]
-                seen.update(fresh)
-                waiting += fresh
-        return found
+                found[node] = None
+            elif _kind(node).view:
+                waiting += [(user, depth) for user in node.users]
+            elif depth and _kind(node).pointwise:
+                waiting += [(user, depth - 1) for user in node.users]
+        return list(found)
 
     def _above(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
         """The values in memory that loops compute nodes of, with those among the nodes themselves."""
         found: dict[fx.Node, None] = {}
         waiting = [(node, _DEPTH + 1) for node in nodes]
-        seen = set()
+        seen: dict[fx.Node, int] = {}
         while waiting:
             node, depth = waiting.pop()
+            if seen.get(node, -1) >= depth:
+                continue
+            seen[node] = depth
             self.visits += 1
             if self._stores(node):
                 found[node] = None
@@ -238,8 +244,7 @@ class Memory:
                 source = through(x, VIEWS)
                 if self._stores(source):
                     found[source] = None
-                elif depth and source not in seen and self._passes(source):
-                    seen.add(source)
+                elif depth and _kind(source).pointwise:
                     waiting.append((source, depth - 1))
         return found
 
@@ -348,17 +353,20 @@ class Memory:
     def _sources(self, node: fx.Node) -> set[fx.Node]:
         """What a pointwise value is computed from, in one loop."""
         found: set[fx.Node] = set()
-        waiting, seen = [through(x, VIEWS) for x in node.all_input_nodes], set()
-        while waiting:
-            source = waiting.pop()
-            if source in seen:
-                continue
-            self.visits += 1
-            seen.add(source)
-            if self._passes(source):
-                waiting += [through(x, VIEWS) for x in source.all_input_nodes]
-            else:
-                found.add(source)
+        seen: set[fx.Node] = set()
+        level = [node]
+        for depth in reversed(range(_DEPTH)):
+            inputs = dict.fromkeys(through(x, VIEWS) for each in level for x in each.all_input_nodes)
+            level = []
+            for source in inputs:
+                if source in seen:
+                    continue
+                self.visits += 1
+                seen.add(source)
+                if depth and self._passes(source):
+                    level.append(source)
+                else:
+                    found.add(source)
         return found
 
     def _drop(self, node: fx.Node) -> dict[fx.Node, None]:

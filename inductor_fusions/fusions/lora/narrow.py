@@ -139,8 +139,8 @@ def measured(shape: Shape, device: torch.device) -> Config | None:
         if all(row.get(name, 0) == wanted[name] for name in ("width", "ranks", "masks")):
             return found
         found = replace(found, draws=False)
-        # Parts of K are two steps long at least.
-        most = max(1, (shape.inner or 0) // (2 * found.block_k))
+        # Parts of K are worth adding up from four steps each.
+        most = max(1, (shape.inner or 0) // (4 * found.block_k))
         return found if fitted(found, shape) == found and found.splits <= most else None
 
     return tiles(Query("narrow_mm", {**wanted, "tokens": tokens}), device, fits)

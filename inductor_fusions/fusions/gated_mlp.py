@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from .. import config
 from .._inductor import was_erased
-from ..fusion import Candidate, Fusion, Rejected, Scope
+from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
 from ..graph.facts import facts
 from ..graph.placement import Place
 from ..graph.products import Product, identity, product, same_sizes, value
+from ..problems import FEW_ROWS
 from .block_mm import emit, guards
 from .block_mm.columns import Columns, columns, halves
 from .block_mm.expressions import NONLINEAR, Expressions, activation, behind, between, leaves, mul, same
@@ -87,7 +89,24 @@ class GatedPair(Candidate):
             )
         self.sizes = emit.sizes_of(self.anchor, gate.node, inside)
         facts(self.graph).memory.check(stored, self.place.before, [self.anchor])
+        self._check_packed()
         self.kernel = guards.kernel([[gate], [up]], True, self.name)
+
+    def _check_packed(self) -> None:
+        """Stock computes a packed linear at once: what the tables say is against two products.
+
+        On an H100 the fused kernel was 1.05 to 1.18 times as fast for 16 rows at most, and 0.81 to 0.88 times
+        for 8,192.
+        """
+        gate, up = self.linears
+        if not isinstance(gate, Columns) or not isinstance(up, Columns) or gate.base != up.base:
+            return
+        rows = value(gate.base.node).shape[0]
+        if config.policy != "always" and not (isinstance(rows, int) and rows <= FEW_ROWS):
+            raise LeftToStock(
+                f"gate and up are one linear, which stock computes at once: for more than {FEW_ROWS} rows that "
+                "is as fast"
+            )
 
     def rewrite(self) -> str:
         root, before = self.anchor, self.place.before

@@ -104,8 +104,8 @@ class GatedPair(Candidate):
         rows = value(gate.base.node).shape[0]
         if config.policy != "always" and not (isinstance(rows, int) and rows <= FEW_ROWS):
             raise LeftToStock(
-                f"gate and up are one linear, which stock computes at once: for more than {FEW_ROWS} rows that "
-                "is as fast"
+                "gate and up are one linear, which stock computes at once: as fast for more than "
+                f"{FEW_ROWS} rows"
             )
 
     def rewrite(self) -> str:

@@ -122,6 +122,7 @@ def variables() -> dict[str, tuple[str, ...]]:
         "INDUCTOR_FUSIONS_GATED_MLP": ("0", "1"),
         "INDUCTOR_FUSIONS_LINEAR_EPILOGUE": ("0", "1"),
         "INDUCTOR_FUSIONS_STORED_INDICES": ("0", "1"),
+        "INDUCTOR_FUSIONS_PRODUCT_DIAGONAL": ("0", "1"),
         "INDUCTOR_FUSIONS_FLEX_BACKWARD": ("0", "1"),
         "INDUCTOR_FUSIONS_OUTER_PRODUCT_LINEAR": ("0", "1"),
         "INDUCTOR_FUSIONS_DOT_INTERACTION": ("0", "1"),

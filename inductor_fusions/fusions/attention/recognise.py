@@ -26,7 +26,7 @@ from .operands import same_shape
 from .output import downwards
 from .rescaled import logsumexp_of, read_sink
 from .scores import Upwards
-from .torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, is_free_of_operand, read, tensor
+from .torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, read, tensor
 
 if TYPE_CHECKING:
     from ..._inductor import Match
@@ -147,9 +147,6 @@ def _read(
     downwards(site, upwards.number, at)
     if logsumexp is not None:
         read_sink(site, logsumexp)
-    for reader in site.readers:
-        if not is_free_of_operand(reader):
-            raise Rejected(f"the scores are used elsewhere, by {reader.name}")
     for reader in upwards.others:
         partner, elsewhere = _softmax_behind(reader), f"the scores are used elsewhere, by {reader.name}"
         if partner is None or partner is softmax:

@@ -331,12 +331,6 @@ def reads_metadata(user: fx.Node, node: fx.Node) -> bool:
     return op.name in _LIKE or op.name in ("size", "dim", "sym_size", "_assert_tensor_metadata")
 
 
-def is_free_of_operand(user: fx.Node) -> bool:
-    """Whether nothing is left of what an operation reads the metadata of, once autograd has traced it."""
-    op = read(user)
-    return op is not None and op.name != "_assert_tensor_metadata"
-
-
 def dropout_p(op: Op) -> float:
     """Probability with which a dropout drops now: 0 in evaluation.
 

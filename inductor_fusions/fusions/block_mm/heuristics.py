@@ -32,8 +32,8 @@ def decided(problem: Problem, device: torch.device, span: Span | None = None) ->
     _check_capability(device)
     if problem.tokens is None and (span is None or problem.kind == "shared_b"):
         raise LeftToStock("the number of rows is symbolic: what pays for one may not pay for another")
-    if None in problem.inner and problem.kind != "shared_b":
-        raise LeftToStock("the inner size is symbolic")
+    if not _has_sizes(problem):
+        raise LeftToStock("a size beside the number of rows is symbolic")
     if problem.tokens is not None:
         decision = decide(_query(problem, problem.tokens), device)
     else:
@@ -58,7 +58,7 @@ def choose(problem: Problem, device: torch.device, tokens: int | None = None) ->
     _check_capability(device)
     arch, tokens = capability(device), problem.tokens or tokens
     found: Config | None = None
-    if tokens is not None and (None not in problem.inner or problem.kind == "shared_b"):
+    if tokens is not None and _has_sizes(problem):
         query = _query(problem, tokens)
 
         def fits(row: Row) -> Config | None:
@@ -70,6 +70,11 @@ def choose(problem: Problem, device: torch.device, tokens: int | None = None) ->
 
         found = tiles(query, device, fits)
     return found or configurations.default(problem, arch)
+
+
+def _has_sizes(problem: Problem) -> bool:
+    """Whether all sizes are numbers but that of the tokens."""
+    return None not in (problem.rows if problem.kind == "shared_b" else problem.inner)
 
 
 def _check_capability(device: torch.device) -> None:

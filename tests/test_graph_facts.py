@@ -64,8 +64,8 @@ def calls(case: str, layers: int) -> list[int]:
 def test_cost_is_linear(case: str) -> None:
     """Twice as many layers are about twice as many calls; they are four times as many if each site reads all.
 
-    What is looked through before a value in memory is met fills up with the first layers: adapters in inference
-    have 2.65 times the calls from 4 to 8 layers, and 2.25 times from 16 to 32.
+    What is looked through before a value in memory is met fills up with the first layers: adapters in
+    inference have 2.65 times the calls from 4 to 8 layers, and 2.25 times from 16 to 32.
     """
     few, many = calls(case, 4), calls(case, 8)
     assert len(few) == len(many) >= 2

@@ -76,12 +76,14 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.cache, self.root = folder / "cache", folder / "root"
+        #: As in an installed package.
+        self.tables = self.root / PACKAGE.name / "configs"
         self.root.mkdir()
         shutil.copytree(PACKAGE, self.root / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
         tables = next((d for d in (PACKAGE / "configs", PACKAGE.parent / "configs") if d.is_dir()), None)
         if tables is not None:
-            shutil.copytree(tables, self.root / "configs", dirs_exist_ok=True)
-        (self.root / "configs" / "devices").mkdir(parents=True, exist_ok=True)
+            shutil.copytree(tables, self.tables, dirs_exist_ok=True)
+        (self.tables / "devices").mkdir(parents=True, exist_ok=True)
         self.nursery: subprocess.Popen[str] | None = None
 
     def start(self, code: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:

@@ -99,7 +99,7 @@ def table(gain: float) -> str:
 
 def test_one_table_changed(machine: Machine) -> None:
     """Under the default policy the tables decide: another table, other code."""
-    path = machine.root / "configs" / "devices" / "cpu.json"
+    path = machine.tables / "devices" / "cpu.json"
     for gain, fused in ((2.0, True), (0.5, False)):
         path.write_text(table(gain))
         found = machine.run()

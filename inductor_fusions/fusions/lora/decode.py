@@ -20,7 +20,7 @@ from ...decisions import Query, tiles
 from ...fusion import Rejected
 from ...lowering import kernel_or
 from ...operands import may_use_tf32
-from ...problems import Row
+from ...problems import SINGLE_ROWS, Row
 from ..block_mm.configurations import shared_limit, tall
 from ..block_mm.heuristics import capability
 from ..block_mm.lowering import check_factors, scaled_product
@@ -199,6 +199,8 @@ def choose(shape: Shape, device: torch.device) -> Config:
         if found.row:
             takes = shape.along and shape.rows <= row["tokens"] and found.block_k <= _row_step(shape, 8192)
             return found if takes else None
+        if shape.along and shape.rows <= SINGLE_ROWS < row["tokens"]:
+            return None  # tensor cores pay for more rows than so few
         wide = max(shape.ranks) > 64 and found.block_n >= 64  # its parts need the registers
         under_way = found.num_stages - (found.lanes > 1)
         room = _under_way(shape, found.block_n, found.block_k, under_way, arch)

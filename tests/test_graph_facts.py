@@ -16,6 +16,7 @@ pytest.importorskip("peft")
 
 import inductor_fusions
 from bench import pass_time
+from inductor_fusions.graph import memory
 from inductor_fusions.graph.memory import Memory
 
 PACKAGE = str(Path(inductor_fusions.__file__).parent)
@@ -61,13 +62,14 @@ def calls(case: str, layers: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", pass_time.CASES)
-def test_cost_is_linear(case: str) -> None:
+def test_cost_is_linear(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice as many layers are about twice as many calls; they are four times as many if each site reads all.
 
-    What is looked through before a value in memory is met fills up with the first layers: adapters in
-    inference have 2.65 times the calls from 4 to 8 layers, and 2.25 times from 16 to 32.
+    Through how many values that are in no memory a site looks is a constant. It is smaller here, so that four
+    layers have as many: with 16, calls grow 2.65 times from 4 to 8 layers and 2.25 times from 16 to 32.
     """
+    monkeypatch.setattr(memory, "_DEPTH", 4)
     few, many = calls(case, 4), calls(case, 8)
     assert len(few) == len(many) >= 2
     for before, now in zip(few, many, strict=True):
-        assert now < 2.9 * before
+        assert now < 2.3 * before

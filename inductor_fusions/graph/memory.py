@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import heapq
 import operator
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch import fx
 from .._inductor import hint, was_erased
 from ..fusion import Rejected
 from .products import CASTS, VIEWS, Product, readers, tensor, through, value
+from .profile import Interval, Profile
 
 aten = torch.ops.aten
 
@@ -35,14 +36,6 @@ _KERNELS = frozenset(
 SLACK, ROUNDING = 1 / 1024, 2 * 2**20
 #: How many values that are in no memory are looked through, for what they read and for who reads them.
 _DEPTH = 16
-
-
-class Interval(NamedTuple):
-    """A value in memory: made at one node, read last at another, and how large it is."""
-
-    birth: fx.Node
-    death: fx.Node
-    bytes: int
 
 
 @dataclass
@@ -80,7 +73,7 @@ class Memory:
         self._born: dict[fx.Node, dict[fx.Node, None]] = {}
         self._dead: dict[fx.Node, dict[fx.Node, None]] = {}
         self._returned: frozenset[fx.Node] = frozenset()
-        self._profile = _Profile()
+        self._profile = Profile()
         self._touched: dict[fx.Node, None] = dict.fromkeys(graph.nodes)
         #: How many nodes were looked at: what a test of the cost counts.
         self.visits = 0
@@ -210,43 +203,51 @@ class Memory:
 
     def _below(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """The values in memory that loops compute of nodes, with those among the nodes themselves."""
-        found: dict[fx.Node, None] = {}
-        waiting = [(node, _DEPTH + 1) for node in nodes]
-        seen: dict[fx.Node, int] = {}
-        while waiting:
-            node, depth = waiting.pop()
-            if seen.get(node, -1) >= depth:
-                continue
-            seen[node] = depth
-            self.visits += 1
-            if self._stores(node):
-                found[node] = None
-            elif _kind(node).view:
-                waiting += [(user, depth) for user in node.users]
-            elif depth and _kind(node).pointwise:
-                waiting += [(user, depth - 1) for user in node.users]
-        return list(found)
 
-    def _above(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
+        def users(node: fx.Node, depth: int) -> Iterator[tuple[fx.Node, int]]:
+            kind = _kind(node)
+            left = depth if kind.view else depth - 1 if kind.pointwise else 0
+            if left and not self._stores(node):
+                yield from ((user, left) for user in node.users)
+
+        return self._reached(nodes, users)
+
+    def _above(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """The values in memory that loops compute nodes of, with those among the nodes themselves."""
-        found: dict[fx.Node, None] = {}
-        waiting = [(node, _DEPTH + 1) for node in nodes]
-        seen: dict[fx.Node, int] = {}
-        while waiting:
-            node, depth = waiting.pop()
-            if seen.get(node, -1) >= depth:
-                continue
-            seen[node] = depth
-            self.visits += 1
-            if self._stores(node):
-                found[node] = None
+
+        def sources(node: fx.Node, depth: int) -> Iterator[tuple[fx.Node, int]]:
             for x in node.all_input_nodes if node.op != "output" else ():
                 source = through(x, VIEWS)
                 if self._stores(source):
-                    found[source] = None
-                elif depth and _kind(source).pointwise:
-                    waiting.append((source, depth - 1))
-        return found
+                    yield source, 0
+                elif depth > 1 and _kind(source).pointwise:
+                    yield source, depth - 1
+
+        return self._reached(nodes, sources)
+
+    def _reached(
+        self, nodes: Iterable[fx.Node], onwards: Callable[[fx.Node, int], Iterable[tuple[fx.Node, int]]]
+    ) -> list[fx.Node]:
+        """The values in memory among nodes and what is reached from them.
+
+        Args:
+            nodes: where to begin.
+            onwards: where to go from a node, and how many steps may follow there.
+        """
+        found: dict[fx.Node, None] = {}
+        waiting = [(node, _DEPTH + 2) for node in nodes]
+        seen: dict[fx.Node, int] = {}
+        while waiting:
+            node, depth = waiting.pop()
+            if seen.get(node, -1) >= depth:
+                continue
+            seen[node] = depth
+            self.visits += 1
+            if self._stores(node):
+                found[node] = None
+            if depth:
+                waiting += onwards(node, depth)
+        return list(found)
 
     def _passes(self, node: fx.Node) -> bool:
         """Whether a value is computed where it is read."""
@@ -346,9 +347,10 @@ class Memory:
             self._profile.add(stored.interval)
 
     def _death(
-        self, node: fx.Node, known: dict[tuple[fx.Node, int], fx.Node], depth: int = _DEPTH
+        self, node: fx.Node, known: dict[tuple[fx.Node, int], fx.Node], depth: int | None = None
     ) -> fx.Node:
         """When a value is read last: by what is computed in a loop, when that loop runs."""
+        depth = _DEPTH if depth is None else depth
         last = known.get((node, depth))
         if last is not None:
             return last
@@ -399,107 +401,6 @@ class Memory:
             self._profile.remove(stored.interval)
             del self._dead[stored.interval.death][node]
             stored.interval = None
-
-
-class _Profile:
-    """The bytes in memory over the nodes of a graph: gains and losses at those where a value is made or dies.
-
-    They are in blocks of about the square root of their number, so that a change looks at one block, and a
-    question at one number of each.
-    """
-
-    def __init__(self) -> None:
-        self._gains: dict[fx.Node, int] = {}
-        self._losses: dict[fx.Node, int] = {}
-        self._blocks: list[list[fx.Node]] = []
-        self._starts: list[fx.Node] = []
-        #: Of each block, what it adds up to and the peak within; None where that has changed.
-        self._sums: list[tuple[int, int] | None] = []
-
-    def add(self, interval: Interval, sign: int = 1) -> None:
-        """Count a value."""
-        for changes, node in ((self._gains, interval.birth), (self._losses, interval.death)):
-            self._sums[self._block(node)] = None
-            changes[node] = changes.get(node, 0) + sign * interval.bytes
-
-    def remove(self, interval: Interval) -> None:
-        """Count a value no more."""
-        self.add(interval, -1)
-        for node in {interval.birth, interval.death}:
-            if not self._gains.get(node) and not self._losses.get(node):
-                self._discard(node)
-
-    def peak(self, without: Iterable[Interval] = (), with_: Iterable[Interval] = ()) -> int:
-        """The most bytes at once: as it is, or if these values were gone and those came."""
-        gains: dict[fx.Node, int] = {}
-        losses: dict[fx.Node, int] = {}
-        for sign, intervals in ((-1, without), (1, with_)):
-            for interval in intervals:
-                gains[interval.birth] = gains.get(interval.birth, 0) + sign * interval.bytes
-                losses[interval.death] = losses.get(interval.death, 0) + sign * interval.bytes
-        others: dict[int, list[fx.Node]] = {}
-        for node in gains.keys() | losses.keys():
-            others.setdefault(self._find(node), []).append(node)
-        peak = live = 0
-        for at, block in enumerate(self._blocks or [[]]):
-            if at in others:
-                total, most = self._sum(sorted({*others[at], *block}), gains, losses)
-            else:
-                total, most = self._summed(at)
-            peak, live = max(peak, live + most), live + total
-        return peak
-
-    def _summed(self, at: int) -> tuple[int, int]:
-        found = self._sums[at] if self._blocks else (0, 0)
-        if found is None:
-            found = self._sums[at] = self._sum(self._blocks[at], {}, {})
-        return found
-
-    def _sum(
-        self, nodes: Iterable[fx.Node], gains: dict[fx.Node, int], losses: dict[fx.Node, int]
-    ) -> tuple[int, int]:
-        total = most = 0
-        for node in nodes:
-            total += self._gains.get(node, 0) + gains.get(node, 0)
-            most = max(most, total)
-            total -= self._losses.get(node, 0) + losses.get(node, 0)
-        return total, most
-
-    def _find(self, node: fx.Node) -> int:
-        """The block that a node belongs into."""
-        return max(bisect_right(self._starts, node) - 1, 0)
-
-    def _block(self, node: fx.Node) -> int:
-        """The block that a node is in, which it is put into if it is in none."""
-        at = self._find(node)
-        if node in self._gains or node in self._losses:
-            return at
-        if not self._blocks:
-            self._blocks.append([node])
-            self._starts.append(node)
-            self._sums.append(None)
-            return 0
-        block = self._blocks[at]
-        insort(block, node)
-        self._starts[at], self._sums[at] = block[0], None
-        if len(block) > 32 and len(block) ** 2 > 4 * (len(self._gains) + len(self._losses)):
-            half = len(block) // 2
-            self._blocks[at : at + 1] = [block[:half], block[half:]]
-            self._starts.insert(at + 1, block[half])
-            self._sums.insert(at + 1, None)
-            return at + (node >= block[half])
-        return at
-
-    def _discard(self, node: fx.Node) -> None:
-        at = self._find(node)
-        block = self._blocks[at]
-        block.remove(node)
-        self._gains.pop(node, None)
-        self._losses.pop(node, None)
-        if block:
-            self._starts[at], self._sums[at] = block[0], None
-        else:
-            del self._blocks[at], self._starts[at], self._sums[at]
 
 
 class _Kind(NamedTuple):

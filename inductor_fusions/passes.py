@@ -330,17 +330,20 @@ def _fuse_recorded(
             named.add(graph)
         journal.clear()
         site.kernel = candidate.rewrite()
-    except Rejected as miss:
-        site.verdict = "left to stock" if isinstance(miss, LeftToStock) else "rejected"
-        site.reason, site.hint, site.saved = miss.reason, miss.hint, {}
-        changes.put_back(graph, journal)
     except Exception as error:
-        if config.strict:
+        if config.strict and not isinstance(error, Rejected):
             reporting.record(site)
             raise
-        if not changes.put_back(graph, journal) and not containment.is_foreign(fusion):
+        # A rewrite that rejects may have begun to change the graph as well.
+        undone = changes.put_back(graph, journal)
+        if not undone and not containment.is_foreign(fusion):
             raise Unfinished(f"{fusion.name} raised {error!r} in the middle of a change") from error
-        site.verdict, site.reason, site.saved = "failed", repr(error), {}
+        site.saved = {}
+        if isinstance(error, Rejected) and undone:
+            site.verdict = "left to stock" if isinstance(error, LeftToStock) else "rejected"
+            site.reason, site.hint = error.reason, error.hint
+            return site
+        site.verdict, site.reason = "failed", repr(error)
         log.warning(
             "%s raised %r at %s; the site is left as it was", fusion.name, error, site.source or site.node
         )

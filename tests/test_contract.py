@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from inductor_fusions import config, inplace, passes, testing, watching
-from inductor_fusions.fusion import Candidate, Fusion, Unfinished
+from inductor_fusions.fusion import Candidate, Fusion, Rejected, Unfinished
 from tests.selection import todays_seed
 from tests.support.graphs import Seen, after_autograd, told
 
@@ -148,8 +148,8 @@ def test_some_architectures(number: int) -> None:
 class Half(Candidate):
     """Writes something wrong into a graph and raises; `erases` says whether that can be undone."""
 
-    def __init__(self, anchor: fx.Node, erases: bool) -> None:
-        self.anchor, self.erases = anchor, erases
+    def __init__(self, anchor: fx.Node, erases: bool, error: type[Exception] = ValueError) -> None:
+        self.anchor, self.erases, self.error = anchor, erases, error
 
     def guard(self) -> None:
         pass
@@ -161,7 +161,7 @@ class Half(Candidate):
         self.anchor.replace_all_uses_with(new)
         if self.erases:
             graph.erase_node(self.anchor)
-        raise ValueError("on purpose")
+        raise self.error("on purpose")
 
 
 def relu_graph() -> fx.Graph:
@@ -187,9 +187,18 @@ def test_a_rewrite_that_raises_is_undone() -> None:
     assert [(entry[:4]) for entry in told(graph)] == [(entry[:4]) for entry in before]
 
 
-def test_a_rewrite_that_cannot_be_undone_ends_the_compile() -> None:
+def test_a_rewrite_that_rejects_is_undone() -> None:
+    graph = relu_graph()
+    before = told(graph)
+    (site,) = apply(graph, lambda node: Half(node, erases=False, error=Rejected))
+    assert (site.verdict, site.reason) == ("rejected", "on purpose")
+    assert [(entry[:4]) for entry in told(graph)] == [(entry[:4]) for entry in before]
+
+
+@pytest.mark.parametrize("error", [ValueError, Rejected])
+def test_a_rewrite_that_cannot_be_undone_ends_the_compile(error: type[Exception]) -> None:
     with pytest.raises(Unfinished, match="on purpose"):
-        apply(relu_graph(), lambda node: Half(node, erases=True))
+        apply(relu_graph(), lambda node: Half(node, erases=True, error=error))
 
 
 @pytest.mark.recovers

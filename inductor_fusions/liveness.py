@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from . import inplace
-from .writes import is_opaque, name_of, written
+from .writes import is_opaque, may_update_statistics, name_of, written
 
 #: Functions of Python that compute a value, and have no operation of their name.
 _PURE = frozenset({"getitem", "getattr", "truediv", "floordiv", "and_", "or_", "invert"})
@@ -44,7 +44,9 @@ def _is_pure(node: fx.Node) -> bool:
         return False
     if node.op == "call_function" and (callable(node.target) and is_opaque(node.target)):
         return False
-    if isinstance(node.target, torch._ops.HigherOrderOperator) or written(node):
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
+    if written(node) or may_update_statistics(node):
         return False
     name = name_of(node)
     return name in _PURE or name.strip("_") in _PURE or _computes(name)

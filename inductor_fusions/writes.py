@@ -84,6 +84,11 @@ def _is_in_place(function: Any) -> bool:
     return function in _IN_PLACE or (function not in _KEYWORDS and _writes_by_name(name))
 
 
+def may_update_statistics(node: fx.Node) -> bool:
+    """Whether a normalisation is given more than what it normalises: perhaps statistics, which it updates."""
+    return "norm" in name_of(node) and len(node.all_input_nodes) > 1
+
+
 def is_told_to_overwrite(node: fx.Node) -> bool:
     """Whether a function such as `F.relu` is told `inplace=True`, by name or by position."""
     return node.op == "call_function" and bool(_given(node, "inplace"))
@@ -243,7 +248,7 @@ def effects(graph: fx.Graph) -> list[fx.Node]:
     For a fusion with many candidates, each of which would read the whole graph otherwise. They are all for as
     long as none is added.
     """
-    return [node for node in graph.nodes if "norm" in name_of(node) or written(node)]
+    return [node for node in graph.nodes if may_update_statistics(node) or written(node)]
 
 
 def check_between(
@@ -304,7 +309,7 @@ def check_kept(operands: Collection[fx.Node], last: fx.Node, known: Sequence[fx.
 
 def _writes_statistics(call: fx.Node, reads: Collection[fx.Node]) -> bool:
     """Whether a normalisation updates statistics that are in the memory of what others read."""
-    if "norm" not in name_of(call):
+    if not may_update_statistics(call):
         return False
-    updated = {storage(node) for node in call.all_input_nodes if node is not call.args[0]} - {None}
+    updated = {storage(node) for node in call.all_input_nodes if node not in call.args[:1]} - {None}
     return any(storage(x) in updated for node in reads for x in (node, *node.all_input_nodes))

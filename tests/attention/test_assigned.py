@@ -139,6 +139,16 @@ def test_what_else_is_written() -> None:
         s[..., 1:, 1:] += 2.0
         return s.softmax(-1) @ v
 
+    def transposed(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        s = scores(q, k)
+        s[..., 1:, 1:] = s[..., 1:, 1:].mT + bias
+        return s.softmax(-1) @ v
+
+    def other_heads(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        s = scores(q, k)
+        s[..., 1:, 1:] = s[..., 1:, 1:].transpose(0, 1) + bias
+        return s.softmax(-1) @ v
+
     def not_low(q: Any, k: Any, v: Any, bias: Any) -> Any:
         s = scores(q, k)
         s[bias > 0] = 1.0
@@ -155,8 +165,29 @@ def test_what_else_is_written() -> None:
     unfused(scaled, (*qkv(N, N), rand(N - 1, N - 1)), "a part of the scores is scaled")
     unfused(activated, (*qkv(N, N), rand(N - 1, N - 1)), "by more than a sum or a mask")
     unfused(shifted, (*qkv(N, N), rand(N - 1, N - 1)), "a number is added to a part")
+    unfused(transposed, (*qkv(N, N), rand(N - 1, N - 1)), "a part of the scores is permuted")
+    unfused(other_heads, (*qkv(N, N, batch=H), rand(N - 1, N - 1)), "a part of the scores is permuted")
     unfused(not_low, (*qkv(N, N), rand(B, H, N, N)), "a low number")
     unfused(afterwards, (*qkv(N, N), rand(B, H, N, N)), "used elsewhere")
+
+
+def test_two_softmaxes_behind_a_write() -> None:
+    """The first that is fused leaves the write to the other."""
+
+    def filled_for_both(q: Any, k: Any, v: Any, w: Any, mask: Any) -> Any:
+        s = scores(q, k)
+        s[mask] = -1e9
+        return s.softmax(-1) @ v, s.mT.softmax(-1) @ w
+
+    def added_for_both(q: Any, k: Any, v: Any, w: Any, bias: Any) -> Any:
+        s = scores(q, k)
+        s[..., 1:, 1:].add_(bias)
+        return s.softmax(-1) @ v, w.mT @ s.softmax(-2)
+
+    for fn, last in ((filled_for_both, hidden(B, H, N, N)), (added_for_both, rand(H, N - 1, N - 1))):
+        inputs = (*qkv(N, N), rand(B, H, N, D), last)
+        seen = check(fn, inputs, fused=2)
+        assert not seen.ours.calls("setitem") and not seen.ours.calls("add_")
 
 
 SHAPES = {

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
-from tests.attention.support import cases, check, qkv, unfused
+from tests.attention.support import HEADS, cases, check, qkv, unfused
 
 
 def scores_of(q: Any, k: Any) -> Any:
@@ -71,6 +73,14 @@ def test_readers_that_are_used() -> None:
         _ = weights.clone()
         return weights @ v, weights.sum()
 
+    mean, variance = torch.zeros(HEADS), torch.ones(HEADS)
+
+    def normalised(q: Any, k: Any, v: Any) -> Any:
+        scores = scores_of(q, k)
+        F.batch_norm(scores, mean.to(q.dtype), variance.to(q.dtype), training=True)
+        return scores.softmax(-1) @ v
+
+    unfused(normalised, qkv(), "the scores are used elsewhere, by batch_norm")
     unfused(scores_too, qkv(), "the scores are used elsewhere")
     unfused(written_into, qkv(), "the scores are used elsewhere")
     unfused(weights_too, qkv(), "the attention weights are used elsewhere")

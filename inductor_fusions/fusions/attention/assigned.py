@@ -15,7 +15,7 @@ from ...fusion import Rejected
 from ...inplace import arguments
 from .arrangement import Arrangement
 from .normal_form import Term
-from .operands import Operand
+from .operands import Operand, same_shape
 from .torch_ops import concrete, read, tensor
 
 
@@ -104,7 +104,14 @@ def region(writer: fx.Node, scores: fx.Node) -> Region | None:
         index = part["index"]
     whole = tensor(scores)
     places = None if whole is None else _places(concrete(index), whole.shape)
-    return None if places is None or tensor(written) is None else Region(scores, index, written, places)
+    value = tensor(written)
+    if (
+        places is None
+        or value is None
+        or not same_shape(value.shape, [stop - start for start, stop in places])
+    ):
+        return None
+    return Region(scores, index, written, places)
 
 
 def _places(index: Any, shape: Sequence[Any]) -> tuple[tuple[Any, Any], ...] | None:

@@ -12,6 +12,7 @@ from torch import fx
 
 from ... import config
 from ..._inductor import known_true
+from ...writes import may_alias, storage, written
 from . import flex, row_bias, torch_ops
 from .builder import Builder
 from .mask_builder import Mask, MaskMemo, build_mask
@@ -280,8 +281,19 @@ def erase_chain(graph: fx.Graph, chain: list[fx.Node]) -> None:
     """Remove the nodes of a site that nobody reads any more, last first."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in sorted(set(chain), key=lambda n: -order.get(n, 0)):
-        if not node.users:
+        if not node.users and not _is_seen_in_memory(node):
             graph.erase_node(node)
+
+
+def _is_seen_in_memory(writer: fx.Node) -> bool:
+    """Whether a node that writes to memory has a reader behind it, by another name."""
+    targets = [storage(target) for target in written(writer)]
+    node = writer.next
+    while targets and node.op != "root":
+        if any(may_alias(storage(each), target) for each in node.all_input_nodes for target in targets):
+            return True
+        node = node.next
+    return False
 
 
 def keeps_operands(node: fx.Node) -> bool:

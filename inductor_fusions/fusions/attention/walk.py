@@ -31,12 +31,14 @@ class Reading:
 
     Attributes:
         part: which.
+        at: what the dims of the scores are.
         factor: numbers by which all scores are multiplied further down.
         shifts_cancel: as in `Walk`, for what all scores have in common.
         terms: what acts on the scores before the part is read.
     """
 
     part: Region
+    at: Arrangement
     factor: float
     shifts_cancel: bool
     terms: tuple[Term, ...] = ()
@@ -128,7 +130,7 @@ class Walk:
             part = region(writer, node)
             if part is None:
                 raise Rejected(f"{writer.name} writes to the scores")
-            self.regions.append(Reading(part, factor, self.shifts_cancel))
+            self.regions.append(Reading(part, at, factor, self.shifts_cancel))
             self.shifts_cancel = False
             site = self.walk(part.written, writer if part.written is not writer else user, factor, [], at)
             reading = self.regions.pop()
@@ -147,6 +149,8 @@ class Walk:
             raise Rejected("getitem stands between the product of q and k and the softmax")
         if factor != reading.factor or scalers:
             raise Rejected("a part of the scores is scaled")
+        if at != reading.at:
+            raise Rejected("a part of the scores is permuted")
         self.writing.add(op.node)
         self.regions.pop()
         inside, self.shifts_cancel = self.shifts_cancel, reading.shifts_cancel
@@ -218,12 +222,14 @@ class Walk:
             value = tensor(scores)
             if value is None or result is None or not same_shape(value.shape, result.shape):
                 continue
-            state = list(self.regions), list(self.readers), list(self.others), self.shifts_cancel
+            state = list(self.regions), list(self.readers), list(self.others), set(self.writing)
+            shifts_cancel = self.shifts_cancel
             try:
                 return attempt(scores, other)
             except Rejected as miss:
                 misses.append(miss)
-                self.regions, self.readers, self.others, self.shifts_cancel = state
+                self.regions, self.readers, self.others, self.writing = state
+                self.shifts_cancel = shifts_cancel
         found = [m for m in misses if "no product" not in m.reason]
         raise (found or misses or [Rejected("the scores are broadcast by an operation on them")])[0]
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from torch import fx
 
 from ..._inductor import was_erased
 from ...fusion import Candidate
-from ...graph.products import RESHAPES, Product, restored
+from ...graph.products import PRODUCTS, RESHAPES, VIEWS, Product, is_pointwise, restored, through
 from ..block_mm import emit
 
 
@@ -19,15 +18,17 @@ def candidates(products: Sequence[Product]) -> Iterator[Candidate]:
         if was_erased(product.node):
             continue
         for operand in product.node.all_input_nodes:
-            node: Any = operand
-            while node.target in RESHAPES:
-                node = node.args[0]
-            if restored(node) is not None:
+            node = through(operand, RESHAPES)
+            if restored(node) is not None and any(map(_computes, node.users)):
                 yield RoundTrip(node)
 
 
 class RoundTrip(Candidate):
-    """A copy, whose readers get what it was made of."""
+    """A copy, whose readers get what it was made of.
+
+    Only those that compute something of it: what leaves the graph stays a copy, since it may not share memory
+    with an input, which the graph or its caller may write to afterwards.
+    """
 
     reported = False
 
@@ -38,7 +39,16 @@ class RoundTrip(Candidate):
         """`restored` has said all."""
 
     def rewrite(self) -> str:
-        origin = restored(self.anchor)
+        copy, origin = self.anchor, restored(self.anchor)
         assert origin is not None
-        emit.replace(self.anchor.graph, self.anchor, origin)
+        copy.replace_all_uses_with(origin, delete_user_cb=_computes)
+        if not copy.users:
+            emit.replace(copy.graph, copy, origin)  # takes it out, with the cast that it was made by
         return "the original"
+
+
+def _computes(user: fx.Node) -> bool:
+    """Whether a reader, or all readers of a view, give results in memory of their own."""
+    if user.target in VIEWS:
+        return all(map(_computes, user.users))
+    return user.target in PRODUCTS or is_pointwise(user)

@@ -10,7 +10,7 @@ VENV ?= .venv
 PIP_FLAGS ?=
 # Test processes, with pytest-xdist; 0 runs them in one process.
 JOBS ?= 2
-# What else than the cheap tests is in the quick part: the number of the day without.
+# Of the selection of tests; without, it is the number of the day.
 SEED ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
@@ -51,7 +51,7 @@ help: ## list the targets
 demo: $(READY) ## compile four whole models, stock and fused, and compare them
 	$(PY) -m inductor_fusions demo $(DEMO_ARGS)
 
-test: lint typecheck quick ## ruff, mypy and the tests that find most: ten minutes on two cores
+test: lint typecheck quick ## ruff, mypy and a selection of the tests: ten minutes on two cores
 
 test-all: lint typecheck unit ## ruff, mypy and every test; GPU tests are skipped without a GPU
 
@@ -71,10 +71,10 @@ echo "$(PY) -m pytest $$*"; $(PY) -m pytest "$$@"
 endef
 SEEDED = $(if $(SEED),--seed $(SEED))
 
-quick: $(READY) ## the tests of `make test` alone; SEED=7 takes others of the large products
+quick: $(READY) ## the tests of `make test` alone; SEED=7 selects others
 	$(call pytest,--part quick $(SEEDED))
 
-rest: $(READY) ## what `make quick` with the same seed leaves
+rest: $(READY) ## the tests that `make test` with the same SEED leaves
 	$(call pytest,--part rest $(SEEDED))
 
 unit: $(READY) ## every test; PYTEST_ARGS='tests/lora -k dropout' for some

@@ -1,9 +1,9 @@
 """How much CPU time each test function takes: `durations.json`, by which quick runs choose.
 
-`python -m tests.durations` runs the tests and writes the file anew. What has run is kept in a journal
-beside it, so that a run which was interrupted goes on where it stopped. `--cases 2` measures two
-parameter sets of each function, which is nearly as good and takes a third of the time. `--new` measures
-the functions that have no entry, and files may be named: then the other entries stay.
+`python -m tests.durations` runs all tests and writes the file anew. A journal beside the file holds what has
+run, so that a run which was interrupted goes on where it stopped. `--cases 2` measures two parameter sets of
+each function, which is nearly as good and takes a third of the time. With `--new`, which measures the
+functions without an entry, or with names of files, the other entries stay as they are.
 
 On a large machine: python -m tests.durations --jobs 14 --json tests/durations.json
 """
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,25 +54,10 @@ def cpu_seconds() -> float:
 
 
 class Recorder:
-    """Adds each test's CPU seconds to its last report, and writes them into a journal if there is one."""
+    """Adds each test's CPU seconds to its last report."""
 
-    def __init__(self, journal: Path | None, cases: int | None, measured: Collection[str]) -> None:
-        self.journal = journal
-        self.cases = cases
-        self.measured = measured
+    def __init__(self) -> None:
         self.started = 0.0
-
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        if self.journal is None:
-            return
-        known = {nodeid for nodeid, _ in entries(self.journal)}
-        left: dict[str, list[pytest.Item]] = defaultdict(list)
-        for item in sorted(items, key=lambda item: shuffled(item.nodeid)):
-            if function(item.nodeid) not in self.measured:
-                left[function(item.nodeid)].append(item)
-        wanted = {item.nodeid for some in left.values() for item in some[: self.cases]} - known
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in wanted])
-        items[:] = [item for item in items if item.nodeid in wanted]
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self) -> Generator[None, Any, Any]:
@@ -87,39 +72,77 @@ class Recorder:
         return report
 
 
+class Remaining:
+    """Takes the tests that are still to be measured.
+
+    Args:
+        ran: ids of those that the journal has.
+        cases: parameter sets of each function, at most; None: all.
+        measured: functions that are left out.
+    """
+
+    def __init__(self, ran: Collection[str], cases: int | None, measured: Collection[str]) -> None:
+        self.ran = frozenset(ran)
+        self.cases = cases
+        self.measured = measured
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> Generator[None, Any, Any]:
+        result = yield  # `--part` chooses from all tests
+        sets: dict[str, list[str]] = defaultdict(list)
+        for nodeid in sorted((item.nodeid for item in items), key=shuffled):
+            if function(nodeid) not in self.measured:
+                sets[function(nodeid)].append(nodeid)
+        wanted = {nodeid for some in sets.values() for nodeid in some[: self.cases]} - self.ran
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in wanted])
+        items[:] = [item for item in items if item.nodeid in wanted]
+        return result
+
+
 class Journal:
     """In the process that gets all reports: one line for each test that has ended."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.ran = sorted(entry["test"] for entry in entries(path))
         with path.open("a") as file:  # the line at which an earlier run was interrupted
             file.write("\n")
-        self.skipped: set[str] = set()
+        self.outcomes: dict[str, str] = {}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """A worker that replaces one which has crashed collects the same tests."""
+        node.workerinput["ran"] = self.ran
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.skipped and not hasattr(report, "wasxfail"):
-            self.skipped.add(report.nodeid)
+        if report.failed or (report.skipped and not hasattr(report, "wasxfail")):
+            self.outcomes[report.nodeid] = report.outcome
         if report.when == "teardown":
-            seconds = None if report.nodeid in self.skipped else dict(report.user_properties)["cpu seconds"]
+            outcome = self.outcomes.get(report.nodeid, "passed")
+            entry = {"test": report.nodeid, "outcome": outcome, **dict(report.user_properties)}
             with self.path.open("a") as file:
-                file.write(json.dumps([report.nodeid, seconds]) + "\n")
+                file.write(json.dumps(entry) + "\n")
 
 
-def entries(journal: Path) -> Iterable[tuple[str, float | None]]:
-    """Test and seconds, of each line that is whole."""
+def entries(journal: Path) -> Iterator[Any]:
+    """What each line of a journal holds. The process may have ended while it wrote one: that is left out."""
     for line in journal.read_text().splitlines() if journal.exists() else ():
         try:
-            nodeid, seconds = json.loads(line)
-        except ValueError:  # the process ended while it was written
+            entry = json.loads(line)
+        except ValueError:
             continue
-        yield nodeid, seconds
+        yield entry
 
 
-def means(found: Iterable[tuple[str, float | None]]) -> dict[str, float | None]:
-    """The mean of the tests of each function."""
+def means(found: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
+    """The mean of the tests of each function, by the entries of a journal."""
     by_function: dict[str, list[float]] = defaultdict(list)
-    for nodeid, seconds in found:
-        by_function[function(nodeid)] += [] if seconds is None else [seconds]
+    for entry in found:
+        some = by_function[function(entry["test"])]
+        if entry["outcome"] != "skipped":
+            some.append(entry["cpu seconds"])
     return {
         name: round(statistics.fmean(some), 2 if statistics.fmean(some) > 0.1 else 3) if some else None
         for name, some in sorted(by_function.items())
@@ -129,23 +152,30 @@ def means(found: Iterable[tuple[str, float | None]]) -> dict[str, float | None]:
 def addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("durations")
     group.addoption("--journal", type=Path, help="write each test's CPU seconds there; skip those it has")
-    group.addoption("--cases", type=int, help="with --journal: so many parameter sets of each function")
-    group.addoption("--unmeasured", action="store_true", help="with --journal: functions without a duration")
+    group.addoption("--cases", type=int, help="with --journal: parameter sets of each function")
+    group.addoption("--unmeasured", action="store_true", help="with --journal: functions without a record")
 
 
 def configure(config: pytest.Config) -> None:
-    journal = config.getoption("journal")
+    config.pluginmanager.register(Recorder(), "durations")
+    path = config.getoption("journal")
+    if path is None:
+        return
+    if hasattr(config, "workerinput"):
+        ran = config.workerinput["ran"]
+    else:
+        journal = Journal(path)
+        ran = journal.ran
+        config.pluginmanager.register(journal, "journal")
     measured = read() if config.getoption("unmeasured") else ()
-    config.pluginmanager.register(Recorder(journal, config.getoption("cases"), measured), "durations")
-    if journal is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Journal(journal), "journal")
+    config.pluginmanager.register(Remaining(ran, config.getoption("cases"), measured), "remaining")
 
 
 def main() -> int:
     import torch
 
     parser = argparse.ArgumentParser(prog="python -m tests.durations", description=__doc__)
-    parser.add_argument("files", nargs="*", help="all tests without")
+    parser.add_argument("files", nargs="*", help="test files; all if none is named")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--cases", type=int, help="parameter sets of each function, at most")
     parser.add_argument("--new", action="store_true", help="only functions without an entry")

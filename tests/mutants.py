@@ -1,10 +1,14 @@
-"""Which suite kills which mutant of the package's source: `python -m tests.mutants --jobs 14`.
+"""How many mutants of the package's source the quick part of the tests kills, and how many all tests kill.
 
-A seeded sample of guards and readers is mutated (`tests/mutating.py` has the kinds). First the tests run
-with the sites marked, to see which test reaches which. Then each mutant runs the tests of the quick part
-that reach it, the cheap ones first, up to the first that fails; one that survives runs those of the rest.
-All tests kill what either part kills. What has run is in journals beside the result, so that an
-interrupted run goes on.
+`python -m tests.mutants --jobs 14` makes the mutants of a random sample of the places in guards and readers
+that `tests/mutating.py` can change. A mutant is killed if a test fails with it.
+
+1. The tests of the quick part run once without a mutant. The places are marked, to see which test reaches
+   which.
+2. For each mutant, the tests that reach it run, the cheap ones first, until one fails.
+3. The mutants that survive go through both steps with the rest of the tests.
+
+Journals beside the result hold what has run, so that an interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +29,7 @@ from typing import Any
 import torch
 
 from tests import selection
+from tests.durations import entries
 from tests.mutating import ROOT, Site, sites
 
 #: Where guards and readers are; kernels and their code are tested on a GPU as well.
@@ -37,7 +42,8 @@ SOURCES = (
     "derivatives.py",
     "operands.py",
 )
-#: A mutant that takes so much longer than its tests did, plus a start, is dead too: it loops.
+#: A run with a mutant may take SLOWER times as long as its tests took, and START seconds. One that takes
+#: longer loops, and the mutant is killed.
 SLOWER, START = 5.0, 240.0
 
 
@@ -60,15 +66,6 @@ def sample(count: int, seed: int, patterns: Sequence[str] = SOURCES) -> list[Sit
     return found[:count]
 
 
-def lines(path: Path) -> Iterator[Any]:
-    """The whole lines of a journal."""
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            yield json.loads(line)
-        except ValueError:  # the process ended while it was written
-            continue
-
-
 def pytest_run(wanted: dict[str, Any], arguments: Sequence[str], timeout: float | None = None) -> int | None:
     """pytest with the plugin; its exit status, None if it took too long."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
@@ -87,14 +84,15 @@ def pytest_run(wanted: dict[str, Any], arguments: Sequence[str], timeout: float 
 
 def reach(chosen: Sequence[Site], part: str, args: argparse.Namespace, journal: Path) -> list[Ran]:
     """The tests of a part, run with the sites marked."""
-    done = [line[0] for line in lines(journal)]
-    marks = [str(site) for site in chosen]
-    wanted = {"sites": marks, "within": args.tests, "done": done, "journal": str(journal)}
+    wanted = {"sites": [str(site) for site in chosen], "within": args.tests}
     options = [f"--part={part}", f"--seed={args.seed}", f"--budget={args.budget}", f"-n{args.jobs}"]
-    code = pytest_run(wanted, [*options, "--maxschedchunk=4"])
+    code = pytest_run(wanted, [*options, "--maxschedchunk=4", f"--journal={journal.resolve()}"])
     if code not in (0, 1, 5):
         raise SystemExit(f"the tests could not be run (pytest: {code}); what has run is in {journal}")
-    return [Ran(nodeid, ok, seconds, frozenset(found)) for nodeid, ok, seconds, found in lines(journal)]
+    return [
+        Ran(e["test"], e["outcome"] != "failed", e["cpu seconds"], frozenset(e["reached"]))
+        for e in entries(journal)
+    ]
 
 
 def killer(site: Site, ran: Sequence[Ran]) -> tuple[str | None, int]:
@@ -104,17 +102,17 @@ def killer(site: Site, ran: Sequence[Ran]) -> tuple[str | None, int]:
         return None, 0
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder, "journal")
-        wanted = {"mutant": str(site), "tests": [t.nodeid for t in tests], "journal": str(journal)}
+        wanted = {"mutant": str(site), "tests": [t.nodeid for t in tests]}
         files = sorted({t.nodeid.partition("::")[0] for t in tests})
         limit = START + SLOWER * sum(t.seconds for t in tests)
-        code = pytest_run(wanted, ["-x", "-pno:xdist", *files], limit)
-        failed = [line[0] for line in lines(journal) if not line[1]]
+        code = pytest_run(wanted, ["-x", "-pno:xdist", f"--journal={journal}", *files], limit)
+        failed = [entry["test"] for entry in entries(journal) if entry["outcome"] == "failed"]
     return (None if code == 0 else failed[0] if failed else f"pytest: {code}"), len(tests)
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("tests", nargs="*", help="what ids of tests begin with; all without")
+    parser.add_argument("tests", nargs="*", help="only tests whose ids begin so")
     parser.add_argument("--sample", type=int, default=100, help="mutants")
     parser.add_argument("--sources", nargs="+", default=SOURCES, help="patterns below inductor_fusions")
     parser.add_argument("--seed", type=int, default=0, help="of the sample, and of the quick part")
@@ -129,7 +127,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     chosen = sample(args.sample, args.seed, args.sources)
     journal = args.json.with_suffix(".verdicts.journal")
     verdicts: dict[str, dict[str, Any]] = {str(site): {} for site in chosen}
-    for site, found in lines(journal):
+    for site, found in entries(journal):
         verdicts[site] |= found
     alive = chosen
     for part in ("quick", "rest"):

@@ -1,8 +1,9 @@
 """Mutants of the package's source: one node of a function's tree changed, while the module is imported.
 
-As a pytest plugin (`-p tests.mutating`) it reads what to do from the file that MUTATING names: `sites`, whose
-reaching is recorded for each test, or `mutant`, the one to make; `tests`, to be run in that order, `within`,
-what their ids begin with, and `done`, not to be run; and `journal`, where the outcomes go.
+As a pytest plugin (`-p tests.mutating`) it reads what to do from the JSON file that MUTATING names:
+
+- `mutant`: the one to make; or `sites`: of each test it is recorded which of them it reaches.
+- `tests`: ids of those to run, in that order; or `within`: what the ids of those to run begin with.
 """
 
 from __future__ import annotations
@@ -144,14 +145,14 @@ def sites(path: Path) -> list[Site]:
 
 def changed(
     source: bytes | str, file: str, mutant: Site | None = None, marks: Sequence[Site] = ()
-) -> ast.AST:
+) -> ast.Module:
     """The tree of a file, mutated or marked.
 
     Raises:
         ValueError: the mutant is not in the file.
     """
     walk = Walk(file, mutant, marks)
-    tree = walk.visit(ast.parse(source))
+    tree: ast.Module = walk.visit(ast.parse(source))
     if mutant is not None and mutant not in walk.found:
         raise ValueError(f"no such mutant: {mutant}")
     return ast.fix_missing_locations(tree)
@@ -168,7 +169,7 @@ class Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType:
         source = Path(self.path).read_bytes()
         file = Path(self.path).relative_to(ROOT).as_posix()
-        return compile(changed(source, file, self.mutant, self.marks), self.path, "exec", dont_inherit=True)  # type: ignore[call-overload, no-any-return]
+        return compile(changed(source, file, self.mutant, self.marks), self.path, "exec", dont_inherit=True)
 
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -198,7 +199,6 @@ class Plugin:
     def __init__(self, wanted: dict[str, Any]) -> None:
         self.order = {nodeid: i for i, nodeid in enumerate(wanted.get("tests", ()))}
         self.within = tuple(wanted.get("within", ()))
-        self.done = frozenset(wanted.get("done", ()))
         self.reached: set[str] = set()
         setattr(builtins, REACHED, self.reached.add)
 
@@ -210,7 +210,6 @@ class Plugin:
             for item in items
             if (not self.order or item.nodeid in self.order)
             and (not self.within or item.nodeid.startswith(self.within))
-            and item.nodeid not in self.done
         ]
         items.sort(key=lambda item: self.order.get(item.nodeid, 0))
         return result
@@ -228,27 +227,8 @@ class Plugin:
         return report
 
 
-class Writer:
-    """In the process that gets all reports: a line with test, outcome, CPU seconds and sites reached."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.failed: set[str] = set()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self.failed.add(report.nodeid)
-        if report.when == "teardown":
-            known = dict(report.user_properties)
-            line = [report.nodeid, report.nodeid not in self.failed, known["cpu seconds"], known["reached"]]
-            with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     wanted = json.loads(Path(os.environ["MUTATING"]).read_text())
     mutant = Site.parse(wanted["mutant"]) if wanted.get("mutant") else None
     sys.meta_path.insert(0, Finder(mutant, [Site.parse(text) for text in wanted.get("sites", ())]))
     config.pluginmanager.register(Plugin(wanted), "mutating")
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Writer(Path(wanted["journal"])), "mutating journal")

@@ -1,17 +1,19 @@
 """Which tests a quick run takes, and in which order: `make test`, `make rest`.
 
-A quick run has a budget of CPU seconds and a seed. By `tests/durations.json` it takes
+A quick run has a budget of CPU seconds and a seed. `tests/durations.json` says what each test costs. The run
+takes
 
-1. each function without a duration: a new test always runs;
-2. of each function one parameter set, the cheap functions first, with a part of the budget. The next
-   seed takes the next set, so that as many seeds as a function has sets run all of them;
-3. the whole of functions that cost next to nothing, with a second part;
-4. with what is left, a stretch of a ring that holds every other test. A function's tests are spread
-   evenly over it, so that a stretch has the same share of each product, and the next seed's stretch
-   begins where this one ends: consecutive seeds run everything.
+1. every function without a record: a new test always runs;
+2. one parameter set of each function, the cheap functions first, with a part of the budget. The next seed
+   takes the next set, so that a function of five sets has run whole after five seeds;
+3. all sets of the functions that cost least, with a second part;
+4. with what is left, a stretch of a ring of all other tests. The ring spreads the sets of each function
+   evenly, so that each stretch has the same share of each function. The stretch of the next seed begins where
+   this one ends, so that consecutive seeds run everything.
 
-The seed is the day, unless `--seed` or TEST_SEED says otherwise. `--part rest` is what `--part quick`
-with the same seed leaves. Both begin with what is static or fast, and end with whole models.
+The seed is the number of the day, unless `--seed` or TEST_SEED gives another one. `--part rest` is what
+`--part quick` with the same seed leaves. Both begin with tests that are static or fast,
+and end with whole models.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import datetime
 import os
 import shlex
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +30,12 @@ import pytest
 
 from tests.durations import Seconds, function, read, shuffled
 
-#: CPU seconds of tests in a quick run, as recorded. On two cores a run took nine minutes and forty seconds,
-#: with ruff, mypy, imports and 58 functions without a record.
+#: CPU seconds of the tests in a quick run, by the records. With it, `make test` took 9 minutes and 41 seconds
+#: on two cores, with ruff, mypy, imports, and 58 functions without a record.
 BUDGET = 700.0
 #: Parts of the budget: one set of each function, whole cheap functions, the ring.
 ONE_EACH, WHOLE = 0.6, 0.15
-#: CPU seconds of a test that was skipped where durations were recorded.
+#: CPU seconds that are assumed of a test that was skipped when durations were recorded.
 GUESS = 1.0
 #: What is run first, at the top of `tests`; then what takes less than FAST seconds; and last, in this order.
 FIRST = ("layering", "config", "tables", "docs", "workflows")
@@ -136,22 +138,23 @@ def stage(nodeid: str, seconds: Seconds) -> int:
 
 
 def todays_seed() -> int:
-    """TEST_SEED, or the number of the day."""
+    """The seed of this run: TEST_SEED, or the number of the day."""
     given = os.environ.get("TEST_SEED", "")
     return int(given) if given else datetime.date.today().toordinal()
 
 
 def addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("selection")
-    group.addoption("--part", choices=("quick", "rest", "all"), help="what a budget allows, the rest, or all")
-    group.addoption("--seed", type=int, help="what else a quick run takes (TEST_SEED, or the day)")
+    group.addoption("--part", choices=("quick", "rest", "all"), help="a selection, the others, or every test")
+    group.addoption("--seed", type=int, help="of the selection; without: TEST_SEED, or the day")
     group.addoption("--budget", type=float, default=BUDGET, help="CPU seconds of a quick run")
 
 
 def configure(config: pytest.Config) -> None:
-    """Settle the seed before workers start, who are given the options."""
+    """Settle the seed. Workers, and tests that draw by the seed, find it in the environment."""
     if config.getoption("seed") is None:
         config.option.seed = todays_seed()
+    os.environ["TEST_SEED"] = str(config.option.seed)
     if config.getoption("part"):
         config.pluginmanager.register(Part(config), "part")
 
@@ -171,21 +174,19 @@ class Part:
         # What is skipped anyhow costs nothing, and is named with the rest.
         runs = [item for item in items if not any(item.iter_markers("skip"))]
         selection = select((item.nodeid for item in runs), seconds, self.budget, self.seed)
-        kept = self.kept(items, selection.chosen)
-        config.hook.pytest_deselected(items=sorted(set(items) - set(kept), key=lambda item: item.nodeid))
+        kept = [item for item in items if self.takes(item, selection)]
+        config.hook.pytest_deselected(items=[item for item in items if not self.takes(item, selection)])
         items[:] = sorted(kept, key=lambda item: stage(item.nodeid, seconds))
-        self.about = f"{self.part}: {len(kept)} tests, seed {self.seed}"
+        self.about = f"{self.part}: {len(kept)} of {len(items)} tests, seed {self.seed}"
         if self.part == "quick":
-            self.about += f", {len(kept)} of {len(runs)}, about {selection.seconds:.0f} CPU seconds"
+            self.about += f", about {selection.seconds:.0f} CPU seconds"
         if selection.new:
             self.about += (
                 f", {len(selection.new)} functions without a duration (python -m tests.durations --new)"
             )
 
-    def kept(self, items: Sequence[pytest.Item], chosen: Collection[str]) -> list[pytest.Item]:
-        if self.part == "all":
-            return list(items)
-        return [item for item in items if (item.nodeid in chosen) is (self.part == "quick")]
+    def takes(self, item: pytest.Item, selection: Selection) -> bool:
+        return self.part == "all" or (item.nodeid in selection.chosen) is (self.part == "quick")
 
     def pytest_report_header(self) -> str:
         return f"{self.part} part of the tests, seed {self.seed}"

@@ -114,11 +114,13 @@ def test_seed_is_the_day_or_given(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PASSED = re.compile(r"PASSED test_some.py::(\S+)|test_some.py::(\S+) PASSED")
 SUITE = """
+import os
 import pytest
 @pytest.mark.parametrize("i", range(6))
 def test_known(i): assert i != 2
-def test_dear(): pass
-def test_new(): pass
+def test_dear():
+    if "CRASH" in os.environ: os._exit(1)
+def test_new(pytestconfig): assert os.environ["TEST_SEED"] == str(pytestconfig.getoption("seed"))
 @pytest.mark.skip
 def test_skipped(): pass
 """
@@ -176,15 +178,29 @@ def test_durations_are_recorded_and_a_journal_goes_on(tmp_path: Path) -> None:
         file.write('["test_some.py::test_kn')  # the process ended here
     second = run(tmp_path, f"--journal={journal}")
     assert passed(first) | passed(second) == SOUND and not passed(first) & passed(second)
-    assert sorted(nodeid for nodeid, _ in durations.entries(journal)) == sorted(
-        f"test_some.py::{name}" for name in SOUND | {"test_known[2]", "test_skipped"}
-    )
-    found = durations.means(durations.entries(journal))
-    assert found.pop("test_some.py::test_skipped") is None
-    assert found.keys() == {f"test_some.py::test_{name}" for name in ("known", "dear", "new")}
-    assert all(value is not None and 0 <= value < 5 for value in found.values())
+    outcomes = {"test_known[2]": "failed", "test_skipped": "skipped"} | dict.fromkeys(SOUND, "passed")
+    found = list(durations.entries(journal))
+    assert len(found) == len(outcomes)
+    assert {entry["test"]: entry["outcome"] for entry in found} == {
+        f"test_some.py::{name}": outcome for name, outcome in outcomes.items()
+    }
+    means = durations.means(found)
+    assert means.pop("test_some.py::test_skipped") is None
+    assert means.keys() == {f"test_some.py::test_{name}" for name in ("known", "dear", "new")}
+    assert all(value is not None and 0 <= value < 5 for value in means.values())
     third = tmp_path / "third"
     assert passed(run(tmp_path, f"--journal={third}", "--unmeasured")) == {"test_new"}
+
+
+def test_journal_goes_on_where_a_worker_crashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xdist")
+    monkeypatch.setenv("CRASH", "1")
+    journal = tmp_path / "journal"
+    run(tmp_path, f"--journal={journal}", "-n1", "--max-worker-restart=2")
+    ran = {entry["test"] for entry in durations.entries(journal)}
+    assert ran == {
+        f"test_some.py::{name}" for name in (SOUND | {"test_known[2]", "test_skipped"}) - {"test_dear"}
+    }
 
 
 def test_children_count() -> None:

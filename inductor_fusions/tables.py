@@ -177,7 +177,7 @@ def _read(entry: Any, name: str) -> Table | None:
         check(table, name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"{error} is missing" if isinstance(error, KeyError) else error
-        log.warning("the table %s.json is not usable (%s); its device is left to stock", name, why)
+        log.warning("the table %s is not usable (%s) and is left out", entry, why)
         return None
     return Table(table)
 

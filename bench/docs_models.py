@@ -256,18 +256,16 @@ def _errors(rows: Sequence[Json]) -> str:
         )
         for row in rows
     ]
-    note = (
-        "Relative errors: the norm of the difference over the norm of the float64 result. `gradients` takes "
-    )
-    note += (
-        "all parameters together, `worst gradient` the one parameter with the largest error, `tables` the "
-    )
-    note += "position tables, learned scales and sinks together. The budget "
-    note += (
-        f"allows {ERROR_FACTOR} times the error of stock plus eps of the dtype, for output and gradients. "
-    )
-    note += "Where stock ran out of memory, the model without `torch.compile` takes its place. "
-    note += "A case with dropout draws other random numbers than stock, so that it is not compared."
+    note = f"""
+        An error is the norm of the difference from the float64 result, divided by the norm of that result.
+        `gradients` is the error of the gradients of all parameters as one vector. `worst gradient` is the
+        error of the parameter that has the largest one. `tables` is the error of the gradients of position
+        tables, learned scales and sinks as one vector. The budget is {ERROR_FACTOR} times the error of stock
+        plus eps of the dtype; the output and `gradients` must stay within it. If stock ran out of memory, the
+        model without `torch.compile` takes its place. A case with dropout is not compared: it draws other
+        random numbers than stock.
+    """
+    note = " ".join(note.split())
     return note + "\n\n" + table(columns, body)
 
 

@@ -165,6 +165,7 @@ NOT_PACKED: dict[str, Callable[[Any, Any], Any]] = {
     "the same columns": lambda x, w: (lambda h: F.silu(h[..., :32]) * h[..., :32])(F.linear(x, w)),
     "one column": lambda x, w: (lambda h: F.silu(h[..., :1]) * h[..., 1:])(F.linear(x, w)),
     "turned round": lambda x, w: (lambda h: F.silu(h[..., :32]) * h[..., 32:].flip(-1))(F.linear(x, w)),
+    "an element": lambda x, w: (lambda h: F.silu(h[3]) * h[4])(F.linear(x, w).view(-1)),
     "rows of a view": lambda x, w: (lambda h: F.silu(h[:, 0]) * h[:, 1])(F.linear(x, w).view(8, 2, 64)),
 }
 

@@ -12,6 +12,8 @@ from torch._inductor import config as inductor_config
 
 from inductor_fusions import passes
 
+from ..support.arguments import named
+
 
 def both_read(x: Any, w: Any, a: Any) -> Any:
     wide = x.float()
@@ -80,6 +82,6 @@ def test_products_read_what_was_cast(
     (graph,) = graphs
     inputs = graph.find_nodes(op="placeholder")
     products = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
-    assert any(node.args[0] in inputs for node in products)
+    assert any(named(node).self in inputs for node in products)
     cast = torch.ops.prims.convert_element_type.default
     assert len(graph.find_nodes(op="call_function", target=cast)) == casts

@@ -155,7 +155,9 @@ def _of_rows(node: Any, dim: Any, index: Any, depth: int) -> Columns | None:
         return None
     rows, source = value(node).shape[-2:], node.args[0]
     inside = _columns(source, depth - 1)
-    if inside is None or not isinstance(dim, int) or not all(isinstance(size, int) for size in rows):
+    if inside is None or not isinstance(dim, int) or len(rows) < 2:
+        return None
+    if not all(isinstance(size, int) for size in rows):
         return None
     assert isinstance(source, fx.Node)
     before = value(source).shape[:-1]

@@ -30,7 +30,8 @@ BASE = {"config", "reporting", "sites", "tables", "decisions", "problems", "_ind
 LAYERS = {
     "_version": set(),
     "_inductor": set(),
-    "config": {"_inductor"},
+    "variables": set(),
+    "config": {"variables", "_inductor"},
     "sites": set(),
     "reporting": {"config", "sites", "_inductor"},
     "watching": set(),

@@ -1,0 +1,82 @@
+"""The environment variables of the package: which there are, what each takes, and what is set.
+
+Each is declared where its value is read, and nowhere else.
+"""
+
+import difflib
+import os
+import warnings
+
+#: How a switch may be spelled, as torch's own variables and those of others are.
+SWITCHES = {
+    "1": True,
+    "true": True,
+    "on": True,
+    "yes": True,
+    "0": False,
+    "false": False,
+    "off": False,
+    "no": False,
+}
+
+_takes: dict[str, tuple[str, ...]] = {}
+
+
+def variables() -> dict[str, tuple[str, ...]]:
+    """Every variable that is declared, with the values that it takes."""
+    return dict(_takes)
+
+
+def switch(name: str, default: bool) -> bool:
+    """Declare a variable that is on or off: 1, true, on, yes; 0, false, off, no, in any case.
+
+    Raises:
+        ValueError: it is set to something else.
+    """
+    _takes[name] = ("0", "1")
+    value = os.environ.get(name)
+    if value is None:
+        return default
+    if value.lower() not in SWITCHES:
+        raise _refused(name, value)
+    return SWITCHES[value.lower()]
+
+
+def choice(name: str, *values: str) -> str:
+    """Declare a variable that takes one of these; the first is the default.
+
+    Raises:
+        ValueError: it is set to something else.
+    """
+    _takes[name] = values
+    value = os.environ.get(name, values[0])
+    if value not in values:
+        raise _refused(name, value)
+    return value
+
+
+def text(name: str, meaning: str) -> str | None:
+    """Declare a variable that takes "a number", which is 0 or more, or any text of this meaning.
+
+    Raises:
+        ValueError: it is set to something else.
+    """
+    _takes[name] = (meaning,)
+    value = os.environ.get(name)
+    if value is not None and meaning == "a number" and not value.isdecimal():
+        raise _refused(name, value)
+    return value
+
+
+def check() -> None:
+    """Warn of variables that are set and do not exist."""
+    for name in os.environ:
+        if name.startswith("INDUCTOR_FUSIONS") and name not in _takes:
+            near = difflib.get_close_matches(name, _takes, n=1, cutoff=0.0)
+            warnings.warn(
+                f"{name} is not a variable of inductor_fusions; the nearest is {near[0]}", stacklevel=3
+            )
+
+
+def _refused(name: str, value: str) -> ValueError:
+    return ValueError(f"{name} takes {' or '.join(_takes[name])}, not {value!r}")

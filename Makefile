@@ -43,7 +43,7 @@ tool = $(2)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint typecheck quick rest unit bench gate ledger docs fuzz clean
+.PHONY: help demo check test test-all lint typecheck quick rest unit bench gate ledger docs fuzz clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ demo: $(READY) ## compile four whole models, stock and fused, and compare them
 	$(PY) -m inductor_fusions demo $(DEMO_ARGS)
 
 test: lint typecheck quick ## ruff, mypy and a selection of the tests: ten minutes on two cores
+
+check: lint typecheck $(READY) ## ruff, mypy and the cheapest tests: three minutes on two cores
+	$(call pytest,--part quick --budget 90 $(SEEDED))
 
 test-all: lint typecheck unit ## ruff, mypy and every test; GPU tests are skipped without a GPU
 

@@ -9,6 +9,7 @@ so that a fusion contains no error handling, no reporting and no toggles of its 
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -197,6 +198,14 @@ class Fusion:
     exact: bool = False
     scope: Callable[[fx.Graph], Scope | None] = Scope
     patterns: list[Anchor | Group | Replacement] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.recognise is not None:
+            warnings.warn(
+                f"{self.name}: `recognise` goes with the next release; use `anchor`, `group` or `replacement`",
+                DeprecationWarning,
+                stacklevel=3,  # whoever makes the fusion
+            )
 
     def anchor(
         self, patterns: Patterns, extra_check: Callable[[Match], bool] | None = None

@@ -27,6 +27,12 @@ def fusion(name: str, recognise: Callable = nothing, **order: tuple[str, ...]) -
     return Fusion(name, "pre_grad", f"{name} does nothing", recognise, **order)
 
 
+def test_a_loop_of_its_own_is_deprecated() -> None:
+    with pytest.warns(DeprecationWarning, match="mine: `recognise`") as told:
+        fusion("mine")
+    assert told[0].filename == __file__
+
+
 # -- order ----------------------------------------------------------------------------------------
 
 

@@ -202,7 +202,7 @@ class Fusion:
     def __post_init__(self) -> None:
         if self.recognise is not None:
             warnings.warn(
-                f"{self.name}: `recognise` goes with the next release; use `anchor`, `group` or `replacement`",
+                f"{self.name}: `recognise` goes with the next release: `anchor`, `group` or `replacement`",
                 DeprecationWarning,
                 stacklevel=3,  # whoever makes the fusion
             )

@@ -10,12 +10,11 @@ What eager keeps itself is not: there it raises, too.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
-import torch
 from torch import fx
 
-from ._inductor import computing_fakes, fake_mode_of, hint, known_true, suppress_guards
+from ._inductor import fake_mode_of, hint, known_true, suppress_guards
+from .graph.builder import Builder
 from .leaving import OWN, copied, is_transformed, leaves_of
 from .modes import TRANSFORMS
 from .operands import tensor
@@ -81,7 +80,7 @@ class Keeping:
             short = self._without_repeats(node, before)
             copy = copied(self.graph, short, before, kind)
             if short is not node:
-                copy = self._call("expand_as", before, copy, node)
+                copy = Builder(before).call("expand_as", copy, node)
         self._copies.append((node, copy))
         return copy
 
@@ -91,16 +90,8 @@ class Keeping:
         assert value is not None
         for dim in range(value.dim()):
             if known_true(value.stride(dim) == 0) and not known_true(value.shape[dim] == 1):
-                node = self._call("narrow", before, node, dim, 0, 1)
+                node = Builder(before).call("narrow", node, dim, 0, 1)
         return node
-
-    def _call(self, method: str, before: fx.Node, node: fx.Node, *args: Any) -> fx.Node:
-        with self.graph.inserting_before(before):
-            new = self.graph.call_method(method, (node, *args))
-        given = [tensor(each) if isinstance(each, fx.Node) else each for each in (node, *args)]
-        with torch.no_grad(), computing_fakes(fake_mode_of(self.graph)):
-            new.meta["example_value"] = getattr(torch.Tensor, method)(*given)
-        return new
 
     def _between(self, first: fx.Node, last: fx.Node, memory: object) -> bool:
         """Whether memory is written to between two nodes, or what autograd records changes."""

@@ -20,7 +20,8 @@ import torch
 from torch import fx
 
 from . import _inductor
-from ._inductor import computing_fakes, fake_mode_of, hint, known_true, suppress_guards
+from ._inductor import fake_mode_of, hint, known_true, suppress_guards
+from .graph.builder import Builder
 from .graph.facts import change
 from .operands import tensor
 from .writes import is_opaque, may_alias, memory, name_of, written
@@ -115,9 +116,8 @@ def even(branch: fx.Graph) -> None:
         value = tensor(node)
         if value is None or not value.requires_grad or any(user.target is _EVEN for user in node.users):
             continue
-        with branch.inserting_before(next(each for each in branch.nodes if each.op != "placeholder")):
-            new = branch.call_function(_EVEN, (node,))
-        new.meta = {key: each for key, each in node.meta.items() if key in ("example_value", "stack_trace")}
+        first = next(each for each in branch.nodes if each.op != "placeholder")
+        new = Builder(first, node).given(value, _EVEN, node)
         node.replace_all_uses_with(new, delete_user_cb=_computes)
 
 
@@ -282,20 +282,11 @@ def copied(graph: fx.Graph, node: fx.Node, before: fx.Node, how: Any) -> fx.Node
         if how == "contiguous":
             return node
         order = sorted(range(value.dim()), key=lambda dim: -hint(value.stride(dim)))
-    last = node
-    mode = fake_mode_of(graph)
+    build, last = Builder(before, node, ("stack_trace", "nn_module_stack")), node
 
     def call(method: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal last
-        kind, function = "call_function", method
-        if isinstance(method, str):
-            kind, function = "call_method", getattr(torch.Tensor, method)
-        with graph.inserting_before(before):
-            new = graph.create_node(kind, method, (last, *args), kwargs)
-        new.meta = {key: each for key, each in node.meta.items() if key in ("stack_trace", "nn_module_stack")}
-        with torch.no_grad(), computing_fakes(mode):
-            new.meta["example_value"] = function(tensor(last), *args, **kwargs)
-        last = new
+        last = build.call(method, last, *args, **kwargs)
 
     turned = order != sorted(order)
     if turned:

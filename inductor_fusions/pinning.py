@@ -22,6 +22,7 @@ from torch import fx
 
 from . import _inductor, reporting
 from ._inductor import hint
+from .graph.builder import Builder
 
 aten = torch.ops.aten
 
@@ -98,7 +99,7 @@ def settle_query(call: fx.Node, settled: dict[fx.Node, fx.Node]) -> None:
         return
     node, user = found
     if node not in settled:
-        settled[node] = _as_strided(call.graph, node)
+        settled[node] = _as_strided(node)
     if user is call:
         call.update_arg(0, settled[node])
     else:
@@ -124,7 +125,7 @@ def _settle(
         if not viewed and (
             not _is_inlined(node) or len(node.users) > 1 or hint(_value(node).numel()) <= least
         ):
-            settled[node] = _as_strided(graph, node)
+            settled[node] = _as_strided(node)
             user.replace_input_with(node, settled[node])
         elif node not in seen:
             seen.add(node)
@@ -161,35 +162,16 @@ def _is_inlined(node: fx.Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _INLINED
 
 
-def _as_strided(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _as_strided(node: fx.Node) -> fx.Node:
     """The same value, which has to be in memory with the strides that it has."""
-    value = _value(node)
-    mode = _inductor.fake_mode_of(graph)
-    with _inductor.suppress_guards(mode), _inductor.computing_fakes(mode):
-        after = node
-        if not _inductor.is_dense(value):
-            with graph.inserting_after(after):
-                after = graph.call_function(
-                    aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
-                )
-            value = after.meta["val"] = value.clone(memory_format=torch.contiguous_format)
-        source, place = after, after
+    build, source, value = Builder(node.next, node), node, _value(node)
+    if not _inductor.is_dense(value):
+        source = build.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+        value = _value(source)
 
-        def number(size: Any, target: Any, dim: int) -> Any:
-            nonlocal place
-            if isinstance(size, int):
-                return size
-            with graph.inserting_after(place):
-                place = graph.call_function(target, (source, dim))
-            place.meta["val"] = size
-            return place
+    def number(size: Any, target: Any, dim: int) -> Any:
+        return size if isinstance(size, int) else build.given(size, target, source, dim)
 
-        sizes = [number(size, aten.sym_size.int, dim) for dim, size in enumerate(value.shape)]
-        strides = [number(step, aten.sym_stride.int, dim) for dim, step in enumerate(value.stride())]
-        with graph.inserting_after(place):
-            found = graph.call_function(aten.as_strided.default, (source, sizes, strides))
-        found.meta["val"] = value.as_strided(value.shape, value.stride())
-    for each in (source, found):
-        if each is not node and "stack_trace" in node.meta:
-            each.meta["stack_trace"] = node.meta["stack_trace"]
-    return found
+    sizes = [number(size, aten.sym_size.int, dim) for dim, size in enumerate(value.shape)]
+    strides = [number(step, aten.sym_stride.int, dim) for dim, step in enumerate(value.stride())]
+    return build.call(aten.as_strided.default, source, sizes, strides)

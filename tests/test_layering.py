@@ -47,7 +47,7 @@ LAYERS = {
     "inplace": {"operands", "writes"},
     "liveness": {"inplace", "writes"},
     "leaving": {"graph", "operands", "writes", "_inductor"},
-    "keeping": {"leaving", "modes", "operands", "writes", "_inductor"},
+    "keeping": {"graph", "leaving", "modes", "operands", "writes", "_inductor"},
     "modes": set(),
     "derivatives": {"fusion", "modes", "writes", "_inductor"},
     "lowering": {"config", "fusion"},
@@ -76,7 +76,7 @@ LAYERS = {
     "recovery": {"attempts", "launching", "trials", "unfusing"} | BASE,
     "matching": {"fusion", "graph", "operands", "_inductor"},
     "smoke": {"fusion", "matching", "config", "_inductor"},
-    "pinning": {"reporting", "_inductor"},
+    "pinning": {"graph", "reporting", "_inductor"},
     "passes": {
         "fusion",
         "attempts",

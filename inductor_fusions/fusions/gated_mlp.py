@@ -14,6 +14,7 @@ from torch import fx
 from .. import config
 from .._inductor import was_erased
 from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
+from ..graph.builder import Builder, substitute
 from ..graph.facts import facts
 from ..graph.placement import Place
 from ..graph.products import Product, identity, product, same_sizes, value
@@ -109,13 +110,12 @@ class GatedPair(Candidate):
             )
 
     def rewrite(self) -> str:
-        root, before = self.anchor, self.place.before
-        gate, up = (x.built(before, root) if isinstance(x, Columns) else x for x in self.linears)
+        root = self.anchor
+        build = Builder(self.place.before, root)
+        gate, up = (x.built(build) if isinstance(x, Columns) else x for x in self.linears)
         up = Product(up.node, gate.a, up.b, up.bias, up.scale)
-        (output,) = emit.insert(
-            self.graph, self.place, root, [[gate], [up]], [self.name, ""], True, value(root).dtype
-        )
-        emit.replace(self.graph, root, emit.reshaped(self.graph, root, output, self.sizes, root))
+        (output,) = emit.insert(self.place, root, [[gate], [up]], [self.name, ""], True, value(root).dtype)
+        substitute(root, emit.reshaped(Builder(root), output, self.sizes))
         return self.kernel
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ..fusion import Candidate, Fusion, Rejected, Scope, nodes_of
+from ..graph.builder import Builder, substitute
 from ..graph.placement import Place
 from ..graph.products import (
     CASTS,
@@ -126,8 +127,8 @@ class LinearEpilogue(Candidate):
         self.kernel = guards.kernel([[self.product]])
 
     def rewrite(self) -> str:
-        (output,) = emit.insert(self.graph, Place(self.anchor, (), ()), self.anchor, [[self.product]])
-        emit.replace(self.graph, self.anchor, output)
+        (output,) = emit.insert(Place(self.anchor, (), ()), self.anchor, [[self.product]])
+        substitute(self.anchor, output)
         return self.kernel
 
 
@@ -150,10 +151,8 @@ class Activated(LinearEpilogue):
 
     def rewrite(self) -> str:
         root, place = self.root, Place(self.anchor, (), ())
-        (output,) = emit.insert(
-            self.graph, place, root, [[self.product]], [self.name], dtype=value(root).dtype
-        )
-        emit.replace(self.graph, root, emit.reshaped(self.graph, root, output, self.sizes, root))
+        (output,) = emit.insert(place, root, [[self.product]], [self.name], dtype=value(root).dtype)
+        substitute(root, emit.reshaped(Builder(root), output, self.sizes))
         return self.kernel
 
 

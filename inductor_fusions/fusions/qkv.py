@@ -14,6 +14,7 @@ from torch import fx
 
 from .._inductor import was_erased
 from ..fusion import Candidate, Fusion, Rejected, Scope, nodes_of
+from ..graph.builder import Builder, substitute
 from ..graph.facts import facts
 from ..graph.placement import Place, earliest, find
 from ..graph.products import PRODUCTS, Product, identity, product, products_of, same_sizes, value
@@ -94,9 +95,9 @@ class SharedOperand(Candidate):
 
     def rewrite(self) -> str:
         assert self.place is not None
-        outputs = emit.insert(self.graph, self.place, self.anchor, [[p] for p in self.group])
+        outputs = emit.insert(self.place, self.anchor, [[p] for p in self.group])
         for p, output in zip(self.group, outputs, strict=True):
-            emit.replace(self.graph, p.node, output)
+            substitute(p.node, output)
         return self.kernel
 
 
@@ -144,10 +145,10 @@ class SumOfProducts(Candidate):
         if self.sum.rest is not None:
             first = terms[0]
             rows = list(value(first.node).shape)
-            rest = emit.reshaped(self.graph, place.before, self.sum.rest, rows, root)
+            rest = emit.reshaped(Builder(place.before, root), self.sum.rest, rows)
             terms[0] = Product(first.node, first.a, first.b, rest, first.scale)
-        (output,) = emit.insert(self.graph, place, root, [terms], dtype=value(root).dtype)
-        emit.replace(self.graph, root, emit.reshaped(self.graph, root, output, self.sizes, root))
+        (output,) = emit.insert(place, root, [terms], dtype=value(root).dtype)
+        substitute(root, emit.reshaped(Builder(root), output, self.sizes))
         return self.kernel
 
 

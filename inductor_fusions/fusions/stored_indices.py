@@ -17,6 +17,7 @@ from torch import fx
 from .. import _inductor
 from .._inductor import hint
 from ..fusion import Candidate, Fusion, LeftToStock, Scope, nodes_of
+from ..graph.builder import Builder
 from ..graph.products import CASTS, VIEWS, is_pointwise, tensor, value
 from ..operands import text
 
@@ -113,11 +114,7 @@ class StoredIndices(Candidate):
         return {"flops": steps * (sum(hint(value(reader).numel()) for reader in self.readers) - own)}
 
     def rewrite(self) -> str:
-        with self.graph.inserting_after(self.anchor):
-            copy = self.graph.call_function(STORED, (self.anchor,))
-        copy.meta.update(
-            {name: self.anchor.meta[name] for name in ("val", "stack_trace") if name in self.anchor.meta}
-        )
+        copy = Builder(self.anchor.next, self.anchor).call(STORED, self.anchor)
         self.anchor.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
         return f"computed once for {len(self.readers)} operations"
 

@@ -2,5 +2,5 @@
 
 `products` reads views, casts, factors and matrix products of an aten graph; `placement` finds where one
 operation can stand for several, and `memory` whether the peak allows it; `facts` holds what is known of a
-graph while a fusion works on it.
+graph while a fusion works on it, and `builder` adds nodes to it.
 """

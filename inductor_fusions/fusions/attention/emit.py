@@ -12,9 +12,9 @@ from torch import fx
 
 from ... import config
 from ..._inductor import known_true
+from ...graph.builder import Builder
 from ...writes import may_alias, storage, written
 from . import flex, row_bias, torch_ops
-from .builder import Builder
 from .mask_builder import Mask, MaskMemo, build_mask
 from .operands import Operand, same_shape
 from .problem import Problem, is_in_rows
@@ -27,19 +27,13 @@ class Emitter:
     """Replaces the output of one site by a fused call.
 
     Args:
-        graph: the graph of the site.
         memo: masks built for earlier sites of this graph.
-        fake_mode: the mode of its fake values.
         changed: gets what is put into the graph, as `leaving.settle` takes it.
         region: the modes that hold at the site: masks are shared where they are the same.
     """
 
-    def __init__(
-        self, graph: fx.Graph, memo: MaskMemo, fake_mode: Any, changed: list[tuple[fx.Node, bool]],
-        region: object = None,
-    ) -> None:  # fmt: skip
-        self.graph, self.memo, self.fake_mode, self.region = graph, memo, fake_mode, region
-        self.changed = changed
+    def __init__(self, memo: MaskMemo, changed: list[tuple[fx.Node, bool]], region: object = None) -> None:
+        self.memo, self.changed, self.region = memo, changed, region
 
     def emit(self, problem: Problem, output: fx.Node, kernel: str, grouped: bool) -> None:
         """Insert the fused call and make it the value of `output`.
@@ -51,18 +45,18 @@ class Emitter:
                 with one row of biases; "flex" calls flex attention, "short" the operation of this package.
             grouped: give k and v with their own heads (enable_gqa), not repeated.
         """
-        build = Builder(self.graph, output, self.fake_mode)
+        build = Builder(output)
         mask = Mask(None)
         if kernel not in ("short", "row_bias") and (kernel != "flex" or problem.structure is None):
             mask = build_mask(build, problem, self.memo, self.region)
-        q = build.build(problem.q)
+        q = problem.q.built(build)
         for kind, operand in problem.scalers:
-            by = build.build(operand) if isinstance(operand, Operand) else operand
+            by = operand.built(build) if isinstance(operand, Operand) else operand
             scaled = build.call(torch.div if kind == "div" else torch.mul, q, by)
             q = build.to(scaled, build.value(q).dtype)
         q, problem = _with_positive_scale(build, problem, q)
-        k = build.build(problem.k if grouped else problem.full_k)
-        v = build.build(problem.v if grouped else problem.full_v)
+        k = (problem.k if grouped else problem.full_k).built(build)
+        v = (problem.v if grouped else problem.full_v).built(build)
         if problem.q.value.device.type == "cpu" or kernel in ("sdpa", "efficient", "row_bias"):
             q, k, v = (_in_rows(build, each) for each in (q, k, v))
         correction = None
@@ -106,7 +100,7 @@ class Emitter:
         """The masks one by one, in the order of the unfused graph: rows that see no key come out as there."""
         masks, numbers = [], []
         for operand, number, negated in terms.masks(problem):
-            mask = build.build(operand)
+            mask = operand.built(build)
             masks.append(build.call(torch.logical_not, mask) if negated else mask)
             numbers.append(number)
         q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
@@ -150,7 +144,7 @@ class Emitter:
         """The sink on (batch, heads, q or 1, 1)."""
         assert problem.sink is not None
         operand, factor = problem.sink
-        sink = build.to(build.build(operand), dtype)
+        sink = build.to(operand.built(build), dtype)
         return sink if factor == 1.0 else build.call(torch.mul, sink, factor)
 
     def _with_sink(
@@ -269,12 +263,9 @@ class Emitter:
             kwargs["scale"] = problem.scale
         if grouped:
             kwargs["enable_gqa"] = True
-        with self.graph.inserting_before(build.before):
-            node = self.graph.call_function(torch._C._nn.scaled_dot_product_attention, (q, k, v), kwargs)
-        node.meta["stack_trace"] = build.before.meta.get("stack_trace", "")
         shape = (*problem.q.shape[:3], problem.v.shape[-1])
-        node.meta["example_value"] = problem.q.value.new_empty(shape, dtype=problem.dtype)
-        return node
+        value = problem.q.value.new_empty(shape, dtype=problem.dtype)
+        return build.given(value, torch._C._nn.scaled_dot_product_attention, q, k, v, **kwargs)
 
 
 def erase_chain(graph: fx.Graph, chain: list[fx.Node]) -> None:

@@ -27,8 +27,8 @@ from ..._inductor import (
     max_autotune,
 )
 from ...fusion import Rejected
+from ...graph.builder import Builder
 from . import torch_ops
-from .builder import Builder
 from .masks import Bool
 from .normal_form import SCORE_FUNCTIONS, Stage
 from .operands import Operand
@@ -238,22 +238,20 @@ def emit(
     lengths = (build.number(problem.q.shape[2]), build.number(problem.k.shape[2]))
     block_mask = _as_tuple(build, problem, lengths, blocks, mask_mod)
     scale, options = problem.first_scale, _options(problem, lse, bool(blocks))
-    with build.graph.inserting_before(build.before):
-        node = build.graph.call_function(
-            flex_attention_op(),
-            (q, k, v, score_mod, block_mask, scale, options, score_captured, mask_captured),
-        )
-        out = build.graph.call_function(operator.getitem, (node, 0))
-        stats = build.graph.call_function(operator.getitem, (node, 1)) if lse else None
-    for each in (node, out, stats):
-        if each is not None:
-            each.meta["stack_trace"] = build.before.meta.get("stack_trace", "")
     shape = (*problem.q.shape[:3], problem.v.shape[-1])
-    out.meta["example_value"] = problem.q.value.new_empty(shape, dtype=problem.dtype)
-    if stats is None:
+    values = (
+        problem.q.value.new_empty(shape, dtype=problem.dtype),
+        problem.q.value.new_empty(shape[:3], dtype=torch.float32),
+    )
+    node = build.given(
+        values, flex_attention_op(), q, k, v, score_mod, block_mask, scale, options, score_captured,
+        mask_captured,
+    )  # fmt: skip
+    out = build.call(operator.getitem, node, 0)
+    if not lse:
         return out, None
-    stats.meta["example_value"] = problem.q.value.new_empty(shape[:3], dtype=torch.float32)
-    return out, build.call(torch.mul, stats, math.log(2.0))  # the kernel counts in powers of two
+    # The kernel counts in powers of two.
+    return out, build.call(torch.mul, build.call(operator.getitem, node, 1), math.log(2.0))
 
 
 def _score(build: Builder, body: Body, problem: Problem, dense: fx.Node | None) -> Any:
@@ -293,7 +291,7 @@ _PRODUCTS = {"mul": torch.mul, "div": torch.div}
 def _element(body: Body, problem: Problem, operand: Operand) -> Any:
     """The element of a tensor beside q, k and v for this score."""
     return body.load_score(
-        _indexable(body, problem, body.outer.build(operand), _takes_gradient(operand.node))
+        _indexable(body, problem, operand.built(body.outer), _takes_gradient(operand.node))
     )
 
 

@@ -23,8 +23,8 @@ from torch import fx
 from ... import config
 from ..._inductor import known_true
 from ...fusion import LeftToStock, Rejected
+from ...graph.builder import Builder
 from . import predicates, row_bias, torch_ops
-from .builder import Builder
 from .flex import BlockMasks
 from .masks import may_hide_rows
 from .operands import Operand
@@ -79,7 +79,7 @@ class MaskMemo:
         version = problem.version(operand.node, build.before)
         key = (operand.node, version, repr(operand.steps), hides, region)
         if key not in self.empty:
-            mask = build.build(operand)
+            mask = operand.built(build)
             seen = build.call(torch.logical_not, mask) if hides else mask
             self.empty[key] = build.call(torch.any, seen, -1, True)
         return self.empty[key]
@@ -336,7 +336,7 @@ class _Terms:
 
     def _built(self, operand: Operand) -> fx.Node:
         """A term; one of float16 beside a kernel of another dtype in float32, which holds what hides keys."""
-        node = self.build.build(operand)
+        node = operand.built(self.build)
         narrow = self.build.value(node).dtype == torch.float16 != self.problem.dtype
         return self.build.to(node, torch.float32) if narrow else node
 

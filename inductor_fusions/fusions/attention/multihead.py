@@ -19,6 +19,7 @@ from ... import config, decisions
 from ..._inductor import holds_now, records_gradients
 from ...derivatives import Derivatives
 from ...fusion import Candidate, LeftToStock, Rejected
+from ...graph.builder import Builder
 from ...inplace import arguments
 from ...keeping import Keeping
 from ...liveness import erase_dead_readers, readers
@@ -133,10 +134,8 @@ class MultiheadForward(Candidate):
         mask, out = arguments["attn_mask"], self.anchor.meta["example_value"][0]
         if mask is not None and not self.causal and records_gradients(out):
             arguments["attn_mask"] = self.keeping.kept(mask, self.anchor)  # an addition keeps none
-        with self.graph.inserting_before(self.anchor):
-            new = self.graph.call_function(F.multi_head_attention_forward, kwargs=arguments)
-        new.meta.update(self.anchor.meta)
-        new.meta["example_value"] = (self.anchor.meta["example_value"][0], None)
+        build = Builder(self.anchor, kept=tuple(self.anchor.meta))
+        new = build.given((out, None), F.multi_head_attention_forward, **arguments)
         for user in list(self.anchor.users):
             if user.args[1] == 1:
                 erase_dead_readers([user])

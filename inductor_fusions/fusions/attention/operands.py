@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from ..._inductor import known_true
+from ...graph.builder import Builder
 from . import torch_ops
 
 #: The name of a method of tensors, or a function, and its arguments after the tensor.
@@ -48,6 +49,13 @@ class Operand(torch_ops.Seen):
         value = self.value
         changed = getattr(value, method)(*args) if isinstance(method, str) else method(value, *args)
         return Operand(self.node, changed, (*self.steps, (method, args)))
+
+    def built(self, build: Builder) -> fx.Node:
+        """The node that holds it, added to the graph."""
+        node = self.node
+        for method, args in self.steps:
+            node = build.call(method, node, *args)
+        return node
 
     @property
     def shape(self) -> torch.Size:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from .builder import Builder
+from ...graph.builder import Builder
 from .masks import Affine, And, Bool, Element, NonNegative, Not, Or
 from .structure import KEY, QUERY, depends_only_on
 

@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from ..._inductor import known_true
+from ...graph.builder import Builder
 from . import predicates, torch_ops
-from .builder import Builder
 from .masks import Bool, conjunction
 from .normal_form import Term
 from .operands import Operand
@@ -102,7 +102,7 @@ def bias(build: Builder, problem: Problem) -> fx.Node:
     parts: list[Bool] = [part for part in structure.conjuncts if not is_causal(part)]
     base: Any = 0.0
     for term, operand in structure.biases:
-        base = build.build(operand)
+        base = operand.built(build)
         if term.factor != 1.0:
             base = build.call(torch.mul, base, term.factor)
     row: fx.Node = base

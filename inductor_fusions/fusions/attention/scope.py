@@ -87,7 +87,7 @@ class Scope(fusion.Scope):
 
     def emitter(self, site: fx.Node) -> emit.Emitter:
         """What writes the fused form of a site."""
-        return emit.Emitter(self.graph, self.memo, self.fake_mode, self.changed, self.modes.at(site))
+        return emit.Emitter(self.memo, self.changed, self.modes.at(site))
 
     def keep(self, known: Collection[fx.Node], by_eager: Collection[object]) -> None:
         """Copy what the operations among new nodes keep for the backward, where it may change behind them.

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...graph.builder import Builder
 from ...graph.products import RESHAPES, Product, product, same_sizes, tensor, value
-from . import emit
 
 aten = torch.ops.aten
 
@@ -49,15 +49,13 @@ class Columns:
             None if bias is None else self._part(value(bias)), base.scale,
         )  # fmt: skip
 
-    def built(self, before: fx.Node, anchor: fx.Node) -> Product:
-        """The same of slices in the graph of `before`, in front of it."""
+    def built(self, build: Builder) -> Product:
+        """The same of slices, added to the graph."""
         base = self.base
 
         def part(node: fx.Node) -> fx.Node:
             last = value(node).dim() - 1
-            return emit.call(
-                before.graph, before, anchor, aten.slice.Tensor, node, last, self.start, self.end, self.step
-            )
+            return build.call(aten.slice.Tensor, node, last, self.start, self.end, self.step)
 
         bias = None if base.bias is None else part(base.bias)
         return Product(base.node, base.a, part(base.b), bias, base.scale)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..._inductor import fake_mode_of, hint, suppress_guards, was_erased
+from ..._inductor import hint
 from ...fusion import Rejected
+from ...graph.builder import Builder
 from ...graph.placement import Place
 from ...graph.products import Product, same_sizes, value
 from .op import BLOCK_MM
 
 
 def insert(
-    graph: fx.Graph,
     place: Place,
     anchor: fx.Node,
     groups: Sequence[Sequence[Product]],
@@ -30,7 +28,6 @@ def insert(
     """Add the operation and its outputs to a graph, used by nothing yet.
 
     Args:
-        graph: the graph.
         place: where it goes; views are moved as it says.
         anchor: the node whose source line the new nodes get.
         groups: the products of each group. At most one of a group has a bias.
@@ -58,11 +55,7 @@ def insert(
         wide,
         hint(value(products[0][1].a).shape[0]),
     )
-    made = call(graph, place.before, anchor, BLOCK_MM, *arguments)
-    outputs = [
-        call(graph, place.before, anchor, operator.getitem, made, index)
-        for index in range(len(made.meta["val"]))
-    ]
+    outputs = Builder(place.before, anchor).parts(BLOCK_MM, *arguments)
     place.sink()
     return outputs
 
@@ -96,46 +89,8 @@ def sizes_of(node: fx.Node, product: fx.Node, inner: Iterable[fx.Node]) -> list[
 _WITH_SIZES = (torch.ops.aten.reshape.default, torch.ops.aten.view.default)
 
 
-def reshaped(graph: fx.Graph, before: fx.Node, node: fx.Node, sizes: list[Any], anchor: fx.Node) -> fx.Node:
+def reshaped(build: Builder, node: fx.Node, sizes: list[Any]) -> fx.Node:
     """`node` with other sizes, if it has others."""
     if same_sizes(value(node).shape, sizes):
         return node
-    return call(graph, before, anchor, torch.ops.aten.reshape.default, node, sizes)
-
-
-def call(graph: fx.Graph, before: fx.Node, anchor: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """Add a call of an operation in front of `before`, with its fake value.
-
-    Raises:
-        RuntimeError: an argument is in no graph any more. Nothing is changed yet, so the site stays as it is.
-    """
-    inputs: list[fx.Node] = []
-    fx.node.map_arg(args, inputs.append)
-    for node in inputs:
-        if was_erased(node):
-            raise RuntimeError(f"{node} was replaced by another fusion, and is in no graph")
-    with graph.inserting_before(before):
-        node = graph.call_function(target, args)
-    if "stack_trace" in anchor.meta:
-        node.meta["stack_trace"] = anchor.meta["stack_trace"]
-    if isinstance(target, torch._ops.OpOverload):
-        node.meta["original_aten"] = target  # Inductor calls the kernel by it
-    mode = fake_mode_of(graph)
-    values = fx.node.map_arg(args, lambda n: n.meta["val"])
-    with suppress_guards(mode), mode if mode is not None else contextlib.nullcontext():
-        node.meta["val"] = target(*values)
-    return node
-
-
-def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    """Let every user of `old` use `new`, and remove what nothing uses any more."""
-    old.replace_all_uses_with(new)
-    # A node with two users is met twice.
-    dead = {old: None}
-    while dead:
-        node, _ = dead.popitem()
-        if node.users or node.op != "call_function" or was_erased(node):
-            continue
-        inputs = node.all_input_nodes
-        graph.erase_node(node)
-        dead.update(dict.fromkeys(inputs))
+    return build.call(torch.ops.aten.reshape.default, node, sizes)

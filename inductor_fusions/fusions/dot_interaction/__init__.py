@@ -17,6 +17,7 @@ from ... import config, tables
 from ...decisions import Query, decide
 from ...derivatives import check_operation
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
+from ...graph.builder import Builder
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
 from ...operands import check_device, check_kind, tensor, text
@@ -95,14 +96,9 @@ class DotInteraction(Candidate):
 
     def rewrite(self) -> str:
         site, out = self.site, tensor(self.site.last)
-        with self.graph.inserting_before(site.last):
-            new = self.graph.call_function(
-                DOT_INTERACTION, (site.t, site.dense, *self.triangle, list(self.tiles))
-            )
-        # Shape, dtype, and whether it takes a gradient.
-        new.meta["example_value"] = out
-        if "stack_trace" in self.anchor.meta:
-            new.meta["stack_trace"] = self.anchor.meta["stack_trace"]
+        # Its shape, dtype, and whether it takes a gradient, are those of what it replaces.
+        build = Builder(site.last, self.anchor)
+        new = build.given(out, DOT_INTERACTION, site.t, site.dense, *self.triangle, list(self.tiles))
         gone = [node for node in (site.cat, site.pairs, site.products) if node is not None]
         erase_dead_readers(gone)
         site.last.replace_all_uses_with(new)

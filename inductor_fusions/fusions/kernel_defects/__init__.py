@@ -16,6 +16,7 @@ from torch import fx
 from ... import pinning
 from ..._inductor import computing_fakes, fake_mode_of, flex_attention_op, known_true, suppress_guards
 from ...fusion import Candidate, Fusion, Scope, nodes_of
+from ...graph.builder import Builder
 from ...graph.facts import change
 from ...operands import tensor
 from ..block_mm.inlined import put_in_place
@@ -141,6 +142,7 @@ class _Backward:
 
     def __init__(self, graph: fx.Graph, call: fx.Node) -> None:
         self.graph, self.call = graph, call
+        self.build = Builder(call, kept=("stack_trace", "custom"))
 
     def rewrite(self) -> bool:
         """Replace the call; whether its keys were padded, or its rows shifted."""
@@ -152,13 +154,13 @@ class _Backward:
         if padded:
             extra = -keys % TILE
             for i in (_KEY, _VALUE):
-                arguments[i] = self._add(aten.constant_pad_nd.default, arguments[i], [0, 0, 0, extra])
+                arguments[i] = self.build.call(aten.constant_pad_nd.default, arguments[i], [0, 0, 0, extra])
             arguments[_BIAS] = self._padded_bias(arguments[_BIAS], extra)
             arguments[_MAX_KEYS] = keys + extra
         elif low:
             arguments[_LOGSUMEXP], arguments[_BIAS] = self._shifted(arguments[_LOGSUMEXP], arguments[_BIAS])
         arguments[_DROPOUT] = own_dropout(arguments[_DROPOUT])
-        made = self._add(CUDNN_BACKWARD, *arguments)
+        made = self.build.call(CUDNN_BACKWARD, *arguments)
         made.meta = {**self.call.meta, "val": made.meta["val"]}
         self.call.replace_all_uses_with(made)
         self.graph.erase_node(self.call)
@@ -171,9 +173,9 @@ class _Backward:
         shape = list(_value(bias).shape)
         for dim, step in enumerate(_value(bias).stride()[:-1]):
             if step == 0 and not known_true(shape[dim] == 1):
-                bias = self._add(aten.slice.Tensor, bias, dim, 0, 1)
-        bias = self._add(aten.constant_pad_nd.default, bias, [0, extra], -math.inf)
-        return self._add(
+                bias = self.build.call(aten.slice.Tensor, bias, dim, 0, 1)
+        bias = self.build.call(aten.constant_pad_nd.default, bias, [0, extra], -math.inf)
+        return self.build.call(
             aten.expand.default, bias, [-1 if _fits(bias, d, n) else n for d, n in enumerate(shape)]
         )
 
@@ -184,49 +186,28 @@ class _Backward:
         that sees no key has weights of 0 beside any logsumexp.
         """
         dtype = _value(bias).dtype
-        rounded = self._cast(self._cast(logsumexp, dtype), torch.float32)
-        zero = self._add(aten.full.default, [], 0.0, dtype=torch.float32, device=_value(bias).device)
-        low = self._add(aten.lt.Scalar, logsumexp, LOW)
-        hidden = self._add(aten.eq.Scalar, logsumexp, -math.inf)
-        shift = self._add(aten.where.self, low, rounded, zero)
-        shift = self._add(aten.where.self, hidden, zero, shift)
-        kept = self._add(aten.sub.Tensor, logsumexp, shift)
-        kept = self._add(aten.where.self, hidden, zero, kept)
+        rounded = self.build.to(self.build.to(logsumexp, dtype), torch.float32)
+        zero = self.build.call(aten.full.default, [], 0.0, dtype=torch.float32, device=_value(bias).device)
+        low = self.build.call(aten.lt.Scalar, logsumexp, LOW)
+        hidden = self.build.call(aten.eq.Scalar, logsumexp, -math.inf)
+        shift = self.build.call(aten.where.self, low, rounded, zero)
+        shift = self.build.call(aten.where.self, hidden, zero, shift)
+        kept = self.build.call(aten.sub.Tensor, logsumexp, shift)
+        kept = self.build.call(aten.where.self, hidden, zero, kept)
         if _value(shift).dim() < _value(bias).dim():
-            shift = self._add(aten.unsqueeze.default, shift, -1)
-        moved = self._add(aten.sub.Tensor, self._cast(bias, torch.float32), shift)
-        return kept, self._cast(moved, dtype)
+            shift = self.build.call(aten.unsqueeze.default, shift, -1)
+        moved = self.build.call(aten.sub.Tensor, self.build.to(bias, torch.float32), shift)
+        return kept, self.build.to(moved, dtype)
 
     def _cut(self, made: fx.Node, keys: int) -> None:
         """Only the gradients of keys that there are."""
         for user in list(made.users):
             if user.args[1] in (1, 2):
-                value = made.meta["val"][user.args[1]]
-                user.meta["val"] = value
-                with self.graph.inserting_after(user):
-                    part = self.graph.call_function(aten.slice.Tensor, (user, 2, 0, keys))
-                user.replace_all_uses_with(part)
-                part.update_arg(0, user)
-                part.meta = {**user.meta, "val": aten.slice.Tensor(value, 2, 0, keys)}
-
-    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        if _value(node).dtype == dtype:
-            return node
-        return self._add(torch.ops.prims.convert_element_type.default, node, dtype)
-
-    def _add(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with self.graph.inserting_before(self.call):
-            node = self.graph.call_function(target, args, kwargs)
-        values: Any = fx.node.map_arg((args, kwargs), _meta)
-        node.meta["val"] = target(*values[0], **values[1])
-        for key in ("stack_trace", "custom"):
-            if key in self.call.meta:
-                node.meta[key] = self.call.meta[key]
-        return node
-
-
-def _meta(node: fx.Node) -> Any:
-    return node.meta["val"]
+                readers = list(user.users)
+                user.meta["val"] = made.meta["val"][user.args[1]]
+                build = Builder(user.next, user, tuple(user.meta))
+                part = build.call(aten.slice.Tensor, user, 2, 0, keys)
+                user.replace_all_uses_with(part, delete_user_cb=readers.__contains__)
 
 
 def _fits(node: fx.Node, dim: int, size: Any) -> bool:

@@ -11,6 +11,7 @@ from torch import fx
 
 from ..._inductor import was_erased
 from ...fusion import Candidate, LeftToStock, Rejected
+from ...graph.builder import substitute
 from ...graph.facts import facts
 from ...graph.products import CASTS, RESHAPES, Product, restored, same_sizes, value, widens
 from ...operands import tokens_of
@@ -134,7 +135,7 @@ class Accumulated(Candidate):
         made: dict[fx.Node, downs.Made] = {}
         for down, place in zip(self.downs, places, strict=True):
             made |= downs.insert(self.graph, replace(down, place=place), moved, self._further)
-        make = Emitter(self.graph, root, root)
+        make = Emitter(root)
         adapters = self._adapters()
         pairs = [self._operands(make, a, made[a.down.node]) for a in adapters]
         kept = [(i, one.kept) for i, one in enumerate(self.sum.added) if one.kept is not None]
@@ -148,7 +149,7 @@ class Accumulated(Candidate):
             [i for i, _ in kept],
             value(root).dtype,
         )
-        emit.replace(self.graph, root, emit.reshaped(self.graph, root, new, self.sizes, root))
+        substitute(root, emit.reshaped(make, new, self.sizes))
         for node, one in made.items():
             downs.replace_one(self.graph, node, one.output)
         for place in places:

@@ -11,9 +11,9 @@ from torch import fx
 
 from ..._inductor import was_erased
 from ...fusion import Rejected
+from ...graph.builder import substitute
 from ...graph.placement import Place, find
 from ...graph.products import Product, value
-from ..block_mm import emit
 from .adapters import Source, source
 from .emitter import Emitter
 from .groups import by_width
@@ -100,7 +100,7 @@ def insert(
     """
     views = {*down.place.hoisted, *down.place.sunk}
     place = down.place.without(moved).hoist()
-    make = Emitter(graph, place.before, down.members[0].node)
+    make = Emitter(place.before, down.members[0].node)
     right = [p.b for p in down.members]
     x = make.replay(down.origin)
     factors = [further(p, x) for p in down.members]
@@ -118,4 +118,4 @@ def insert(
 def replace_one(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
     """Let a narrow product stand for a down-projection that others read as well."""
     if not was_erased(old):
-        emit.replace(graph, old, new)
+        substitute(old, new)

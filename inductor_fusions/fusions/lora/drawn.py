@@ -19,9 +19,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..._inductor import draw, draws_four_at_a_time, rounds_inside_of_loops
 from ...fusion import Candidate
+from ...graph.builder import Builder
 from ...graph.facts import change
 from ...graph.products import CASTS, value
-from ..block_mm import emit
 from .masks import drawing
 from .op import NARROW_MM, composite
 from .op import flops as narrow_flops
@@ -158,9 +158,7 @@ def _mask(kept: fx.Node, call: fx.Node) -> Mask | None:
 
 
 def _rewrite(graph: fx.Graph, call: fx.Node, masks: list[Mask]) -> None:
-    def emitted(target: Any, *args: Any) -> fx.Node:
-        return emit.call(graph, call, call, target, *args)
-
+    emitted = Builder(call).call
     made = emitted(
         DRAWN_MM, *call.args[:4], masks[0].seeds,
         [mask.index for mask in masks], [mask.chance for mask in masks],

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
+from ...graph.builder import Builder
 from ...graph.products import value
-from ..block_mm import emit, guards
+from ..block_mm import guards
 from . import gather
 from .adapters import Source
-from .op import LORA_LINEAR, NARROW_MM
+from .op import NARROW_MM
 from .recognise import Linear, Offset
 from .split import HIGH_BITS, LORA_SPLIT
 
@@ -22,21 +22,8 @@ aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
-class Emitter:
-    """Adds nodes with fake values in front of a node.
-
-    Args:
-        graph: the graph.
-        before: where they go.
-        anchor: the node whose source line they get.
-    """
-
-    def __init__(self, graph: fx.Graph, before: fx.Node, anchor: fx.Node) -> None:
-        self.graph, self.before, self.anchor = graph, before, anchor
-
-    def call(self, target: Any, *args: Any) -> fx.Node:
-        """A call of an operation."""
-        return emit.call(self.graph, self.before, self.anchor, target, *args)
+class Emitter(Builder):
+    """Adds what the operations of adapters read."""
 
     def replay(self, origin: Source) -> fx.Node:
         """A matrix without its casts and factors."""
@@ -57,20 +44,11 @@ class Emitter:
         kept: Sequence[fx.Node],
     ) -> list[fx.Node]:
         """A narrow product: its outputs, as `op.composite` has them."""
-        made = self.call(NARROW_MM, x, list(right), list(scales), list(further), transposed, list(kept))
-        return [self.call(operator.getitem, made, i) for i in range(len(made.meta["val"]))]
-
-    def linear(self, *arguments: Any) -> list[fx.Node]:
-        """Linears with adapters as one operation: its outputs."""
-        made = self.call(LORA_LINEAR, *arguments)
-        return [self.call(operator.getitem, made, i) for i in range(len(made.meta["val"]))]
+        return self.parts(NARROW_MM, x, list(right), list(scales), list(further), transposed, list(kept))
 
     def times(self, left: fx.Node, factor: fx.Node) -> fx.Node:
         """A small matrix times a tensor of one element, in the dtype of the matrix."""
-        made = self.call(aten.mul.Tensor, left, factor)
-        if value(made).dtype == value(left).dtype:
-            return made
-        return self.call(torch.ops.prims.convert_element_type.default, made, value(left).dtype)
+        return self.to(self.call(aten.mul.Tensor, left, factor), value(left).dtype)
 
     def bias(self, linear: Linear) -> fx.Node | None:
         """The bias of a linear with those of its adapters, in float32 where there is something to compute.
@@ -85,9 +63,7 @@ class Emitter:
         if offsets == [Offset(offsets[0].vector, 1.0, None)]:
             return offsets[0].vector
         for offset in offsets:
-            term = offset.vector
-            if value(term).dtype != torch.float32:
-                term = self.call(torch.ops.prims.convert_element_type.default, term, torch.float32)
+            term = self.to(offset.vector, torch.float32)
             if offset.scale != 1:
                 term = self.call(aten.mul.Tensor, term, offset.scale)
             if offset.factor is not None:
@@ -143,8 +119,7 @@ class Emitter:
         bits = self.call(aten.view.dtype, matrix, torch.int32)
         high = self.call(aten.view.dtype, self.call(aten.bitwise_and.Scalar, bits, HIGH_BITS), torch.float32)
         low = self.call(aten.sub.Tensor, matrix, high)
-        convert = torch.ops.prims.convert_element_type.default
-        return self.call(convert, high, dtype), self.call(convert, low, dtype)
+        return self.to(high, dtype), self.to(low, dtype)
 
 
 def _missing(rank: int, dtype: torch.dtype) -> int:

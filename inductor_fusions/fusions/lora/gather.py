@@ -7,7 +7,6 @@ the first that is needed, so that none is in memory for long.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +15,10 @@ import torch
 from torch import fx
 
 from ...fusion import Candidate, Rejected
+from ...graph.builder import Builder, substitute
 from ...graph.facts import change, move
 from ...graph.products import VIEWS, tensor, through, value
 from ...operands import known_size
-from ..block_mm import emit
 from . import narrow, narrow_kernel
 from .drawn import DRAWN_MM
 from .op import NARROW_MM
@@ -128,7 +127,7 @@ class Gathered(Candidate):
                 change(w.reader, args=(w.reader.args[0], parts, *w.reader.args[2:]))
             else:
                 for output in list(w.reader.users):
-                    emit.replace(self.graph, output, part)
+                    substitute(output, part)
         return f"{len(self.wanted)} matrices in {len(self.chunks)} kernels"
 
 
@@ -229,10 +228,7 @@ def _make(
 ) -> list[tuple[_Wanted, fx.Node]]:
     """One call of the operation for a chunk, in front of its first reader; what each reads then."""
     before = chunk[0].reader
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        return emit.call(graph, before, before, target, *args)
-
+    build = Builder(before)
     distinct: dict[tuple[Any, ...], _Wanted] = {}
     for w in chunk:
         for node in _chain(w.matrix):
@@ -242,13 +238,13 @@ def _make(
                 moved.add(node)
         distinct.setdefault(_key(w), w)
     matrices = [
-        call(aten.permute.default, w.matrix, [1, 0]) if w.turned else w.matrix for w in distinct.values()
+        build.call(aten.permute.default, w.matrix, [1, 0]) if w.turned else w.matrix
+        for w in distinct.values()
     ]
     forms = [list(each) for each in zip(*(w.form for w in distinct.values()), strict=True)]
-    made = call(LORA_SPLIT, matrices, *forms, chunk[0].dtype)
-    parts = [call(operator.getitem, made, i) for i in range(len(distinct))]
+    parts = build.parts(LORA_SPLIT, matrices, *forms, chunk[0].dtype)
     read = {
-        key: call(aten.permute.default, part, [0, 2, 1]) if w.turned else part
+        key: build.call(aten.permute.default, part, [0, 2, 1]) if w.turned else part
         for (key, w), part in zip(distinct.items(), parts, strict=True)
     }
     return [(w, read[_key(w)]) for w in chunk]

@@ -11,11 +11,12 @@ import torch
 from torch import fx
 
 from ...fusion import Candidate, Rejected
+from ...graph.builder import substitute
 from ...graph.facts import facts
 from ...graph.placement import Place, find
 from ...graph.products import RESHAPES, Product, product, readers, restored, scaled, value
 from ...operands import known_size, tokens_of
-from ..block_mm import emit, guards
+from ..block_mm import guards
 from . import narrow, profit
 from .adapters import MOST_RANK, PERMUTES, source, unrounded
 from .emitter import Emitter
@@ -223,7 +224,7 @@ class Gradients(Candidate):
     def rewrite(self) -> str:
         assert self.place is not None
         first, place = self.members[0], self.place.hoist()
-        make = Emitter(self.graph, place.before, self.anchor)
+        make = Emitter(place.before, self.anchor)
         origins = [source(n.x) for n in self.members]
         x = make.replay(origins[0])
         right = [make.replay(unrounded(n.b)) for n in self.members]
@@ -234,5 +235,5 @@ class Gradients(Candidate):
         outputs = make.narrow(x, right, scales, [0.0] * len(right), first.transposed, self._masks())
         place.sink()
         for n, output in zip(self.members, outputs, strict=True):
-            emit.replace(self.graph, n.node, output)
+            substitute(n.node, output)
         return self.kernel

@@ -30,16 +30,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ..._inductor import (
-    ATTRIBUTES,
-    computing_fakes,
-    draws_as_eager,
-    drops_narrow_casts,
-    fake_mode_of,
-    suppress_guards,
-)
+from ..._inductor import ATTRIBUTES, draws_as_eager, drops_narrow_casts
 from ...derivatives import Derivatives, check_operation
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
+from ...graph.builder import Builder
 from ...keeping import Keeping
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
@@ -292,10 +286,10 @@ class AdapterInput(Candidate):
         site = self.site = replace(self.site, x=self._kept())
         old = site.linear
         if site.drop is None:
-            new = self._insert(old, LORA_DOWN, (site.x, site.a), tensor(old))
+            new = Builder(old).given(tensor(old), LORA_DOWN, site.x, site.a)
         else:
             arguments = site.x, self._mask(site.drop), self._as_read(site.a), 1 / (1 - site.chance)
-            new = self._insert(old, LORA_DROPPED_DOWN, arguments, tensor(old))
+            new = Builder(old).given(tensor(old), LORA_DROPPED_DOWN, *arguments)
         erase_dead_readers((old, *site.between))
         ups = _ups(old)
         old.replace_all_uses_with(new)
@@ -329,38 +323,22 @@ class AdapterInput(Candidate):
         value = tensor(a)
         if self.cast is None or value is None or value.dtype == self.cast:
             return a
-        with suppress_guards(fake_mode_of(self.graph)), computing_fakes(fake_mode_of(self.graph)):
-            rounded = value.to(self.cast)
-        return self._insert(self.site.linear, torch.ops.aten.to.dtype, (a, self.cast), rounded)
+        rounded = Builder(self.site.linear).call(torch.ops.aten.to.dtype, a, self.cast)
+        rounded.meta["example_value"].requires_grad_(value.requires_grad)
+        return rounded
 
     def _mask(self, drop: fx.Node) -> fx.Node:
         """What a dropout keeps, drawn where the dropout is."""
-        x, inside = tensor(self.site.x), tensor(drop)
-        assert x is not None and inside is not None
-        dtype = inside.dtype
-        with suppress_guards(fake_mode_of(self.graph)):
-            number, kept = (torch.empty_like(x, dtype=kind) for kind in (dtype, torch.bool))
-        drawn = self._insert(drop, torch.rand_like, (self.site.x,), number, dtype=dtype)
-        return self._insert(drop, torch.gt, (drawn, self.site.chance), kept)
-
-    def _insert(
-        self, before: fx.Node, target: Any, arguments: tuple[Any, ...], value: Any, **options: Any
-    ) -> fx.Node:
-        """A call in front of a node, whose line in the source it gets."""
-        with self.graph.inserting_before(before):
-            new = self.graph.call_function(target, arguments, options)
-        if "stack_trace" in before.meta:
-            new.meta["stack_trace"] = before.meta["stack_trace"]
-        with suppress_guards(fake_mode_of(self.graph)):
-            new.meta["example_value"] = value
-        return new
+        inside = tensor(drop)
+        assert inside is not None
+        build = Builder(drop)
+        drawn = build.call(torch.rand_like, self.site.x, dtype=inside.dtype)
+        return build.call(torch.gt, drawn, self.site.chance)
 
     def _mark(self, rounded: fx.Node | None) -> None:
         if rounded is None or any(user.target is ROUNDED for user in rounded.users):
             return
-        with self.graph.inserting_after(rounded):
-            marked = self.graph.call_function(ROUNDED, (rounded,))
-        marked.meta.update(rounded.meta)
+        marked = Builder(rounded.next, rounded, tuple(rounded.meta)).given(tensor(rounded), ROUNDED, rounded)
         rounded.replace_all_uses_with(marked, delete_user_cb=lambda user: user is not marked)
 
 

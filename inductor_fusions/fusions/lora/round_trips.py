@@ -8,8 +8,8 @@ from torch import fx
 
 from ..._inductor import was_erased
 from ...fusion import Candidate
+from ...graph.builder import substitute
 from ...graph.products import PRODUCTS, RESHAPES, VIEWS, Product, is_pointwise, restored, through
-from ..block_mm import emit
 
 
 def candidates(products: Sequence[Product]) -> Iterator[Candidate]:
@@ -43,7 +43,7 @@ class RoundTrip(Candidate):
         assert origin is not None
         copy.replace_all_uses_with(origin, delete_user_cb=_computes)
         if not copy.users:
-            emit.replace(copy.graph, copy, origin)  # takes it out, with the cast that it was made by
+            substitute(copy, origin)  # takes it out, with the cast that it was made by
         return "the original"
 
 

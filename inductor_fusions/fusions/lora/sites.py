@@ -11,6 +11,7 @@ from torch import fx
 
 from ..._inductor import was_erased
 from ...fusion import Candidate, LeftToStock, Rejected, Scope, nodes_of
+from ...graph.builder import Builder, substitute
 from ...graph.facts import facts
 from ...graph.placement import Place, earliest, find
 from ...graph.products import PRODUCTS, Product, products_of, same_sizes, scaled, value
@@ -22,6 +23,7 @@ from .adapters import Adapter, source, unrounded
 from .emitter import Emitter
 from .groups import current, grouped, is_whole, result_dtypes, shape_of
 from .masks import masked
+from .op import LORA_LINEAR
 from .recognise import Linear, is_row_major, linears
 from .sums import downs_of, without
 from .sums import sums as read_sums
@@ -225,7 +227,7 @@ class Adapted(Candidate):
         return kernel
 
     def _emit(self, place: Place, narrow: list[downs.Down]) -> str:
-        made = Emitter(self.graph, place.before, self.anchor)
+        made = Emitter(place.before, self.anchor)
         if self.whole:
             return self._rewrite_whole(made, place)
         ups: dict[fx.Node, tuple[fx.Node, fx.Node | None]] = {}
@@ -238,7 +240,7 @@ class Adapted(Candidate):
         dtype, wide = result_dtypes(self.group)
         # Results are reshaped before views of them are moved.
         bare = replace(place, sunk=())
-        outputs = emit.insert(self.graph, bare, self.anchor, groups, dtype=dtype, wide=wide)
+        outputs = emit.insert(bare, self.anchor, groups, dtype=dtype, wide=wide)
         self._replace_roots(outputs, place)
         for step in finish:
             step()
@@ -247,13 +249,13 @@ class Adapted(Candidate):
     def _replace_roots(self, outputs: Sequence[fx.Node], place: Place) -> None:
         roots = [linear.root for linear in self.group]
         shaped = [
-            emit.reshaped(self.graph, place.before, output, self.sizes[root], root)
+            emit.reshaped(Builder(place.before, root), output, self.sizes[root])
             for root, output in zip(roots, outputs, strict=True)
         ]
         place.sink()
         for root, new in zip(roots, shaped, strict=True):
             self.replaced[root] = new
-            emit.replace(self.graph, root, new)
+            substitute(root, new)
 
     def _rewrite_whole(self, make: Emitter, place: Place) -> str:
         """Two kernels: everything in one operation."""
@@ -265,7 +267,8 @@ class Adapted(Candidate):
         biases = {g: bias for g, bias in found if bias is not None}
         # A kernel reads biases, too, before it waits for the one in front.
         early = [*(p.b for p in bases), *(a.up.b for _, a in adapters), *biases.values()]
-        outputs = make.linear(
+        outputs = make.parts(
+            LORA_LINEAR,
             make.replay(unrounded(bases[0].a)),
             [p.b for p in bases],
             list(biases.values()),
@@ -324,7 +327,7 @@ class Adapted(Candidate):
         found[0] = replace(found[0], bias=make.bias(linear))
         if linear.rest is not None:
             rows = list(value(found[0].node).shape)
-            rest = emit.reshaped(self.graph, make.before, linear.rest, rows, linear.root)
+            rest = emit.reshaped(Builder(make.before, linear.root), linear.rest, rows)
             found[0] = replace(found[0], bias=rest)
         for a in linear.adapters:
             (left, form), scale = ups[a.down.node], a.scale

@@ -16,6 +16,7 @@ from ... import config, tables
 from ...decisions import Query, decide
 from ...derivatives import check_operation
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
+from ...graph.builder import Builder
 from ...keeping import Keeping
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
@@ -83,35 +84,21 @@ class OuterProductLinear(Candidate):
         u, v = factors
         if out.requires_grad:
             u, v = (keeping.kept(node, self.anchor, by_eager) for node in factors)
-        with self.graph.inserting_before(self.anchor):
-            w = site.w
-            if not site.by_rows:
-                w = self._call("t", site.w)
-                held = tensor(site.w)
-                assert held is not None
-                w.meta["example_value"] = held.t()
-            new = self._call(OUTER_PRODUCT_LINEAR, u, v, w)
-            # Shape, dtype, and whether it takes a gradient.
-            new.meta["example_value"] = out
-            if site.bias is not None:
-                new = self._call(torch.add, new, site.bias)
-                new.meta["example_value"] = out
+        build = Builder(self.anchor)
+        w, held = site.w, tensor(site.w)
+        assert held is not None
+        if not site.by_rows:
+            w = build.given(held.t(), "t", w)
+        # Its shape, dtype, and whether it takes a gradient, are those of what it replaces.
+        new = build.given(out, OUTER_PRODUCT_LINEAR, u, v, w)
+        if site.bias is not None:
+            new = build.given(out, torch.add, new, site.bias)
         erase_dead_readers([self.anchor, *site.chain])
         self.anchor.replace_all_uses_with(new)
         for node in (self.anchor, *reversed(site.chain)):
             if not node.users:
                 self.graph.erase_node(node)
         return f"outer_product_linear{self.note}"
-
-    def _call(self, target: Any, *args: Any) -> fx.Node:
-        new = (
-            self.graph.call_method(target, args)
-            if isinstance(target, str)
-            else self.graph.call_function(target, args)
-        )
-        if "stack_trace" in self.anchor.meta:
-            new.meta["stack_trace"] = self.anchor.meta["stack_trace"]
-        return new
 
 
 def check_kernel(out: torch.Tensor) -> None:

@@ -30,10 +30,9 @@ class Permutation(Respelled):
 
     def rewrite(self) -> str:
         result = self.source
-        with self.anchor.graph.inserting_before(self.anchor):
-            for dims in self.steps:
-                result = self.call("permute", result, dims)
-            self.replace(result)
+        for dims in self.steps:
+            result = self.call("permute", result, dims)
+        self.replace(result)
         return f"permuted by {' then '.join(map(str, self.steps)) or 'nothing'}"
 
 

@@ -24,11 +24,10 @@ class Softmax(Respelled):
         self.dim = dim
 
     def rewrite(self) -> str:
-        with self.anchor.graph.inserting_before(self.anchor):
-            turned = self.call("transpose", self.source, self.dim, -1)
-            weights = self.call(torch.softmax, turned, -1, **self.dtype_option())
-            result = self.call("transpose", weights, self.dim, -1)
-            self.replace(result)
+        turned = self.call("transpose", self.source, self.dim, -1)
+        weights = self.call(torch.softmax, turned, -1, **self.dtype_option())
+        result = self.call("transpose", weights, self.dim, -1)
+        self.replace(result)
         settle(result.graph, [(result, False)])
         return f"softmax over dim {self.dim} between transposes"
 
@@ -41,11 +40,10 @@ class Sum(Respelled):
         self.dims = dims
 
     def rewrite(self) -> str:
-        with self.anchor.graph.inserting_before(self.anchor):
-            result = self.call(torch.sum, self.source, list(self.dims), **self.dtype_option())
-            for dim in self.dims:
-                result = self.call("unsqueeze", result, dim)
-            self.replace(result)
+        result = self.call(torch.sum, self.source, list(self.dims), **self.dtype_option())
+        for dim in self.dims:
+            result = self.call("unsqueeze", result, dim)
+        self.replace(result)
         return f"sum over dims {list(self.dims)} without keepdim"
 
 

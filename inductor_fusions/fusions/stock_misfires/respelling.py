@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
-from ..._inductor import computing_fakes, fake_mode_of, is_batched, suppress_guards
+from ..._inductor import is_batched
 from ...fusion import Candidate, Rejected
+from ...graph.builder import Builder
 from ...operands import tensor
 
 
@@ -43,18 +43,8 @@ class Respelled(Candidate):
         return {} if before.dtype == after.dtype else {"dtype": after.dtype}
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node at the insertion point, with its value."""
-        node = self.anchor.graph.create_node(
-            "call_method" if isinstance(target, str) else "call_function", target, args, kwargs
-        )
-        mode = fake_mode_of(self.anchor.graph)
-        given = fx.map_arg((args, kwargs), lambda n: n.meta.get("example_value", n.meta.get("val")))
-        with suppress_guards(mode), torch.no_grad(), computing_fakes(mode):
-            function = getattr(torch.Tensor, target) if isinstance(target, str) else target
-            result = function(*given[0], **given[1])
-        key = "val" if "val" in self.anchor.meta else "example_value"
-        node.meta = {**self.anchor.meta, key: result}
-        return node
+        """A new node in front of the anchor."""
+        return Builder(self.anchor, kept=tuple(self.anchor.meta)).call(target, *args, **kwargs)
 
     def rewrite(self) -> str:
         raise NotImplementedError

@@ -34,10 +34,9 @@ class Alpha(Respelled):
         alpha: Any = node.kwargs["alpha"]
         added, result = tensor(other), tensor(node)
         assert result is not None
-        with node.graph.inserting_before(node):
-            if added is not None and added.dtype != result.dtype:  # add casts first
-                other = self.call("to", other, result.dtype)
-            scaled = self.call(operator.mul, other, alpha) if isinstance(other, fx.Node) else other * alpha
+        if added is not None and added.dtype != result.dtype:  # add casts first
+            other = self.call("to", other, result.dtype)
+        scaled = self.call(operator.mul, other, alpha) if isinstance(other, fx.Node) else other * alpha
         left = {k: v for k, v in node.kwargs.items() if k not in ("alpha", "input", "other")}
         change(node, args=(first, scaled), kwargs=left)
         return "alpha multiplied out"
@@ -59,10 +58,9 @@ class Divisor(Respelled):
                 raise Rejected("the scores are divided in place, and something else may read them")
 
     def rewrite(self) -> str:
-        with self.anchor.graph.inserting_before(self.anchor):
-            turned = self.call(operator.neg, self.source)
-            divided = self.call(operator.truediv, turned, self.by)
-            self.replace(self.call(operator.neg, divided))
+        turned = self.call(operator.neg, self.source)
+        divided = self.call(operator.truediv, turned, self.by)
+        self.replace(self.call(operator.neg, divided))
         return "negated, divided, negated"
 
 

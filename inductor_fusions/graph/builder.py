@@ -1,0 +1,192 @@
+"""Adds nodes to a graph of Dynamo's or of aten operations, with their fake values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._inductor import (
+    computing_fakes,
+    expression,
+    fake_mode_of,
+    is_dense,
+    known_true,
+    suppress_guards,
+    symbol_parts,
+    was_erased,
+)
+from ..fusion import Rejected
+from ..operands import tensor
+
+_COMBINE: dict[str, Any] = {
+    "add": operator.add,
+    "mul": operator.mul,
+    "max": torch.sym_max,
+    "min": torch.sym_min,
+}
+
+
+class Builder:
+    """Adds nodes in front of one node of a graph. Sizes may be symbolic: they become nodes.
+
+    Args:
+        before: where new nodes go.
+        like: the node that they come from, whose source line they get; `before` by default.
+        kept: what they get of its `meta`.
+    """
+
+    def __init__(
+        self, before: fx.Node, like: fx.Node | None = None, kept: tuple[str, ...] = ("stack_trace",)
+    ) -> None:
+        self.graph, self.before = before.graph, before
+        meta = (before if like is None else like).meta
+        self.meta = {name: meta[name] for name in kept if name in meta}
+        self.key = "val" if "val" in meta else "example_value"
+        self.fake_mode = fake_mode_of(self.graph)
+
+    def call(self, target: str | Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """A call of a tensor method (its name) or of a function.
+
+        Raises:
+            Rejected: no value of the graph holds a symbolic size.
+            RuntimeError: an argument is in no graph any more. No call is added, so the site stays as it is.
+        """
+        with suppress_guards(self.fake_mode), torch.no_grad(), computing_fakes(self.fake_mode):
+            function = getattr(torch.Tensor, target) if isinstance(target, str) else target
+            values = fx.node.map_arg((args, kwargs), _value)
+            found = function(*values[0], **values[1])
+        return self.given(found, target, *args, **kwargs)
+
+    def given(self, found: Any, target: str | Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """The same of a call whose fake value is known."""
+        args, kwargs = self._with_size_nodes(args), self._with_size_nodes(kwargs)
+        kind = "call_method" if isinstance(target, str) else "call_function"
+        with self.graph.inserting_before(self.before):
+            node = self.graph.create_node(kind, target, args, kwargs)
+        node.meta = {**self.meta, self.key: found}
+        if self.key == "val" and isinstance(target, torch._ops.OpOverload):
+            node.meta["original_aten"] = target  # Inductor calls the kernel by it
+        return node
+
+    def parts(self, target: Callable[..., Any], *args: Any) -> list[fx.Node]:
+        """A call of a function that gives several tensors, as one node for each."""
+        made = self.call(target, *args)
+        return [self.call(operator.getitem, made, i) for i in range(len(made.meta[self.key]))]
+
+    def value(self, node: fx.Node) -> torch.Tensor:
+        """The fake tensor of a node."""
+        found = tensor(node)
+        assert found is not None
+        return found
+
+    def to(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """Cast, where it changes something."""
+        if self.value(node).dtype == dtype:
+            return node
+        return self.call("to" if self.key == "example_value" else _CONVERT, node, dtype)
+
+    def settled(self, node: fx.Node) -> fx.Node:
+        """The value in a buffer that has its strides, of numbers that are known, once for all of its readers.
+
+        Inductor inlines pointwise code into each reader, and a kernel that wants strides of its own is one:
+        every layer would write a mask. A call of `as_strided` needs the buffer. That buffer is dense, and
+        begins with the value: where the value is a part of another one it is copied first, without what is
+        repeated in it. A part that begins elsewhere in dense memory is left, since torch 2.11 forgets where.
+        """
+        value = self.value(node)
+        shape, steps = tuple(value.shape), value.stride()
+        repeated = [dim for dim, step in enumerate(steps) if known_true(step == 0) and shape[dim] != 1]
+        for dim in repeated:
+            node = self.call("narrow", node, dim, 0, 1)
+        if not is_dense(self.value(node)):
+            node = self.call("clone", node, memory_format=torch.contiguous_format)
+        value = self.value(node)
+        if not known_true(value.storage_offset() == 0):
+            return self.call("expand", node, shape) if repeated else node
+        node = self.call(torch.as_strided, node, tuple(value.shape), tuple(value.stride()))
+        return self.call("expand", node, shape) if repeated else node
+
+    def number(self, size: Any) -> Any:
+        """A size as an argument: an int, or a node that holds a symbolic one.
+
+        Raises:
+            Rejected: where no value of the graph holds it.
+        """
+        if not isinstance(size, torch.SymInt):
+            return size
+        with self.graph.inserting_before(self.before):
+            return self._of_expression(expression(size))
+
+    def _with_size_nodes(self, argument: Any) -> Any:
+        if isinstance(argument, torch.SymInt):
+            return self.number(argument)
+        if isinstance(argument, (list, tuple)):
+            return type(argument)(self._with_size_nodes(item) for item in argument)
+        if isinstance(argument, dict):
+            return {key: self._with_size_nodes(item) for key, item in argument.items()}
+        return argument
+
+    def _of_expression(self, wanted: Any) -> Any:
+        kind, parts = symbol_parts(wanted)
+        if kind == "integer":
+            return int(wanted)
+        if kind == "symbol":
+            return self._of_symbol(wanted)
+        if kind not in _COMBINE:
+            raise Rejected(f"the symbolic size {wanted} is held by no input of the graph")
+        combine = _COMBINE[kind]
+        total = self._of_expression(parts[0])
+        for part in parts[1:]:
+            left, right = total, self._of_expression(part)
+            held = combine(_value(left), _value(right))
+            total = self.graph.call_function(combine, (left, right))
+            total.meta[self.key] = held
+        return total
+
+    def _of_symbol(self, symbol: Any) -> fx.Node:
+        inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
+        node: fx.Node
+        for node in inputs:
+            held = _value(node)
+            if isinstance(held, torch.SymInt) and expression(held) == symbol:
+                return node
+        for node in inputs:
+            found = tensor(node)
+            for dim, size in enumerate(found.shape if found is not None else ()):
+                if isinstance(size, torch.SymInt) and expression(size) == symbol:
+                    made = self.graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                    if self.key == "example_value":
+                        made.op, made.target = "call_method", "size"
+                    made.meta[self.key] = size
+                    return made
+        raise Rejected(f"the symbolic size {symbol} is held by no input of the graph")
+
+
+_CONVERT: Any = torch.ops.prims.convert_element_type.default
+
+
+def _value(node: Any) -> Any:
+    """The fake value of a node, or what it is where it is no node."""
+    if not isinstance(node, fx.Node):
+        return node
+    if was_erased(node):
+        raise RuntimeError(f"{node} was replaced by another fusion, and is in no graph")
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def substitute(old: fx.Node, new: fx.Node) -> None:
+    """Let every user of `old` use `new`, and remove what nothing uses any more."""
+    old.replace_all_uses_with(new)
+    # A node with two users is met twice.
+    dead = {old: None}
+    while dead:
+        node, _ = dead.popitem()
+        if node.users or node.op != "call_function" or was_erased(node):
+            continue
+        inputs = node.all_input_nodes
+        node.graph.erase_node(node)
+        dead.update(dict.fromkeys(inputs))

@@ -107,6 +107,7 @@ _BLOCK_MM = object_of(
     },
     {"group_m": is_size, "subtiles": is_tile, "per_processor": is_size, "across": is_flag},
 )  # fmt: skip
+# Tables of earlier versions say whether a kernel draws the masks of dropouts; none does.
 _NARROW = object_of({"block_m": is_tile, "block_k": is_tile, "splits": is_size, **_WARPS}, {"draws": is_flag})
 _ACCUMULATE = object_of({"block_m": is_tile, "block_n": is_tile, "num_warps": _WARPS["num_warps"]})
 _DECODE = object_of(

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -55,13 +55,12 @@ def stock(row: Row, operands: Operands, mode: str | None) -> Run:
 @dataclass(frozen=True)
 class Choice:
     """Configurations of the kernels of one candidate; None: that of the table where a row is of several
-    kernels, and the default one elsewhere. `draws`: masks are drawn by the narrow product."""
+    kernels, and the default one elsewhere."""
 
     block: Any = None
     narrow: Any = None
     decode: Any = None
     added: Any = None
-    draws: bool = False
 
     def _kinds(self) -> list[tuple[str, Any]]:
         return [
@@ -75,7 +74,6 @@ class Choice:
         for kind, chosen in self._kinds():
             if chosen is not None:
                 parts.append(f"{kind} " + "-".join(str(v) for v in chosen.to_json().values()))
-        parts += ["draws"] if self.draws else []
         return ", ".join(parts) or "defaults"
 
 
@@ -107,8 +105,7 @@ def choosing(row: Row, choice: Choice, seen: Seen) -> Iterator[None]:
 
     def thin(shape: Any, device: torch.device) -> Any:
         seen.narrow.append(shape)
-        found = choice.narrow or (narrow.measured(shape, device) if known else None) or narrow.default(shape)
-        return narrow.fitted(replace(found, draws=True), shape) if choice.draws and shape.masks else found
+        return choice.narrow or (narrow.measured(shape, device) if known else None) or narrow.default(shape)
 
     def pair(shape: Any, device: torch.device) -> Any:
         seen.decode.append(shape)
@@ -186,8 +183,6 @@ def first_choices(row: Row, seen: Seen, arch: int, quick: bool) -> list[Choice]:
         found += [Choice(added=c) for c in spread(accumulate_kernel.candidates(seen.added[0])[1:], 10)]
     elif row.dropout and row.kind == "forward" and seen.narrow:
         found += [Choice(narrow=c) for c in spread(narrow.candidates(seen.narrow[0])[1:], 14)]
-    elif row.dropout and row.kind == "step":
-        found.append(Choice(draws=True))
     elif seen.block and row.kind != "step":
         wanted = configurations.candidates(seen.block[0], arch)
         found += [Choice(block=c) for c in wanted[:BLOCK_CHOICES]]

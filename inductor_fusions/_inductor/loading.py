@@ -59,11 +59,6 @@ def eager_bits_are_wanted() -> bool:
     return getattr(inductor_config(), "numerics", "default") != "default"
 
 
-def rounds_inside_of_loops() -> bool:
-    """Whether what a loop computes is rounded to the dtypes of the graph between two of its operations."""
-    return bool(inductor_config().emulate_precision_casts)
-
-
 def inductor_loaded() -> bool:
     """Whether Inductor's config is imported."""
     return "torch._inductor.config" in sys.modules

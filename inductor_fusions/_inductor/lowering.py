@@ -83,34 +83,6 @@ def realize(values: Sequence[Any]) -> list[Any]:
     return found
 
 
-def draw(shape: Sequence[Any], seed: torch.Tensor) -> torch.Tensor:
-    """Random numbers from 0 to 1, as Inductor's operation for them draws them in eager mode."""
-    prims = importlib.import_module("torch._inductor.inductor_prims")
-    found: torch.Tensor = prims.random(list(shape), seed, "rand")
-    return found
-
-
-def drawn(sizes: Sequence[Any], seeds: Any, index: int) -> Any:
-    """The same numbers as a value of Inductor.
-
-    Args:
-        sizes: of what is drawn.
-        seeds: the value that has the seeds.
-        index: which of them.
-    """
-    prims = importlib.import_module("torch._inductor.inductor_prims")
-    return call_lowering(prims.random, list(sizes), call_lowering(prims.lookup_seed, seeds, index), "rand")
-
-
-def draws_four_at_a_time() -> bool:
-    """Whether loops over one dim take four numbers of each counter, element o the number o % 4 of o // 4.
-
-    Seen on 2.13; on 2.11 each element has a counter of its own.
-    """
-    triton = importlib.import_module("torch._inductor.codegen.triton")
-    return hasattr(triton.TritonOverrides, "_can_use_4x_random")
-
-
 def in_memory(value: Any) -> bool:
     """Whether a value of Inductor is stored, or a view of what is; not what a loop will compute."""
     ir = importlib.import_module("torch._inductor.ir")

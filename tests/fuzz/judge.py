@@ -14,7 +14,6 @@ from hypothesis import assume, reject
 
 from inductor_fusions import config, testing
 from inductor_fusions.fusions.block_mm import op
-from inductor_fusions.fusions.lora import drawn
 from inductor_fusions.runs import Exact, cast, copied, run
 from inductor_fusions.sites import Site
 from tests.attention.support import flex_everywhere
@@ -206,8 +205,6 @@ def check_products(
         for check in ON_A_GPU:
             stack.enter_context(mock.patch(f"inductor_fusions.{check}", lambda *_: None))
         stack.enter_context(mock.patch.object(op, "composite", functools.partial(as_kernels, op.composite)))
-        # Eager mode rounds a number to bfloat16 before it is compared.
-        stack.enter_context(mock.patch.object(drawn, "rounds_inside_of_loops", lambda: True))
         stack.enter_context(padded(pads))
         torch.manual_seed(SEED)
         fused = support.run(function, copied(tuple(inputs), train), train=train)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,15 +9,12 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._inductor.config
-import triton
 
 from bench import cuda_codegen
 from inductor_fusions import config
 from inductor_fusions.fusions.lora import decode, narrow, narrow_kernel
-from inductor_fusions.fusions.lora.drawn import DRAWN_MM
 from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
 from inductor_fusions.fusions.lora.split import LORA_SPLIT
-from tests.support import kernels
 
 HALF, WHOLE = torch.float16, torch.float32
 
@@ -43,8 +39,7 @@ class Case:
         wide: the linears whose output is float32, as in the operation.
         dynamic: whether M is symbolic.
         large: whether what A gives has no room for the factors in float16.
-        masks: where the mask of each product comes from: "" has none, "kept" is in memory; "1" and "4" are
-            drawn, with so many numbers of each counter.
+        masks: whether each product has one.
     """
 
     rows: int
@@ -63,12 +58,11 @@ class Case:
     wide: str = ""
     dynamic: bool = False
     large: bool = False
-    masks: str = ""
+    masks: bool = False
 
 
 PLAIN = narrow.Config(16, 32, 1, 4, 2)
 NARROW = Case(37, 96, (16,), (HALF, HALF), PLAIN)
-DRAWS = replace(PLAIN, draws=True)
 PAIR = decode.Config(16, 32, 4, 2, 2, False)
 ROW = decode.Config(4, 64, 4, 1, 2, False)
 LANES = decode.Config(16, 64, 4, 2, 2, False, lanes=4)
@@ -128,16 +122,16 @@ CASES = {
         NARROW, transposed=True, dtypes=(HALF, WHOLE), ranks=(5,), config=replace(PLAIN, splits=2)
     ),
     "narrow transposed float32": replace(NARROW, transposed=True, dtypes=(HALF, WHOLE)),
-    "narrow masked": replace(NARROW, ranks=(16, 5), masks="kept", split=True),
+    "narrow masked": replace(NARROW, ranks=(16, 5), masks=True, split=True),
     "narrow masked odd K in parts": replace(
-        NARROW, inner=83, ranks=(16, 5, 20), masks="kept", config=replace(PLAIN, splits=3)
+        NARROW, inner=83, ranks=(16, 5, 20), masks=True, config=replace(PLAIN, splits=3)
     ),
-    "narrow masked float32": replace(NARROW, dtypes=(WHOLE, WHOLE), masks="kept"),
+    "narrow masked float32": replace(NARROW, dtypes=(WHOLE, WHOLE), masks=True),
     "narrow masked in summands": replace(
-        NARROW, rows=70, dtypes=(HALF, WHOLE), summands=True, ranks=(16, 5), masks="kept", split=True
+        NARROW, rows=70, dtypes=(HALF, WHOLE), summands=True, ranks=(16, 5), masks=True, split=True
     ),
     "narrow t masked": replace(
-        NARROW, layout="t", inner=83, transposed=True, ranks=(16, 5), dtypes=(HALF, WHOLE), masks="kept"
+        NARROW, layout="t", inner=83, transposed=True, ranks=(16, 5), dtypes=(HALF, WHOLE), masks=True
     ),
     "narrow t masked in summands, in parts": replace(
         NARROW,
@@ -147,36 +141,10 @@ CASES = {
         transposed=True,
         dtypes=(HALF, WHOLE),
         summands=True,
-        masks="kept",
+        masks=True,
         config=replace(PLAIN, splits=3),
     ),
-    "narrow masked dynamic": replace(NARROW, dynamic=True, ranks=(16, 8), masks="kept"),
-    "narrow drawn": replace(NARROW, ranks=(16, 5), masks="1", config=DRAWS),
-    "narrow drawn odd K in parts": replace(
-        NARROW, inner=83, ranks=(16, 5, 20), masks="1", config=replace(DRAWS, splits=3)
-    ),
-    "narrow drawn in summands": replace(
-        NARROW,
-        rows=70,
-        dtypes=(HALF, WHOLE),
-        summands=True,
-        ranks=(16, 5),
-        masks="1",
-        split=True,
-        config=DRAWS,
-    ),
-    "narrow drawn by four": replace(NARROW, inner=84, ranks=(16, 5), masks="4", config=DRAWS),
-    "narrow drawn by four in summands, in parts": replace(
-        NARROW,
-        rows=70,
-        inner=84,
-        dtypes=(HALF, WHOLE),
-        summands=True,
-        ranks=(16, 5),
-        masks="4",
-        split=True,
-        config=replace(DRAWS, splits=2),
-    ),
+    "narrow masked dynamic": replace(NARROW, dynamic=True, ranks=(16, 8), masks=True),
     "narrow dynamic": replace(NARROW, dynamic=True, ranks=(16, 8)),
     "decode": DECODE,
     "decode one row": replace(DECODE, rows=1),
@@ -256,32 +224,23 @@ def errors(name: str) -> float:
         return _linear_error(case, x, a, scales)
     narrow.default = lambda shape: case.config  # type: ignore[assignment]
 
-    seeds = torch.tensor([7, 2**40 + 3, 5, 11])
-    indices, chances = [3, 1, 0][: len(a)], [0.25, 0.5, 0.75][: len(a)]
-    kept = [_like(torch.rand(x.shape) > 0.25, x) for _ in a] if case.masks == "kept" else []
+    kept = [_like(torch.rand(x.shape) > 0.25, x) for _ in a] if case.masks else []
 
-    def fn(x: Any, a: Any, kept: Any, seeds: Any) -> Any:
+    def fn(x: Any, a: Any, kept: Any) -> Any:
         if case.given:
             zeros = [0] * len(a)
             stacks = LORA_SPLIT([right.t() for right in a], [3] * len(a), zeros, zeros, wide)
             a = [stack.permute(0, 2, 1) for stack in stacks]
         further = [2.0 * case.split] * len(a)
-        if case.masks in ("1", "4"):
-            return DRAWN_MM(x, a, scales, further, seeds, indices, chances)
         return NARROW_MM(x, a, scales, further, case.transposed, kept)
 
-    narrow_kernel._inductor.draws_four_at_a_time = lambda: case.masks == "4"
     if case.dynamic:
         for t in (x, *kept):
             torch._dynamo.mark_dynamic(t, 0)
     templates = 2 if case.summands and case.rows > narrow_kernel.FEW_ROWS else 1
     in_parts = case.config.splits > 1
     together = in_parts and (len(a) > 1 or (case.split and case.dtypes[0] != case.dtypes[1]))
-    outputs = generated(fn, (x, a, kept, seeds), in_parts and not together, templates + together)
-    if case.masks in ("1", "4"):
-        outputs, kept = outputs[: -len(a)], outputs[-len(a) :]
-        for mask, index, chance in zip(kept, indices, chances, strict=True):
-            assert torch.equal(mask, random_numbers(x.shape, seeds[index], case.masks == "4") > chance)
+    outputs = generated(fn, (x, a, kept), in_parts and not together, templates + together)
     read = [x.double() * mask for mask in kept] or [x.double()] * len(a)
     exact = [s * left @ right.double() for s, left, right in zip(scales, read, a, strict=True)]
     whole = [y.double().t() if case.transposed else y.double() for y in outputs[: len(a)]]
@@ -315,14 +274,6 @@ def wrong_numbers() -> int:
 def _like(mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """A mask that lies in memory as x does."""
     return mask.contiguous() if x.stride(1) == 1 else mask.t().contiguous().t()
-
-
-def random_numbers(shape: Any, seed: torch.Tensor, four: bool) -> torch.Tensor:
-    """Those of Inductor's loop over one dim."""
-    count = math.prod(shape)
-    found = torch.empty(count)
-    kernels.random_numbers[1,](found, int(seed), triton.next_power_of_2(count), count, four)
-    return found.view(shape)
 
 
 def _linear_error(case: Case, x: torch.Tensor, a: list[torch.Tensor], scales: list[float]) -> float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +19,8 @@ from bench import cuda_codegen
 from inductor_fusions import config, reporting, tables
 from inductor_fusions.fusion import LeftToStock
 from inductor_fusions.fusions.block_mm import guards
-from inductor_fusions.fusions.lora import drawn, inputs, lowering, narrow, profit
+from inductor_fusions.fusions.lora import inputs, profit
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
-from inductor_fusions.fusions.lora.drawn import DRAWN_MM
 from inductor_fusions.fusions.lora.op import LORA_DROPPED_DOWN, NARROW_MM
 from tests.block_mm.support import Run, run
 from tests.lora.spellings import targets
@@ -86,9 +85,7 @@ def outcome(
     """
     if not real:
         torch.manual_seed(3)
-        # Eager mode rounds a number to bfloat16 before it is compared.
-        with mock.patch.object(drawn, "rounds_inside_of_loops", lambda: True):
-            seen = run(fn, args, train=True, dynamic=dynamic, policy="always" if fused else "profitable")
+        seen = run(fn, args, train=True, dynamic=dynamic, policy="always" if fused else "profitable")
         return [*seen.outputs, *seen.grads], seen.sites
     torch._dynamo.reset()
     leaves = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -227,29 +224,24 @@ def test_autocast_that_ends_before_the_linear() -> None:
 
 
 @pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("draws", [False, True])
-def test_kernels_that_draw(adapters: torch.dtype, draws: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The masks are drawn by the product, or by a loop, which stores them for it."""
-    drawing_where(monkeypatch, draws)
+def test_masks_are_drawn_once(adapters: torch.dtype) -> None:
+    """By a loop, which stores them for the product and for the backward."""
     with config.patch(policy="always", strict=True):
         made = cuda_codegen.generate(Adapted(adapters, 3), (rand(96, IN),), train=True, run=False)
-    forward, _ = made.modules
-    products = [kernel for kernel in forward.kernels if kernel.is_template]
-    (product,) = [kernel for kernel in products if "lora_drawn_mm" in kernel.name]
-    assert ("tl.rand" in product.source) == draws
-    loops = [kernel.source for kernel in forward.kernels if not kernel.is_template]
-    assert any("rand" in source for source in loops) != draws
+    forward, backward = made.modules
+    numbers = re.compile(r"\brand(4x)?\(")
+    drawing = [kernel for kernel in forward.kernels if numbers.search(kernel.source)]
+    assert drawing and not any(kernel.is_template for kernel in drawing)
+    (product,) = [kernel for kernel in forward.kernels if "lora_narrow_mm" in kernel.name]
+    assert product.source.count("kept = tl.load(") == 3
+    assert not any(numbers.search(kernel.source) for kernel in backward.kernels)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
-def test_same_seed_same_mask_on_a_gpu(
-    adapters: torch.dtype, draws: bool, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_same_seed_same_mask_on_a_gpu(adapters: torch.dtype, count: int) -> None:
     """Without the base nothing but the mask is zero in the gradient: another one is seen by each element."""
-    drawing_where(monkeypatch, draws)
     model, x = Adapted(adapters, count).cuda(), torch.randn(512, IN, dtype=BF16).cuda().requires_grad_()
     same_as_stock(model, (x,), count=count, real=True)
     with torch.no_grad():
@@ -260,15 +252,6 @@ def test_same_seed_same_mask_on_a_gpu(
     stock, ours = (outcome(model, (x,), fused, real=True)[0][1] for fused in (False, True))
     assert 0.2 < float((stock == 0).float().mean()) < 0.3
     assert torch.equal(ours == 0, stock == 0)
-
-
-def drawing_where(monkeypatch: pytest.MonkeyPatch, draws: bool) -> None:
-    """Let narrow products draw their masks, or read them."""
-
-    def choose(shape: narrow.Shape, device: torch.device) -> narrow.Config:
-        return narrow.fitted(replace(narrow.default(shape), draws=draws), shape)
-
-    monkeypatch.setattr(lowering, "choose", choose)
 
 
 def test_several_dropouts_keep_their_order() -> None:
@@ -423,27 +406,14 @@ def narrow_calls(seen: Run, graph: int) -> list[tuple[int, int, bool]]:
     ]
 
 
-def drawn_calls(seen: Run) -> list[tuple[int, list[int], list[float]]]:
-    """The narrow products of the forward that draw: number of matrices, seeds, and chances."""
-    return [
-        (len(named(c).b), list(named(c).indices), list(named(c).chances)) for c in targets(seen, DRAWN_MM)
-    ]
-
-
 @pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_kernels_of_a_step(adapters: torch.dtype, count: int, dynamic: bool) -> None:
-    """Forward one narrow product of the input, which draws where it can, and a block GEMM; backward the
+    """Forward one narrow product of the input, which reads the masks, and a block GEMM; backward the
     gradients of the As together, and one sum that adds the adapters behind their masks."""
     seen = run(Adapted(adapters, count), (rand(96, IN),), train=True, dynamic=dynamic)
-    if dynamic:
-        assert narrow_calls(seen, 0) == [(count, count, False)] and not drawn_calls(seen)
-    else:
-        assert drawn_calls(seen) == [(count, list(range(count)), [0.25] * count)]
-        assert not narrow_calls(seen, 0)
-        left = {str(node.target) for node in seen.graphs[0].nodes}
-        assert "aten.gt.Scalar" not in left and "prims.inductor_random.default" not in left
+    assert narrow_calls(seen, 0) == [(count, count, False)]
     assert seen.products(0) == 0 and len(seen.calls(0)) == 1
     assert (count, count, True) in narrow_calls(seen, 1)
     (call,) = targets(seen, LORA_ACCUMULATE, 1)
@@ -480,27 +450,6 @@ def test_the_base_reads_the_gradient_as_it_is() -> None:
     assert dy.target is torch.ops.aten.mul.Tensor and dy.meta["val"].dtype == BF16
 
 
-def test_a_mask_that_others_read_first() -> None:
-    """It is in memory by then, and read."""
-
-    class Looked(Adapted):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            kept = torch.rand_like(x, dtype=FP32) > 0.25
-            seen = kept.sum(-1, keepdim=True).to(x.dtype).cumsum(0)
-            down = LORA_DROPPED_DOWN(x + seen, kept, self.a[0].weight, 4 / 3)
-            return self.base[0](x + seen) + self.b[0](down).to(x.dtype)
-
-    seen = run(Looked(), (rand(96, IN),), train=True)
-    assert not drawn_calls(seen) and (1, 1, False) in narrow_calls(seen, 0)
-
-
-def test_rounded_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each operation of a loop rounds, so does the number, before it is compared."""
-    with torch._inductor.config.patch(emulate_precision_casts=True):
-        for adapters, count in ((BF16, 0), (FP32, 1)):
-            assert len(drawn_calls(run(Adapted(adapters), (rand(96, IN),), train=True))) == count
-
-
 # -- the operations ---------------------------------------------------------------------------------------
 
 
@@ -514,9 +463,6 @@ def test_operations() -> None:
     utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     arguments = (x, [a, a], [0.5, 2.0], [0.0, 0.0], False, [kept, ~kept])
     torch.library.opcheck(NARROW_MM, arguments, test_utils=utils)
-    seeds = torch.arange(4)
-    given = (x.detach(), [a.detach()], [0.5], [0.0], seeds, [2], [0.25])
-    torch.library.opcheck(DRAWN_MM, given, test_utils=("test_schema", "test_faketensor"))
 
     wide = [torch.randn(2, 6, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)]
     mask = torch.rand(2, 6, 8) > 0.5

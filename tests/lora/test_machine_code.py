@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,14 +18,11 @@ from bench import cuda_codegen
 from inductor_fusions import _inductor, config, tables
 from inductor_fusions.fusions.lora import accumulate_kernel, decode, gather, lowering, narrow
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
-from inductor_fusions.fusions.lora.drawn import DRAWN_MM
 from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
 from inductor_fusions.fusions.lora.split import LORA_SPLIT
 
 ARCHS = sorted(cuda_codegen.DEVICES)
 HALF, WHOLE = torch.bfloat16, torch.float32
-#: With which a dropout drops.
-CHANCES = [0.1, 0.2, 0.3]
 
 
 def narrow_code(shape: narrow.Shape, arch: int, chosen: Any = None, transposed: bool = False) -> Any:
@@ -37,20 +33,15 @@ def narrow_code(shape: narrow.Shape, arch: int, chosen: Any = None, transposed: 
     right = [torch.empty(r, shape.inner, dtype=shape.narrow).t() for r in shape.ranks]
     further = [0.0 if transposed else 2.0] * len(right)
     kept = [torch.empty(x.shape, dtype=torch.bool) for _ in range(shape.masks)]
-    draws = chosen is not None and chosen.draws
 
-    def fn(x: Any, right: Any, kept: Any, seeds: Any) -> Any:
-        if draws:
-            numbers = list(range(len(right)))
-            return DRAWN_MM(x, right, [0.5] * len(right), further, seeds, numbers, CHANCES[: len(right)])
+    def fn(x: Any, right: Any, kept: Any) -> Any:
         return NARROW_MM(x, right, [0.5] * len(right), further, transposed, kept)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         if chosen is not None:
             patch.setattr(lowering, "choose", lambda shape, device: chosen)
         with config.patch(policy="always", strict=True):
-            seeds = torch.zeros(4, dtype=torch.int64)
-            args = (x.t() if turned else x, right, [m.t() if turned else m for m in kept], seeds)
+            args = (x.t() if turned else x, right, [m.t() if turned else m for m in kept])
             made = cuda_codegen.generate(fn, args, run=False, arch=arch)
     templates = [kernel for kernel in made.kernels if kernel.is_template]
     (kernel,) = [kernel for kernel in templates if "tl.dot(" in kernel.source]
@@ -90,24 +81,6 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_narrow(name: str, arch: int) -> None:
     found = narrow_code(SHAPES[name], arch, transposed="gradient" in name)
-    assert found.fits and found.uses_mma, found
-
-
-DRAWING = [("masked qkv bf16", arch, four) for arch in ARCHS for four in (False, True)] + [
-    ("masked", 90, False),
-    ("masked qkv", 90, True),
-    ("masked bf16 r128", 90, False),
-    ("masked float32", 90, True),
-]
-
-
-@pytest.mark.parametrize(("name", "arch", "four"), DRAWING)
-def test_narrow_that_draws(name: str, arch: int, four: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one seed a number for each element, or four of each counter."""
-    monkeypatch.setattr(_inductor, "draws_four_at_a_time", lambda: four)
-    shape = SHAPES[name]
-    chosen = narrow.fitted(replace(narrow.default(shape), draws=True), shape)
-    found = narrow_code(shape, arch, chosen)
     assert found.fits and found.uses_mma, found
 
 

@@ -99,7 +99,7 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target.write_text(json.dumps(shipped))
     thin = narrow.Shape(64, 4096, (16,), "t", torch.bfloat16, torch.float32)
     masked = narrow.Shape(128, 64, (16,), "n", torch.bfloat16, torch.float32, masks=1)
-    drawing = narrow.Config(16, 64, 1, 4, 3, True)
+    reading = narrow.Config(16, 64, 1, 4, 3)
     few = decode.Shape(4, 64, (64,), (16,), torch.bfloat16, torch.float32)
     chosen = narrow.Config(16, 64, 2, 4, 3)
     pair = decode.Config(16, 64, 4, 3, 2, True)
@@ -117,7 +117,7 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         measured(ROWS[5], 30.0, 15.0, added={**accumulate_kernel.key(tile), "config": tiled.to_json()}),
         measured(ROWS[7], 30.0, 12.0),
         measured(Row("forward", 128, 64, (48,), 16, "float32", 0.1), 30.0, 15.0, narrow=[
-            {**narrow.key(masked), "config": drawing.to_json()},
+            {**narrow.key(masked), "config": reading.to_json()},
             {**narrow.key(replace(masked, masks=0)), "config": chosen.to_json()},
         ]),
         measured(Row("step", 128, 64, (48,), 16, "float32", 0.1), 30.0, 20.0, masks=1),
@@ -158,7 +158,7 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "2.00x measured" in profit.accumulate_kernel(base, device)
         masks = profit.Accumulated(128, (64, 32, 32), 64, (16,) * 3, 3, torch.bfloat16, torch.bfloat16)
         assert "2.50x measured" in profit.accumulate_kernel(masks, device)
-        assert narrow.measured(masked, device) == drawing
+        assert narrow.measured(masked, device) == reading
         assert narrow.measured(replace(masked, masks=0), device) is None  # masks make another kernel
         dropped = profit.Dropped(128, 64, 48, 16, torch.bfloat16, torch.float32)
         assert "1.50x measured" in profit.dropped_kernel(dropped, device)

@@ -31,20 +31,3 @@ def scaled_products(a, factors, b, out, COUNT, SIZE: tl.constexpr, WAIT: tl.cons
         if WAIT:
             acc = acc * 2
     tl.store(out + at, acc)
-
-
-@triton.jit
-def random_numbers(out, seed, SIZE: tl.constexpr, COUNT: tl.constexpr, FOUR: tl.constexpr):
-    """A random number for each position of a vector, as the loops of Inductor draw them.
-
-    With FOUR, as loops over one dim do from torch 2.13 on: four numbers of one counter follow each other.
-    """
-    at = tl.arange(0, SIZE)
-    if FOUR:
-        first, second, third, fourth = tl.rand4x(seed, at // 4)
-        number = tl.where(
-            at % 4 == 0, first, tl.where(at % 4 == 1, second, tl.where(at % 4 == 2, third, fourth))
-        )
-    else:
-        number = tl.rand(seed, at.to(tl.uint32))
-    tl.store(out + at, number, mask=at < COUNT)

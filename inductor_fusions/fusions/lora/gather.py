@@ -20,14 +20,11 @@ from ...graph.facts import change, move
 from ...graph.products import VIEWS, tensor, through, value
 from ...operands import known_size
 from . import narrow, narrow_kernel
-from .drawn import DRAWN_MM
 from .op import NARROW_MM
 from .split import LORA_SPLIT
 
 aten = torch.ops.aten
 
-#: Operations that read narrow matrices in summands.
-PRODUCTS = (NARROW_MM, DRAWN_MM)
 #: Most matrices that one kernel splits up: a layer's of a model where every linear has an adapter.
 MOST = 24
 #: Most bytes of what one kernel makes. Larger matrices take longer than a launch.
@@ -60,7 +57,7 @@ class _Wanted:
     @property
     def dtype(self) -> torch.dtype:
         """Of the parts."""
-        read = self.reader.args[0 if self.reader.target in PRODUCTS else -1]
+        read = self.reader.args[0 if self.reader.target is NARROW_MM else -1]
         if isinstance(read, fx.Node):
             return value(read).dtype
         assert isinstance(read, torch.dtype)
@@ -112,7 +109,7 @@ class Gathered(Candidate):
     def guard(self) -> None:
         for dtype, device in dict.fromkeys((w.dtype, value(w.matrix).device) for w in self.wanted):
             alike = [w for w in self.wanted if w.dtype == dtype and value(w.matrix).device == device]
-            self.chunks += [c for c in _chunks(alike) if len(c) > 1 or c[0].reader.target in PRODUCTS]
+            self.chunks += [c for c in _chunks(alike) if len(c) > 1 or c[0].reader.target is NARROW_MM]
         if not self.chunks:
             raise Rejected("each is split up by itself already")
 
@@ -121,7 +118,7 @@ class Gathered(Candidate):
         moved: set[fx.Node] = set()
         made = [each for chunk in self.chunks for each in _make(self.graph, chunk, index, moved)]
         for w, part in made:
-            if w.reader.target in PRODUCTS:
+            if w.reader.target is NARROW_MM:
                 right: Any = w.reader.args[1]
                 parts = [*right[: w.index], part, *right[w.index + 1 :]]
                 change(w.reader, args=(w.reader.args[0], parts, *w.reader.args[2:]))
@@ -171,7 +168,7 @@ def _wanted(graph: fx.Graph) -> Iterator[_Wanted]:
             matrices, *forms, _ = node.args
             if len(matrices) == 1 and takes(matrices[0]):  # one of ours
                 yield _Wanted(node, 0, matrices[0], False, tuple(form[0] for form in forms))
-        elif node.target in PRODUCTS:
+        elif node.target is NARROW_MM:
             x, right, *_ = node.args
             count = _summands(value(x), [value(b) for b in right])
             if count > 1 and all(map(takes, right)):

@@ -15,9 +15,8 @@ from ...operands import known_size
 from ..block_mm.heuristics import capability
 from ..block_mm.lowering import check_factors, scaled_product
 from . import narrow
-from .drawn import DRAWN_MM
 from .elements import by_elements, elements_of
-from .narrow_kernel import Drawn, ahead, variant
+from .narrow_kernel import ahead, variant
 from .op import NARROW_MM, ROUNDED
 
 aten = torch.ops.aten
@@ -26,7 +25,6 @@ aten = torch.ops.aten
 def register() -> None:
     """Tell Inductor of the lowering, now or as soon as it is imported."""
     _inductor.register_lowering_when_loaded(NARROW_MM, lower)
-    _inductor.register_lowering_when_loaded(DRAWN_MM, lower_drawn)
     # Where the fusion of adapters has not read the graph, and taken the mark out.
     _inductor.register_lowering_when_loaded(ROUNDED, lambda y: y)
 
@@ -42,25 +40,6 @@ def lower(
     """The outputs, as Inductor's values."""
     arguments = x, b, scales, further, transposed, kept
     return kernel_or("narrow_mm", lambda: _kernel(*arguments), lambda: _one_by_one(*arguments))
-
-
-def lower_drawn(
-    x: Any,
-    b: Sequence[Any],
-    scales: Sequence[float],
-    further: Sequence[float],
-    seeds: Any,
-    indices: Sequence[int],
-    chances: Sequence[float],
-) -> list[Any]:
-    """The outputs and the masks, as Inductor's values."""
-    drawn = Drawn(seeds, indices, chances)
-
-    def one_by_one() -> list[Any]:
-        kept = drawn.masks(x)
-        return _one_by_one(x, b, scales, further, False, kept) + kept
-
-    return kernel_or("lora_drawn_mm", lambda: _kernel(x, b, scales, further, False, [], drawn), one_by_one)
 
 
 def check_device(device: torch.device) -> None:
@@ -82,14 +61,12 @@ def _kernel(
     further: Sequence[float],
     transposed: bool,
     kept: Sequence[Any],
-    drawn: Drawn | None = None,
 ) -> list[Any]:
     device = x.get_device()
     check_device(device)
     check_factors([*scales, *further])
     made = len(b[0].get_size()) == 3 and _inductor.static(b[0].get_size()[0])
     x, *b = _inductor.realize([x, *(_firsts(b) if made else b)])
-    masks = len(kept) if drawn is None else len(drawn.indices)
     ranks = [_inductor.static(right.get_size()[1]) for right in b]
     thin = torch.float32 if made else b[0].get_dtype()
     rows, inner = _inductor.sizes(x)
@@ -100,18 +77,12 @@ def _kernel(
         raise Rejected(f"narrow matrices of more than {narrow.MOST_TOGETHER} columns together")
     shape = narrow.Shape(
         known_size(rows), known_size(inner),
-        tuple(ranks), "n" if strides[1] == 1 else "t", x.get_dtype(), thin, int(made), masks,
+        tuple(ranks), "n" if strides[1] == 1 else "t", x.get_dtype(), thin, int(made), len(kept),
     )  # fmt: skip
     config = choose(shape, device)
     if config.splits > 1 and (not isinstance(rows, int) or (transposed and any(further))):
         config = replace(config, splits=1)
-    used = drawn if config.draws else None
-    if drawn is not None and used is None:
-        kept = drawn.masks(x)
     read = {f"KEPT{i}": mask for i, mask in enumerate(_inductor.realize(list(kept)))}
-    if used is not None:
-        read = {"SEEDS": _inductor.realize([used.seeds])[0]}
-    stored = [] if used is None else [(rows, inner)] * masks
     whole = config.splits == 1
     wide = thin if whole else torch.float32
     shapes: list[tuple[Any, Any]] = [(rank, rows) if transposed else (rows, rank) for rank in ranks]
@@ -121,21 +92,19 @@ def _kernel(
     outputs = _inductor.lower_to_template(
         name="lora_narrow_mm",
         inputs=[("X", x), *narrow_inputs(b, shape), *read.items()],
-        shapes=stacked + [(rows, wider * ranks[i]) for i in forms] + stored,
+        shapes=stacked + [(rows, wider * ranks[i]) for i in forms],
         dtype=wide,
         device=device,
-        variants=[variant(config, shape, scales, further if whole else (), transposed, drawn=used)],
+        variants=[variant(config, shape, scales, further if whole else (), transposed)],
         stock=None,
-        dtypes=[wide] * len(b) + [x.get_dtype()] * len(forms) + [torch.bool] * len(stored),
+        dtypes=[wide] * len(b) + [x.get_dtype()] * len(forms),
         grid_sizes=[rows, 1],
     )
     if outputs is None:
         raise Rejected("Inductor took no template")
-    if used is not None:
-        outputs, kept = outputs[: len(outputs) - masks], outputs[len(outputs) - masks :]
     if not whole:
         outputs = _added_up(outputs, shapes, config.splits, x.get_dtype(), thin, further)
-    return outputs if drawn is None else [*outputs, *kept]
+    return outputs
 
 
 def _firsts(stacks: Sequence[Any]) -> list[Any]:

@@ -56,7 +56,6 @@ class Config:
         block_m, block_k: the tile of x.
         splits: parts of K that thread blocks of their own compute; they are added up afterwards.
         num_warps, num_stages: as Triton has them.
-        draws: whether it draws the masks, where it can; else it reads them.
     """
 
     block_m: int
@@ -64,7 +63,6 @@ class Config:
     splits: int
     num_warps: int
     num_stages: int
-    draws: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """As tables have it."""
@@ -135,10 +133,10 @@ def measured(shape: Shape, device: torch.device) -> Config | None:
         return None
 
     def fits(row: Row) -> Config | None:
-        found = Config(**row["config"])
+        # What tables of earlier versions have besides says nothing.
+        found = Config(**{name: given for name, given in row["config"].items() if name != "draws"})
         if all(row.get(name, 0) == wanted[name] for name in ("width", "ranks", "masks")):
             return found
-        found = replace(found, draws=False)
         # Parts of K are worth adding up from four steps each.
         most = max(1, (shape.inner or 0) // (4 * found.block_k))
         return found if fitted(found, shape) == found and found.splits <= most else None
@@ -168,11 +166,6 @@ def fitted(config: Config, shape: Shape) -> Config:
         config = replace(config, num_warps=8)
     while config.block_m > 16 and config.block_m * columns > sums * config.num_warps:
         config = replace(config, block_m=config.block_m // 2)
-    # Numbers are drawn for all elements of a thread at once, in several registers each.
-    while (
-        config.draws and config.block_k > 32 and config.block_m * config.block_k > 16 * 32 * config.num_warps
-    ):
-        config = replace(config, block_k=config.block_k // 2)
     # A step of the narrow matrices is in registers while it is split up.
     held = (64 if shape.narrow == shape.dtype else 24) * 32 * config.num_warps
     while config.block_k > 32 and config.block_k * sum(map(padded, shape.ranks)) > held:
@@ -201,10 +194,9 @@ def candidates(shape: Shape) -> list[Config]:
             splits = splits_for(rows, block_m, shape.inner, block_k)
             for more in {splits, max(1, splits // 2), min(16, 2 * splits)}:
                 for warps, stages in ((4, 4), (4, 3), *([(8, 3)] if block_m >= 64 else [])):
-                    for draws in (False, True) if shape.masks and shape.layout == "n" else (False,):
-                        wanted = Config(block_m, block_k, more, warps, stages, draws)
-                        if fitted(wanted, shape) == wanted and (more == 1 or shape.inner is not None):
-                            found.append(wanted)
+                    wanted = Config(block_m, block_k, more, warps, stages)
+                    if fitted(wanted, shape) == wanted and (more == 1 or shape.inner is not None):
+                        found.append(wanted)
     return list(dict.fromkeys(found))
 
 

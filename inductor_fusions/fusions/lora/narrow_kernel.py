@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,27 +19,6 @@ SUMMANDS = (torch.bfloat16,)
 
 #: Up to so many rows, one thread block for each part of K reads the narrow matrices.
 FEW_ROWS = 64
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Masks that a narrow product may draw itself.
-
-    Attributes:
-        seeds: Inductor's value that has the seeds.
-        indices: which of them each mask is drawn from.
-        chances: the probability with which each drops.
-    """
-
-    seeds: Any
-    indices: Sequence[int]
-    chances: Sequence[float]
-
-    def masks(self, x: Any) -> list[Any]:
-        """The masks of a matrix, as a loop draws them."""
-        pairs = zip(self.indices, self.chances, strict=True)
-        numbers = [(_inductor.drawn(x.get_size(), self.seeds, index), chance) for index, chance in pairs]
-        return [_inductor.call_lowering(aten.gt.Scalar, number, chance) for number, chance in numbers]
 
 
 def _count(shape: narrow.Shape) -> int:
@@ -69,7 +47,6 @@ def variant(
     transposed: bool,
     early: bool = False,
     waits: bool = False,
-    drawn: Drawn | None = None,
 ) -> _inductor.Variant:
     """The template for one configuration.
 
@@ -81,7 +58,6 @@ def variant(
         transposed: whether they are stored as (r, M).
         early: whether the kernel behind it may start before this one ends.
         waits: whether this one starts before the kernel in front of it ends.
-        drawn: the masks, where it draws them.
     """
     outputs = [f"Y{i}" for i in range(1, len(shape.ranks))] + [f"H{i}" for i, f in enumerate(further) if f]
     factors = [
@@ -93,10 +69,6 @@ def variant(
     if shape.layout == "t":
         masks.append("(rm[:, None] < M)")
     read = [f["kept"] for f in factors if f["kept"]]
-    if drawn is not None:
-        outputs, read = outputs + read, ["SEEDS"]
-        for factor, index, chance in zip(factors, drawn.indices, drawn.chances, strict=True):
-            factor |= {"seed": index, "chance": chance}
     for factor in factors:
         inside = ["(rk[:, None] < stop - k)"] if ragged else []
         if factor["beside"] > 1:
@@ -119,7 +91,6 @@ def variant(
         early=early,
         waits=waits,
         interpreted=_inductor.interprets_triton(),
-        draws=(4 if _inductor.draws_four_at_a_time() else 1) if drawn is not None else 0,
     )
     meta = {"BLOCK_M": config.block_m, "BLOCK_N": 1, "BLOCK_K": config.block_k, "ACC_TYPE": "tl.float32"}
     return _inductor.Variant(

@@ -18,7 +18,7 @@ from ...graph.products import PRODUCTS, Product, products_of, same_sizes, scaled
 from ...operands import tokens_of
 from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
-from . import accumulate_sites, downs, drawn, gather, gradients, profit, round_trips, unread
+from . import accumulate_sites, downs, gather, gradients, profit, round_trips, unread
 from .adapters import Adapter, source, unrounded
 from .emitter import Emitter
 from .groups import current, grouped, is_whole, result_dtypes, shape_of
@@ -63,7 +63,6 @@ def candidates(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     yield from accumulate_sites.candidates(graph, sums)
     yield from gradients.candidates(graph, [n for n in narrows if not was_erased(n.node)])
     yield from gradients.candidates(graph, gradients.made_before(graph))
-    yield from drawn.candidates(graph)
     yield from round_trips.candidates(products)
     yield from gather.candidates(graph)
 

@@ -84,7 +84,7 @@ CHUNKS = (1024, 2048)
 
 
 def _may_chunk(row: Row) -> bool:
-    """Whether `fusions.flex_backward` is worth a try: wide heads, and a mask that is no data."""
+    """Whether `fusions.attention.flex_backward` is worth a try: wide heads, and a mask that is no data."""
     return row.head_dim >= 256 and not {"pad", "document"} & set(row.mask.replace("+", " ").split())
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from ._inductor import flex_backward_op, hint
+from .fusions.attention.flex_backward import FlexBackward
 from .fusions.block_mm.inlined import put_in_place
-from .fusions.flex_backward import FlexBackward
 from .fusions.kernel_defects.products import gradients
 from .reporting import TAG
 

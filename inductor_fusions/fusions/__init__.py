@@ -6,7 +6,6 @@ from ..fusion import Fusion
 from . import (
     attention,
     dot_interaction,
-    flex_backward,
     gated_mlp,
     kernel_defects,
     linear_epilogue,
@@ -17,6 +16,7 @@ from . import (
     stock_misfires,
     stored_indices,
 )
+from .attention import flex_backward
 
 #: Every fusion, in the order in which it is applied within its stage. What attention has fused is out of the
 #: reach of stock's patterns, so their misfires are looked for last.

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from bench import cuda_codegen
 from inductor_fusions import _inductor, config, decisions, matching, tables
-from inductor_fusions.fusions import flex_backward
+from inductor_fusions.fusions.attention import flex_backward
 from inductor_fusions.fusions.block_mm import inlined
 from tests.attention.support import cases, flex_everywhere
 
@@ -132,7 +132,10 @@ BOUNDS = {
     "not": (lambda i, j: ~(j > i), True, False),
     "a factor of a sum": (lambda i, j: torch.add(j, i, alpha=-1) <= 0, True, True),
     "bits": (lambda i, j: (i & 7) >= (j & 7), True, True),
-    "a product": (lambda i, j: i * 2 >= j, True, True),
+    "a product": (lambda i, j: i * 2 >= j, True, False),
+    "a product that may be wide": (lambda i, j: i * 3 >= j, True, True),
+    "a distance": (lambda i, j: (i - j).abs() < 70, True, False),
+    "rounded indices": (lambda i, j: i.half() >= j.half(), True, True),
     "a sum of conditions": (lambda i, j: ((j >= 0) + (i >= 0)) == (i >= -5), True, True),
 }
 
@@ -141,10 +144,10 @@ BOUNDS = {
 def test_bounds(case) -> None:
     """What is not known to be hidden counts as seen: near the diagonal, and far above it."""
     function, near, far = case
-    indices = [torch.arange(8) for _ in range(4)]
-    mask = make_fx(lambda b, h, i, j: function(i, j))(*indices)
-    assert flex_backward.may_be_true(mask, (200, 299), (200, 299)) is near
-    assert flex_backward.may_be_true(mask, (0, 99), (200, 299)) is far
+    mask = make_fx(lambda b, h, i, j: function(i, j))(*[torch.tensor(0) for _ in range(4)])
+    seen = flex_backward.predicate(mask)
+    assert flex_backward.may_be_true(seen, (200, 299), (200, 299)) is near
+    assert flex_backward.may_be_true(seen, (0, 99), (200, 299)) is far
 
 
 def test_data_is_left_to_the_template() -> None:

@@ -21,8 +21,7 @@ from ...operands import holds
 from ...tables import dtype_name
 from . import structure, torch_ops
 from .aliasing import Mutations
-from .masks import Interpreter, classify, constant_over, negation, visibility
-from .mixed_masks import taken_apart
+from .masks import Interpreter, constant_over
 from .normal_form import Attention, Stage, Term
 from .operands import Operand, alignment, product, regroup, unrepeated
 from .problem import Problem, Scaler, is_number
@@ -72,9 +71,10 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         full_k, full_v = _whole(k, target), _whole(v, target)
         short_k, short_v = few_heads(k, v, target, interpreter.mutations, site.output)
     zeroed = zeroed_fill(site, interpreter)
-    remaining = _remaining_terms(site, interpreter)
-    causal = remaining is None
-    terms = [(t, _term_operand(t, target, interpreter)) for t in remaining or []]
+    lengths = (q.shape[-2], k.shape[-2])
+    left = structure.remaining(site.terms, lengths, interpreter, site.sink is None)
+    causal = left is None
+    terms = [(t, _term_operand(t, target, interpreter)) for t in left or []]
     # As predicates know it: where hidden scores are -inf, a row without a key is zero.
     hidden = [(replace(t, fill=-math.inf) if t is zeroed else t, operand) for t, operand in terms]
     parts: list[Stage | Attention] = [*site.stages, site]
@@ -163,8 +163,10 @@ def _structure(
     shape = (*target, site.q.shape[-2], site.k.shape[-2])
     if len(target) != 2:
         return None
-    apart = taken_apart(terms, interpreter, lambda term: _term_operand(term, target, interpreter))
-    return structure.find(apart, shape, interpreter, site.product.graph, cancels=site.sink is None)
+    return structure.find(
+        terms, shape, interpreter, site.product.graph,
+        lambda term: _term_operand(term, target, interpreter), cancels=site.sink is None,
+    )  # fmt: skip
 
 
 def _needs_grad(*nodes: fx.Node) -> bool:
@@ -290,30 +292,3 @@ def _term_operand(term: Term, target: Sequence[Any], interpreter: Interpreter) -
     if not known_true(rows <= 1) and constant_over(term.node, -2, interpreter):
         operand = operand.then("narrow", -2, 0, 1)
     return operand
-
-
-def _remaining_terms(site: Attention, interpreter: Interpreter) -> list[Term] | None:
-    """The terms without those that hide nothing; None where what is left says exactly "causal"."""
-    lengths = (site.q.shape[-2], site.k.shape[-2])
-    left: list[Term] = []
-    causal = 0
-    for term in site.terms:
-        kind = _classify_term(term, (*term.lead, *lengths), interpreter, site.sink is None)
-        if kind.all_visible:
-            continue
-        causal += kind.causal
-        seen = None
-        if term.fill is None:
-            seen = visibility(interpreter.read(term.node), term.factor, site.sink is None)
-        left.append(term if seen is None else replace(term, depth=seen[1]))
-    return None if left and causal == len(left) else left
-
-
-def _classify_term(term: Term, shape: tuple[Any, ...], interpreter: Interpreter, cancels: bool) -> Any:
-    if term.fill is not None:
-        seen = interpreter.boolean(term.node)
-        if seen is not None and term.hides:
-            seen = negation(seen)
-        return classify(seen, shape)
-    read = visibility(interpreter.read(term.node), term.factor, cancels)
-    return classify(None if read is None else read[0], shape)

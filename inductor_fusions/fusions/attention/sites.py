@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,7 @@ from ...liveness import erase_dead_readers
 from ...operands import check_kind, text
 from . import emit, kernels, savings, structure, torch_ops
 from .mask_builder import check_empty_rows
-from .masks import classify, may_hide_rows, visibility
-from .mixed_masks import taken_apart
+from .masks import may_hide_rows
 from .multihead import MultiheadForward
 from .normal_form import Attention, Term
 from .operands import Operand
@@ -188,82 +188,68 @@ class SdpaCall(Candidate):
         if not isinstance(dropout, (int, float)) or not isinstance(causal, (bool, int)):
             raise Rejected("dropout_p or is_causal is no number")
         mask, causal = op["attn_mask"], bool(causal)
+        shape = (*q.shape[:-1], k.shape[-2])
+        term = _term(mask, shape)
         changed = False
-        if isinstance(mask, fx.Node) and not causal:
-            kind = self._classify(mask, (*q.shape[:-1], k.shape[-2]))
-            if kind.all_visible or kind.causal:
-                mask, causal, changed = None, kind.causal, True
+        if term is not None and not causal:
+            left = structure.remaining([term], shape[2:], self.scope.interpreter)
+            if not left:
+                term, mask, causal, changed = None, None, left is None, True
         q, k, v = q, k.expand((q.shape[0], *k.shape[1:])), v.expand((q.shape[0], *v.shape[1:]))
         few_k, few_v = k, v
         if known_true(q.shape[1] == k.shape[1]):
             few_k, few_v = few_heads(k, v, q.shape[:2], self.scope.mutations, self.anchor)
-        shape = (*q.shape[:-1], k.shape[-2])
         problem = Problem(
             q=q, k=few_k, v=few_v, full_k=k, full_v=v, scale=scale, dropout=float(dropout),
             causal=causal, terms=[], dtype=out.dtype, out_shape=tuple(out.shape),
             out_dims=tuple(range(out.dim())), attn_mask=mask,
             train=any(records_gradients(torch_ops.tensor(op[n])) for n in ("query", "key", "value"))
             or records_gradients(out),
-            structure=self._structure(mask, shape) if isinstance(mask, fx.Node) else None,
+            structure=None if term is None else self._structure(term, shape),
             output=self.anchor,
             transformed=self.scope.modes.at(self.anchor).within(*REVERSE),
         )  # fmt: skip
         check_not_empty(problem)
         self.was_grouped = bool(op["enable_gqa"])
         self.changed = changed or known_true(few_k.shape[1] != k.shape[1])
-        self.as_short = self._as_short(problem)
+        self.as_short = self._as_short(problem, term)
         if not self.changed and problem.structure is None and self.as_short is None:
             raise LeftToStock(kernels.why_as_it_is(problem, None))
         return problem
 
-    def _as_short(self, problem: Problem) -> Problem | None:
+    def _as_short(self, problem: Problem, term: Term | None) -> Problem | None:
         """The problem as the kernel for short attention takes it, if it does.
 
         Where a mask hides every key of a row, SDPA gives zeros and that kernel does not: they are put there
         for a boolean mask, and another one that may do so is left to SDPA.
         """
-        mask, (q_len, kv_len) = problem.attn_mask, (problem.q.shape[2], problem.k.shape[2])
-        if problem.causal and not known_true(q_len == kv_len):
+        if problem.causal and not known_true(problem.q.shape[2] == problem.k.shape[2]):
             return None
-        if mask is not None:
-            tensor, operand = torch_ops.tensor(mask), Operand.of(mask)
-            boolean = tensor is not None and tensor.dtype == torch.bool
-            if tensor is None or operand is None or (not boolean and may_hide_rows(mask)):
+        if problem.attn_mask is not None and term is None:
+            return None
+        if term is not None:
+            boolean, operand = term.fill is not None, _padded(term)
+            if not boolean and may_hide_rows(term.node):
                 return None
-            lead = tuple(problem.q.shape[:2])
-            term = Term(mask, lead, fill=DROWNED, hides=False) if boolean else Term(mask, lead)
             problem = replace(
                 problem,
                 attn_mask=None,
-                zeros=(operand.padded(4), False) if boolean else None,
-                terms=[(term, operand.padded(4))],
+                zeros=(operand, False) if boolean else None,
+                terms=[(replace(term, fill=DROWNED) if boolean else term, operand)],
                 structure=None,
                 overwritten=self.scope.mutations.touch,
                 version=self.scope.mutations.last,
             )
         return None if short.refused(problem) else problem
 
-    def _structure(self, mask: fx.Node, shape: tuple[Any, ...]) -> Structure | None:
-        """The mask as a predicate. SDPA gives zeros where a boolean mask hides every key of a row."""
-        tensor, operand = torch_ops.tensor(mask), Operand.of(mask)
-        if tensor is None or operand is None or tensor.dim() > 4 or tensor.requires_grad:
+    def _structure(self, term: Term, shape: tuple[Any, ...]) -> Structure | None:
+        """The mask as a predicate."""
+        mask = torch_ops.tensor(term.node)
+        if mask is None or mask.requires_grad:
             return None
-        boolean = tensor.dtype == torch.bool
-        fill = -math.inf if boolean else None
-        term = Term(mask, tuple(shape[:2]), fill=fill, hides=False)
-        interpreter = self.scope.interpreter
-        apart = taken_apart([(term, operand)], interpreter, _padded)
-        found = structure.find(apart, shape, interpreter, self.scope.graph)
+        interpreter, graph = self.scope.interpreter, self.scope.graph
+        found = structure.find([(term, _padded(term))], shape, interpreter, graph, _padded)
         return None if found is None or found.visible is True else found
-
-    def _classify(self, mask: fx.Node, shape: tuple[Any, ...]) -> Any:
-        tensor = torch_ops.tensor(mask)
-        if tensor is not None and tensor.dtype == torch.bool:
-            return classify(self.scope.interpreter.boolean(mask), shape)
-        if tensor is not None and tensor.requires_grad:
-            return classify(None, shape)
-        read = visibility(self.scope.interpreter.read(mask))
-        return classify(read[0] if read is not None else None, shape)
 
     def savings(self) -> dict[str, int]:
         op = torch_ops.read(self.anchor)
@@ -281,6 +267,15 @@ class SdpaCall(Candidate):
                 self.scope.keep(known, {storage_of(node) for node in self.anchor.all_input_nodes})
         emit.erase_chain(self.scope.graph, [self.anchor])
         return self.choice.text
+
+
+def _term(mask: Any, shape: Sequence[Any]) -> Term | None:
+    """The mask of a call as one of a hand-written attention: where it hides a key, scores are -inf."""
+    tensor = torch_ops.tensor(mask)
+    if tensor is None:
+        return None
+    fill = -math.inf if tensor.dtype == torch.bool else None
+    return Term(mask, tuple(shape[:2]), fill=fill, hides=False)
 
 
 def _padded(term: Term) -> Operand:

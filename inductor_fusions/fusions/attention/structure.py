@@ -8,8 +8,8 @@ of a token), as long as none of them is a whole (query, key) matrix: such a mask
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from .masks import (
     Not,
     Or,
     Unknown,
+    classify,
     conjunction,
     may_hide_rows,
     negation,
@@ -36,6 +37,7 @@ from .masks import (
     vanishes_at_own_key,
     visibility,
 )
+from .mixed_masks import taken_apart
 from .normal_form import Term
 from .operands import Operand, same_shape
 
@@ -105,8 +107,54 @@ def window(part: Bool) -> int | None:
     return const + 1 if isinstance(const, int) and const >= 0 else None
 
 
+def predicate(term: Term, interpreter: Interpreter, cancels: bool) -> tuple[Bool, float] | None:
+    """What a term lets through, and what it makes of the rest; None where it is data.
+
+    Args:
+        term: a bias or a fill.
+        interpreter: reads it.
+        cancels: whether a number that is added to all scores is not seen.
+    """
+    mask = torch_ops.tensor(term.node)
+    if mask is not None and mask.requires_grad:
+        return None  # a gradient flows into it
+    if term.fill is None:
+        return visibility(interpreter.read(term.node), term.factor, cancels)
+    seen = interpreter.boolean(term.node)
+    if seen is None:
+        return None
+    return negation(seen) if term.hides else seen, term.fill
+
+
+def remaining(
+    terms: Sequence[Term], lengths: Sequence[Any], interpreter: Interpreter, cancels: bool = True
+) -> list[Term] | None:
+    """The terms without those that hide nothing; None where what is left says exactly "causal".
+
+    Args:
+        terms: biases and fills.
+        lengths: (q_len, kv_len).
+        interpreter, cancels: as for `predicate`.
+    """
+    left: list[Term] = []
+    causal = 0
+    for term in terms:
+        found = predicate(term, interpreter, cancels)
+        kind = classify(None if found is None else found[0], (*term.lead, *lengths))
+        if kind.all_visible:
+            continue
+        causal += kind.causal
+        left.append(term if found is None or term.fill is not None else replace(term, depth=found[1]))
+    return None if left and causal == len(left) else left
+
+
 def find(
-    terms: Terms, shape: Sequence[Any], interpreter: Interpreter, graph: fx.Graph, cancels: bool = True
+    terms: Terms,
+    shape: Sequence[Any],
+    interpreter: Interpreter,
+    graph: fx.Graph,
+    aligned: Callable[[Term], Operand],
+    cancels: bool = True,
 ) -> Structure | None:
     """The structure of the mask of an attention, or None where part of it is data.
 
@@ -115,8 +163,10 @@ def find(
         shape: (batch, heads, q_len, kv_len).
         interpreter: reads the conditions.
         graph: where code for the mask will be; elements of tensors of other graphs cannot be used.
+        aligned: brings a part of a term to the dims of the problem.
         cancels: whether a number that is added to all scores is not seen.
     """
+    terms = taken_apart(terms, interpreter, aligned)
     parts: list[Bool] = []
     biases: Terms = []
     numbers: set[float] = set()
@@ -124,9 +174,11 @@ def find(
     hiding: list[int] = []  # places of fills and masks
     steep: list[int] = []  # places of biases that may be so low that they hide keys, but never a query's own
     for place, (term, operand) in enumerate(terms):
-        found = _predicate(term, interpreter, cancels)
+        if term.floor is not None:
+            return None
+        found = predicate(term, interpreter, cancels)
         if found is None:
-            if term.fill is not None or term.floor is not None:
+            if term.fill is not None:
                 return None
             if may_hide_rows(term.node):
                 if not vanishes_at_own_key(term.node, interpreter):
@@ -178,17 +230,6 @@ def find(
 def _learns(bias: tuple[Term, Operand]) -> bool:
     tensor = torch_ops.tensor(bias[0].node)
     return tensor is None or tensor.requires_grad
-
-
-def _predicate(term: Term, interpreter: Interpreter, cancels: bool) -> tuple[Bool, float] | None:
-    """What a term lets through, and what it makes of the rest."""
-    if term.fill is None:
-        value = interpreter.read(term.node)
-        return visibility(value, term.factor, cancels) if term.floor is None else None
-    seen = interpreter.boolean(term.node)
-    if seen is None:
-        return None
-    return negation(seen) if term.hides else seen, term.fill
 
 
 def is_usable(part: Bool, graph: fx.Graph) -> bool:

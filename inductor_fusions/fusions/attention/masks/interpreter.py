@@ -41,14 +41,18 @@ class Interpreter:
         mutations: which values of the graph are overwritten, and when.
         bindings: for the body of a higher-order operation, what its placeholders stand for outside,
             as (interpreter of the outer graph, node there).
+        known: values of nodes that need not be read.
     """
 
     def __init__(
-        self, mutations: Mutations, bindings: Mapping[fx.Node, tuple[Interpreter, Any]] | None = None
+        self,
+        mutations: Mutations,
+        bindings: Mapping[fx.Node, tuple[Interpreter, Any]] | None = None,
+        known: Mapping[fx.Node, Value] | None = None,
     ) -> None:
         self.mutations = mutations
         self._bindings = bindings or {}
-        self._memo: dict[fx.Node, Value] = {}
+        self._memo: dict[fx.Node, Value] = dict(known or {})
         #: The operation that is read now, and how many are read inside each other.
         self._reader: fx.Node | None = None
         self._depth = 0

@@ -17,7 +17,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -148,6 +148,11 @@ Bool = bool | NonNegative | Not | And | Or | Element | Unknown
 Value = Affine | Bool | Choice | None
 
 BOOL = (bool, NonNegative, Not, And, Or, Element, Unknown)
+
+
+def is_condition(value: Value) -> TypeGuard[Bool]:
+    """Whether a value was read, as a condition."""
+    return isinstance(value, BOOL)
 
 
 def conjunction(operands: Sequence[Bool]) -> Bool:

@@ -24,88 +24,48 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from .. import decisions
-from .._inductor import flex_backward_op
-from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
-from ..graph.products import value
-from .block_mm.guards import text
-from .block_mm.inlined import put_in_place
+from ... import decisions
+from ..._inductor import flex_backward_op
+from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
+from ...graph.products import value
+from ..block_mm.guards import text
+from ..block_mm.inlined import put_in_place
+from .aliasing import Mutations
+from .masks import Bool, Interpreter, affine, identity, is_condition, reduce, substitute
 
 if TYPE_CHECKING:
-    from .._inductor import Match
+    from ..._inductor import Match
 
 aten = torch.ops.aten
 
 #: Parts into which lengths are cut to see which share of the scores may be visible.
 PARTS = 16
 
-Interval = tuple[float, float]
+Interval = tuple[int, int]
 
 
-def may_be_true(mask: fx.GraphModule, queries: Interval, keys: Interval) -> bool:
-    """Whether a mask_mod may let a query of a range see a key of a range, by interval arithmetic.
+def predicate(mask: fx.GraphModule) -> Bool | None:
+    """What a mask_mod (batch, head, query, key) -> bool says, in operations of aten; None where it is opaque.
+
+    Its indices are numbers, those of the levels 1 to 4.
+    """
+    nodes = list(mask.graph.nodes)
+    given = [node for node in nodes if node.op == "placeholder"][:4]
+    known = {node: identity(level) for level, node in enumerate(given, 1)}
+    return Interpreter(Mutations(mask.graph), known=known).boolean(nodes[-1].args[0])
+
+
+def may_be_true(seen: Bool | None, queries: Interval, keys: Interval) -> bool:
+    """Whether a query of a range may see a key of a range.
 
     Args:
-        mask: (batch, head, query, key) -> bool, in operations of aten.
+        seen: what `predicate` gives.
         queries, keys: first and last index.
     """
-    found: dict[fx.Node, Any] = {}
-    arguments = iter([None, None, queries, keys])
-    for node in mask.graph.nodes:
-        if node.op == "placeholder":
-            found[node] = next(arguments, None)
-        elif node.op == "output":
-            result = found.get(node.args[0])
-            return not isinstance(result, tuple) or bool(result[1])
-        else:
-            found[node] = _bounds(node, [found.get(a) if isinstance(a, fx.Node) else a for a in node.args])
-    return True
-
-
-_LOGICAL = frozenset("bitwise_and logical_and bitwise_or logical_or bitwise_not logical_not".split())
-
-
-def _is_condition(node: fx.Node) -> bool:
-    found = node.meta.get("val")
-    return isinstance(found, torch.Tensor) and found.dtype == torch.bool
-
-
-def _bounds(node: fx.Node, args: list[Any]) -> Any:
-    """Least and greatest value of an operation, False and True being 0 and 1; None where unknown."""
-    name = str(getattr(node.target, "_overloadpacket", "")).removeprefix("aten.")
-    if name in ("full", "scalar_tensor", "new_full", "new_ones", "ones"):
-        numbers = {"full": args[1:2], "scalar_tensor": args[:1], "new_full": args[2:3]}.get(name, [1])
-        return (numbers[0], numbers[0]) if numbers and isinstance(numbers[0], (int, float)) else None
-    known = [(a, a) if isinstance(a, (int, float)) else a for a in args]
-    if node.kwargs or any(isinstance(a, tuple) and len(a) != 2 for a in known):
-        return None  # such as the alpha of an addition
-    if name in _LOGICAL:
-        if not all(_is_condition(each) for each in (node, *node.all_input_nodes)):
-            return None  # of integers, bit by bit
-        known = [k or (0, 1) for k in known]
-        if len(known) == 1:
-            return (1 - known[0][1], 1 - known[0][0])
-        (a, b), (c, d) = known
-        return (min(a, c), min(b, d)) if name.endswith("and") else (max(a, c), max(b, d))
-    if any(k is None for k in known) or not known:
-        return None
-    if name in ("add", "sub") and _is_condition(node):
-        return None  # True + True is True
-    a, b = known[0]
-    if len(known) == 1:
-        return (-b, -a) if name == "neg" else None
-    if len(known) != 2:
-        return None
-    c, d = known[1]
-    return {
-        "add": (a + c, b + d),
-        "sub": (a - d, b - c),
-        "ge": (a >= d, b >= c),
-        "gt": (a > d, b > c),
-        "le": (b <= c, a <= d),
-        "lt": (b < c, a < d),
-        "eq": (a == b == c == d, a <= d and c <= b),
-    }.get(name)
+    index = {level: affine(first, {dim: 1}) for level, dim, first in ((3, -2, queries[0]), (4, -1, keys[0]))}
+    within = substitute(seen, identity, index)
+    sizes = [last - first + 1 for first, last in (queries, keys)]
+    return not is_condition(within) or reduce(within, sizes) is not False
 
 
 @dataclass(frozen=True)
@@ -139,6 +99,7 @@ class FlexBackward(Candidate):
         assert module is not None
         mods = self.given.forward, self.given.joint, self.given.block_mask[-1]
         self.mods: list[Any] = [module.get_submodule(mod.target) for mod in mods]
+        self.seen = predicate(self.mods[2])
         self.chunk = 0
 
     def describe(self) -> dict[str, str]:
@@ -177,7 +138,7 @@ class FlexBackward(Candidate):
         lengths = [value(t).shape[2] for t in (self.given.q, self.given.k)]
         edges = [[part * n // PARTS for part in range(PARTS + 1)] for n in lengths]
         seen = sum(
-            may_be_true(self.mods[2], (a, b - 1), (c, d - 1))
+            may_be_true(self.seen, (a, b - 1), (c, d - 1))
             for a, b in zip(edges[0], edges[0][1:], strict=False)
             for c, d in zip(edges[1], edges[1][1:], strict=False)
             if a < b and c < d
@@ -190,7 +151,7 @@ class FlexBackward(Candidate):
         seen = [
             start
             for start in range(0, length, step)
-            if may_be_true(self.mods[2], (first, last), (start, min(start + step, length) - 1))
+            if may_be_true(self.seen, (first, last), (start, min(start + step, length) - 1))
         ]
         return (seen[0], min(seen[-1] + step, length)) if seen else (0, 0)
 

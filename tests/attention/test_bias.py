@@ -194,9 +194,26 @@ def test_bias_from_activations() -> None:
     check(fn, (*qkv(), rand(HEADS, KV_LEN, 16)), fused=1)
 
 
+SUBTRACTED = {
+    "from a bias": lambda s, b: b - s,
+    "from a bias, scaled": lambda s, b: torch.sub(b, s, alpha=0.5) * 0.7,
+    "from a bias of queries": lambda s, b: b[:, :, :1] - s,
+    "between two biases": lambda s, b: (b[:, :, :1] - 2 * s + b[:, :1]).neg(),
+}
+
+
+@cases(SUBTRACTED)
+def test_scores_that_are_subtracted(case) -> None:
+    """As in distances of points, |q|^2 - 2 q k + |k|^2."""
+
+    def fn(q, k, v, bias):
+        return torch.softmax(case(q @ k.transpose(-1, -2) * 0.3, bias), dim=-1) @ v
+
+    check(fn, (*qkv(), rand(HEADS, Q_LEN, KV_LEN)))
+
+
 NOT_A_BIAS = {
     "the weights": (lambda s, b: s, lambda w, b: w + b, "add stands between the softmax"),
-    "subtracted from": (lambda s, b: b - s, None, ""),
     "wider": (lambda s, b: s + b[None, None], None, ""),
     "of the scores": (lambda s, b: s + s.mean(-1, keepdim=True), None, "used elsewhere"),
     "product with the scores": (lambda s, b: torch.addcmul(s, b, b), None, "addcmul stands between"),

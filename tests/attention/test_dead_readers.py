@@ -35,6 +35,14 @@ def statistics(q: Any, k: Any, v: Any) -> Any:
     return out
 
 
+def cast_for_its_dtype(q: Any, k: Any, v: Any) -> Any:
+    """Weights in float32, cast to the dtype of the weights that were cast before."""
+    scores = scores_of(q, k)
+    wide = scores.softmax(-1, dtype=torch.float32)
+    weights = wide.type_as(scores)
+    return F.dropout(wide.type_as(weights), 0.1, False) @ v
+
+
 class Keeps(nn.Module):
     """As attention modules do whose callers may ask for the scores."""
 
@@ -49,7 +57,8 @@ class Keeps(nn.Module):
         return out
 
 
-@cases({"clone": cloned, "detach": detached_behind, "statistics": statistics, "module": Keeps()})
+@cases({"clone": cloned, "detach": detached_behind, "statistics": statistics, "dtype": cast_for_its_dtype,
+        "module": Keeps()})  # fmt: skip
 def test_dead_readers(case: Any) -> None:
     seen = check(case, qkv())
     assert not seen.ours.calls("softmax") and not seen.ours.calls("clone")
@@ -80,7 +89,13 @@ def test_readers_that_are_used() -> None:
         F.batch_norm(scores, mean.to(q.dtype), variance.to(q.dtype), training=True)
         return scores.softmax(-1) @ v
 
+    def cast_too(q: Any, k: Any, v: Any) -> Any:
+        wide = scores_of(q, k).softmax(-1)
+        weights = wide.to(torch.float64)
+        return wide.type_as(weights).float() @ v + weights.sum(-1, keepdim=True).float()
+
     unfused(normalised, qkv(), "the scores are used elsewhere, by batch_norm")
     unfused(scores_too, qkv(), "the scores are used elsewhere")
     unfused(written_into, qkv(), "the scores are used elsewhere")
     unfused(weights_too, qkv(), "the attention weights are used elsewhere")
+    unfused(cast_too, qkv(), "the attention weights are used elsewhere")

@@ -15,7 +15,17 @@ import torch
 from torch import nn
 
 from inductor_fusions import config, testing
-from tests.attention.support import cases, check, flex_everywhere, qkv, rand, scored
+from tests.attention.support import (
+    BATCH,
+    KV_LEN,
+    cases,
+    check,
+    flex_everywhere,
+    qkv,
+    rand,
+    scored,
+    unfused,
+)
 
 B, H, S = 3, 2, 9
 LOWEST = torch.finfo(torch.float32).min
@@ -437,3 +447,24 @@ def test_everything_is_hidden(train: bool) -> None:
     fn = scored(lambda s: s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool), -1e9))
     with flex_everywhere():
         check(fn, qkv(grad=train), train=train)
+
+
+def trajectory(low: float) -> Any:
+    """As decision transformers have it: a causal fill, and left padding that is added."""
+
+    def fn(q: Any, k: Any, v: Any, seen: Any) -> Any:
+        causal = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+        scores = torch.where(causal, q @ k.mT * 0.3, torch.tensor(low))
+        return torch.softmax(scores + (1.0 - seen.float())[:, None, None] * low, dim=-1) @ v
+
+    return fn
+
+
+def test_rows_that_a_fill_and_an_added_mask_hide_together() -> None:
+    """Such a row has fills without a score beside scores less 10000: no bias of a kernel says that."""
+    seen = torch.ones(BATCH, KV_LEN, dtype=torch.bool)
+    seen[0, :5] = False
+    inputs = (*qkv(KV_LEN, KV_LEN), seen)
+    unfused(trajectory(-1e4), inputs, "a fill and a mask that is added may hide a row together")
+    unfused(trajectory(-1e4), inputs, "a fill and a mask that is added may hide a row together", train=False)
+    check(trajectory(-1e9), inputs, train=False)

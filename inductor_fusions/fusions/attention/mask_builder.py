@@ -27,6 +27,7 @@ from ...graph.builder import Builder
 from . import predicates, row_bias, torch_ops
 from .flex import BlockMasks
 from .masks import may_hide_rows
+from .normal_form import Term
 from .operands import Operand
 from .problem import Problem
 from .structure import DROWNED, EMPTY_BELOW, Structure
@@ -138,6 +139,14 @@ def check_empty_rows(problem: Problem) -> None:
                 shallow |= math.isfinite(term.fill) and term.fill > EMPTY_BELOW
             elif shallow and not may_hide_rows(term.node):
                 raise Rejected("a bias is added to masked scores, whose number is not low enough to drown it")
+        terms = [term for term, _ in problem.terms]
+        fills = [t.fill for t in terms if t.fill is not None and math.isfinite(t.fill)]
+        if any(f > lowest for f in fills) and any(t.fill is None and _is_shallow(t, lowest) for t in terms):
+            raise Rejected(
+                "a fill and a mask that is added may hide a row together, and scores do not drown in the"
+                " number",
+                "fill with torch.finfo(dtype).min",
+            )
     signs = Signs(problem.overwritten)
     if problem.train and any(
         t.fill is None and t.factor < 0 and t.depth is None and signs.may_hold(t.node, low=True)
@@ -154,6 +163,11 @@ def check_empty_rows(problem: Problem) -> None:
                 "rows that see no key cannot be ruled out, and INDUCTOR_FUSIONS_EMPTY_ROWS=stock",
                 "INDUCTOR_FUSIONS_EMPTY_ROWS=keep fuses and keeps their values",
             )
+
+
+def _is_shallow(term: Term, lowest: float) -> bool:
+    """Whether a mask that is added may hold numbers that hide a key and in which scores do not drown."""
+    return may_hide_rows(term.node) and (term.depth is None or lowest < term.depth < 0)
 
 
 class _Terms:

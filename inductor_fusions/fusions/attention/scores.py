@@ -17,7 +17,7 @@ from .arrangement import Arrangement
 from .masks import is_fill
 from .normal_form import Attention, Sink
 from .torch_ops import Op, appends_dim, read, tensor
-from .walk import Walk
+from .walk import Walk, between, result_of
 
 #: A backward computes weights anew from the logsumexp, which must not lose the digits of the scores.
 LARGEST_SCORE = 1e3
@@ -68,7 +68,9 @@ class Upwards(Walk):
         )
 
     def _sub(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
-        return self._biased(op, [(op.input, op["other"], 1)], -1.0, at, factor, scalers)
+        return self._biased(
+            op, [(op.input, op["other"], 1), (op["other"], op.input, 0)], -1.0, at, factor, scalers
+        )
 
     def _biased(
         self, op: Op, sides: Any, sign: float, at: Arrangement, factor: float, scalers: Any
@@ -82,7 +84,7 @@ class Upwards(Walk):
             if self.shifts_cancel and sign < 0 and alpha == 1 and self._is_row_maximum(other, scores, at):
                 return self.up(op, scores, factor, scalers, at)
             # add(x, y, alpha) is x + alpha * y: with the scores second, alpha scales them.
-            bias_factor, score_factor = (sign * alpha, 1.0) if second[id(scores)] else (1.0, float(alpha))
+            bias_factor, score_factor = (sign * alpha, 1.0) if second[id(scores)] else (1.0, sign * alpha)
             site = self.up(op, scores, factor * score_factor, scalers, at)
             number = torch_ops.concrete(other)
             if isinstance(number, (int, float)):
@@ -138,7 +140,7 @@ class Upwards(Walk):
         arguments = [op["exponent"]] if op.name == "pow" else []
         numbers = tuple(self.number(argument) for argument in arguments)
         if None in numbers or op.name == "exp" or op.input is op["exponent"]:
-            raise Rejected(f"{op.name} stands between the product of q and k and the softmax")
+            raise between(op, result_of(op))
         return self.stage(op, op.input, op.name, numbers, None, factor, scalers, at)
 
     _tanh = _sigmoid = _relu = _abs = _pow = _function

@@ -20,6 +20,7 @@ from torch import fx
 from ..._inductor import ATTRIBUTES
 from ...fusion import Rejected
 from ...inplace import arguments
+from ...liveness import readers
 from ...writes import is_told_to_overwrite
 
 #: Names of the arguments, in positional order, of every operation that is read.
@@ -322,10 +323,16 @@ def same_dtype_device(op: Op) -> bool:
 
 
 def reads_metadata(user: fx.Node, node: fx.Node) -> bool:
-    """Whether `user` reads the shape or dtype of `node` and none of its values."""
+    """Whether `user` reads the shape or dtype of `node` and none of its values.
+
+    So does a cast of which others read no more than that: `w.type_as(w.float().type_as(w))`.
+    """
     op = read(user)
     if op is None:
         return False
+    if op.input is node and not op.inplace and op.name in CASTS | COPIES:
+        read_by = readers(user)
+        return bool(read_by) and all(reads_metadata(reader, user) for reader in read_by)
     if op.name in ("type_as", "to", "view_as", "reshape_as", "expand_as"):
         return op.input is not node
     return op.name in _LIKE or op.name in ("size", "dim", "sym_size", "_assert_tensor_metadata")

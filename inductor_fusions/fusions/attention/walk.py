@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import fx
 
+from ..._inductor import hint
 from ...fusion import Rejected
 from ...liveness import readers
 from . import einsum, torch_ops
@@ -20,6 +23,10 @@ from .masks import Affine, Interpreter, is_fill
 from .normal_form import Attention, Stage, Term
 from .operands import Operand, same_shape
 from .torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, Op, dropout_p, read, reads_metadata, tensor
+
+NO_PRODUCT = "no product of queries and keys was found above the softmax"
+#: How far it is looked for, in nodes.
+REACH = 64
 
 #: ("mul" or "div", by what, leading sizes of the scores there).
 Scalers = list[tuple[str, Any, tuple[Any, ...]]]
@@ -81,7 +88,7 @@ class Walk:
         """
         op, scores = read(node), tensor(node)
         if op is None or scores is None or scores.dim() < 2:
-            raise Rejected("no product of queries and keys was found above the softmax")
+            raise Rejected(NO_PRODUCT)
         writer = self.interpreter.mutations.last(node, user)
         if writer is not None and _writes_into(writer, node):
             return self._written(writer, node, user, factor, scalers, at)
@@ -105,7 +112,7 @@ class Walk:
         elif step is None and through(op) is not None:
             step = self._permutation
         if step is None:
-            raise Rejected(f"{op.name} stands between the product of q and k and the softmax")
+            raise between(op, scores)
         site: Attention = step(op, at, factor, scalers)
         site.chain.append(node)
         return site
@@ -146,7 +153,7 @@ class Walk:
         """A part of the scores that is read in order to be written."""
         reading = self.regions[-1] if self.regions else None
         if reading is None or not reading.part.is_of(op.input, op["index"]):
-            raise Rejected("getitem stands between the product of q and k and the softmax")
+            raise between(op, result_of(op))
         if factor != reading.factor or scalers:
             raise Rejected("a part of the scores is scaled")
         if at != reading.at:
@@ -217,7 +224,7 @@ class Walk:
 
         Where none does, the reason of the side that holds the longest chain is told.
         """
-        result, misses = tensor(op.node), []
+        result, misses = tensor(op.node), list[Rejected]()
         for scores, other in sides:
             value = tensor(scores)
             if value is None or result is None or not same_shape(value.shape, result.shape):
@@ -227,10 +234,10 @@ class Walk:
             try:
                 return attempt(scores, other)
             except Rejected as miss:
-                misses.append(miss)
+                misses.append(miss if _has_product(scores, value) else Rejected(NO_PRODUCT))
                 self.regions, self.readers, self.others, self.writing = state
                 self.shifts_cancel = shifts_cancel
-        found = [m for m in misses if "no product" not in m.reason]
+        found = [m for m in misses if m.reason != NO_PRODUCT]
         raise (found or misses or [Rejected("the scores are broadcast by an operation on them")])[0]
 
     def _through(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
@@ -247,6 +254,8 @@ class Walk:
             raise Rejected(f"{op.name} makes scores of what is no matrix")
         above = at.viewed(after.shape, before.shape)
         if above is None:
+            if not _has_product(op.node, after):
+                raise Rejected(NO_PRODUCT)
             raise Misplaced(f"{op.name} changes the query or key dim of the scores")
         return self.up(op, op.input, factor, scalers, above)
 
@@ -308,6 +317,41 @@ class Walk:
         )  # fmt: skip
 
 
+def between(op: Op, scores: torch.Tensor) -> Rejected:
+    """Why what holds `scores`, the result of `op`, cannot be read further up."""
+    if not _has_product(op.node, scores):
+        return Rejected(NO_PRODUCT)
+    return Rejected(f"{op.name} stands between the product of q and k and the softmax")
+
+
+def _has_product(node: fx.Node, scores: torch.Tensor) -> bool:
+    """Whether a product that may be that of queries and keys is near above `scores`.
+
+    It has their dims of queries and keys, or both in one.
+    """
+    sizes = {hint(size) for size in scores.shape}
+    sizes |= {hint(a) * hint(b) for a, b in pairwise(scores.shape)}
+    frontier, seen = [node], {node}
+    while frontier and len(seen) < REACH:
+        current = frontier.pop(0)
+        op, value = read(current), tensor(current)
+        if op is not None and value is not None and (op.name in PRODUCTS or op.name == "baddbmm"):
+            if {hint(size) for size in value.shape[-2:]} <= sizes:
+                return True
+            continue
+        found = [n for n in current.all_input_nodes if n not in seen]
+        seen.update(found)
+        frontier += found
+    return False
+
+
+def result_of(op: Op) -> torch.Tensor:
+    """The tensor that an operation makes."""
+    found = tensor(op.node)
+    assert found is not None
+    return found
+
+
 def _writes_into(writer: fx.Node, node: fx.Node) -> bool:
     """Whether a node writes to another one, or to a view of it."""
     op = read(writer)
@@ -317,6 +361,4 @@ def _writes_into(writer: fx.Node, node: fx.Node) -> bool:
 
 
 def _shape(op: Op) -> tuple[Any, ...]:
-    found = tensor(op.node)
-    assert found is not None
-    return tuple(found.shape)
+    return tuple(result_of(op).shape)

@@ -13,6 +13,7 @@ from dataclasses import replace as with_changes
 from torch import fx
 
 from .containment import Copy
+from .reasons import Reason
 from .sites import Site
 
 #: A site by what is the same in each attempt: stage, number of the graph in that stage, fusion, node, and
@@ -110,8 +111,9 @@ class Attempt:
     def failed(self, site: Site) -> Site:
         """A site that another attempt fused, as this one reports it."""
         found = with_changes(
-            site, verdict="failed", reason=self.without.reason, kernel="", backend="", saved={}
-        )
+            site, verdict="failed", reason=self.without.reason, code=Reason.RAISED.code,
+            kernel="", backend="", saved={},
+        )  # fmt: skip
         self._reported.append(found)
         return found
 

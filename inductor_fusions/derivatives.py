@@ -15,6 +15,7 @@ from torch import fx
 from ._inductor import is_batched, records_gradients
 from .fusion import Rejected
 from .modes import Modes, called
+from .reasons import Reason
 from .writes import storage, written
 
 #: Calls that take a gradient of their first argument.
@@ -39,7 +40,7 @@ def check_operation(nodes: Iterable[fx.Node], known: Derivatives | None = None) 
         known = known or Derivatives(node.graph, Modes(node.graph))
         why = known.refused_operation(node)
         if why:
-            raise Rejected(why)
+            raise Rejected(Reason.TRANSFORM(why))
 
 
 def takes_gradient(node: fx.Node) -> bool:
@@ -89,7 +90,7 @@ class Derivatives:
         """
         why = next(filter(None, map(self.refused, nodes)), "")
         if why:
-            raise Rejected(why)
+            raise Rejected(Reason.TRANSFORM(why))
 
 
 def _beyond_a_gradient(node: fx.Node) -> str:

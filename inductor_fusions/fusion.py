@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from torch import fx
 
 from ._inductor import was_erased
+from .reasons import code_of
 
 if TYPE_CHECKING:
     from ._inductor import Match
@@ -29,13 +30,19 @@ class Rejected(Exception):
     """The site does not mean what the fused kernel computes, or this could not be proved.
 
     Args:
-        reason: the first predicate that failed, in words.
+        reason: the first predicate that failed, in words; one that a member of `reasons.Reason` has made has
+            a code.
         hint: what the user could change, or "".
     """
 
     def __init__(self, reason: str, hint: str = "") -> None:
         super().__init__(reason)
         self.reason, self.hint = reason, hint
+
+    @property
+    def code(self) -> str:
+        """The code of the reason."""
+        return code_of(self.reason)
 
 
 class LeftToStock(Rejected):

@@ -18,6 +18,7 @@ from . import _inductor
 from .fusion import Anchor, Candidate, Fusion, Group, Rejected, Replacement, Scope
 from .graph.facts import forget
 from .operands import text
+from .reasons import Reason
 
 
 def candidates(fusion: Fusion, graph: fx.Graph) -> Iterator[Candidate]:
@@ -134,14 +135,16 @@ class Replaced(Candidate):
         match = self.found.match
         problem = _inductor.undeclared(match)
         if problem:
-            raise Rejected(problem)
+            raise Rejected(Reason.NEAR_MISS(problem))
         check = self.found.check
         assert check is not None
         with _inductor.suppress_guards(_inductor.fake_mode_of(self.anchor.graph)):
             if not check(match):
                 raise Rejected(
-                    f"at {self.anchor.name}: with these shapes, dtypes and constants the search function is "
-                    "another graph"
+                    Reason.NEAR_MISS(
+                        f"at {self.anchor.name}: with these shapes, dtypes and constants the search "
+                        "function is another graph"
+                    )
                 )
         self._check_results()
 
@@ -155,9 +158,15 @@ class Replaced(Candidate):
             if old is None:
                 continue
             if _kind(old) != _kind(new):
-                raise Rejected(f"at {old.name}: the replacement gives {_kind(new)}, not {_kind(old)}")
+                raise Rejected(
+                    Reason.NEAR_MISS(f"at {old.name}: the replacement gives {_kind(new)}, not {_kind(old)}")
+                )
             if any(user.target is torch.ops.aten.as_strided.default for user in old.users):
-                raise Rejected(f"{old.name} is read by its strides, which its replacement need not have")
+                raise Rejected(
+                    Reason.NEAR_MISS(
+                        f"{old.name} is read by its strides, which its replacement need not have"
+                    )
+                )
 
     def rewrite(self) -> str:
         if self.found.replace():
@@ -179,7 +188,7 @@ class Missed(Candidate):
         self.anchor, self.problem = anchor, problem
 
     def guard(self) -> None:
-        raise Rejected(self.problem)
+        raise Rejected(Reason.NEAR_MISS(self.problem))
 
     def rewrite(self) -> str:
         raise AssertionError("is never fused")

@@ -11,6 +11,7 @@ from torch import fx
 from ._inductor import is_batched, is_wrapper, range_of
 from .decisions import Span
 from .fusion import LeftToStock, Rejected
+from .reasons import Reason
 from .tables import dtype_name
 
 #: Dtypes to compute in. A cast to a floating dtype that is none of them (float8) quantises.
@@ -73,10 +74,10 @@ def check_kind(*values: Any) -> None:
     """
     for value in values:
         if is_batched(value):
-            raise Rejected("inside torch.vmap, whose values have a hidden dim")
+            raise Rejected(Reason.TRANSFORM("inside torch.vmap, whose values have a hidden dim"))
         if is_wrapper(value):
             raise LeftToStock(
-                f"on a {type(value).__name__}, for which a fused kernel may not be defined",
+                Reason.SUBCLASS(f"on a {type(value).__name__}, for which a fused kernel may not be defined"),
                 "let it see local tensors, as ColwiseParallel gives them by default",
             )
 
@@ -93,10 +94,13 @@ def check_device(value: torch.Tensor, dtypes: Collection[torch.dtype] | None = N
     """
     device = value.device
     if device.type == "cpu":
-        raise LeftToStock("on the CPU, where the library's matrix products are left as they are")
+        raise LeftToStock(
+            Reason.DEVICE("on the CPU, where the library's matrix products are left as they are")
+        )
     if device.type != "cuda" or torch.version.hip is not None:
-        raise LeftToStock(f"there is no kernel for devices of type {device.type}")
+        raise LeftToStock(Reason.DEVICE(f"there is no kernel for devices of type {device.type}"))
     if dtypes is not None and value.dtype not in dtypes:
         raise LeftToStock(
-            f"there is no kernel for {dtype_name(value.dtype)}", f"use {' or '.join(map(dtype_name, dtypes))}"
+            Reason.DTYPE(f"there is no kernel for {dtype_name(value.dtype)}"),
+            f"use {' or '.join(map(dtype_name, dtypes))}",
         )

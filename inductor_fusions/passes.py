@@ -34,6 +34,7 @@ from . import (
 from ._inductor import CustomGraphPass, is_body_of_dynamo, trace_artifact
 from .fusion import Candidate, Fusion, LeftToStock, Rejected, Unfinished
 from .graph.facts import Journal, held, recording
+from .reasons import Reason
 from .sites import Report, Site
 
 log = logging.getLogger(__name__)
@@ -261,7 +262,8 @@ def _undo(fusion: Fusion, sites: list[Site], broken: str) -> None:
     why = f"the graph was broken: {broken}" if broken else "another site of this fusion raised in this graph"
     undone = [site for site in sites if site.verdict == "fused"]
     for site in undone:
-        site.verdict, site.reason, site.kernel, site.saved = "failed", why, "", {}
+        site.verdict, site.reason, site.code = "failed", why, Reason.RAISED.code
+        site.kernel, site.saved = "", {}
     if broken:
         log.warning(
             "%s broke a graph (%s); all that it did there is undone, at %d sites",
@@ -317,13 +319,15 @@ def _fuse_recorded(
     try:
         site.details = candidate.describe()
         if _inductor.eager_bits_are_wanted() and not (fusion.exact or fusion.protects):
-            raise LeftToStock("torch._inductor.config.numerics asks for the bits of eager")
+            raise LeftToStock(Reason.EAGER_BITS("torch._inductor.config.numerics asks for the bits of eager"))
         with changes.reading(fusion, graph):
             candidate.guard()
         if attempt is not None and key in attempt.without.sites:
             return attempt.failed(site)
         if not _wanted(site):
-            raise LeftToStock("it is not among the first sites: INDUCTOR_FUSIONS_MAX, or torch's bisector")
+            raise LeftToStock(
+                Reason.LEFT_OUT("it is not among the first sites: INDUCTOR_FUSIONS_MAX, or torch's bisector")
+            )
         site.saved = candidate.savings()
         if fusion.stage == "pre_grad" and graph not in named:
             inplace.rename(graph)
@@ -341,9 +345,9 @@ def _fuse_recorded(
         site.saved = {}
         if isinstance(error, Rejected) and undone:
             site.verdict = "left to stock" if isinstance(error, LeftToStock) else "rejected"
-            site.reason, site.hint = error.reason, error.hint
+            site.reason, site.hint, site.code = str(error.reason), error.hint, error.code
             return site
-        site.verdict, site.reason = "failed", repr(error)
+        site.verdict, site.reason, site.code = "failed", repr(error), Reason.RAISED.code
         log.warning(
             "%s raised %r at %s; the site is left as it was", fusion.name, error, site.source or site.node
         )

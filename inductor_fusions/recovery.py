@@ -19,6 +19,7 @@ from torch import fx
 
 from . import _inductor, attempts, config, launching, reporting, unfusing
 from .attempts import Without
+from .reasons import Reason
 from .sites import Site
 from .trials import Made, Trials, line
 
@@ -124,7 +125,7 @@ class Backward(Trials):
     def _written_out(self, reason: str) -> tuple[Without, Callable[[fx.Graph], None]]:
         def change(graph: fx.Graph) -> None:
             for site in self._attentions:
-                site.reason = reason
+                site.reason, site.code = reason, Reason.RAISED.code
                 reporting.record(site)
             unfusing.write_out(graph)
 

@@ -39,6 +39,7 @@ class Site:
             known, or nothing was fused.
         saved: estimates for one forward of a fused site: "bytes" of memory traffic and "flops" that it need
             not do.
+        code: of the reason, from the closed list in docs/reasons.md; "" where it was fused.
     """
 
     fusion: str
@@ -52,6 +53,7 @@ class Site:
     module: str = ""
     backend: str = ""
     saved: dict[str, int] = field(default_factory=dict)
+    code: str = ""
 
     def __str__(self) -> str:
         return f"{self.fusion}: {self.verdict} ({self.what}) at {self.source or self.node}"

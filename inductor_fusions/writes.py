@@ -20,6 +20,7 @@ from ._inductor import with_memory
 from .fusion import Rejected
 from .modes import Modes
 from .operands import tensor
+from .reasons import Reason
 
 #: `operator.iadd` and the like, and their names as methods.
 _IN_PLACE = frozenset(
@@ -278,14 +279,14 @@ def check_between(
         value, state = tensor(node), modes.at(node)
         differs = (state.gradients, state.inference) != (end.gradients, end.inference)
         if differs and value is not None and value.is_floating_point():
-            raise Rejected(f"gradients are switched on or off between {where}")
+            raise Rejected(Reason.MODE(f"gradients are switched on or off between {where}"))
     for node in effects(last.graph) if known is None else known:
         if not node < last:
             return
         if node < first:
             continue
         if written(node) or _writes_statistics(node, {*nodes, last}):
-            raise Rejected(f"{node.name} writes in place between {where}")
+            raise Rejected(Reason.OVERWRITTEN(f"{node.name} writes in place between {where}"))
 
 
 def check_kept(operands: Collection[fx.Node], last: fx.Node, known: Sequence[fx.Node] | None = None) -> None:
@@ -304,7 +305,9 @@ def check_kept(operands: Collection[fx.Node], last: fx.Node, known: Sequence[fx.
     kept = [storage(node) for node in operands]
     for node in effects(last.graph) if known is None else known:
         if last < node and any(may_alias(storage(other), each) for other in written(node) for each in kept):
-            raise Rejected(f"{node.name} overwrites an operand, which is kept for the backward")
+            raise Rejected(
+                Reason.OVERWRITTEN(f"{node.name} overwrites an operand, which is kept for the backward")
+            )
 
 
 def _writes_statistics(call: fx.Node, reads: Collection[fx.Node]) -> bool:

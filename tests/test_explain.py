@@ -261,7 +261,7 @@ def test_no_candidate() -> None:
 #: What to_json() has in schema 1: fields may be added, none may go or change its type.
 SITE_FIELDS = {
     "fusion": str, "verdict": str, "node": str, "reason": str, "hint": str, "kernel": str, "source": str,
-    "details": dict, "module": str, "backend": str, "saved": dict,
+    "details": dict, "module": str, "backend": str, "saved": dict, "code": str,
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import torch
 
 from .. import config, tables
 from ..problems import FEW_ROWS, SECTIONS, Row
+from ..reasons import Reason
 from ..tables import MARGIN, Measured
 from .devices import Source, carried, sources
 from .estimating import Estimate, distance, estimate
@@ -130,11 +131,14 @@ def decide(query: Query, device: torch.device) -> Decision:
         if seen and any(source.is_own for source in some):
             break
     if known:
-        reason = f"not expected to be faster than stock on {name} at this shape"
+        reason = Reason.NOT_FASTER(f"not expected to be faster than stock on {name} at this shape")
         return Decision(None, "estimated", reason=reason)
     if not found_any:
-        return Decision(None, reason=f"no measurements for the device {name}")
-    return Decision(None, reason=f"not measured on {name}, nor near it{query.text and f': {query.text}'}")
+        return Decision(None, reason=Reason.NOT_MEASURED(f"no measurements for the device {name}"))
+    return Decision(
+        None,
+        reason=Reason.NOT_MEASURED(f"not measured on {name}, nor near it{query.text and f': {query.text}'}"),
+    )
 
 
 def decide_for_all(query: Query, tokens: Span, device: torch.device) -> Decision:
@@ -144,7 +148,7 @@ def decide_for_all(query: Query, tokens: Span, device: torch.device) -> Decision
     """
     low, hint, high = max(tokens.low, FEW_ROWS + 1), tokens.hint, tokens.high
     if hint < low:
-        return Decision(None, reason=f"the number of rows is symbolic, and small: {hint}")
+        return Decision(None, reason=Reason.SYMBOLIC(f"the number of rows is symbolic, and small: {hint}"))
     decision = decide(query.at(hint), device)
     if decision.kernel is None:
         return decision
@@ -154,7 +158,9 @@ def decide_for_all(query: Query, tokens: Span, device: torch.device) -> Decision
             continue
         other = decide(query.at(some), device)
         if other.kernel != decision.kernel:
-            reason = f"the number of rows is symbolic, and {some} rows would be left to stock"
+            reason = Reason.SYMBOLIC(
+                f"the number of rows is symbolic, and {some} rows would be left to stock"
+            )
             return Decision(None, reason=reason)
         if other.lower < decision.lower:
             decision = other
@@ -211,7 +217,7 @@ def _measured(query: Query, source: Source) -> Decision | None:
     best = max(gains, key=lambda kernel: gains[kernel])
     shown = tuple(item.row for item in rows)
     if gains[best] < MARGIN:
-        reason = f"not measured to be faster than stock on {source.name} at this shape"
+        reason = Reason.NOT_FASTER(f"not measured to be faster than stock on {source.name} at this shape")
         return Decision(None, "measured", gains[best], gains[best], shown, reason=reason)
     return Decision(best, "measured", gains[best], gains[best], shown)
 

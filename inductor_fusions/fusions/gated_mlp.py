@@ -19,6 +19,7 @@ from ..graph.facts import facts
 from ..graph.placement import Place
 from ..graph.products import Product, identity, product, same_sizes, value
 from ..problems import FEW_ROWS
+from ..reasons import Reason
 from .block_mm import emit, guards
 from .block_mm.columns import Columns, columns, halves
 from .block_mm.expressions import NONLINEAR, Expressions, activation, behind, between, leaves, mul, same
@@ -73,19 +74,19 @@ class GatedPair(Candidate):
         gate, up = self.pair
         guards.check_products(self.pair)
         if identity(gate.a) != identity(up.a):
-            raise Rejected("the gate and what it multiplies are linears of different inputs")
+            raise Rejected(Reason.INPUTS("the gate and what it multiplies are linears of different inputs"))
         if not same_sizes(value(gate.node).shape, value(up.node).shape):
-            raise Rejected("the gate is broadcast over what it multiplies")
+            raise Rejected(Reason.SHAPES("the gate is broadcast over what it multiplies"))
         if not same_sizes(value(gate.b).stride(), value(up.b).stride()):
-            raise Rejected("the two weights lie in memory differently")
+            raise Rejected(Reason.LAYOUT("the two weights lie in memory differently"))
         guards.check_result(self.anchor, gate.node)
         if str(value(self.anchor).shape[-1]) != str(value(gate.node).shape[1]):
-            raise Rejected("the result has other columns than the linears")
+            raise Rejected(Reason.SHAPES("the result has other columns than the linears"))
         stored = [x.base if isinstance(x, Columns) else x for x in self.linears]
         inside = between(self.anchor, {p.node for p in stored})
         if any(user not in inside for node in inside - {self.anchor} for user in node.users):
             raise Rejected(
-                "the linears are used elsewhere as well: a backward needs them",
+                Reason.USED_ELSEWHERE("the linears are used elsewhere as well: a backward needs them"),
                 "in training, the two linears become one operation (see qkv)",
             )
         self.sizes = emit.sizes_of(self.anchor, gate.node, inside)
@@ -105,8 +106,10 @@ class GatedPair(Candidate):
         rows = value(gate.base.node).shape[0]
         if config.policy != "always" and not (isinstance(rows, int) and rows <= FEW_ROWS):
             raise LeftToStock(
-                "gate and up are one linear, which stock computes at once: as fast for more than "
-                f"{FEW_ROWS} rows"
+                Reason.NOT_FASTER(
+                    "gate and up are one linear, which stock computes at once: as fast for more than "
+                    f"{FEW_ROWS} rows"
+                )
             )
 
     def rewrite(self) -> str:

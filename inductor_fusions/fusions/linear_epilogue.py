@@ -27,6 +27,7 @@ from ..graph.products import (
     through,
     value,
 )
+from ..reasons import Reason
 from .block_mm import emit, guards
 from .block_mm.expressions import Expressions, activation, behind, between, leaves, same
 from .block_mm.op import ACTIVATIONS
@@ -121,9 +122,11 @@ class LinearEpilogue(Candidate):
                 continue
             found = tensor(user)
             if not is_pointwise(user):
-                raise Rejected("something that is not pointwise reads the linear as well")
+                raise Rejected(
+                    Reason.USED_ELSEWHERE("something that is not pointwise reads the linear as well")
+                )
             if found is None or str(found.numel()) != str(count):
-                raise Rejected("the linear is broadcast by what follows it")
+                raise Rejected(Reason.SHAPES("the linear is broadcast by what follows it"))
         self.kernel = guards.kernel([[self.product]])
 
     def rewrite(self) -> str:

@@ -14,6 +14,7 @@ import torch
 from .._inductor import known_true
 from ..fusion import Fusion, Rejected
 from ..operands import tensor
+from ..reasons import Reason
 
 if TYPE_CHECKING:
     from .._inductor import Match
@@ -43,9 +44,9 @@ def check(match: Match) -> None:
     """
     a, b = tensor(match.kwargs["a"]), tensor(match.kwargs["b"])
     if a is None or b is None or not a.is_floating_point():
-        raise Rejected("the diagonal of a product that is not of floating point")
+        raise Rejected(Reason.DTYPE("the diagonal of a product that is not of floating point"))
     if not known_true(a.shape[-2] == b.shape[-1]):
-        raise Rejected("the product is not square, or may not be")
+        raise Rejected(Reason.SHAPES("the product is not square, or may not be"))
 
 
 FUSION = Fusion(

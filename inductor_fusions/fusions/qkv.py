@@ -18,6 +18,7 @@ from ..graph.builder import Builder, substitute
 from ..graph.facts import facts
 from ..graph.placement import Place, earliest, find
 from ..graph.products import PRODUCTS, Product, identity, product, products_of, same_sizes, value
+from ..reasons import Reason
 from .block_mm import emit, guards
 from .block_mm.lowering import MOST_PRODUCTS
 from .block_mm.sums import Sum, sum_of_products, sums_behind
@@ -124,14 +125,14 @@ class SumOfProducts(Candidate):
         guards.check_products(terms)
         guards.check_result(root, terms[0].node)
         if len(terms) > MOST_PRODUCTS:
-            raise Rejected(f"a sum of more than {MOST_PRODUCTS} products")
+            raise Rejected(Reason.LIMIT(f"a sum of more than {MOST_PRODUCTS} products"))
         first = value(terms[0].node).shape
         if not all(same_sizes(value(p.node).shape, first) for p in terms):
-            raise Rejected("terms of different shapes")
+            raise Rejected(Reason.SHAPES("terms of different shapes"))
         if str(value(root).shape[-1]) != str(first[1]):
-            raise Rejected("the sum has other columns than its terms")
+            raise Rejected(Reason.SHAPES("the sum has other columns than its terms"))
         if self.sum.rest is not None and any(not isinstance(size, int) for size in first):
-            raise Rejected("a sum of symbolic size that has a term which is no product")
+            raise Rejected(Reason.SYMBOLIC("a sum of symbolic size that has a term which is no product"))
         self.sizes = emit.sizes_of(root, terms[0].node, self.sum.inner)
         # As early as can be: the operands of a sum are larger than the sum, as a rule.
         operands = [x for p in terms for x in (p.a, p.b)]

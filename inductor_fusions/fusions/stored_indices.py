@@ -20,6 +20,7 @@ from ..fusion import Candidate, Fusion, LeftToStock, Scope, nodes_of
 from ..graph.builder import Builder
 from ..graph.products import CASTS, VIEWS, is_pointwise, tensor, value
 from ..operands import text
+from ..reasons import Reason
 
 if TYPE_CHECKING:
     from .._inductor import Match
@@ -106,7 +107,9 @@ class StoredIndices(Candidate):
         own = hint(value(self.anchor).numel())
         gathered = sum(hint(value(reader).numel()) for reader in self.readers)
         if gathered < REUSE * own:
-            raise LeftToStock(f"{gathered // max(own, 1)} elements are gathered for each of the index")
+            raise LeftToStock(
+                Reason.GATHERED(f"{gathered // max(own, 1)} elements are gathered for each of the index")
+            )
 
     def savings(self) -> dict[str, int]:
         own = hint(value(self.anchor).numel())

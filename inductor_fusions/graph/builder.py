@@ -21,6 +21,7 @@ from .._inductor import (
 )
 from ..fusion import Rejected
 from ..operands import tensor
+from ..reasons import Reason
 
 _COMBINE: dict[str, Any] = {
     "add": operator.add,
@@ -137,7 +138,7 @@ class Builder:
         if kind == "symbol":
             return self._of_symbol(wanted)
         if kind not in _COMBINE:
-            raise Rejected(f"the symbolic size {wanted} is held by no input of the graph")
+            raise Rejected(Reason.SYMBOLIC(f"the symbolic size {wanted} is held by no input of the graph"))
         combine = _COMBINE[kind]
         total = self._of_expression(parts[0])
         for part in parts[1:]:
@@ -163,7 +164,7 @@ class Builder:
                         made.op, made.target = "call_method", "size"
                     made.meta[self.key] = size
                     return made
-        raise Rejected(f"the symbolic size {symbol} is held by no input of the graph")
+        raise Rejected(Reason.SYMBOLIC(f"the symbolic size {symbol} is held by no input of the graph"))
 
 
 _CONVERT: Any = torch.ops.prims.convert_element_type.default

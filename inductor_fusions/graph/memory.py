@@ -19,6 +19,7 @@ from torch import fx
 
 from .._inductor import hint, was_erased
 from ..fusion import Rejected
+from ..reasons import Reason
 from .products import CASTS, VIEWS, Product, readers, tensor, through, value
 from .profile import Interval, Profile
 
@@ -144,7 +145,9 @@ class Memory:
         ]
         peak = self._profile.peak()
         if self._profile.peak(before, after) > peak + min(peak * SLACK, ROUNDING):
-            raise Rejected("all results at once would need more memory than one after the other")
+            raise Rejected(
+                Reason.MEMORY("all results at once would need more memory than one after the other")
+            )
 
     def intervals(self) -> dict[fx.Node, Interval]:
         """Each value that is in memory."""

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ..fusion import Rejected
+from ..reasons import Reason
 from .facts import move
 from .products import VIEWS, Product, readers
 
@@ -79,12 +80,12 @@ def find(
     operands = [x for p in products for x in (p.a, p.b, p.bias) if x is not None] + list(others)
     free, roots = _free(operands, members, movable)
     if members & roots:
-        raise Rejected("one of the products is an operand of another")
+        raise Rejected(Reason.ORDER("one of the products is an operand of another"))
     earliest = _first_behind(roots, after)
     users = [user for p in products for user in readers(p.node)]
     if earliest is not None and users and min(users) < earliest:
         raise Rejected(
-            "the result of one product is used before the operands of another are there",
+            Reason.ORDER("the result of one product is used before the operands of another are there"),
             "compute the linears on one input next to each other",
         )
     position = min(members) if earliest is None else max(min(members), earliest)

@@ -52,6 +52,10 @@ class Run:
         """Why sites of a fusion were not fused."""
         return [s.reason for s in self.sites if s.fusion == fusion and s.verdict != "fused"]
 
+    def codes(self, fusion: str) -> list[str]:
+        """The codes of those reasons."""
+        return [s.code for s in self.sites if s.fusion == fusion and s.verdict != "fused"]
+
     def fused(self, fusion: str) -> int:
         """Number of fused sites of a fusion."""
         return sum(s.fusion == fusion and s.verdict == "fused" for s in self.sites)

@@ -13,6 +13,7 @@ from torch import fx
 from ..._inductor import known_true
 from ...fusion import Rejected
 from ...inplace import arguments
+from ...reasons import Reason
 from .arrangement import Arrangement
 from .normal_form import Term
 from .operands import Operand, same_shape
@@ -53,7 +54,7 @@ class Region:
         assert scores is not None
         single = at.single(scores.shape)
         if operand is None or single is None or term.floor is not None or not term.hides:
-            raise Rejected("the scores are written in part, by more than a sum or a mask")
+            raise Rejected(Reason.OVERWRITTEN("the scores are written in part, by more than a sum or a mask"))
         operand = operand.padded(len(self.places))
         sizes, pads = list(operand.shape), []
         for place, dim in enumerate(single.order):

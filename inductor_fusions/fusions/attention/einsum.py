@@ -10,6 +10,7 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...fusion import Rejected
+from ...reasons import Reason
 from .arrangement import Arrangement, Misplaced
 from .operands import Operand, product
 from .torch_ops import Op, tensor
@@ -64,7 +65,7 @@ def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[An
     """The values of an einsum with the weights, and its result: as (*lead, *queries, *dim), and permuted."""
     found = _read(op)
     if found.left is found.right:
-        raise Rejected("the attention weights are multiplied with themselves")
+        raise Rejected(Reason.NO_PRODUCT("the attention weights are multiplied with themselves"))
     if found.left is not weights:
         found = found.turned()
     lead, rows, columns = ("".join(found.first[d] for d in dims) for dims in (at.lead, at.rows, at.columns))
@@ -98,7 +99,7 @@ def _check_sizes(found: Equation, letters: str) -> None:
     assert left is not None and right is not None
     for c in letters:
         if not known_true(left.shape[found.first.index(c)] == right.shape[found.second.index(c)]):
-            raise Rejected(f"einsum {found.text!r} broadcasts a dim that it sums over")
+            raise Rejected(Reason.SHAPES(f"einsum {found.text!r} broadcasts a dim that it sums over"))
 
 
 def _read(op: Op) -> Equation:
@@ -109,9 +110,9 @@ def _read(op: Op) -> Equation:
     if not operands and isinstance(op.args.get("tensors"), (list, tuple)):
         operands = tuple(op.args["tensors"])
     if not isinstance(equation, str):
-        raise Rejected("an einsum whose dims are given as numbers is not read")
+        raise Rejected(Reason.NOT_A_TENSOR("an einsum whose dims are given as numbers is not read"))
     if len(operands) != 2 or not all(tensor(node) is not None for node in operands):
-        raise Rejected(f"einsum {equation!r} is no product of two tensors")
+        raise Rejected(Reason.NO_PRODUCT(f"einsum {equation!r} is no product of two tensors"))
     inputs, arrow, result = equation.replace(" ", "").partition("->")
     parts = inputs.split(",")
     if not arrow:
@@ -126,9 +127,9 @@ def _read(op: Op) -> Equation:
         for part, count in zip((*parts, result), (*extra, most), strict=True)
     )
     if any(len(set(part)) != len(part) for part in (first, second, result)):
-        raise Rejected(f"einsum {equation!r} repeats an index")
+        raise Rejected(Reason.SHAPES(f"einsum {equation!r} repeats an index"))
     if [len(first), len(second)] != ranks:
-        raise Rejected("an operand of an einsum has other dims than its letters")
+        raise Rejected(Reason.SHAPES("an operand of an einsum has other dims than its letters"))
     return Equation(equation, first, second, result, operands[0], operands[1])
 
 

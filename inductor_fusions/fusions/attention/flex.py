@@ -28,6 +28,7 @@ from ..._inductor import (
 )
 from ...fusion import Rejected
 from ...graph.builder import Builder
+from ...reasons import Reason
 from . import torch_ops
 from .masks import Bool
 from .normal_form import SCORE_FUNCTIONS, Stage
@@ -101,7 +102,7 @@ class Body:
             return self.capture(node)
         found = [index[d] for d in kept]
         if not all(isinstance(i, fx.Node) for i in found):
-            raise Rejected("a mask reads one fixed element of a tensor")
+            raise Rejected(Reason.MASK("a mask reads one fixed element of a tensor"))
         return self.call(operator.getitem, self.capture(node), tuple(found))
 
     def load_score(self, node: fx.Node) -> Any:

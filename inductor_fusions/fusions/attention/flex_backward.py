@@ -28,6 +28,7 @@ from ... import decisions
 from ..._inductor import flex_backward_op
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
 from ...graph.products import value
+from ...reasons import Reason
 from ..block_mm.guards import text
 from ..block_mm.inlined import put_in_place
 from .aliasing import Mutations
@@ -110,17 +111,21 @@ class FlexBackward(Candidate):
         given = self.given
         q, k, v = (value(t) for t in (given.q, given.k, given.v))
         if not all(isinstance(size, int) for t in (q, k, v) for size in t.shape):
-            raise LeftToStock("its sizes are symbolic, and chunks are cut when it is compiled")
+            raise LeftToStock(
+                Reason.SYMBOLIC("its sizes are symbolic, and chunks are cut when it is compiled")
+            )
         if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
-            raise LeftToStock("the template of flex attention, which is as fast there")
+            raise LeftToStock(Reason.NOT_FASTER("the template of flex attention, which is as fast there"))
         if q.shape[0] != k.shape[0]:
-            raise Rejected("keys that the samples of a batch share")
+            raise Rejected(Reason.SHAPES("keys that the samples of a batch share"))
         _, joint, mask = self.mods
         gradients = next(iter(reversed(joint.graph.nodes))).args[0]
         if any(g is not None for g in gradients[1:]):
-            raise LeftToStock("a captured tensor that needs a gradient")
+            raise LeftToStock(Reason.NOT_FASTER("a captured tensor that needs a gradient"))
         if any("index" in str(node.target) for node in mask.graph.nodes):
-            raise LeftToStock("what its mask hides is data, which the template reads block by block")
+            raise LeftToStock(
+                Reason.NOT_FASTER("what its mask hides is data, which the template reads block by block")
+            )
         self.chunk = decisions.flex_backward(
             device=q.device,
             dtype=q.dtype,
@@ -131,7 +136,9 @@ class FlexBackward(Candidate):
             visible=self._visible(),
         )
         if not self.chunk:
-            raise LeftToStock("the template of flex attention: nothing is measured to be faster there")
+            raise LeftToStock(
+                Reason.NOT_FASTER("the template of flex attention: nothing is measured to be faster there")
+            )
 
     def _visible(self) -> float:
         """The share of the scores that may be visible."""

@@ -11,6 +11,7 @@ from ... import config, decisions, modes, tables
 from ..._inductor import hint, known_true, sdpa_is_fused
 from ...fusion import LeftToStock, Rejected
 from ...operands import may_use_tf32
+from ...reasons import Reason
 from . import flex, row_bias, torch_ops
 from .problem import Problem, is_in_rows
 from .short import terms as short
@@ -52,7 +53,9 @@ def choose(problem: Problem) -> Choice:
     if problem.stages:
         unable = flex.takes(problem)
         if unable:
-            raise LeftToStock(f"a function of the scores ({problem.stages[-1][0].function}): {unable}")
+            raise LeftToStock(
+                Reason.IN_BETWEEN(f"a function of the scores ({problem.stages[-1][0].function}): {unable}")
+            )
     if flexible and config.attention_kernel == "flex":
         return _choice("flex", problem)
     is_short = config.attention_kernel in ("auto", "short") and not short.refused(problem)
@@ -70,14 +73,14 @@ def choose(problem: Problem) -> Choice:
         if is_short:
             fits += ("short",)
     if problem.rounded_bias is not None and not fits:
-        raise Rejected(_why_math(problem), "give the bias the dtype of q")
+        raise Rejected(Reason.NO_KERNEL(_why_math(problem)), "give the bias the dtype of q")
     if config.policy == "always":
         kernel = _proved(problem, fits)
         if kernel == "sdpa" and not _may_call(problem, fits):
-            raise LeftToStock(FORBIDDEN)
+            raise LeftToStock(Reason.NO_KERNEL(FORBIDDEN))
         return _choice(kernel, problem)
     if not fits:
-        raise LeftToStock(f"no fused kernel takes this attention ({_why_math(problem)})")
+        raise LeftToStock(Reason.NO_KERNEL(f"no fused kernel takes this attention ({_why_math(problem)})"))
     verdict = _measured(problem, fits)
     if verdict.kernel is None:
         raise LeftToStock(verdict.reason, "INDUCTOR_FUSIONS_POLICY=always fuses whatever is proved")
@@ -120,17 +123,17 @@ def choose_for_call(problem: Problem, changed: bool, as_short: Problem | None = 
         if verdict.kernel == "short":
             return _choice("short", as_short, _note(verdict))
     if not changed:
-        raise LeftToStock(reason or why_as_it_is(problem, structure))
+        raise LeftToStock(Reason.CHOSEN(reason or why_as_it_is(problem, structure)))
     return _choice("sdpa", problem)
 
 
 def _as_a_call(problem: Problem, changed: bool) -> Choice:
     """A call that stays one, because the caller has chosen among the backends of SDPA."""
     if not changed:
-        raise LeftToStock(CHOSEN)
+        raise LeftToStock(Reason.CHOSEN(CHOSEN))
     choice = _choice("sdpa", problem)
     if not _may_call(problem, available(problem, choice.grouped)):
-        raise LeftToStock(f"{CHOSEN}; none of them takes what it would become")
+        raise LeftToStock(Reason.NO_KERNEL(f"{CHOSEN}; none of them takes what it would become"))
     return choice
 
 

@@ -24,6 +24,7 @@ from ... import config
 from ..._inductor import known_true
 from ...fusion import LeftToStock, Rejected
 from ...graph.builder import Builder
+from ...reasons import Reason
 from . import predicates, row_bias, torch_ops
 from .flex import BlockMasks
 from .masks import may_hide_rows
@@ -132,19 +133,27 @@ def check_empty_rows(problem: Problem) -> None:
         lowest = torch.finfo(torch.float16).min if problem.dtype == torch.float16 else EMPTY_BELOW
         for term, _ in problem.terms:
             if term.floor is not None and term.floor > lowest:
-                raise Rejected(f"scores are clamped to {term.floor:g}, in which scores of masked rows show")
+                raise Rejected(
+                    Reason.RANGE(f"scores are clamped to {term.floor:g}, in which scores of masked rows show")
+                )
         shallow = False  # whether a number that does not drown a bias has filled scores
         for term, _ in problem.terms:
             if term.fill is not None:
                 shallow |= math.isfinite(term.fill) and term.fill > EMPTY_BELOW
             elif shallow and not may_hide_rows(term.node):
-                raise Rejected("a bias is added to masked scores, whose number is not low enough to drown it")
+                raise Rejected(
+                    Reason.RANGE(
+                        "a bias is added to masked scores, whose number is not low enough to drown it"
+                    )
+                )
         terms = [term for term, _ in problem.terms]
         fills = [t.fill for t in terms if t.fill is not None and math.isfinite(t.fill)]
         if any(f > lowest for f in fills) and any(t.fill is None and _is_shallow(t, lowest) for t in terms):
             raise Rejected(
-                "a fill and a mask that is added may hide a row together, and scores do not drown in the"
-                " number",
+                Reason.RANGE(
+                    "a fill and a mask that is added may hide a row together, and scores do not drown in the"
+                    " number"
+                ),
                 "fill with torch.finfo(dtype).min",
             )
     signs = Signs(problem.overwritten)
@@ -152,7 +161,7 @@ def check_empty_rows(problem: Problem) -> None:
         t.fill is None and t.factor < 0 and t.depth is None and signs.may_hold(t.node, low=True)
         for t, _ in problem.terms
     ):
-        raise Rejected("a mask of low numbers is subtracted from the scores, which raises keys")
+        raise Rejected(Reason.RANGE("a mask of low numbers is subtracted from the scores, which raises keys"))
     if config.empty_rows != "stock" or not problem.train or problem.zeros is not None:
         return
     for term, _ in problem.terms:
@@ -160,7 +169,9 @@ def check_empty_rows(problem: Problem) -> None:
             term.fill is None and may_hide_rows(term.node)
         ):
             raise LeftToStock(
-                "rows that see no key cannot be ruled out, and INDUCTOR_FUSIONS_EMPTY_ROWS=stock",
+                Reason.EMPTY_ROWS(
+                    "rows that see no key cannot be ruled out, and INDUCTOR_FUSIONS_EMPTY_ROWS=stock"
+                ),
                 "INDUCTOR_FUSIONS_EMPTY_ROWS=keep fuses and keeps their values",
             )
 

@@ -11,6 +11,7 @@ from torch import fx
 from ..._inductor import known_true
 from ...fusion import Rejected
 from ...liveness import readers
+from ...reasons import Reason
 from . import einsum
 from .arrangement import Arrangement, Misplaced, permuted, through
 from .normal_form import Attention, Term
@@ -46,7 +47,7 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
         if len(users) != 1:
             other = next((u for u in users if (op := read(u)) is None or op.name not in PRODUCTS), users[-1])
             raise Rejected(
-                f"the attention weights are used elsewhere, by {other.name}",
+                Reason.WEIGHTS(f"the attention weights are used elsewhere, by {other.name}"),
                 "do not ask for the weights (output_attentions=False, need_weights=False)"
                 if any(map(_is_returned, users))
                 else "",
@@ -54,21 +55,21 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
         user = users[0]
         op = read(user)
         if op is None:
-            raise Rejected("the attention weights are returned")
+            raise Rejected(Reason.WEIGHTS("the attention weights are returned"))
         if op.name in PRODUCTS:
             break
         if op.inplace and op.name not in ("dropout", "masked_fill"):
-            raise Rejected(f"{op.name}_ changes the attention weights")
+            raise Rejected(Reason.OVERWRITTEN(f"{op.name}_ changes the attention weights"))
         zeroed = _zeroed(op, node, number, at)
         if zeroed is not None:
             if site.zeroed is not None:
-                raise Rejected("the weights are set to 0 twice")
+                raise Rejected(Reason.MASK("the weights are set to 0 twice"))
             site.zeroed = zeroed
             site.chain.append(user)
             node = user
             continue
         if op.input is not node:
-            raise Rejected(f"{op.name} stands between the softmax and the product with v")
+            raise Rejected(Reason.IN_BETWEEN(f"{op.name} stands between the softmax and the product with v"))
         drops = site.sink is not None and not dropped and at.columns == (len(at.order) - 1,)
         rest = _without_column(op, site.sink.first) if drops and site.sink is not None else None
         if rest is not None:
@@ -80,7 +81,7 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
         if op.name == "dropout":
             p = dropout_p(op)
             if p and site.dropout:
-                raise Rejected("two dropouts follow the softmax")
+                raise Rejected(Reason.DROPOUT("two dropouts follow the softmax"))
             site.dropout = site.dropout or p
         elif op.name in VIEWS:
             below = None if before is None or after is None else at.viewed(before.shape, after.shape)
@@ -91,19 +92,19 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
             at = at.below(dims)
         elif op.name == "expand":
             if before is None or after is None or not same_shape(before.shape, after.shape):
-                raise Rejected("the attention weights are expanded")
+                raise Rejected(Reason.SHAPES("the attention weights are expanded"))
         elif op.name in CASTS:
             if after is None or not after.is_floating_point():
-                raise Rejected("the attention weights are cast to integers")
+                raise Rejected(Reason.MIXED_DTYPES("the attention weights are cast to integers"))
         elif op.name not in COPIES:
-            raise Rejected(f"{op.name} stands between the softmax and the product with v")
+            raise Rejected(Reason.IN_BETWEEN(f"{op.name} stands between the softmax and the product with v"))
         site.chain.append(user)
         node = user
     if site.sink is not None and not dropped:
-        raise Rejected("the scores are concatenated with a column that stays among the weights")
+        raise Rejected(Reason.SINK("the scores are concatenated with a column that stays among the weights"))
     site.output = user
     if op.node.kwargs.get("out") is not None:
-        raise Rejected("the product with v writes to a given tensor (out=)")
+        raise Rejected(Reason.OVERWRITTEN("the product with v writes to a given tensor (out=)"))
     weights, result = tensor(node), tensor(user)
     assert weights is not None and result is not None
     site.out_lead = at.sizes(weights.shape)
@@ -112,7 +113,7 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
     else:
         _matrices(site, op, node, at)
     if not known_true(product(result.shape) == product(site.out_shape)):
-        raise Rejected("the product with v broadcasts the weights")
+        raise Rejected(Reason.SHAPES("the product with v broadcasts the weights"))
 
 
 def _is_returned(node: fx.Node, steps: int = 8) -> bool:
@@ -132,10 +133,10 @@ def _matrices(site: Attention, op: Op, node: fx.Node, at: Arrangement) -> None:
     other = op["other"] if is_left else op.input
     operand = Operand.of(other) if isinstance(other, fx.Node) else None
     if operand is None or operand.value.dim() < 2 or op.input is op["other"]:
-        raise Rejected("the product of the weights is not with a matrix of values")
+        raise Rejected(Reason.NO_PRODUCT("the product of the weights is not with a matrix of values"))
     assert weights is not None and result is not None
     if result.dim() != weights.dim():
-        raise Rejected("the product with v broadcasts the weights")
+        raise Rejected(Reason.SHAPES("the product with v broadcasts the weights"))
     rank, single = weights.dim(), at.single(weights.shape)
     last = (rank - 2, rank - 1) if is_left else (rank - 1, rank - 2)
     if single is None or (single.rows[0], single.columns[0]) != last:

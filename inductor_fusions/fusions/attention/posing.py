@@ -18,6 +18,7 @@ from torch import fx
 from ..._inductor import known_true, records_gradients
 from ...fusion import Rejected
 from ...operands import holds
+from ...reasons import Reason
 from ...tables import dtype_name
 from . import structure, torch_ops
 from .aliasing import Mutations
@@ -44,7 +45,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
     assert site.v is not None and site.output is not None
     q, k, v = site.q, site.k, site.v
     if not known_true(q.shape[-1] == k.shape[-1]) or not known_true(k.shape[-2] == v.shape[-2]):
-        raise Rejected("q, k and v do not have the sizes of an attention")
+        raise Rejected(Reason.SHAPES("q, k and v do not have the sizes of an attention"))
     result, output = torch_ops.tensor(site.product), torch_ops.tensor(site.output)
     assert result is not None and output is not None
     dtype = result.dtype
@@ -56,7 +57,9 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         if op is None or rounded is None or not (op.name in torch_ops.CASTS or node is site.softmax):
             continue
         if not holds(rounded.dtype, dtype, output.dtype):
-            raise Rejected(f"scores or weights are rounded to {dtype_name(rounded.dtype)} on their way")
+            raise Rejected(
+                Reason.ROUNDED(f"scores or weights are rounded to {dtype_name(rounded.dtype)} on their way")
+            )
     lead, grouped = _batch_and_heads(site)
     target = (*lead[:-2], product(lead[-2:])) if grouped else lead
     q = _moved(q.expand((*site.lead, *q.shape[-2:])), site.lead, target)
@@ -104,7 +107,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         version=interpreter.mutations.last,
     )
     if any(value.device != q.value.device for value in _added(problem)):
-        raise Rejected("a mask or a bias is a number on another device")
+        raise Rejected(Reason.MASK("a mask or a bias is a number on another device"))
     return problem
 
 
@@ -136,7 +139,7 @@ def _stage(
     stage: Stage, target: Sequence[Any], interpreter: Interpreter
 ) -> tuple[Stage, list[tuple[float, Operand]], Operand | None]:
     if any(term.fill is not None or term.floor is not None for term in stage.terms):
-        raise Rejected(f"scores are masked before {stage.function}")
+        raise Rejected(Reason.MASK(f"scores are masked before {stage.function}"))
     biases = [(term.factor, _term_operand(term, target, interpreter)) for term in stage.terms]
     operand = None if stage.operand is None else _term_operand(stage.operand, target, interpreter)
     return stage, biases, operand
@@ -178,7 +181,7 @@ def _one_dtype(
 ) -> tuple[Operand, Operand, Operand]:
     """Bring q, k and v to one dtype without losing a bit of any of them."""
     if q.value.dtype != k.value.dtype:
-        raise Rejected("q and k have different dtypes")
+        raise Rejected(Reason.MIXED_DTYPES("q and k have different dtypes"))
     if q.value.dtype == v.value.dtype:
         return q, k, v
     # Scores of values in bf16, computed in fp32, are what a kernel for bf16 accumulates anyway.
@@ -243,7 +246,7 @@ def _moved(operand: Operand, lead: Sequence[Any], target: Sequence[Any]) -> Oper
     else:
         found = regroup(operand, lead, target)
     if found is None:
-        raise Rejected("the leading dims of the operands do not line up")
+        raise Rejected(Reason.SHAPES("the leading dims of the operands do not line up"))
     return found
 
 
@@ -286,7 +289,7 @@ def _term_operand(term: Term, target: Sequence[Any], interpreter: Interpreter) -
     """The mask or bias on (batch, heads, q, k); one row of it where all queries have the same."""
     operand = Operand.of(term.node)
     if operand is None:
-        raise Rejected("a mask or a bias is no tensor")
+        raise Rejected(Reason.NOT_A_TENSOR("a mask or a bias is no tensor"))
     operand = _moved(operand, term.lead, target)
     rows = operand.shape[-2]
     if not known_true(rows <= 1) and constant_over(term.node, -2, interpreter):

@@ -13,6 +13,7 @@ from ..._inductor import holds_now, known_true
 from ...fusion import Rejected
 from ...liveness import readers
 from ...operands import holds
+from ...reasons import Reason
 from . import torch_ops
 from .masks import holds_fills_alone
 from .normal_form import Stage, Term
@@ -148,11 +149,11 @@ def check_sizes(problem: Problem) -> None:
         Rejected: a size is 0 or may be, or each weight is dropped.
     """
     if problem.dropout >= 1:
-        raise Rejected("a dropout of 1 leaves no weight")
+        raise Rejected(Reason.DROPOUT("a dropout of 1 leaves no weight"))
     check_not_empty(problem)
     for size in _sizes(problem):
         if not holds_now(size >= 1):
-            raise Rejected(f"the size {size} may be 0")
+            raise Rejected(Reason.EMPTY(f"the size {size} may be 0"))
 
 
 def check_not_empty(problem: Problem) -> None:
@@ -162,7 +163,7 @@ def check_not_empty(problem: Problem) -> None:
         Rejected: one is.
     """
     if any(known_true(size == 0) for size in _sizes(problem)):
-        raise Rejected("an operand is empty")
+        raise Rejected(Reason.EMPTY("an operand is empty"))
 
 
 def _sizes(problem: Problem) -> tuple[Any, ...]:

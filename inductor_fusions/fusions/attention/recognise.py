@@ -18,6 +18,7 @@ from torch import fx
 from ..._inductor import hint, known_true
 from ...fusion import Rejected
 from ...liveness import readers
+from ...reasons import Reason
 from . import torch_ops
 from .arrangement import Arrangement, Misplaced
 from .masks import Interpreter
@@ -90,9 +91,9 @@ def recognise(softmax: fx.Node, interpreter: Interpreter, beside: Collection[fx.
     assert op is not None
     scores, dim = tensor(op.input), op["dim"]
     if scores is None or not isinstance(dim, int):
-        raise Rejected("the softmax has no fixed dim")
+        raise Rejected(Reason.SHAPES("the softmax has no fixed dim"))
     if scores.dim() < 2:
-        raise Rejected("the scores have one dim")
+        raise Rejected(Reason.SHAPES("the scores have one dim"))
     found: list[tuple[Attention, Arrangement]] = []
     misses: list[Rejected] = []
     for at in _arrangements(scores.dim(), dim % scores.dim()):
@@ -143,12 +144,13 @@ def _read(
     site.chain.append(softmax)
     site.chain.extend(upwards.row_maxima)
     if site.sink is not None and len(site.terms) > site.below_sink:
-        raise Rejected("a mask or a bias is added to an attention sink as well")
+        raise Rejected(Reason.SINK("a mask or a bias is added to an attention sink as well"))
     downwards(site, upwards.number, at)
     if logsumexp is not None:
         read_sink(site, logsumexp)
     for reader in upwards.others:
-        partner, elsewhere = _softmax_behind(reader), f"the scores are used elsewhere, by {reader.name}"
+        partner = _softmax_behind(reader)
+        elsewhere = Reason.USED_ELSEWHERE(f"the scores are used elsewhere, by {reader.name}")
         if partner is None or partner is softmax:
             raise Rejected(elsewhere)
         if partner not in beside:

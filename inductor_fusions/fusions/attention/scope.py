@@ -16,6 +16,7 @@ from ...fusion import Candidate, Rejected
 from ...inplace import arguments, inputs
 from ...keeping import Keeping
 from ...leaving import even, settle
+from ...reasons import Reason
 from ...reporting import TAG
 from . import emit, torch_ops
 from .aliasing import Mutations
@@ -112,7 +113,7 @@ class Scope(fusion.Scope):
             if op is None or op.name not in torch_ops.CASTED:
                 state = replace(state, autocast=first.autocast)
             if differs := first.differs(state):
-                raise Rejected(f"{differs} between the two products")
+                raise Rejected(Reason.MODE(f"{differs} between the two products"))
 
 
 def scope_of(graph: fx.Graph) -> Scope | None:

@@ -17,6 +17,7 @@ from ...fusion import Candidate, LeftToStock, Rejected
 from ...inplace import inputs
 from ...liveness import erase_dead_readers
 from ...operands import check_kind, text
+from ...reasons import Reason
 from . import emit, kernels, savings, structure, torch_ops
 from .mask_builder import check_empty_rows
 from .masks import may_hide_rows
@@ -84,15 +85,21 @@ class HandWritten(Candidate):
             for node in own:
                 for target in self.scope.mutations.targets(node):
                     if target not in own:
-                        raise Rejected(f"the scores, or what is made of them, are written over {target.name}")
+                        raise Rejected(
+                            Reason.OVERWRITTEN(
+                                f"the scores, or what is made of them, are written over {target.name}"
+                            )
+                        )
             for node in inputs:
                 if self.scope.mutations.between(node, site.product, site.output, ignore=own):
-                    raise Rejected(f"{node.name} is overwritten before the attention has used it")
+                    raise Rejected(
+                        Reason.OVERWRITTEN(f"{node.name} is overwritten before the attention has used it")
+                    )
             with self.scope.interpreter.reading(site.output):
                 problem = self.problem = pose(site, self.scope.interpreter)
             check_not_empty(problem)
             if not same_problem_shapes(problem):
-                raise Rejected("q, k and v do not have the shapes of an attention")
+                raise Rejected(Reason.SHAPES("q, k and v do not have the shapes of an attention"))
             if dict(state.autocast).get(problem.q.value.device.type) is None:
                 self._check_dtypes(site)
             problem.transformed = state.within(*REVERSE)
@@ -115,7 +122,7 @@ class HandWritten(Candidate):
         assert site.output is not None
         both = (torch_ops.tensor(node) for node in inputs(site.output))
         if len({each.dtype for each in both if each is not None}) > 1:
-            raise Rejected("the weights and the values have different dtypes")
+            raise Rejected(Reason.MIXED_DTYPES("the weights and the values have different dtypes"))
 
     def savings(self) -> dict[str, int]:
         assert self.site is not None and self.problem is not None
@@ -174,19 +181,23 @@ class SdpaCall(Candidate):
         )
         out = torch_ops.tensor(self.anchor)
         if q is None or k is None or v is None or out is None:
-            raise Rejected("an argument of scaled_dot_product_attention is no tensor")
+            raise Rejected(Reason.NOT_A_TENSOR("an argument of scaled_dot_product_attention is no tensor"))
         if q.value.dim() != 4 or k.value.dim() != 4 or v.value.dim() != 4:
-            raise LeftToStock("scaled_dot_product_attention on tensors that are not four-dimensional")
+            raise LeftToStock(
+                Reason.NO_KERNEL("scaled_dot_product_attention on tensors that are not four-dimensional")
+            )
         for own in (k.shape, v.shape):
             fit = [known_true(own[d] == 1) or known_true(own[d] == q.shape[d]) for d in (0, 1)]
             if not fit[0] or not (fit[1] or op["enable_gqa"]):
-                raise LeftToStock("an SDPA call with more samples or heads of keys than of queries")
+                raise LeftToStock(
+                    Reason.NO_KERNEL("an SDPA call with more samples or heads of keys than of queries")
+                )
         dropout, causal = (
             0 if op[n] is None else torch_ops.concrete(op[n]) for n in ("dropout_p", "is_causal")
         )
         scale = op["scale"]
         if not isinstance(dropout, (int, float)) or not isinstance(causal, (bool, int)):
-            raise Rejected("dropout_p or is_causal is no number")
+            raise Rejected(Reason.NOT_A_TENSOR("dropout_p or is_causal is no number"))
         mask, causal = op["attn_mask"], bool(causal)
         shape = (*q.shape[:-1], k.shape[-2])
         term = _term(mask, shape)
@@ -214,7 +225,7 @@ class SdpaCall(Candidate):
         self.changed = changed or known_true(few_k.shape[1] != k.shape[1])
         self.as_short = self._as_short(problem, term)
         if not self.changed and problem.structure is None and self.as_short is None:
-            raise LeftToStock(kernels.why_as_it_is(problem, None))
+            raise LeftToStock(Reason.CHOSEN(kernels.why_as_it_is(problem, None)))
         return problem
 
     def _as_short(self, problem: Problem, term: Term | None) -> Problem | None:

@@ -21,6 +21,7 @@ from ..._inductor import ATTRIBUTES
 from ...fusion import Rejected
 from ...inplace import arguments
 from ...liveness import readers
+from ...reasons import Reason
 from ...writes import is_told_to_overwrite
 
 #: Names of the arguments, in positional order, of every operation that is read.
@@ -349,7 +350,7 @@ def dropout_p(op: Op) -> float:
     if not training:
         return 0.0
     if not isinstance(p, (int, float)) or not isinstance(training, bool):
-        raise Rejected("dropout with a probability that is not a number")
+        raise Rejected(Reason.NOT_A_TENSOR("dropout with a probability that is not a number"))
     return float(p)
 
 

@@ -16,6 +16,7 @@ from torch import fx
 from ..._inductor import hint
 from ...fusion import Rejected
 from ...liveness import readers
+from ...reasons import Reason
 from . import einsum, torch_ops
 from .arrangement import Arrangement, Misplaced, permuted, through
 from .assigned import Region, condition, region
@@ -24,7 +25,7 @@ from .normal_form import Attention, Stage, Term
 from .operands import Operand, same_shape
 from .torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, Op, dropout_p, read, reads_metadata, tensor
 
-NO_PRODUCT = "no product of queries and keys was found above the softmax"
+NO_PRODUCT = Reason.NO_PRODUCT("no product of queries and keys was found above the softmax")
 #: How far it is looked for, in nodes.
 REACH = 64
 
@@ -101,7 +102,7 @@ class Walk:
                 continue
             (self.readers if reads_metadata(other, node) else self.others).append(other)
         if not scores.is_floating_point():
-            raise Rejected("the scores are not floating point")
+            raise Rejected(Reason.MIXED_DTYPES("the scores are not floating point"))
         if op.name in PRODUCTS:
             return self._product(op, at, factor, scalers)
         step = getattr(self, f"_{op.name}", None)
@@ -125,18 +126,20 @@ class Walk:
         scores, masked = tensor(node), condition(writer, node)
         assert scores is not None
         if scalers:
-            raise Rejected("a tensor scale is applied after scores are written in part")
+            raise Rejected(Reason.SCALE("a tensor scale is applied after scores are written in part"))
         if masked is not None:
             number = self.number(masked[1])
             if number is None or not is_fill(number * factor):
-                raise Rejected("masked scores are replaced by what is not known to be a low number")
+                raise Rejected(
+                    Reason.MASK("masked scores are replaced by what is not known to be a low number")
+                )
             site = self.walk(node, writer, factor, scalers, at)
             mask = at.seen(masked[0], scores.shape)
             site.terms.append(Term(mask, at.sizes(scores.shape), fill=number * factor))
         else:
             part = region(writer, node)
             if part is None:
-                raise Rejected(f"{writer.name} writes to the scores")
+                raise Rejected(Reason.OVERWRITTEN(f"{writer.name} writes to the scores"))
             self.regions.append(Reading(part, at, factor, self.shifts_cancel))
             self.shifts_cancel = False
             site = self.walk(part.written, writer if part.written is not writer else user, factor, [], at)
@@ -144,7 +147,9 @@ class Walk:
             self.shifts_cancel = reading.shifts_cancel
             count = len(reading.terms)
             if site.stages or site.sink is not None or tuple(site.terms[:count]) != reading.terms:
-                raise Rejected("a part of the scores is written, by more than a sum or a mask")
+                raise Rejected(
+                    Reason.OVERWRITTEN("a part of the scores is written, by more than a sum or a mask")
+                )
             site.terms[count:] = [part.padded(term, at) for term in site.terms[count:]]
         site.chain.append(writer)
         return site
@@ -155,16 +160,16 @@ class Walk:
         if reading is None or not reading.part.is_of(op.input, op["index"]):
             raise between(op, result_of(op))
         if factor != reading.factor or scalers:
-            raise Rejected("a part of the scores is scaled")
+            raise Rejected(Reason.SCALE("a part of the scores is scaled"))
         if at != reading.at:
-            raise Rejected("a part of the scores is permuted")
+            raise Rejected(Reason.IN_BETWEEN("a part of the scores is permuted"))
         self.writing.add(op.node)
         self.regions.pop()
         inside, self.shifts_cancel = self.shifts_cancel, reading.shifts_cancel
         site = self.up(op, op.input, factor, scalers, at)
         self.shifts_cancel = inside
         if site.stages or site.sink is not None:
-            raise Rejected("a function of the scores is written in part")
+            raise Rejected(Reason.IN_BETWEEN("a function of the scores is written in part"))
         self.regions.append(replace(reading, terms=tuple(site.terms)))
         return site
 
@@ -196,10 +201,12 @@ class Walk:
     ) -> Attention:  # fmt: skip
         """The attention above `op`, a function of the scores: what stands before it becomes a `Stage`."""
         if scalers and function in ("where", "where_not"):
-            raise Rejected("a tensor scale is applied after a mask")  # whose number it may lower to a fill
+            raise Rejected(
+                Reason.SCALE("a tensor scale is applied after a mask")
+            )  # whose number it may lower to a fill
         site = self.seen(op, scores, 1.0, at)
         if site.sink is not None:
-            raise Rejected(f"{op.name} is applied to an attention sink")
+            raise Rejected(Reason.SINK(f"{op.name} is applied to an attention sink"))
         stage = Stage(site.scale, site.scalers, site.terms, function, numbers, operand)
         site.stages.append(stage)
         site.scale, site.scalers, site.terms = factor, list(scalers), []
@@ -238,7 +245,9 @@ class Walk:
                 self.regions, self.readers, self.others, self.writing = state
                 self.shifts_cancel = shifts_cancel
         found = [m for m in misses if m.reason != NO_PRODUCT]
-        raise (found or misses or [Rejected("the scores are broadcast by an operation on them")])[0]
+        raise (
+            found or misses or [Rejected(Reason.SHAPES("the scores are broadcast by an operation on them"))]
+        )[0]
 
     def _through(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         return self.up(op, op.input, factor, scalers, at)
@@ -251,7 +260,7 @@ class Walk:
     def _view(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         before, after = tensor(op.input), tensor(op.node)
         if before is None or after is None or before.dim() < 2:
-            raise Rejected(f"{op.name} makes scores of what is no matrix")
+            raise Rejected(Reason.NO_PRODUCT(f"{op.name} makes scores of what is no matrix"))
         above = at.viewed(after.shape, before.shape)
         if above is None:
             if not _has_product(op.node, after):
@@ -261,7 +270,7 @@ class Walk:
 
     def _dropout(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         if dropout_p(op) != 0.0:
-            raise Rejected("dropout is applied to the scores, before the softmax")
+            raise Rejected(Reason.DROPOUT("dropout is applied to the scores, before the softmax"))
         return self.up(op, op.input, factor, scalers, at)
 
     def _baddbmm(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
@@ -269,9 +278,9 @@ class Walk:
             torch_ops.concrete(op[name]) if op[name] is not None else 1 for name in ("beta", "alpha")
         )
         if not isinstance(beta, (int, float)) or not isinstance(alpha, (int, float)):
-            raise Rejected("baddbmm with a symbolic alpha or beta")
+            raise Rejected(Reason.NOT_A_TENSOR("baddbmm with a symbolic alpha or beta"))
         if scalers and beta != 0:
-            raise Rejected("a tensor scale is applied after a bias")
+            raise Rejected(Reason.SCALE("a tensor scale is applied after a bias"))
         site = self._operands(op, op["batch1"], op["batch2"], at, factor * alpha, scalers)
         if beta != 0:
             site.terms.append(self.term(op, op.input, at, factor=factor * beta))
@@ -279,7 +288,7 @@ class Walk:
 
     def _product(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         if op.node.kwargs.get("out") is not None:
-            raise Rejected("the product writes to a given tensor (out=)")
+            raise Rejected(Reason.OVERWRITTEN("the product writes to a given tensor (out=)"))
         if op.name == "einsum":
             q, k = einsum.queries_and_keys(op, at)
             site = self._site(op, q, k, at, factor, scalers)
@@ -294,7 +303,7 @@ class Walk:
         """The attention of a product of matrices: q and k, or k and q where the scores are transposed."""
         first, second = (Operand.of(n) if isinstance(n, fx.Node) else None for n in (left, right))
         if first is None or second is None or first.value.dim() < 2 or second.value.dim() < 2:
-            raise Rejected("an operand of the product of q and k is no matrix")
+            raise Rejected(Reason.NO_PRODUCT("an operand of the product of q and k is no matrix"))
         shape = _shape(op)
         single, rank = at.single(shape), len(shape)
         both = None if single is None else (single.rows[0], single.columns[0])
@@ -321,7 +330,7 @@ def between(op: Op, scores: torch.Tensor) -> Rejected:
     """Why what holds `scores`, the result of `op`, cannot be read further up."""
     if not _has_product(op.node, scores):
         return Rejected(NO_PRODUCT)
-    return Rejected(f"{op.name} stands between the product of q and k and the softmax")
+    return Rejected(Reason.IN_BETWEEN(f"{op.name} stands between the product of q and k and the softmax"))
 
 
 def _has_product(node: fx.Node, scores: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from ...fusion import Rejected
+from ...reasons import Reason
 from .masks import Interpreter, may_hide_rows, negation
 from .normal_form import Attention, Term
 from .operands import same_shape
@@ -24,10 +25,14 @@ def zeroed_fill(site: Attention, interpreter: Interpreter) -> Term | None:
         return None
     hiding = [t for t in site.terms if t.fill is not None or t.floor is not None or may_hide_rows(t.node)]
     if not any(_same_keys(term, site.zeroed, interpreter) for term in hiding):
-        raise Rejected("the weights are set to 0 at other keys than those that the scores are masked at")
+        raise Rejected(
+            Reason.MASK("the weights are set to 0 at other keys than those that the scores are masked at")
+        )
     if len(hiding) > 1 or site.sink is not None:
         raise Rejected(
-            "the weights are set to 0 after the softmax, and there is a sink, or one more mask perhaps"
+            Reason.MASK(
+                "the weights are set to 0 after the softmax, and there is a sink, or one more mask perhaps"
+            )
         )
     return hiding[0]
 

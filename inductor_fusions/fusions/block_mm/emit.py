@@ -13,6 +13,7 @@ from ...fusion import Rejected
 from ...graph.builder import Builder
 from ...graph.placement import Place
 from ...graph.products import Product, same_sizes, value
+from ...reasons import Reason
 from .op import BLOCK_MM
 
 
@@ -83,7 +84,7 @@ def sizes_of(node: fx.Node, product: fx.Node, inner: Iterable[fx.Node]) -> list[
             if same_sizes(value(other).shape[:-1], sizes[:-1]):  # of what the columns are taken of
                 named = other.args[1]
                 return [*named[:-1], sizes[-1]]
-    raise Rejected("no reshape names the symbolic sizes of the result")
+    raise Rejected(Reason.SYMBOLIC("no reshape names the symbolic sizes of the result"))
 
 
 _WITH_SIZES = (torch.ops.aten.reshape.default, torch.ops.aten.view.default)

@@ -13,6 +13,7 @@ from ...decisions import Span
 from ...fusion import LeftToStock, Rejected
 from ...graph.products import Product, identity, value
 from ...operands import tokens_of
+from ...reasons import Reason
 from ...tables import dtype_name
 from .heuristics import choose, decided
 from .problem import Problem, describe, of_operands
@@ -43,14 +44,18 @@ def check_operands(nodes: Sequence[fx.Node]) -> None:
     for node in nodes:
         found = value(node)
         if found.dtype not in DTYPES:
-            raise Rejected(f"matrices of dtype {dtype_name(found.dtype)}")
+            raise Rejected(Reason.DTYPE(f"matrices of dtype {dtype_name(found.dtype)}"))
         if found.dtype != first.dtype:
-            raise Rejected(f"matrices of dtypes {dtype_name(first.dtype)} and {dtype_name(found.dtype)}")
+            raise Rejected(
+                Reason.MIXED_DTYPES(
+                    f"matrices of dtypes {dtype_name(first.dtype)} and {dtype_name(found.dtype)}"
+                )
+            )
         if found.device != first.device:
-            raise Rejected("matrices on two devices")
+            raise Rejected(Reason.MIXED_DTYPES("matrices on two devices"))
     if first.dtype == torch.float32 and not operands.may_use_tf32():
         raise LeftToStock(
-            "float32 without TF32: the products of the library are as fast",
+            Reason.TF32("float32 without TF32: the products of the library are as fast"),
             'torch.set_float32_matmul_precision("high")',
         )
     for node in nodes:
@@ -62,12 +67,14 @@ def _check_layout(matrix: torch.Tensor) -> None:
     rows, columns = matrix.shape
     along, across = (1, 0) if known_true(matrix.stride(1) == 1) else (0, 1)
     if not known_true(matrix.stride(along) == 1):
-        raise Rejected("a matrix whose elements are not next to each other in either direction")
+        raise Rejected(
+            Reason.LAYOUT("a matrix whose elements are not next to each other in either direction")
+        )
     size, stride = (rows, columns)[along], matrix.stride(across)
     for what, number in (("size", size), ("stride", stride), ("offset", matrix.storage_offset())):
         if not known_true(number % per_load == 0):
             raise Rejected(
-                f"a matrix with the {what} {number}, which is not a multiple of {per_load}",
+                Reason.LAYOUT(f"a matrix with the {what} {number}, which is not a multiple of {per_load}"),
                 f"pad it to a multiple of {per_load}",
             )
 
@@ -80,9 +87,9 @@ def check_result(node: fx.Node, product: fx.Node) -> None:
     """
     found = value(node)
     if found.dtype not in DTYPES:
-        raise Rejected(f"a result of dtype {dtype_name(found.dtype)}")
+        raise Rejected(Reason.DTYPE(f"a result of dtype {dtype_name(found.dtype)}"))
     if str(found.numel()) != str(value(product).numel()):
-        raise Rejected("the linear is broadcast by what follows it")
+        raise Rejected(Reason.SHAPES("the linear is broadcast by what follows it"))
 
 
 def text(node: fx.Node) -> str:
@@ -104,14 +111,14 @@ def check_products(products: Sequence[Product]) -> None:
         found = value(p.node)
         per_load = ALIGNMENT // found.dtype.itemsize
         if found.dtype not in DTYPES:
-            raise Rejected(f"a product of dtype {dtype_name(found.dtype)}")
+            raise Rejected(Reason.DTYPE(f"a product of dtype {dtype_name(found.dtype)}"))
         if not known_true(found.shape[1] % per_load == 0):
             raise Rejected(
-                f"{found.shape[1]} columns, which is not a multiple of {per_load}",
+                Reason.LAYOUT(f"{found.shape[1]} columns, which is not a multiple of {per_load}"),
                 f"pad the weight to a multiple of {per_load}",
             )
         if p.bias is not None and not value(p.bias).is_floating_point():
-            raise Rejected("a bias that is not floating point")
+            raise Rejected(Reason.DTYPE("a bias that is not floating point"))
 
 
 def problem(groups: Sequence[Sequence[Product]], gated: bool = False, activation: str = "") -> Problem:

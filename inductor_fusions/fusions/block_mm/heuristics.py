@@ -7,6 +7,7 @@ import torch
 from ...decisions import Decision, Query, Span, decide, decide_for_all, tiles
 from ...fusion import LeftToStock
 from ...problems import Row
+from ...reasons import Reason
 from . import configurations
 from .configurations import Config, suits
 from .problem import Problem, describe
@@ -31,9 +32,11 @@ def decided(problem: Problem, device: torch.device, span: Span | None = None) ->
     """
     _check_capability(device)
     if problem.tokens is None and (span is None or problem.kind == "shared_b"):
-        raise LeftToStock("the number of rows is symbolic: what pays for one may not pay for another")
+        raise LeftToStock(
+            Reason.SYMBOLIC("the number of rows is symbolic: what pays for one may not pay for another")
+        )
     if not _has_sizes(problem):
-        raise LeftToStock("a size beside the number of rows is symbolic")
+        raise LeftToStock(Reason.SYMBOLIC("a size beside the number of rows is symbolic"))
     if problem.tokens is not None:
         decision = decide(_query(problem, problem.tokens), device)
     else:
@@ -79,7 +82,7 @@ def _has_sizes(problem: Problem) -> bool:
 
 def _check_capability(device: torch.device) -> None:
     if capability(device) < 80:
-        raise LeftToStock("the device is older than compute capability 8.0")
+        raise LeftToStock(Reason.DEVICE("the device is older than compute capability 8.0"))
 
 
 def _query(problem: Problem, tokens: int) -> Query:

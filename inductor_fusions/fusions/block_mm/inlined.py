@@ -11,6 +11,7 @@ from torch import fx
 from ..._inductor import fake_mode_of, trace_decomposed
 from ...fusion import Rejected
 from ...graph.products import value
+from ...reasons import Reason
 
 
 def put_in_place(
@@ -35,7 +36,7 @@ def put_in_place(
         elif each.op == "output":
             outputs = [places[one] for one in each.args[0]]
         elif each.op == "get_attr":
-            raise Rejected("a score_mod that holds a constant tensor")
+            raise Rejected(Reason.IN_BETWEEN("a score_mod that holds a constant tensor"))
         else:
             with graph.inserting_before(node):
                 places[each] = graph.node_copy(each, places.__getitem__)

@@ -21,6 +21,7 @@ from ...graph.builder import Builder
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
 from ...operands import check_device, check_kind, tensor, text
+from ...reasons import Reason
 from ...writes import check_between, check_kept
 from . import recognise
 from .op import DOT_INTERACTION, DTYPES, fits
@@ -43,7 +44,7 @@ class AllProducts(Candidate):
 
     def guard(self) -> None:
         raise Rejected(
-            "all products are read, those of both triangles, not the pairs of one",
+            Reason.PAIRS("all products are read, those of both triangles, not the pairs of one"),
             "read one triangle: z[:, i, j] with i, j of torch.tril_indices",
         )
 
@@ -80,12 +81,13 @@ class DotInteraction(Candidate):
         check_kind(t, out)
         if readers(site.products) != [site.pairs]:
             raise Rejected(
-                "the matrix of all products is used elsewhere as well", "let the pairs alone be read of it"
+                Reason.USED_ELSEWHERE("the matrix of all products is used elsewhere as well"),
+                "let the pairs alone be read of it",
             )
         if t.dtype != z.dtype:
-            raise Rejected("operands of several dtypes, or under autocast")
+            raise Rejected(Reason.MIXED_DTYPES("operands of several dtypes, or under autocast"))
         if not all(isinstance(size, int) for size in t.shape[1:]):
-            raise Rejected("the number of features, or their width, is symbolic")
+            raise Rejected(Reason.SYMBOLIC("the number of features, or their width, is symbolic"))
         self.triangle = recognise.triangle(site, int(t.shape[1]))
         check_between(site.sources, site.last, "the features and the pairs", Modes(self.graph))
         check_kept([site.t], site.last)
@@ -115,7 +117,7 @@ def check_kernel(t: torch.Tensor) -> None:
     """
     check_device(t, DTYPES)
     if not fits(t.shape[1], t.shape[2]):
-        raise LeftToStock("the features of a sample do not fit into a thread block")
+        raise LeftToStock(Reason.LIMIT("the features of a sample do not fit into a thread block"))
 
 
 def measured(t: torch.Tensor, site: Site) -> tuple[str, list[int]]:
@@ -126,7 +128,7 @@ def measured(t: torch.Tensor, site: Site) -> tuple[str, list[int]]:
     """
     samples, features, width = t.shape
     if not isinstance(samples, int):
-        raise LeftToStock("the number of samples is symbolic")
+        raise LeftToStock(Reason.SYMBOLIC("the number of samples is symbolic"))
     wanted = {
         "dtype": tables.dtype_name(t.dtype), "train": t.requires_grad, "features": features, "width": width,
         "dense": site.dense is not None, "samples": samples,

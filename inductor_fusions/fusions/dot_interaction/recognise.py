@@ -22,6 +22,7 @@ from ..._inductor import ATTRIBUTES
 from ...fusion import Rejected
 from ...liveness import readers
 from ...operands import tensor
+from ...reasons import Reason
 
 _BMM = frozenset({torch.bmm, torch.matmul, operator.matmul, "bmm", "matmul", "__matmul__"})
 _EINSUM = frozenset({torch.einsum, torch.functional.einsum})
@@ -177,14 +178,16 @@ def triangle(site: Site, features: int) -> tuple[bool, bool]:
     known = [_content(index) for index in site.indices]
     if known[0] is None or known[1] is None:
         raise Rejected(
-            "which pairs are wanted is not in the graph: the indices are inputs or buffers, or computed",
+            Reason.PAIRS(
+                "which pairs are wanted is not in the graph: the indices are inputs or buffers, or computed"
+            ),
             "make them in forward, with torch.tril_indices or of a list",
         )
     for upper in (False, True):
         for diagonal in (False, True):
             if known == [list(rows) for rows in _triangle(features, upper, diagonal)]:
                 return upper, diagonal
-    raise Rejected("the pairs are not a triangle of all pairs, row by row")
+    raise Rejected(Reason.PAIRS("the pairs are not a triangle of all pairs, row by row"))
 
 
 def _triangle(size: int, upper: bool, diagonal: bool) -> tuple[list[int], list[int]]:

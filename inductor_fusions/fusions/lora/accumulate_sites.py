@@ -15,6 +15,7 @@ from ...graph.builder import substitute
 from ...graph.facts import facts
 from ...graph.products import CASTS, RESHAPES, Product, restored, same_sizes, value, widens
 from ...operands import tokens_of
+from ...reasons import Reason
 from ...tables import dtype_name
 from ..block_mm import emit, guards
 from . import accumulate_kernel, downs, profit
@@ -70,18 +71,18 @@ class Accumulated(Candidate):
         guards.check_device(self.anchor)
         root, adapters = value(self.sum.root), self._adapters()
         if len(adapters) > accumulate_kernel.MOST_PRODUCTS:
-            raise Rejected(f"more than {accumulate_kernel.MOST_PRODUCTS} adapters in one sum")
+            raise Rejected(Reason.LIMIT(f"more than {accumulate_kernel.MOST_PRODUCTS} adapters in one sum"))
         for node in (self.sum.root, *(term.node for term in self.sum.terms)):
             if value(node).dtype not in guards.DTYPES:
-                raise Rejected(f"a sum with a term of dtype {dtype_name(value(node).dtype)}")
+                raise Rejected(Reason.DTYPE(f"a sum with a term of dtype {dtype_name(value(node).dtype)}"))
         first = value(adapters[0].up.node)
         columns = first.shape[1]
         if any(not same_sizes(value(a.up.node).shape, first.shape) for a in adapters):
-            raise Rejected("terms of different shapes")
+            raise Rejected(Reason.SHAPES("terms of different shapes"))
         if not isinstance(columns, int) or str(root.shape[-1]) != str(columns):
-            raise Rejected("the sum has other columns than its terms")
+            raise Rejected(Reason.SHAPES("the sum has other columns than its terms"))
         if not is_row_major(root):
-            raise Rejected("the result is not row-major")
+            raise Rejected(Reason.LAYOUT("the result is not row-major"))
         self._check_adapters(adapters)
         self._check_writes()
         self.sizes = emit.sizes_of(self.sum.root, adapters[0].up.node, self.sum.inner)
@@ -91,29 +92,37 @@ class Accumulated(Candidate):
     def _check_adapters(self, adapters: Sequence[Adapter]) -> None:
         kinds = {value(x).dtype for a in adapters for x in (a.up.b, a.down.b)}
         if len(kinds) > 1 or not kinds <= set(guards.DTYPES):
-            raise Rejected("adapters of several dtypes, or of one without a kernel")
+            raise Rejected(Reason.MIXED_DTYPES("adapters of several dtypes, or of one without a kernel"))
         (kind,) = kinds
         read = {value(source(a.down.a).base).dtype for a in adapters}
         around = {value(self.sum.root).dtype, *(value(term.node).dtype for term in self.sum.terms)}
         self.halves = kind == torch.float32 and torch.bfloat16 in read | around
         if kind == torch.float32 and torch.float16 in read | around:
-            raise LeftToStock("float32 adapters on a base of float16")
+            raise LeftToStock(Reason.MIXED_DTYPES("float32 adapters on a base of float16"))
         if kind != torch.float32 and not read <= {kind}:
-            raise Rejected("adapters of another dtype than their input and float32")
+            raise Rejected(Reason.MIXED_DTYPES("adapters of another dtype than their input and float32"))
         for a in adapters:
             if a.factor is not None and kind == torch.float16:
                 raise LeftToStock(
-                    "a float16 adapter times a tensor: what A gives may overflow where the result does not"
+                    Reason.RANGE(
+                        "a float16 adapter times a tensor: what A gives may overflow, and the result not"
+                    )
                 )
             if 1 not in value(a.down.a).stride():
-                raise Rejected("an input whose elements are not next to each other in either direction")
+                raise Rejected(
+                    Reason.LAYOUT("an input whose elements are not next to each other in either direction")
+                )
 
     def _check_writes(self) -> None:
         """Nothing is overwritten between the products and the sum, where they are read now."""
         first = min(a.up.node for a in self._adapters())
         for node in facts(self.graph).writers:
             if first < node and node < self.sum.root:
-                raise Rejected(f"{node.name} writes in place between the adapter's products and their sum")
+                raise Rejected(
+                    Reason.OVERWRITTEN(
+                        f"{node.name} writes in place between the adapter's products and their sum"
+                    )
+                )
 
     def _shape(self) -> profit.Accumulated:
         adapters = self._adapters()

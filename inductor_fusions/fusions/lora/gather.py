@@ -19,6 +19,7 @@ from ...graph.builder import Builder, substitute
 from ...graph.facts import change, move
 from ...graph.products import VIEWS, tensor, through, value
 from ...operands import known_size
+from ...reasons import Reason
 from . import narrow, narrow_kernel
 from .op import NARROW_MM
 from .split import LORA_SPLIT
@@ -111,7 +112,7 @@ class Gathered(Candidate):
             alike = [w for w in self.wanted if w.dtype == dtype and value(w.matrix).device == device]
             self.chunks += [c for c in _chunks(alike) if len(c) > 1 or c[0].reader.target is NARROW_MM]
         if not self.chunks:
-            raise Rejected("each is split up by itself already")
+            raise Rejected(Reason.NOT_FASTER("each is split up by itself already"))
 
     def rewrite(self) -> str:
         index = {node: i for i, node in enumerate(self.graph.nodes)}

@@ -16,6 +16,7 @@ from ...graph.facts import facts
 from ...graph.placement import Place, find
 from ...graph.products import RESHAPES, Product, product, readers, restored, scaled, value
 from ...operands import known_size, tokens_of
+from ...reasons import Reason
 from ..block_mm import guards
 from . import narrow, profit
 from .adapters import MOST_RANK, PERMUTES, source, unrounded
@@ -170,12 +171,12 @@ class Gradients(Candidate):
         for n in self.members:
             origin = source(n.x)
             if value(n.b).dtype not in guards.DTYPES:
-                raise Rejected(f"a narrow matrix of dtype {value(n.b).dtype}")
+                raise Rejected(Reason.DTYPE(f"a narrow matrix of dtype {value(n.b).dtype}"))
             misfit = narrow.usable(value(origin.base), [value(n.b)]) if not n.transposed else ""
             if misfit:
                 raise Rejected(misfit)
             if value(n.b).dtype not in (value(origin.base).dtype, torch.float32):
-                raise Rejected("matrices of two dtypes of 16 bits")
+                raise Rejected(Reason.MIXED_DTYPES("matrices of two dtypes of 16 bits"))
         reason = None
         everything = self.members
         # What is a narrow product already gains nothing by itself.
@@ -194,9 +195,9 @@ class Gradients(Candidate):
 
     def _check(self) -> None:
         if len({value(n.b).dtype for n in self.members}) > 1:
-            raise Rejected("gradients of two dtypes")
+            raise Rejected(Reason.MIXED_DTYPES("gradients of two dtypes"))
         if sum(narrow.padded(r) for r in self._shape().ranks) > narrow.MOST_TOGETHER:
-            raise Rejected("more columns than one kernel takes")
+            raise Rejected(Reason.LIMIT("more columns than one kernel takes"))
         reading = [Product(n.node, source(n.x).base, n.b) for n in self.members]
         self.place = find(reading, [*source(self.members[0].x).sizes, *self._masks()])
         facts(self.graph).memory.check(reading, self.place.before)

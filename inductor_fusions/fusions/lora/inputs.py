@@ -38,6 +38,7 @@ from ...keeping import Keeping
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
 from ...operands import check_device, check_kind, known_size, tensor, text, tokens_of
+from ...reasons import Reason
 from ...writes import check_between, check_kept, effects
 from . import narrow, profit
 from .adapters import MOST_RANK
@@ -249,9 +250,9 @@ class AdapterInput(Candidate):
         check_kind(x, a, out)
         cast = self.cast = dict(self.modes.at(site.linear).autocast).get(x.device.type)
         if out.dtype != (a.dtype if cast is None else cast) or (cast is not None and x.dtype != cast):
-            raise Rejected("operands of several dtypes")
+            raise Rejected(Reason.MIXED_DTYPES("operands of several dtypes"))
         if cast is not None and site.drop is None:
-            raise LeftToStock("under autocast no input is widened in memory")
+            raise LeftToStock(Reason.NOT_FASTER("under autocast no input is widened in memory"))
         if site.drop is not None:
             self._check_dropout(site.drop)
         where = "the cast and the linear" if site.drop is None else "the dropout and the linear"
@@ -274,10 +275,12 @@ class AdapterInput(Candidate):
 
     def _check_dropout(self, drop: fx.Node) -> None:
         if readers(drop) != [self.site.linear]:
-            raise Rejected("what the dropout gives is read elsewhere as well")
+            raise Rejected(Reason.USED_ELSEWHERE("what the dropout gives is read elsewhere as well"))
         if draws_as_eager():
             raise LeftToStock(
-                "with torch._inductor.config.fallback_random a dropout has other random numbers"
+                Reason.RANDOM(
+                    "with torch._inductor.config.fallback_random a dropout has other random numbers"
+                )
             )
 
     def rewrite(self) -> str:

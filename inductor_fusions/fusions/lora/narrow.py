@@ -13,6 +13,7 @@ from ... import tables
 from ...decisions import Query, tiles
 from ...problems import Row
 from ...problems import padded as padded
+from ...reasons import Reason
 
 #: Thread blocks that fill a device, about: the number of its multiprocessors, rounded to a power of two.
 FILLS = 128
@@ -203,12 +204,12 @@ def candidates(shape: Shape) -> list[Config]:
 def usable(x: torch.Tensor, narrow: Sequence[torch.Tensor]) -> str:
     """Why the kernel does not take these operands, or ""."""
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"a matrix of dtype {str(x.dtype).removeprefix('torch.')}"
+        return Reason.DTYPE(f"a matrix of dtype {str(x.dtype).removeprefix('torch.')}")
     if 1 not in x.stride():
-        return "a matrix whose elements are not next to each other in either direction"
+        return Reason.LAYOUT("a matrix whose elements are not next to each other in either direction")
     for right in narrow:
         if right.dtype not in (x.dtype, torch.float32):
-            return f"a narrow matrix of dtype {str(right.dtype).removeprefix('torch.')}"
+            return Reason.DTYPE(f"a narrow matrix of dtype {str(right.dtype).removeprefix('torch.')}")
         if not isinstance(right.shape[1], int) or right.shape[1] > MOST_COLUMNS:
-            return f"a rank above {MOST_COLUMNS}"
+            return Reason.LIMIT(f"a rank above {MOST_COLUMNS}")
     return ""

@@ -11,6 +11,7 @@ from ... import config, tables
 from ...decisions import Decision, Query, Span, decide, decide_for_all
 from ...fusion import LeftToStock
 from ...operands import may_use_tf32
+from ...reasons import Reason, like
 from ..block_mm.heuristics import capability
 from ..block_mm.problem import size_text
 from . import narrow
@@ -152,7 +153,7 @@ def check_dropped(shape: Dropped, device: torch.device) -> None:
     try:
         _pays(_query("lora_dropout", {**shape.key, "masks": 0}, str(shape)), shape.tokens, device)
     except LeftToStock as miss:
-        raise LeftToStock(f"behind a dropout: {miss}") from None
+        raise LeftToStock(like(miss.reason, f"behind a dropout: {miss}")) from None
 
 
 def kernel(shape: Shape, device: torch.device) -> str:
@@ -201,9 +202,9 @@ def _query(section: str, key: dict[str, Any], text: str) -> Query:
 def _pays(query: Query, tokens: int | Span | None, device: torch.device) -> str:
     """Where the gain is known from, for the report."""
     if capability(device) < 80:
-        raise LeftToStock("the device is older than compute capability 8.0")
+        raise LeftToStock(Reason.DEVICE("the device is older than compute capability 8.0"))
     if tokens is None:
-        reason = "the number of rows is symbolic: what pays for one may not pay for another"
+        reason = Reason.SYMBOLIC("the number of rows is symbolic: what pays for one may not pay for another")
         decision = Decision(None, reason=reason)
     else:
         decision = min(

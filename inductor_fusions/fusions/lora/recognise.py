@@ -17,6 +17,7 @@ from torch import fx
 from ..._inductor import known_true
 from ...graph.products import (
     CASTS,
+    DIV,
     MUL,
     PRODUCTS,
     RESHAPES,
@@ -32,6 +33,7 @@ from ...graph.products import (
     value,
 )
 from ...operands import holds
+from ...reasons import Reason, Said
 from .adapters import Adapter, adapter_of, has_size_of, times_tensor
 
 aten = torch.ops.aten
@@ -39,7 +41,8 @@ aten = torch.ops.aten
 #: What a term passes on its way into a sum, beside what is pointwise: Inductor pads what an addmm adds.
 _PASSED = VIEWS | {*PRODUCTS, aten.constant_pad_nd.default}
 
-NO_PRODUCT = "nothing is added to the adapter but what is no product: a quantised base, perhaps"
+#: Of a sum without a base: it may be added to what is in memory (`sums`).
+NO_PRODUCT = Reason.NO_BASE("what is added to the adapter is no product that it alone reads")
 
 
 @dataclass(frozen=True)
@@ -182,11 +185,11 @@ class _Reader:
         dtypes = [value(node).dtype for node in (linear.root, *(base.node for base in linear.bases))]
         casts = [value(node).dtype for node in linear.inner if node.target in CASTS]
         if not all(holds(cast, *dtypes) for cast in casts):
-            linear.problem = "the sum is rounded to another dtype on its way"
+            linear.problem = Reason.ROUNDED("the sum is rounded to another dtype on its way")
         elif not linear.bases:
             linear.problem = NO_PRODUCT
         elif _two_biases(linear):
-            linear.problem = linear.problem or "a bias and another term"
+            linear.problem = linear.problem or Reason.TERMS("a bias and another term")
         # One order for all sums of the same products: tables know them by it.
         linear.bases.sort(key=_inner, reverse=True)
         return linear
@@ -251,16 +254,22 @@ class _Reader:
 
     def _one_tensor(self, factor: fx.Node | None) -> None:
         if factor is not None:
-            self.linear.problem = self.linear.problem or "the adapter is multiplied by more than one tensor"
+            self.linear.problem = self.linear.problem or Reason.TERMS(
+                "the adapter is multiplied by more than one tensor"
+            )
 
     def _rest(self, node: Any, scale: float, factor: fx.Node | None) -> None:
         linear = self.linear
         if linear.rest is not None:
-            linear.problem = linear.problem or "more than one term that is no product is added to the adapter"
+            linear.problem = linear.problem or Reason.TERMS(
+                "more than one term that is no product is added to the adapter"
+            )
         elif scale != 1 or factor is not None or not isinstance(node, fx.Node):
-            linear.problem = linear.problem or "a term that is no product is scaled"
+            linear.problem = linear.problem or Reason.TERMS("a term that is no product is scaled")
         elif not is_floating(node) or str(value(node).numel()) != str(value(linear.root).numel()):
-            linear.problem = linear.problem or "a term that is broadcast is added to the adapter"
+            linear.problem = linear.problem or Reason.TERMS(
+                "a term that is broadcast is added to the adapter"
+            )
         else:
             linear.rest = restored(node) or node
 
@@ -298,29 +307,62 @@ def _is_term(node: fx.Node) -> bool:
     return len(node.users) == 1 and _leads_to_products(node)
 
 
-def alone(up: fx.Node) -> str:
+def alone(up: fx.Node) -> Said:
     """Why the result of an adapter is not part of a sum of products."""
-    node, steps = up, 0
-    while steps < 8:
-        users = [user for user in node.users if user.op != "output"]
-        if len(users) != 1 or len(users) != len(node.users):
-            return "the result of the adapter is used elsewhere as well"
-        user = users[0]
-        if user.target in MUL and user.args[0] is not user.args[1]:
-            by = user.args[1] if user.args[0] is node else user.args[0]
-            found = tensor(by)
-            if found is not None and found.numel() != 1:
-                if any(reader.dtype == torch.bool for reader in _sources(by)):
-                    return "the gradient of the adapter passes a dropout of its own"
-                return "the adapter is multiplied by a tensor before it is added (DoRA)"
-        elif user.target is aten.where.self:
-            return "the adapter passes a selection, which keeps out what is no number"
-        elif summands(user) or added_matrix(product(user)) is node:
+    node = up
+    for _ in range(8):
+        if len(node.users) != 1:
+            return _read_elsewhere(node)
+        (user,) = node.users
+        if user.op == "output":
+            return Reason.NO_BASE("nothing is added to the adapter in this graph, which returns it")
+        by = _other_factor(user, node)
+        if by is not None and value(by).numel() != 1:
+            if any(reader.dtype == torch.bool for reader in _sources(by)):
+                return Reason.BEHIND_ADAPTER("a mask is applied to what the adapter gives")
+            how = "divided" if user.target in DIV else "multiplied"
+            return Reason.BEHIND_ADAPTER(
+                f"what the adapter gives is {how} by a tensor before it is added, as in DoRA"
+            )
+        if user.target is aten.where.self:
+            return Reason.BEHIND_ADAPTER("the adapter passes a selection, which keeps out what is no number")
+        if summands(user) or added_matrix(product(user)) is node:
             return NO_PRODUCT
-        elif user.target not in RESHAPES and user.target not in CASTS and scaled(user) is None:
-            return "nothing is added to the adapter"
-        node, steps = user, steps + 1
-    return "nothing is added to the adapter"
+        if by is None and user.target not in RESHAPES and user.target not in CASTS and scaled(user) is None:
+            return Reason.NO_BASE(f"{_called(user)} reads what the adapter gives, to which nothing was added")
+        node = user
+    return Reason.NO_BASE("nothing is added to the adapter")
+
+
+def _read_elsewhere(node: fx.Node) -> Said:
+    """What else there is that reads the result of an adapter."""
+    kept = any(user.op == "output" for user in node.users)
+    if kept and any(_other_factor(user, node) is not None for user in node.users):
+        return Reason.USED_ELSEWHERE(
+            "what the adapter gives is returned, or kept for the gradient of what multiplies it"
+        )
+    if kept:
+        return Reason.USED_ELSEWHERE("what the adapter gives is returned, or kept for a backward")
+    names = sorted({_called(user) for user in node.users})
+    return Reason.USED_ELSEWHERE(f"what the adapter gives is read more than once, by {' and '.join(names)}")
+
+
+def _other_factor(user: fx.Node, node: fx.Node) -> fx.Node | None:
+    """The tensor that a value is multiplied with, or divided by."""
+    if user.target not in (*MUL, *DIV) or len(user.args) != 2 or user.args[0] is user.args[1]:
+        return None
+    first, second = user.args
+    by = second if first is node else first if user.target in MUL else None
+    return by if isinstance(by, fx.Node) and tensor(by) is not None else None
+
+
+def _called(node: fx.Node) -> str:
+    """What a report calls the operation of a node."""
+    if node.op != "call_function":
+        return "an input of the graph"
+    if product(node) is not None:
+        return "another product"
+    return str(node.target).removeprefix("aten.").removeprefix("prims.").partition(".")[0]
 
 
 def _sources(node: Any, depth: int = 4) -> Iterator[torch.Tensor]:

@@ -16,6 +16,7 @@ from ...graph.facts import facts
 from ...graph.placement import Place, earliest, find
 from ...graph.products import PRODUCTS, Product, products_of, same_sizes, scaled, value
 from ...operands import tokens_of
+from ...reasons import Reason
 from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
 from . import accumulate_sites, downs, gather, gradients, profit, round_trips, unread
@@ -125,12 +126,12 @@ class Adapted(Candidate):
     def _check(self, group: list[Linear]) -> None:
         terms = [p for linear in group for p in (*linear.bases, *(a.up for a in linear.adapters))]
         if len(terms) > MOST_PRODUCTS:
-            raise Rejected(f"more than {MOST_PRODUCTS} products")
+            raise Rejected(Reason.LIMIT(f"more than {MOST_PRODUCTS} products"))
         guards.check_products([p for linear in group for p in linear.bases])
         for linear in group:
             self._check_linear(linear)
         if len({value(linear.root).dtype for linear in group} - {torch.float32}) > 1:
-            raise Rejected("results of two dtypes of 16 bits")
+            raise Rejected(Reason.MIXED_DTYPES("results of two dtypes of 16 bits"))
         for a in (a for linear in group for a in linear.adapters):
             self._check_adapter(a, value(group[0].bases[0].a))
         self.whole = is_whole(group)
@@ -144,30 +145,36 @@ class Adapted(Candidate):
         root, first = linear.root, value(linear.bases[0].node)
         for p in (*linear.bases, *(a.up for a in linear.adapters)):
             if not same_sizes(value(p.node).shape, first.shape):
-                raise Rejected("terms of different shapes")
+                raise Rejected(Reason.SHAPES("terms of different shapes"))
         if linear.adapters and str(value(root).shape[-1]) != str(first.shape[1]):
-            raise Rejected("the sum has other columns than its terms")
+            raise Rejected(Reason.SHAPES("the sum has other columns than its terms"))
         if not is_row_major(value(root)):
-            raise Rejected("the result is not row-major")
+            raise Rejected(Reason.LAYOUT("the result is not row-major"))
         guards.check_result(root, linear.bases[0].node)
         if linear.rest is not None and not all(isinstance(size, int) for size in first.shape):
-            raise Rejected("a sum of symbolic size that has a term which is no product")
+            raise Rejected(Reason.SYMBOLIC("a sum of symbolic size that has a term which is no product"))
         self.sizes[root] = emit.sizes_of(root, linear.bases[0].node, linear.inner)
 
     def _check_adapter(self, a: Adapter, x: torch.Tensor) -> None:
         right, left = value(a.up.b), value(a.down.b)
         if right.dtype != left.dtype or right.dtype not in (x.dtype, torch.float32):
-            raise Rejected("adapters of another dtype than the base and float32")
+            raise Rejected(Reason.MIXED_DTYPES("adapters of another dtype than the base and float32"))
         if right.dtype != x.dtype and x.dtype != torch.bfloat16:
-            raise LeftToStock("float32 adapters on a base of float16")
+            raise LeftToStock(Reason.MIXED_DTYPES("float32 adapters on a base of float16"))
         if a.factor is not None and x.dtype == torch.float16:
             raise LeftToStock(
-                "a float16 adapter times a tensor: what A gives may overflow where the result does not"
+                Reason.RANGE(
+                    "a float16 adapter times a tensor: what A gives may overflow, and the result not"
+                )
             )
         if 1 not in right.stride():
-            raise Rejected("an adapter whose elements are not next to each other in either direction")
+            raise Rejected(
+                Reason.LAYOUT("an adapter whose elements are not next to each other in either direction")
+            )
         if 1 not in value(a.down.a).stride():
-            raise Rejected("an input whose elements are not next to each other in either direction")
+            raise Rejected(
+                Reason.LAYOUT("an input whose elements are not next to each other in either direction")
+            )
 
     def _check_dropouts(self, linear: Linear) -> None:
         """Of adapters that read what a dropout has left in memory."""

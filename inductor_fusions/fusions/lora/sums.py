@@ -24,13 +24,14 @@ from ...graph.products import (
     value,
 )
 from ...operands import holds
+from ...reasons import Reason
 from .adapters import Adapter, adapter_of, has_size_of, times_tensor
 from .masks import masked
 from .recognise import NO_PRODUCT, Linear, added_matrix, additions_behind, cast_behind, is_sum, summands
 
 aten = torch.ops.aten
 
-TWO_TENSORS = "the adapter is multiplied by more than one tensor"
+TWO_TENSORS = Reason.TERMS("the adapter is multiplied by more than one tensor")
 
 
 @dataclass(frozen=True)
@@ -170,22 +171,22 @@ def sum_at(top: fx.Node) -> Sum:
     root = cast_behind(top)
     inner = [*found.inner, *([top] if root is not top else [])]
     read = Sum(top, root, found.added, found.terms, inner, found.problem)
+    if read.added and all(term.is_bias for term in read.terms):
+        read.problem = Reason.NO_BASE("nothing that has the size of the result is added to the adapter")
     if not read.added or read.problem:
         return read
     ups = [one.adapter.up.node for one in read.added]
     size = str(value(root).numel())
     if any(str(value(node).numel()) != size for node in ups):
-        read.problem = "terms of different shapes"
+        read.problem = Reason.SHAPES("terms of different shapes")
     elif any(not term.is_bias and str(value(term.node).numel()) != size for term in read.terms):
-        read.problem = "a term that is broadcast is added to the adapter"
-    elif all(term.is_bias for term in read.terms):
-        read.problem = "nothing is added to the adapter"
+        read.problem = Reason.TERMS("a term that is broadcast is added to the adapter")
     else:
         # What rounds the sum on its way, to less than its terms have and the result.
         dtypes = [value(node).dtype for node in (root, *ups, *(term.node for term in read.terms))]
         casts = [value(node).dtype for node in inner if node.target in CASTS]
         if not all(holds(cast, *dtypes) for cast in casts):
-            read.problem = "the sum is rounded to another dtype on its way"
+            read.problem = Reason.ROUNDED("the sum is rounded to another dtype on its way")
     return read
 
 
@@ -221,7 +222,9 @@ class _Reader:
         part = _Part()
         for argument, sign in summands(node):
             if not has_size_of(argument, node):
-                part = part.with_part(_Part(problem="a term that is broadcast is added to the adapter"))
+                part = part.with_part(
+                    _Part(problem=Reason.TERMS("a term that is broadcast is added to the adapter"))
+                )
             else:
                 part = part.with_part(self.visit(argument, scale * sign))
         return part
@@ -268,7 +271,7 @@ class _Reader:
                 node, factor = by
             elif mask is not None:
                 if kept is not None:
-                    problem = problem or "the adapter passes two masks"
+                    problem = problem or Reason.TERMS("the adapter passes two masks")
                 node, kept, times = mask
                 scale *= times
             elif (node.target in RESHAPES or node.target in CASTS) and is_floating(node.args[0]):
@@ -296,7 +299,7 @@ class _Reader:
         if up.bias is not None:
             part.terms.append(Term(up.bias, scale, factor))
             if kept is not None:
-                part.problem = part.problem or "an adapter with a bias passes a mask"
+                part.problem = part.problem or Reason.TERMS("an adapter with a bias passes a mask")
         part.added.append(Added(replace(read, scale=scale * read.scale, factor=factor), kept))
         return part
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from ...fusion import Candidate, LeftToStock
 from ...graph.products import CASTS, RESHAPES, product, scaled, tensor, through, value
+from ...reasons import Reason
 from ..block_mm import guards
 from .adapters import MOST_RANK, times_tensor
 from .recognise import summands
@@ -18,8 +19,8 @@ aten = torch.ops.aten
 
 #: Anchors.
 BASES = (aten.embedding.default, aten.convolution.default)
-EMBEDDING = "an adapter of an embedding: its A is looked up, and its base is no product"
-CONVOLUTION = "an adapter of a convolution: its base is no product"
+EMBEDDING = Reason.NO_MATRIX("an adapter of an embedding: its A is looked up, and its base is no product")
+CONVOLUTION = Reason.NO_MATRIX("an adapter of a convolution: its base is no product")
 
 
 def candidates(bases: Sequence[fx.Node]) -> Iterator[Candidate]:

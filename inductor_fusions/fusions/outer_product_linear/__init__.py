@@ -21,6 +21,7 @@ from ...keeping import Keeping
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
 from ...operands import check_device, check_kind, tensor, text
+from ...reasons import Reason
 from ...writes import check_between, check_kept, storage
 from . import recognise
 from .op import OUTER_PRODUCT_LINEAR, dtypes, pairs
@@ -60,13 +61,13 @@ class OuterProductLinear(Candidate):
             allowed = {*site.chain, site.linear}
             if set(readers(node)) - allowed:
                 raise Rejected(
-                    "the outer product is used elsewhere as well",
+                    Reason.USED_ELSEWHERE("the outer product is used elsewhere as well"),
                     "let the linear alone read the outer product",
                 )
         if any(t is None or t.dtype != out.dtype for t in operands):
-            raise Rejected("operands of several dtypes, or under autocast")
+            raise Rejected(Reason.MIXED_DTYPES("operands of several dtypes, or under autocast"))
         if site.bias is not None and ((bias := tensor(site.bias)) is None or bias.dtype != out.dtype):
-            raise Rejected("operands of several dtypes, or under autocast")
+            raise Rejected(Reason.MIXED_DTYPES("operands of several dtypes, or under autocast"))
         check_between(site.chain, site.linear, "the outer product and the linear", Modes(self.graph))
         check_kept([site.u, site.v, site.w], site.linear)
         check_operation([*site.chain, site.linear])
@@ -109,7 +110,7 @@ def check_kernel(out: torch.Tensor) -> None:
     """
     if out.device.type == "cuda" and out.dtype == torch.float32 and out.dtype not in dtypes():
         raise LeftToStock(
-            "float32 without TF32, for which there is no kernel",
+            Reason.TF32("float32 without TF32, for which there is no kernel"),
             'torch.set_float32_matmul_precision("high") allows TF32',
         )
     check_device(out, dtypes())
@@ -128,7 +129,7 @@ def measured(out: torch.Tensor, operands: list[Any]) -> str:
     u, v, _ = operands
     rows, columns = u.shape[0], out.shape[1]
     if not all(isinstance(size, int) for size in (rows, columns, u.shape[1], v.shape[1])):
-        raise LeftToStock("the number of rows is symbolic")
+        raise LeftToStock(Reason.SYMBOLIC("the number of rows is symbolic"))
     wanted = {
         "dtype": tables.dtype_name(out.dtype), "train": any(t.requires_grad for t in operands),
         "p": u.shape[1], "q": v.shape[1], "columns": columns, "rows": rows,

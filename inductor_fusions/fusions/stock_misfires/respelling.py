@@ -10,6 +10,7 @@ from ..._inductor import is_batched
 from ...fusion import Candidate, Rejected
 from ...graph.builder import Builder
 from ...operands import tensor
+from ...reasons import Reason
 
 
 class Respelled(Candidate):
@@ -25,9 +26,9 @@ class Respelled(Candidate):
 
     def guard(self) -> None:
         if is_batched(tensor(self.anchor)):
-            raise Rejected("inside torch.vmap, whose values have a hidden dim")
+            raise Rejected(Reason.TRANSFORM("inside torch.vmap, whose values have a hidden dim"))
         if self.anchor.kwargs.get("out") is not None:
-            raise Rejected("writes to a given tensor (out=)")
+            raise Rejected(Reason.OVERWRITTEN("writes to a given tensor (out=)"))
 
     def replace(self, result: fx.Node) -> None:
         """Put `result`, which is the same tensor, in the place of the anchor."""

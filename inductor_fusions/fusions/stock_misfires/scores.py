@@ -13,6 +13,7 @@ from ...fusion import Candidate, Rejected
 from ...graph.facts import change
 from ...inplace import readers
 from ...operands import tensor
+from ...reasons import Reason
 from .respelling import Respelled
 from .walk import PRODUCTS, argument, between, factors, name_of
 
@@ -23,7 +24,7 @@ class Alpha(Respelled):
     def guard(self) -> None:
         super().guard()
         if tensor(self.anchor) is None or None in self._operands():
-            raise Rejected("the operands of the addition are not known")
+            raise Rejected(Reason.NOT_A_TENSOR("the operands of the addition are not known"))
 
     def _operands(self) -> tuple[Any, Any]:
         return argument(self.anchor, 0), argument(self.anchor, 1, "other")
@@ -50,12 +51,14 @@ class Divisor(Respelled):
         self.source = argument(self.anchor, 0)  # those before may have replaced it
         self.by = argument(self.anchor, 1, "other")
         if not isinstance(self.source, fx.Node) or self.by is None:
-            raise Rejected("the operands of the division are not known")
+            raise Rejected(Reason.NOT_A_TENSOR("the operands of the division are not known"))
         if self.anchor.kwargs.get("rounding_mode") is not None:
-            raise Rejected("a division with rounding, which no pattern has")
+            raise Rejected(Reason.NOT_A_TENSOR("a division with rounding, which no pattern has"))
         if name_of(self.anchor) == "itruediv" or str(self.anchor.target).endswith("_"):
             if len(readers(self.source)) > 1 or name_of(self.source) not in PRODUCTS:
-                raise Rejected("the scores are divided in place, and something else may read them")
+                raise Rejected(
+                    Reason.OVERWRITTEN("the scores are divided in place, and something else may read them")
+                )
 
     def rewrite(self) -> str:
         turned = self.call(operator.neg, self.source)

@@ -1,12 +1,8 @@
-"""Which tiles of the kernels of `outer_product_linear` are fastest on a GPU.
-
-    linear n432->512 b2048       the forward
-    factors n432->512 b2048      the gradient of the factors
-    weight n432->512 b2048       the gradient of the weight
+"""Which tiles of the kernel of `outer_product_linear` are fastest on a GPU: "n432->512 b2048",
 
 in float32 as TF32 and in bfloat16, for one matrix of 432 features in both places. Each candidate is compared
 with the tiles in force, and timed on the device alone, side by side with them. What wins goes by hand into
-`LINEAR`, `FACTORS`, `WEIGHT` and `BLOCK_Q` of `inductor_fusions/fusions/outer_product_linear/launch.py`;
+`LINEAR` and `BLOCK_Q` of `inductor_fusions/fusions/outer_product_linear/launch.py`;
 `bench.outer_product` then measures the whole.
 
     python -m bench.outer_product_tiles --out tiles.json --only 'b2048 float32' --budget 300
@@ -28,28 +24,14 @@ from inductor_fusions.budget import worst
 
 Candidate = tuple[int, Mapping[str, int]]
 
-#: Tiles and warps of each kernel that are tried, each with two numbers of stages.
-SHAPES: dict[str, tuple[dict[str, int], ...]] = {
-    "linear": tuple(
-        {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps}
-        for m, n, warps in (
-            (128, 64, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8), (256, 64, 8), (256, 128, 8),
-            (64, 256, 4),
-        )
-    ),
-    "factors": tuple(
-        {"BLOCK_M": m, "BLOCK_N": n, "DEEP": deep, "num_warps": warps}
-        for m, n, deep in ((128, 32, 4), (128, 64, 2), (128, 128, 1), (128, 64, 1), (64, 64, 4), (256, 32, 2))
-        for warps in (4, 8)
-    ),
-    "weight": tuple(
-        {"BLOCK_R": r, "BLOCK_N": n, "BLOCK_M": m, "num_warps": warps}
-        for r, n, m, warps in (
-            (128, 128, 32, 4), (128, 128, 32, 8), (128, 256, 32, 8), (256, 128, 32, 8), (128, 128, 64, 8),
-        )
-    ),
-}  # fmt: skip
-STAGES = {"linear": (3, 4), "factors": (2, 3), "weight": (3, 4)}
+#: Tiles and warps that are tried, each with two numbers of stages.
+SHAPES: tuple[dict[str, int], ...] = tuple(
+    {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps}
+    for m, n, warps in (
+        (128, 64, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8), (256, 64, 8), (256, 128, 8), (64, 256, 4),
+    )
+)  # fmt: skip
+STAGES = (3, 4)
 #: Columns of a block, by the size of an element.
 BLOCKS = {4: (32, 64), 2: (64, 128)}
 #: How far the result of a candidate may be from that of the tiles in force: other orders of sums, and what
@@ -61,16 +43,14 @@ REPEATS = 10
 
 @dataclass(frozen=True)
 class Row:
-    """A kernel at a size.
+    """The kernel at a size.
 
     Attributes:
-        kernel: "linear", "factors" or "weight".
         rows: samples.
         dtype: "float32" or "bfloat16".
         features, columns: of the linear.
     """
 
-    kernel: str
     rows: int
     dtype: str
     features: int = 432
@@ -79,29 +59,21 @@ class Row:
     @property
     def key(self) -> str:
         """Its name."""
-        return f"{self.kernel} n{self.features}->{self.columns} b{self.rows} {self.dtype}"
-
-
-KERNELS = ("linear", "factors", "weight")
+        return f"linear n{self.features}->{self.columns} b{self.rows} {self.dtype}"
 
 
 def grid(quick: bool) -> list[Row]:
     """What is measured, the most important first."""
     if quick:
-        return [Row(kernel, 16, "float32", 24, 16) for kernel in KERNELS]
-    return [
-        Row(kernel, rows, dtype)
-        for rows in (2048, 128)
-        for dtype in ("float32", "bfloat16")
-        for kernel in KERNELS
-    ]
+        return [Row(16, "float32", 24, 16)]
+    return [Row(rows, dtype) for rows in (2048, 128) for dtype in ("float32", "bfloat16")]
 
 
-def candidates(kernel: str, size: int) -> list[Candidate]:
+def candidates(size: int) -> list[Candidate]:
     """Columns of a block, and tiles, for elements of `size` bytes."""
     return [
         (block, {**shape, "num_stages": stages})
-        for block, shape, stages in itertools.product(BLOCKS[size], SHAPES[kernel], STAGES[kernel])
+        for block, shape, stages in itertools.product(BLOCKS[size], SHAPES, STAGES)
     ]
 
 
@@ -118,13 +90,7 @@ def launchers(row: Row, device: str) -> Callable[..., Any]:
     dtype = DTYPES[row.dtype]
     u = torch.randn(row.rows, row.features, device=device).to(dtype)
     w = (torch.randn(row.columns, row.features**2, device=device) / row.features).to(dtype)
-    dy = torch.randn(row.rows, row.columns, device=device).to(dtype)
-    calls: dict[str, Callable[..., Any]] = {
-        "linear": lambda tile, block: (launch.linear(u, u, w, tile, block),),
-        "factors": lambda tile, block: launch.factors(dy, u, u, w, True, tile, block)[:1],
-        "weight": lambda tile, block: (launch.weight(dy, u, u, tile, block),),
-    }
-    return calls[row.kernel]
+    return lambda tile, block: (launch.linear(u, u, w, tile, block),)
 
 
 def measure(row: Row, device: str, quick: bool) -> Json:
@@ -133,12 +99,10 @@ def measure(row: Row, device: str, quick: bool) -> Json:
 
     call = launchers(row, device)
     size = DTYPES[row.dtype].itemsize
-    force = {"linear": launch.LINEAR, "factors": launch.FACTORS, "weight": launch.WEIGHT}[row.kernel][size]
-    block = launch.BLOCK_Q[size]
-    chosen = candidates(row.kernel, size)
+    force, block = launch.LINEAR[size], launch.BLOCK_Q[size]
+    chosen = candidates(size)
     if quick:  # in Triton's interpreter
-        small = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_R": 16, "DEEP": 1, "num_warps": 4, "num_stages": 2}
-        force, block = {name: small[name] for name in force}, 16
+        force, block = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2}, 16
         chosen = [(16, {**force, "BLOCK_N": 32})]
     expected = call(force, block)
     calls: dict[str, Callable[[], Any]] = {"now": partial(call, force, block)}

@@ -36,14 +36,13 @@ def test_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kernel", tiles.KERNELS)
-def test_tiles_in_force_are_among_the_candidates(kernel: str, size: int) -> None:
+def test_tiles_in_force_are_among_the_candidates(size: int) -> None:
     """Each candidate has what the kernel takes, and no other."""
     pytest.importorskip("triton")
     from inductor_fusions.fusions.outer_product_linear import launch
 
-    force = {"linear": launch.LINEAR, "factors": launch.FACTORS, "weight": launch.WEIGHT}[kernel][size]
-    found = tiles.candidates(kernel, size)
+    force = launch.LINEAR[size]
+    found = tiles.candidates(size)
     assert len({tiles.named(*candidate) for candidate in found}) == len(found) > 10
     assert all(set(tile) == set(force) for _, tile in found)
     assert any(block == launch.BLOCK_Q[size] for block, _ in found)
@@ -60,6 +59,6 @@ def test_tiles_are_compared_and_timed(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
-    assert [row["key"].split()[0] for row in rows] == list(tiles.KERNELS)
+    assert len(rows) == 1
     for row in rows:
         assert len(row["times_us"]) == 2 and not row["skipped"] and row["gain"] >= 1.0, row

@@ -67,7 +67,7 @@ OPERATIONS: dict[str, Callable[[], tuple[tuple[Any, ...], int]]] = {
     "own": lambda: ((leaf(5, 8),), 1),
     "outer_product_linear": lambda: ((leaf(5, 4), leaf(5, 3), leaf(6, 12)), 3),
     "outer_product_linear_factors": lambda: (
-        (torch.randn(5, 6), torch.randn(5, 4), torch.randn(5, 3), torch.randn(6, 12), False), 0,
+        (torch.randn(5, 6), torch.randn(5, 4), torch.randn(5, 3), torch.randn(6, 12)), 0,
     ),
     "outer_product_linear_weight": lambda: ((torch.randn(5, 6), torch.randn(5, 4), torch.randn(5, 3)), 0),
     "short_attention": lambda: (

@@ -2,7 +2,7 @@
 
 The interaction of all pairs of features, as in a DLRM with the full outer product: a row of P * Q products
 is read by one linear, and by nothing else. It becomes `inductor_fusions::outer_product_linear`, whose
-kernels make the products in registers, in forward and in backward.
+kernel makes the products in registers; its backward makes some of them at a time.
 """
 
 from __future__ import annotations

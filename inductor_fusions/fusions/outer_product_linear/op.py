@@ -2,13 +2,15 @@
 
     y[b, n] = sum over p and q of u[b, p] * v[b, q] * w[n, p * Q + q]
 
-On CUDA devices the product of u and v is made in the GEMM that reads it, and never written to memory; the
-same holds for the two operations that are its gradients. Inductor launches these kernels as it does its own,
-except where the number of samples is symbolic. Elsewhere the operations are what torch makes of them.
+On CUDA devices the product of u and v is made in the GEMM that reads it, and never written to memory.
+Inductor launches these kernels as it does its own, except where the number of samples is symbolic. Elsewhere
+the operation is what torch makes of it. Its two gradients are operations of torch's products, for some
+features of u at a time: of the rows of P * Q products `CHUNK` bytes are in memory at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ... import _inductor
 from ...operands import may_use_tf32
+
+#: Bytes of products of u and v, or of their gradients, that a gradient has in memory at a time.
+CHUNK = 32 * 2**20
 
 
 def dtypes() -> tuple[torch.dtype, ...]:
@@ -34,9 +39,9 @@ def _check(u: Tensor, v: Tensor, w: Tensor) -> None:
     torch._check(w.shape[1] == u.shape[1] * v.shape[1], lambda: "the weight has not one column for each pair")
 
 
-def _has_kernel(*tensors: Tensor) -> bool:
+def _has_kernel(u: Tensor) -> bool:
     """Whether the kernels compute this."""
-    return tensors[0].is_cuda and torch.version.hip is None and tensors[0].dtype in dtypes()
+    return u.is_cuda and torch.version.hip is None and u.dtype in dtypes()
 
 
 @torch.library.custom_op("inductor_fusions::outer_product_linear", mutates_args=())
@@ -49,25 +54,38 @@ def _outer_product_linear(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
     return pairs(u, v) @ w.t()
 
 
-@torch.library.custom_op("inductor_fusions::outer_product_linear_factors", mutates_args=())
-def _factors(dy: Tensor, u: Tensor, v: Tensor, w: Tensor, one: bool) -> tuple[Tensor, Tensor]:
-    """The gradients of u and of v; where they are one variable, their sum alone is what counts."""
-    if _has_kernel(u):
-        from . import launch
+def factors(dy: Tensor, u: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of u and of v."""
+    du = u.new_zeros(u.shape)
+    dv = v.new_zeros(v.shape, dtype=torch.promote_types(v.dtype, torch.float32))
+    # What is summed over all features may fit into float16 where a part of the sum does not.
+    wide = torch.float32 if u.dtype == torch.float16 else u.dtype
+    for part, columns in _chunks(u, v):
+        d = (dy @ w[:, columns]).view(u.shape[0], part.stop - part.start, v.shape[1])
+        du[:, part] = (d @ v[:, :, None])[..., 0]
+        dv += (u[:, None, part].to(wide) @ d.to(wide))[:, 0]
+    return du, dv.to(v.dtype)
 
-        return launch.factors(dy, u, v, w, one)
-    d = (dy @ w).view(u.shape[0], u.shape[1], v.shape[1])
-    return (d * v[:, None, :]).sum(2), (d * u[:, :, None]).sum(1)
 
-
-@torch.library.custom_op("inductor_fusions::outer_product_linear_weight", mutates_args=())
-def _weight(dy: Tensor, u: Tensor, v: Tensor) -> Tensor:
+def weight(dy: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """The gradient of w."""
-    if _has_kernel(u):
-        from . import launch
+    dw = u.new_zeros((dy.shape[1], u.shape[1] * v.shape[1]))
+    for part, columns in _chunks(u, v):
+        dw[:, columns] = dy.t() @ pairs(u[:, part], v)
+    return dw
 
-        return launch.weight(dy, u, v)
-    return dy.t() @ pairs(u, v)
+
+def _chunks(u: Tensor, v: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Some features of u at a time, and the columns of the weight that are theirs."""
+    count, each = v.shape[1], v.shape[0] * v.shape[1] * v.itemsize
+    size = max(1, CHUNK // max(1, each))
+    for first in range(0, u.shape[1], size):
+        last = min(first + size, u.shape[1])
+        yield slice(first, last), slice(first * count, last * count)
+
+
+_factors = torch.library.custom_op("inductor_fusions::outer_product_linear_factors", factors, mutates_args=())
+_weight = torch.library.custom_op("inductor_fusions::outer_product_linear_weight", weight, mutates_args=())
 
 
 def pairs(u: Tensor, v: Tensor) -> Tensor:
@@ -75,24 +93,17 @@ def pairs(u: Tensor, v: Tensor) -> Tensor:
     return (u[:, :, None] * v[:, None, :]).flatten(1)
 
 
-def _traced(name: str) -> Any:
-    """A function of `launch`, with kernels that a graph can hold."""
+def _traced(u: Tensor, v: Tensor, w: Tensor) -> Any:
+    """The operation with kernels that a graph can hold."""
+    # How many thread blocks share a tile is chosen by the number of samples.
+    if not _has_kernel(u) or not all(isinstance(n, int) for t in (u, v, w) for n in t.shape):
+        return NotImplemented
+    from . import launch
 
-    def trace(*args: Any) -> Any:
-        tensors = [t for t in args if isinstance(t, Tensor)]
-        # How many thread blocks share a tile is chosen by the number of samples.
-        if not _has_kernel(tensors[0]) or not all(isinstance(n, int) for t in tensors for n in t.shape):
-            return NotImplemented
-        from . import launch
-
-        return getattr(launch, name)(*args, traced=True)
-
-    return trace
+    return launch.linear(u, v, w, traced=True)
 
 
-_inductor.decompose_in_graphs(_outer_product_linear, _traced("linear"))
-_inductor.decompose_in_graphs(_factors, _traced("factors"))
-_inductor.decompose_in_graphs(_weight, _traced("weight"))
+_inductor.decompose_in_graphs(_outer_product_linear, _traced)
 
 #: What graphs call.
 OUTER_PRODUCT_LINEAR: Any = torch.ops.inductor_fusions.outer_product_linear.default
@@ -107,7 +118,7 @@ def _(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
 
 
 @_factors.register_fake
-def _(dy: Tensor, u: Tensor, v: Tensor, w: Tensor, one: bool) -> tuple[Tensor, Tensor]:
+def _(dy: Tensor, u: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return u.new_empty(u.shape), v.new_empty(v.shape)
 
 
@@ -119,15 +130,13 @@ def _(dy: Tensor, u: Tensor, v: Tensor) -> Tensor:
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     u, v, w = inputs
     ctx.save_for_backward(u, v, w if any(ctx.needs_input_grad[:2]) else None)
-    # Of memory that two variables share, such as x and x.detach(), each has a gradient of its own.
-    ctx.one = inputs[0] is inputs[1]
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     u, v, w = ctx.saved_tensors
     du = dv = dw = None
     if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-        du, dv = FACTORS(dy, u, v, w, ctx.one)
+        du, dv = FACTORS(dy, u, v, w)
     if ctx.needs_input_grad[2]:
         dw = WEIGHT(dy, u, v)
     return du, dv, dw

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from inductor_fusions.fusions.lora.op import LORA_DOWN, LORA_LINEAR, NARROW_MM
+from inductor_fusions.reasons import Reason
 from tests.block_mm.support import check, rand, run
 from tests.lora.spellings import (
     SCALES,
@@ -214,6 +215,30 @@ def test_scale_between_the_products_that_is_a_tensor(rows: int, dtype: torch.dty
     args = (*operands(dtype=dtype, rows=rows), torch.tensor(0.3, dtype=dtype))
     seen = check(fn, args, train=train, budget=2.0)
     assert seen.fused("lora") >= 1 + train and not seen.products()
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_scale_of_one_element(train: bool) -> None:
+    """Of shape (1,), as AdapterHub and AdaLoRA have it."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any, scale: Any) -> Any:
+        return F.linear(x, w) + F.linear(F.linear(x, a), b) * scale
+
+    args = operands(rows=96)
+    for matrix in (args[0], *args[2:]):
+        matrix.requires_grad_(train)
+    seen = check(fn, (*args, torch.full((1,), 0.3, dtype=args[0].dtype)), train=train, budget=2.0)
+    assert seen.fused("lora") >= 1 and not seen.reasons("lora")
+
+
+def test_scale_of_one_element_that_widens() -> None:
+    """Its float32 makes the sum float32, which rounds otherwise."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any, scale: Any) -> Any:
+        return F.linear(x, w) + F.linear(F.linear(x, a), b) * scale
+
+    seen = check(fn, (*operands(rows=96), torch.full((1,), 0.3)), budget=2.0)
+    assert not seen.fused("lora") and seen.codes("lora") == [Reason.BEHIND_ADAPTER.code]
 
 
 @pytest.mark.parametrize("rows", [3, 96])

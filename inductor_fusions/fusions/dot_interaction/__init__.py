@@ -33,18 +33,23 @@ if TYPE_CHECKING:
 __all__ = ["FUSION"]
 
 
-class AllProducts(Candidate):
-    """The whole matrix of products as a row of each sample, for which there is no kernel."""
+class OtherPairs(Candidate):
+    """Products of features that are read in a way for which there is no kernel.
 
-    def __init__(self, flat: fx.Node) -> None:
-        self.anchor = flat
+    Args:
+        read: what reads them.
+        how: in words.
+    """
+
+    def __init__(self, read: fx.Node, how: str) -> None:
+        self.anchor, self.how = read, how
 
     def describe(self) -> dict[str, str]:
         return {"products": text(tensor(self.anchor))}
 
     def guard(self) -> None:
         raise Rejected(
-            Reason.PAIRS("all products are read, those of both triangles, not the pairs of one"),
+            Reason.PAIRS(f"{self.how}, not by two indices of the matrix of products"),
             "read one triangle: z[:, i, j] with i, j of torch.tril_indices",
         )
 
@@ -149,15 +154,21 @@ FUSION = Fusion(
 )
 
 
-@FUSION.anchor(lambda: [operator.getitem])
+@FUSION.anchor(lambda: [operator.getitem, *recognise.SELECTS, *recognise.PRODUCTS])
 def read(scope: Scope, match: Match) -> Candidate | None:
     """A gather of pairs from products of features with themselves."""
-    site = recognise.site(match.output_node())
-    return DotInteraction(scope.graph, site) if site is not None else None
+    node = match.output_node()
+    site = recognise.site(node)
+    if site is not None:
+        return DotInteraction(scope.graph, site)
+    how = recognise.unread(node)
+    return OtherPairs(node, how) if how else None
 
 
 @FUSION.anchor(lambda: recognise.FLATTENS)
 def read_flattened(scope: Scope, match: Match) -> Candidate | None:
     """Products of features with themselves as one row of each sample."""
     node = match.output_node()
-    return AllProducts(node) if recognise.is_flattened(node) else None
+    if not recognise.is_flattened(node) or any(map(recognise.unread, node.users)):
+        return None
+    return OtherPairs(node, "all products are read, those of both triangles")

@@ -23,6 +23,7 @@ from ...fusion import Rejected
 from ...liveness import readers
 from ...operands import tensor
 from ...reasons import Reason
+from ...writes import name_of
 
 _BMM = frozenset({torch.bmm, torch.matmul, operator.matmul, "bmm", "matmul", "__matmul__"})
 _EINSUM = frozenset({torch.einsum, torch.functional.einsum})
@@ -31,6 +32,8 @@ _PERMUTE = frozenset({torch.permute, "permute"})
 _MT = frozenset(getattr(torch.ops.aten, name) for name, attribute in ATTRIBUTES.items() if attribute == "mT")
 _CAT = frozenset({torch.cat, torch.concat, torch.concatenate})
 FLATTENS = frozenset({torch.flatten, torch.reshape, "flatten", "reshape", "view"})
+SELECTS = frozenset({torch.masked_select, "masked_select"})
+PRODUCTS = frozenset({torch.mul, operator.mul, "mul", "__mul__"})
 _TRIANGLES = {torch.tril_indices: False, torch.triu_indices: True}
 #: What keeps the values of indices.
 _SAME = frozenset({"to", "long", "cuda", "cpu", "contiguous", "clone", "detach"})
@@ -89,6 +92,41 @@ def is_flattened(node: fx.Node) -> bool:
     if flat is None or whole is None or flat.dim() != 2:
         return False
     return str(flat.shape[0]) == str(whole.shape[0])
+
+
+def unread(node: fx.Node) -> str:
+    """How pairs are read of products of features with themselves, where no kernel reads them so; else ""."""
+    arguments: tuple[Any, ...] = node.args
+    source, index = (*arguments, None, None)[:2]
+    if node.target in SELECTS:
+        return "pairs are selected by a mask" if _squared_at(source) else ""
+    if node.target in PRODUCTS:
+        first, second = (_gathered_from(x) for x in (source, index))
+        summed = first is not None and first is second and any(name_of(user) == "sum" for user in node.users)
+        return "pairs are gathered before they are multiplied" if summed else ""
+    if not isinstance(index, tuple) or len(index) != 2 or index[0] != _WHOLE:
+        return ""
+    mask = tensor(index[1])
+    if mask is not None and mask.dtype == torch.bool and mask.dim() == 2 and _squared_at(source):
+        return "pairs are selected by a mask"
+    flat = isinstance(source, fx.Node) and source.target in FLATTENS and is_flattened(source)
+    return "pairs are read of flattened products" if flat and _is_index(index[1]) else ""
+
+
+def _squared_at(z: Any) -> bool:
+    return isinstance(z, fx.Node) and _squared(z) is not None
+
+
+def _gathered_from(node: Any) -> fx.Node | None:
+    """The features of which a node has some rows of each sample, by indices."""
+    if not isinstance(node, fx.Node) or node.target is not operator.getitem:
+        return None
+    source: Any = node.args[0]
+    index: Any = node.args[1]
+    found = tensor(source)
+    if found is None or found.dim() != 3 or not isinstance(index, tuple) or len(index) != 2:
+        return None
+    return source if index[0] == _WHOLE and _is_index(index[1]) else None
 
 
 def _is_index(index: Any) -> bool:
@@ -235,13 +273,13 @@ def _of_triangle(node: fx.Node, which: Any) -> list[int] | None:
         return None
     given: dict[str, Any] = dict(zip(("row", "col", "offset"), node.args, strict=False)) | dict(node.kwargs)
     row, col, offset = given["row"], given["col"], given.get("offset", 0)
-    if not all(type(size) is int for size in (row, col, offset)) or row != col:
+    if not all(type(size) is int for size in (row, col, offset)):
         return None
     upper = _TRIANGLES[node.target]
-    diagonal = bool(offset == 0)
-    if not diagonal and offset != (1 if upper else -1):
-        return None
-    return _triangle(row, upper, diagonal)[which]
+    pairs = [
+        (i, j) for i in range(row) for j in range(col) if (j - i >= offset if upper else j - i <= offset)
+    ]
+    return [pair[which] for pair in pairs]
 
 
 def _sources(values: Any) -> Iterator[fx.Node]:

@@ -192,13 +192,14 @@ def adapter(up: Product) -> Adapter | None:
 
 
 def times_tensor(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The tensor that a node multiplies by one without dims, and that one."""
+    """The tensor that a node multiplies by one of a single element, and that one."""
     if node.target not in MUL or len(node.args) != 2 or node.kwargs:
         return None
     first, second = node.args
     for x, by in ((first, second), (second, first)):
         if isinstance(x, fx.Node) and isinstance(by, fx.Node) and has_size_of(x, node) and _is_number(by):
-            return x, by
+            # One of shape (1,) may widen what it multiplies.
+            return (x, by) if value(x).dtype == value(node).dtype else None
     return None
 
 
@@ -208,9 +209,9 @@ def adapter_of(up: Product) -> Adapter | None:
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether a node is a tensor of one element, without dims."""
+    """Whether a node is a tensor of one element, of shape () or (1,)."""
     found = tensor(node)
-    return found is not None and found.dim() == 0 and found.is_floating_point()
+    return found is not None and tuple(found.shape) in ((), (1,)) and found.is_floating_point()
 
 
 def has_size_of(argument: Any, node: fx.Node) -> bool:

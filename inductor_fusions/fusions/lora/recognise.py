@@ -317,7 +317,7 @@ def alone(up: fx.Node) -> Said:
         if user.op == "output":
             return Reason.NO_BASE("nothing is added to the adapter in this graph, which returns it")
         by = _other_factor(user, node)
-        if by is not None and value(by).numel() != 1:
+        if by is not None and times_tensor(user) is None:
             if any(reader.dtype == torch.bool for reader in _sources(by)):
                 return Reason.BEHIND_ADAPTER("a mask is applied to what the adapter gives")
             how = "divided" if user.target in DIV else "multiplied"

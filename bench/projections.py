@@ -157,7 +157,7 @@ def fused(row: Row, a: Tensors, b: Tensors) -> Tensors:
 
 def problem(row: Row, operands: Operands) -> Any:
     """The problem that the lowering sees."""
-    from inductor_fusions.fusions.block_mm.problem import of_operands
+    from inductor_fusions.block_mm.problem import of_operands
 
     def shape(t: torch.Tensor) -> tuple[Any, Any]:
         return tuple(t.shape), tuple(t.stride())
@@ -206,7 +206,7 @@ def ours(row: Row, operands: Operands, chosen: Any) -> Run:
     from unittest import mock
 
     from inductor_fusions import config
-    from inductor_fusions.fusions.block_mm import heuristics
+    from inductor_fusions.block_mm import heuristics
 
     with config.patch(policy="always"), mock.patch.object(heuristics, "choose", lambda *given: chosen):
         return compiled(row, fused, operands)

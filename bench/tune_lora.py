@@ -88,7 +88,7 @@ class Judge:
 
 def measure(row: Row, device: str, options: Json, lock: AbstractContextManager[Any]) -> Json:
     """Compile, check and time every candidate of a row."""
-    from inductor_fusions.fusions.block_mm import heuristics
+    from inductor_fusions.block_mm import heuristics
 
     result: Json = {name: {} for name in ("times_us", "spread", "error", "wrong", "skipped")}
     started = time.monotonic()
@@ -193,7 +193,7 @@ def conclude(row: Row, device: str, result: Json, choices: dict[str, Choice], se
         result["capability"] = list(torch.cuda.get_device_capability())
     if best is None:
         return
-    from inductor_fusions.fusions.block_mm import configurations, heuristics
+    from inductor_fusions.block_mm import configurations, heuristics
     from inductor_fusions.fusions.lora import accumulate_kernel, decode, narrow
 
     arch = heuristics.capability(torch.device("cuda")) if device == "cuda" else 80

@@ -88,7 +88,7 @@ def name_of(chosen: Any) -> str:
 
 def measure(row: Row, device: str, options: Json, lock: AbstractContextManager[Any]) -> Json:
     """Compile, check and time every candidate of a row."""
-    from inductor_fusions.fusions.block_mm import configurations, heuristics
+    from inductor_fusions.block_mm import configurations, heuristics
 
     result: Json = {name: {} for name in ("times_us", "spread", "first_us", "error", "wrong", "skipped")}
     started = time.monotonic()

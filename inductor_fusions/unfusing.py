@@ -12,8 +12,8 @@ from torch import fx
 
 from ._inductor import flex_backward_op, hint
 from .fusions.attention.flex_backward import FlexBackward
-from .fusions.block_mm.inlined import put_in_place
 from .fusions.kernel_defects.products import gradients
+from .graph.inlined import put_in_place
 from .reporting import TAG
 
 aten = torch.ops.aten

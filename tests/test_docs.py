@@ -521,7 +521,8 @@ def test_every_module_has_a_row() -> None:
         named |= {name.rstrip("/") for name in re.findall(r"`([^`]+)`", row)}
     package = ROOT / "inductor_fusions"
     fusions = package / "fusions"
-    for folder in (package, package / "_inductor", *(fusions / n for n in ("attention", "block_mm", "lora"))):
+    folders = (package, *(package / n for n in ("_inductor", "block_mm", "graph")))
+    for folder in (*folders, *(fusions / n for n in ("attention", "lora"))):
         modules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
         assert modules - {"__init__", "__pycache__", "fusions"} <= named, folder.name
     names = {path.stem for path in fusions.iterdir()} - {"__init__", "__pycache__"}

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from bench import cuda_codegen
 from inductor_fusions import config, ops
+from inductor_fusions.block_mm.op import BLOCK_MM
 from inductor_fusions.fusion import Rejected
-from inductor_fusions.fusions.block_mm.op import BLOCK_MM
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
 from inductor_fusions.lowering import kernel_or

@@ -14,7 +14,7 @@ import torch
 
 import inductor_fusions
 from inductor_fusions import config, tables
-from inductor_fusions.fusions.block_mm import configurations
+from inductor_fusions.block_mm import configurations
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "configs" / "devices").glob("*.json"))

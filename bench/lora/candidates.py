@@ -91,7 +91,7 @@ class Seen:
 def choosing(row: Row, choice: Choice, seen: Seen) -> Iterator[None]:
     """Inside, the kernels get these configurations."""
     from inductor_fusions import config
-    from inductor_fusions.fusions.block_mm import configurations, heuristics
+    from inductor_fusions.block_mm import configurations, heuristics
     from inductor_fusions.fusions.lora import accumulate_kernel, decode, lowering, narrow
 
     known_block, known = heuristics.choose, row.kind in ADDED or row.kind == "step" or row.dropout > 0
@@ -131,7 +131,7 @@ def choosing(row: Row, choice: Choice, seen: Seen) -> Iterator[None]:
 @contextlib.contextmanager
 def on_the_cpu() -> Iterator[None]:
     """Inside, the CPU counts as a device, to try the script: the operations are products one by one."""
-    from inductor_fusions.fusions.block_mm import guards
+    from inductor_fusions.block_mm import guards
     from inductor_fusions.fusions.lora import inputs, profit
 
     with (
@@ -173,7 +173,7 @@ def frozen_run(row: Row) -> Run:
 
 def first_choices(row: Row, seen: Seen, arch: int, quick: bool) -> list[Choice]:
     """What to try: configurations of the kernel that does most of the work."""
-    from inductor_fusions.fusions.block_mm import configurations
+    from inductor_fusions.block_mm import configurations
     from inductor_fusions.fusions.lora import accumulate_kernel, decode, narrow
 
     found = [Choice()]

@@ -13,6 +13,10 @@ from torch import fx
 
 from .. import config
 from .._inductor import was_erased
+from ..block_mm import emit, guards
+from ..block_mm.columns import Columns, columns, halves
+from ..block_mm.expressions import NONLINEAR, Expressions, activation, behind, between, leaves, mul, same
+from ..block_mm.op import ACTIVATIONS
 from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
 from ..graph.builder import Builder, substitute
 from ..graph.facts import facts
@@ -20,10 +24,6 @@ from ..graph.placement import Place
 from ..graph.products import Product, identity, product, same_sizes, value
 from ..problems import FEW_ROWS
 from ..reasons import Reason
-from .block_mm import emit, guards
-from .block_mm.columns import Columns, columns, halves
-from .block_mm.expressions import NONLINEAR, Expressions, activation, behind, between, leaves, mul, same
-from .block_mm.op import ACTIVATIONS
 
 if TYPE_CHECKING:
     from .._inductor import Match

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from ..block_mm import emit, guards
+from ..block_mm.expressions import Expressions, activation, behind, between, leaves, same
+from ..block_mm.op import ACTIVATIONS
 from ..fusion import Candidate, Fusion, Rejected, Scope, nodes_of
 from ..graph.builder import Builder, substitute
 from ..graph.placement import Place
@@ -28,9 +31,6 @@ from ..graph.products import (
     value,
 )
 from ..reasons import Reason
-from .block_mm import emit, guards
-from .block_mm.expressions import Expressions, activation, behind, between, leaves, same
-from .block_mm.op import ACTIVATIONS
 
 if TYPE_CHECKING:
     from .._inductor import Match

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from .._inductor import was_erased
+from ..block_mm import emit, guards
+from ..block_mm.lowering import MOST_PRODUCTS
+from ..block_mm.sums import Sum, sum_of_products, sums_behind
 from ..fusion import Candidate, Fusion, Rejected, Scope, nodes_of
 from ..graph.builder import Builder, substitute
 from ..graph.facts import facts
 from ..graph.placement import Place, earliest, find
 from ..graph.products import PRODUCTS, Product, identity, product, products_of, same_sizes, value
 from ..reasons import Reason
-from .block_mm import emit, guards
-from .block_mm.lowering import MOST_PRODUCTS
-from .block_mm.sums import Sum, sum_of_products, sums_behind
 
 if TYPE_CHECKING:
     from .._inductor import Match

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..fusions.block_mm.op import BLOCK_MM
+from ..block_mm.op import BLOCK_MM
 
 
 def block_mm(

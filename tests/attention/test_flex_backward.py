@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from bench import cuda_codegen
 from inductor_fusions import _inductor, config, decisions, matching, tables
 from inductor_fusions.fusions.attention import flex_backward
-from inductor_fusions.fusions.block_mm import inlined
+from inductor_fusions.graph import inlined
 from tests.attention.support import cases, flex_everywhere
 
 B, H, KV, S, D = 2, 4, 2, 300, 16

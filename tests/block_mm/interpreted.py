@@ -11,8 +11,8 @@ import torch._inductor.config
 
 from bench import cuda_codegen
 from inductor_fusions import config
-from inductor_fusions.fusions.block_mm import configurations, lowering
-from inductor_fusions.fusions.block_mm.op import BLOCK_MM, composite
+from inductor_fusions.block_mm import configurations, lowering
+from inductor_fusions.block_mm.op import BLOCK_MM, composite
 
 TILED = configurations.Config("tiled", 16, 32, 32, 4, 2, group_m=2)
 PERSISTENT = configurations.Config("persistent", 32, 32, 32, 4, 2, group_m=2)

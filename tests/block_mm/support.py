@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from bench import cuda_codegen
 from inductor_fusions import config, fusions, passes, reporting
-from inductor_fusions.fusions.block_mm.op import BLOCK_MM
+from inductor_fusions.block_mm.op import BLOCK_MM
 
 POST_GRAD = tuple(fusion for fusion in fusions.ALL if fusion.stage == "post_grad")
 

@@ -15,8 +15,8 @@ import torch._inductor.config
 
 from bench import cuda_codegen
 from inductor_fusions import config, disable, enable, ops, passes, tables
-from inductor_fusions.fusions.block_mm import configurations, template
-from inductor_fusions.fusions.block_mm.problem import Problem
+from inductor_fusions.block_mm import configurations, template
+from inductor_fusions.block_mm.problem import Problem
 from tests.block_mm.support import POST_GRAD, GatedMLP, Linears, rand, run
 
 

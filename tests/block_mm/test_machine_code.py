@@ -16,9 +16,9 @@ import torch._inductor.config
 
 from bench import cuda_codegen
 from inductor_fusions import config, ops, tables
-from inductor_fusions.fusions.block_mm import configurations, heuristics
-from inductor_fusions.fusions.block_mm.configurations import Config
-from inductor_fusions.fusions.block_mm.problem import Problem
+from inductor_fusions.block_mm import configurations, heuristics
+from inductor_fusions.block_mm.configurations import Config
+from inductor_fusions.block_mm.problem import Problem
 
 ARCHS = sorted(cuda_codegen.DEVICES)
 

@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 
-from inductor_fusions.fusions.block_mm import template
-from inductor_fusions.fusions.block_mm.op import ACTIVATIONS
+from inductor_fusions.block_mm import template
+from inductor_fusions.block_mm.op import ACTIVATIONS
 from tests.block_mm.interpreted import CASES
 from tests.support.interpreter import errors_of
 

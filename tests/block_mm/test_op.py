@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from inductor_fusions import ops
-from inductor_fusions.fusions.block_mm.op import BLOCK_MM
+from inductor_fusions.block_mm.op import BLOCK_MM
 
 ROOT = Path(__file__).resolve().parents[2]
 

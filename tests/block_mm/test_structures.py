@@ -21,10 +21,10 @@ import torch._inductor.config
 
 from bench import cuda_codegen
 from inductor_fusions import config
-from inductor_fusions.fusions.block_mm import configurations, heuristics
-from inductor_fusions.fusions.block_mm.configurations import Config
-from inductor_fusions.fusions.block_mm.op import ACTIVATIONS, BLOCK_MM
-from inductor_fusions.fusions.block_mm.problem import Problem
+from inductor_fusions.block_mm import configurations, heuristics
+from inductor_fusions.block_mm.configurations import Config
+from inductor_fusions.block_mm.op import ACTIVATIONS, BLOCK_MM
+from inductor_fusions.block_mm.problem import Problem
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LAYOUTS = ("nn", "nt", "tn", "tt")

@@ -23,7 +23,7 @@ from torch._inductor import config as inductor_config
 
 from bench.ledger.compiling import ON_A_GPU
 from inductor_fusions import config, reporting, testing
-from inductor_fusions.fusions.block_mm import op
+from inductor_fusions.block_mm import op
 from tests.block_mm.support import Run, as_on_a_gpu, differentiate, rand
 from tests.counterexamples.mutator import verify
 from tests.fuzz.judge import as_kernels, check_products

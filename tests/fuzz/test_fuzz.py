@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, assume, given, settings
 
 from bench.common import Results
 from inductor_fusions import config, testing
-from inductor_fusions.fusions.block_mm import op
+from inductor_fusions.block_mm import op
 from inductor_fusions.sites import Site
 from tests.block_mm.support import run
 from tests.fuzz import attentions, masks, products, programs

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inductor_fusions import _inductor, config
-from inductor_fusions.fusions.block_mm import configurations, heuristics
+from inductor_fusions.block_mm import configurations, heuristics
 from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
 from inductor_fusions.fusions.lora import decode
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE

@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 
 from bench import cuda_codegen
 from inductor_fusions import config, reporting, tables
+from inductor_fusions.block_mm import guards
 from inductor_fusions.fusion import LeftToStock
-from inductor_fusions.fusions.block_mm import guards
 from inductor_fusions.fusions.lora import inputs, profit
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.op import LORA_DROPPED_DOWN, NARROW_MM

@@ -15,9 +15,9 @@ from bench.lora import spellings
 from bench.lora.rows import Row, grid
 from bench.lora.table import write_table
 from inductor_fusions import tables
+from inductor_fusions.block_mm import configurations, heuristics
+from inductor_fusions.block_mm.problem import Problem
 from inductor_fusions.fusion import LeftToStock
-from inductor_fusions.fusions.block_mm import configurations, heuristics
-from inductor_fusions.fusions.block_mm.problem import Problem
 from inductor_fusions.fusions.lora import accumulate_kernel, decode, narrow, profit
 
 ROOT = Path(__file__).resolve().parents[2]

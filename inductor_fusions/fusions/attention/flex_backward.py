@@ -26,11 +26,11 @@ from torch import fx
 
 from ... import decisions
 from ..._inductor import flex_backward_op
+from ...block_mm.guards import text
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
+from ...graph.inlined import put_in_place
 from ...graph.products import value
 from ...reasons import Reason
-from ..block_mm.guards import text
-from ..block_mm.inlined import put_in_place
 from .aliasing import Mutations
 from .masks import Bool, Interpreter, affine, identity, is_condition, reduce, substitute
 

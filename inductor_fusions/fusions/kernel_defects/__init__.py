@@ -18,8 +18,8 @@ from ..._inductor import computing_fakes, fake_mode_of, flex_attention_op, known
 from ...fusion import Candidate, Fusion, Scope, nodes_of
 from ...graph.builder import Builder
 from ...graph.facts import change
+from ...graph.inlined import put_in_place
 from ...operands import tensor
-from ..block_mm.inlined import put_in_place
 from .known import CUDNN_ONE_QUERY, CUDNN_PADDED_KEYS, CUDNN_PLANS, KNOWN, Defect
 from .op import CUDNN_BACKWARD
 from .products import gradients

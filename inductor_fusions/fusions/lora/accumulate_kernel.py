@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from ... import _inductor, tables
+from ...block_mm.lowering import check_factors, scaled_product
 from ...decisions import Query, tiles
 from ...fusion import Rejected
 from ...lowering import kernel_or
 from ...operands import known_size
 from ...problems import Row
-from ..block_mm.lowering import check_factors, scaled_product
 from . import lowering
 from .accumulate import LORA_ACCUMULATE
 from .elements import render

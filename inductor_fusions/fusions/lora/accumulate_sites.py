@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ..._inductor import was_erased
+from ...block_mm import emit, guards
 from ...fusion import Candidate, LeftToStock, Rejected
 from ...graph.builder import substitute
 from ...graph.facts import facts
@@ -17,7 +18,6 @@ from ...graph.products import CASTS, RESHAPES, Product, restored, same_sizes, va
 from ...operands import tokens_of
 from ...reasons import Reason
 from ...tables import dtype_name
-from ..block_mm import emit, guards
 from . import accumulate_kernel, downs, profit
 from .accumulate import LORA_ACCUMULATE
 from .adapters import Adapter, source

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from ... import _inductor, tables
+from ...block_mm.configurations import shared_limit, tall
+from ...block_mm.heuristics import capability
+from ...block_mm.lowering import check_factors, scaled_product
+from ...block_mm.op import dtypes
 from ...decisions import Query, tiles
 from ...fusion import Rejected
 from ...lowering import kernel_or
 from ...operands import may_use_tf32
 from ...problems import SINGLE_ROWS, Row
-from ..block_mm.configurations import shared_limit, tall
-from ..block_mm.heuristics import capability
-from ..block_mm.lowering import check_factors, scaled_product
-from ..block_mm.op import dtypes
 from . import elements, lowering, narrow, narrow_kernel
 from .op import LORA_LINEAR
 

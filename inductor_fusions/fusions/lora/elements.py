@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ... import _inductor, tables
+from ...block_mm.template import environment
 from ...fusion import Rejected
-from ..block_mm.template import environment
 
 #: Elements of a thread block.
 ELEMENTS = 1024

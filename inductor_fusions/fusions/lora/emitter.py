@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from ...block_mm import guards
 from ...graph.builder import Builder
 from ...graph.products import value
-from ..block_mm import guards
 from . import gather
 from .adapters import Source
 from .op import NARROW_MM

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...block_mm import guards
 from ...fusion import Candidate, Rejected
 from ...graph.builder import substitute
 from ...graph.facts import facts
@@ -17,7 +18,6 @@ from ...graph.placement import Place, find
 from ...graph.products import RESHAPES, Product, product, readers, restored, scaled, value
 from ...operands import known_size, tokens_of
 from ...reasons import Reason
-from ..block_mm import guards
 from . import narrow, profit
 from .adapters import MOST_RANK, PERMUTES, source, unrounded
 from .emitter import Emitter

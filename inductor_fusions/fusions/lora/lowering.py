@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from ... import _inductor
+from ...block_mm.heuristics import capability
+from ...block_mm.lowering import check_factors, scaled_product
 from ...fusion import Rejected
 from ...lowering import kernel_or
 from ...operands import known_size
-from ..block_mm.heuristics import capability
-from ..block_mm.lowering import check_factors, scaled_product
 from . import narrow
 from .elements import by_elements, elements_of
 from .narrow_kernel import ahead, variant

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..block_mm.op import dtypes, exact_dtype
+from ...block_mm.op import dtypes, exact_dtype
 
 
 @torch.library.custom_op("inductor_fusions::lora_narrow_mm", mutates_args=())

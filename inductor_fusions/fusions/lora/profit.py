@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ... import config, tables
+from ...block_mm.heuristics import capability
+from ...block_mm.problem import size_text
 from ...decisions import Decision, Query, Span, decide, decide_for_all
 from ...fusion import LeftToStock
 from ...operands import may_use_tf32
 from ...reasons import Reason, like
-from ..block_mm.heuristics import capability
-from ..block_mm.problem import size_text
 from . import narrow
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import fx
 
 from ..._inductor import was_erased
+from ...block_mm import emit, guards
+from ...block_mm.lowering import MOST_PRODUCTS
 from ...fusion import Candidate, LeftToStock, Rejected, Scope, nodes_of
 from ...graph.builder import Builder, substitute
 from ...graph.facts import facts
@@ -17,8 +19,6 @@ from ...graph.placement import Place, earliest, find
 from ...graph.products import PRODUCTS, Product, products_of, same_sizes, scaled, value
 from ...operands import tokens_of
 from ...reasons import Reason
-from ..block_mm import emit, guards
-from ..block_mm.lowering import MOST_PRODUCTS
 from . import accumulate_sites, downs, gather, gradients, profit, round_trips, unread
 from .adapters import Adapter, source, unrounded
 from .emitter import Emitter

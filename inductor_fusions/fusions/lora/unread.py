@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...block_mm import guards
 from ...fusion import Candidate, LeftToStock
 from ...graph.products import CASTS, RESHAPES, product, scaled, tensor, through, value
 from ...reasons import Reason
-from ..block_mm import guards
 from .adapters import MOST_RANK, times_tensor
 from .recognise import summands
 

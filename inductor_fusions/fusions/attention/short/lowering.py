@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from .... import _inductor
+from ....block_mm.template import environment
 from ....fusion import Rejected
 from ....lowering import kernel_or
 from ....operands import may_use_tf32
-from ...block_mm.template import environment
 from . import op, plan
 
 #: Dtypes of q, k and v that the kernels take.

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ... import _inductor, config
-from ...fusion import Rejected
-from ...lowering import kernel_or
-from ...operands import known_size, may_use_tf32
+from .. import _inductor, config
+from ..fusion import Rejected
+from ..lowering import kernel_or
+from ..operands import known_size, may_use_tf32
 from . import configurations, guards, heuristics, template
 from .op import BLOCK_MM, dtypes, exact_dtype
 from .problem import Problem, of_operands

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ... import config, operands
-from ..._inductor import known_true, max_autotune
-from ...decisions import Span
-from ...fusion import LeftToStock, Rejected
-from ...graph.products import Product, identity, value
-from ...operands import tokens_of
-from ...reasons import Reason
-from ...tables import dtype_name
+from .. import config, operands
+from .._inductor import known_true, max_autotune
+from ..decisions import Span
+from ..fusion import LeftToStock, Rejected
+from ..graph.products import Product, identity, value
+from ..operands import tokens_of
+from ..reasons import Reason
+from ..tables import dtype_name
 from .heuristics import choose, decided
 from .problem import Problem, describe, of_operands
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph.builder import Builder
-from ...graph.products import RESHAPES, Product, product, same_sizes, tensor, value
+from ..graph.builder import Builder
+from ..graph.products import RESHAPES, Product, product, same_sizes, tensor, value
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph.products import (
+from ..graph.products import (
     CASTS,
     MUL,
     RESHAPES,

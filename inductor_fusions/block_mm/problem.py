@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ... import tables
-from ...operands import known_size
+from .. import tables
+from ..operands import known_size
 
 #: Most rows that are multiplied without tensor cores.
 MOST_SINGLE_ROWS = 4

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import fake_mode_of, trace_decomposed
-from ...fusion import Rejected
-from ...graph.products import value
-from ...reasons import Reason
+from .._inductor import fake_mode_of, trace_decomposed
+from ..fusion import Rejected
+from ..reasons import Reason
+from .products import value
 
 
 def put_in_place(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ...decisions import Decision, Query, Span, decide, decide_for_all, tiles
-from ...fusion import LeftToStock
-from ...problems import Row
-from ...reasons import Reason
+from ..decisions import Decision, Query, Span, decide, decide_for_all, tiles
+from ..fusion import LeftToStock
+from ..problems import Row
+from ..reasons import Reason
 from . import configurations
 from .configurations import Config, suits
 from .problem import Problem, describe

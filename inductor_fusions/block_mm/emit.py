@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import hint
-from ...fusion import Rejected
-from ...graph.builder import Builder
-from ...graph.placement import Place
-from ...graph.products import Product, same_sizes, value
-from ...reasons import Reason
+from .._inductor import hint
+from ..fusion import Rejected
+from ..graph.builder import Builder
+from ..graph.placement import Place
+from ..graph.products import Product, same_sizes, value
+from ..reasons import Reason
 from .op import BLOCK_MM
 
 

@@ -139,3 +139,19 @@ def test_a_mask_of_float16_beside_bfloat16(train: bool) -> None:
     assert [site.verdict for site in run.sites] == ["fused"]
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(run.tensors[0], fn(*inputs), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["given", "learned"])
+def test_a_bias_of_scores_with_keys_in_front_is_not_rounded(learned: bool) -> None:
+    """The bias is read through a view there."""
+
+    def fn(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        weights = torch.softmax(k @ q.mT * 0.2 + bias, -2).to(v.dtype)
+        return weights.mT @ v
+
+    bias = (torch.randn(2, 1, 13, 7) * 20).requires_grad_(learned)
+    run = testing.capture(
+        fn, *qkv(dtype=torch.bfloat16), bias, train=True, backend=testing.EAGER_AFTER_PASSES, policy="always"
+    )
+    sites = [site for site in run.sites if site.fusion == "attention"]
+    assert [(site.verdict, REASON in site.reason) for site in sites] == [("rejected", True)]

@@ -215,7 +215,7 @@ def holds_fills_alone(node: Any) -> bool:
     Numbers that the graph is given, or learns, are neither, but where such a low number multiplies them.
     """
     seen: set[fx.Node] = set()
-    stack = [node]
+    stack = [torch_ops.source(node)]
     while stack:
         current = stack.pop()
         if not isinstance(current, fx.Node) or current in seen:

@@ -79,6 +79,9 @@ SPELLINGS: dict[str, Function] = {
     "matmul": lambda x, t: torch.cat([x, (t @ t.mT)[:, LI, LJ]], -1),
     "permute": lambda x, t: torch.cat([x, torch.matmul(t, t.permute(0, 2, 1))[:, LI, LJ]], dim=-1),
     "einsum": lambda x, t: torch.cat([x, torch.einsum("bid,bjd->bij", t, t)[:, LI, LJ]], 1),
+    "beside a factor by its name": (
+        lambda x, t: torch.cat([torch.mul(x, other=x), torch.bmm(t, t.mT)[:, LI, LJ]], 1)
+    ),
     "einsum, turned": lambda x, t: torch.einsum("xyz,xwz->xwy", t, t)[:, LI, LJ] + x.sum(),
     "transposed first": lambda x, t: torch.bmm(t.mT, t)[:, [1, 2, 2], [0, 0, 1]] + x.sum(),
     "no concatenation": lambda x, t: products(t)[:, LI, LJ] * x.sum(1, keepdim=True),

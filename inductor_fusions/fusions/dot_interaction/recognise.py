@@ -76,7 +76,7 @@ class Site:
 def site(node: fx.Node) -> Site | None:
     """What a gather of two indices is, if it is one from products of features with themselves."""
     arguments: tuple[Any, ...] = node.args
-    z, index = arguments
+    z, index = arguments if node.target is operator.getitem else (None, None)
     if not isinstance(index, tuple) or len(index) != 3 or index[0] != _WHOLE:
         return None
     t = _squared(z) if all(map(_is_index, index[1:])) else None

@@ -1,0 +1,10 @@
+"""Attention as people of many fields write it, in one table of cases."""
+
+from .form import Form
+from .language import LANGUAGE
+from .sequences import SEQUENCES
+from .vision import VISION
+
+__all__ = ["FORMS", "Form"]
+
+FORMS: dict[str, Form] = {**VISION, **LANGUAGE, **SEQUENCES}

@@ -1,0 +1,63 @@
+"""One form of attention as people write it, and the tables of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+#: A shape (a random tensor that takes a gradient), or what makes the value.
+Spec = tuple[int, ...] | Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A function, or a class of modules, with what it is called with.
+
+    Attributes:
+        name: of the function or class.
+        made: the function, or the class of the module.
+        specs: its arguments.
+        fused: attentions that become one operation where everything that is proved is fused.
+        reasons: what the other sites say, one text within the reason of each, in any order.
+    """
+
+    name: str
+    made: Any
+    specs: tuple[Spec, ...]
+    fused: int = 1
+    reasons: tuple[str, ...] = ()
+
+    def build(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """What is called, in evaluation mode, and its arguments: the same at each call."""
+        torch.manual_seed(0)
+        function = self.made().eval() if isinstance(self.made, type) else self.made
+        return function, tuple(argument(spec) for spec in self.specs)
+
+
+def argument(spec: Spec) -> Any:
+    """The value of one argument."""
+    return (torch.randn(spec) * 0.7).requires_grad_() if isinstance(spec, tuple) else spec()
+
+
+def collector(table: dict[str, Form]) -> Callable[..., Callable[[Any], Any]]:
+    """A decorator that adds a function or a class to `table`, under its name."""
+
+    def form(*specs: Spec, **options: Any) -> Callable[[Any], Any]:
+        def add(made: Any) -> Any:
+            name = made.__name__
+            assert name not in table, name
+            table[name] = Form(name, made, specs, **options)
+            return made
+
+        return add
+
+    return form
+
+
+def linears(width: int, *out: int, bias: bool = False) -> nn.ModuleList:
+    """One linear from `width` to each of `out`."""
+    return nn.ModuleList(nn.Linear(width, n, bias=bias) for n in out)

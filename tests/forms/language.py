@@ -1,0 +1,531 @@
+"""Attention in language models: positions, masks, caches, memories, and what is done to the scores."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .form import Form, collector, linears
+
+LANGUAGE: dict[str, Form] = {}
+form = collector(LANGUAGE)
+einsum = torch.einsum
+QKV = ((2, 4, 9, 8),) * 3
+CROSS = ((2, 4, 7, 8), (2, 4, 13, 8), (2, 4, 13, 8))
+
+
+def heads(x: Any, n: int) -> Any:
+    return x.view(x.shape[0], x.shape[1], n, -1).transpose(1, 2)
+
+
+def merged(x: Any) -> Any:
+    return x.transpose(1, 2).contiguous().flatten(2)
+
+
+@form((2, 9, 32))
+class NanoDecoder(nn.Module):
+    """A buffer of ones, sliced to the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.register_buffer("bias", torch.tril(torch.ones(16, 16)).view(1, 1, 16, 16))
+
+    def forward(self, x: Any) -> Any:
+        t = x.size(1)
+        q, k, v = (heads(y, 4) for y in self.c_attn(x).split(32, dim=2))
+        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        att = att.masked_fill(self.bias[:, :, :t, :t] == 0, float("-inf"))
+        return self.c_proj(merged(F.softmax(att, dim=-1) @ v))
+
+
+def rotated(x: Any) -> Any:
+    """Pairs of neighbours as complex numbers."""
+    t = torch.arange(x.shape[2], dtype=torch.float32)[:, None] * 10000 ** (-torch.arange(0, 8, 2) / 8)
+    turn = torch.polar(torch.ones_like(t), t)
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * turn).flatten(3).type_as(x)
+
+
+@form((2, 9, 32))
+class GroupedDecoder(nn.Module):
+    """Rotary by complex numbers, repeated keys, a mask of -inf by triu, softmax in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = linears(32, 32, 16, 16, 32)
+
+    def forward(self, x: Any) -> Any:
+        b, n, _ = x.shape
+        q, k, v = heads(self.q(x), 4), heads(self.k(x), 2), heads(self.v(x), 2)
+        q, k = rotated(q), rotated(k)
+        k, v = (t[:, :, None].expand(b, 2, 2, n, 8).reshape(b, 4, n, 8) for t in (k, v))
+        mask = torch.full((1, 1, n, n), float("-inf"), device=x.device)
+        mask = torch.triu(mask, diagonal=1).type_as(x)
+        scores = torch.matmul(q, k.transpose(2, 3)) / math.sqrt(8)
+        scores = F.softmax((scores + mask).float(), dim=-1).type_as(q)
+        return self.o(merged(torch.matmul(scores, v)))
+
+
+@form((2, 9, 32), (2, 9, 16))
+class LatentKeys(nn.Module):
+    """Keys and values from a latent, a rotary part beside it that all heads share; scores 'bsht'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_nope, self.q_pe, self.k_pe = nn.Linear(32, 32), nn.Linear(32, 16), nn.Linear(32, 4)
+        self.w_uk, self.w_uv = nn.Parameter(torch.randn(4, 8, 16) * 0.2), nn.Parameter(torch.randn(4, 8, 16))
+
+    def forward(self, x: Any, latent: Any) -> Any:
+        b, s, _ = x.shape
+        q_nope = einsum("bshd,hdc->bshc", self.q_nope(x).view(b, s, 4, 8), self.w_uk)
+        q_pe, k_pe = self.q_pe(x).view(b, s, 4, 4), self.k_pe(x)
+        scores = (einsum("bshc,btc->bsht", q_nope, latent) + einsum("bshr,btr->bsht", q_pe, k_pe)) * 12**-0.5
+        mask = torch.full((s, s), float("-inf")).triu_(1)
+        scores = scores + mask.unsqueeze(1)
+        scores = scores.softmax(dim=-1, dtype=torch.float32).type_as(x)
+        out = einsum("bsht,btc->bshc", scores, latent)
+        return einsum("bshc,hdc->bshd", out, self.w_uv).flatten(2)
+
+
+@form((2, 9, 32))
+class LatentKeysMade(nn.Module):
+    """The same with keys and values made for each head: cat of both parts, values narrower than keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv_a, self.kv_b = nn.Linear(32, 48), nn.Linear(32, 20), nn.Linear(16, 64)
+
+    def forward(self, x: Any) -> Any:
+        b, s, _ = x.shape
+        q = self.q(x).view(b, s, 4, 12)
+        latent, k_pe = torch.split(self.kv_a(x), [16, 4], dim=-1)
+        k_nope, v = torch.split(self.kv_b(latent).view(b, s, 4, 16), [8, 8], dim=-1)
+        k = torch.cat([k_nope, k_pe.unsqueeze(2).expand(-1, -1, 4, -1)], dim=-1)
+        scores = einsum("bshd,bthd->bsht", q, k) * 12**-0.5
+        scores += torch.full((s, s), float("-inf")).triu_(1).unsqueeze(1)
+        scores = scores.softmax(dim=-1, dtype=torch.float32).type_as(x)
+        return einsum("bsht,bthd->bshd", scores, v).flatten(2)
+
+
+@form((9, 2, 32), (14, 32))
+class SegmentRecurrence(nn.Module):
+    """Scores (i, j, b, n), relative shift by cat, view and slice; softmax over dim 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.r = nn.Linear(32, 96, bias=False), nn.Linear(32, 32, bias=False)
+        self.u, self.w = nn.Parameter(torch.randn(4, 8) * 0.2), nn.Parameter(torch.randn(4, 8) * 0.2)
+
+    @staticmethod
+    def shift(x: Any) -> Any:
+        zero = torch.zeros((x.size(0), 1) + x.size()[2:], device=x.device, dtype=x.dtype)
+        padded = torch.cat([zero, x], dim=1).view(x.size(1) + 1, x.size(0), *x.size()[2:])
+        return padded[1:].view_as(x)
+
+    def forward(self, x: Any, r: Any) -> Any:
+        n, b, _ = x.shape
+        mems = x.new_zeros(5, b, 32)
+        q, k, v = torch.chunk(self.qkv(torch.cat([mems, x])), 3, dim=-1)
+        q = q[-n:].view(n, b, 4, 8)
+        k, v = k.view(-1, b, 4, 8), v.view(-1, b, 4, 8)
+        r = self.r(r).view(-1, 4, 8)
+        ac = einsum("ibnd,jbnd->ijbn", q + self.u, k)
+        bd = self.shift(einsum("ibnd,jnd->ijbn", q + self.w, r))
+        scores = (ac + bd) * 8**-0.5
+        mask = torch.triu(torch.ones(n, k.size(0)), diagonal=1 + k.size(0) - n).bool()[:, :, None, None]
+        scores = scores.float().masked_fill(mask, -float("inf")).type_as(scores)
+        prob = F.softmax(scores, dim=1)
+        return einsum("ijbn,jbnd->ibnd", prob, v).contiguous().view(n, b, 32)
+
+
+@form((2, 9, 32))
+class SlopesBias(nn.Module):
+    """Slopes times the distance, added by baddbmm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x: Any) -> Any:
+        b, n, _ = x.shape
+        q, k, v = self.qkv(x).view(b, n, 4, 3, 8).unbind(3)
+        q, k, v = (t.transpose(1, 2).reshape(b * 4, n, 8) for t in (q, k, v))
+        slopes = torch.tensor([2 ** (-2.0 * (i + 1)) for i in range(4)])
+        alibi = (slopes[:, None, None] * torch.arange(n)[None, None, :]).expand(4, 1, n).repeat(b, 1, 1)
+        scores = alibi.baddbmm(batch1=q, batch2=k.transpose(1, 2), beta=1.0, alpha=8**-0.5).view(b, 4, n, n)
+        mask = torch.ones(n, n, dtype=torch.bool).triu(1)
+        probs = F.softmax(torch.masked_fill(scores, mask, torch.finfo(scores.dtype).min), dim=-1)
+        out = torch.bmm(probs.view(b * 4, n, n), v).view(b, 4, n, 8)
+        return out.permute(0, 2, 1, 3).reshape(b, n, 32)
+
+
+@form((2, 9, 32))
+class BucketsBias(nn.Module):
+    """Buckets of logarithmic distances, no scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = linears(32, 32, 32, 32, 32)
+        self.table = nn.Embedding(8, 4)
+
+    def forward(self, x: Any) -> Any:
+        n = x.shape[1]
+        relative = torch.arange(n)[None, :] - torch.arange(n)[:, None]
+        side = (relative > 0).long() * 4
+        far = relative.abs()
+        large = 2 + (torch.log(far.float() / 2) / math.log(8 / 2) * 2).long()
+        bucket = side + torch.where(far < 2, far, torch.min(large, torch.full_like(large, 3)))
+        bias = self.table(bucket).permute([2, 0, 1]).unsqueeze(0)
+        q, k, v = (heads(m(x), 4) for m in (self.q, self.k, self.v))
+        scores = torch.matmul(q, k.transpose(3, 2))
+        scores += bias
+        weights = F.softmax(scores.float(), dim=-1).type_as(scores)
+        return self.o(merged(weights @ v))
+
+
+@form((2, 9, 32), lambda: torch.tensor([[1] * 9, [1] * 5 + [0] * 4]))
+class EncoderPadded(nn.Module):
+    """(1 - mask) * -10000 added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = linears(32, 32, 32, 32, bias=True)
+
+    def forward(self, x: Any, mask: Any) -> Any:
+        extended = mask[:, None, None, :].to(dtype=x.dtype)
+        extended = (1.0 - extended) * -10000.0
+        q, k, v = (heads(m(x), 4) for m in (self.query, self.key, self.value))
+        scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(8)
+        return merged(torch.matmul(nn.Softmax(dim=-1)(scores + extended), v))
+
+
+@form((2, 9, 32), lambda: torch.tensor([9, 5]))
+class LengthsMask(nn.Module):
+    """A mask of lengths, rows and columns, filled in place with -1e9 after the scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x: Any, lengths: Any) -> Any:
+        n = x.size(1)
+        mask = torch.arange(n, device=x.device)[None, :] < lengths[:, None]
+        mask = (mask[:, None, :] * mask[:, :, None]).unsqueeze(1)
+        q, k, v = (heads(t, 4) for t in self.qkv(x).chunk(3, -1))
+        scores = (q @ k.mT).div_(8**0.5)
+        scores.masked_fill_(mask.logical_not(), -1e9)
+        return merged(scores.softmax(-1) @ v)
+
+
+@form(*QKV, fused=0, reasons=("flex attention",))
+def capped(q: Any, k: Any, v: Any) -> Any:
+    """A softcap, then a causal mask."""
+    s = torch.matmul(q, k.transpose(2, 3)) * 8**-0.5
+    s = torch.tanh(s / 30.0) * 30.0
+    n = s.shape[-1]
+    s = s.where(torch.ones(n, n, dtype=torch.bool).tril(), torch.finfo(s.dtype).min)
+    return torch.matmul(F.softmax(s, dim=-1, dtype=torch.float32).to(q.dtype), v)
+
+
+@form(*QKV, (4,))
+def sinks(q: Any, k: Any, v: Any, sink: Any) -> Any:
+    """One more logit of each head, dropped after the softmax."""
+    qk = einsum("bhqd,bhkd->bhqk", q, k) * 8**-0.5
+    qk = qk + torch.triu(qk.new_full((9, 9), -float("inf")), diagonal=1)
+    qk = torch.cat([qk, sink.reshape(1, -1, 1, 1).expand(2, -1, 9, 1)], dim=-1)
+    return einsum("bhqk,bhkd->bhqd", torch.softmax(qk, dim=-1)[..., :-1], v)
+
+
+@form(*QKV, fused=0)
+def off_by_one(q: Any, k: Any, v: Any) -> Any:
+    """exp / (1 + sum): a softmax written out, with a zero logit."""
+    s = q @ k.mT * 8**-0.5
+    m = s.amax(-1, keepdim=True).clamp(min=0)
+    e = torch.exp(s - m)
+    return (e / (torch.exp(-m) + e.sum(-1, keepdim=True))) @ v
+
+
+@form((2, 9, 32))
+class NormedHeads(nn.Module):
+    """q and k normed by head, a learned temperature of each head, no scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.q_norm, self.k_norm = nn.RMSNorm(8), nn.LayerNorm(8)
+        self.scale = nn.Parameter(torch.full((4, 1, 1), 2.0))
+
+    def forward(self, x: Any) -> Any:
+        q, k, v = (heads(t, 4) for t in self.qkv(x).chunk(3, -1))
+        sim = einsum("b h i d, b h j d -> b h i j", self.q_norm(q), self.k_norm(k)) * self.scale
+        i, j = sim.shape[-2:]
+        sim = sim.masked_fill(
+            torch.ones((i, j), dtype=torch.bool).triu(j - i + 1), -torch.finfo(sim.dtype).max
+        )
+        return merged(einsum("b h i j, b h j d -> b h i d", sim.softmax(dim=-1, dtype=torch.float32), v))
+
+
+@form(*QKV, fused=1)
+def weights_kept_and_dropped(q: Any, k: Any, v: Any) -> Any:
+    """What is kept for a look is not looked at."""
+    dots = einsum("b h i d, b h j d -> b h i j", q, k) * 8**-0.5
+    pre = dots.clone()
+    attn = F.softmax(dots, dim=-1)
+    post = attn.clone()
+    out = einsum("b h i j, b h j d -> b h i d", attn, v)
+    kept = {"pre": pre, "post": post.detach(), "shape": dots.shape}
+    return out if kept else None
+
+
+@form(*QKV, fused=0, reasons=("the attention weights are used elsewhere",))
+def weights_returned(q: Any, k: Any, v: Any) -> Any:
+    w = (q @ k.mT * 8**-0.5).softmax(-1)
+    return w @ v, w
+
+
+@form((2, 9, 32), fused=0, reasons=("the attention weights are used elsewhere",))
+class Differential(nn.Module):
+    """A difference of two softmaxes, times the values: two attentions and a subtraction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = linears(32, 32, 32, 32)
+        self.l = nn.Parameter(torch.tensor(0.3))
+        self.norm = nn.RMSNorm(16)
+
+    def forward(self, x: Any) -> Any:
+        b, n, _ = x.shape
+        q, k = self.q(x).view(b, n, 4, 8).transpose(1, 2), self.k(x).view(b, n, 4, 8).transpose(1, 2)
+        v = self.v(x).view(b, n, 2, 16).transpose(1, 2)
+        w = torch.matmul(q * 8**-0.5, k.transpose(-1, -2))
+        w = w + torch.triu(torch.zeros([n, n]).fill_(float("-inf")), 1)
+        w = F.softmax(w, dim=-1, dtype=torch.float32).type_as(w).view(b, 2, 2, n, n)
+        w = w[:, :, 0] - self.l * w[:, :, 1]
+        return merged(self.norm(torch.matmul(w, v)) * 0.2)
+
+
+@form(
+    (2, 4, 9, 8),
+    (2, 4, 9, 8),
+    (2, 2, 9, 16),
+    fused=0,
+    reasons=(
+        "stands between the softmax and the product with v",
+        "stands between the softmax and the product with v",
+    ),
+)
+def differential_of_two(q: Any, k: Any, v: Any) -> Any:
+    """Two softmaxes of halves."""
+    (q1, q2), (k1, k2) = q.chunk(2, 1), k.chunk(2, 1)
+    a1 = (q1 @ k1.mT * 8**-0.5).softmax(-1)
+    a2 = (q2 @ k2.mT * 8**-0.5).softmax(-1)
+    return (a1 - 0.4 * a2) @ v
+
+
+@form(*QKV, fused=0, reasons=())
+def sigmoid_attention(q: Any, k: Any, v: Any) -> Any:
+    return torch.sigmoid(q @ k.mT * 8**-0.5 - math.log(9)) @ v
+
+
+@form(*QKV, fused=0, reasons=())
+def relu_squared(q: Any, k: Any, v: Any) -> Any:
+    return (F.relu(q @ k.mT) / 9) ** 2 @ v
+
+
+@form(*QKV, fused=0, reasons=("the scores are used elsewhere",))
+def topk_kept(q: Any, k: Any, v: Any) -> Any:
+    """All but the largest scores of each row are masked."""
+    s = q @ k.mT * 8**-0.5
+    kth = s.topk(3, dim=-1).values[..., -1:]
+    return s.masked_fill(s < kth, -torch.finfo(s.dtype).max).softmax(-1) @ v
+
+
+@form(*QKV)
+def sliding_window(q: Any, k: Any, v: Any) -> Any:
+    """Causal and at most 3 back, by distance."""
+    i = torch.arange(9)
+    distance = i[:, None] - i[None, :]
+    mask = (distance >= 0) & (distance < 3)
+    s = (q @ k.transpose(-1, -2)) / math.sqrt(8)
+    return torch.where(mask, s, torch.tensor(-1e30)).softmax(-1) @ v
+
+
+@form((2, 4, 12, 8), (2, 4, 12, 8), (2, 4, 12, 8))
+def blocks_of_tokens(q: Any, k: Any, v: Any) -> Any:
+    """Blocks of 4, each with the block before it as keys; the first one sees padding that is masked."""
+    b, h, n, d = q.shape
+    qb, kb, vb = (t.reshape(b * h, 3, 4, d) for t in (q, k, v))
+    back = [torch.cat([F.pad(t, (0, 0, 0, 0, 1, 0), value=0.0)[:, :-1], t], dim=2) for t in (kb, vb)]
+    at = torch.arange(12).view(1, 3, 4)
+    k_at = torch.cat([F.pad(at, (0, 0, 1, 0), value=-1)[:, :-1], at], dim=-1)
+    sim = einsum("b w i d, b w j d -> b w i j", qb * d**-0.5, back[0])
+    mask = (at[..., :, None] < k_at[..., None, :]) | (k_at[..., None, :] == -1)
+    sim = sim.masked_fill(mask, -torch.finfo(sim.dtype).max)
+    return einsum("b w i j, b w j d -> b w i d", sim.softmax(-1), back[1]).reshape(b, h, n, d)
+
+
+@form((2, 1, 32), (2, 4, 16, 8), (2, 4, 16, 8), lambda: torch.tensor(5))
+class StaticCache(nn.Module):
+    """One token; its keys are written into a cache, and what is behind it is masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x: Any, k_cache: Any, v_cache: Any, position: Any) -> Any:
+        q, k, v = (heads(t, 4) for t in self.qkv(x).chunk(3, -1))
+        k = k_cache.index_copy(2, position[None], k)
+        v = v_cache.index_copy(2, position[None], v)
+        s = q @ k.transpose(-2, -1) / 8**0.5
+        s = s.masked_fill((torch.arange(16) > position)[None, None, None], float("-inf"))
+        return merged(s.softmax(-1) @ v)
+
+
+@form((2, 9, 32), (2, 4, 6, 8), (2, 4, 6, 8), fused=0, reasons=("a function of the scores (mul)",))
+class GrowingCache(nn.Module):
+    """Past and present keys; a mask that is right aligned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x: Any, past_k: Any, past_v: Any) -> Any:
+        q, k, v = (heads(t, 4) for t in self.qkv(x).chunk(3, -1))
+        k, v = torch.cat((past_k, k), dim=-2), torch.cat((past_v, v), dim=-2)
+        nd, ns = q.size(-2), k.size(-2)
+        mask = torch.ones(ns, ns).tril()[None, None, ns - nd : ns, :ns]
+        w = (q @ k.mT) * 8**-0.5
+        w = w * mask - 1e10 * (1 - mask)
+        return merged(F.softmax(w, dim=-1) @ v), k, v
+
+
+@form((2, 9, 32), (1, 4, 32))
+class MemoryTokens(nn.Module):
+    """Learned keys and values in front, and registers that are dropped behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96, bias=False)
+        self.mem = nn.Parameter(torch.randn(2, 4, 3, 8) * 0.3)
+
+    def forward(self, x: Any, registers: Any) -> Any:
+        b = x.shape[0]
+        x = torch.cat([registers.expand(b, -1, -1), x], dim=1)
+        q, k, v = (heads(t, 4) for t in self.qkv(x).chunk(3, -1))
+        mem_k, mem_v = (t.unsqueeze(0).expand(b, -1, -1, -1) for t in self.mem)
+        k, v = torch.cat((mem_k, k), dim=-2), torch.cat((mem_v, v), dim=-2)
+        out = (q @ k.transpose(-1, -2) * 8**-0.5).softmax(dim=-1) @ v
+        return merged(out)[:, 4:]
+
+
+@form((2, 9, 32), lambda: torch.rand(2, 9) > 0.3)
+class NullKey(nn.Module):
+    """A learned null key that padding never hides: the mask padded by True."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(32, 32, bias=False), nn.Linear(32, 16, bias=False)
+        self.null = nn.Parameter(torch.randn(2, 8))
+
+    def forward(self, x: Any, mask: Any) -> Any:
+        b = x.shape[0]
+        q = heads(self.q(x), 4) * 8**-0.5
+        k, v = self.kv(x).chunk(2, dim=-1)
+        nk, nv = (t[None, None].expand(b, 1, 8) for t in self.null)
+        k, v = torch.cat((nk, k), dim=-2), torch.cat((nv, v), dim=-2)
+        sim = einsum("b h i d, b j d -> b h i j", q, k)
+        mask = F.pad(mask, (1, 0), value=True)[:, None, None, :]
+        sim = sim.masked_fill(~mask, -torch.finfo(sim.dtype).max)
+        return merged(einsum("b h i j, b j d -> b h i d", sim.softmax(dim=-1), v))
+
+
+@form((2, 9, 32), fused=4)
+class LastTokenQueries(nn.Module):
+    """Pooling by the last token, 2-D products by loops over heads."""
+
+    def forward(self, x: Any) -> Any:
+        out = []
+        for part in x.split(8, dim=-1):
+            w = torch.softmax(part[:, -1:] @ part.transpose(1, 2) / 8**0.5, dim=-1)
+            out.append(w @ part)
+        return torch.cat(out, -1)
+
+
+@form((9, 32), (13, 32))
+def two_dimensional(q: Any, k: Any) -> Any:
+    """No batch and no heads."""
+    return torch.mm(torch.softmax(torch.mm(q, k.t()) / 32**0.5, dim=1), k)
+
+
+@form((2, 9, 32))
+class RetrievalOverChunks(nn.Module):
+    """Chunks of tokens attend to their own neighbours: (batch, chunk, tokens, dim) and a batch of 3 dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(32, 32), nn.Linear(32, 64)
+
+    def forward(self, x: Any) -> Any:
+        x = x.reshape(2, 3, 3, 32)
+        retrieved = torch.stack([x.roll(1, 1), x.roll(2, 1)], 2).flatten(2, 3)
+        q = self.q(x).unflatten(-1, (4, 8)).transpose(2, 3)
+        k, v = (t.unflatten(-1, (4, 8)).transpose(2, 3) for t in self.kv(retrieved).chunk(2, -1))
+        return ((q * 8**-0.5) @ k.mT).softmax(-1).matmul(v).transpose(2, 3).flatten(3)
+
+
+@form((2, 9, 32), lambda: torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 5 + [1] * 4]))
+class PackedDocuments(nn.Module):
+    """Tokens of one document see each other, backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x: Any, document: Any) -> Any:
+        q, k, v = (heads(t, 4) for t in self.qkv(x).chunk(3, -1))
+        same = document[:, None, :, None] == document[:, None, None, :]
+        causal = torch.tril(torch.ones(9, 9, dtype=torch.bool))
+        bias = torch.zeros_like(same, dtype=x.dtype).masked_fill_(~(same & causal), torch.finfo(x.dtype).min)
+        return merged(((q @ k.transpose(-2, -1)) / 8**0.5 + bias).softmax(-1) @ v)
+
+
+@form(*QKV, lambda: torch.rand(2, 1, 9) > 0.4, (1, 4, 9, 9))
+def everything_at_once(q: Any, k: Any, v: Any, pad: Any, bias: Any) -> Any:
+    """Scale, bias, two masks, both as (batch, heads, i, j) by repeat."""
+    s = torch.matmul(q / math.sqrt(q.size(-1)), k.transpose(-1, -2))
+    s = s + bias
+    pad = pad.repeat(1, 9, 1)[:, None].repeat(1, 4, 1, 1)
+    s = s.masked_fill(pad == 0, -1e9).masked_fill(torch.ones(9, 9).triu(1).bool(), -1e9)
+    return torch.matmul(torch.dropout(s.softmax(dim=-1), 0.1, False), v)
+
+
+@form((2, 9, 32), lambda: torch.rand(2, 9) > 0.4, fused=0, reasons=("calls SDPA already",))
+class FixedWindowsOfLong(nn.Module):
+    """multi_head_attention of torch with both masks, weights not asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x: Any, seen: Any) -> Any:
+        seen = seen.index_fill(1, torch.tensor([0]), True)
+        causal = torch.ones(9, 9, dtype=torch.bool).triu(1)
+        return self.attn(x, x, x, key_padding_mask=~seen, attn_mask=causal, need_weights=False)[0]
+
+
+@form((9, 2, 32))
+class LayersOfTorch(nn.Module):
+    """A weight that nobody reads: the second result is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(32, 4, bias=False, add_bias_kv=False)
+
+    def forward(self, x: Any) -> Any:
+        out, _ = self.attn(x, x, x)
+        return out

@@ -1,0 +1,548 @@
+"""Attention in vision: U-Nets of diffusion, autoencoders, windows, decoders of masks, matching."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .form import Form, collector, linears
+
+VISION: dict[str, Form] = {}
+form = collector(VISION)
+einsum = torch.einsum
+
+
+@form((2, 32, 4, 5))
+class UNetOneByOneQkv(nn.Module):
+    """q, k and v of a 1x1 convolution, channels first, products by einsum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Conv2d(32, 96, 1, bias=False), nn.Conv2d(32, 32, 1)
+
+    def forward(self, x: Any) -> Any:
+        b, _, h, w = x.shape
+        q, k, v = (t.reshape(b, 4, 8, h * w) for t in self.qkv(x).chunk(3, dim=1))
+        sim = einsum("b h d i, b h d j -> b h i j", q * 8**-0.5, k)
+        sim = sim - sim.amax(dim=-1, keepdim=True).detach()
+        out = einsum("b h i j, b h d j -> b h i d", sim.softmax(dim=-1), v)
+        return self.out(out.permute(0, 1, 3, 2).reshape(b, 32, h, w)) + x
+
+
+@form((2, 96, 20))
+def guided_qkv(qkv: Any) -> Any:
+    """The square root of the scale on q and on k, softmax in float32."""
+    bs, width, length = qkv.shape
+    ch = width // 12
+    q, k, v = qkv.reshape(bs * 4, ch * 3, length).split(ch, dim=1)
+    scale = 1 / math.sqrt(math.sqrt(ch))
+    weight = einsum("bct,bcs->bts", q * scale, k * scale)
+    weight = torch.softmax(weight.float(), dim=-1).type(weight.dtype)
+    return einsum("bts,bcs->bct", weight, v).reshape(bs, -1, length)
+
+
+@form((2, 96, 20))
+def guided_qkv_split_first(qkv: Any) -> Any:
+    bs, width, length = qkv.shape
+    ch = width // 12
+    q, k, v = qkv.chunk(3, dim=1)
+    scale = ch**-0.25
+    weight = einsum(
+        "bct,bcs->bts", (q * scale).view(bs * 4, ch, length), (k * scale).view(bs * 4, ch, length)
+    )
+    weight = F.softmax(weight, dim=-1)
+    return einsum("bts,bcs->bct", weight, v.reshape(bs * 4, ch, length)).reshape(bs, -1, length)
+
+
+@form((2, 16, 4, 5))
+class AutoencoderBlock(nn.Module):
+    """One head over the pixels; the weights are the right operand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(4, 16)
+        self.q, self.k, self.v, self.proj = (nn.Conv2d(16, 16, 1) for _ in range(4))
+
+    def forward(self, x: Any) -> Any:
+        h_ = self.norm(x)
+        q, k, v = self.q(h_), self.k(h_), self.v(h_)
+        b, c, h, w = q.shape
+        q = q.reshape(b, c, h * w).permute(0, 2, 1)
+        k = k.reshape(b, c, h * w)
+        w_ = torch.bmm(q, k) * int(c) ** (-0.5)
+        w_ = F.softmax(w_, dim=2)
+        v = v.reshape(b, c, h * w)
+        h_ = torch.bmm(v, w_.permute(0, 2, 1)).reshape(b, c, h, w)
+        return x + self.proj(h_)
+
+
+@form((2, 16, 4, 5))
+class NonLocalBlock(nn.Module):
+    """Embedded Gaussian: keys and values at half the size, no scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.theta, self.phi, self.g = (nn.Conv2d(16, 8, 1) for _ in range(3))
+        self.out = nn.Conv2d(8, 16, 1)
+        self.pool = nn.MaxPool2d(2)
+
+    def forward(self, x: Any) -> Any:
+        b = x.size(0)
+        g = self.pool(self.g(x)).view(b, 8, -1).permute(0, 2, 1)
+        theta = self.theta(x).view(b, 8, -1).permute(0, 2, 1)
+        phi = self.pool(self.phi(x)).view(b, 8, -1)
+        f = torch.matmul(theta, phi)
+        y = torch.matmul(F.softmax(f, dim=-1), g)
+        return self.out(y.permute(0, 2, 1).contiguous().view(b, 8, *x.shape[2:])) + x
+
+
+@form((2, 16, 4, 5))
+class SelfAttentionGan(nn.Module):
+    """Keys over dim 1 of the transposed product, a learned gain behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g, self.h = nn.Conv2d(16, 4, 1), nn.Conv2d(16, 4, 1), nn.Conv2d(16, 16, 1)
+        self.gamma = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, x: Any) -> Any:
+        size = x.size()
+        x = x.view(*size[:2], -1)
+        f, g, h = (m(x.view(size)).flatten(2) for m in (self.f, self.g, self.h))
+        beta = F.softmax(torch.bmm(f.transpose(1, 2), g), dim=1)
+        return (self.gamma * torch.bmm(h, beta) + x).view(*size).contiguous()
+
+
+@form((2, 16, 4, 5), fused=0, reasons=("no product of queries and keys", "no product of queries and keys"))
+class LinearAttentionBlock(nn.Module):
+    """softmax of k over the tokens: a context first, no scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Conv2d(16, 48, 1, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        b, c, h, w = x.shape
+        q, k, v = (t.reshape(b, 2, 8, h * w) for t in self.qkv(x).chunk(3, dim=1))
+        q, k = q.softmax(dim=-2) * 8**-0.5, k.softmax(dim=-1)
+        context = einsum("bhdn,bhen->bhde", k, v)
+        return einsum("bhde,bhdn->bhen", context, q).reshape(b, c, h, w)
+
+
+@form((2, 16, 32), (2, 9, 24))
+class CrossAttentionOfText(nn.Module):
+    """Heads merged into the batch, baddbmm with beta=0 into an empty tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(32, 32, False), nn.Linear(24, 32, False), nn.Linear(24, 32, False)
+
+    def heads(self, t: Any) -> Any:
+        b, n, d = t.shape
+        return t.reshape(b, n, 4, d // 4).permute(0, 2, 1, 3).reshape(b * 4, n, d // 4)
+
+    def forward(self, x: Any, context: Any) -> Any:
+        q, k, v = self.heads(self.q(x)), self.heads(self.k(context)), self.heads(self.v(context))
+        empty = torch.empty(q.shape[0], q.shape[1], k.shape[1], dtype=q.dtype, device=q.device)
+        scores = torch.baddbmm(empty, q, k.transpose(-1, -2), beta=0, alpha=8**-0.5)
+        probs = scores.softmax(dim=-1).to(v.dtype)
+        out = torch.bmm(probs, v)
+        return out.reshape(2, 4, 16, 8).permute(0, 2, 1, 3).reshape(2, 16, 32)
+
+
+@form((2, 16, 32), (2, 9, 32), lambda: torch.rand(2, 9) > 0.3)
+class CrossAttentionMasked(nn.Module):
+    """A mask of keys, repeated for the heads in the batch, ~mask filled with -finfo.max in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = linears(32, 32, 32, 32)
+
+    def forward(self, x: Any, context: Any, mask: Any) -> Any:
+        b, h = x.shape[0], 4
+        mask = mask.clone()
+        mask[:, 0] = True
+        q, k, v = self.qkv[0](x), self.qkv[1](context), self.qkv[2](context)
+        q, k, v = (t.view(b, -1, h, 8).transpose(1, 2).reshape(b * h, -1, 8) for t in (q, k, v))
+        sim = einsum("b i d, b j d -> b i j", q, k) * 8**-0.5
+        mask = mask.reshape(b, -1)[:, None, None, :].expand(b, h, 1, -1).reshape(b * h, 1, -1)
+        sim.masked_fill_(~mask, -torch.finfo(sim.dtype).max)
+        attn = sim.softmax(dim=-1)
+        out = einsum("b i j, b j d -> b i d", attn, v)
+        return out.view(b, h, -1, 8).transpose(1, 2).reshape(b, -1, 32)
+
+
+class Window(nn.Module):
+    """Windows of an image with a table of relative positions, and a mask of shifted windows."""
+
+    def __init__(self, cosine: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.table = nn.Parameter(torch.randn(25, 2) * 0.3)
+        coords = torch.stack(torch.meshgrid(torch.arange(3), torch.arange(3), indexing="ij")).flatten(1)
+        relative = (coords[:, :, None] - coords[:, None, :]).permute(1, 2, 0) + 2
+        self.register_buffer("index", relative[..., 0] * 5 + relative[..., 1])
+        self.logit_scale = nn.Parameter(torch.log(10 * torch.ones(2, 1, 1))) if cosine else None
+
+    def forward(self, x: Any, mask: Any = None) -> Any:
+        b_, n, c = x.shape
+        qkv = self.qkv(x).reshape(b_, n, 3, 2, c // 2).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv[0], qkv[1], qkv[2]
+        if self.logit_scale is None:
+            attn = (q * 8**-0.5) @ k.transpose(-2, -1)
+        else:
+            attn = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+            attn = attn * torch.clamp(self.logit_scale, max=math.log(1.0 / 0.01)).exp()
+        bias = self.table[self.index.view(-1)].view(n, n, -1).permute(2, 0, 1).contiguous()
+        if self.logit_scale is not None:
+            bias = 16 * torch.sigmoid(bias)
+        attn = attn + bias.unsqueeze(0)
+        if mask is not None:
+            nw = mask.shape[0]
+            attn = attn.view(b_ // nw, nw, 2, n, n) + mask.unsqueeze(1).unsqueeze(0)
+            attn = attn.view(-1, 2, n, n)
+        attn = attn.softmax(dim=-1)
+        return self.proj((attn @ v).transpose(1, 2).reshape(b_, n, c))
+
+
+def shifted() -> torch.Tensor:
+    """(4 windows, 9, 9): 0 and -100, as Swin has it."""
+    which = torch.randint(0, 2, (4, 9))
+    difference = which.unsqueeze(1) - which.unsqueeze(2)
+    return difference.float().masked_fill(difference != 0, -100.0)
+
+
+form((8, 9, 16))(type("WindowsPlain", (Window,), {}))
+form((8, 9, 16), shifted)(type("WindowsShifted", (Window,), {}))
+form((8, 9, 16), shifted)(
+    type("WindowsCosine", (Window,), {"__init__": lambda self: Window.__init__(self, cosine=True)})
+)
+
+
+@form((2, 12, 12, 16), fused=2)
+def axial_rows_then_columns(x: Any) -> Any:
+    """Rows, then columns, both with the other axis as batch."""
+    for axis in (1, 2):
+        t = x.transpose(axis, 2)
+        q = k = v = t.unflatten(-1, (2, 8)).transpose(2, 3)
+        a = (q @ k.transpose(-1, -2) / 8**0.5).softmax(-1)
+        x = x + (a @ v).transpose(2, 3).flatten(3).transpose(axis, 2)
+    return x
+
+
+@form((2, 24, 16), fused=1)
+class DecomposedPositions(nn.Module):
+    """Rows and columns of an image apart: (q . rel_h) and (q . rel_w) added to the scores viewed apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.rel_h, self.rel_w = nn.Parameter(torch.randn(7, 8)), nn.Parameter(torch.randn(11, 8))
+
+    @staticmethod
+    def get(size: int, rel: Any) -> Any:
+        at = torch.arange(size)[:, None] - torch.arange(size)[None, :] + size - 1
+        return rel[at.long()]
+
+    def forward(self, x: Any) -> Any:
+        b, n, _ = x.shape
+        h, w = 4, 6
+        q, k, v = self.qkv(x).reshape(b, n, 3, 2, 8).permute(2, 0, 3, 1, 4).reshape(3, b * 2, n, 8).unbind(0)
+        attn = (q * 8**-0.5) @ k.transpose(-2, -1)
+        r_q = q.reshape(b * 2, h, w, 8)
+        rel_h = einsum("bhwc,hkc->bhwk", r_q, self.get(h, self.rel_h))
+        rel_w = einsum("bhwc,wkc->bhwk", r_q, self.get(w, self.rel_w))
+        attn = (attn.view(b * 2, h, w, h, w) + rel_h[:, :, :, :, None] + rel_w[:, :, :, None, :]).view(
+            b * 2, n, n
+        )
+        out = (attn.softmax(dim=-1) @ v).view(b, 2, h, w, 8).permute(0, 2, 3, 1, 4)
+        return out.reshape(b, h, w, 16)
+
+
+@form((2, 2, 25, 8), (2, 2, 25, 8), (2, 2, 25, 8), (2, 2, 24, 4), (2, 2, 24, 6))
+def positions_beside_a_class_token(q: Any, k: Any, v: Any, rel_h: Any, rel_w: Any) -> Any:
+    """Positions for all but the class token, added in place to a slice of the scores."""
+    attn = (q * 8**-0.5) @ k.transpose(-2, -1)
+    attn[:, :, 1:, 1:] = (
+        attn[:, :, 1:, 1:].view(2, 2, 4, 6, 4, 6)
+        + rel_h.view(2, 2, 4, 6, 4)[..., :, None]
+        + rel_w.view(2, 2, 4, 6, 6)[..., None, :]
+    ).view(2, 2, 24, 24)
+    return attn.softmax(-1) @ v + q
+
+
+@form((2, 24, 16))
+class PooledKeys(nn.Module):
+    """Spatial reduction: keys and values of a strided convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.sr = nn.Linear(16, 16), nn.Linear(16, 32), nn.Conv2d(16, 16, 2, 2)
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: Any) -> Any:
+        b, n, c = x.shape
+        q = self.q(x).reshape(b, n, 2, 8).permute(0, 2, 1, 3)
+        x_ = self.sr(x.permute(0, 2, 1).reshape(b, c, 4, 6)).reshape(b, c, -1).permute(0, 2, 1)
+        kv = self.kv(self.norm(x_)).reshape(b, -1, 2, 2, 8).permute(2, 0, 3, 1, 4)
+        attn = (q @ kv[0].transpose(-2, -1)) * 8**-0.5
+        return (attn.softmax(dim=-1) @ kv[1]).transpose(1, 2).reshape(b, n, c)
+
+
+@form((2, 48, 4, 6))
+class ChannelsFirstHeads(nn.Module):
+    """(B, heads, dim, N): q transposed, values times transposed weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(2, 24, 24))
+
+    def forward(self, x: Any) -> Any:
+        b, _, h, w = x.shape
+        q, k, v = x.view(b, 2, 24, -1).chunk(3, dim=2)
+        attn = (q.transpose(-2, -1) * 8**-0.5) @ k
+        attn = (attn + self.bias).softmax(dim=-1)
+        return (v @ attn.transpose(-2, -1)).view(b, -1, h, w)
+
+
+@form((2, 2, 8, 24), (2, 2, 8, 24), (2, 2, 8, 24))
+def channel_attention(q: Any, k: Any, v: Any) -> Any:
+    """Over channels (transposed attention): a softmax over dim, with a learned temperature."""
+    q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    return ((q @ k.transpose(-2, -1)) * 1.5).softmax(dim=-1) @ v
+
+
+@form((2, 2, 24, 8), (2, 2, 24, 8), (2, 2, 24, 8), fused=0, reasons=())
+def relu_linear_attention(q: Any, k: Any, v: Any) -> Any:
+    q, k = F.relu(q), F.relu(k)
+    vk = F.pad(v, (0, 1), value=1.0).transpose(-1, -2) @ k
+    out = (vk @ q.transpose(-1, -2)).transpose(-1, -2)
+    return out[..., :-1] / (out[..., -1:] + 1e-6)
+
+
+@form((2, 5, 16), (2, 24, 16), (24, 16), fused=3)
+class MaskDecoder(nn.Module):
+    """Tokens to tokens, tokens to image, image to tokens, positions added to q and k alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(linears(16, 16, 16, 16, 16, bias=True) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
+
+    def attend(self, i: int, q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (m(t) for m, t in zip(self.layers[i][:3], (q, k, v), strict=True))
+        q, k, v = (t.reshape(t.shape[0], t.shape[1], 2, 8).transpose(1, 2) for t in (q, k, v))
+        attn = q @ k.permute(0, 1, 3, 2)
+        attn = torch.softmax(attn / math.sqrt(8), dim=-1)
+        out = (attn @ v).transpose(1, 2)
+        return self.layers[i][3](out.reshape(out.shape[0], out.shape[1], 16))
+
+    def forward(self, queries: Any, keys: Any, pe: Any) -> Any:
+        queries = self.norms[0](queries + self.attend(0, queries, queries, queries))
+        queries = self.norms[1](queries + self.attend(1, queries, keys + pe, keys))
+        keys = self.norms[2](keys + self.attend(2, keys + pe, queries, queries))
+        return queries, keys
+
+
+@form((2, 20, 16), (2, 24, 16), fused=2)
+def both_directions(a: Any, b: Any) -> Any:
+    """Two images matched: one matrix of scores, softmaxed along both of its dims."""
+    q, k = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in (a, b))
+    s = 8**-0.25
+    sim = einsum("bhid,bhjd->bhij", q * s, k * s)
+    m0 = einsum("bhij,bhjd->bhid", F.softmax(sim, dim=-1), k)
+    m1 = einsum("bhji,bhjd->bhid", F.softmax(sim.transpose(-2, -1).contiguous(), dim=-1).transpose(-2, -1), q)
+    return m0.transpose(1, 2).flatten(2), m1.transpose(1, 2).flatten(2)
+
+
+@form((2, 16, 20), (2, 16, 24), (2, 16, 24))
+def matching_channels_first(query: Any, key: Any, value: Any) -> Any:
+    """Matching of points: heads behind the channels."""
+    q, k, v = (t.view(2, 8, 2, -1) for t in (query, key, value))
+    scores = einsum("bdhn,bdhm->bhnm", q, k) / 8**0.5
+    prob = F.softmax(scores, dim=-1)
+    return einsum("bhnm,bdhm->bdhn", prob, v).contiguous().view(2, 16, -1)
+
+
+@form(
+    (2, 20, 16),
+    (2, 24, 16),
+    fused=0,
+    reasons=(
+        "stands between the softmax and the product with v",
+        "stands between the softmax and the product with v",
+    ),
+)
+def dual_softmax(a: Any, b: Any) -> Any:
+    """A product of two softmaxes is no attention."""
+    sim = a @ b.transpose(1, 2) / 0.1
+    return (sim.softmax(1) * sim.softmax(2)) @ b
+
+
+@form(
+    (2, 5, 16),
+    (2, 20, 16),
+    (2, 20, 16),
+    fused=0,
+    reasons=(
+        "stands between the softmax and the product with v",
+        "stands between the softmax and the product with v",
+    ),
+)
+class Slots(nn.Module):
+    """Slots compete: softmax over the slots, then normalised over the tokens."""
+
+    def forward(self, slots: Any, k: Any, v: Any) -> Any:
+        for _ in range(2):
+            dots = einsum("bid,bjd->bij", slots, k) * 0.25
+            attn = dots.softmax(dim=1) + 1e-8
+            attn = attn / attn.sum(dim=-1, keepdim=True)
+            slots = slots + einsum("bjd,bij->bid", v, attn)
+        return slots
+
+
+@form((2, 16, 4, 5), fused=0, reasons=("calls SDPA already",))
+class AttentionPool(nn.Module):
+    """CLIP's pool: the mean token queries all; one query."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(21, 16) * 0.2)
+        self.q, self.k, self.v, self.c = linears(16, 16, 16, 16, 16, bias=True)
+
+    def forward(self, x: Any) -> Any:
+        x = x.flatten(start_dim=2).permute(2, 0, 1)
+        x = torch.cat([x.mean(dim=0, keepdim=True), x], dim=0) + self.position[:, None, :]
+        return F.multi_head_attention_forward(
+            query=x[:1], key=x, value=x, embed_dim_to_check=16, num_heads=2,
+            q_proj_weight=self.q.weight, k_proj_weight=self.k.weight, v_proj_weight=self.v.weight,
+            in_proj_weight=None, in_proj_bias=torch.cat([self.q.bias, self.k.bias, self.v.bias]),
+            bias_k=None, bias_v=None, add_zero_attn=False, dropout_p=0.0,
+            out_proj_weight=self.c.weight, out_proj_bias=self.c.bias, use_separate_proj_weight=True,
+            training=False, need_weights=False,
+        )[0].squeeze(0)  # fmt: skip
+
+
+@form((2, 9, 16), (1, 3, 16))
+class LatentPool(nn.Module):
+    """A learned query, expanded for the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(16, 16), nn.Linear(16, 32)
+
+    def forward(self, x: Any, latent: Any) -> Any:
+        b = x.shape[0]
+        q = self.q(latent.expand(b, -1, -1)).reshape(b, -1, 2, 8).transpose(1, 2)
+        k, v = self.kv(x).reshape(b, -1, 2, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        return ((q * 8**-0.5 @ k.transpose(-2, -1)).softmax(dim=-1) @ v).transpose(1, 2).reshape(b, -1, 16)
+
+
+@form((2, 10, 16))
+class ClassTokenOnly(nn.Module):
+    """Class attention: the first token queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = linears(16, 16, 16, 16, bias=True)
+
+    def forward(self, x: Any) -> Any:
+        b, n, c = x.shape
+        q = self.q(x[:, 0]).unsqueeze(1).reshape(b, 1, 2, 8).permute(0, 2, 1, 3) * 8**-0.5
+        k = self.k(x).reshape(b, n, 2, 8).permute(0, 2, 1, 3)
+        v = self.v(x).reshape(b, n, 2, 8).permute(0, 2, 1, 3)
+        attn = (q @ k.transpose(-2, -1)).softmax(dim=-1)
+        return (attn @ v).transpose(1, 2).reshape(b, 1, c)
+
+
+@form((2, 10, 16), fused=0, reasons=("stands between the product of q and k and the softmax",))
+class TalkingHeads(nn.Module):
+    """Heads are mixed before and after the softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.l, self.w = nn.Linear(16, 48), nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Any) -> Any:
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        attn = q @ k.transpose(-2, -1)
+        attn = self.l(attn.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).softmax(dim=-1)
+        attn = self.w(attn.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return (attn @ v).transpose(1, 2).reshape(b, n, c)
+
+
+@form((2, 10, 16), fused=0, reasons=("is no product of weights and values",))
+class ReAttention(nn.Module):
+    """DeepViT: heads of the weights mixed by einsum, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(2, 2))
+
+    def forward(self, x: Any) -> Any:
+        q = k = v = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        attn = (einsum("bhid,bhjd->bhij", q, k) * 0.3).softmax(-1)
+        attn = einsum("bhij,hg->bgij", attn, self.mix)
+        return einsum("bhij,bhjd->bhid", attn, v)
+
+
+@form((2, 10, 16))
+class LocalityOfDiagonal(nn.Module):
+    """Small data sets: a learned temperature, and a token does not see itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.log(torch.tensor(8**-0.5)))
+        self.qkv = nn.Linear(16, 48, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        q, k, v = (t.view(2, 10, 2, 8).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        dots = torch.matmul(q, k.transpose(-1, -2)) * self.temperature.exp()
+        mask = torch.eye(dots.shape[-1], device=dots.device, dtype=torch.bool)
+        dots = dots.masked_fill(mask, -torch.finfo(dots.dtype).max)
+        return (dots.softmax(-1) @ v).transpose(1, 2).reshape(2, 10, 16)
+
+
+@form((2, 10, 16))
+class ParallelHeadsInBatch(nn.Module):
+    """Heads before the batch, as chunks that are concatenated over the batch."""
+
+    def forward(self, x: Any) -> Any:
+        q = torch.cat(x.chunk(2, dim=-1), dim=0)
+        a = torch.bmm(q, q.transpose(1, 2)) / (16**0.5)
+        o = torch.bmm(torch.softmax(a, 2), q)
+        return torch.cat(o.chunk(2, dim=0), dim=2)
+
+
+@form((2, 36, 16))
+class NeighbourhoodByUnfold(nn.Module):
+    """Each pixel attends to its 3x3 neighbours, unfolded; the edges are masked."""
+
+    def forward(self, x: Any) -> Any:
+        b, n, c = x.shape
+        image = x.transpose(1, 2).view(b, c, 6, 6)
+        k = F.unfold(image, 3, padding=1).view(b, 2, 8, 9, n).permute(0, 1, 4, 3, 2)
+        mask = F.unfold(torch.ones(1, 1, 6, 6), 3, padding=1).view(1, 1, n, 1, 9)
+        q = x.view(b, n, 2, 8).permute(0, 2, 1, 3).unsqueeze(3)
+        attn = (q * 8**-0.5) @ k.transpose(-2, -1)
+        attn = attn.masked_fill(mask == 0, float("-inf")).softmax(-1)
+        return (attn @ k).squeeze(3).transpose(1, 2).reshape(b, n, c)
+
+
+@form((2, 4, 8, 8), fused=0, reasons=("no product of queries and keys",))
+class LowRankGlobalContext(nn.Module):
+    """Global context: one weight for each pixel, from a 1x1 convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = nn.Conv2d(4, 1, 1)
+
+    def forward(self, x: Any) -> Any:
+        b, c, h, w = x.shape
+        weights = self.mask(x).view(b, 1, h * w).softmax(2).unsqueeze(-1)
+        return torch.matmul(x.view(b, c, h * w).unsqueeze(1), weights).view(b, c, 1, 1)

@@ -147,11 +147,12 @@ def make(name: str, attention: str) -> tuple[torch.nn.Module, dict[str, Any], st
                 model(**inputs)
             return model, inputs, sizes
         except Exception as error:
-            reasons.append(f"{sizes}: {_line(error)}")
+            reasons.append(f"{sizes}: {line(error)}")
     raise RuntimeError("; ".join(reasons))
 
 
-def _line(error: BaseException) -> str:
+def line(error: BaseException) -> str:
+    """An error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
 
 
@@ -163,20 +164,25 @@ def survey(name: str, attention: str, train: bool) -> dict[str, Any]:
         model, inputs, row["sizes"] = make(name, attention)
     except RuntimeError as error:
         return {**row, "state": "not made", "reason": str(error)}
+    return {**row, **judged(model, inputs, train)}
+
+
+def judged(model: torch.nn.Module, inputs: dict[str, Any], train: bool) -> dict[str, Any]:
+    """Whether a model is right with everything fused that is proved, and what is fused and left."""
     if _draws(model, inputs):
-        return {**row, "state": "not made", "reason": "it draws random numbers: two runs differ"}
+        return {"state": "not made", "reason": "it draws random numbers: two runs differ"}
     try:
         seen = testing.check(
             model, inputs, train=train, backend=testing.EAGER_AFTER_PASSES, slack=SLACK, fused=None
         )
     except AssertionError as error:
-        return {**row, "state": "wrong", "reason": _line(error)}
+        return {"state": "wrong", "reason": line(error)}
     except Exception as error:
         state = "wrong" if _runs_without(model, inputs, train) else "not made"
-        return {**row, "state": state, "reason": _line(error)}
+        return {"state": state, "reason": line(error)}
     left = Counter(site.reason for site in seen.sites if site.verdict != "fused")
     fused = Counter(site.fusion for site in seen.ours.fused)
-    return {**row, "state": "right", "fused": dict(fused), "left": dict(left)}
+    return {"state": "right", "fused": dict(fused), "left": dict(left)}
 
 
 def _draws(model: torch.nn.Module, inputs: dict[str, Any]) -> bool:
@@ -210,10 +216,15 @@ def key(name: str, attention: str, train: bool) -> str:
 
 def _apart(name: str, attention: str, train: bool) -> dict[str, Any]:
     """The row, from a process of its own, which may take long or die."""
+    return apart(lambda: survey(name, attention, train), _row(name, attention, train))
+
+
+def apart(surveyed: Callable[[], dict[str, Any]], row: dict[str, Any]) -> dict[str, Any]:
+    """What a function returns in a process of its own; `row` with the reason where it is late or dies."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: sender.send(survey(name, attention, train)))
-    start, row = time.monotonic(), _row(name, attention, train)
+    process = context.Process(target=lambda: sender.send(surveyed()))
+    start = time.monotonic()
     process.start()
     sender.close()
     try:

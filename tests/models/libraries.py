@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import re
 import sys
 import warnings
@@ -61,8 +62,8 @@ X_TRANSFORMERS: dict[str, dict[str, Any]] = {
 VIT_PYTORCH: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("ViT", {}), "simple_vit": ("SimpleViT", {}), "deepvit": ("DeepViT", {}),
     "cait": ("CaiT", dict(cls_depth=1)), "pit": ("PiT", dict(depth=(1, 1))), "rvt": ("RvT", {}),
-    "local_vit": ("LocalViT", {}), "parallel_vit": ("ViT", {}), "vit_for_small_dataset": ("ViT", {}),
-    "ats_vit": ("ViT", dict(depth=None, max_tokens_per_depth=(16, 8))), "xcit": ("XCiT", dict(cls_depth=1)),
+    "parallel_vit": ("ViT", {}), "vit_for_small_dataset": ("ViT", {}),
+    "ats_vit": ("ViT", dict(max_tokens_per_depth=(16, 8))), "xcit": ("XCiT", dict(cls_depth=1)),
     "learnable_memory_vit": ("ViT", {}), "normalized_vit": ("nViT", {}), "vit_with_patch_merger": ("ViT", {}),
     "simple_vit_with_qk_norm": ("SimpleViT", {}), "simple_vit_with_value_residual": ("SimpleViT", {}),
     "simple_vit_with_register_tokens": ("SimpleViT", {}), "simple_uvit": ("SimpleUViT", {}),
@@ -77,7 +78,7 @@ VIT_PYTORCH: dict[str, tuple[str, dict[str, Any]]] = {
     "scalable_vit": ("ScalableViT", dict(_only=True, num_classes=5, dim=16, heads=(1, 2), depth=(1, 1),
                                          reduction_factor=(2, 1), window_size=(4, None), ssa_dim_key=(8, 8),
                                          ssa_dim_value=(8, 8), iwsa_dim_key=(8, 8), iwsa_dim_value=(8, 8))),
-    "sep_vit": ("SepViT", dict(_only=True, num_classes=5, dim=16, heads=(1, 2), depth=(1, 1), window_size=4,
+    "sep_vit": ("SepViT", dict(_only=True, num_classes=5, dim=16, heads=(1, 2), depth=(1, 1), size=112,
                                dim_head=8)),
     "cct": ("CCT", dict(_only=True, img_size=32, embedding_dim=32, n_conv_layers=1, num_layers=2, num_heads=2,
                         mlp_ratio=1.0, num_classes=5)),
@@ -126,7 +127,8 @@ def _vit_pytorch(name: str, kind: str, options: dict[str, Any]) -> tuple[nn.Modu
         made["window_size"] = options["window_size"]
     size = options.get("size", made.get("image_size", 32))
     size = size if isinstance(size, int) else size[0]
-    return getattr(module, kind)(**made), {"x" if kind == "CCT" else "img": torch.randn(2, 3, size, size)}
+    model = getattr(module, kind)(**made)
+    return model, {next(iter(inspect.signature(model.forward).parameters)): torch.randn(2, 3, size, size)}
 
 
 def _timm(name: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -138,7 +140,9 @@ def _timm(name: str) -> tuple[nn.Module, dict[str, Any]]:
 def _written_out(model: nn.Module) -> nn.Module:
     """A model of diffusers without SDPA, as it is set by those who read its weights."""
     processors = importlib.import_module("diffusers.models.attention_processor")
-    model.set_attn_processor(processors.AttnProcessor())
+    for module in model.modules():
+        if hasattr(module, "set_processor"):
+            module.set_processor(processors.AttnProcessor())
     return model
 
 
@@ -154,11 +158,22 @@ def _unet(blocks: str, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
     return model, {"sample": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([3, 5]), **states}
 
 
-def _autoencoder(**options: Any) -> tuple[nn.Module, dict[str, Any]]:
+class _Mean(nn.Module):
+    """An autoencoder that draws no latents."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, sample: Any) -> Any:
+        return self.model.decode(self.model.encode(sample).latent_dist.mean).sample
+
+
+def _autoencoder() -> tuple[nn.Module, dict[str, Any]]:
     library = importlib.import_module("diffusers")
-    model = library.AutoencoderKL(block_out_channels=(8, 16), norm_num_groups=4, sample_size=16, **options)
-    model.forward = lambda sample: model.decode(model.encode(sample).latent_dist.mean).sample
-    return model, {"sample": torch.randn(2, 3, 16, 16)}
+    blocks = dict(down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2)
+    model = library.AutoencoderKL(block_out_channels=(8, 16), norm_num_groups=4, sample_size=16, **blocks)
+    return _Mean(model), {"sample": torch.randn(2, 3, 16, 16)}
 
 
 def _dit() -> tuple[nn.Module, dict[str, Any]]:

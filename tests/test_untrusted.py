@@ -106,7 +106,7 @@ def test_versions_of_python() -> None:
 def test_dependencies() -> None:
     """What the package imports is declared, or asked for where it is used."""
     project = (ROOT / "pyproject.toml").read_text()
-    declared = set(re.findall(r'^    "([a-z0-9]+)', project, re.M)) | {"transformers", "peft"}
+    declared = set(re.findall(r'^    "([a-z0-9]+)', project, re.M)) | {"transformers", "peft", "triton"}
     found = set()
     for path in (ROOT / "inductor_fusions").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

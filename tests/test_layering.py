@@ -108,6 +108,7 @@ LAYERS = {
 }
 # The same inside _inductor/. Its __init__ imports them all; the rest of the package imports that alone.
 PRIVATE_LAYERS = {
+    "absent": {"loading", "shapes"},
     "loading": set(),
     "versions": set(),
     "shapes": set(),

@@ -10,14 +10,14 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .device import register_guard
+from inductor_fusions import _inductor
 
 
+@_inductor.device_guard()
 def on_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:
     """A copy of a graph with everything on a device ("cuda:0"), and fake inputs for it."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    register_guard()
     values = [n.meta.get("val") for n in gm.graph.nodes]
     leaves = [v for v in [*pytree.tree_leaves(values), *example_inputs] if isinstance(v, FakeTensor)]
     mode = leaves[0].fake_mode if leaves else FakeTensorMode()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._config_module import Config, install_config_module
 
+from .absent import AbsentDevice, absent_device, device_guard, on_absent_device
 from .bisector import bisected_away, bisecting, join_bisector
 from .compiling import compile_apart, fresh_compile, inductor, passes_only
 from .flex import flex_attention_op, flex_backward_op, flex_block_mask, flex_on_cpu
@@ -136,6 +137,7 @@ __all__ = [
     "GROUPED_MM",
     "HOOKS",
     "NEWEST_TESTED",
+    "AbsentDevice",
     "Config",
     "Context",
     "CustomGraphPass",
@@ -146,6 +148,7 @@ __all__ = [
     "PatternExpr",
     "Patterns",
     "Variant",
+    "absent_device",
     "after_each_compile",
     "artifact_log",
     "as_function",
@@ -171,6 +174,7 @@ __all__ = [
     "counts_in_32_bits",
     "decompose_in_graphs",
     "deferred",
+    "device_guard",
     "devices_work",
     "difference",
     "donated",
@@ -210,6 +214,7 @@ __all__ = [
     "lower_to_template",
     "max_autotune",
     "missing_hook",
+    "on_absent_device",
     "only_traced_autograd_runs",
     "parts_of",
     "passes_installed",

@@ -10,6 +10,7 @@ import torch
 import typer
 
 from .. import config
+from ..decisions import target as target_device
 from ..explaining import Explanation
 from ..explaining import explain as explain_model
 from ..sites import groups
@@ -62,6 +63,13 @@ def explain(
         typer.Option(min=1, help="At most this many layers in each stack of a Hugging Face model."),
     ] = None,
     device: Annotated[Device, typer.Option(help="Where; auto takes a GPU if there is one.")] = Device.auto,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPU",
+            help="Say it for a GPU that need not be in this machine: nvidia_h200.",
+        ),
+    ] = None,
     html: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write a page with the graphs before and after as well."),
@@ -73,9 +81,12 @@ def explain(
     The model has random weights and nothing is downloaded. All passes of torch.compile run, and no code is
     generated.
     """
-    where = find_device(device)
+    if target is not None:
+        _check_target(target, train, device)
+    where = find_device(device if target is None else Device.cpu)
     writable(html, "--html")
-    precision = dtype or (Precision.bfloat16 if where.type == "cuda" else Precision.float32)
+    on_gpu = where.type == "cuda" or target is not None
+    precision = dtype or (Precision.bfloat16 if on_gpu else Precision.float32)
     with calm():
         if ":" in model and not Path(model).exists():
             module, kwargs = from_callable(model)
@@ -87,7 +98,7 @@ def explain(
             kwargs = {k: to_dtype(x, getattr(torch, precision.value)) for k, x in kwargs.items()}
         module = module.to(where).train(train)
         kwargs = {k: x.to(where) if isinstance(x, torch.Tensor) else x for k, x in kwargs.items()}
-        found = _explained(module, kwargs, train, dynamic)
+        found = _explained(module, kwargs, train, dynamic, target)
     if html is not None:
         found.to_html(html)
     if as_json:
@@ -101,12 +112,31 @@ def explain(
     out.print(f"{model}: {found.summary()}", markup=False, highlight=False)
 
 
-def _explained(model: torch.nn.Module, kwargs: dict[str, Any], train: bool, dynamic: bool) -> Explanation:
-    given = {name: value for name, value in kwargs.items() if name in ("train", "dynamic", "fn")}
+def _check_target(target: str, train: bool, device: Device) -> None:
+    """Refuse what cannot be explained for another device.
+
+    Raises:
+        UserError: nothing is known of it, or something else is asked for as well.
+    """
+    try:
+        target_device(target)
+    except ValueError as error:
+        raise UserError(f"--target: {error}") from None
+    if device is not Device.auto:
+        raise UserError("--target says where: leave out --device")
+    if train and not torch.cuda.is_available():
+        raise UserError("--target with --train: a training step for another device needs a GPU here")
+
+
+def _explained(
+    model: torch.nn.Module, kwargs: dict[str, Any], train: bool, dynamic: bool, target: str | None
+) -> Explanation:
+    reserved = ("train", "dynamic", "target", "fn")
+    given = {name: value for name, value in kwargs.items() if name in reserved}
     if given:
         raise UserError(f"an argument of the model must not be called {next(iter(given))}")
     try:
-        return explain_model(model, train=train, dynamic=True if dynamic else None, **kwargs)
+        return explain_model(model, train=train, dynamic=True if dynamic else None, target=target, **kwargs)
     except Exception as error:
         print(f"{PROG}: the model does not compile or run: {describe(error)}", file=sys.stderr)
         raise typer.Exit(1) from error

@@ -5,6 +5,7 @@ The only reader of the gains and of the tiles in the tables.
 
 from .attention import attention, flex_backward, flex_options
 from .deciding import Decision, Query, Span, bracket, decide, decide_for_all, tiles
+from .devices import target
 
 __all__ = [
     "Decision",
@@ -16,5 +17,6 @@ __all__ = [
     "decide_for_all",
     "flex_backward",
     "flex_options",
+    "target",
     "tiles",
 ]

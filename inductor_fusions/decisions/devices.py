@@ -28,6 +28,15 @@ class Hardware:
     multiprocessors: int
     bandwidth: int = 0
 
+    @property
+    def shared_bytes(self) -> int:
+        """The most shared memory that one thread block has."""
+        return SHARED_KIB.get(self.capability, 227 if self.capability[0] in (9, 10) else 99) * 1024
+
+
+#: KiB of shared memory of one thread block by compute capability, where it differs from others of its kind.
+SHARED_KIB = {(8, 0): 163, (8, 7): 163}
+
 
 #: Devices by the beginning of their names, of which the first that fits counts.
 KNOWN: dict[str, Hardware] = {
@@ -58,6 +67,23 @@ def known(name: str) -> Hardware | None:
     if re.search(r"_mig_", name):
         return None
     return next((found for start, found in KNOWN.items() if re.match(rf"{start}(_|$)", name)), None)
+
+
+def target(name: str) -> tuple[str, Hardware]:
+    """A device that need not be in this machine: the name of its table, and what it is.
+
+    Args:
+        name: as that of a table, or as the driver has it: "nvidia_h200", "NVIDIA H200", "h200".
+
+    Raises:
+        ValueError: nothing is known of it; names those that are known.
+    """
+    for found in (tables.slug(name), f"nvidia_{tables.slug(name)}"):
+        what = known(found)
+        if what is not None:
+            return found, what
+    names = ", ".join(sorted(start.removeprefix("nvidia_") for start in KNOWN))
+    raise ValueError(f"nothing is known of a device {name!r}; known are {names}")
 
 
 def hardware(device: torch.device) -> Hardware | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import _inductor, config, reporting, watching
+from .. import _inductor, config, decisions, reporting, watching
 from ..runs import own_buffers, run
 from ..sites import SCHEMA, Report, Site, Verdict, table, text
 from .graphs import Line, Pair, Recorder
@@ -105,6 +105,7 @@ def explain(
     *args: Any,
     train: bool = False,
     dynamic: bool | None = None,
+    target: str | None = None,
     **kwargs: Any,
 ) -> Explanation:
     """Say of every candidate of a model what `torch.compile` makes of it, and why.
@@ -117,15 +118,38 @@ def explain(
         args: its arguments; tensors are copied first.
         train: the backward as well, of every floating output that requires a gradient.
         dynamic: as in `torch.compile`.
+        target: a GPU that need not be in this machine, such as "nvidia_h200": what would be fused there.
+            Nothing is computed then: `fn` must not look at values, and its tensors are arguments, parameters
+            and buffers.
         kwargs: keyword arguments of `fn`.
 
     Returns:
         The sites, and the graphs.
 
     Raises:
+        ValueError: nothing is known of the target; or a training step is asked for where there is no GPU at
+            all, which torch's autograd needs to differentiate on one.
         Exception: whatever `fn` raises.
     """
     fn = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))  # of a compiled one
+    if target is None:
+        return _explained(fn, args, kwargs, train, dynamic)
+    name, found = decisions.target(target)
+    if train and not torch.cuda.is_available():
+        raise ValueError("a training step for another device can only be explained where there is a GPU")
+    device = _inductor.AbsentDevice(name, found.capability, found.multiprocessors, found.shared_bytes)
+    with (
+        _inductor.absent_device(device),
+        _inductor.on_absent_device(fn, args, kwargs) as (moved, moved_args, moved_kwargs),
+    ):
+        explained = _explained(moved, moved_args, moved_kwargs, train, dynamic)
+    explained.facts["device"] = f"{name}, which need not be in this machine"
+    return explained
+
+
+def _explained(
+    fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], train: bool, dynamic: bool | None
+) -> Explanation:
     recorder = Recorder()
     start = time.perf_counter()
     with (

@@ -1,0 +1,318 @@
+"""A CUDA device that is not in this machine: what answers in its place, and tensors that are on it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import functools
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .loading import inductor_config
+from .shapes import is_wrapper
+
+
+@dataclass(frozen=True)
+class AbsentDevice:
+    """What Inductor and Triton ask of a CUDA device.
+
+    Attributes:
+        name: as `torch.cuda.get_device_name` gives it.
+        capability: compute capability (major, minor).
+        multiprocessors: their number.
+        shared_bytes: most shared memory of one thread block.
+        total_bytes: device memory.
+        l2_bytes: size of the L2 cache.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int
+    total_bytes: int = 80 * 2**30
+    l2_bytes: int = 50 * 2**20
+
+    def properties(self) -> types.SimpleNamespace:
+        """The fields of `torch.cuda.get_device_properties`."""
+        return types.SimpleNamespace(
+            name=self.name,
+            major=self.capability[0],
+            minor=self.capability[1],
+            multi_processor_count=self.multiprocessors,
+            total_memory=self.total_bytes,
+            regs_per_multiprocessor=65536,
+            max_threads_per_multi_processor=2048,
+            max_threads_per_block=1024,
+            warp_size=32,
+            shared_memory_per_block=49152,
+            shared_memory_per_block_optin=self.shared_bytes,
+            shared_memory_per_multiprocessor=self.shared_bytes + 1024,
+            L2_cache_size=self.l2_bytes,
+            is_integrated=0,
+            is_multi_gpu_board=0,
+            gcnArchName="",
+        )
+
+
+#: Modules whose cached answers depend on the device.
+_CACHED_IN = (
+    "torch.utils._triton",
+    "torch._inductor.utils",
+    "torch._inductor.runtime.hints",
+    "torch._inductor.select_algorithm",
+    "torch._inductor.codecache",
+    "torch._inductor.kernel.mm_common",
+    "torch._inductor.kernel.mm",
+    "torch._inductor.choices",
+    "torch._inductor.codegen.cuda.cuda_env",
+    "torch._inductor.codegen.triton",
+    "torch._inductor.template_heuristics.triton",
+    "torch._inductor.runtime.triton_heuristics",
+    "torch._inductor.runtime.triton_helpers",
+    "torch._dynamo.device_interface",
+)
+
+
+def _forget_answers() -> None:
+    for name in _CACHED_IN:
+        module = sys.modules.get(name)
+        for value in list(vars(module).values()) if module is not None else ():
+            if isinstance(value, functools._lru_cache_wrapper) and value.__module__.startswith("torch"):
+                value.cache_clear()
+    interface = sys.modules.get("torch._dynamo.device_interface")
+    for cache in ("caching_worker_device_properties", "caching_worker_current_devices"):
+        if interface is not None:
+            getattr(interface, cache, {}).pop("cuda", None)
+    hints = sys.modules.get("torch._inductor.runtime.hints")
+    if hints is not None and hasattr(hints.DeviceProperties.create, "cache_clear"):
+        hints.DeviceProperties.create.cache_clear()
+    codecache = sys.modules.get("torch._inductor.codecache")
+    if codecache is not None:
+        codecache.CacheBase.get_system.cache_clear()
+
+
+@contextlib.contextmanager
+def absent_device(device: AbsentDevice) -> Iterator[None]:
+    """Inside, everything that torch and Triton are asked of the CUDA device is answered from `device`."""
+    from torch._dynamo import device_interface
+    from torch._inductor.fx_passes import joint_graph, post_grad
+
+    properties, is_available = device.properties(), torch.cuda.is_available
+    answers: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: (properties.major, properties.minor),
+        "get_device_name": lambda device=None: properties.name,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "is_tf32_supported": lambda: True,
+        "synchronize": lambda device=None: None,
+        "get_rng_state": lambda device=0: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device=0: None,
+        "_exchange_device": lambda device: 0,
+        "_maybe_exchange_device": lambda device: 0,
+        "is_initialized": lambda: False,
+    }
+
+    def with_real_tensors(initialize: Callable[..., Any]) -> Callable[..., Any]:
+        """Stock traces its patterns on the device that there is."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with mock.patch.object(torch.cuda, "is_available", is_available):
+                return initialize()
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            if hasattr(torch.cuda, name):
+                stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+            if name in vars(device_interface.CudaInterface) and name != "is_available":
+                stack.enter_context(
+                    mock.patch.object(device_interface.CudaInterface, name, staticmethod(answer))
+                )
+        for name, takes in _attention(device.capability).items():
+            stack.enter_context(mock.patch.object(torch.backends.cuda, name, takes))
+        for module in (joint_graph, post_grad):
+            initialize = with_real_tensors(module.lazy_init)
+            stack.enter_context(mock.patch.object(module, "lazy_init", initialize))
+        if importlib.util.find_spec("triton") is not None:
+            stack.enter_context(_stub_driver(device))
+        stack.enter_context(device_guard())
+        _forget_answers()
+        stack.callback(_forget_answers)
+        yield
+
+
+def _attention(capability: tuple[int, int]) -> dict[str, Callable[..., bool]]:
+    """Which fused kernels of SDPA take an attention: what torch asks of a device, for one that is absent."""
+
+    def efficient(params: Any, debug: bool = False) -> bool:
+        q, k, v = params.query, params.key, params.value
+        aligned = 8 if q.dtype != torch.float32 else 4
+        return (
+            torch.backends.cuda.mem_efficient_sdp_enabled()
+            and q.dtype in (torch.float16, torch.bfloat16, torch.float32)
+            and q.shape[-3] == k.shape[-3]
+            and q.shape[-1] % aligned == v.shape[-1] % aligned == 0
+        )
+
+    def half(params: Any, widest: int) -> bool:
+        dims = {t.shape[-1] for t in (params.query, params.key, params.value)}
+        known = params.query.dtype in (torch.float16, torch.bfloat16)
+        return known and len(dims) == 1 and max(dims) <= widest and max(dims) % 8 == 0
+
+    def flash(params: Any, debug: bool = False) -> bool:
+        return torch.backends.cuda.flash_sdp_enabled() and params.attn_mask is None and half(params, 256)
+
+    def cudnn(params: Any, debug: bool = False) -> bool:
+        mask = params.attn_mask
+        fits = mask is None or not mask.requires_grad
+        return torch.backends.cuda.cudnn_sdp_enabled() and capability >= (9, 0) and fits and half(params, 128)
+
+    return {
+        "can_use_efficient_attention": efficient,
+        "can_use_flash_attention": flash,
+        "can_use_cudnn_attention": cudnn,
+    }
+
+
+@contextlib.contextmanager
+def _stub_driver(device: AbsentDevice) -> Iterator[None]:
+    """Triton's active driver, for code that asks it of the target."""
+    from torch._inductor.runtime import triton_helpers
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    major, minor = device.capability
+
+    class Driver:
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", 10 * major + minor, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cuda", 0)
+
+        def get_device_interface(self) -> Any:
+            return torch.cuda
+
+        def is_active(self) -> bool:
+            return True
+
+    active = mock.patch.object(type(driver), "active", property(lambda self: Driver()), create=True)
+    with active, mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None):
+        yield
+
+
+#: Numbers of device types in C++, and how many are reserved for them.
+_CUDA, _META, _TYPES = 1, 14, 21
+
+
+@contextlib.contextmanager
+def device_guard() -> Iterator[None]:
+    """Inside, C++ can switch to a CUDA device where there is none, as operations do before they see fakes.
+
+    A torch that is built with CUDA brings what is needed. For one that is not, the guard of the meta device,
+    which does nothing, stands in that of CUDA.
+
+    Raises:
+        RuntimeError: torch's library has no such registry.
+    """
+    torch._C._ensureCUDADeviceGuardSet()
+    if torch.backends.cuda.is_built():
+        yield
+        return
+    folder = Path(torch.__file__).parent / "lib"
+    try:
+        library = ctypes.CDLL(str(next(folder.glob("*c10.*"))))
+        symbol = "_ZN3c104impl26device_guard_impl_registryE"
+        registry = (ctypes.c_void_p * _TYPES).in_dll(library, symbol)
+    except (OSError, StopIteration, ValueError) as error:
+        raise RuntimeError(f"this torch cannot stand in for a CUDA device: {error}") from error
+    before = registry[_CUDA]
+    registry[_CUDA] = before or registry[_META]
+    try:
+        yield
+    finally:
+        registry[_CUDA] = before
+
+
+@contextlib.contextmanager
+def on_absent_device(
+    fn: Callable[..., Any], args: Any, kwargs: Any
+) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
+    """A copy of a function and of its arguments with fake tensors on "cuda:0"; computing gives fakes inside.
+
+    Args:
+        fn: a module, a method of one, or a function; parameters and buffers are those that are moved.
+        args, kwargs: of which tensors are moved.
+    """
+    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    memo: dict[int, Any] = {}
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in memo:
+            with mode, torch.no_grad():
+                if is_wrapper(tensor):
+                    fake = mode.from_tensor(tensor).to("cuda:0")
+                else:
+                    fake = torch.empty_strided(
+                        tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cuda:0"
+                    )
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, tensor.requires_grad)
+            for name in [name for name in vars(tensor) if name.startswith("_dynamo_")]:  # marked dynamic
+                setattr(fake, name, getattr(tensor, name))
+            memo[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
+        found: torch.Tensor = memo[id(tensor)]
+        return found
+
+    module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    if isinstance(module, nn.Module):
+        for tensor in [*module.parameters(), *module.buffers()]:
+            moved(tensor)
+    args, kwargs = (pytree.tree_map_only(torch.Tensor, moved, each) for each in (args, kwargs))
+    fn = copy.deepcopy(fn, dict(memo))
+    deduce = UniformValueConstantFolder._deduce_value
+
+    def deduced(folder: Any, node: Any) -> Any:
+        with _OnCPU():  # type: ignore[no-untyped-call]
+            return deduce(folder, node)
+
+    with (
+        mock.patch.object(UniformValueConstantFolder, "_deduce_value", deduced),
+        inductor_config().patch(shape_padding=False),  # which is timed on the device
+        mode,
+    ):
+        yield fn, args, kwargs
+
+
+class _OnCPU(TorchDispatchMode):
+    """Constants that a pass folds are made on the CPU."""
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if isinstance(kwargs.get("device"), torch.device):
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)

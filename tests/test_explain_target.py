@@ -1,0 +1,124 @@
+"""explain(target=...): what would be fused on a GPU that is not in this machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from inductor_fusions import cli, explain
+from inductor_fusions.decisions import target
+from inductor_fusions.decisions.devices import KNOWN
+
+absent = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+def attention(q, k, v):
+    assert q.device.type == "cuda"
+    return torch.softmax(q @ k.transpose(-2, -1) * 0.125, dim=-1) @ v
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(768, 3072).bfloat16()
+        self.register_buffer("scale", torch.ones((), dtype=torch.bfloat16))
+
+    def forward(self, x):
+        return nn.functional.gelu(self.up(x)) * self.scale
+
+
+def inputs(length: int, heads: int = 12) -> list[torch.Tensor]:
+    return [torch.empty(8, heads, length, 64, dtype=torch.bfloat16) for _ in range(3)]
+
+
+def test_attention_by_the_table_of_the_target():
+    found = explain(attention, *inputs(512), target="nvidia_h200")
+    (site,) = found
+    assert site.verdict == "fused"
+    assert "measured" in site.kernel or "measurements nearby" in site.kernel
+    assert found.facts["device"].startswith("nvidia_h200")
+
+
+def test_a_target_without_a_table_is_estimated_from_another_device():
+    (site,) = explain(attention, *inputs(512), target="l4")
+    assert site.verdict == "fused"
+    assert "nvidia_h200" in site.kernel
+
+
+def test_a_linear_where_nothing_carries_over():
+    (site,) = explain(Linear(), torch.empty(4096, 768, dtype=torch.bfloat16), target="l4")
+    assert site.verdict == "left to stock"
+    assert "nvidia_l4" in site.reason
+
+
+def test_a_head_dim_that_no_fused_kernel_of_sdpa_takes():
+    qkv = [torch.empty(8, 12, 512, 60, dtype=torch.bfloat16) for _ in range(3)]
+    (site,) = explain(attention, *qkv, target="nvidia_h200")
+    assert site.verdict != "fused" or site.kernel.startswith("flex")
+
+
+def test_a_linear_on_a_copy_of_the_module():
+    model, x = Linear(), torch.empty(4096, 768, dtype=torch.bfloat16)
+    (site,) = explain(model, x, target="nvidia_h200")
+    assert site.verdict == "fused"
+    assert site.kernel.startswith("block_mm")
+    assert {t.device.type for t in [*model.parameters(), *model.buffers()]} == {"cpu"}
+    assert type(model.up.weight) is nn.Parameter and model.up.weight.isfinite().all()
+    (here,) = explain(model, x)
+    assert here.verdict == "left to stock"
+    assert "CPU" in here.reason
+
+
+@absent
+def test_nothing_is_left_behind():
+    explain(attention, *inputs(128, 2), target="nvidia_h200")
+    assert not torch.cuda.is_available()
+    assert torch.cuda.device_count() == 0
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.empty(1, device="cuda")
+
+
+@absent
+def test_a_training_step_is_refused():
+    with pytest.raises(ValueError, match="a training step"):
+        explain(attention, *inputs(128, 2), train=True, target="nvidia_h200")
+
+
+def test_an_unknown_target_lists_those_known():
+    with pytest.raises(ValueError, match=r"nothing is known of a device 'h201'; known are a100, .*h200"):
+        explain(attention, *inputs(128, 2), target="h201")
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_every_known_device_is_a_target(name):
+    table, found = target(name)
+    assert table == name
+    assert target(name.removeprefix("nvidia_").replace("_", " ").upper()) == (table, found)
+    assert found.shared_bytes // 1024 == {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}[
+        10 * found.capability[0] + found.capability[1]
+    ]  # fmt: skip
+
+
+@absent
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "h201"], "nothing is known of a device"),
+        (["--target", "h200", "--device", "cpu"], "leave out --device"),
+        (["--target", "h200", "--train"], "needs a GPU here"),
+    ],
+)
+def test_mistakes_on_the_command_line(arguments, message):
+    done = CliRunner().invoke(cli.app, ["explain", "bert", *arguments])
+    assert done.exit_code == 2
+    assert message in done.output + done.stderr
+
+
+def test_on_the_command_line():
+    pytest.importorskip("transformers")
+    command = ["explain", "bert", "--layers", "1", "--seq", "128", "--attn", "eager", "--target", "h200"]
+    done = CliRunner().invoke(cli.app, command)
+    assert done.exit_code == 0, done.output
+    assert "nvidia_h200" in done.stdout or "measure" in done.stdout

@@ -174,10 +174,21 @@ class Section:
         Raises:
             ValueError: names the column.
         """
+        self._check(row, self.measured, self.needed)
+
+    def check_problem(self, row: Any) -> None:
+        """Refuse what is no problem of this section: a row without what was measured.
+
+        Raises:
+            ValueError: names the column.
+        """
+        self._check(row, {}, ())
+
+    def _check(self, row: Any, measured: Mapping[str, Check], needed: tuple[str, ...]) -> None:
         if type(row) is not dict:
             raise ValueError(f"{row!r} is no object")
-        known = {**self.columns, **{n: c for n, (c, _) in self.may.items()}, **self.measured}
-        for name in (*self.columns, *self.needed):
+        known = {**self.columns, **{n: c for n, (c, _) in self.may.items()}, **measured}
+        for name in (*self.columns, *needed):
             if name not in row:
                 raise ValueError(f"{name} is missing")
         for name, value in row.items():

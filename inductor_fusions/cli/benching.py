@@ -32,6 +32,7 @@ from .common import (
     table,
     writable,
 )
+from .deciding import show_decision
 from .models import need_transformers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -313,11 +314,15 @@ def kinds() -> list[str]:
 
 @app.command(
     epilog="Exit codes: 0 measured as far as the time allowed; 1 a row failed; 2 a wrong argument. Run it "
-    "again until no row is left. Only in a checkout."
+    "again until no row is left. Only in a checkout, but for --why."
 )
 def tune(
     kind: Annotated[
-        str, typer.Argument(metavar="KIND", help="What to tune: attention, flex, lora or projections.")
+        str,
+        typer.Argument(
+            metavar="KIND",
+            help="What to tune: attention, flex, lora or projections. With --why: a section of a table.",
+        ),
     ],
     out: Annotated[
         Path | None,
@@ -339,11 +344,27 @@ def tune(
         typer.Option("--table", help="Measure nothing: write configs/devices/DEVICE.json from the results."),
     ] = False,
     list_only: Annotated[bool, typer.Option("--list", help="Name the rows and stop.")] = False,
+    why: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PROBLEM",
+            help="Measure nothing: say what is decided for a problem, a row of a table as JSON without what "
+            "was measured, and from which rows. Not only in a checkout.",
+        ),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="GPU", help="With --why: a GPU that need not be in this machine.")
+    ] = None,
 ) -> None:
     """Measure every kernel on this device, and write the table from which fusions are decided.
 
     A table decides what the package fuses here: measure on an idle device, and commit the results with it.
     """
+    if why is not None:
+        show_decision(kind, why, target, device)
+        return
+    if target is not None:
+        raise UserError("--target goes with --why: nothing is measured on a device that is not here")
     load("common")
     if kind not in kinds():
         raise UserError(f"there is nothing called {kind} to tune; there are: {', '.join(kinds())}")

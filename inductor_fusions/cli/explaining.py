@@ -10,7 +10,6 @@ import torch
 import typer
 
 from .. import config
-from ..decisions import target as target_device
 from ..explaining import Explanation
 from ..explaining import explain as explain_model
 from ..sites import groups
@@ -27,6 +26,7 @@ from .common import (
     print_json,
     writable,
 )
+from .deciding import absent_gpu
 from .models import Attention, Precision, from_callable, from_hugging_face, to_dtype
 
 
@@ -118,10 +118,7 @@ def _check_target(target: str, train: bool, device: Device) -> None:
     Raises:
         UserError: nothing is known of it, or something else is asked for as well.
     """
-    try:
-        target_device(target)
-    except ValueError as error:
-        raise UserError(f"--target: {error}") from None
+    absent_gpu(target)
     if device is not Device.auto:
         raise UserError("--target says where: leave out --device")
     if train and not torch.cuda.is_available():

@@ -134,17 +134,26 @@ def explain(
     fn = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))  # of a compiled one
     if target is None:
         return _explained(fn, args, kwargs, train, dynamic)
-    name, found = decisions.target(target)
+    device = absent(target)
     if train and not torch.cuda.is_available():
         raise ValueError("a training step for another device can only be explained where there is a GPU")
-    device = _inductor.AbsentDevice(name, found.capability, found.multiprocessors, found.shared_bytes)
     with (
         _inductor.absent_device(device),
         _inductor.on_absent_device(fn, args, kwargs) as (moved, moved_args, moved_kwargs),
     ):
         explained = _explained(moved, moved_args, moved_kwargs, train, dynamic)
-    explained.facts["device"] = f"{name}, which need not be in this machine"
+    explained.facts["device"] = f"{device.name}, which need not be in this machine"
     return explained
+
+
+def absent(target: str) -> _inductor.AbsentDevice:
+    """What stands for a GPU that need not be in this machine.
+
+    Raises:
+        ValueError: nothing is known of it; names those that are known.
+    """
+    name, found = decisions.target(target)
+    return _inductor.AbsentDevice(name, found.capability, found.multiprocessors, found.shared_bytes)
 
 
 def _explained(

@@ -1,0 +1,71 @@
+"""`tune --why`: what is decided for one problem, and from which rows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import torch
+
+from .. import _inductor, decisions
+from ..explaining import absent
+from ..problems import KERNELS, SECTIONS
+from .common import Device, UserError, console, find_device, table
+
+
+def show_decision(section: str, problem: str, target: str | None, device: Device) -> None:
+    """Print the kernel, where the decision comes from, what it is expected to gain, and the rows behind it.
+
+    Args:
+        section: of a table.
+        problem: a row of it as JSON, without what was measured.
+        target: a GPU that need not be in this machine.
+        device: where, without a target.
+
+    Raises:
+        UserError: there is no such section, problem or device.
+    """
+    known = [name for name, each in SECTIONS.items() if each.gains]
+    if section not in known:
+        raise UserError(f"no gains of a kind {section} are in tables; there are: {', '.join(known)}")
+    row = _read(section, problem)
+    with contextlib.ExitStack() as stack:
+        where = find_device(device) if target is None else torch.device("cuda", 0)
+        if target is not None:
+            stack.enter_context(_inductor.absent_device(absent_gpu(target)))
+        kernels = KERNELS if section == "attention" else ()
+        found = decisions.decide(decisions.Query(section, row, kernels), where)
+    out = console()
+    known_as = f"{found.kernel}, {found.note}" if found.kernel is not None else f"stock: {found.reason}"
+    out.print(known_as, markup=False, highlight=False)
+    if not found.rows:
+        return
+    columns = list(dict.fromkeys(name for each in found.rows for name in each))
+    shown = table(*columns)
+    for each in found.rows:
+        shown.add_row(*(json.dumps(each[name]) if name in each else "" for name in columns))
+    out.print(shown)
+
+
+def absent_gpu(target: str) -> _inductor.AbsentDevice:
+    """What stands for a GPU that need not be in this machine.
+
+    Raises:
+        UserError: nothing is known of it.
+    """
+    try:
+        return absent(target)
+    except ValueError as error:
+        raise UserError(f"--target: {error}") from None
+
+
+def _read(section: str, problem: str) -> dict[str, Any]:
+    try:
+        row = json.loads(problem)
+        SECTIONS[section].check_problem(row)
+    except ValueError as error:
+        columns = ", ".join((*SECTIONS[section].columns, *SECTIONS[section].may))
+        raise UserError(f"--why: {error}; a problem of {section} has {columns}") from None
+    found: dict[str, Any] = row
+    return found

@@ -1,4 +1,4 @@
-"""Kernels in their default configurations fit where a thread block has 99 KiB of shared memory (8.6, 8.9, 12.0).
+"""Kernels in their default configurations fit where a block has 99 KiB of shared memory (8.6, 8.9, 12.0).
 
 No configuration is tuned there, and those of other capabilities are not taken over (`decisions.tiles`).
 """

@@ -17,9 +17,9 @@ import inductor_fusions
 from inductor_fusions import _inductor, config, matching, passes, registry
 from inductor_fusions.fusion import Candidate, Fusion, Rejected, Scope
 from inductor_fusions.fusions import ALL, attention
-from inductor_fusions.fusions.attention import torch_ops
 from inductor_fusions.fusions.stock_misfires import FUSION as STOCK_MISFIRES
 from inductor_fusions.fusions.stock_misfires import walk
+from inductor_fusions.graph import torch_ops
 
 aten = torch.ops.aten
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 
 from ...fusion import Fusion
+from ...graph.torch_ops import spellings
 from . import sites
 from .recognise import SOFTMAXES, is_in_attention
 from .scope import scope_of
-from .torch_ops import spellings
 
 FUSION = Fusion(
     name="attention",

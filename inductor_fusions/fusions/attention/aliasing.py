@@ -15,8 +15,8 @@ from torch import fx
 
 from ... import writes
 from ..._inductor import known_true
+from ...graph import torch_ops
 from ...writes import may_alias, storage
-from . import torch_ops
 
 
 class Mutations:

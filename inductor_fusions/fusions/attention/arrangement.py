@@ -16,7 +16,7 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...fusion import Rejected
-from . import torch_ops
+from ...graph import torch_ops
 from .operands import Operand, alignment, product, same_shape
 
 

@@ -12,12 +12,12 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...fusion import Rejected
+from ...graph.torch_ops import concrete, read, tensor
 from ...inplace import arguments
 from ...reasons import Reason
 from .arrangement import Arrangement
 from .normal_form import Term
 from .operands import Operand, same_shape
-from .torch_ops import concrete, read, tensor
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...fusion import Rejected
+from ...graph.torch_ops import Op, tensor
 from ...reasons import Reason
 from .arrangement import Arrangement, Misplaced
 from .operands import Operand, product
-from .torch_ops import Op, tensor
 
 Groups = tuple[str, str, str]
 

@@ -12,9 +12,10 @@ from torch import fx
 
 from ... import config
 from ..._inductor import known_true
+from ...graph import torch_ops
 from ...graph.builder import Builder
 from ...writes import may_alias, storage, written
-from . import flex, row_bias, torch_ops
+from . import flex, row_bias
 from .mask_builder import Mask, MaskMemo, build_mask
 from .operands import Operand, same_shape
 from .problem import Problem, is_in_rows

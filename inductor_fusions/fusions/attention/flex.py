@@ -27,9 +27,9 @@ from ..._inductor import (
     max_autotune,
 )
 from ...fusion import Rejected
+from ...graph import torch_ops
 from ...graph.builder import Builder
 from ...reasons import Reason
-from . import torch_ops
 from .masks import Bool
 from .normal_form import SCORE_FUNCTIONS, Stage
 from .operands import Operand

@@ -10,9 +10,10 @@ import torch
 from ... import config, decisions, modes, tables
 from ..._inductor import hint, known_true, sdpa_is_fused
 from ...fusion import LeftToStock, Rejected
+from ...graph import torch_ops
 from ...operands import may_use_tf32
 from ...reasons import Reason
-from . import flex, row_bias, torch_ops
+from . import flex, row_bias
 from .problem import Problem, is_in_rows
 from .short import terms as short
 from .structure import Structure

@@ -23,9 +23,10 @@ from torch import fx
 from ... import config
 from ..._inductor import known_true
 from ...fusion import LeftToStock, Rejected
+from ...graph import torch_ops
 from ...graph.builder import Builder
 from ...reasons import Reason
-from . import predicates, row_bias, torch_ops
+from . import predicates, row_bias
 from .flex import BlockMasks
 from .masks import may_hide_rows
 from .normal_form import Term

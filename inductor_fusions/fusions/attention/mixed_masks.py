@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from ...fusion import Rejected
+from ...graph import torch_ops
 from ...operands import holds
-from . import torch_ops
 from .masks import Affine, Interpreter, is_fill, keeps_indices, rounded, visibility
 from .normal_form import Term
 from .operands import Operand

@@ -19,13 +19,13 @@ from ... import config, decisions
 from ..._inductor import holds_now, records_gradients
 from ...derivatives import Derivatives
 from ...fusion import Candidate, LeftToStock, Rejected
+from ...graph import torch_ops
 from ...graph.builder import Builder
 from ...inplace import arguments
 from ...keeping import Keeping
 from ...liveness import erase_dead_readers, readers
 from ...operands import check_kind, may_use_tf32, text
 from ...reasons import Reason
-from . import torch_ops
 from .masks import Interpreter, classify, negation, visibility
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)

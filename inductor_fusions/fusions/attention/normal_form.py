@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...graph.torch_ops import source
 from .operands import Operand
-from .torch_ops import source
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from ..._inductor import known_true
+from ...graph import torch_ops
 from ...graph.builder import Builder
-from . import torch_ops
 
 #: The name of a method of tensors, or a function, and its arguments after the tensor.
 Step = tuple[str | Callable[..., torch.Tensor], tuple[Any, ...]]

@@ -10,13 +10,7 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...fusion import Rejected
-from ...liveness import readers
-from ...reasons import Reason
-from . import einsum
-from .arrangement import Arrangement, Misplaced, permuted, through
-from .normal_form import Attention, Term
-from .operands import Operand, product, same_shape
-from .torch_ops import (
+from ...graph.torch_ops import (
     CASTS,
     COPIES,
     PRODUCTS,
@@ -29,6 +23,12 @@ from .torch_ops import (
     tensor,
     value,
 )
+from ...liveness import readers
+from ...reasons import Reason
+from . import einsum
+from .arrangement import Arrangement, Misplaced, permuted, through
+from .normal_form import Attention, Term
+from .operands import Operand, product, same_shape
 
 
 def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrangement) -> None:

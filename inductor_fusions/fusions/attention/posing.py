@@ -17,10 +17,11 @@ from torch import fx
 
 from ..._inductor import known_true, records_gradients
 from ...fusion import Rejected
+from ...graph import torch_ops
 from ...operands import holds
 from ...reasons import Reason
 from ...tables import dtype_name
-from . import structure, torch_ops
+from . import structure
 from .aliasing import Mutations
 from .masks import Interpreter, constant_over
 from .normal_form import Attention, Stage, Term

@@ -11,10 +11,10 @@ from torch import fx
 
 from ..._inductor import holds_now, known_true
 from ...fusion import Rejected
+from ...graph import torch_ops
 from ...liveness import readers
 from ...operands import holds
 from ...reasons import Reason
-from . import torch_ops
 from .masks import holds_fills_alone
 from .normal_form import Stage, Term
 from .operands import Operand, same_shape

@@ -17,9 +17,10 @@ from torch import fx
 
 from ..._inductor import hint, known_true
 from ...fusion import Rejected
+from ...graph import torch_ops
+from ...graph.torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, read, tensor
 from ...liveness import readers
 from ...reasons import Reason
-from . import torch_ops
 from .arrangement import Arrangement, Misplaced
 from .masks import Interpreter
 from .normal_form import Attention
@@ -27,7 +28,6 @@ from .operands import same_shape
 from .output import downwards
 from .rescaled import logsumexp_of, read_sink
 from .scores import Upwards
-from .torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, read, tensor
 
 if TYPE_CHECKING:
     from ..._inductor import Match

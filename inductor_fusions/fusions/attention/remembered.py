@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from ..._inductor import computing_fakes
+from ...graph import torch_ops
+from ...graph.torch_ops import Op
 from ...writes import memory, storage
-from . import torch_ops
-from .torch_ops import Op
 
 
 def remembered(nodes: Iterable[fx.Node], fake_mode: Any) -> set[object]:

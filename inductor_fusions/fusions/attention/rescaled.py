@@ -9,11 +9,11 @@ from __future__ import annotations
 from torch import fx
 
 from ...fusion import Rejected
+from ...graph.torch_ops import CASTS, appends_dim, read, reads_metadata, tensor
 from ...liveness import readers
 from ...reasons import Reason
 from .normal_form import Attention, Sink, Term
 from .operands import same_shape
-from .torch_ops import CASTS, appends_dim, read, reads_metadata, tensor
 
 
 def logsumexp_of(scores: fx.Node) -> fx.Node | None:

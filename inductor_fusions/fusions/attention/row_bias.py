@@ -20,8 +20,9 @@ import torch
 from torch import fx
 
 from ..._inductor import known_true
+from ...graph import torch_ops
 from ...graph.builder import Builder
-from . import predicates, torch_ops
+from . import predicates
 from .masks import Bool, conjunction
 from .normal_form import Term
 from .operands import Operand

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..._inductor import hint
-from . import torch_ops
+from ...graph import torch_ops
 from .operands import Operand
 from .problem import Problem
 

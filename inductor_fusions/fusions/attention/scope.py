@@ -13,12 +13,13 @@ from ... import fusion, modes
 from ..._inductor import fake_mode_of, is_body_of_dynamo, records_gradients
 from ...derivatives import Derivatives, takes_gradient
 from ...fusion import Candidate, Rejected
+from ...graph import torch_ops
 from ...inplace import arguments, inputs
 from ...keeping import Keeping
 from ...leaving import even, settle
 from ...reasons import Reason
 from ...reporting import TAG
-from . import emit, torch_ops
+from . import emit
 from .aliasing import Mutations
 from .mask_builder import MaskMemo
 from .masks import Interpreter

@@ -11,13 +11,13 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...fusion import Rejected
+from ...graph import torch_ops
+from ...graph.torch_ops import Op, appends_dim, read, tensor
 from ...liveness import readers
 from ...reasons import Reason
-from . import torch_ops
 from .arrangement import Arrangement
 from .masks import is_fill
 from .normal_form import Attention, Sink
-from .torch_ops import Op, appends_dim, read, tensor
 from .walk import Walk, between, result_of
 
 #: A backward computes weights anew from the logsumexp, which must not lose the digits of the scores.

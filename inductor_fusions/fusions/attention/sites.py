@@ -14,11 +14,12 @@ from ... import modes
 from ..._inductor import known_true, records_gradients, suppress_guards
 from ...derivatives import REVERSE
 from ...fusion import Candidate, LeftToStock, Rejected
+from ...graph import torch_ops
 from ...inplace import inputs
 from ...liveness import erase_dead_readers
 from ...operands import check_kind, text
 from ...reasons import Reason
-from . import emit, kernels, savings, structure, torch_ops
+from . import emit, kernels, savings, structure
 from .mask_builder import check_empty_rows
 from .masks import may_hide_rows
 from .multihead import MultiheadForward

@@ -17,7 +17,7 @@ from torch import fx
 
 from ... import config
 from ..._inductor import known_true
-from . import torch_ops
+from ...graph import torch_ops
 from .masks import (
     Affine,
     And,

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ..._inductor import known_true
-from . import torch_ops
+from ...graph import torch_ops
 from .masks import is_fill, may_hide_rows
 
 _SAME = (

@@ -15,15 +15,16 @@ from torch import fx
 
 from ..._inductor import hint
 from ...fusion import Rejected
+from ...graph import torch_ops
+from ...graph.torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, Op, dropout_p, read, reads_metadata, tensor
 from ...liveness import readers
 from ...reasons import Reason
-from . import einsum, torch_ops
+from . import einsum
 from .arrangement import Arrangement, Misplaced, permuted, through
 from .assigned import Region, condition, region
 from .masks import Affine, Interpreter, is_fill
 from .normal_form import Attention, Stage, Term
 from .operands import Operand, same_shape
-from .torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, Op, dropout_p, read, reads_metadata, tensor
 
 NO_PRODUCT = Reason.NO_PRODUCT("no product of queries and keys was found above the softmax")
 #: How far it is looked for, in nodes.

@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from ...._inductor import known_true
+from ....graph import torch_ops
 from ....inplace import arguments, current, inputs, readers
 from ....writes import storage
-from .. import torch_ops
 from ..aliasing import written
 from .interpreter import Interpreter, adds_dims_in_front
 from .proofs import LARGEST_FILL

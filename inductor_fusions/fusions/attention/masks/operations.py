@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...._inductor import known_true
-from .. import torch_ops
+from ....graph import torch_ops
 from .dtypes import held, of_dtype
 from .interpreter import Interpreter, rank_of, rule
 from .values import (

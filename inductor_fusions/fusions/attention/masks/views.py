@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...._inductor import known_true
-from .. import torch_ops
+from ....graph import torch_ops
 from .interpreter import Interpreter, rank_of, rule
 from .proofs import bounds
 from .values import Affine, Value, affine, identity, renamed, substitute

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ...._inductor import hint, known_true
-from .. import torch_ops
+from ....graph import torch_ops
 from ..normal_form import Term
 from ..operands import Operand, alignment, product, same_shape
 from ..problem import Problem

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ..._inductor import ATTRIBUTES
-from ...fusion import Rejected
-from ...inplace import arguments
-from ...liveness import readers
-from ...reasons import Reason
-from ...writes import is_told_to_overwrite
+from .._inductor import ATTRIBUTES
+from ..fusion import Rejected
+from ..inplace import arguments
+from ..liveness import readers
+from ..reasons import Reason
+from ..writes import is_told_to_overwrite
 
 #: Names of the arguments, in positional order, of every operation that is read.
 SIGNATURES: dict[str, tuple[str, ...]] = {

@@ -16,7 +16,8 @@ from torch import fx
 import inductor_fusions
 from inductor_fusions import _inductor, config, matching, passes, registry
 from inductor_fusions.fusion import Candidate, Fusion, Rejected, Scope
-from inductor_fusions.fusions import ALL, attention
+from inductor_fusions.fusions import ALL, attention, dot_interaction, outer_product_linear
+from inductor_fusions.fusions.lora import inputs
 from inductor_fusions.fusions.stock_misfires import FUSION as STOCK_MISFIRES
 from inductor_fusions.fusions.stock_misfires import walk
 from inductor_fusions.graph import torch_ops
@@ -45,7 +46,7 @@ def test_every_fusion_is_in_a_matcher(fusion: Fusion) -> None:
 
 def namespaces() -> Iterator[tuple[str, Any]]:
     """What may be one of these in torch, by its name: all that Dynamo may put into a graph."""
-    words = ("softmax", "attention", "sum")
+    words = ("softmax", "attention", "sum", "linear", "mm", "matmul", "flatten", "reshape", "view")
     for container in (torch, F, torch.special, torch._C._nn, torch.Tensor, operator):
         for name in (each for each in dir(container) if any(word in each for word in words)):
             found = getattr(container, name, None)
@@ -63,9 +64,12 @@ def namespaces() -> Iterator[tuple[str, Any]]:
     [
         (attention.FUSION, {"softmax", "_softmax"}, "read"),
         (attention.FUSION, {"scaled_dot_product_attention"}, "read"),
+        (outer_product_linear.FUSION, {"linear", "matmul", "addmm"}, "read"),
+        (inputs.FUSION, {"linear", "matmul"}, "read"),
+        (dot_interaction.FUSION, {"flatten", "reshape", "view", "getitem"}, "read"),
         (STOCK_MISFIRES, {"softmax", "special_softmax", "sum"}, "walk"),
     ],
-    ids=["attention", "sdpa", "stock_misfires"],
+    ids=["attention", "sdpa", "outer_product_linear", "lora_input", "dot_interaction", "stock_misfires"],
 )
 def test_every_spelling_is_an_anchor(fusion: Fusion, names: set[str], name_of: str, method: bool) -> None:
     """What a reader takes for one of these is looked for: nothing is listed twice by hand."""

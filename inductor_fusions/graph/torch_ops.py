@@ -48,6 +48,8 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "matmul": ("input", "other"),
     "bmm": ("input", "other"),
     "baddbmm": ("input", "batch1", "batch2"),
+    "addmm": ("input", "mat1", "other"),
+    "linear": ("input", "weight", "bias"),
     "einsum": ("equation",),
     # attention
     "softmax": ("input", "dim", "dtype"),
@@ -97,6 +99,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "repeat_interleave": ("input", "repeats", "dim"), "repeat": ("input",),
     "select": ("input", "dim", "index"), "narrow": ("input", "dim", "start", "length"),
     "slice": ("input", "dim", "start", "end", "step"),
+    "unbind": ("input", "dim"),
     "split": ("input", "sizes", "dim"), "split_with_sizes": ("input", "sizes", "dim"),
     # casts
     "to": ("input",), "type_as": ("input",), "type": ("input",), "_to_copy": ("input",),
@@ -158,6 +161,14 @@ class Op:
         """The first tensor argument."""
         return self.args.get("input")
 
+    def only(self, *names: str) -> tuple[Any, ...]:
+        """The arguments of these names, None where one is not given.
+
+        Nones alone where others are given as well, or where the operation writes.
+        """
+        plain = not (self.rest or self.inplace or set(self.args) - set(names))
+        return tuple(self.args.get(name) if plain else None for name in names)
+
 
 @cache
 def _functions() -> dict[Callable[..., Any], str]:
@@ -187,6 +198,7 @@ def spellings(*names: str) -> list[Any]:
     for name in (*names, *(each for each, meant in _SYNONYMS.items() if meant in names)):
         if hasattr(torch.Tensor, name):
             found.append(name)
+        found += [f"__{name}__"] if hasattr(torch.Tensor, f"__{name}__") else []
         found += [getattr(torch.ops.aten, name)] if hasattr(torch.ops.aten, name) else []
     return found
 

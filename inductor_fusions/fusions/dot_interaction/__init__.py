@@ -18,6 +18,7 @@ from ...decisions import Query, decide
 from ...derivatives import check_operation
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
 from ...graph.builder import Builder
+from ...graph.torch_ops import spellings
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
 from ...operands import check_device, check_kind, tensor, text
@@ -165,7 +166,7 @@ def read(scope: Scope, match: Match) -> Candidate | None:
     return OtherPairs(node, how) if how else None
 
 
-@FUSION.anchor(lambda: recognise.FLATTENS)
+@FUSION.anchor(lambda: spellings("flatten", "reshape", "view"))
 def read_flattened(scope: Scope, match: Match) -> Candidate | None:
     """Products of features with themselves as one row of each sample."""
     node = match.output_node()

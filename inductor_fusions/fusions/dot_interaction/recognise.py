@@ -9,7 +9,6 @@ where (i, j) are the pairs of a triangle of z. Which pairs they are has to be in
 
 from __future__ import annotations
 
-import builtins
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,25 +17,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import ATTRIBUTES
 from ...fusion import Rejected
+from ...graph.einsum import equation
+from ...graph.torch_ops import TRANSPOSES, Op, permutation, read, transposed_attribute
 from ...liveness import readers
 from ...operands import tensor
 from ...reasons import Reason
 from ...writes import name_of
 
-_BMM = frozenset({torch.bmm, torch.matmul, operator.matmul, "bmm", "matmul", "__matmul__"})
-_EINSUM = frozenset({torch.einsum, torch.functional.einsum})
-_TRANSPOSE = frozenset({torch.transpose, torch.swapaxes, torch.swapdims, "transpose", "swapaxes", "swapdims"})
-_PERMUTE = frozenset({torch.permute, "permute"})
-_MT = frozenset(getattr(torch.ops.aten, name) for name, attribute in ATTRIBUTES.items() if attribute == "mT")
-_CAT = frozenset({torch.cat, torch.concat, torch.concatenate})
-FLATTENS = frozenset({torch.flatten, torch.reshape, "flatten", "reshape", "view"})
 SELECTS = frozenset({torch.masked_select, "masked_select"})
 PRODUCTS = frozenset({torch.mul, operator.mul, "mul", "__mul__"})
 _TRIANGLES = {torch.tril_indices: False, torch.triu_indices: True}
 #: What keeps the values of indices.
-_SAME = frozenset({"to", "long", "cuda", "cpu", "contiguous", "clone", "detach"})
+_SAME = frozenset("to long cuda cpu contiguous clone detach".split())
 _WHOLE = slice(None)
 #: Dense features of more columns are concatenated by others.
 WIDEST_DENSE = 1024
@@ -142,65 +135,49 @@ def _squared(z: fx.Node) -> fx.Node | None:
     product = tensor(z)
     if product is None or product.dim() != 3:
         return None
-    if z.target in _EINSUM:
-        return _of_einsum(z)
-    if z.target not in _BMM or len(z.args) != 2 or z.kwargs:
-        return None
-    operands: tuple[Any, ...] = z.args
-    first, second = operands
+    op = read(z)
+    if op is None or op.name not in ("bmm", "matmul"):
+        return _of_einsum(op) if op is not None and op.name == "einsum" else None
+    first, second = op.only("input", "other")
     value = tensor(first)
     if value is None or value.dim() != 3:
         return None
     return first if _transposed(second) is first or _transposed(first) is second else None
 
 
-def _of_einsum(z: fx.Node) -> fx.Node | None:
+def _of_einsum(op: Op) -> fx.Node | None:
     """As of "bid,bjd->bij", with any letters."""
-    equation, operands = z.args[0], list[Any](z.args[1:])
-    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
-        operands = list(operands[0])
-    letters = str(equation).replace(" ", "")
-    if len(letters) != 12 or letters[3] != "," or letters[7:9] != "->" or len(operands) != 2:
+    try:
+        found = equation(op)
+    except Rejected:
         return None
-    b, i, d, j = letters[0], letters[1], letters[2], letters[5]
-    if len({b, i, d, j}) != 4 or (letters[4], letters[6]) != (b, d):
+    if found.left is not found.right or len(found.first) != 3 or len(found.result) != 3:
         return None
-    if letters[9:] not in (b + i + j, b + j + i):
-        return None
-    first: Any = operands[0]
-    value = tensor(first)
-    return first if first is operands[1] and value is not None and value.dim() == 3 else None
+    b, i, d, j = (*found.first, found.second[1])
+    same = found.second == b + j + d and len({b, i, d, j}) == 4
+    return found.left if same and found.result in (b + i + j, b + j + i) else None
 
 
 def _transposed(node: Any) -> fx.Node | None:
     """What a node is the transpose of, over its last two of three dims."""
-    if not isinstance(node, fx.Node) or not node.args or not isinstance(node.args[0], fx.Node):
+    op = read(node)
+    if op is None or op.inplace or op.name not in TRANSPOSES | {"getattr"}:
         return None
-    source, rest = node.args[0], list[Any](node.args[1:])
-    if node.target in _MT or (node.target is builtins.getattr and rest == ["mT"]):
-        return source
-    if node.kwargs:
-        return None
-    if node.target in _TRANSPOSE and len(rest) == 2 and all(isinstance(dim, int) for dim in rest):
-        return source if {dim % 3 for dim in rest} == {1, 2} else None
-    if node.target in _PERMUTE:
-        dims = rest[0] if len(rest) == 1 else rest
-        if isinstance(dims, (list, tuple)) and all(isinstance(dim, int) for dim in dims):
-            return source if [dim % 3 for dim in dims] == [0, 2, 1] else None
-    return None
+    dims = transposed_attribute(op) if op.name == "getattr" else permutation(op)
+    return op.input if dims == [0, 2, 1] and isinstance(op.input, fx.Node) else None
 
 
 def _cat(pairs: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     """The concatenation that alone reads the pairs, behind one matrix, and that matrix."""
     (user, *others) = readers(pairs) or (None,)
-    if user is None or others or user.target not in _CAT or not user.args:
+    op = read(user)
+    if user is None or others or op is None or op.name != "cat":
         return None, None
-    parts: Any = user.args[0]
-    dim: Any = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim", user.kwargs.get("axis", 0))
+    parts, dim = op.only("tensors", "dim")
     if not isinstance(parts, (list, tuple)) or len(parts) != 2 or parts[1] is not pairs or dim not in (1, -1):
         return None, None
     dense, held = tensor(parts[0]), tensor(pairs)
-    if set(user.kwargs) - {"dim", "axis"} or dense is None or held is None:
+    if dense is None or held is None:
         return None, None
     fits = dense.dim() == 2 and (dense.dtype, dense.device) == (held.dtype, held.device)
     columns = dense.shape[1] if fits else None
@@ -238,10 +215,10 @@ def _triangle(size: int, upper: bool, diagonal: bool) -> tuple[list[int], list[i
 
 def _content(index: Any) -> list[int] | None:
     """The numbers of a vector of indices, where the graph has them."""
-    while isinstance(index, fx.Node) and index.target in _SAME:
-        if not _holds_indices(index) or not isinstance(index.args[0], fx.Node):
+    while (op := read(index)) is not None and op.name in _SAME:
+        if not _holds_indices(op.node) or not isinstance(op.input, fx.Node):
             return None
-        index = index.args[0]
+        index = op.input
     if isinstance(index, (list, tuple)):
         return list(index) if all(type(number) is int for number in index) else None
     if not isinstance(index, fx.Node):
@@ -262,13 +239,12 @@ def _holds_indices(node: fx.Node) -> bool:
 
 def _of_triangle(node: fx.Node, which: Any) -> list[int] | None:
     """Rows or columns that `tril_indices` or `triu_indices` give."""
-    while node.target in _SAME | {"unbind", torch.unbind} and isinstance(node.args[0], fx.Node):
-        if node.target in ("unbind", torch.unbind):
-            if len(node.args) > 1 or node.kwargs:
-                return None
-        elif not _holds_indices(node):
+    while (op := read(node)) is not None and op.name in _SAME | {"unbind"} and isinstance(op.input, fx.Node):
+        if op.name == "unbind" and op.only("input") != (op.input,):
+            return None  # over another dim
+        if op.name != "unbind" and not _holds_indices(node):
             return None
-        node = node.args[0]
+        node = op.input
     if node.target not in _TRIANGLES:
         return None
     given: dict[str, Any] = dict(zip(("row", "col", "offset"), node.args, strict=False)) | dict(node.kwargs)

@@ -21,19 +21,26 @@ the rounded sum, until the fusion of adapters reads the graph, prevents it.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
-from ..._inductor import ATTRIBUTES, draws_as_eager, drops_narrow_casts
+from ..._inductor import draws_as_eager, drops_narrow_casts
 from ...derivatives import Derivatives, check_operation
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
 from ...graph.builder import Builder
+from ...graph.torch_ops import (
+    CASTS,
+    TRANSPOSES,
+    dropout_p,
+    permutation,
+    read,
+    spellings,
+    transposed_attribute,
+)
 from ...keeping import Keeping
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
@@ -46,14 +53,6 @@ from .op import LORA_DOWN, LORA_DROPPED_DOWN, ROUNDED
 
 if TYPE_CHECKING:
     from ..._inductor import Match
-
-#: Products of an input with a matrix, and `.T` and `.mT` as operations.
-_PRODUCTS = (operator.matmul, torch.matmul, torch.mm, "matmul", "mm", "__matmul__")
-_ATTRIBUTES = tuple(
-    getattr(torch.ops.aten, name) for name, attribute in ATTRIBUTES.items() if attribute in ("T", "mT")
-)
-#: What a product passes on its way into a sum.
-_SUMS = (operator.add, operator.iadd, operator.mul, torch.add, torch.mul)
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,9 @@ class Site:
     def chance(self) -> float:
         """The probability with which the dropout drops."""
         assert self.drop is not None
-        return float(_argument(self.drop, 1, "p", 0.5))
+        op = read(self.drop)
+        assert op is not None
+        return dropout_p(op)
 
 
 class Inputs(Scope):
@@ -107,12 +108,13 @@ class Inputs(Scope):
 
 def _read(node: fx.Node) -> Site | None:
     """A down-projection that another linear reads."""
-    read = _linear(node)
-    if read is None or not _ups(node):
+    found = _linear(node)
+    if found is None or not _ups(node):
         return None
-    inside, a = read
+    inside, a = found
     drop = inside if _is_dropout(inside) else None
-    wide: Any = drop.args[0] if drop is not None else inside
+    dropped = read(drop)
+    wide = inside if dropped is None else dropped.input
     x = _widened(wide)
     between = tuple(each for each in (wide if x is not None else None, drop) if each is not None)
     x = wide if x is None and drop is not None else x
@@ -124,15 +126,11 @@ def _read(node: fx.Node) -> Site | None:
 
 def _is_dropout(node: Any) -> TypeGuard[fx.Node]:
     """Whether a node drops elements at random, each with a probability that is a number."""
-    if not isinstance(node, fx.Node) or node.target is not F.dropout or not node.args:
+    op = read(node)
+    if op is None or op.name != "dropout" or op.inplace:
         return False
-    chance, training = _argument(node, 1, "p", 0.5), _argument(node, 2, "training", True)
-    in_place = _argument(node, 3, "inplace", False)
-    return isinstance(chance, float) and 0 < chance < 1 and training is True and in_place is False
-
-
-def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+    chance, training = op.args.get("p", 0.5), op.args.get("training", True)
+    return isinstance(chance, float) and 0 < chance < 1 and training is True
 
 
 def _linear(node: Any, biased: bool = False) -> tuple[Any, Any] | None:
@@ -142,52 +140,46 @@ def _linear(node: Any, biased: bool = False) -> tuple[Any, Any] | None:
         node: a node of Dynamo's graph, or another value.
         biased: whether it may have a bias.
     """
-    if not isinstance(node, fx.Node) or len(node.args) < 2:
+    op = read(node)
+    if op is not None and op.name == "linear":
+        x, weight, bias = op.only("input", "weight", "bias")
+        return None if weight is None or not (biased or bias is None) else (x, weight)
+    if op is None or op.name != "matmul":
         return None
-    if node.target is F.linear:
-        bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
-        return (node.args[0], node.args[1]) if biased or bias is None else None
-    if node.target not in _PRODUCTS or len(node.args) != 2 or node.kwargs:
-        return None
-    weight = _transposed(node.args[1])
-    return None if weight is None else (node.args[0], weight)
+    x, other = op.only("input", "other")
+    weight = _transposed(other)
+    return None if weight is None else (x, weight)
 
 
 def _transposed(node: Any) -> fx.Node | None:
     """The matrix that a node is the transpose of."""
-    found = tensor(node)
-    if found is None or found.dim() != 2 or node.kwargs or not node.args:
+    op = read(node)
+    if op is None or op.inplace or op.name not in TRANSPOSES | {"getattr"}:
         return None
-    source, *rest = node.args
-    swaps = node.target in ("transpose", "swapaxes", torch.transpose) and sorted(d % 2 for d in rest) == [
-        0,
-        1,
-    ]
-    turns = node.target in ("t", torch.t) or (node.target is getattr and rest in (["T"], ["mT"]))
-    turns |= node.target in _ATTRIBUTES
-    return source if (turns or swaps) and isinstance(source, fx.Node) else None
+    dims = transposed_attribute(op) if op.name == "getattr" else permutation(op)
+    return op.input if dims == [1, 0] and isinstance(op.input, fx.Node) else None
 
 
-def _is_linear(node: Any, biased: bool = False) -> bool:
-    return _linear(node, biased) is not None
+def _reads(node: fx.Node, x: fx.Node) -> bool:
+    """Whether a node is a linear, with a bias or without, of x."""
+    found = _linear(node, biased=True)
+    return found is not None and found[0] is x
 
 
 def _ups(down: fx.Node) -> list[fx.Node]:
     """The linears, with a bias or without, that read the result of a down-projection."""
-    return [user for user in down.users if _is_linear(user, biased=True) and user.args[0] is down]
+    return [user for user in down.users if _reads(user, down)]
 
 
 def _widened(node: Any) -> fx.Node | None:
     """What a float32 tensor was cast from, if that has 16 bits and is cast alone."""
-    found = tensor(node)
-    if found is None or found.dtype != torch.float32 or node.op != "call_method":
+    op, found = read(node), tensor(node)
+    if op is None or found is None or found.dtype != torch.float32 or op.name not in CASTS:
         return None
-    if node.target not in ("to", "float", "type") or not isinstance(node.args[0], fx.Node):
-        return None
-    x = tensor(node.args[0])
+    x = tensor(op.input)
     if x is None or x.dtype != torch.bfloat16 or x.device != found.device or x.dim() < 2:
         return None
-    return node.args[0]
+    return op.input if isinstance(op.input, fx.Node) else None
 
 
 def _rounded_sum(up: fx.Node, dtype: torch.dtype) -> fx.Node | None:
@@ -195,12 +187,12 @@ def _rounded_sum(up: fx.Node, dtype: torch.dtype) -> fx.Node | None:
     node = up
     while len(read_by := readers(node)) == 1:
         (user,) = read_by
-        found = tensor(user)
-        if found is None:
+        op, found = read(user), tensor(user)
+        if op is None or found is None:
             return None
-        if user.op == "call_method" and user.target in ("to", "type", "type_as", "bfloat16"):
-            return user if found.dtype == dtype else None
-        if user.target not in _SUMS or found.dtype != torch.float32:
+        if op.name in CASTS:
+            return user if found.dtype == dtype and op.input is node else None
+        if op.name not in ("add", "mul") or found.dtype != torch.float32:
             return None
         node = user
     return None
@@ -312,9 +304,7 @@ class AdapterInput(Candidate):
         source, first = self.site.x, (*self.site.between, self.site.linear)[0]
 
         def reads(user: fx.Node) -> bool:
-            if not _is_linear(user, biased=True) or user.args[0] is not source:
-                return False
-            return self.keeping.is_same_at(source, user, first)
+            return _reads(user, source) and self.keeping.is_same_at(source, user, first)
 
         x = self.keeping.kept(source, min((first, *filter(reads, source.users))))
         if x is not source:
@@ -353,8 +343,8 @@ FUSION = Fusion(
 )
 
 
-@FUSION.anchor(lambda: [F.linear, *_PRODUCTS])
-def read(scope: Inputs, match: Match) -> Candidate | None:
+@FUSION.anchor(lambda: spellings("linear", "matmul"))
+def down_projection(scope: Inputs, match: Match) -> Candidate | None:
     """A down-projection of a widened or dropped input that is trained."""
     site = _read(match.output_node())
     if site is None:

@@ -17,6 +17,7 @@ from ...decisions import Query, decide
 from ...derivatives import check_operation
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
 from ...graph.builder import Builder
+from ...graph.torch_ops import spellings
 from ...keeping import Keeping
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
@@ -147,7 +148,7 @@ FUSION = Fusion(
 )
 
 
-@FUSION.anchor(lambda: recognise.LINEARS)
+@FUSION.anchor(lambda: spellings("linear", "matmul", "addmm"))
 def read(scope: Scope, match: Match) -> Candidate | None:
     """A linear on a flattened outer product."""
     site = recognise.site(match.output_node())

@@ -8,29 +8,20 @@ these keep the elements in their order, so that shapes alone say what they mean.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from ..._inductor import known_true
+from ...fusion import Rejected
+from ...graph.einsum import equation
+from ...graph.torch_ops import VIEWS, Op, read
 from ...operands import tensor
 
-_LINEAR = frozenset({F.linear, torch._C._nn.linear})
-_MATMUL = frozenset({torch.matmul, operator.matmul, torch.mm, "matmul", "mm", "__matmul__"})
-_ADDMM = frozenset({torch.addmm, "addmm"})
-_MUL = frozenset({torch.mul, torch.multiply, operator.mul, "mul", "multiply", "__mul__"})
-_BMM = frozenset({torch.bmm, torch.matmul, operator.matmul, "bmm", "matmul", "__matmul__"})
-_EINSUM = frozenset({torch.einsum, torch.functional.einsum})
-#: What may be such a linear.
-LINEARS = _LINEAR | _MATMUL | _ADDMM
 #: Views that keep the elements in their order. `getitem` is one where it only adds dims.
-_VIEWS = frozenset(
-    {torch.unsqueeze, torch.reshape, torch.flatten, "unsqueeze", "view", "reshape", "flatten", "contiguous"}
-)
+_VIEWS = VIEWS | {"contiguous"}
 
 
 @dataclass(frozen=True)
@@ -69,51 +60,41 @@ def site(node: fx.Node) -> Site | None:
 
 def _linear(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, fx.Node | None] | None:
     """(input, weight, whether its rows are those of the output, bias) of a product with a matrix."""
-    given = _arguments(node, ("input", "weight", "bias"))
-    if node.target in _LINEAR and given is not None:
-        x, w, bias = (*given, None)[:3]
-        by_rows = True
-    elif node.target in _MATMUL and given is not None and len(given) == 2:
-        (x, w), bias, by_rows = given, None, False
-    elif node.target in _ADDMM and len(node.args) == 3 and not node.kwargs:
-        bias, x, w = node.args
-        by_rows = False
-    else:
-        return None
+    op = read(node)
+    x: Any = None
+    w: Any = None
+    bias: Any = None
+    if op is not None and op.name == "linear":
+        x, w, bias = op.only("input", "weight", "bias")
+    elif op is not None and op.name == "matmul":
+        x, w = op.only("input", "other")
+    elif op is not None and op.name == "addmm":
+        bias, x, w = op.only("input", "mat1", "other")
     found = tensor(x), tensor(w)
     if found[0] is None or found[1] is None or found[0].dim() != 2 or found[1].dim() != 2:
         return None
-    return x, w, by_rows, bias
-
-
-def _arguments(node: fx.Node, names: tuple[str, ...]) -> list[Any] | None:
-    if set(node.kwargs) - set(names):
-        return None
-    return [*node.args, *(node.kwargs[name] for name in names[len(node.args) :] if name in node.kwargs)]
+    return x, w, op is not None and op.name == "linear", bias
 
 
 def _outer(x: fx.Node) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
     """The two factors of a flattened outer product, and the nodes that make it of them."""
     chain = [x]
-    while x.target in _VIEWS and isinstance(x.args[0], fx.Node):
-        x = x.args[0]
+    while (view := _viewed(x)) is not None:
+        x = view
         chain.append(x)
     product, flat = tensor(x), tensor(chain[0])
     if len(chain) < 2 or product is None or product.dim() != 3 or flat is None:
         return None
     if not known_true(flat.shape[0] == product.shape[0]):
         return None
-    if x.target in _EINSUM:
-        factors = _of_einsum(x)
-    elif x.target in _MUL or x.target in _BMM:
-        if len(x.args) != 2 or x.kwargs or not all(isinstance(a, fx.Node) for a in x.args):
-            return None
-        first, second = x.args
+    op, factors = read(x), None
+    if op is not None and op.name == "einsum":
+        factors = _of_einsum(op)
+    elif op is not None and op.name in ("mul", "bmm", "matmul"):
+        first, second = op.only("input", "other")
         factors = _pair(first, second, product)
-        if factors is None and x.target in _MUL:
+        if factors is None and op.name == "mul":
             factors = _pair(second, first, product)
-    else:
-        return None
     if factors is None:
         return None
     u, v, more = factors
@@ -124,20 +105,26 @@ def _outer(x: fx.Node) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
     return u, v, (*reversed(more), *reversed(chain))
 
 
-def _of_einsum(node: fx.Node) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
-    equation, *operands = node.args
-    operands = (
-        list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
-    )
-    # "bi,bj->bij", with any letters.
-    letters = str(equation).replace(" ", "")
-    if len(letters) != 10 or letters[2] != "," or letters[5:7] != "->" or len(operands) != 2:
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """What a node is a view of, with the elements in their order."""
+    op = read(node)
+    if op is None or op.inplace or op.name not in _VIEWS:
         return None
-    b, p, q = letters[0], letters[1], letters[4]
-    if len({b, p, q}) != 3 or letters[3] != b or letters[7:] not in (b + p + q, b + q + p):
+    return op.input if isinstance(op.input, fx.Node) else None
+
+
+def _of_einsum(op: Op) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
+    """Those of "bi,bj->bij", with any letters."""
+    try:
+        found = equation(op)
+    except Rejected:
         return None
-    first, second = operands if letters[7:] == b + p + q else operands[::-1]
-    return (first, second, []) if isinstance(first, fx.Node) and isinstance(second, fx.Node) else None
+    if len(found.first) != 2 or len(found.second) != 2 or found.first[0] != found.second[0]:
+        return None
+    for each in (found, found.turned()):
+        if each.result == each.first + each.second[1]:
+            return each.left, each.right, []
+    return None
 
 
 def _pair(first: Any, second: Any, product: torch.Tensor) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
@@ -160,14 +147,13 @@ def _matrix(node: fx.Node, shape: tuple[Any, ...]) -> tuple[fx.Node, list[fx.Nod
     ):
         return None
     while found is not None and found.dim() == 3:
-        if node.target is operator.getitem and not _adds_dims(node.args[1]):
-            return None
-        if not (node.target in _VIEWS or node.target is operator.getitem) or not isinstance(
-            node.args[0], fx.Node
-        ):
+        op = read(node)
+        adds = op is not None and op.name == "getitem" and _adds_dims(op["index"])
+        before = op.input if op is not None and adds else _viewed(node)
+        if not isinstance(before, fx.Node):
             return None
         views.append(node)
-        node = node.args[0]
+        node = before
         found = tensor(node)
     if found is None or found.dim() != 2 or not known_true(found.shape[0] == shape[0]):
         return None

@@ -41,6 +41,7 @@ from ...graph.torch_ops import (
     spellings,
     transposed_attribute,
 )
+from ...inplace import overwritten
 from ...keeping import Keeping
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
@@ -111,10 +112,10 @@ def _read(node: fx.Node) -> Site | None:
     found = _linear(node)
     if found is None or not _ups(node):
         return None
-    inside, a = found
+    inside, a = _made(found[0]), found[1]
     drop = inside if _is_dropout(inside) else None
     dropped = read(drop)
-    wide = inside if dropped is None else dropped.input
+    wide = inside if dropped is None else _made(dropped.input)
     x = _widened(wide)
     between = tuple(each for each in (wide if x is not None else None, drop) if each is not None)
     x = wide if x is None and drop is not None else x
@@ -122,6 +123,13 @@ def _read(node: fx.Node) -> Site | None:
         return None
     assert isinstance(a, fx.Node)
     return Site(node, between, x, a, drop)
+
+
+def _made(node: Any) -> Any:
+    """What made a value that others write over: the guard names them."""
+    while isinstance(node, fx.Node) and (before := overwritten(node)) is not None:
+        node = before
+    return node
 
 
 def _is_dropout(node: Any) -> TypeGuard[fx.Node]:

@@ -46,7 +46,19 @@ def test_every_fusion_is_in_a_matcher(fusion: Fusion) -> None:
 
 def namespaces() -> Iterator[tuple[str, Any]]:
     """What may be one of these in torch, by its name: all that Dynamo may put into a graph."""
-    words = ("softmax", "attention", "sum", "linear", "mm", "matmul", "flatten", "reshape", "view")
+    words = (
+        "softmax",
+        "attention",
+        "sum",
+        "linear",
+        "mm",
+        "matmul",
+        "flatten",
+        "reshape",
+        "view",
+        "mul",
+        "masked_select",
+    )
     for container in (torch, F, torch.special, torch._C._nn, torch.Tensor, operator):
         for name in (each for each in dir(container) if any(word in each for word in words)):
             found = getattr(container, name, None)
@@ -66,7 +78,7 @@ def namespaces() -> Iterator[tuple[str, Any]]:
         (attention.FUSION, {"scaled_dot_product_attention"}, "read"),
         (outer_product_linear.FUSION, {"linear", "matmul", "addmm"}, "read"),
         (inputs.FUSION, {"linear", "matmul"}, "read"),
-        (dot_interaction.FUSION, {"flatten", "reshape", "view", "getitem"}, "read"),
+        (dot_interaction.FUSION, {"flatten", "reshape", "view", "getitem", "masked_select", "mul"}, "read"),
         (STOCK_MISFIRES, {"softmax", "special_softmax", "sum"}, "walk"),
     ],
     ids=["attention", "sdpa", "outer_product_linear", "lora_input", "dot_interaction", "stock_misfires"],

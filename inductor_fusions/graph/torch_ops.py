@@ -59,7 +59,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa",
     ),
     # masks
-    "masked_fill": ("input", "mask", "value"),
+    "masked_fill": ("input", "mask", "value"), "masked_select": ("input", "mask"),
     "where": ("condition", "input", "other"),
     "eq": ("input", "other"),
     "ne": ("input", "other"),

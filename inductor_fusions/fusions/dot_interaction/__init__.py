@@ -7,7 +7,6 @@ reads the features once and writes what is wanted; so does its backward.
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING
 
 import torch
@@ -155,7 +154,7 @@ FUSION = Fusion(
 )
 
 
-@FUSION.anchor(lambda: [operator.getitem, *recognise.SELECTS, *recognise.PRODUCTS])
+@FUSION.anchor(lambda: spellings("getitem", "masked_select", "mul"))
 def read(scope: Scope, match: Match) -> Candidate | None:
     """A gather of pairs from products of features with themselves."""
     node = match.output_node()
@@ -166,7 +165,7 @@ def read(scope: Scope, match: Match) -> Candidate | None:
     return OtherPairs(node, how) if how else None
 
 
-@FUSION.anchor(lambda: spellings("flatten", "reshape", "view"))
+@FUSION.anchor(lambda: spellings(*recognise.FLATTENS))
 def read_flattened(scope: Scope, match: Match) -> Candidate | None:
     """Products of features with themselves as one row of each sample."""
     node = match.output_node()

@@ -25,9 +25,9 @@ from ...operands import tensor
 from ...reasons import Reason
 from ...writes import name_of
 
-SELECTS = frozenset({torch.masked_select, "masked_select"})
-PRODUCTS = frozenset({torch.mul, operator.mul, "mul", "__mul__"})
 _TRIANGLES = {torch.tril_indices: False, torch.triu_indices: True}
+#: Views that may give all products as one row of each sample.
+FLATTENS = ("flatten", "reshape", "view")
 #: What keeps the values of indices.
 _SAME = frozenset("to long cuda cpu contiguous clone detach".split())
 _WHOLE = slice(None)
@@ -68,8 +68,10 @@ class Site:
 
 def site(node: fx.Node) -> Site | None:
     """What a gather of two indices is, if it is one from products of features with themselves."""
-    arguments: tuple[Any, ...] = node.args
-    z, index = arguments if node.target is operator.getitem else (None, None)
+    op = read(node)
+    if op is None or op.name != "getitem":
+        return None
+    z, index = op.input, op["index"]
     if not isinstance(index, tuple) or len(index) != 3 or index[0] != _WHOLE:
         return None
     t = _squared(z) if all(map(_is_index, index[1:])) else None
@@ -89,12 +91,14 @@ def is_flattened(node: fx.Node) -> bool:
 
 def unread(node: fx.Node) -> str:
     """How pairs are read of products of features with themselves, where no kernel reads them so; else ""."""
-    arguments: tuple[Any, ...] = node.args
-    source, index = (*arguments, None, None)[:2]
-    if node.target in SELECTS:
+    op = read(node)
+    if op is None:
+        return ""
+    source, index = op.input, op["index"]
+    if op.name == "masked_select":
         return "pairs are selected by a mask" if _squared_at(source) else ""
-    if node.target in PRODUCTS:
-        first, second = (_gathered_from(x) for x in (source, index))
+    if op.name == "mul":
+        first, second = (_gathered_from(x) for x in (source, op["other"]))
         summed = first is not None and first is second and any(name_of(user) == "sum" for user in node.users)
         return "pairs are gathered before they are multiplied" if summed else ""
     if not isinstance(index, tuple) or len(index) != 2 or index[0] != _WHOLE:
@@ -102,7 +106,8 @@ def unread(node: fx.Node) -> str:
     mask = tensor(index[1])
     if mask is not None and mask.dtype == torch.bool and mask.dim() == 2 and _squared_at(source):
         return "pairs are selected by a mask"
-    flat = isinstance(source, fx.Node) and source.target in FLATTENS and is_flattened(source)
+    view = read(source)
+    flat = view is not None and view.name in FLATTENS and is_flattened(view.node)
     return "pairs are read of flattened products" if flat and _is_index(index[1]) else ""
 
 

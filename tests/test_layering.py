@@ -43,7 +43,7 @@ LAYERS = {
     "decisions": {"config", "problems", "reasons", "tables"},
     "fusion": BASE,
     "operands": {"decisions", "fusion", "reasons", "tables", "_inductor"},
-    "graph": {"fusion", "inplace", "operands", "writes", "reasons", "_inductor"},
+    "graph": {"fusion", "inplace", "liveness", "operands", "writes", "reasons", "_inductor"},
     "writes": {"fusion", "modes", "operands", "reasons", "_inductor"},
     "inplace": {"operands", "writes"},
     "liveness": {"inplace", "writes"},

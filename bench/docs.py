@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from bench import docs_plots, docs_reliability, docs_whole_mlp, picture
+from bench import docs_plots, docs_reliability, docs_tables, docs_whole_mlp, picture
 from bench.docs_attention import attention_section, flex_section
 from bench.docs_distributed import distributed_section
 from bench.docs_linears import (
@@ -32,7 +32,7 @@ from bench.docs_linears import (
 )
 from bench.docs_models import models_section, readme_table
 from bench.docs_operations import bench_section
-from bench.docs_pieces import NOTICE, Json, anchor
+from bench.docs_pieces import NOTICE, Json, anchor, table
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- measured: begin (python -m bench.docs) -->"
@@ -66,6 +66,12 @@ What was measured, with the cases that lose. [measuring.md](measuring.md) says h
 """
 
 
+#: What docs/performance.md says of the sections that it leaves out.
+OPERATIONS = """\
+What was measured of operations alone is in files of rows. [measurements.html](measurements.html) has all of
+these rows, the commands, and memory, errors, compile times and kernels of the whole models. Open it from a
+checkout: its columns sort."""
+
 #: What is written of which results, in this order.
 SECTIONS: dict[str, Callable[[Json], str]] = {
     "models_*.json": models_section,
@@ -81,13 +87,36 @@ SECTIONS: dict[str, Callable[[Json], str]] = {
 }
 
 
-def performance(results: Path) -> str:
-    """The text of docs/performance.md."""
-    parts = []
+#: Sections that are in docs/performance.md, with their parts; the rest is in docs/measurements.html alone.
+SHOWN = {
+    "models_*.json": ("Time", "Where it loses or ties"),
+    "lora_models_*.json": (),
+    "distributed_*.json": (),
+}
+
+
+def sections(results: Path) -> list[tuple[str, Path, str]]:
+    """Every section: the pattern of its file, the file, and its text."""
+    found = []
     for pattern, section in SECTIONS.items():
         # A GPU first: its figures are what the package is for.
         for path in sorted(results.glob(pattern), key=lambda p: ("cpu" in p.stem, p.name)):
-            parts.append(section(json.loads(path.read_text("utf-8"))))
+            found.append((pattern, path, section(json.loads(path.read_text("utf-8")))))
+    return found
+
+
+def performance(results: Path, written: list[tuple[str, Path, str]]) -> str:
+    """The text of docs/performance.md."""
+    parts, others = [], []
+    for pattern, path, text in written:
+        title = text.partition("\n")[0].removeprefix("## ")
+        if pattern in SHOWN:
+            parts.append(docs_tables.short(text, SHOWN[pattern]))
+        else:
+            rows = max((len(table.rows) for table in docs_tables.tables(text)), default=0)
+            file = f"[{path.stem}.csv](../bench/results/{path.stem}.csv)"
+            others.append([title, str(rows), file])
+    parts.append("\n\n".join(["## Rows of operations", OPERATIONS, table(("what", "rows", "file"), others)]))
     titles = [part.partition("\n")[0].removeprefix("## ") for part in parts]
     contents = "\n".join(f"- [{title}](#{anchor(title)})" for title in titles)
     plots = docs_plots.shown(results, PLOTTED, "performance.md")
@@ -122,9 +151,16 @@ def render(root: Path = ROOT) -> dict[Path, str]:
     results, page = root / "bench" / "results", root / "README.md"
     tested = root / "docs" / "reliability.md"
     measured = results / README_RESULTS
+    written = sections(results)
     return {
         page: readme(page.read_text("utf-8"), results),
-        root / "docs" / "performance.md": performance(results),
+        root / "docs" / "performance.md": performance(results, written),
+        root / "docs" / "measurements.html": docs_tables.page([text for _, _, text in written]),
+        **{
+            path.with_suffix(".csv"): docs_tables.rows_of(text)
+            for pattern, path, text in written
+            if pattern not in SHOWN
+        },
         root / "docs" / "whole_mlp.md": docs_whole_mlp.page(results),
         tested: between(tested.read_text("utf-8"), docs_reliability.measured(results, PLOTTED), tested.name),
         root / "docs" / "speedups.svg": picture.draw(

@@ -51,6 +51,7 @@ def attention_section(data: Json) -> str:
         )
     else:
         parts.append("No kernel was out of the error budget.")
+    parts.append(_shapes(rows))
     return "\n\n".join(parts)
 
 
@@ -93,6 +94,20 @@ def _kernel_row(group: Sequence[Json]) -> tuple[str, ...]:
         number(statistics.median(memory) if memory else None, 2),
         ", ".join(f"{name} {count}" for name, count in backends.most_common()) or NONE,
     )
+
+
+def _shapes(rows: Sequence[Json]) -> str:
+    """Times of every shape, in microseconds."""
+    names = ("unfused", "sdpa", "cudnn", "flash", "efficient", "short")
+    body = [
+        (
+            str(row["key"]),
+            *(number(get(row, "times_us", name), 1) for name in names),
+            number(max(gains(row).values(), default=None), 2),
+        )
+        for row in rows
+    ]
+    return table(("shape", "stock", *names[1:], "best gain"), body)
 
 
 def flex_section(data: Json) -> str:

@@ -103,7 +103,7 @@ def epilogues(data: Json) -> list[str]:
     return [
         f"## The first half alone, {data.get('device', '?')}",
         f"torch {data.get('torch', '?')}, {str(data.get('date', '?'))[:10]}; "
-        "[performance.md](performance.md) has the commands.",
+        "[measurements.html](measurements.html) has the commands.",
         text,
         summary("activation", "cases", dict(sorted(kinds.items())), "bare"),
         details("case", rows, "bare", "linear "),

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench import docs, docs_models, docs_pieces, docs_plots, docs_reliability, picture
+from bench import docs, docs_models, docs_pieces, docs_plots, docs_reliability, docs_tables, picture
 from bench.provenance import environment
 from inductor_fusions import cli, config
 from inductor_fusions import fusions as fusions_of_the_package
@@ -45,7 +45,7 @@ def test_changed_result_is_stale(tmp_path: Path) -> None:
     data = json.loads(path.read_text())
     data["rows"][0]["median_ms"]["fused"] *= 2
     path.write_text(json.dumps(data))
-    written = ("README.md", "docs/performance.md", "docs/speedups.svg")
+    written = ("README.md", "docs/performance.md", "docs/measurements.html", "docs/speedups.svg")
     assert docs.stale(root) == [root / name for name in written]
 
 
@@ -153,12 +153,17 @@ def test_new_result_is_stale(name: str, row: dict[str, Any], shown: str, tmp_pat
     root = copied(tmp_path)
     data = {"schema": 1, "device": "a device", "torch": "2", "command": "python -m x --out /far/away/x.json"}
     (root / "bench" / "results" / name).write_text(json.dumps({**data, "rows": [row]}))
-    page = root / "docs" / "performance.md"
+    page = root / "docs" / "measurements.html"
+    rows = (root / "bench" / "results" / name).with_suffix(".csv")
     also = ("whole_mlp.md", "roofline.svg", "lengths.svg") if name.startswith("projections") else ()
-    assert docs.stale(root) == [page, *(root / "docs" / name for name in also)]
-    text = docs.render(root)[page]
-    assert shown in text
-    assert "--out x.json" in text and "/far/away" not in text
+    found = docs.stale(root)
+    assert {page, rows, *(root / "docs" / name for name in also)} <= set(found)
+    assert root / "README.md" not in found
+    written = docs.render(root)
+    assert shown in re.sub(r"</td><td>|</?tr>|</?td>", " | ", written[page])
+    assert "--out x.json" in written[page] and "/far/away" not in written[page]
+    assert f"[{rows.name}](../bench/results/{rows.name})" in written[root / "docs" / "performance.md"]
+    assert len(written[rows].splitlines()) == 2
 
 
 def mlp_row(part: str, width: int, **times: float) -> dict[str, Any]:
@@ -475,6 +480,18 @@ def test_geometric_means_are_told() -> None:
     text = docs_models.tally([case(2.0, False), case(0.5, False), case(3.0, True)])
     assert text.endswith("is 1.00 over the 2 inference cases and 3.00 over the 1 training cases.")
     assert "mean" not in docs_models.tally([])
+
+
+def test_performance_is_a_page_to_be_read() -> None:
+    assert len((ROOT / "docs" / "performance.md").read_text().splitlines()) <= 300
+
+
+def test_numbers_and_spreads_are_columns_of_their_own() -> None:
+    section = "## Title\n\n| case | gain |\n| --- | ---: |\n| a, b | 1.50 ± 0.10 |\n| c | - |"
+    assert docs_tables.rows_of(section) == 'case,gain,± gain\n"a, b",1.50,0.10\nc,,\n'
+    page = docs_tables.page([section])
+    assert '<h2 id="title">Title</h2>' in page and "<td>a, b</td><td>1.50 ± 0.10</td>" in page
+    assert "http" not in page, "it opens from a disk, and asks nobody"
 
 
 @pytest.mark.parametrize("variable", sorted(config.variables()))

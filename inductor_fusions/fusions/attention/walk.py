@@ -339,8 +339,7 @@ def _has_product(node: fx.Node, scores: torch.Tensor) -> bool:
 
     It has their dims of queries and keys, or both in one.
     """
-    sizes = {hint(size) for size in scores.shape}
-    sizes |= {hint(a) * hint(b) for a, b in pairwise(scores.shape)}
+    sizes = _sizes(scores)
     frontier, seen = [node], {node}
     while frontier and len(seen) < REACH:
         current = frontier.pop(0)
@@ -349,10 +348,18 @@ def _has_product(node: fx.Node, scores: torch.Tensor) -> bool:
             if {hint(size) for size in value.shape[-2:]} <= sizes:
                 return True
             continue
+        whole = tensor(op.input) if op is not None and op.name in ("getitem", "narrow") else None
+        sizes |= set() if whole is None else _sizes(whole)
         found = [n for n in current.all_input_nodes if n not in seen]
         seen.update(found)
         frontier += found
     return False
+
+
+def _sizes(scores: torch.Tensor) -> set[int]:
+    """Of each dim, and of each two beside each other as one."""
+    sizes = [hint(size) for size in scores.shape]
+    return {*sizes, *(a * b for a, b in pairwise(sizes))}
 
 
 def result_of(op: Op) -> torch.Tensor:

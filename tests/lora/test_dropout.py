@@ -355,7 +355,7 @@ def written(drop: Callable[[Any], Any], later: Callable[[Any, Any], Any] = lambd
     [
         (written(lambda x: F.dropout(x, 0.25), lambda y, dropped: y + dropped.sum()), "read elsewhere"),
         (written(lambda x: F.dropout(x, 0.25, False)), None),
-        (written(lambda x: F.dropout(x, 0.25, inplace=True)), None),
+        (written(lambda x: F.dropout(x, 0.25, inplace=True)), "writes in place between"),
         (written(lambda x: F.dropout(x, 1.0)), None),
         (written(lambda x: F.dropout1d(x.unsqueeze(0), 0.25).squeeze(0)), None),
         (written(lambda x: F.alpha_dropout(x, 0.25, True)), None),

@@ -163,7 +163,7 @@ MODELS = {
 
 #: What is left of an architecture, with the reason. The windows of LED's encoder are no matrix product.
 NOT_FUSED = {
-    "convbert": "changes the query or key dim",  # the softmax is one of a convolution's kernel
+    "convbert": "no product of queries and keys",  # the softmax is one of a convolution's kernel
 }
 
 

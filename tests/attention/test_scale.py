@@ -286,6 +286,16 @@ def test_not_the_maximum(case) -> None:
     unfused(scored(lambda s: s - case(s)), qkv(9, 9), "the scores are used elsewhere, by")
 
 
+@cases(MAXIMA)
+def test_the_maximum_minus_the_scores(case) -> None:
+    """That is the softmax of the negative scores."""
+    unfused(scored(lambda s: case(s) - s), qkv(), "the scores are used elsewhere, by")
+
+
+def test_maximum_that_is_added_with_a_negative_alpha() -> None:
+    check(scored(lambda s: torch.add(s, s.amax(-1, keepdim=True), alpha=-1)), qkv())
+
+
 def test_maximum_that_is_read_elsewhere() -> None:
     def fn(q, k, v):
         scores = q @ k.mT

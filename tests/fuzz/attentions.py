@@ -155,7 +155,11 @@ class AttentionWriter:
                 "scores.clamp(min=-3.0)", f"scores.clamp(min={FILL})", "scores.clamp(-2, 2)"
             ),
             "shift": lambda: w.pick(
-                "scores - scores.amax(-1, keepdim=True)", "scores + 1.5", "scores - 100.0"
+                "scores - scores.amax(-1, keepdim=True)",
+                "scores.amax(-1, keepdim=True) - scores",
+                "scores + 1.5",
+                "scores - 100.0",
+                "0.5 - scores",
             ),
             "turn": lambda: w.pick(
                 "scores.mT.mT",
@@ -166,7 +170,11 @@ class AttentionWriter:
             ),
             "slice": lambda: w.pick(f"scores[..., :{self.k}]", "scores[:, :, :, :]"),
             "cat": lambda: f"torch.cat([scores, scores[..., :1]], -1)[..., :{self.k}]",
-            "alpha": lambda: f"torch.add(scores, {w.input('leaf', *self.shape())}, alpha=0.3)",
+            "alpha": lambda: (
+                f"torch.{w.pick('add', 'sub')}({w.pick('scores, {}', '{}, scores')}, alpha=0.3)".format(
+                    w.input("leaf", *self.shape())
+                )
+            ),
             "dropout": lambda: w.pick("F.dropout(scores, 0.0)", "F.dropout(scores, 0.3, training=False)"),
         }
         if kind in scores:
@@ -185,7 +193,11 @@ class AttentionWriter:
 
     def bias(self) -> str:
         x = self.w.input(self.w.pick("leaf", "rand"), *self.shape())
-        return str(self.w.pick(f"scores + {x}", f"{x} + scores", f"scores - {x}", f"scores.add({x})"))
+        return str(
+            self.w.pick(
+                f"scores + {x}", f"{x} + scores", f"scores - {x}", f"{x} - scores", f"scores.add({x})"
+            )
+        )
 
     def fill(self, value: float) -> str:
         mask = self.mask()

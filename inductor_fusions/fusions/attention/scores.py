@@ -82,10 +82,10 @@ class Upwards(Walk):
         second = {id(scores): which for scores, _, which in sides}
 
         def try_side(scores: Any, other: Any) -> Attention:
-            if self.shifts_cancel and sign < 0 and alpha == 1 and self._is_row_maximum(other, scores, at):
-                return self.up(op, scores, factor, scalers, at)
             # add(x, y, alpha) is x + alpha * y: with the scores second, alpha scales them.
             bias_factor, score_factor = (sign * alpha, 1.0) if second[id(scores)] else (1.0, sign * alpha)
+            if self.shifts_cancel and bias_factor == -1 and self._is_row_maximum(other, scores, at):
+                return self.up(op, scores, factor, scalers, at)
             site = self.up(op, scores, factor * score_factor, scalers, at)
             number = torch_ops.concrete(other)
             if isinstance(number, (int, float)):

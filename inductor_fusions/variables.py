@@ -1,6 +1,6 @@
 """The environment variables of the package: which there are, what each takes, and what is set.
 
-Each is declared where its value is read, and nowhere else.
+Each is declared once, in `config`.
 """
 
 import difflib

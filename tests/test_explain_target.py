@@ -1,4 +1,4 @@
-"""explain(target=...): what would be fused on a GPU that is not in this machine."""
+"""explain(gpu=...): what would be fused on a GPU that is not in this machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def inputs(length: int, heads: int = 12) -> list[torch.Tensor]:
 
 
 def test_attention_by_the_table_of_the_target():
-    found = explain(attention, *inputs(512), target="nvidia_h200")
+    found = explain(attention, *inputs(512), gpu="nvidia_h200")
     (site,) = found
     assert site.verdict == "fused"
     assert "measured" in site.kernel or "measurements nearby" in site.kernel
@@ -42,26 +42,26 @@ def test_attention_by_the_table_of_the_target():
 
 
 def test_a_target_without_a_table_is_estimated_from_another_device():
-    (site,) = explain(attention, *inputs(512), target="l4")
+    (site,) = explain(attention, *inputs(512), gpu="l4")
     assert site.verdict == "fused"
     assert "nvidia_h200" in site.kernel
 
 
 def test_a_linear_where_nothing_carries_over():
-    (site,) = explain(Linear(), torch.empty(4096, 768, dtype=torch.bfloat16), target="l4")
+    (site,) = explain(Linear(), torch.empty(4096, 768, dtype=torch.bfloat16), gpu="l4")
     assert site.verdict == "left to stock"
     assert "nvidia_l4" in site.reason
 
 
 def test_a_head_dim_that_no_fused_kernel_of_sdpa_takes():
     qkv = [torch.empty(8, 12, 512, 60, dtype=torch.bfloat16) for _ in range(3)]
-    (site,) = explain(attention, *qkv, target="nvidia_h200")
+    (site,) = explain(attention, *qkv, gpu="nvidia_h200")
     assert site.verdict != "fused" or site.kernel.startswith("flex")
 
 
 def test_a_linear_on_a_copy_of_the_module():
     model, x = Linear(), torch.empty(4096, 768, dtype=torch.bfloat16)
-    (site,) = explain(model, x, target="nvidia_h200")
+    (site,) = explain(model, x, gpu="nvidia_h200")
     assert site.verdict == "fused"
     assert site.kernel.startswith("block_mm")
     assert {t.device.type for t in [*model.parameters(), *model.buffers()]} == {"cpu"}
@@ -73,7 +73,7 @@ def test_a_linear_on_a_copy_of_the_module():
 
 @absent
 def test_nothing_is_left_behind():
-    explain(attention, *inputs(128, 2), target="nvidia_h200")
+    explain(attention, *inputs(128, 2), gpu="nvidia_h200")
     assert not torch.cuda.is_available()
     assert torch.cuda.device_count() == 0
     with pytest.raises((AssertionError, RuntimeError)):
@@ -83,12 +83,18 @@ def test_nothing_is_left_behind():
 @absent
 def test_a_training_step_is_refused():
     with pytest.raises(ValueError, match="a training step"):
-        explain(attention, *inputs(128, 2), train=True, target="nvidia_h200")
+        explain(attention, *inputs(128, 2), train=True, gpu="nvidia_h200")
+
+
+def test_a_model_may_have_a_target():
+    """As a loss has: only `gpu`, `train` and `dynamic` are not the model's."""
+    explained = explain(lambda x, target: (x - target).square().mean(), torch.ones(3), target=torch.zeros(3))
+    assert explained.facts["device"]
 
 
 def test_an_unknown_target_lists_those_known():
     with pytest.raises(ValueError, match=r"nothing is known of a device 'h201'; known are a100, .*h200"):
-        explain(attention, *inputs(128, 2), target="h201")
+        explain(attention, *inputs(128, 2), gpu="h201")
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN))

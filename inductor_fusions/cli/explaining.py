@@ -128,12 +128,12 @@ def _check_target(target: str, train: bool, device: Device) -> None:
 def _explained(
     model: torch.nn.Module, kwargs: dict[str, Any], train: bool, dynamic: bool, target: str | None
 ) -> Explanation:
-    reserved = ("train", "dynamic", "target", "fn")
+    reserved = ("train", "dynamic", "gpu", "fn")
     given = {name: value for name, value in kwargs.items() if name in reserved}
     if given:
         raise UserError(f"an argument of the model must not be called {next(iter(given))}")
     try:
-        return explain_model(model, train=train, dynamic=True if dynamic else None, target=target, **kwargs)
+        return explain_model(model, train=train, dynamic=True if dynamic else None, gpu=target, **kwargs)
     except Exception as error:
         print(f"{PROG}: the model does not compile or run: {describe(error)}", file=sys.stderr)
         raise typer.Exit(1) from error

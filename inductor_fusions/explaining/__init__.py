@@ -105,7 +105,7 @@ def explain(
     *args: Any,
     train: bool = False,
     dynamic: bool | None = None,
-    target: str | None = None,
+    gpu: str | None = None,
     **kwargs: Any,
 ) -> Explanation:
     """Say of every candidate of a model what `torch.compile` makes of it, and why.
@@ -118,7 +118,7 @@ def explain(
         args: its arguments; tensors are copied first.
         train: the backward as well, of every floating output that requires a gradient.
         dynamic: as in `torch.compile`.
-        target: a GPU that need not be in this machine, such as "nvidia_h200": what would be fused there.
+        gpu: one that need not be in this machine, such as "nvidia_h200": what would be fused there.
             Nothing is computed then: `fn` must not look at values, and its tensors are arguments, parameters
             and buffers.
         kwargs: keyword arguments of `fn`.
@@ -127,14 +127,14 @@ def explain(
         The sites, and the graphs.
 
     Raises:
-        ValueError: nothing is known of the target; or a training step is asked for where there is no GPU at
+        ValueError: nothing is known of the GPU; or a training step is asked for where there is no GPU at
             all, which torch's autograd needs to differentiate on one.
         Exception: whatever `fn` raises.
     """
     fn = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))  # of a compiled one
-    if target is None:
+    if gpu is None:
         return _explained(fn, args, kwargs, train, dynamic)
-    device = absent(target)
+    device = absent(gpu)
     if train and not torch.cuda.is_available():
         raise ValueError("a training step for another device can only be explained where there is a GPU")
     with (
@@ -146,13 +146,13 @@ def explain(
     return explained
 
 
-def absent(target: str) -> _inductor.AbsentDevice:
+def absent(gpu: str) -> _inductor.AbsentDevice:
     """What stands for a GPU that need not be in this machine.
 
     Raises:
         ValueError: nothing is known of it; names those that are known.
     """
-    name, found = decisions.target(target)
+    name, found = decisions.target(gpu)
     return _inductor.AbsentDevice(name, found.capability, found.multiprocessors, found.shared_bytes)
 
 

@@ -38,7 +38,7 @@ ONE_EACH, WHOLE = 0.6, 0.15
 #: CPU seconds that are assumed of a test that was skipped when durations were recorded.
 GUESS = 1.0
 #: What is run first, at the top of `tests`; then what takes less than FAST seconds; and last, in this order.
-FIRST = ("layering", "config", "tables", "docs", "workflows")
+FIRST = ("layering", "config", "tables", "docs", "pages", "workflows")
 LATE = (("counterexamples", "fuzz"), ("models", "seed_systems"))
 FAST = 0.05
 

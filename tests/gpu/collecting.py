@@ -51,9 +51,9 @@ WITHOUT_PROGRAMS = (
     "tests/gpu/test_", "tests/fuzz/test_", "tests/caches/", "tests/test_bench", "tests/test_testing",
     "tests/test_regist", "tests/test_config", "tests/test_entry", "tests/test_import", "tests/test_run",
     "tests/test_tables", "tests/test_distributed", "tests/test_verify", "tests/test_layering",
-    "tests/test_load", "tests/test_docs", "tests/test_cuda_codegen", "tests/test_reporting",
-    "tests/test_explain", "tests/test_cli", "tests/test_plugin", "tests/models/test_survey",
-    "tests/conftest", "tests/test_packaging", "tests/test_demo", "tests/test_gpu",
+    "tests/test_load", "tests/test_docs", "tests/test_pages", "tests/test_cuda_codegen",
+    "tests/test_reporting", "tests/test_explain", "tests/test_cli", "tests/test_plugin",
+    "tests/models/test_survey", "tests/conftest", "tests/test_packaging", "tests/test_demo", "tests/test_gpu",
 )  # fmt: skip
 
 

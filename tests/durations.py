@@ -196,6 +196,9 @@ def main() -> int:
     if code in (0, 1) and found:  # 1: tests failed, and have taken time all the same
         kept = read(args.json) if args.files or args.new or args.write else {}
         about = {"torch": torch.__version__, "unit": "CPU seconds of one parameter set; null where skipped"}
+        if kept:  # where the other entries are from
+            before = json.loads(args.json.read_text())["about"]
+            about["other"] = before.get("other", f"the functions of before: torch {before['torch']}")
         document = {"about": about, "functions": dict(sorted({**kept, **found}.items()))}
         args.json.write_text(json.dumps(document, indent=1) + "\n")
         print(f"{args.json}: {len(found)} functions")

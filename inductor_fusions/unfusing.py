@@ -12,22 +12,11 @@ from torch import fx
 
 from ._inductor import flex_backward_op, hint
 from .fusions.attention.flex_backward import FlexBackward
-from .fusions.kernel_defects.products import gradients
+from .fusions.kernel_defects.products import SDPA_BACKWARDS, gradients
 from .graph.inlined import put_in_place
 from .reporting import TAG
 
-aten = torch.ops.aten
-
-#: Backwards of SDPA, and what their arguments are called here.
-_BACKWARDS = frozenset(
-    {
-        getattr(aten, f"_scaled_dot_product_{name}_backward").default
-        for name in (
-            "flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention",
-            "fused_attention_overrideable",
-        )
-    }
-)  # fmt: skip
+#: What arguments of SDPA's backwards are called here.
 _NAMES = {
     "grad_out": "grad", "grad_out_": "grad", "query": "q", "key": "k", "value": "v", "attn_bias": "bias",
     "attn_mask": "bias", "dropout_p": "dropout", "is_causal": "causal",
@@ -37,7 +26,7 @@ _NAMES = {
 def backwards(graph: fx.Graph) -> list[fx.Node]:
     """The backwards of attentions in an aten graph that a fusion of this package has put there."""
     ours = [node for node in graph.nodes if node.op == "call_function" and TAG in node.meta.get("custom", {})]
-    return [node for node in ours if node.target in _BACKWARDS or node.target is flex_backward_op()]
+    return [node for node in ours if node.target in SDPA_BACKWARDS or node.target is flex_backward_op()]
 
 
 def write_out(graph: fx.Graph) -> None:

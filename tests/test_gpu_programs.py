@@ -16,7 +16,7 @@ from tests.gpu.reading import Placed
 ROOT = Path(__file__).resolve().parents[1]
 
 #: Programs: one that is right, one that a fusion makes wrong, one that ends its process, one that loses
-#: the GPU, others behind them.
+#: the GPU, one at whose compile nothing runs any more, with the fusions or without; others behind them.
 PROGRAMS = """
 import os
 import torch
@@ -48,6 +48,25 @@ def lost(x):
 
 def test_lost():
     testing.check(lost, (torch.randn(4, 4),))
+
+def broken(*args, **kwargs):
+    raise RuntimeError("INTERNAL ASSERT FAILED")
+
+def breaks(x):
+    return x + 1
+
+compile = torch.compile
+
+def stock_breaks(fn, **options):
+    if fn is breaks:
+        torch.zeros = broken
+        broken()
+    return compile(fn, **options)
+
+torch.compile = stock_breaks
+
+def test_broken_by_stock():
+    testing.check(breaks, (torch.randn(4, 4),))
 
 def test_draws():
     testing.check(lambda x: torch.nn.functional.dropout(x, 0.5), (torch.randn(64, 64, requires_grad=True),))
@@ -95,13 +114,15 @@ def test_programs(tmp_path: Path) -> None:
         return row, done.stdout
 
     row, said = run()
-    assert len(row["done"]) == 6
+    assert len(row["done"]) == 7
     assert sum(row["judged"].values()) == 3 and row["draws"] == 1
-    assert sum(row["left"].values()) == 3  # one does not run, two end their process
+    assert sum(row["left"].values()) == 4  # one does not run, three end their process
+    (stock,) = row["stock_wrong"]
+    assert stock["name"].endswith("test_broken_by_stock 0") and "INTERNAL ASSERT" in stock["what"]
     failures = {failure["name"].partition("::")[2]: failure for failure in row["failures"]}
     assert failures.keys() == {"test_wrong 0", "test_dies 0", "test_lost 0"}
     assert "is off by" in failures["test_wrong 0"]["what"] and failures["test_wrong 0"]["alone"] == "fails"
     assert failures["test_dies 0"]["ended"] and failures["test_dies 0"]["alone"] == "ends its process"
     assert failures["test_lost 0"]["what"].startswith("RuntimeError: CUDA error")
     again, said = run()
-    assert again == row and "6 tests, 3 programs" in said
+    assert again == row and "7 tests, 3 programs" in said

@@ -63,6 +63,14 @@ def counts_in_32_bits() -> bool:
     return torch_version() < (2, 14)
 
 
+def fails_on_broadcast_numbers() -> bool:
+    """Whether the lowering of SDPA reads the last size of an operand without dims.
+
+    Seen on 2.11; the sources of 2.13 look at the number of dims first.
+    """
+    return torch_version() < (2, 13)
+
+
 def drops_narrow_casts() -> bool:
     """Whether Inductor takes out a cast to a narrower dtype that another one widens again.
 

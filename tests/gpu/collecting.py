@@ -173,7 +173,12 @@ class Recorder:
         torch.set_default_device(None)
         started = time.monotonic()
         try:
-            verdict, moved = judging.judge(program, self.device, dtype, training and train)
+            alone = self.only is not None
+            verdict, moved = judging.judge(program, self.device, dtype, training and train, alone)
+            if judging.broken() and not alone:
+                text = f"nothing runs in its process any more: {verdict.problem[:300]}"
+                self.write("lost", name=name, dtype=verdict.dtype, train=verdict.train, text=text)
+                os._exit(LOST)
             if moved is not None and self.only is None:
                 self.mix(moved, verdict.train)
         except Exception as error:

@@ -56,7 +56,9 @@ class Verdict:
     draws: bool = False
 
 
-def judge(program: Program, device: str, dtype: torch.dtype, train: bool) -> tuple[Verdict, Program | None]:
+def judge(
+    program: Program, device: str, dtype: torch.dtype, train: bool, stock_first: bool = False
+) -> tuple[Verdict, Program | None]:
     """Compile and run a program with the fusions, and compare it with eager mode.
 
     Args:
@@ -64,6 +66,7 @@ def judge(program: Program, device: str, dtype: torch.dtype, train: bool) -> tup
         device: where it runs.
         dtype: of its tensors, where it runs in eager mode so; else their own.
         train: differentiate it, where eager mode can.
+        stock_first: compile it without the fusions first, to see whether stock breaks the process.
 
     Returns:
         The verdict, and the program as it ran.
@@ -79,6 +82,11 @@ def judge(program: Program, device: str, dtype: torch.dtype, train: bool) -> tup
             reason = reason or str(error)
             continue
         verdict = Verdict(kind, training, draws=judged.draws)
+        if stock_first:
+            found, _, _ = judged.compiled(enabled=False)
+            if broken():
+                verdict.stock_wrong = judged.problem(found)
+                return verdict, moved
         judged.decide(verdict)
         return verdict, moved
     return Verdict(name, train, left=reason), None
@@ -305,6 +313,16 @@ def fatal(error: BaseException) -> bool:
     """Whether the process can use its GPU no more."""
     text = str(error)
     return "CUDA error" in text or "illegal memory" in text or "device-side assert" in text
+
+
+def broken() -> bool:
+    """Whether nothing runs in this process any more: torch 2.11 leaves its dispatcher in a state of tracing
+    where the compile of a function with `torch.inference_mode()` inside fails."""
+    try:
+        torch.zeros(1, device="cpu").add(1)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _near(tree: Any, sample: int) -> Any:

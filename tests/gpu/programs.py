@@ -92,6 +92,15 @@ class Report:
         row.setdefault("failures", []).append(failure)
         self.results.append(row)
 
+    def tried_alone(self, row: Json, failure: Json, found: Json | None, late: bool) -> None:
+        """A failure was run once more, in a process of its own: `found` is that test's row."""
+        failure["alone"] = _alone(found, late)
+        if found and found.get("stock_wrong"):
+            row["failures"].remove(failure)
+            wrong = {key: failure[key] for key in ("dtype", "mode", "name")}
+            row.setdefault("stock_wrong", []).append({**wrong, "what": found["stock_wrong"][0]["what"]})
+        self.results.append(row)
+
     def failures(self) -> Iterator[tuple[Json, Json]]:
         """(row, failure) of all that failed."""
         for row in self.rows.values():
@@ -268,8 +277,7 @@ class Batch:
             worker.stop()
             rows += [event["row"] for event in worker.events() if event["event"] == "done"]
             self.alone.remove((worker, row, failure))
-            failure["alone"] = _alone(rows[0] if rows else None, late)
-            self.report.results.append(row)
+            self.report.tried_alone(row, failure, rows[0] if rows else None, late)
         busy = [id(failure) for _, _, failure in self.alone]
         for row, failure in self.report.failures():
             if len(self.alone) >= ALONE or time.time() > self.deadline:

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from bench import cuda_codegen
 from inductor_fusions import config, reporting
+from inductor_fusions._inductor import torch_version
 from inductor_fusions.fusions import kernel_defects
 from inductor_fusions.fusions.kernel_defects import op, own_dropout
 from inductor_fusions.fusions.kernel_defects.products import gradients
@@ -243,6 +244,29 @@ def test_no_template_stores_one_number() -> None:
         with torch.no_grad(), short_everywhere(), config.patch(policy="always"):
             code = cuda_codegen.generate(fn, inputs, run=False)
         assert sum(kernel.is_template for kernel in code.kernels) == templates
+
+
+@pytest.mark.parametrize(("dim", "defective"), [(6, True), (8, False)])
+def test_the_gradient_of_a_sum(
+    dim: int, defective: bool, fresh_cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is one number for all places. With head dims that are a multiple of 8 nothing is copied."""
+    if torch_version() >= (2, 13):  # the copy is made, though it is not needed
+        monkeypatch.setattr(kernel_defects, "fails_on_broadcast_numbers", lambda: True)
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).sum()
+
+    inputs = [torch.randn(B, H, S, dim, requires_grad=True) for _ in range(3)]
+    counts = []
+    for cured in (True, False):
+        with config.patch(kernel_defects=cured):
+            if defective and not cured and torch_version() < (2, 13):
+                with pytest.raises(Exception, match="list index out of range"):
+                    cuda_codegen.generate(fn, inputs, train=True, run=False)
+                return
+            counts.append(len(cuda_codegen.generate(fn, inputs, train=True, run=False).kernels))
+    assert counts[0] - counts[1] == defective
 
 
 def test_known_defects_are_documented() -> None:

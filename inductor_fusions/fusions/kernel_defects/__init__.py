@@ -14,15 +14,23 @@ import torch
 from torch import fx
 
 from ... import pinning
-from ..._inductor import computing_fakes, fake_mode_of, flex_attention_op, known_true, suppress_guards
+from ..._inductor import (
+    computing_fakes,
+    fails_on_broadcast_numbers,
+    fake_mode_of,
+    flex_attention_op,
+    known_true,
+    suppress_guards,
+)
 from ...fusion import Candidate, Fusion, Scope, nodes_of
 from ...graph.builder import Builder
 from ...graph.facts import change
 from ...graph.inlined import put_in_place
+from ...graph.products import VIEWS, through
 from ...operands import tensor
-from .known import CUDNN_ONE_QUERY, CUDNN_PADDED_KEYS, CUDNN_PLANS, KNOWN, Defect
+from .known import BROADCAST_NUMBER, CUDNN_ONE_QUERY, CUDNN_PADDED_KEYS, CUDNN_PLANS, KNOWN, Defect
 from .op import CUDNN_BACKWARD
-from .products import gradients
+from .products import SDPA_BACKWARDS, SDPA_FORWARDS, gradients
 
 if TYPE_CHECKING:
     from ..._inductor import Match
@@ -46,6 +54,10 @@ _GRADIENT, _QUERY, _KEY, _VALUE, _LOGSUMEXP, _BIAS, _MAX_KEYS, _DROPOUT, _CAUSAL
     13,
     14,
 )
+#: Operations whose operands Inductor lays out for SDPA's kernels.
+_CALLS = [*SDPA_FORWARDS, *SDPA_BACKWARDS]
+#: What their last dim is asked to be a multiple of.
+_ALIGNED = 8
 #: Keys of a tile of the backward.
 TILE = 128
 #: Below this, exp(-logsumexp) overflows in float32, with room for what rounding adds.
@@ -66,6 +78,33 @@ class FlexQuery(Candidate):
     def rewrite(self) -> str:
         pinning.settle_query(self.anchor, {})
         return "the strides of the query are settled"
+
+
+class BroadcastNumbers(Candidate):
+    """Operands of SDPA that are one number for all places, which Inductor fails to lay out."""
+
+    reported = False
+
+    def __init__(self, call: fx.Node, numbers: Sequence[fx.Node]) -> None:
+        self.anchor, self.numbers = call, numbers
+
+    def guard(self) -> None:
+        """They are in the graph: a kernel of SDPA reads them from memory in any case."""
+
+    def rewrite(self) -> str:
+        build = Builder(self.anchor, kept=("stack_trace", "custom"))
+        for number in self.numbers:
+            made = build.call(aten.clone.default, number, memory_format=torch.contiguous_format)
+            self.anchor.replace_input_with(number, made)
+        return BROADCAST_NUMBER.name
+
+
+def _is_broadcast_number(node: fx.Node) -> bool:
+    """Whether a node is a view of a tensor without dims, and its last dim may be no multiple of 8."""
+    found, source = tensor(node), tensor(through(node, VIEWS))
+    if found is None or source is None or source.dim() or not found.dim():
+        return False
+    return not known_true(found.shape[-1] % _ALIGNED == 0)
 
 
 def _is_differentiated_with_dropout(call: fx.Node) -> bool:
@@ -238,6 +277,16 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     dropped = [node for node in calls if node.target is _FORWARD and _is_differentiated_with_dropout(node)]
     if backward or dropped:
         yield CudnnCalls(scope.graph, backward, dropped)
+
+
+@FUSION.anchor(lambda: _CALLS)
+def read_numbers(scope: Scope, match: Match) -> Candidate | None:
+    """A call of SDPA's kernels with operands that are one number."""
+    if not fails_on_broadcast_numbers():
+        return None
+    call = match.output_node()
+    numbers = [each for each in call.all_input_nodes if _is_broadcast_number(each)]
+    return BroadcastNumbers(call, numbers) if numbers else None
 
 
 @FUSION.anchor(lambda: [flex_attention_op()])

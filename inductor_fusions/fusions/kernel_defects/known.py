@@ -137,6 +137,17 @@ ONE_NUMBER = Defect(
     source="torch/_inductor/select_algorithm.py",
 )
 
+BROADCAST_NUMBER = Defect(
+    name="broadcast_number",
+    where="lowering of SDPA's operations in Inductor",
+    seen="torch 2.11; mended in the sources of 2.13",
+    condition="an operand on a GPU is one number for all places, such as the gradient of a sum, and its last "
+    "dim is no multiple of 8",
+    effect="an exception: the last size of a tensor without dims is read",
+    instead="the operand is copied",
+    source="torch/_inductor/lowering.py (sdpa_constraint)",
+)
+
 #: Every defect, as docs/reliability.md lists them.
 KNOWN = (
     CUDNN_PLANS,
@@ -150,4 +161,5 @@ KNOWN = (
     FLEX_DECODING_QUERY,
     FLEX_COUNTS,
     ONE_NUMBER,
+    BROADCAST_NUMBER,
 )

@@ -13,6 +13,18 @@ import math
 
 import torch
 
+aten = torch.ops.aten
+
+_KERNELS = (
+    "flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention",
+    "fused_attention_overrideable",
+)  # fmt: skip
+#: What SDPA becomes, by the kernel that torch chooses.
+SDPA_FORWARDS, SDPA_BACKWARDS = (
+    frozenset(getattr(aten, f"_scaled_dot_product_{kernel}{way}").default for kernel in _KERNELS)
+    for way in ("", "_backward")
+)
+
 
 def gradients(
     grad: torch.Tensor,

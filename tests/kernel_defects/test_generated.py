@@ -82,6 +82,11 @@ def strides(wrapper: str, argument: ast.expr) -> tuple[int, ...]:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "assert_size_stride":
             if ast.unparse(node.args[0]) == name:
                 return tuple(ast.literal_eval(node.args[2]))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "assert_size_stride_grouped":  # 2.14
+            names, _, found = (each.elts for each in node.args[:3] if isinstance(each, ast.Tuple))
+            for each, steps in zip(names, found, strict=True):
+                if ast.unparse(each) == name:
+                    return tuple(ast.literal_eval(steps))
     raise AssertionError(f"{name} has no strides in\n{wrapper}")
 
 

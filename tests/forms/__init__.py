@@ -4,7 +4,8 @@ from .form import Form
 from .language import LANGUAGE
 from .sequences import SEQUENCES
 from .vision import VISION
+from .weights import WEIGHTS
 
 __all__ = ["FORMS", "Form"]
 
-FORMS: dict[str, Form] = {**VISION, **LANGUAGE, **SEQUENCES}
+FORMS: dict[str, Form] = {**VISION, **LANGUAGE, **SEQUENCES, **WEIGHTS}

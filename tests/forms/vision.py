@@ -476,7 +476,7 @@ class TalkingHeads(nn.Module):
         return (attn @ v).transpose(1, 2).reshape(b, n, c)
 
 
-@form((2, 10, 16), fused=0, reasons=("is no product of weights and values",))
+@form((2, 10, 16), fused=0, reasons=("stands between the softmax and the product with v",))
 class ReAttention(nn.Module):
     """DeepViT: heads of the weights mixed by einsum, and a norm."""
 

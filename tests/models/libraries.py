@@ -290,9 +290,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
+def _declare_boxes() -> None:
+    """Make torchvision importable where its compiled operators do not load, as beside another build of torch.
+
+    It registers fakes for two of them, which needs their schemas. No model here calls them.
+    """
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        for name in ("nms", "qnms"):
+            torch.library.define(
+                f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            )
+
+
 def _missing(library: str) -> str:
     """Why a library cannot be imported, or ""."""
     try:
+        _declare_boxes()
         importlib.import_module(library)
     except Exception as error:  # one that is installed in part raises whatever it likes
         return survey.line(error)

@@ -180,9 +180,13 @@ def judged(model: torch.nn.Module, inputs: dict[str, Any], train: bool) -> dict[
     except Exception as error:
         state = "wrong" if _runs_without(model, inputs, train) else "not made"
         return {"state": state, "reason": line(error)}
-    left = Counter(site.reason for site in seen.sites if site.verdict != "fused")
-    fused = Counter(site.fusion for site in seen.ours.fused)
-    return {"state": "right", "fused": dict(fused), "left": dict(left)}
+    left = [site for site in seen.sites if site.verdict != "fused"]
+    return {
+        "state": "right",
+        "fused": dict(Counter(site.fusion for site in seen.ours.fused)),
+        "left": dict(Counter(site.reason for site in left)),
+        "codes": dict(Counter(f"{site.fusion}: {site.code}" for site in left)),
+    }
 
 
 def _draws(model: torch.nn.Module, inputs: dict[str, Any]) -> bool:

@@ -361,10 +361,11 @@ class _Terms:
         return Mask(self._sum(hiding, *self._drowned(empty)), empty, blocked)
 
     def _built(self, operand: Operand) -> fx.Node:
-        """A term; one of float16 beside a kernel of another dtype in float32, which holds what hides keys."""
+        """A term; a bias narrower than the scores in their dtype, in which it is scaled and added up."""
         node = operand.built(self.build)
-        narrow = self.build.value(node).dtype == torch.float16 != self.problem.dtype
-        return self.build.to(node, torch.float32) if narrow else node
+        dtype = self.build.value(node).dtype
+        wide = torch.promote_types(dtype, self.problem.dtype) if dtype.is_floating_point else dtype
+        return self.build.to(node, wide)
 
     def _sum(self, *parts: fx.Node | None) -> fx.Node:
         """The sum in the dtype of the kernel, as every backend of SDPA wants it."""

@@ -86,7 +86,7 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
         elif op.name in VIEWS:
             below = None if before is None or after is None else at.viewed(before.shape, after.shape)
             if below is None:
-                raise Misplaced(f"{op.name} changes the query or key dim of the weights")
+                raise Misplaced(Reason.IN_BETWEEN(f"{op.name} changes the query or key dim of the weights"))
             at = below
         elif (dims := through(op)) is not None:
             at = at.below(dims)
@@ -140,7 +140,7 @@ def _matrices(site: Attention, op: Op, node: fx.Node, at: Arrangement) -> None:
     rank, single = weights.dim(), at.single(weights.shape)
     last = (rank - 2, rank - 1) if is_left else (rank - 1, rank - 2)
     if single is None or (single.rows[0], single.columns[0]) != last:
-        raise Misplaced("the product behind the softmax is not over the keys")
+        raise Misplaced(Reason.NO_PRODUCT("the product behind the softmax is not over the keys"))
     site.v = permuted(operand, (*single.lead, *last))
     lengths = weights.shape[single.rows[0]], operand.shape[-1 if is_left else -2]
     site.out_lead = single.sizes(weights.shape)

@@ -266,7 +266,7 @@ class Walk:
         if above is None:
             if not _has_product(op.node, after):
                 raise Rejected(NO_PRODUCT)
-            raise Misplaced(f"{op.name} changes the query or key dim of the scores")
+            raise Misplaced(Reason.IN_BETWEEN(f"{op.name} changes the query or key dim of the scores"))
         return self.up(op, op.input, factor, scalers, above)
 
     def _dropout(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
@@ -309,7 +309,9 @@ class Walk:
         single, rank = at.single(shape), len(shape)
         both = None if single is None else (single.rows[0], single.columns[0])
         if single is None or both not in ((rank - 2, rank - 1), (rank - 1, rank - 2)):
-            raise Misplaced("the softmax is not over the keys of the product above it")
+            if any(_has_product(each.node, result_of(op)) for each in (first, second)):
+                raise Misplaced(_stands_between(op))
+            raise Misplaced(Reason.NO_PRODUCT("the softmax is not over the keys of the product above it"))
         q, k = (
             permuted(first, (*single.lead, rank - 2, rank - 1)),
             permuted(second, (*single.lead, rank - 1, rank - 2)),
@@ -329,9 +331,11 @@ class Walk:
 
 def between(op: Op, scores: torch.Tensor) -> Rejected:
     """Why what holds `scores`, the result of `op`, cannot be read further up."""
-    if not _has_product(op.node, scores):
-        return Rejected(NO_PRODUCT)
-    return Rejected(Reason.IN_BETWEEN(f"{op.name} stands between the product of q and k and the softmax"))
+    return Rejected(_stands_between(op) if _has_product(op.node, scores) else NO_PRODUCT)
+
+
+def _stands_between(op: Op) -> str:
+    return Reason.IN_BETWEEN(f"{op.name} stands between the product of q and k and the softmax")
 
 
 def _has_product(node: fx.Node, scores: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ class Sum:
 
     Attributes:
         root: the node that holds it.
-        terms: products with the factor of each in `scale`, the longest K first; none is used elsewhere.
+        terms: products with the factor of each in `scale`, the longest K first; none is used elsewhere, and
+            one at most has a bias, a vector: where nothing else is added.
         rest: what else is added, of the shape of `root`; or None.
         inner: the nodes between the products and the root.
     """
@@ -61,8 +62,17 @@ def sum_of_products(root: fx.Node) -> Sum | None:
     """Read a tree of additions whose leaves are products, but for one at most."""
     if root.target is not aten.add.Tensor or root.kwargs or not is_floating(root):
         return None
+    found = _read(root, with_bias=True)
+    if found is not None and not (found.rest is not None and any(p.bias is not None for p in found.terms)):
+        return found
+    return _read(root, with_bias=False)  # the operation adds one thing to its products, a vector or a matrix
+
+
+def _read(root: fx.Node, with_bias: bool) -> Sum | None:
+    """The same, where one of the products may have a bias."""
     terms: list[Product] = []
     rest: list[fx.Node] = []
+    biases: list[fx.Node] = []
     inner: list[fx.Node] = []
 
     def visit(node: fx.Node, scale: float) -> None:
@@ -70,9 +80,12 @@ def sum_of_products(root: fx.Node) -> Sum | None:
             rest.append(node)
             return
         found = product(node)
-        if found is not None and found.bias is None and found.scale == 1:
-            terms.append(Product(node, found.a, found.b, None, scale))
-            return
+        if found is not None and found.scale == 1:
+            has_vector = found.bias is not None and value(found.bias).dim() == 1
+            if found.bias is None or (with_bias and has_vector and scale == 1 and not biases):
+                biases.extend([node] if has_vector else [])
+                terms.append(replace(found, scale=scale))
+                return
         operands: tuple[Any, ...] = node.args
         if node.op == "call_function" and is_floating(node):
             if node.target is aten.add.Tensor and not node.kwargs and scale == 1:

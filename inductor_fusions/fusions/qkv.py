@@ -135,7 +135,7 @@ class SumOfProducts(Candidate):
             raise Rejected(Reason.SYMBOLIC("a sum of symbolic size that has a term which is no product"))
         self.sizes = emit.sizes_of(root, terms[0].node, self.sum.inner)
         # As early as can be: the operands of a sum are larger than the sum, as a rule.
-        operands = [x for p in terms for x in (p.a, p.b)]
+        operands = [x for p in terms for x in (p.a, p.b, p.bias) if x is not None]
         self.place = earliest([*operands, *([self.sum.rest] if self.sum.rest is not None else [])])
         facts(self.graph).memory.check(terms, self.place.before, [root])
         self.kernel = guards.kernel([terms])

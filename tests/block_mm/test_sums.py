@@ -145,3 +145,27 @@ def test_factor_that_is_no_number() -> None:
         return (x @ w) * float("inf") + y @ v
 
     assert not run(fn, (rand(16, 64), rand(16, 64), rand(64, 32), rand(64, 32))).calls()
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_a_bias_of_one_linear(train: bool) -> None:
+    def fn(x: Any, u: Any, c: Any, y: Any, v: Any) -> Any:
+        return torch.nn.functional.linear(x, u, c) + torch.nn.functional.linear(y, v)
+
+    args = (rand(2, 8, 64), rand(128, 64), rand(128), rand(2, 8, 32), rand(128, 32))
+    seen = check(fn, args, train=train)
+    (call,) = seen.calls()
+    assert len(named(call).a) == 2 and named(call).bias[0].meta["val"].dim() == 1
+
+
+def test_two_biases_and_a_scaled_one() -> None:
+    """The operation has one bias for all its products, with no factor: another one stays where it is."""
+
+    def fn(x: Any, u: Any, c: Any, y: Any, v: Any, r: Any, twice: bool) -> Any:
+        second = torch.nn.functional.linear(y, v, c) * (1 if twice else 2)
+        return torch.nn.functional.linear(x, u, c if twice else None) + second + x @ u.t() * 0.5 + r
+
+    args = (rand(16, 64), rand(128, 64), rand(128), rand(16, 32), rand(128, 32), rand(16, 128))
+    for twice in (True, False):
+        seen = check(fn, (*args, twice), budget=2.0)
+        assert all(len(named(call).bias) <= 1 for call in seen.calls())

@@ -108,6 +108,8 @@ class Accumulated(Candidate):
                         "a float16 adapter times a tensor: what A gives may overflow, and the result not"
                     )
                 )
+            if a.middle is not None and not is_row_major(value(a.middle)):
+                raise Rejected(Reason.LAYOUT("what B multiplies is not row-major"))
             if 1 not in value(a.down.a).stride():
                 raise Rejected(
                     Reason.LAYOUT("an input whose elements are not next to each other in either direction")
@@ -172,6 +174,8 @@ class Accumulated(Candidate):
     def _operands(self, make: Emitter, a: Adapter, made: downs.Made) -> tuple[fx.Node, fx.Node]:
         """What the kernel multiplies, of one dtype."""
         left, form, right = made.output, made.form, a.up.b
+        if a.middle is not None:
+            left, form = a.middle, None
         if a.factor is not None:
             left, form = make.times(left, a.factor), None
         if not self.halves:

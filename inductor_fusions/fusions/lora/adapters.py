@@ -13,6 +13,7 @@ from ...graph.products import (
     MUL,
     RESHAPES,
     Product,
+    is_floating,
     is_pointwise,
     product,
     readers,
@@ -31,6 +32,8 @@ aten = torch.ops.aten
 
 #: The widest matrix in the middle of an adapter.
 MOST_RANK = 128
+#: The most operations between A and B.
+_MOST_BETWEEN = 24
 PERMUTES = (aten.permute.default, aten.t.default)
 
 
@@ -56,19 +59,26 @@ class Source:
 
 @dataclass(frozen=True)
 class Adapter:
-    """`scale * (x @ A) @ B`.
+    """`scale * (x @ A) @ B`, or `scale * f(x @ A) @ B`.
 
     Attributes:
         up: the product with B.
         down: the product with A.
         scale: its factor.
         factor: a tensor of one element by which it is multiplied as well, or None.
+        middle: what B multiplies, where f is computed between both: a mask, a vector, an activation; or None.
     """
 
     up: Product
     down: Product
     scale: float
     factor: fx.Node | None
+    middle: fx.Node | None = None
+
+    @property
+    def read(self) -> fx.Node:
+        """What has to be in memory for the product with B: f(x @ A), or x."""
+        return source(self.down.a).base if self.middle is None else self.middle
 
 
 def source(matrix: fx.Node) -> Source:
@@ -178,9 +188,9 @@ def adapter(up: Product) -> Adapter | None:
             node, factor = by
         else:
             break
-    down = product(node) or _of_padded_columns(node) or narrow_product(node)
-    if down is None or down.bias is not None:
-        return None
+    down = down_projection(node)
+    if down is None:
+        return _around_function(up)
     out, before = value(down.node), value(up.a)
     if not same_sizes(out.shape, before.shape) or not out.is_floating_point():
         return None
@@ -189,6 +199,42 @@ def adapter(up: Product) -> Adapter | None:
     inner = value(down.a).shape[1]
     narrow = not isinstance(inner, int) or inner > rank
     return Adapter(up, down, scale, factor) if narrow else None
+
+
+def down_projection(node: fx.Node) -> Product | None:
+    """The product without a bias that a node is, with its padding or masks."""
+    down = product(node) or _of_padded_columns(node) or narrow_product(node)
+    return down if down is not None and down.bias is None else None
+
+
+def _around_function(up: Product) -> Adapter | None:
+    """An adapter with a function of its narrow result between A and B: what is computed stays as it is."""
+    found, seen, waiting = list[Product](), set[fx.Node](), [up.a]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        down = down_projection(node) if _is_as_large(node, up.a) else None
+        if down is not None:
+            found.append(down)
+        elif len(seen) > _MOST_BETWEEN:
+            return None
+        elif node.target in RESHAPES or is_pointwise(node):
+            waiting += [each for each in node.all_input_nodes if is_floating(each)]
+    rank = value(up.a).shape[1]
+    if len(found) != 1 or not is_floating(up.a):
+        return None
+    (down,) = found
+    inner = value(down.a).shape[1]
+    narrow = same_sizes(value(down.node).shape, value(up.a).shape)
+    narrow = narrow and (not isinstance(inner, int) or inner > rank)
+    return Adapter(up, down, up.scale, None, up.a) if narrow else None
+
+
+def _is_as_large(node: fx.Node, other: fx.Node) -> bool:
+    found = tensor(node)
+    return found is not None and str(found.numel()) == str(value(other).numel())
 
 
 def times_tensor(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

@@ -53,12 +53,13 @@ class Narrow:
         return made if isinstance(made, fx.Node) else None
 
 
-def read(products: Sequence[Product], downs: set[fx.Node]) -> list[Narrow]:
+def read(products: Sequence[Product], downs: set[fx.Node], middles: Sequence[fx.Node] = ()) -> list[Narrow]:
     """The products of a backward that are no part of a sum: `dY @ B`, `dY^T @ h` and `dh^T @ x`.
 
     Args:
         products: those of a post-grad graph.
         downs: the down-projections that it has, in whatever direction.
+        middles: what is computed of some of them, and multiplied by the other matrix of an adapter.
     """
     found = []
     alone = {p.node for p in products if _only_for_weights(p)}
@@ -66,6 +67,7 @@ def read(products: Sequence[Product], downs: set[fx.Node]) -> list[Narrow]:
     # A symbolic size has no hash.
     ranks = [rank for rank in (value(node).shape[1] for node in downs) if isinstance(rank, int)]
     lefts = {source(p.a).base for p in map(product, downs) if p is not None}
+    narrow_ones = downs | {_plain(middle) for middle in middles}
     for p in products:
         node = p.node
         if p.bias is not None or p.scale != 1:
@@ -74,7 +76,7 @@ def read(products: Sequence[Product], downs: set[fx.Node]) -> list[Narrow]:
             # What is left of them after the sums: the input is read without its casts and factors.
             if source(p.a).base is not p.a:
                 found.append(Narrow(node, p.a, p.b, False))
-        elif p.a.target in PERMUTES and _plain(p.a.args[0]) in downs:
+        elif p.a.target in PERMUTES and _plain(p.a.args[0]) in narrow_ones:
             found.append(Narrow(node, p.b, p.a, True))
         elif p.a.target in PERMUTES and _is_one_of(value(p.b).shape[1], ranks) and source(p.a).base in lefts:
             found.append(Narrow(node, p.a, p.b, False))

@@ -63,7 +63,13 @@ def current(linear: Linear, replaced: dict[fx.Node, fx.Node]) -> Linear:
         linear,
         bases=[of(p) for p in linear.bases],
         adapters=[
-            replace(a, up=of(a.up), down=down(a.down), factor=None if a.factor is None else now(a.factor))
+            replace(
+                a,
+                up=of(a.up),
+                down=down(a.down),
+                factor=None if a.factor is None else now(a.factor),
+                middle=None if a.middle is None else now(a.middle),
+            )
             for a in linear.adapters
         ],
         offsets=[
@@ -106,7 +112,7 @@ def is_whole(group: Sequence[Linear]) -> bool:
                 return False
             if any(view.target not in RESHAPES for view in views):
                 return False
-            if a.factor is not None or mask_of(a.down) is not None:
+            if a.factor is not None or a.middle is not None or mask_of(a.down) is not None:
                 return False
             # The kernel has one factor, behind B: in float16 what A gives may overflow without its own.
             if value(a.down.b).dtype == torch.float16 and reading.scale * a.down.scale != 1:

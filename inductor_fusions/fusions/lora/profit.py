@@ -15,6 +15,7 @@ from ...fusion import LeftToStock
 from ...operands import may_use_tf32
 from ...reasons import Reason, like
 from . import narrow
+from .decode import MOST_ROWS
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,19 @@ def kernel(shape: Shape, device: torch.device) -> str:
     """
     pays = _pays(_query("lora", shape.key, str(shape)), shape.tokens, device)
     return f"narrow_mm and block_mm, {shape}{pays}"
+
+
+def check_few_rows(tokens: int | Span | None, between: bool) -> None:
+    """Leave few rows with something between A and B to stock: what is measured there is one operation.
+
+    Raises:
+        LeftToStock: the policy asks for that.
+    """
+    few = tokens if isinstance(tokens, int) else tokens.hint if isinstance(tokens, Span) else None
+    if between and config.policy != "always" and few is not None and few <= MOST_ROWS:
+        raise LeftToStock(
+            Reason.NOT_MEASURED(f"not measured for {MOST_ROWS} rows at most: something is between A and B")
+        )
 
 
 def accumulate_kernel(shape: Accumulated, device: torch.device) -> str:

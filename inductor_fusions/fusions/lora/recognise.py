@@ -89,11 +89,11 @@ def linears(products: Sequence[Product]) -> list[Linear]:
     Args:
         products: those of the graph.
     """
-    ups = [p for p in products if adapter_of(p) is not None]
+    adapters = [a for p in products if (a := adapter_of(p)) is not None]
     found: list[Linear] = []
     taken: set[fx.Node] = set()
     problems: dict[fx.Node, str] = {}
-    for node in reversed(additions_behind(up.node for up in ups)):
+    for node in reversed(additions_behind(a.up.node for a in adapters)):
         if node not in taken:
             read = _Reader(node).read()
             if read.problem:  # perhaps what it adds is a linear
@@ -104,8 +104,10 @@ def linears(products: Sequence[Product]) -> list[Linear]:
                 taken.update(read.inner)
                 found.append(read)
     inside = {a.up.node for linear in found for a in linear.adapters}
-    for node in (up.node for up in ups):
-        if node not in inside:
+    for a in adapters:
+        node = a.up.node
+        # Two products with a function between them are an adapter only where something is added.
+        if node not in inside and (a.middle is None or additions_behind([node])):
             found.append(Linear(node, problem=problems.get(node) or alone(node)))
     return sorted(found, key=lambda linear: linear.root)
 

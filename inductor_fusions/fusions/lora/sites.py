@@ -54,7 +54,9 @@ def candidates(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     sums = read_sums(found)
     found = without(found, sums)
     down = {a.down.node for linear in found for a in linear.adapters} | downs_of(sums)
-    narrows = gradients.read(products, down)
+    adapters = [a for linear in found for a in linear.adapters]
+    adapters += [one.adapter for each in sums for one in each.added]
+    narrows = gradients.read(products, down, [a.middle for a in adapters if a.middle is not None])
     replaced: dict[fx.Node, fx.Node] = {}
     for group in grouped(products, found):
         while group:
@@ -137,6 +139,8 @@ class Adapted(Candidate):
         self.whole = is_whole(group)
         self.downs = [] if self.whole else downs.narrow_products(_downs_of(group))
         self.place = self._place(group)
+        has_middle = any(a.middle is not None for linear in group for a in linear.adapters)
+        profit.check_few_rows(tokens_of(value(terms[0].node).shape[0]), has_middle)
         self.kernel = profit.kernel(shape_of(group), value(self.anchor).device)
         for linear in group:
             self._check_dropouts(linear)
@@ -171,6 +175,8 @@ class Adapted(Candidate):
             raise Rejected(
                 Reason.LAYOUT("an adapter whose elements are not next to each other in either direction")
             )
+        if a.middle is not None and not is_row_major(value(a.middle)):
+            raise Rejected(Reason.LAYOUT("what B multiplies is not row-major"))
         if 1 not in value(a.down.a).stride():
             raise Rejected(
                 Reason.LAYOUT("an input whose elements are not next to each other in either direction")
@@ -194,7 +200,7 @@ class Adapted(Candidate):
         terms: list[Product] = []
         for linear in group:
             terms += [replace(p, a=unrounded(p.a).base) for p in linear.bases]
-            terms += [replace(a.up, a=source(a.down.a).base) for a in linear.adapters]
+            terms += [replace(a.up, a=a.read) for a in linear.adapters]
         others = [a.down.b for linear in group for a in linear.adapters]
         others += [a.factor for linear in group for a in linear.adapters if a.factor is not None]
         others += [o.vector for linear in group for o in linear.offsets]
@@ -296,10 +302,13 @@ class Adapted(Candidate):
         """Adds one narrow product; returns its results by down-projection: as they are, and as the block
         GEMM reads them, with the factor of the adapter, where that differs."""
         dtype = value(self.group[0].bases[0].a).dtype
-        scales = {a.down.node: a.scale for linear in self.group for a in linear.adapters}
-        made = downs.insert(
-            self.graph, down, moved, lambda p, x: self._form(p, scales[p.node], value(x).dtype, dtype)
-        )
+        scales = {a.down.node: a.scale for x in self.group for a in x.adapters if a.middle is None}
+
+        def form(p: Product, x: fx.Node) -> float:
+            scale = scales.get(p.node)
+            return 0.0 if scale is None else self._form(p, scale, value(x).dtype, dtype)
+
+        made = downs.insert(self.graph, down, moved, form)
         for node, one in made.items():
             self.factors[node] = one.further
             finish.append(self._replacing(node, one.output))
@@ -336,7 +345,7 @@ class Adapted(Candidate):
             rest = emit.reshaped(Builder(make.before, linear.root), linear.rest, rows)
             found[0] = replace(found[0], bias=rest)
         for a in linear.adapters:
-            (left, form), scale = ups[a.down.node], a.scale
+            (left, form), scale = ups[a.down.node] if a.middle is None else (a.middle, None), a.scale
             right, dtype = a.up.b, value(linear.bases[0].a).dtype
             if a.factor is not None:
                 left, form = make.times(left, a.factor), None

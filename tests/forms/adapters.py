@@ -1,0 +1,178 @@
+"""Adapters as libraries write them, with a frozen base: what comes between A and B, merges, slices, norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .linear_form import collector, low_rank
+
+ADAPTERS: dict[str, Any] = {}
+form = collector(ADAPTERS)
+X = (2, 48, 64)
+#: x, the base, A and B of rank 8, as `F.linear` takes them.
+LORA = (X, "frozen 128x64", (8, 64), (128, 8))
+
+
+@form(*LORA)
+def loralib_linear(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """Transposed operands and `@`."""
+    result = F.linear(x, w)
+    return result + (x @ a.transpose(0, 1) @ b.transpose(0, 1)) * 2.0
+
+
+@form(*LORA, left=(2, 2))
+def loralib_merged_weight(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """minLoRA, LyCORIS, PEFT's ParamWrapper: a parametrization adds the adapter to the weight."""
+    return F.linear(x, w + (b @ a).view(w.shape) * 2.0)
+
+
+@form(*LORA, random=True)
+def kohya_dropout(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """A dropout behind the down-projection."""
+    lx = F.dropout(F.linear(x, a), 0.1, torch.is_grad_enabled())
+    return F.linear(x, w) + F.linear(lx, b) * 1.0 * 0.5
+
+
+@form(*LORA, (2, 8))
+def kohya_rank_dropout(x: Any, w: Any, a: Any, b: Any, drawn: Any) -> Any:
+    """Ranks of a sample are dropped: a mask of (samples, rank) for all tokens."""
+    lx = F.linear(x, a) * (drawn > 0.2).to(x.dtype).unsqueeze(1)
+    return F.linear(x, w) + F.linear(lx, b) * (0.5 / 0.8)
+
+
+@form(*LORA, (128,), random=True)
+def kohya_bias(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
+    """The base has a bias."""
+    lx = F.dropout(F.linear(x, a), 0.1, torch.is_grad_enabled())
+    return F.linear(x, w, c) + F.linear(lx, b) * 0.5
+
+
+@form(*LORA, (8,))
+def lycoris_module_scale(x: Any, w: Any, a: Any, b: Any, scalar: Any) -> Any:
+    """One scale for each rank."""
+    return F.linear(x, w) + F.linear(F.linear(x, a) * scalar, b)
+
+
+@form(*LORA, (8,), (1,), left=(1, 1), reasons=("divided by a tensor", "kept for a backward"))
+def adalora(x: Any, w: Any, a: Any, b: Any, e: Any, ranknum: Any) -> Any:
+    """Singular values between both, a count of ranks below."""
+    return F.linear(x, w) + (x @ (a * e[:, None]).T @ b.T) * 16 / (ranknum.abs() + 1e-5)
+
+
+@form(*LORA, (8,), (128,), left=(1, 1), reasons=("multiplied by a tensor", ""))
+def vera(x: Any, w: Any, a: Any, b: Any, d: Any, e: Any) -> Any:
+    """Vectors between A and B, and behind B."""
+    return F.linear(x, w) + e * F.linear(d * F.linear(x, a), b)
+
+
+@form(*LORA, (8,))
+def delora(x: Any, w: Any, a: Any, b: Any, strength: Any) -> Any:
+    """The narrow result is normalised by the norms of the columns."""
+    scaling = strength / (a.norm(dim=1) * b.norm(dim=0)).clamp(min=1e-4)
+    return F.linear(x, w) + F.linear(F.linear(x, a) * scaling, b)
+
+
+@form(*LORA)
+def adapter_activation(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """AdapterHub's parallel adapters: an activation between both."""
+    return F.linear(x, w) + F.linear(F.relu(F.linear(x, a)), b) * 4.0
+
+
+@form(*LORA, (1,), left=(0, 1), reasons=("", "kept for a backward"))
+def adapterhub_gate(x: Any, w: Any, a: Any, b: Any, gate: Any) -> Any:
+    """A factor of shape (1,)."""
+    return F.linear(x, w) + F.linear(F.linear(x, a), b) * 2.0 * gate
+
+
+@form(X, "frozen 64x64", (8, 64), (64, 8), left=(1, 1))
+def bottleneck(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """Houlsby's adapter behind a linear: what it is added to is what it reads."""
+    y = F.linear(x, w)
+    return y + F.linear(F.gelu(F.linear(y, a)), b)
+
+
+@form(*LORA, random=True)
+def dropout_in_front(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """By `@` with transposed matrices."""
+    return F.linear(x, w) + F.dropout(x, 0.1, torch.is_grad_enabled()) @ a.t() @ b.t()
+
+
+def dora_scale(w: Any, a: Any, b: Any, m: Any) -> Any:
+    return m / torch.linalg.norm(w + 0.5 * (b @ a), dim=1).detach()
+
+
+@form(*LORA, (128,), left=(2, 2), reasons=("as in DoRA", "kept for a backward"))
+def dora_torchtune(x: Any, w: Any, a: Any, b: Any, m: Any) -> Any:
+    base, lora = F.linear(x, w), F.linear(F.linear(x, a), b) * 0.5
+    scale = dora_scale(w, a, b, m)
+    return (scale - 1) * base + scale * lora + base
+
+
+@form(*LORA, (128,), left=(2, 2), reasons=("as in DoRA", "kept for a backward"))
+def dora_peft(x: Any, w: Any, a: Any, b: Any, m: Any) -> Any:
+    """With a bias that is taken away first."""
+    result = F.linear(x, w)
+    scale = dora_scale(w, a, b, m).view(1, -1)
+    return result + ((scale - 1) * result + scale * F.linear(F.linear(x, a), b) * 0.5)
+
+
+@form(*LORA, (128,), left=(2, 2), reasons=("as in DoRA", "kept for a backward"))
+def dora_nvlabs(x: Any, w: Any, a: Any, b: Any, m: Any) -> Any:
+    scale = dora_scale(w, a, b, m).view(1, -1)
+    org = F.linear(x, w)
+    return org + (scale - 1) * org + scale * (F.linear(F.linear(x, a), b) * 0.5)
+
+
+QKV = (X, "frozen 192x64", (8, 64), (64, 8), (8, 64), (64, 8))
+
+
+@form(*QKV, left=(2, 2), reasons=("cat reads", "cat reads"))
+def litgpt_cat(x: Any, w: Any, aq: Any, bq: Any, av: Any, bv: Any) -> Any:
+    """Adapters of q and v on one linear of q, k and v, by `cat` with zeros."""
+    q, v = F.linear(F.linear(x, aq), bq), F.linear(F.linear(x, av), bv)
+    return F.linear(x, w) + torch.cat([q, torch.zeros_like(q), v], -1) * 2.0
+
+
+@form(*QKV, left=(2, 2), reasons=("constant_pad_nd reads", "constant_pad_nd reads"))
+def litllama_padded(x: Any, w: Any, aq: Any, bq: Any, av: Any, bv: Any) -> Any:
+    """Zeros are put around each part."""
+    q, v = F.linear(F.linear(x, aq), bq), F.linear(F.linear(x, av), bv)
+    return F.linear(x, w) + 2.0 * (F.pad(q, (0, 128)) + F.pad(v, (128, 0)))
+
+
+@form(*QKV, left=(2, 1), reasons=("cat reads", ""), random=True)
+def kohya_split_dims(x: Any, w: Any, aq: Any, bq: Any, av: Any, bv: Any) -> Any:
+    """As FLUX's fused projections are trained."""
+    lxs = [
+        F.linear(F.dropout(F.linear(x, a), 0.1, torch.is_grad_enabled()), b)
+        for a, b in ((aq, bq), (av, bv), (aq, bv))
+    ]
+    return F.linear(x, w) + torch.cat(lxs, dim=-1) * 0.5
+
+
+@form(X, (128, 64), (128,), X, (128, 64))
+def sum_with_bias(x: Any, u: Any, c: Any, y: Any, v: Any) -> Any:
+    """Two linears of two inputs, one with a bias: conditioning of diffusion models."""
+    return F.linear(x, u, c) + F.linear(y, v)
+
+
+class Peft(nn.Module):
+    """PEFT's LoRA on one linear, in evaluation and training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(64, 128)
+        self.base.requires_grad_(False)
+        self.a, self.b = low_rank(64, 128, 8)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Any) -> Any:
+        result = self.base(x)
+        return result + self.b(self.a(self.dropout(x.to(self.a.weight.dtype)))) * 2.0
+
+
+form(X, random=True)(Peft)

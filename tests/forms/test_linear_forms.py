@@ -1,0 +1,27 @@
+"""What becomes of adapters and gates as people write them, where all that is proved is fused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.block_mm.support import check, run
+from tests.forms.adapters import ADAPTERS
+from tests.forms.linear_form import LinearForm
+
+FORMS: dict[str, LinearForm] = {**ADAPTERS}
+
+
+@pytest.mark.parametrize("form", list(FORMS.values()), ids=list(FORMS))
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_form(form: LinearForm, train: bool) -> None:
+    function, inputs = form.build(train, torch.bfloat16)
+    if form.random and train:  # eager mode draws other numbers
+        seen = run(function, inputs, train=True)
+    else:
+        seen = check(function, inputs, train=train, budget=2.0)
+    reason = form.reasons[train]
+    said = [site.reason for site in seen.sites if site.verdict != "fused"]
+    assert seen.products() == form.left[train], said
+    if reason:
+        assert any(reason in text for text in said), said

@@ -1,0 +1,144 @@
+"""Adapters with something between A and B: the narrow result is in memory, and the rest is fused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from inductor_fusions.fusions.lora.op import NARROW_MM
+from inductor_fusions.reasons import Reason
+from tests.block_mm.support import check, rand, run
+from tests.lora.spellings import WHOLE, operands, targets
+from tests.support.arguments import named
+
+Between = Callable[[Any], Any]
+
+BETWEEN: dict[str, Between] = {
+    "vector": lambda h: h * torch.linspace(0.5, 2, 16, dtype=h.dtype),
+    "mask": lambda h: h * (torch.arange(16) % 3 > 0),
+    "mask of samples": lambda h: (h.view(4, 24, 16) * (torch.arange(4) > 0)[:, None, None]).view(96, 16),
+    "fill": lambda h: h.masked_fill(torch.arange(16) % 3 == 0, 0.0),
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "softmax": lambda h: torch.softmax(h, -1),
+    "wider and back": lambda h: (h.float() * 1.5).sin().to(h.dtype),
+}
+
+
+def adapted(between: Between, scale: float = 0.5) -> Callable[..., Any]:
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        base = F.linear(x, w)
+        return (base + F.linear(between(F.linear(x.to(a.dtype), a)), b) * scale).to(base.dtype)
+
+    return fn
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, WHOLE], ids=str)
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_between(name: str, dtype: torch.dtype, train: bool) -> None:
+    seen = check(adapted(BETWEEN[name]), operands(dtype=dtype), train=train, budget=2.0)
+    (call,) = seen.calls()
+    assert list(named(call).groups) == [0, 0] and len(targets(seen, NARROW_MM)) == 1
+    assert not seen.products()
+    if train:  # the gradient of the input is a sum of the same form
+        sums = [call for call in seen.calls(1) if list(named(call).groups) == [0, 0]]
+        assert len(sums) == 1 and targets(seen, NARROW_MM, 1)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_float16(train: bool) -> None:
+    args = tuple(t.detach().half().requires_grad_() for t in operands())
+    assert check(adapted(torch.tanh), args, train=train, budget=2.0).fused("lora") >= 1
+
+
+def test_several_linears() -> None:
+    """q and v: one kernel for both bases and a plain linear, one narrow product for both As."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any, u: Any, c: Any, d: Any) -> Any:
+        q = F.linear(x, w) + F.linear(F.relu(F.linear(x, a)), b)
+        k = F.linear(x, u)
+        return q, k, F.linear(x, w + 0) + F.linear(F.linear(x, c) * 2.0, d)
+
+    args = (*operands(), rand(128, 64), rand(16, 64), rand(128, 16))
+    seen = check(fn, args, budget=2.0)
+    (call,) = seen.calls()
+    assert sorted(named(call).groups) == [0, 0, 1, 1, 2]
+    (narrow,) = targets(seen, NARROW_MM)
+    assert len(named(narrow).b) == 2
+
+
+class Between64(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.a = nn.Linear(64, 128), nn.Linear(64, 16, bias=False)
+        self.b = nn.Linear(16, 128, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.base(x) + self.b(torch.tanh(self.a(x)))
+
+
+def test_rows_that_change() -> None:
+    module = Between64().bfloat16()
+    assert check(module, (rand(80, 64),), dynamic=True, budget=2.0).fused("lora") == 1
+
+
+def test_a_base_in_memory() -> None:
+    """What is added to is what the adapter reads, behind a linear: the bottleneck of Houlsby et al."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        y = F.linear(x, w)
+        return y + F.linear(F.gelu(F.linear(y, a)), b)
+
+    args = (rand(96, 64), rand(64, 64), rand(16, 64), rand(64, 16))
+    for train in (False, True):
+        seen = check(fn, args, train=train, budget=2.0)
+        assert "lora_accumulate" in next(s.kernel for s in seen.sites if s.fusion == "lora")
+
+
+def test_few_rows_are_not_measured() -> None:
+    seen = run(adapted(torch.relu), operands(rows=8), policy="profitable")
+    assert seen.codes("lora") == [Reason.NOT_MEASURED.code]
+
+
+def test_what_is_reached_by_other_operations() -> None:
+    """Another order of the rows: nothing is known of what is between."""
+    assert not check(adapted(lambda h: h.flip(0)), operands(), budget=2.0).fused("lora")
+
+
+def test_two_narrow_products() -> None:
+    """A gated pair of narrow products is no adapter: which of them would be A?"""
+
+    def fn(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
+        return F.linear(x, w) + F.linear(F.silu(F.linear(x, a)) * F.linear(x, c), b)
+
+    assert not check(fn, (*operands(), rand(16, 64)), budget=2.0).fused("lora")
+
+
+def test_a_narrow_result_that_is_broadcast() -> None:
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        h = F.linear(x[:1], a).relu() + x[:, :16]
+        return F.linear(x, w) + F.linear(h, b)
+
+    assert not check(fn, operands(), budget=2.0).fused("lora")
+
+
+def test_a_bottleneck_alone() -> None:
+    """Two linears with an activation between them are a small MLP, of which nothing is said."""
+    seen = check(lambda x, w, a, b: F.linear(F.relu(F.linear(x, a)), b).sin(), operands(), budget=2.0)
+    assert not seen.fused("lora") and not seen.codes("lora")
+
+
+def test_vector_behind_b() -> None:
+    """VeRA: the narrow result is not all that a vector multiplies."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        return F.linear(x, w) + w[:, 0] * F.linear(w[0, :16] * F.linear(x, a), b)
+
+    seen = check(fn, operands(), budget=2.0)
+    assert not seen.fused("lora") and seen.codes("lora") == [Reason.BEHIND_ADAPTER.code]

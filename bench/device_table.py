@@ -15,6 +15,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from inductor_fusions import tables
+
 #: Kernels that the package can emit; SDPA chooses flash and cuDNN by itself.
 KERNELS = ("sdpa", "efficient", "flex", "row_bias", "short")
 #: Masks of the measurements that the package does not tell from another kind.
@@ -103,15 +105,7 @@ def kept(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 def write(path: Path, data: dict[str, Any]) -> None:
     """JSON with one measured row a line, so that diffs can be read."""
-    sections = {key: value for key, value in data.items() if isinstance(value, list)}
-    head = {key: value for key, value in data.items() if key not in sections}
-    text = json.dumps(head, indent=1)[:-2]
-    for name, rows in sections.items():
-        lines = ",\n".join("  " + json.dumps(row) for row in rows)
-        text += f',\n "{name}": [\n{lines}\n ]'
-    text += "\n}\n"
-    json.loads(text)
-    path.write_text(text)
+    path.write_text(tables.text(data))
 
 
 def main() -> None:

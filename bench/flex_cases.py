@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
-import torch.nn.functional as F
 
 from bench.attention import rows
 from bench.common import DTYPES, relative_error
 from inductor_fusions.budget import worst
+from inductor_fusions.worker.attention import attention
 
 REFERENCE_BYTES = 2**30
 """In training the float64 reference covers as many heads as keep the scores of a sample under this."""
@@ -90,59 +89,6 @@ def cpu_rows() -> list[Row]:
 # One attention ----------------------------------------------------------------------------------------
 
 
-def visible(row: Row, data: torch.Tensor) -> torch.Tensor | None:
-    """Which keys are seen, (batch or 1, 1, q_len, kv_len); `data` holds padding or document numbers."""
-    i = torch.arange(row.q_len, device=data.device)[:, None]
-    j = torch.arange(row.kv_len, device=data.device)[None, :]
-    seen = None
-    if "causal" in row.mask:
-        seen = (j <= i)[None, None]
-    if "window" in row.mask:
-        seen = seen & (j > i - row.window)  # type: ignore[operator]
-    if "pad" in row.mask:
-        seen = seen & (data != 0)[:, None, None, :]  # type: ignore[operator]
-    if "document" in row.mask:
-        seen = seen & (data[:, None, :, None] == data[:, None, None, :])  # type: ignore[operator]
-    return seen
-
-
-def alibi(row: Row, data: torch.Tensor) -> torch.Tensor:
-    """The bias of each head and key, (batch or 1, heads, 1, kv_len), rounded as models keep it."""
-    base = torch.tensor(2.0**-0.5, device=data.device)
-    slopes = torch.pow(base, torch.arange(1, row.heads + 1, device=data.device))
-    places = torch.arange(row.kv_len, device=data.device)
-    if "pad" in row.mask:
-        places = ((data.cumsum(-1) - 1) * data)[:, None, None]
-    return (slopes[:, None, None] * places).to(DTYPES[row.dtype])
-
-
-def attention(row: Row) -> Callable[..., torch.Tensor]:
-    """The attention of a row, (q, k, v, data, sinks) -> [batch, length, heads * head_dim]."""
-    scale, groups = row.head_dim**-0.5, row.heads // row.kv_heads
-
-    def fn(q, k, v, data, sinks):  # type: ignore[no-untyped-def]
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        seen = visible(row, data)
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-        scores = (q @ k.transpose(2, 3)) * scale
-        if "tanh" in row.mask:
-            scores = torch.tanh(scores / 50.0) * 50.0
-        if "alibi" in row.mask:
-            scores = scores + alibi(row, data).to(q.dtype)
-        if seen is not None:
-            lowest = max(torch.finfo(q.dtype).min, torch.finfo(torch.float32).min)
-            scores = scores + torch.where(seen, 0.0, lowest).to(q.dtype)
-        if "sink" in row.mask:
-            column = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)
-            scores = torch.cat([scores, column], -1)
-            scores = scores - scores.max(-1, keepdim=True).values
-        weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-        weights = weights[..., :-1] if "sink" in row.mask else weights
-        return (weights @ v).transpose(1, 2).flatten(2)
-
-    return fn
-
-
 def inputs_of(row: Row, device: str) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The arguments of a row's attention, and a cotangent."""
     generator = torch.Generator(device).manual_seed(0)
@@ -200,7 +146,7 @@ def reference(row: Row, inputs: Found, cotangent: torch.Tensor) -> Callable[[Fou
         for leaf in (wide[0], wide[1], wide[2]):
             leaf.requires_grad_()
     dim = row.head_dim
-    exact = run(small, _in_double(small), wide, cotangent[:1, :, : groups * dim].double())
+    exact = run(small, attention(small), wide, cotangent[:1, :, : groups * dim].double())
     whole = groups == row.heads // row.kv_heads
 
     def judge(found: Found) -> float:
@@ -212,24 +158,3 @@ def reference(row: Row, inputs: Found, cotangent: torch.Tensor) -> Callable[[Fou
         return worst(relative_error(x, y) for x, y in pairs)
 
     return judge
-
-
-def _in_double(row: Row) -> Callable[..., torch.Tensor]:
-    written_out = attention(row)
-
-    def fn(*inputs: torch.Tensor) -> torch.Tensor:
-        with _float64_softmax():
-            return written_out(*inputs)
-
-    return fn
-
-
-@contextlib.contextmanager
-def _float64_softmax() -> Iterator[None]:
-    """The reference has no cast to float32."""
-    softmax = F.softmax
-    F.softmax = lambda x, dim, dtype=None: softmax(x, dim)  # type: ignore[assignment, misc]
-    try:
-        yield
-    finally:
-        F.softmax = softmax

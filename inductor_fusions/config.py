@@ -69,6 +69,13 @@ policy: str = Config(default=choice("INDUCTOR_FUSIONS_POLICY", "profitable", "al
 #: is left to stock.
 estimate: bool = Config(default=switch("INDUCTOR_FUSIONS_ESTIMATE", True))
 
+#: What is far from everything that was measured is measured on this machine while it is compiled, and kept
+#: for later processes; off, it is left to stock.
+measure: bool = Config(default=switch("INDUCTOR_FUSIONS_MEASURE", False))
+
+#: Seconds that a process measures at most.
+measure_budget: str = Config(default=text("INDUCTOR_FUSIONS_MEASURE_BUDGET", "a number") or "60")
+
 #: Query rows that a finite mask fill hides from every key (left padding). "keep": they get the
 #: value of the unfused model (the mean of v) in a fused kernel; "stock": where such rows cannot be
 #: ruled out in training, the site stays unfused; "ignore": whatever the kernel gives, the fastest.

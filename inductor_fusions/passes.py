@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -21,8 +22,10 @@ from . import (
     changes,
     config,
     containment,
+    decisions,
     inplace,
     leaving,
+    machine,
     matching,
     modes,
     pinning,
@@ -137,6 +140,7 @@ class FusionPass(CustomGraphPass):
                 autocast,
                 modes.settings(),
                 tables.digest(),
+                machine.digest(),
                 self._problem(),
                 left_out,
             ],
@@ -205,6 +209,8 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
     try:
         for target in fusion.marks:
             changes.take_out(target, graph)
+        if config.measure and config.policy == "profitable" and not containment.is_foreign(fusion):
+            _measure(fusion, graph)
         for candidate in _candidates(fusion, graph):
             if copy is None and containment.is_foreign(fusion):
                 copy = containment.Copy(graph)
@@ -239,6 +245,19 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
     if broken and config.strict:
         raise RuntimeError(f"{fusion.name} broke the graph: {broken}")
     return sites
+
+
+def _measure(fusion: Fusion, graph: fx.Graph) -> None:
+    """Measure the problems of a graph that nothing is known of, before the first one is decided.
+
+    Guards only read; what they raise, and what they find in the graph as the sites before them leave it, is
+    seen again when the sites are fused.
+    """
+    with decisions.measurer.first_what_saves_most(), contextlib.suppress(Exception):
+        for candidate in _candidates(fusion, graph):
+            if not candidate.finishes:
+                with contextlib.suppress(Exception), changes.reading(fusion, graph):
+                    candidate.guard()
 
 
 def _pin(graph: fx.Graph) -> None:

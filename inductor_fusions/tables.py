@@ -13,7 +13,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -53,12 +53,12 @@ def _folders() -> Iterator[Any]:
     if named := os.environ.get(VARIABLE):
         yield Path(named)
     own = user_folder()
-    if _is_private(own) and _is_private(own / "devices"):
+    if is_private(own) and is_private(own / "devices"):
         yield own / "devices"
     yield folder() / "devices"
 
 
-def _is_private(path: Path) -> bool:
+def is_private(path: Path) -> bool:
     """Whether a folder is there and nobody but its owner, who runs this, can write to it."""
     try:
         found = path.stat()
@@ -167,22 +167,48 @@ def load(name: str) -> Table | None:
     for directory in _folders():
         entry = directory / f"{name}.json"
         table = _read(entry, name) if entry.is_file() else None
-        found = table if found is None else found if table is None else _merged(found, table)
+        found = table if found is None else found if table is None else merged(found, table)
     return found
 
 
 def _read(entry: Any, name: str) -> Table | None:
     try:
-        table = json.loads(entry.read_text("utf-8"))
+        content = entry.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        log.warning("the table %s is not usable (%s) and is left out", entry, error)
+        return None
+    return parse(content, entry, name)
+
+
+def parse(content: str, entry: Any, name: str) -> Table | None:
+    """A table from the text of its file; None, with a warning, where it is none of that device.
+
+    Args:
+        content: JSON.
+        entry: the file, for the warning.
+        name: of the device, as `device_name` gives it.
+    """
+    try:
+        table = json.loads(content)
         check(table, name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"{error} is missing" if isinstance(error, KeyError) else error
         log.warning("the table %s is not usable (%s) and is left out", entry, why)
         return None
     return Table(table)
 
 
-def _merged(first: Table, second: Table) -> Table:
+def text(table: Mapping[str, Any]) -> str:
+    """A table as JSON with one row a line, so that diffs can be read."""
+    sections = {name: rows for name, rows in table.items() if isinstance(rows, list)}
+    lines = json.dumps({name: head for name, head in table.items() if name not in sections}, indent=1)[:-2]
+    for name, rows in sections.items():
+        body = ",\n".join("  " + json.dumps(row) for row in rows)
+        lines += f',\n "{name}": [\n{body}\n ]' if rows else f',\n "{name}": []'
+    return lines + "\n}\n"
+
+
+def merged(first: Table, second: Table) -> Table:
     """The rows of two tables; of the same problem those of the first."""
     merged = Table(first)
     for name, kind in SECTIONS.items():
@@ -217,7 +243,7 @@ def check(table: Any, name: str) -> None:
     if "attention" not in table:
         raise KeyError("attention")
     for section, rows in table.items():
-        if section in ("schema", "device", "torch", "triton", "date"):
+        if section in ("schema", "device", "torch", "triton", "driver", "date"):
             continue
         if section not in SECTIONS:
             raise ValueError(f"there is no section {section}")

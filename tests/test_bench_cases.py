@@ -15,6 +15,7 @@ from bench.attention import inputs
 from bench.attention.rows import rows_of
 from inductor_fusions import testing
 from inductor_fusions.cli import benching
+from inductor_fusions.worker import clock
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -195,11 +196,11 @@ def test_cache_is_emptied_outside_of_the_time(cold: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("sleep"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(common, "_waste", Waste)
-    clock = itertools.count()
-    monkeypatch.setattr(common.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(clock, "_waste", Waste)
+    ticks = itertools.count()
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(ticks)))
     call = {"a": lambda: log.append("call")}
-    found = common.interleave(call, "cuda", 1, 2.0, max_calls=2, run_ahead=True, cold=cold)["a"]
+    found = clock.interleave(call, "cuda", 1, 2.0, max_calls=2, run_ahead=True, cold=cold)["a"]
     timed = log[log.index("sleep") :]
     if cold:
         assert timed == ["sleep", *["empty", "event", "call", "event"] * 2, "wait"]

@@ -26,7 +26,7 @@ PUBLIC_TORCH = {"torch.__version__", "torch._check", "torch._ops", "torch._C"}
 
 # Each top-level module (or sub-package) and those it may import. "public" is the package itself,
 # `from inductor_fusions import explain`. Everything may import _version. A new module needs a row.
-BASE = {"config", "reasons", "reporting", "sites", "tables", "decisions", "problems", "_inductor"}
+BASE = {"config", "reasons", "reporting", "sites", "tables", "decisions", "problems", "machine", "_inductor"}
 LAYERS = {
     "_version": set(),
     "_inductor": set(),
@@ -40,7 +40,9 @@ LAYERS = {
     "budget": set(),
     "problems": set(),
     "tables": {"problems"},
-    "decisions": {"config", "problems", "reasons", "tables"},
+    "machine": {"problems", "tables", "_inductor"},
+    "decisions": {"config", "machine", "problems", "reasons", "tables", "_inductor"},
+    "worker": {"budget", "fusions", "ops"} | BASE,
     "fusion": BASE,
     "operands": {"decisions", "fusion", "reasons", "tables", "_inductor"},
     "graph": {"fusion", "inplace", "liveness", "operands", "writes", "reasons", "_inductor"},

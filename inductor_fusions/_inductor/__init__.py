@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._config_module import Config, install_config_module
 
-from .absent import AbsentDevice, absent_device, device_guard, on_absent_device
+from .absent import AbsentDevice, absent_device, device_guard, is_absent, on_absent_device
 from .bisector import bisected_away, bisecting, join_bisector
-from .compiling import compile_apart, fresh_compile, inductor, passes_only
+from .compiling import compile_apart, compile_each_anew, fresh_compile, inductor, passes_only
 from .flex import flex_attention_op, flex_backward_op, flex_block_mask, flex_on_cpu
 from .graphs import (
     copied_graph,
@@ -49,6 +49,7 @@ from .loading import (
     draws_as_eager,
     eager_bits_are_wanted,
     inductor_loaded,
+    is_deterministic,
     run_deferred,
     when_inductor_loads,
 )
@@ -85,7 +86,7 @@ from .net import (
 )
 from .operations import GROUPED_MM, sdpa_is_fused
 from .probing import probe, without_modes
-from .ranks import communicates, compiles_together
+from .ranks import communicates, compiles_together, first_to_say, has_peers
 from .reports import artifact_log, cache_folder, compile_counters, trace_artifact, trace_id
 from .shapes import (
     computing_fakes,
@@ -168,6 +169,7 @@ __all__ = [
     "communicates",
     "compile_apart",
     "compile_counters",
+    "compile_each_anew",
     "compiles_together",
     "computing_fakes",
     "copied_graph",
@@ -185,6 +187,7 @@ __all__ = [
     "expression",
     "fails_on_broadcast_numbers",
     "fake_mode_of",
+    "first_to_say",
     "flex_attention_op",
     "flex_backward_op",
     "flex_block_mask",
@@ -192,6 +195,7 @@ __all__ = [
     "forget_cached",
     "fresh_compile",
     "get_hook",
+    "has_peers",
     "hint",
     "holds_now",
     "hooks_hold_lists",
@@ -200,9 +204,11 @@ __all__ = [
     "inductor_loaded",
     "install_config_module",
     "interprets_triton",
+    "is_absent",
     "is_batched",
     "is_body_of_dynamo",
     "is_dense",
+    "is_deterministic",
     "is_flat",
     "is_for_the_caller",
     "is_out_of_memory",

@@ -103,9 +103,18 @@ def _forget_answers() -> None:
         codecache.CacheBase.get_system.cache_clear()
 
 
+_absent = 0
+
+
+def is_absent() -> bool:
+    """Whether the CUDA device is one that is not in this machine."""
+    return _absent > 0
+
+
 @contextlib.contextmanager
 def absent_device(device: AbsentDevice) -> Iterator[None]:
     """Inside, everything that torch and Triton are asked of the CUDA device is answered from `device`."""
+    global _absent
     from torch._dynamo import device_interface
     from torch._inductor.fx_passes import joint_graph, post_grad
 
@@ -154,7 +163,11 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
         stack.enter_context(device_guard())
         _forget_answers()
         stack.callback(_forget_answers)
-        yield
+        _absent += 1
+        try:
+            yield
+        finally:
+            _absent -= 1
 
 
 def _attention(capability: tuple[int, int]) -> dict[str, Callable[..., bool]]:

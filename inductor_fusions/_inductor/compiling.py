@@ -33,6 +33,15 @@ def fresh_compile() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+def compile_each_anew() -> None:
+    """From now on no cache is read or written, and the processor that compiles is this process's own."""
+    import torch._dynamo
+
+    inductor_config().force_disable_caches = True
+    inductor_config().compile_threads = 1
+    torch._dynamo.config.recompile_limit = 64
+
+
 @contextlib.contextmanager
 def compile_apart() -> Iterator[Callable[..., Any]]:
     """Gives a `compile(fn, backend, dynamic)` whose work leaves no trace, and that finds none.

@@ -59,6 +59,11 @@ def eager_bits_are_wanted() -> bool:
     return getattr(inductor_config(), "numerics", "default") != "default"
 
 
+def is_deterministic() -> bool:
+    """Whether Inductor is to compile alike every time: nothing is chosen by measuring."""
+    return bool(getattr(inductor_config(), "deterministic", False))
+
+
 def inductor_loaded() -> bool:
     """Whether Inductor's config is imported."""
     return "torch._inductor.config" in sys.modules

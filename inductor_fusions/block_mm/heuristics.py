@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..decisions import Decision, Query, Span, decide, decide_for_all, tiles
+from ..decisions import Decision, Query, Span, configured, decide, decide_for_all, tiles
 from ..fusion import LeftToStock
 from ..problems import Row
 from ..reasons import Reason
@@ -60,7 +60,6 @@ def choose(problem: Problem, device: torch.device, tokens: int | None = None) ->
     """
     _check_capability(device)
     arch, tokens = capability(device), problem.tokens or tokens
-    found: Config | None = None
     if tokens is not None and _has_sizes(problem):
         query = _query(problem, tokens)
 
@@ -71,8 +70,9 @@ def choose(problem: Problem, device: torch.device, tokens: int | None = None) ->
             read = Config(**row["config"])
             return read if suits(read, problem) and configurations.fits(read, problem, arch) else None
 
-        found = tiles(query, device, fits)
-    return found or configurations.default(problem, arch)
+        found = tiles(query, device, fits) or configurations.default(problem, arch)
+        return configured("block_mm", query.row, found, lambda: configurations.candidates(problem, arch))
+    return configurations.default(problem, arch)
 
 
 def _has_sizes(problem: Problem) -> bool:

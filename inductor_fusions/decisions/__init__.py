@@ -6,6 +6,8 @@ The only reader of the gains and of the tiles in the tables.
 from .attention import attention, flex_backward, flex_options
 from .deciding import Decision, Query, Span, bracket, decide, decide_for_all, tiles
 from .devices import target
+from .measuring import measurer
+from .trying import configured, trial
 
 __all__ = [
     "Decision",
@@ -13,10 +15,13 @@ __all__ = [
     "Span",
     "attention",
     "bracket",
+    "configured",
     "decide",
     "decide_for_all",
     "flex_backward",
     "flex_options",
+    "measurer",
     "target",
     "tiles",
+    "trial",
 ]

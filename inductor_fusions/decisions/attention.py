@@ -29,6 +29,7 @@ def attention(
     head_dim: int,
     candidates: Sequence[str],
     tf32: bool = False,
+    heads: int = 1,
 ) -> Decision:
     """Whether an attention of this shape pays on this device, and as which kernel.
 
@@ -43,8 +44,11 @@ def attention(
         batch_heads, q_len, kv_len, head_dim: sizes; batch times heads of q.
         candidates: kernels that take it.
         tf32: whether torch may multiply float32 as TF32.
+        heads: of q, for a measurement: masks are shared between them.
     """
     row = _row(dtype, batch_heads, q_len, kv_len, head_dim)
+    if heads > 1 and batch_heads % heads == 0:
+        row |= {"batch": batch_heads // heads, "heads": heads}
     row |= {"mask": mask, "train": train, "tf32": tf32 and dtype == torch.float32}
     text = f"{tables.dtype_name(dtype)}, mask {mask}, shapes like this"
     return decide(Query("attention", row, tuple(candidates), text), device)

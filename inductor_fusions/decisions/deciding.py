@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -15,8 +16,12 @@ from ..reasons import Reason
 from ..tables import MARGIN, Measured
 from .devices import Source, carried, sources
 from .estimating import Estimate, distance, estimate
+from .measuring import measurer
 
 Found = TypeVar("Found")
+
+#: Estimates from rows of this machine alone that are further away, in doublings, are worth measuring.
+NEAR_ENOUGH = 1.0
 
 #: How far apart two measured numbers of tokens may be for one between them to count as measured.
 BRACKET = 8
@@ -75,20 +80,22 @@ class Decision:
         rows: what was measured, the nearest first.
         device: on which rows were measured, where it was another one.
         reason: why it is stock.
+        near: how far the nearest row is that says something; infinite where there is none.
     """
 
     kernel: str | None
-    source: Literal["measured", "estimated", "another device", "stock"] = "stock"
+    source: Literal["measured", "this machine", "estimated", "another device", "pending", "stock"] = "stock"
     gain: float = 1.0
     lower: float = 1.0
     rows: tuple[Row, ...] = ()
     device: str = ""
     reason: str = ""
+    near: float = field(default=math.inf, compare=False)
 
     @property
     def measured(self) -> bool:
         """Whether there is a row of this very problem on this device."""
-        return self.source == "measured"
+        return self.source in ("measured", "this machine")
 
     @property
     def known(self) -> bool:
@@ -98,23 +105,43 @@ class Decision:
     @property
     def note(self) -> str:
         """Where it comes from, for reports."""
-        if self.source == "measured":
-            return f"{self.gain:.2f}x measured"
+        if self.measured:
+            where = " on this machine" if self.source == "this machine" else ""
+            return f"{self.gain:.2f}x measured{where}"
         count = f"{len(self.rows)} measurement{'s' * (len(self.rows) != 1)}"
         where = f" on {self.device}" if self.device else ""
         says = f"expected {self.gain:.2f}x, at least {self.lower:.2f}x"
         return f"estimated from {count}{where or ' nearby'} ({says})"
 
 
-def decide(query: Query, device: torch.device) -> Decision:
+def decide(query: Query, device: torch.device, may_measure: bool = True) -> Decision:
     """The kernel for a problem on a device.
 
     A row of the problem decides. Where it lies between two rows that differ in the number of tokens alone,
     both must be faster than stock. Else it is estimated from rows nearby, then from those of other devices,
-    and the lower end of the estimate must be no slower than stock.
+    and the lower end of the estimate must be no slower than stock. What is far from any row is measured on
+    this machine, where that is asked for.
+
+    Args:
+        query: the problem.
+        device: where it runs.
+        may_measure: whether it may be measured.
     """
-    name, known = tables.device_name(device), False
-    found_any = False
+    found = _decided(query, device)
+    if not may_measure or found.near <= NEAR_ENOUGH or not config.measure:
+        return found
+    problem = (query.section, query.row, query.candidates)
+    if not measurer.may(problem, device):
+        return found
+    if measurer.collects(problem, device):
+        return replace(found, kernel=None, source="pending", reason=found.reason or _unknown(query, device))
+    measurer.measure({json.dumps(problem): 1}, device)
+    return _decided(query, device)
+
+
+def _decided(query: Query, device: torch.device) -> Decision:
+    """The decision from what is known."""
+    name, known, near, found_any = tables.device_name(device), False, math.inf, False
     for some in sources(device):
         found_any = found_any or bool(some)
         for source in some:
@@ -124,21 +151,25 @@ def decide(query: Query, device: torch.device) -> Decision:
         if not config.estimate:
             break
         decision, seen = _estimated(query, some)
+        # What a few rows of this machine say of problems that are far from them is no table.
+        near = min(near, seen)
         if decision is not None:
-            return decision
-        known = known or seen
+            return replace(decision, near=near)
+        known = known or seen < math.inf
         # Rows of the device itself say more than those of others.
-        if seen and any(source.is_own for source in some):
+        if known and any(source.is_own for source in some):
             break
     if known:
         reason = Reason.NOT_FASTER(f"not expected to be faster than stock on {name} at this shape")
-        return Decision(None, "estimated", reason=reason)
+        return Decision(None, "estimated", reason=reason, near=near)
     if not found_any:
         return Decision(None, reason=Reason.NOT_MEASURED(f"no measurements for the device {name}"))
-    return Decision(
-        None,
-        reason=Reason.NOT_MEASURED(f"not measured on {name}, nor near it{query.text and f': {query.text}'}"),
-    )
+    return Decision(None, reason=_unknown(query, device))
+
+
+def _unknown(query: Query, device: torch.device) -> str:
+    name, text = tables.device_name(device), query.text and f": {query.text}"
+    return Reason.NOT_MEASURED(f"not measured on {name}, nor near it{text}")
 
 
 def decide_for_all(query: Query, tokens: Span, device: torch.device) -> Decision:
@@ -156,7 +187,7 @@ def decide_for_all(query: Query, tokens: Span, device: torch.device) -> Decision
     for some in (max(low, steps[0]), *steps, min(high, steps[-1])):
         if not low <= some <= high or some == hint:
             continue
-        other = decide(query.at(some), device)
+        other = decide(query.at(some), device, may_measure=False)
         if other.kernel != decision.kernel:
             reason = Reason.SYMBOLIC(
                 f"the number of rows is symbolic, and {some} rows would be left to stock"
@@ -216,10 +247,12 @@ def _measured(query: Query, source: Source) -> Decision | None:
         return None
     best = max(gains, key=lambda kernel: gains[kernel])
     shown = tuple(item.row for item in rows)
+    how: Literal["measured", "this machine"] = "this machine" if source.is_here else "measured"
     if gains[best] < MARGIN:
-        reason = Reason.NOT_FASTER(f"not measured to be faster than stock on {source.name} at this shape")
-        return Decision(None, "measured", gains[best], gains[best], shown, reason=reason)
-    return Decision(best, "measured", gains[best], gains[best], shown)
+        where = "this machine" if source.is_here else source.name
+        reason = Reason.NOT_FASTER(f"not measured to be faster than stock on {where} at this shape")
+        return Decision(None, how, gains[best], gains[best], shown, reason=reason, near=0.0)
+    return Decision(best, how, gains[best], gains[best], shown, near=0.0)
 
 
 # -- rows of others ------------------------------------------------------------------------------------------
@@ -236,11 +269,14 @@ def _near(query: Query, some: Sequence[Source]) -> Iterator[tuple[Source, float,
                 yield source, distance(wanted, item.logs, section.weights), index
 
 
-def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, bool]:
-    """The kernel whose lower end is best, where it pays; and whether there were rows at all."""
+def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, float]:
+    """The kernel whose lower end is best, where it pays; and how far the nearest row was, if there was any.
+
+    A row that was measured elsewhere is near wherever it says anything: tables are made for that.
+    """
     near, section = list(_near(query, some)), SECTIONS[query.section]
     best: tuple[str, Estimate] | None = None
-    seen = False
+    seen = math.inf
     items: dict[str, list[tuple[Source, Measured]]] = {}
     for kernel in query.candidates:
         found: list[tuple[float, float, int]] = []
@@ -262,7 +298,8 @@ def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, b
         )
         if guess is None:
             continue
-        seen = True
+        here = all(items[kernel][number][0].is_here for number in guess.rows)
+        seen = min(seen, guess.distance if here else 0.0)
         pays = guess.mean >= math.log(MARGIN) and guess.lower >= 0.0
         if pays and (best is None or guess.lower > best[1].lower):
             best = kernel, guess
@@ -275,4 +312,4 @@ def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, b
     return Decision(
         kernel, "estimated" if own else "another device", math.exp(guess.mean), math.exp(guess.lower),
         tuple(item.row for _, item in chosen), device,
-    ), True  # fmt: skip
+    ), seen  # fmt: skip

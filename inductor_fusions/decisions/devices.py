@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import tables
+from .. import machine, tables
 from ..problems import FEW_ROWS, SINGLE_ROWS, Row
 from ..tables import Table
 
@@ -107,12 +107,14 @@ class Source:
         name: of its device.
         table: the rows.
         whose, of: the device of the table, and the one that is asked for; None where it is that one.
+        is_here: whether it was measured on this machine.
     """
 
     name: str
     table: Table
     whose: Hardware | None = None
     of: Hardware | None = None
+    is_here: bool = False
 
     @property
     def is_own(self) -> bool:
@@ -133,11 +135,14 @@ class Source:
 
 
 def sources(device: torch.device) -> Iterator[list[Source]]:
-    """The tables that count for a device: its own; those of devices of its capability; others."""
+    """The tables that count for a device: its own and this machine's; those of its capability; others."""
     name = tables.device_name(device)
-    own = tables.load(name)
-    if own is not None:
-        yield [Source(name, own if isinstance(own, Table) else Table(own))]
+    own, here = tables.load(name), machine.load(device)
+    first = [] if own is None else [Source(name, own if isinstance(own, Table) else Table(own))]
+    if here is not None:
+        first.append(Source(name, here, is_here=True))
+    if first:
+        yield first
     of = hardware(device)
     if of is None or of.capability < OLDEST:
         return

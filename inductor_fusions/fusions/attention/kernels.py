@@ -197,6 +197,7 @@ def _measured(problem: Problem, candidates: tuple[str, ...]) -> decisions.Decisi
             head_dim=hint(problem.q.shape[3]),
             candidates=candidates,
             tf32=problem.q.value.device.type == "cuda" and may_use_tf32(),
+            heads=hint(problem.q.shape[1]),
         )
         if verdict.known:
             break

@@ -20,7 +20,7 @@ from ...block_mm.configurations import shared_limit, tall
 from ...block_mm.heuristics import capability
 from ...block_mm.lowering import check_factors, scaled_product
 from ...block_mm.op import dtypes
-from ...decisions import Query, tiles
+from ...decisions import Query, configured, tiles
 from ...fusion import Rejected
 from ...lowering import kernel_or
 from ...operands import may_use_tf32
@@ -211,7 +211,8 @@ def choose(shape: Shape, device: torch.device) -> Config:
         return found if suits and room and not wide else None
 
     query = Query("lora_decode", {**shape.key, "tokens": shape.rows})
-    return tiles(query, device, fits) or default(shape, arch)
+    usual = tiles(query, device, fits) or default(shape, arch)
+    return configured("lora_decode", query.row, usual, lambda: candidates(shape, arch))
 
 
 def register() -> None:

@@ -11,6 +11,7 @@ import torch
 from ... import _inductor
 from ...block_mm.heuristics import capability
 from ...block_mm.lowering import check_factors, scaled_product
+from ...decisions import configured
 from ...fusion import Rejected
 from ...lowering import kernel_or
 from ...operands import known_size
@@ -141,7 +142,9 @@ def _summands(b: Sequence[Any], shape: narrow.Shape, count: int) -> list[Any]:
 
 def choose(shape: narrow.Shape, device: torch.device) -> narrow.Config:
     """The configuration for a shape: the table's where it has one."""
-    return narrow.measured(shape, device) or narrow.default(shape)
+    usual = narrow.measured(shape, device) or narrow.default(shape)
+    row = narrow.problem(shape)
+    return configured("narrow_mm", row, usual, lambda: narrow.candidates(shape)) if row else usual
 
 
 def _added_up(

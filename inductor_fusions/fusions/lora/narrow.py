@@ -126,11 +126,16 @@ def key(shape: Shape) -> dict[str, Any]:
     }
 
 
+def problem(shape: Shape) -> dict[str, Any] | None:
+    """What tables have a row of; None where a size is symbolic."""
+    found = {**key(shape), "tokens": shape.rows if shape.layout == "n" else shape.inner}
+    return None if None in found.values() else found
+
+
 def measured(shape: Shape, device: torch.device) -> Config | None:
     """The configuration of the nearest problem that is measured; None where none of them fits."""
-    tokens = shape.rows if shape.layout == "n" else shape.inner
-    wanted = key(shape)
-    if tokens is None or None in wanted.values():
+    wanted = problem(shape)
+    if wanted is None:
         return None
 
     def fits(row: Row) -> Config | None:
@@ -142,7 +147,7 @@ def measured(shape: Shape, device: torch.device) -> Config | None:
         most = max(1, (shape.inner or 0) // (4 * found.block_k))
         return found if fitted(found, shape) == found and found.splits <= most else None
 
-    return tiles(Query("narrow_mm", {**wanted, "tokens": tokens}), device, fits)
+    return tiles(Query("narrow_mm", wanted), device, fits)
 
 
 def splits_for(rows: int, block_m: int, inner: int | None, block_k: int) -> int:

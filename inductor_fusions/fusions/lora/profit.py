@@ -221,10 +221,12 @@ def _pays(query: Query, tokens: int | Span | None, device: torch.device) -> str:
         reason = Reason.SYMBOLIC("the number of rows is symbolic: what pays for one may not pay for another")
         decision = Decision(None, reason=reason)
     else:
-        decision = min(
-            (_decided(one, tokens, device) for one in _between(query)),
-            key=lambda found: found.lower if found.kernel is not None else 0.0,
-        )
+        decision = _decided(query, tokens, device)
+        if not decision.measured:
+            decision = min(
+                (_decided(one, tokens, device) for one in _between(query)),
+                key=lambda found: found.lower if found.kernel is not None else 0.0,
+            )
     if decision.kernel is not None:
         return f", {decision.note}"
     if config.policy != "always":

@@ -1,0 +1,332 @@
+"""Measuring on this machine: when it is allowed, what comes first, and the process that does it.
+
+A problem is measured in a process of its own (`inductor_fusions.worker`), so that neither the compile that
+asks nor the memory of its process is touched, whatever happens there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import math
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import _inductor, config, machine
+from ..problems import SECTIONS, Row
+
+log = logging.getLogger(__name__)
+
+#: From which second on it is said that something is measured, and how often again.
+SILENT, AGAIN = 3.0, 10.0
+#: Seconds after which a problem is given up, whatever the budget.
+LONGEST = 120.0
+
+Rows = Mapping[str, Sequence[Row]]
+#: Of a problem: its section, its row, the kernels that take it.
+Problem = tuple[str, Row, tuple[str, ...]]
+
+
+class Unanswered(Exception):
+    """The process that measures has not answered in time, or not at all."""
+
+
+class Worker:
+    """The process that measures; it is started when it is first asked, and ends by itself when it is idle."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.process: subprocess.Popen[bytes] | None = None
+        self.folder = ""
+
+    def ask(self, problem: Problem, seconds: float) -> dict[str, Any]:
+        """What it answers: {"rows": of each section}, {"unable": why} or {"error": what was raised}.
+
+        Raises:
+            Unanswered: not in this time, or it died; it is ended then.
+            OSError: it cannot be started.
+        """
+        section, row, kernels = problem
+        index = self.device.index or 0 if self.device.type == "cpu" else self.device.index
+        asked = {
+            "section": section, "row": dict(row), "kernels": list(kernels), "device": self.device.type,
+            "index": torch.cuda.current_device() if index is None else index,
+            "threads": torch.get_num_threads(),
+        }  # fmt: skip
+        if self.process is None or self.process.poll() is not None:
+            self._start()
+        assert self.process is not None and self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(asked).encode() + b"\n")
+            self.process.stdin.flush()
+            answer = json.loads(self._line(time.monotonic() + seconds))
+        except (BrokenPipeError, ValueError) as error:
+            self.end()
+            raise Unanswered("the process that measures has died") from error
+        except Unanswered:
+            self.end()
+            raise
+        return dict(answer)
+
+    def _line(self, until: float) -> bytes:
+        assert self.process is not None and self.process.stdout is not None
+        found, pipe = b"", self.process.stdout.fileno()
+        while not found.endswith(b"\n"):
+            left = until - time.monotonic()
+            if left <= 0:
+                raise Unanswered("it took too long")
+            if select.select([pipe], [], [], min(left, 0.5))[0]:
+                some = os.read(pipe, 1 << 16)
+                if not some:
+                    raise Unanswered("the process that measures has died")
+                found += some
+        return found
+
+    def _start(self) -> None:
+        self.end()
+        self.folder = tempfile.mkdtemp(prefix="inductor_fusions-")
+        here = str(Path(__file__).parents[2])
+        paths = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
+        own = {
+            # The name of a device must mean the same there.
+            "PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": self.folder, "INDUCTOR_FUSIONS_MEASURE": "0",
+            "INDUCTOR_FUSIONS": "1",
+        }  # fmt: skip
+        silent = {name for name in os.environ if name in ("TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE_DEBUG")}
+        kept = {name: value for name, value in os.environ.items() if name not in silent}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from inductor_fusions.worker import main; main()"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=self.folder,
+            env={**kept, **own},
+        )  # fmt: skip
+
+    def end(self) -> None:
+        """End the process, and remove what it has written."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):
+                    pipe.close()  # type: ignore[union-attr]
+            process.wait()
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = ""
+
+
+class Measurer:
+    """What this process measures: within its budget, each problem once.
+
+    Attributes:
+        spent: seconds of the budget that are used.
+        measured: the problems that have rows now, in order.
+        left: how many were not reached.
+    """
+
+    def __init__(self) -> None:
+        self.spent = 0.0
+        self.measured: list[Problem] = []
+        self.left = 0
+        self.workers: dict[torch.device, Worker] = {}
+        self.asked: set[str] = set()
+        self.said: set[str] = set()
+        self.collected: Counter[tuple[str, torch.device]] | None = None
+        self.lock = threading.RLock()
+
+    # -- whether ----------------------------------------------------------------------------------------
+
+    def may(self, problem: Problem, device: torch.device) -> bool:
+        """Whether a problem of which nothing is known is measured now."""
+        return bool(config.measure) and _key(problem, device) not in self.asked and not self.forbidden(device)
+
+    def forbidden(self, device: torch.device) -> str:
+        """Why nothing is measured here, or ""."""
+        if device.type not in ("cpu", "cuda") or os.name != "posix" or not sys.executable:
+            return "there is no process to measure in"
+        if _inductor.is_absent():
+            return "the device is not in this machine"
+        if torch.are_deterministic_algorithms_enabled() or _inductor.is_deterministic():
+            return "deterministic algorithms are asked for"
+        if machine.company() != "alone":
+            return "several processes work together, and must decide alike"
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph is captured"
+        return ""
+
+    # -- what comes first -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def first_what_saves_most(self) -> Iterator[None]:
+        """Problems that would be measured inside are counted, and measured at the end."""
+        before, self.collected = self.collected, Counter()
+        try:
+            yield
+            found = self.collected
+        finally:
+            self.collected = before
+        for device in {device for _, device in found}:
+            self.measure({text: count for (text, at), count in found.items() if at == device}, device)
+
+    def collects(self, problem: Problem, device: torch.device) -> bool:
+        """Whether problems are collected: then this one is counted."""
+        if self.collected is None:
+            return False
+        self.collected[json.dumps(problem), device] += 1
+        return True
+
+    # -- measuring --------------------------------------------------------------------------------------
+
+    def measure(self, counts: Mapping[str, int], device: torch.device) -> None:
+        """Measure problems that may be measured, those that save most first, and keep what is found.
+
+        Whatever goes wrong is said once, and leaves the problems to stock.
+
+        Args:
+            counts: of each problem as JSON, the number of places where it stands.
+            device: where.
+        """
+        read = [(json.loads(text), count) for text, count in counts.items()]
+        found = [((section, row, tuple(kernels)), count) for (section, row, kernels), count in read]
+        with self.lock:
+            todo = [
+                problem
+                for problem, _ in sorted(found, key=lambda one: -_work(one[0]) * one[1])
+                if self.may(problem, device)
+            ]
+            if not todo:
+                return
+            started, before = time.monotonic(), self.spent
+            try:
+                if why := machine.prepare():
+                    raise OSError(why)
+                with machine.lock(device) as mine:
+                    if not mine:
+                        raise Unanswered("another process measures on this machine")
+                    with _progress(len(todo), self._budget() - self.spent) as done:
+                        for number, problem in enumerate(todo):
+                            done[0] = number
+                            self.spent = before + time.monotonic() - started
+                            self._one(problem, device)
+            except Exception as error:
+                self._say(f"left to stock: {error}")
+                rest = {_key(problem, device) for problem in todo} - self.asked
+                self.left += len(rest)
+                self.asked |= rest
+            finally:
+                self.spent = before + time.monotonic() - started
+
+    def _one(self, problem: Problem, device: torch.device) -> None:
+        self.asked.add(_key(problem, device))
+        seconds = min(self._budget() - self.spent, LONGEST)
+        if seconds <= 0:
+            self.left += 1
+            return
+        try:
+            answer = self._worker(device).ask(problem, seconds)
+        except Unanswered as error:
+            self.left += 1
+            self._say(f"{problem[0]} {json.dumps(problem[1])} is left to stock: {error}")
+            return
+        if "rows" in answer:
+            machine.add(device, _checked(answer["rows"], problem))
+            self.measured.append(problem)
+        elif "unable" in answer:
+            log.info("%s is not measured: %s", problem, answer["unable"])
+        else:
+            self._say(f"{problem[0]} {json.dumps(problem[1])} is left to stock: {answer.get('error')}")
+
+    def _worker(self, device: torch.device) -> Worker:
+        if device not in self.workers:
+            self.workers[device] = Worker(device)
+            atexit.register(self.workers[device].end)
+        return self.workers[device]
+
+    def _budget(self) -> float:
+        return float(config.measure_budget)
+
+    def _say(self, text: str) -> None:
+        kind = text.rpartition(":")[2]
+        (log.info if kind in self.said else log.warning)("measuring on this machine: %s", text)
+        self.said.add(kind)
+
+
+def _checked(rows: Any, problem: Problem) -> Rows:
+    """What the process has answered.
+
+    Raises:
+        ValueError: that are no rows, or none of the problem is among them.
+    """
+    section, row, _ = problem
+    kind = SECTIONS[section]
+    for name, some in rows.items():
+        for each in some:
+            SECTIONS[name].check(each)
+    if not any(
+        kind.key(each) == kind.key(row) and each.get(kind.along) == row.get(kind.along)
+        for each in rows.get(section, ())
+    ):
+        raise ValueError("what was measured is another problem")
+    return dict(rows)
+
+
+def _key(problem: Problem, device: torch.device) -> str:
+    return json.dumps([problem[0], {**problem[1]}, str(device)], sort_keys=True)
+
+
+def _work(problem: Problem) -> float:
+    """What a problem may save grows with it: with the product of its sizes, about."""
+    section, row, _ = problem
+    return math.prod(SECTIONS[section].sizes(row))
+
+
+@contextlib.contextmanager
+def _progress(total: int, budget: float) -> Iterator[list[int]]:
+    """Says on stderr how far it is, from the third second on; the list holds how many are done."""
+    done, ended, started = [0], threading.Event(), time.monotonic()
+
+    def say() -> None:
+        wait = SILENT
+        while not ended.wait(wait):
+            wait, seconds = AGAIN, time.monotonic() - started
+            print(
+                f"inductor_fusions: measuring on this machine, {done[0] + 1} of {total}, "
+                f"{seconds:.0f} s of at most {budget:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield done
+    finally:
+        ended.set()
+        thread.join()
+
+
+#: That of this process.
+measurer = Measurer()
+
+
+def _in_child() -> None:
+    """The process that measures answers its parent alone."""
+    global measurer
+    measurer = Measurer()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

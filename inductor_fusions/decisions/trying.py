@@ -1,0 +1,70 @@
+"""Configurations that are measured: in the process that measures, kernels get one after another."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from ..problems import Row
+
+
+class _Config(Protocol):
+    def to_json(self) -> dict[str, Any]: ...
+
+
+C = TypeVar("C", bound=_Config)
+
+
+class Trial:
+    """One configuration of a kernel.
+
+    Attributes:
+        section: of the kernel; others get what they get anyway.
+        number: of the configuration; 0 is what it gets anyway.
+        rows: of each section, the configurations that kernels have got.
+        exhausted: whether there are not so many.
+    """
+
+    def __init__(self, section: str, number: int) -> None:
+        self.section, self.number = section, number
+        self.rows: dict[str, list[Row]] = {}
+        self.exhausted = False
+
+
+_now: Trial | None = None
+
+
+@contextlib.contextmanager
+def trial(section: str, number: int) -> Iterator[Trial]:
+    """Inside, kernels of a section get the configuration of this number."""
+    global _now
+    before, made = _now, Trial(section, number)
+    _now = made
+    try:
+        yield made
+    finally:
+        _now = before
+
+
+def configured(section: str, row: Mapping[str, Any], usual: C, candidates: Callable[[], Sequence[C]]) -> C:
+    """The configuration of a kernel: the usual one, except where others are tried.
+
+    Args:
+        section: of the table with its tiles.
+        row: the problem.
+        usual: what is known to be best.
+        candidates: what is worth measuring.
+    """
+    if _now is None:
+        return usual
+    chosen = usual
+    if _now.section == section and _now.number > 0:
+        others = [each for each in candidates() if each != usual]
+        _now.exhausted |= _now.number > len(others)
+        chosen = usual if _now.exhausted else others[_now.number - 1]
+    made = {**row, "config": chosen.to_json()}
+    known = _now.rows.setdefault(section, [])
+    if made not in known:
+        known.append(made)
+    return chosen

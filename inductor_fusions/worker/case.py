@@ -1,0 +1,44 @@
+"""A problem as a function of torch with its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Tensors = list[torch.Tensor]
+
+
+class UnableError(ValueError):
+    """A problem that cannot be written out from what a table knows of it."""
+
+
+@dataclass
+class Case:
+    """What stock is given, and what the fusions are.
+
+    Attributes:
+        fn: what a model computes; a list of tensors.
+        inputs: its arguments.
+        leaves: those of them that a backward differentiates by; empty in inference.
+        fused: the same by the operation of the package, where that is not what the fusions make of `fn`.
+        varied: the section of the kernel whose tiles are worth trying; "" for none.
+    """
+
+    fn: Callable[..., Tensors]
+    inputs: Tensors
+    leaves: Sequence[torch.Tensor] = ()
+    fused: Callable[..., Tensors] | None = None
+    varied: str = ""
+
+
+def generator(device: str, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """Makes tensors of a shape and of numbers from a normal distribution, the same ones each time."""
+    source = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = dtype) -> torch.Tensor:
+        made = torch.randn(shape, generator=source, device=device, dtype=torch.float32)
+        return made.mul_(scale).to(dtype)
+
+    return normal

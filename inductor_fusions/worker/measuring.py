@@ -1,0 +1,165 @@
+"""Stock's own code for a problem against the kernels that take it: compiled, checked and timed."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .. import budget, config, decisions, reporting
+from ..problems import Row
+from .case import Case, Tensors
+from .clock import interleave
+
+#: Where a call takes less, launching may be what takes the time: both clocks count.
+SHORT_SECONDS = 1.5e-3
+#: Configurations of a kernel that are tried beside the one that it gets without a measurement.
+TRIALS = 3
+ROUNDS = 12
+
+Run = Callable[[], Tensors]
+_numbers = itertools.count()
+
+
+class NotFusedError(RuntimeError):
+    """Nothing was fused where a problem was written out for that."""
+
+
+def gains(case: Case, kernels: Sequence[str], device: str) -> dict[str, float]:
+    """How many times faster than stock each kernel of an attention is; 0 where it is wrong.
+
+    Kernels that do not take it are left out.
+    """
+    stock, runs = _stock(case), {}
+    for kernel in kernels:
+        if kernel in ("sdpa", "flex", "short", "row_bias"):
+            try:
+                runs[kernel] = _fused(case, {"attention_kernel": kernel}, kernel)
+            except NotFusedError:
+                continue
+    times = _judged(case, stock, runs, device)
+    return {kernel: round(gain, 3) for kernel, gain in times.items()}
+
+
+def best(case: Case, device: str) -> tuple[float, dict[str, list[Row]]]:
+    """The gain of the fastest configuration over stock, and of each kernel that it is made of a row with its
+    tiles; 0 where all are wrong."""
+    stock, runs, made_of = _stock(case), {}, {}
+    for number in range(1 + (TRIALS if case.varied else 0)):
+        with decisions.trial(case.varied, number) as trial:
+            run = _fused(case, {}, "")
+        if trial.exhausted:
+            break
+        runs[str(number)], made_of[str(number)] = run, trial.rows
+    found = _judged(case, stock, runs, device)
+    name = max(found, key=lambda each: found[each])
+    return round(found[name], 3), made_of[name]
+
+
+def _stock(case: Case) -> Run:
+    with config.patch(enabled=False):
+        return _compiled(case.fn, case)
+
+
+def _fused(case: Case, toggles: Mapping[str, Any], kernel: str) -> Run:
+    """The fused code.
+
+    Raises:
+        NotFusedError: there is none.
+    """
+    reporting.clear()
+    with config.patch(enabled=True, policy="always", measure=False, **toggles):
+        run = _compiled(case.fused or case.fn, case)
+    sites = [site for site in reporting.report() if site.verdict == "fused"]
+    if case.fused is None and not any(site.kernel.startswith(kernel) for site in sites):
+        raise NotFusedError("; ".join(site.reason for site in reporting.report()) or "nothing was found")
+    return run
+
+
+def _compiled(fn: Callable[..., Tensors], case: Case) -> Run:
+    """A function compiled for the operands, with its backward where there is one."""
+    compiled = torch.compile(_apart(fn), dynamic=False)
+
+    def run() -> Tensors:
+        with torch.set_grad_enabled(bool(case.leaves)):
+            outputs = compiled(*case.inputs)
+            return [*outputs, *_gradients(outputs, case.leaves)]
+
+    run()
+    return run
+
+
+def _gradients(outputs: Tensors, leaves: Sequence[torch.Tensor]) -> Tensors:
+    if not leaves:
+        return []
+    made = [y for y in outputs if y.requires_grad]
+    return list(torch.autograd.grad(made, leaves, [torch.ones_like(y) for y in made]))
+
+
+def _apart(fn: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """The same behind code of its own: Dynamo keeps what it has compiled with the code object."""
+
+    def call(*args: torch.Tensor) -> Tensors:
+        return fn(*args)
+
+    code = call.__code__.replace(co_name=f"measured_{next(_numbers)}")
+    return types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+
+
+def _judged(case: Case, stock: Run, runs: Mapping[str, Run], device: str) -> dict[str, float]:
+    """The gain of each, 0 of those whose error is over budget."""
+    right = {name: run for name, run in runs.items() if _is_right(case, stock, run)}
+    wrong = dict.fromkeys(set(runs) - set(right), 0.0)
+    if not right:
+        return wrong
+    return {**wrong, **_timed({"stock": stock, **right}, device)}
+
+
+def _timed(runs: Mapping[str, Run], device: str) -> dict[str, float]:
+    times = [interleave(runs, device, ROUNDS, 4e-3 if device == "cuda" else 2e-2)]
+    if device == "cuda" and min(each.median for each in times[0].values()) < SHORT_SECONDS:
+        times.append(interleave(runs, device, ROUNDS, 2e-3, max_calls=20, run_ahead=True, cold=True))
+    found = {}
+    for name in runs:
+        ratios = [each["stock"].median / each[name].median for each in times]
+        spreads = [max(each["stock"].spread, each[name].spread) for each in times]
+        # What may be chance counts as level.
+        doubt = 1 - min(0.5, max(spreads) / math.sqrt(ROUNDS))
+        ratio = min(ratios)
+        found[name] = ratio if ratio < 1 else max(1.0, ratio * doubt)
+    del found["stock"]
+    return found
+
+
+def _is_right(case: Case, stock: Run, run: Run) -> bool:
+    """Whether outputs and gradients are about as exact as stock's."""
+    kept = {id(leaf): None for leaf in case.leaves}
+    wide: dict[int, torch.Tensor] = {}
+    for x in case.inputs:
+        wide[id(x)] = x.detach().double() if x.is_floating_point() else x
+        if id(x) in kept:
+            wide[id(x)].requires_grad_()
+    with torch.set_grad_enabled(bool(case.leaves)):
+        outputs = case.fn(*(wide[id(x)] for x in case.inputs))
+        exact = [*outputs, *_gradients(outputs, [wide[id(x)] for x in case.leaves])]
+    count = len(outputs)
+
+    def values(found: Tensors) -> budget.Values:
+        grads = {str(place): x.detach() for place, x in enumerate(found[count:])}
+        return budget.Values([x.detach() for x in found[:count]], grads)
+
+    errors = budget.compare(values(run()), values(stock()), values(exact), recomputed=budget.RECOMPUTED)
+    return not budget.problems(errors)
+
+
+def clean_up(device: str) -> None:
+    """Forget what was compiled, and give memory back."""
+    torch.compiler.reset()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()

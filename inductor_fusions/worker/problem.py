@@ -1,0 +1,46 @@
+"""The rows of a problem, from measurements of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ..problems import SECTIONS, Row
+from . import attention, linears
+from .case import Case, UnableError
+from .measuring import best, gains
+
+#: What writes out the problems of a section.
+CASES: Mapping[str, Callable[[Row, str], Case]] = {
+    "block_mm": linears.products,
+    "lora": linears.adapted,
+    "lora_sums": linears.added,
+    "narrow_mm": linears.narrow,
+    "outer_product_linear": linears.outer_product,
+}
+
+
+def rows_of(section: str, row: Row, kernels: Sequence[str], device: str) -> dict[str, list[Row]]:
+    """The rows of a problem and of the kernels that it is made of, by section.
+
+    Raises:
+        UnableError: it cannot be written out, or no kernel takes it.
+        NotFusedError: nothing was fused.
+    """
+    SECTIONS[section].check_problem(row)
+    if section == "attention":
+        by_kernel = gains(attention.case(row, device), kernels, device)
+        if not by_kernel:
+            raise UnableError(f"none of {', '.join(kernels)} takes it")
+        return {section: [{**row, "gain": by_kernel}]}
+    if section not in CASES:
+        raise UnableError(f"nothing of {section} is written out yet")
+    gain, made_of = best(CASES[section](row, device), device)
+    # A block GEMM of a linear with adapters has no gain of its own, but a place for it.
+    needed = {"block_mm": {"gain": gain}}
+    found: dict[str, list[Row]] = {
+        name: [{**each, **needed.get(name, {})} for each in some] for name, some in made_of.items()
+    }
+    key = SECTIONS[section].key(row)
+    own = [each for each in found.get(section, ()) if SECTIONS[section].key(each) == key]
+    found[section] = [{**each, "gain": gain} for each in own or [dict(row)]]
+    return found

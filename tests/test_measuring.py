@@ -1,0 +1,518 @@
+"""Measuring on this machine: what is measured and when, the file of it, and the process that does it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import inductor_fusions
+from inductor_fusions import config, decisions, machine, tables
+from inductor_fusions.decisions import Query, Span, decide, decide_for_all, measuring
+from inductor_fusions.decisions.measuring import Measurer, Unanswered
+from inductor_fusions.problems import SECTIONS
+
+CPU = torch.device("cpu")
+ATTENTION = {
+    "batch": 1, "heads": 4, "q_len": 200, "kv_len": 200, "head_dim": 32, "dtype": "float32",
+    "mask": "causal", "train": False,
+}  # fmt: skip
+LORA = {
+    "inner": [1536], "outer": [1536], "ranks": [[8]], "dtype": "bfloat16", "adapters": "bfloat16",
+    "layout": "t", "tokens": 4096,
+}  # fmt: skip
+
+
+def attention(**changes: Any) -> Query:
+    return Query("attention", {**ATTENTION, **changes}, ("sdpa",))
+
+
+def lora(**changes: Any) -> Query:
+    return Query("lora", {**LORA, **changes})
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The folder of the files; no table but those, and a measurer that has measured nothing."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    for name in machine.LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tables, "_folders", lambda: iter(()))
+    load = tables.load
+    load.cache_clear()
+    machine.forget()
+    yield tmp_path / "inductor_fusions" / "measured"
+    load.cache_clear()
+    machine.forget()
+
+
+class Measured:
+    """Stands for the process that measures: every problem has this gain, and takes so many seconds."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.gain, self.takes, self.now = 1.5, 1.0, 0.0
+        self.answer: Callable[[Any], dict[str, Any]] = self._rows
+
+    def _rows(self, problem: Any) -> dict[str, Any]:
+        section, row, kernels = problem
+        gain = dict.fromkeys(kernels, self.gain) if section == "attention" else self.gain
+        return {"rows": {section: [{**row, "gain": gain}]}}
+
+    def ask(self, problem: Any, seconds: float) -> dict[str, Any]:
+        self.asked.append((problem[0], dict(problem[1])))
+        self.now += min(self.takes, seconds)
+        if self.takes > seconds:
+            raise Unanswered("it took too long")
+        return json.loads(json.dumps(self.answer(problem)))  # type: ignore[no-any-return]
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.fixture
+def process(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Measured]:
+    """What stands for the process; measuring is on."""
+    fake, measurer = Measured(), Measurer()
+    monkeypatch.setattr(measuring.time, "monotonic", lambda: fake.now)
+    monkeypatch.setattr(measuring, "Worker", lambda device: fake)
+    monkeypatch.setattr(measuring, "measurer", measurer)
+    monkeypatch.setattr(decisions.deciding, "measurer", measurer)
+    with config.patch(measure=True):
+        yield fake
+
+
+# -- what is decided ---------------------------------------------------------------------------------------
+
+
+def test_a_problem_far_from_any_row_is_measured_once(process: Measured) -> None:
+    found = decide(attention(), CPU)
+    assert (found.kernel, found.source, found.note) == (
+        "sdpa", "this machine", "1.50x measured on this machine",
+    )  # fmt: skip
+    assert decide(attention(), CPU) == found and len(process.asked) == 1
+
+
+def test_what_is_slower_is_stock_and_not_asked_again(process: Measured) -> None:
+    process.gain = 0.9
+    found = decide(attention(), CPU)
+    assert (found.kernel, found.source) == (None, "this machine")
+    assert found.reason == "not measured to be faster than stock on this machine at this shape"
+    decide(attention(), CPU)
+    assert len(process.asked) == 1
+
+
+def test_a_later_process_finds_it(process: Measured) -> None:
+    decide(attention(), CPU)
+    machine.forget()
+    with config.patch(measure=False):
+        assert decide(attention(), CPU).source == "this machine"
+        assert decide(attention(dtype="bfloat16"), CPU).source == "stock"
+    assert len(process.asked) == 1
+
+
+def test_off_by_default(process: Measured) -> None:
+    assert config.get_config_copy()["measure"] and not config._config["measure"].default
+    with config.patch(measure=False):
+        assert decide(attention(), CPU).source == "stock"
+    assert process.asked == []
+
+
+def test_near_rows_of_this_machine_are_estimated_from_and_far_ones_are_not(process: Measured) -> None:
+    decide(lora(), CPU)
+    near = decide(lora(tokens=4096 + 512), CPU)
+    assert (near.kernel, near.source, len(process.asked)) == ("lora", "estimated", 1)
+    far = decide(lora(inner=[8960]), CPU)
+    assert (far.source, len(process.asked)) == ("this machine", 2)
+
+
+def test_rows_of_a_table_are_near_wherever_they_say_anything(
+    process: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {**LORA, "inner": [4096], "gain": 1.4}
+    table = tables.Table({"lora": [row]})
+    monkeypatch.setattr(tables, "load", lambda name: table if name == "cpu" else None)
+    assert decide(lora(), CPU).source == "estimated"
+    assert process.asked == []
+
+
+def test_a_symbolic_number_of_tokens_is_measured_at_its_hint_alone(process: Measured) -> None:
+    found = decide_for_all(lora(), Span(2, 2048, 1 << 20), CPU)
+    assert found.kernel == "lora"
+    assert [row["tokens"] for _, row in process.asked] == [2048]
+
+
+def test_what_saves_most_comes_first(process: Measured) -> None:
+    small, large, often = (attention(q_len=n, kv_len=n) for n in (64, 2048, 512))
+    measurer = decisions.deciding.measurer
+    with measurer.first_what_saves_most():
+        for query in (small, large, *[often] * 40):
+            assert decide(query, CPU).source == "pending"
+        assert process.asked == []
+    assert [row["q_len"] for _, row in process.asked] == [512, 2048, 64]
+    assert decide(small, CPU).source == "this machine"
+
+
+def test_the_budget_is_of_the_process(process: Measured) -> None:
+    process.takes = 25.0
+    sizes = (64, 4096, 1 << 18)
+    with config.patch(measure_budget="60"):
+        found = [decide(attention(q_len=n, kv_len=n), CPU).source for n in sizes]
+        assert found[:2] == ["this machine"] * 2 and found[2] != "this machine"
+        measurer = decisions.deciding.measurer
+        assert (measurer.left, len(measurer.measured)) == (1, 2)
+        decide(attention(q_len=1, kv_len=1 << 12), CPU)
+        assert len(process.asked) == 3 and measurer.spent == 60.0
+        assert measurer.left == 2
+
+
+def test_what_was_not_reached_is_measured_by_the_next_process(
+    process: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with config.patch(measure_budget="0"):
+        assert decide(attention(), CPU).source == "stock"
+    later = Measurer()
+    monkeypatch.setattr(decisions.deciding, "measurer", later)
+    assert decide(attention(), CPU).source == "this machine"
+
+
+# -- when nothing is measured ------------------------------------------------------------------------------
+
+
+def launched(patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("WORLD_SIZE", "2")
+
+
+def together(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(machine._inductor, "has_peers", lambda: True)
+    patch.setattr(machine._inductor, "first_to_say", lambda key, value: value)
+
+
+def deterministic(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+
+
+def deterministic_inductor(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("torch._inductor.config.deterministic", True)
+
+
+def absent(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(measuring._inductor, "is_absent", lambda: True)
+
+
+@pytest.mark.parametrize("setting", [launched, together, deterministic, deterministic_inductor, absent])
+def test_nothing_is_measured(
+    setting: Callable[[pytest.MonkeyPatch], None], process: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting(monkeypatch)
+    assert decide(attention(), CPU).source == "stock"
+    assert process.asked == []
+
+
+def test_nothing_is_measured_while_a_graph_is_captured(
+    process: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert "graph" in decisions.deciding.measurer.forbidden(torch.device("cuda", 0))
+    assert decisions.deciding.measurer.forbidden(CPU) == ""
+
+
+ANSWERS: dict[str, dict[str, Any]] = {
+    "out of memory": {"error": "out of memory"},
+    "unable": {"unable": "its mask is not known"},
+    "another problem": {"rows": {"attention": [{**ATTENTION, "q_len": 7, "gain": {"sdpa": 9.0}}]}},
+    "no row": {"rows": {"attention": [{**ATTENTION, "gain": {"sdpa": "fast"}}]}},
+    "no section": {"rows": {"elsewhere": []}},
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_what_goes_wrong_leaves_it_to_stock_and_is_said_once(
+    name: str, process: Measured, caplog: pytest.LogCaptureFixture
+) -> None:
+    process.answer = lambda problem: ANSWERS[name]
+    with caplog.at_level(logging.WARNING, measuring.__name__):
+        assert decide(attention(), CPU).source == "stock"
+        assert decide(attention(), CPU).source == "stock"
+    assert len(process.asked) == 1 and len(caplog.records) == (name != "unable")
+
+
+def test_no_process_can_be_started(process: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(problem: Any, seconds: float) -> Any:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(process, "ask", refused)
+    assert decide(attention(), CPU).source == "stock"
+
+
+# -- the file ----------------------------------------------------------------------------------------------
+
+ROW = {**ATTENTION, "gain": {"sdpa": 1.5}}
+
+
+def add(**changes: Any) -> None:
+    with machine.lock(CPU) as mine:
+        assert mine
+        machine.add(CPU, {"attention": [{**ROW, **changes}]})
+
+
+def rows() -> list[Any]:
+    found = machine.load(CPU)
+    return [] if found is None else list(found["attention"])
+
+
+def test_the_file_is_a_table(home: Path) -> None:
+    assert machine.prepare() == ""
+    add()
+    add(q_len=7)
+    add(gain={"sdpa": 2.0})
+    (path,) = home.glob("*.json")
+    found = json.loads(path.read_text())
+    tables.check(found, "cpu")
+    assert {name: found[name] for name in machine.HEADER} == machine.identity(CPU)
+    assert found["attention"] == [{**ROW, "gain": {"sdpa": 2.0}}, {**ROW, "q_len": 7}] == rows()
+    assert path.stat().st_mode & 0o077 == 0 and home.stat().st_mode & 0o077 == 0
+    assert [p.name for p in home.iterdir() if p.suffix == ".tmp"] == []
+
+
+def test_a_row_that_is_none_is_refused(home: Path) -> None:
+    machine.prepare()
+    with pytest.raises(ValueError, match="gain"), machine.lock(CPU):
+        machine.add(CPU, {"attention": [{**ROW, "gain": {"sdpa": -1.0}}]})
+    assert not list(home.glob("*.json"))
+
+
+def test_another_torch_has_another_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.prepare()
+    add()
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    assert rows() == []
+    add(q_len=7)
+    assert len(list(home.glob("*.json"))) == 2 and len(rows()) == 1
+
+
+BROKEN: dict[str, Callable[[str], str]] = {
+    "half": lambda text: text[: len(text) // 2],
+    "no JSON": lambda text: "\x00",
+    "an unknown column": lambda text: text.replace('"mask"', '"musk"'),
+    "no driver": lambda text: text.replace('"driver"', '"schema2"'),
+    "another schema": lambda text: text.replace('"schema": 1', '"schema": 2'),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_left_out_with_a_warning_and_replaced(
+    name: str, home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.prepare()
+    add()
+    (path,) = home.glob("*.json")
+    path.write_text(BROKEN[name](path.read_text()))
+    machine.forget()
+    assert rows() == [] and "not usable" in caplog.text
+    add(q_len=7)
+    machine.forget()
+    assert rows() == [{**ROW, "q_len": 7}]
+
+
+def test_a_folder_that_others_can_write_to_is_refused(
+    process: Measured, home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.prepare()
+    add()
+    home.chmod(0o777)
+    machine.forget()
+    assert rows() == []
+    assert decide(attention(), CPU).source == "stock" and process.asked == []
+    assert "others than its owner can write to" in caplog.text
+
+
+def test_a_file_that_others_can_write_to_is_refused(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    machine.prepare()
+    add()
+    (path,) = home.glob("*.json")
+    path.chmod(0o666)
+    machine.forget()
+    assert rows() == [] and "others than its owner can write to" in caplog.text
+
+
+def test_the_key_of_caches_knows_the_rows_that_a_process_begins_with(home: Path) -> None:
+    machine.prepare()
+    before = machine.digest()
+    add()
+    machine.forget()
+    assert machine.digest() != before
+
+
+def _hold(folder: str, locked: Any, done: Any) -> None:
+    os.environ["XDG_DATA_HOME"] = folder
+    with machine.lock(CPU) as mine:
+        locked.put(mine)
+        done.get(timeout=60)
+
+
+def test_one_process_measures(process: Measured, home: Path) -> None:
+    """The other one takes stock, and does not wait."""
+    machine.prepare()
+    context = multiprocessing.get_context("fork")
+    locked, done = context.Queue(), context.Queue()
+    other = context.Process(target=_hold, args=(str(home.parents[1]), locked, done))
+    other.start()
+    try:
+        assert locked.get(timeout=60) is True
+        assert decide(attention(), CPU).source == "stock" and process.asked == []
+    finally:
+        done.put(None)
+        other.join(60)
+    with machine.lock(CPU) as mine:
+        assert mine
+
+
+def test_rows_that_another_process_has_added_stay(home: Path) -> None:
+    machine.prepare()
+    assert rows() == []
+    code = (
+        "import torch; from inductor_fusions import machine; d = torch.device('cpu')\n"
+        f"torch.set_num_threads({torch.get_num_threads()})\n"
+        f"with machine.lock(d): machine.add(d, {{'attention': [{ {**ROW, 'q_len': 7}!r}]}})"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    add()
+    machine.forget()
+    assert sorted(row["q_len"] for row in rows()) == [7, 200]
+
+
+# -- several processes that work together ------------------------------------------------------------------
+
+
+def test_processes_that_were_launched_together_decide_by_no_file(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.prepare()
+    add()
+    launched(monkeypatch)
+    assert rows() == []
+
+
+def test_ranks_take_what_the_first_one_has_found(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.prepare()
+    add()
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(machine._inductor, "has_peers", lambda: True)
+    monkeypatch.setattr(
+        machine._inductor, "first_to_say", lambda key, value: store.compare_set(key, "", value).decode()
+    )
+    first, digest = rows(), machine.digest()
+    assert first == [ROW]
+    for path in home.glob("*.json"):  # another host has none, or others
+        path.unlink()
+    machine.forget()
+    assert rows() == first and machine.digest() == digest
+
+
+def test_ranks_that_cannot_agree_decide_by_no_file(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(key: str, value: str) -> str:
+        raise RuntimeError("the store is gone")
+
+    machine.prepare()
+    add()
+    monkeypatch.setattr(machine._inductor, "has_peers", lambda: True)
+    monkeypatch.setattr(machine._inductor, "first_to_say", refused)
+    assert rows() == [] and "cannot agree" in caplog.text
+
+
+def test_the_store_of_a_job_answers_with_what_was_said_first() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert machine._inductor.first_to_say("key", "one") == "one"
+        assert machine._inductor.first_to_say("key", "two") == "one"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# -- the process that measures -----------------------------------------------------------------------------
+
+
+def test_a_process_that_does_not_answer_is_ended(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = measuring.Worker(CPU)
+    problem = ("attention", ATTENTION, ("sdpa",))
+    with pytest.raises(Unanswered, match="too long"):
+        worker.ask(problem, 0.0)
+    assert worker.process is None and worker.folder == ""
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    with pytest.raises(Unanswered, match="died"):
+        worker.ask(problem, 30.0)
+
+
+@pytest.mark.slow
+def test_end_to_end(tmp_path: Path) -> None:
+    """The first process measures an attention and fuses it; later ones find that, and measure nothing."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys, torch, inductor_fusions\n"
+        "from inductor_fusions import decisions, tables\n"
+        "tables._folders = lambda: iter(())\n"
+        "def attention(q, k, v):\n"
+        "    i = torch.arange(q.shape[-2])\n"
+        "    scores = (q @ k.transpose(-2, -1) * 0.125).masked_fill(i > i[:, None], -1e9)\n"
+        "    return torch.softmax(scores, -1) @ v\n"
+        "q, k, v = (torch.randn(1, 16, 512, 64) for _ in range(3))\n"
+        "found, exact = torch.compile(attention)(q, k, v), attention(q.double(), k.double(), v.double())\n"
+        "assert (found - exact).abs().max() < 1e-5\n"
+        "(site,) = inductor_fusions.report()\n"
+        "measured = [row for _, row, _ in decisions.measurer.measured]\n"
+        "print(json.dumps([site.verdict, site.kernel, site.reason, measured]))\n"
+    )
+
+    def run(number: int, measure: str) -> Any:
+        own = {
+            "XDG_DATA_HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"cache{number}"),
+            "INDUCTOR_FUSIONS_MEASURE": measure, "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        here = os.pathsep.join([str(Path(inductor_fusions.__file__).parents[1]), *sys.path])
+        environment = {**os.environ, **own, "PYTHONPATH": here}
+        environment.pop("WORLD_SIZE", None)
+        done = subprocess.run(
+            [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    verdict, kernel, reason, measured = run(1, "1")
+    (row,) = measured
+    assert (row["mask"], row["q_len"], row["batch"], row["heads"]) == ("causal", 512, 1, 16)
+    assert verdict == "fused", reason
+    assert "measured on this machine" in kernel
+    assert run(2, "1") == [verdict, kernel, reason, []]
+    assert run(3, "0") == [verdict, kernel, reason, []]
+    (path,) = (tmp_path / "inductor_fusions" / "measured").glob("*.json")
+    for each in json.loads(path.read_text())["attention"]:
+        SECTIONS["attention"].check(each)
+        assert each["gain"]["sdpa"] >= tables.MARGIN
+
+
+def test_progress_is_said_from_the_third_second_on(capfd: pytest.CaptureFixture[str]) -> None:
+    with measuring._progress(4, 60.0) as done:
+        done[0] = 1
+        time.sleep(0.2)
+    assert capfd.readouterr().err == ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "SILENT", 0.05)
+        with measuring._progress(4, 60.0) as done:
+            done[0] = 1
+            time.sleep(0.4)
+    said = capfd.readouterr().err
+    assert said == "inductor_fusions: measuring on this machine, 2 of 4, 0 s of at most 60 s\n"

@@ -23,11 +23,13 @@ ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
 READY :=
 READY_BENCH :=
+READY_SITE :=
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.installed
 READY_BENCH := $(VENV)/.installed-bench
+READY_SITE := $(VENV)/.installed-site
 endif
 
 PIP_INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
@@ -43,7 +45,7 @@ tool = $(2)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all lint typecheck quick rest unit bench gate ledger docs fuzz clean
+.PHONY: help demo check test test-all lint typecheck quick rest unit bench gate ledger docs docs-site fuzz clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -95,6 +97,9 @@ ledger: $(READY) ## count anew what is compiled for each model: bench/ledger.jso
 docs: $(READY_BENCH) ## write what the results say into the documentation
 	$(PY) -m bench.docs
 
+docs-site: $(READY_SITE) ## the documentation as a site with search and the API: build/site/index.html
+	$(PY) -m mkdocs build --quiet
+
 fuzz: $(READY) ## random programs for hours; FUZZ_ARGS='--examples 500 --seed 1' for less
 	$(PY) -m tests.fuzz $(FUZZ_ARGS)
 
@@ -113,5 +118,10 @@ $(READY): pyproject.toml setup.py constraints.txt
 $(READY_BENCH): $(READY)
 	@echo "installing the benchmark tools into $(VENV)"
 	@$(PIP_INSTALL) -e '.[bench]'
+	@touch $@
+
+$(READY_SITE): $(READY)
+	@echo "installing the site's tools into $(VENV)"
+	@$(PIP_INSTALL) -e '.[site]'
 	@touch $@
 endif

@@ -238,7 +238,8 @@ class Fusion:
         """Decorate a reader of all matches of a graph: `(scope, matches)` to candidates.
 
         Args:
-            patterns, extra_check: as those of `anchor`.
+            patterns: as those of `anchor`.
+            extra_check: as that of `anchor`.
         """
 
         def declare(read: Callable[[Any, Sequence[Match]], Any]) -> Any:
@@ -262,7 +263,8 @@ class Fusion:
         of the match.
 
         Args:
-            search, replace: functions of the same tensors, with the same names.
+            search: a function of tensors: what is looked for.
+            replace: a function of the same tensors, with the same names: what is put in its place.
             inputs: makes examples of them, under fake tensors, at the first graph.
             check: takes the match and raises `Rejected` where it may not be replaced: dtypes, devices and
                 sizes that were not thought of. `match.kwargs` has the arguments by name.

@@ -154,7 +154,10 @@ def assert_fusions(
         args: its arguments, positional (a sequence) or by keyword (a mapping).
         expected: fusion -> number of fused sites, default one attention; a fusion that is not named
             must fuse nothing.
-        train, dynamic, policy, backend: as in `capture`.
+        train: as in `capture`.
+        dynamic: as in `capture`.
+        policy: as in `capture`.
+        backend: as in `capture`.
 
     Returns:
         The run.
@@ -227,9 +230,12 @@ def check(
         kernel: text within the kernel of every fused site.
         train: differentiate with respect to the inputs and parameters that require a gradient.
         dtype: what the floating inputs and the module are cast to first; None leaves them.
-        factor, slack: the budget above. One eps is for rounding the result itself: where stock is exact
-            by luck, no factor would be enough.
-        dynamic, policy, backend: as in `capture`. With `EAGER_AFTER_PASSES`, stock is `fn` itself.
+        factor: of the budget above.
+        slack: of the budget above. One eps is for rounding the result itself: where stock is exact by luck,
+            no factor would be enough.
+        dynamic: as in `capture`.
+        policy: as in `capture`.
+        backend: as in `capture`. With `EAGER_AFTER_PASSES`, stock is `fn` itself.
         reference: what is run in double instead of `fn`, on the same inputs.
 
     Returns:
@@ -290,8 +296,10 @@ def assert_close_to_eager(
         fn: a function or a module, which draws no random numbers.
         args: its arguments, positional (a sequence) or by keyword (a mapping).
         train: gradients as well.
-        factor, slack: an error may be `factor` times that of eager plus `slack` eps of its dtype.
-        dynamic, policy: as in `capture`.
+        factor: an error may be so many times that of eager,
+        slack: plus so many eps of its dtype.
+        dynamic: as in `capture`.
+        policy: as in `capture`.
         keywords: keyword arguments beside positional ones.
 
     Returns:

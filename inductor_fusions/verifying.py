@@ -143,7 +143,8 @@ def verify(
         args: its arguments; tensors are copied first.
         train: gradients as well, of the inputs and parameters that require one.
         policy: "always" or "profitable"; None: that of `inductor_fusions.config`.
-        factor, slack: the budget.
+        factor: how many times stock's error is allowed.
+        slack: how many eps of the dtype are allowed beside it.
         dynamic: as in `torch.compile`.
         kwargs: keyword arguments of `fn`.
 

@@ -104,7 +104,18 @@ LAYERS = {
     "verifying": {"runs", "budget"} | BASE,
     "bisecting": {"sites"},
     "testing": {"public", "registration", "fusion", "fusions", "runs", "budget"} | BASE,
-    "cli": {"public", "demo", "explaining", "bisecting", "registry", "testing", "fusion", "fusions"} | BASE,
+    "cli": {
+        "public",
+        "demo",
+        "explaining",
+        "bisecting",
+        "registry",
+        "watching",
+        "testing",
+        "fusion",
+        "fusions",
+    }
+    | BASE,
     "demo": {"public", "testing", "fusion", "budget"} | BASE,
     "__main__": {"cli"},
 }

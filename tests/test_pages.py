@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,21 @@ def test_first_screen() -> None:
         )
         assert float(shown) == pytest.approx(mean, abs=0.006)
     assert "Trainer(" in rest and "get_peft_model(" in rest
+
+
+def test_site(tmp_path: Path) -> None:
+    """The site builds without a warning: links, anchors, and the docstrings of the API."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "inductor_fusions.explain" in (tmp_path / "reference.html").read_text()
+
+
+def test_every_page_is_in_the_site() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text().partition("nav:")[2]
+    assert [page.name for page in PAGES[1:] if f"- {page.name}\n" not in menu + "\n"] == []
 
 
 def test_performance_is_a_page_to_be_read() -> None:

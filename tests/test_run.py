@@ -99,6 +99,17 @@ def test_exit_code_and_traceback(folder: Path) -> None:
     assert "runpy" not in done.stderr and "running.py" not in done.stderr and "typer" not in done.stderr
 
 
+def test_what_a_report_of_a_problem_needs(folder: Path) -> None:
+    done = start(folder, "run", "--issue", "issue.json", "train.py", "--fail")
+    assert done.returncode == 3, done.stderr
+    found = json.loads((folder / "issue.json").read_text())
+    assert found["environment"]["versions"]["torch"] and len(found["report"]) == 6 and found["error"] == ""
+    assert found["graphs"] and all("def forward(" in graph["code"] for graph in found["graphs"])
+    done = start(folder, "run", "--issue", "issue.json", "raises.py")
+    found = json.loads((folder / "issue.json").read_text())
+    assert done.returncode == 1 and "KeyError: 'on purpose'" in found["error"] and not found["graphs"]
+
+
 @pytest.mark.slow
 def test_under_torchrun(folder: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m")

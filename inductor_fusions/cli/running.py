@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import sys
@@ -12,9 +13,11 @@ from typing import Annotated
 
 import typer
 
-from .. import bisecting, reporting
+from .. import bisecting, reporting, watching
 from . import app
 from .common import PROG, JsonFlag, UserError, console, print_json, writable
+from .issue import Collector
+from .issue import write as write_issue
 
 #: What follows the script is the script's.
 REST = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -35,6 +38,15 @@ def run(
     as_json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the same as JSON at the end.")
     ] = None,
+    issue: Annotated[
+        Path | None,
+        typer.Option(
+            "--issue",
+            metavar="FILE",
+            help="Write what a report of a problem needs, as JSON: environment, report, the first graphs "
+            "with a candidate, and what was raised.",
+        ),
+    ] = None,
 ) -> None:
     """Run a training or inference script as it is, with the fusions on.
 
@@ -42,22 +54,28 @@ def run(
     no line more. Processes that it starts have to import the package themselves.
     """
     writable(as_json, "--json")
+    writable(issue, "--issue")
     if not module and not Path(script).is_file():
         raise UserError(f"there is no file {script}")
+    collector, raised = Collector(), ""
     sys.argv = [script, *context.args]
     sys.path[0] = os.getcwd() if module else str(Path(script).resolve().parent)
     try:
-        if module:
-            _check_module(script)
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(script, run_name="__main__")
+        with watching.by(collector) if issue is not None else contextlib.nullcontext():
+            if module:
+                _check_module(script)
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
     except UserError:
         raise
     except Exception as error:
-        traceback.print_exception(type(error), error, _of_script(error.__traceback__))
+        raised = "".join(traceback.format_exception(type(error), error, _of_script(error.__traceback__)))
+        sys.stderr.write(raised)
         raise typer.Exit(1) from None
     finally:
+        if issue is not None:
+            write_issue(issue, collector, raised)
         found = reporting.report()
         if as_json is not None:
             as_json.write_text(found.to_json() + "\n", "utf-8")

@@ -40,7 +40,8 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "max": ("input", "other"),
     "minimum": ("input", "other"),
     "maximum": ("input", "other"),
-    "amax": ("input", "dim", "keepdim"), "logsumexp": ("input", "dim", "keepdim"),
+    "sum": ("input", "dim", "keepdim"), "amax": ("input", "dim", "keepdim"),
+    "logsumexp": ("input", "dim", "keepdim"),
     "clamp": ("input", "min", "max"), "clamp_min": ("input", "min"), "clamp_max": ("input", "max"),
     "hardtanh": ("input", "min_val", "max_val", "inplace"),
     "cat": ("tensors", "dim"),
@@ -53,7 +54,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "einsum": ("equation",),
     # attention
     "softmax": ("input", "dim", "dtype"),
-    "_softmax": ("input", "dim", "half_to_float"),
+    "_softmax": ("input", "dim", "half_to_float"), "log_softmax": ("input", "dim", "dtype"),
     "dropout": ("input", "p", "training", "inplace"),
     "scaled_dot_product_attention": (
         "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa",
@@ -206,6 +207,7 @@ def spellings(*names: str) -> list[Any]:
 _METHOD_ARGUMENTS = {"where": ("input", "condition", "other")}
 _FUNCTION_ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.softmax: ("input", "dim", "_stacklevel", "dtype"),
+    F.log_softmax: ("input", "dim", "_stacklevel", "dtype"),
     torch.dropout: ("input", "p", "training"),
 }
 _ARGUMENT_NAMES = {

@@ -43,3 +43,82 @@ def queries_of_mixed_heads(q: Any, k: Any, v: Any, mix: Any) -> Any:
     """The same product in front of the scores."""
     q = (q.permute(0, 2, 3, 1) @ mix).permute(0, 3, 1, 2)
     return (q @ k.mT * 8**-0.5).softmax(-1) @ v
+
+
+def scored(q: Any, k: Any) -> Any:
+    return q @ k.mT * 8**-0.5
+
+
+def exponentials(q: Any, k: Any) -> Any:
+    s = scored(q, k)
+    return torch.exp(s - torch.max(s, dim=-1, keepdim=True)[0])
+
+
+@form(*QKV)
+def softmax_by_exponentials(q: Any, k: Any, v: Any) -> Any:
+    e = exponentials(q, k)
+    return torch.matmul(e / torch.sum(e, dim=-1, keepdim=True), v)
+
+
+@form((2, 9, 4, 8), (2, 13, 4, 8), (2, 13, 4, 8), lambda: torch.rand(2, 13) > 0.4)
+def exponentials_of_masked_scores(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    """Padding, a maximum that takes no gradient, a sum without its dim, dims of einsum in another order."""
+    s = einsum("bihd,bjhd->bhij", q, k) * 8**-0.5
+    s = s.masked_fill(~seen[:, None, None], -1e9)
+    e = (s - s.detach().amax(-1, keepdim=True)).exp()
+    return einsum("bhij,bjhd->bihd", e / e.sum(-1).unsqueeze(-1), v)
+
+
+@form(*QKV)
+def exponential_of_log_softmax(q: Any, k: Any, v: Any) -> Any:
+    return torch.log_softmax(scored(q, k), dim=-1).exp() @ v
+
+
+@form(*QKV)
+def exponential_beside_logsumexp(q: Any, k: Any, v: Any) -> Any:
+    s = scored(q, k)
+    return torch.exp(s - torch.logsumexp(s, dim=-1, keepdim=True)) @ v
+
+
+@form(*QKV, fused=0, reasons=("the largest score is not subtracted",))
+def exponentials_as_they_are(q: Any, k: Any, v: Any) -> Any:
+    e = scored(q, k).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@form(*QKV, fused=0, reasons=("the largest score is not subtracted",))
+def exponentials_less_the_largest_of_queries(q: Any, k: Any, v: Any) -> Any:
+    s = scored(q, k)
+    e = (s - s.amax(-2, keepdim=True)).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@form(*QKV, fused=0, reasons=("not divided by their sum alone, but by add",))
+def exponentials_over_more_than_their_sum(q: Any, k: Any, v: Any) -> Any:
+    e = exponentials(q, k)
+    return (e / (e.sum(-1, keepdim=True) + 0.1)) @ v
+
+
+@form(*QKV, fused=0, reasons=("mul stands between the exponentials",))
+def exponentials_times_a_mask(q: Any, k: Any, v: Any) -> Any:
+    e = exponentials(q, k) * torch.ones(9, 9).tril()
+    return (e / (e.sum(-1, keepdim=True) + 1e-6)) @ v
+
+
+@form(*QKV, fused=0, reasons=("behind the product with v",))
+def exponentials_divided_behind_the_product(q: Any, k: Any, v: Any) -> Any:
+    e = exponentials(q, k)
+    return (e @ v) / e.sum(-1, keepdim=True)
+
+
+@form(*QKV, fused=0, reasons=("the exponentials are used elsewhere",))
+def exponentials_that_are_returned(q: Any, k: Any, v: Any) -> Any:
+    e = exponentials(q, k)
+    return (e / e.sum(-1, keepdim=True)) @ v, e
+
+
+@form(*QKV, fused=0, reasons=("not over the keys",))
+def exponentials_over_the_queries(q: Any, k: Any, v: Any) -> Any:
+    s = scored(q, k)
+    e = (s - s.amax(-2, keepdim=True)).exp()
+    return (e / e.sum(-2, keepdim=True)) @ v

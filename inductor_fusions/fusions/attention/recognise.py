@@ -1,6 +1,7 @@
 """Finds attention in Dynamo's torch-level graph by what it means.
 
-Every softmax is an anchor, in all of its spellings (`torch_ops`). From it the graph is read upwards to the
+Every softmax is an anchor, in all of its spellings (`torch_ops`), and those that are written out
+(`written_out`). From it the graph is read upwards to the
 product of queries and keys (`scores`), and downwards to the product with the values (`output`), into the
 normal form (`normal_form`). Whatever stands on the way and is not part of that form rejects the site, with
 the reason.
@@ -28,12 +29,11 @@ from .operands import same_shape
 from .output import downwards
 from .rescaled import logsumexp_of, read_sink
 from .scores import Upwards
+from .written_out import SOFTMAXES, Softmax, softmax_at, weights_of
 
 if TYPE_CHECKING:
     from ..._inductor import Match
 
-#: Anchors.
-SOFTMAXES = ("softmax", "_softmax")
 #: Operations through which a softmax may still reach a product; only to tell attention from other softmaxes.
 _BETWEEN = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
     "dropout", "mul", "div", "add", "expand", "where", "masked_fill", "getitem", "slice", "narrow",
@@ -47,12 +47,22 @@ _OF_SCORES = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
 }  # fmt: skip
 
 
-def is_in_attention(match: Match, limit: int = 64) -> bool:
+def is_in_attention(match: Match) -> bool:
     """Whether the result of a softmax may reach a product."""
-    start = match.output_node()
-    softmax = read(start)
-    if softmax is None or softmax.inplace:
-        return False
+    softmax = read(match.output_node())
+    return softmax is not None and not softmax.inplace and _reaches_product(softmax.node)
+
+
+def is_written_out(match: Match) -> bool:
+    """Whether weights are made of an exponential, which may reach a product or are read behind one."""
+    weights = weights_of(match)
+    op = read(weights)
+    made = None if op is None else read(op.input)
+    behind = made is not None and made.name in PRODUCTS
+    return weights is not None and (behind or _reaches_product(weights))
+
+
+def _reaches_product(start: fx.Node, limit: int = 64) -> bool:
     frontier, seen = [start], {start}
     while frontier and len(seen) < limit:
         node = frontier.pop()
@@ -87,9 +97,8 @@ def recognise(softmax: fx.Node, interpreter: Interpreter, beside: Collection[fx.
     Raises:
         Rejected: with the first thing that is not part of the normal form.
     """
-    op = read(softmax)
-    assert op is not None
-    scores, dim = tensor(op.input), op["dim"]
+    written = softmax_at(softmax)
+    scores, dim = tensor(written.scores), written.dim
     if scores is None or not isinstance(dim, int):
         raise Rejected(Reason.SHAPES("the softmax has no fixed dim"))
     if scores.dim() < 2:
@@ -98,7 +107,7 @@ def recognise(softmax: fx.Node, interpreter: Interpreter, beside: Collection[fx.
     misses: list[Rejected] = []
     for at in _arrangements(scores.dim(), dim % scores.dim()):
         try:
-            found.append((_read(softmax, at, interpreter, beside), at))
+            found.append((_read(written, at, interpreter, beside), at))
         except Rejected as miss:
             misses.append(miss)
         if found and not _has_broadcast_keys(found[0][0]):
@@ -132,17 +141,19 @@ def _rank(site: Attention, at: Arrangement, scores: torch.Tensor) -> tuple[int, 
 
 
 def _read(
-    softmax: fx.Node, at: Arrangement, interpreter: Interpreter, beside: Collection[fx.Node]
+    written: Softmax, at: Arrangement, interpreter: Interpreter, beside: Collection[fx.Node]
 ) -> Attention:
     """The attention around a softmax whose dims are known."""
-    op, weights = read(softmax), tensor(softmax)
-    assert op is not None and weights is not None
-    logsumexp = logsumexp_of(op.input) if at.is_plain else None
+    softmax, weights = written.weights, tensor(written.weights)
+    assert weights is not None
+    logsumexp = logsumexp_of(written.scores) if at.is_plain and not written.inside else None
     upwards = Upwards(interpreter, logsumexp)
-    site = upwards.walk(op.input, softmax, 1.0, [], at)
+    upwards.beside.update(written.inside)
+    site = upwards.walk(written.scores, written.reader, 1.0, [], at)
+    written.check(upwards.beside)
     site = replace(site, softmax=softmax, softmax_lead=at.sizes(weights.shape), readers=upwards.readers)
     site.chain.append(softmax)
-    site.chain.extend(upwards.row_maxima)
+    site.chain.extend(upwards.beside)
     if site.sink is not None and len(site.terms) > site.below_sink:
         raise Rejected(Reason.SINK("a mask or a bias is added to an attention sink as well"))
     downwards(site, upwards.number, at)

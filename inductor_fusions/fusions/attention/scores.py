@@ -126,9 +126,13 @@ class Upwards(Walk):
                     dim, keep = op["other"], keep if not op.rest else op.rest[0]
                 dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
                 over_keys = isinstance(dim, int) and dim % whole.dim() == at.columns[0]
-                if op.input is not scores or not over_keys or bool(keep) is dropped:
+                source, detached = op.input, read(op.input)
+                if detached is not None and detached.name == "detach" and len(readers(source)) == 1:
+                    own.append(source)
+                    source = detached.input
+                if source is not scores or not over_keys or bool(keep) is dropped:
                     return False
-                self.row_maxima.update(own)
+                self.beside.update(own)
                 return True
             if not dropped and at.columns[0] == whole.dim() - 1 and appends_dim(op):
                 dropped, current = True, op.input

@@ -32,6 +32,7 @@ from .remembered import remembered, storage_of
 from .scope import Scope
 from .short import terms as short
 from .structure import DROWNED, Structure
+from .written_out import weights_of
 
 if TYPE_CHECKING:
     from ..._inductor import Match
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
 def hand_written(scope: Scope, match: Match) -> Candidate:
     """The attention around a softmax."""
     return HandWritten(scope, match.output_node())
+
+
+def written_out(scope: Scope, match: Match) -> Candidate | None:
+    """The attention around a softmax that is made of exponentials."""
+    weights = weights_of(match)
+    return None if weights is None else HandWritten(scope, weights)
 
 
 def sdpa_call(scope: Scope, match: Match) -> Candidate:

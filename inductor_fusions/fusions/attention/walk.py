@@ -62,8 +62,8 @@ class Walk:
     Attributes:
         readers: nodes that read the shape or dtype of the scores, not their values.
         others: what else reads the scores.
-        row_maxima: nodes that hold the largest score of each row. They are subtracted, which a softmax does
-            not see.
+        beside: nodes that read the scores and are part of the softmax, or hold the largest score of each row,
+            which is subtracted: a softmax does not see that.
         logsumexp: a node that reads the scores beside the softmax, and takes part in the attention; or None.
         shifts_cancel: whether nothing but a softmax sees what is added to all scores of a row.
     """
@@ -72,7 +72,7 @@ class Walk:
         self.interpreter = interpreter
         self.readers: list[fx.Node] = []
         self.others: list[fx.Node] = []
-        self.row_maxima: set[fx.Node] = set()
+        self.beside: set[fx.Node] = set()
         self.logsumexp = logsumexp
         self.shifts_cancel = logsumexp is None
         #: What writes to the scores, and what reads them afterwards.
@@ -95,7 +95,7 @@ class Walk:
         if writer is not None and _writes_into(writer, node):
             return self._written(writer, node, user, factor, scalers, at)
         for other in readers(node):
-            if (other is user and not reads_metadata(other, node)) or other in self.row_maxima:
+            if (other is user and not reads_metadata(other, node)) or other in self.beside:
                 continue
             if other in self.writing:
                 continue

@@ -276,7 +276,8 @@ def test_mask_that_is_overwritten_in_between() -> None:
 NO_ZEROS = {
     "another number": lambda w, hidden: w.masked_fill(hidden, 0.5),
     "a number that is data": lambda w, hidden: torch.where(hidden, w.detach().amin(), w),
-    "a product": lambda w, hidden: w * (~hidden).to(w.dtype),
+    "a product with twice the mask": lambda w, hidden: w * ((~hidden).to(w.dtype) * 2),
+    "a product with the hidden keys": lambda w, hidden: w * hidden.to(w.dtype),
 }
 
 

@@ -306,7 +306,7 @@ class GraphByPairs(nn.Module):
         return F.elu(F.softmax(attention, dim=1) @ wh)
 
 
-@form((2, 9, 16), (2, 9, 9, 16), fused=0)
+@form((2, 9, 16), (2, 9, 9, 16), fused=0, reasons=("no product of queries and keys",))
 class EdgesInTheScores(nn.Module):
     """Edges multiply the products of single channels: no product of matrices."""
 

@@ -122,3 +122,57 @@ def exponentials_over_the_queries(q: Any, k: Any, v: Any) -> Any:
     s = scored(q, k)
     e = (s - s.amax(-2, keepdim=True)).exp()
     return (e / e.sum(-2, keepdim=True)) @ v
+
+
+def some() -> torch.Tensor:
+    return torch.tensor([[True] * 9, [True] * 5 + [False] * 4])
+
+
+def padded(q: Any, k: Any, seen: Any, fill: float = -1e9) -> Any:
+    return scored(q, k).masked_fill(~seen[:, None, None], fill).softmax(-1)
+
+
+@form(*QKV, some)
+def weights_times_the_mask(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    return (seen[:, None, None].float() * padded(q, k, seen)) @ v
+
+
+@form(*QKV, lambda: torch.tensor([[False] * 9, [True] * 9]))
+def no_key_and_weights_times_the_mask(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    return (padded(q, k, seen) * seen[:, None, None].to(q.dtype)) @ v
+
+
+@form(*QKV, some, fused=0, reasons=("a row that sees no key is NaN",))
+def infinite_fill_times_the_mask(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    return (padded(q, k, seen, -float("inf")) * seen[:, None, None].to(q.dtype)) @ v
+
+
+@form(*QKV, some, fused=0, reasons=("set to 0 at other keys",))
+def weights_times_another_mask(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    return (scored(q, k).softmax(-1) * seen[:, None, None].float()) @ v
+
+
+@form(*QKV, lambda: torch.tensor([[2] * 9, [1] * 5 + [0] * 4]), fused=0, reasons=("mul stands between",))
+def weights_times_counts(q: Any, k: Any, v: Any, count: Any) -> Any:
+    return (padded(q, k, count > 0) * count[:, None, None].float()) @ v
+
+
+@form(*((2, 4, 9, 8),) * 4, (2, 4, 9, 16), (1,), fused=0, reasons=("differential attention",) * 2)
+def difference_of_weights(q1: Any, k1: Any, q2: Any, k2: Any, v: Any, factor: Any) -> Any:
+    return (scored(q1, k1).softmax(-1) - factor * scored(q2, k2).softmax(-1)) @ v
+
+
+@form(*QKV, fused=0, reasons=("differential attention",))
+def difference_of_heads(q: Any, k: Any, v: Any) -> Any:
+    w = scored(q, k).softmax(-1).view(2, 2, 2, 9, 9)
+    return (w[:, :, 0] - 0.8 * w[:, :, 1]) @ v[:, :2]
+
+
+@form(*((2, 4, 9, 8),) * 4, (2, 4, 9, 16), (1,), fused=2)
+def difference_of_results(q1: Any, k1: Any, q2: Any, k2: Any, v: Any, factor: Any) -> Any:
+    return scored(q1, k1).softmax(-1) @ v - factor * (scored(q2, k2).softmax(-1) @ v)
+
+
+@form(*QKV, fused=0, reasons=("element by element",))
+def weights_and_values_by_elements(q: Any, k: Any, v: Any) -> Any:
+    return (scored(q, k).softmax(-1).unsqueeze(-1) * v.unsqueeze(2)).sum(3)

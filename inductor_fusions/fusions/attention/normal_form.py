@@ -106,6 +106,7 @@ class Attention:
         sink: a logit of each row that takes weight and has no value.
         below_sink: number of terms that are applied before the sink is there.
         zeroed: a fill of the weights with 0, after the softmax.
+        keeps_nan: whether that is a product with 0, which is NaN where a row sees no key.
         lead: leading dims of the product; `softmax_lead` and `out_lead` those at the softmax and at
             the product with v.
         out_shape: of the result as (*out_lead, q_len, v_dim), where the last two may be several dims each.
@@ -127,6 +128,7 @@ class Attention:
     sink: Sink | None = None
     below_sink: int = 0
     zeroed: Term | None = None
+    keeps_nan: bool = False
     dropout: float = 0.0
     v: Operand | None = None
     output: fx.Node | None = None

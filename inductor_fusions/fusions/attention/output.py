@@ -29,6 +29,7 @@ from . import einsum
 from .arrangement import Arrangement, Misplaced, permuted, through
 from .normal_form import Attention, Term
 from .operands import Operand, product, same_shape
+from .written_out import SOFTMAXES
 
 
 def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrangement) -> None:
@@ -44,6 +45,10 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
         read_by = readers(node)
         users = [u for u in read_by if not reads_metadata(u, node)]
         site.readers.extend(u for u in read_by if reads_metadata(u, node))
+        if any(map(_is_difference, users)):
+            raise Rejected(
+                _DIFFERENCE, "subtract the results of two attentions, where their rounding will do"
+            )
         if len(users) != 1:
             other = next((u for u in users if (op := read(u)) is None or op.name not in PRODUCTS), users[-1])
             raise Rejected(
@@ -64,12 +69,12 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
         if zeroed is not None:
             if site.zeroed is not None:
                 raise Rejected(Reason.MASK("the weights are set to 0 twice"))
-            site.zeroed = zeroed
+            site.zeroed, site.keeps_nan = zeroed, op.name == "mul"
             site.chain.append(user)
             node = user
             continue
         if op.input is not node:
-            raise Rejected(Reason.IN_BETWEEN(f"{op.name} stands between the softmax and the product with v"))
+            raise _between(op, node)
         drops = site.sink is not None and not dropped and at.columns == (len(at.order) - 1,)
         rest = _without_column(op, site.sink.first) if drops and site.sink is not None else None
         if rest is not None:
@@ -97,7 +102,7 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
             if after is None or not after.is_floating_point():
                 raise Rejected(Reason.MIXED_DTYPES("the attention weights are cast to integers"))
         elif op.name not in COPIES:
-            raise Rejected(Reason.IN_BETWEEN(f"{op.name} stands between the softmax and the product with v"))
+            raise _between(op, node)
         site.chain.append(user)
         node = user
     if site.sink is not None and not dropped:
@@ -114,6 +119,40 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
         _matrices(site, op, node, at)
     if not known_true(product(result.shape) == product(site.out_shape)):
         raise Rejected(Reason.SHAPES("the product with v broadcasts the weights"))
+
+
+_DIFFERENCE = Reason.IN_BETWEEN(
+    "the weights of two softmaxes are subtracted or added (differential attention): fused attentions would"
+    " round both results before that, and lose digits where they are nearly the same"
+)
+
+
+def _is_difference(node: fx.Node, steps: int = 4) -> bool:
+    """Whether a node, or what alone reads it, subtracts or adds weights of two softmaxes."""
+    op = read(node)
+    if op is None or op.name in PRODUCTS or steps == 0:
+        return False
+    if op.name in ("sub", "add") and all(map(_is_of_softmax, (op.input, op["other"]))):
+        return True
+    read_by = readers(node)
+    return len(read_by) == 1 and _is_difference(read_by[0], steps - 1)
+
+
+def _is_of_softmax(node: Any, steps: int = 6) -> bool:
+    """Whether a node holds weights of a softmax, by elements, or parts of them."""
+    op = read(node)
+    if op is None or steps == 0 or op.name in PRODUCTS:
+        return False
+    sides = (op.input, op["other"]) if op.name == "mul" else (op.input,)
+    return op.name in SOFTMAXES or any(_is_of_softmax(side, steps - 1) for side in sides)
+
+
+def _between(op: Op, weights: fx.Node) -> Rejected:
+    """Why weights cannot be read further down than an operation."""
+    before, after = tensor(weights), tensor(op.node)
+    if op.name == "mul" and not (before is None or after is None or same_shape(before.shape, after.shape)):
+        return Rejected(Reason.NO_PRODUCT("the weights are multiplied element by element, not by a product"))
+    return Rejected(Reason.IN_BETWEEN(f"{op.name} stands between the softmax and the product with v"))
 
 
 def _is_returned(node: fx.Node, steps: int = 8) -> bool:
@@ -149,13 +188,19 @@ def _matrices(site: Attention, op: Op, node: fx.Node, at: Arrangement) -> None:
 
 
 def _zeroed(op: Op, weights: fx.Node, number: Callable[[Any], float | None], at: Arrangement) -> Term | None:
-    """`masked_fill(weights, condition, 0)` and the like as a fill; None of anything else."""
+    """`masked_fill(weights, condition, 0)`, `weights * seen.float()` and the like as a fill; or None."""
     if op.name == "masked_fill":
         condition, kept, fill, hides = op["mask"], op.input, op["value"], True
     elif op.name == "where":
         condition, kept, fill, hides = op["condition"], op.input, op["other"], False
         if fill is weights:
             kept, fill, hides = fill, kept, True
+    elif op.name == "mul":
+        kept = weights
+        factor = read(op["other"] if op.input is weights else op.input)
+        if factor is None or factor.name not in CASTS:
+            return None
+        condition, fill, hides = factor.input, 0.0, False  # one that is no boolean is refused
     else:
         return None
     mask, before, after = tensor(condition), tensor(weights), tensor(op.node)

@@ -70,12 +70,18 @@ def _reaches_product(start: fx.Node, limit: int = 64) -> bool:
             op = read(user)
             if op is None or user in seen:
                 continue
-            if op.name in PRODUCTS:
+            if op.name in PRODUCTS or (op.name == "sum" and _is_wider(node, start)):
                 return True
             if op.name in _BETWEEN or _keeps_shape(node, user):
                 seen.add(user)
                 frontier.append(user)
     return False
+
+
+def _is_wider(node: fx.Node, weights: fx.Node) -> bool:
+    """Whether a node has more dims than weights: they were multiplied with values, element by element."""
+    made, before = tensor(node), tensor(weights)
+    return made is not None and before is not None and made.dim() > before.dim() > 1
 
 
 def _keeps_shape(node: fx.Node, user: fx.Node) -> bool:

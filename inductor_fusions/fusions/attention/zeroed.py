@@ -34,6 +34,8 @@ def zeroed_fill(site: Attention, interpreter: Interpreter) -> Term | None:
                 "the weights are set to 0 after the softmax, and there is a sink, or one more mask perhaps"
             )
         )
+    if site.keeps_nan and not math.isfinite(hiding[0].fill or 0.0):
+        raise Rejected(Reason.EMPTY_ROWS("a row that sees no key is NaN, also where it is multiplied by 0"))
     return hiding[0]
 
 

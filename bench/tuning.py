@@ -47,7 +47,9 @@ def parser(
     """
     found = argparse.ArgumentParser(prog=f"python -m {module}", description=(doc or "").split("\n\n")[0])
     cuda = torch.cuda.is_available()
-    found.add_argument("--out", type=Path, required=True, help="JSON file; rows that it has are skipped")
+    found.add_argument(
+        "--out", "--json", type=Path, required=True, help="JSON file; rows that it has are skipped"
+    )
     found.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
     found.add_argument("--only", type=re.compile, help="only rows whose name matches this expression")
     found.add_argument("--budget", type=float, help="seconds after which no row is started")

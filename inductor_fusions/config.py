@@ -23,10 +23,10 @@ enabled: bool = Config(default=switch("INDUCTOR_FUSIONS", True))
 #: Attention, hand-written or SDPA, to the cheapest kernel that means the same.
 attention: bool = Config(default=switch("INDUCTOR_FUSIONS_ATTENTION", True))
 
-#: "auto" takes the cheapest kernel that computes an attention; "sdpa", "flex", "short" and "row_bias" take
-#: that one wherever it can, whatever is measured.
+#: "auto" takes the cheapest kernel that computes an attention; "sdpa", "flex", "short", "row_bias" and
+#: "decode" take that one wherever it can, whatever is measured.
 attention_kernel: str = Config(
-    default=choice("INDUCTOR_FUSIONS_ATTENTION_KERNEL", "auto", "sdpa", "flex", "short", "row_bias")
+    default=choice("INDUCTOR_FUSIONS_ATTENTION_KERNEL", "auto", "sdpa", "flex", "short", "row_bias", "decode")
 )
 
 #: Graphs that Inductor's own attention patterns misread are written in a way that they do not.

@@ -114,6 +114,7 @@ _DECODE = object_of(
     {"block_n": is_tile, "block_k": is_tile, **_WARPS, "splits": is_size, "early": is_flag},
     {"lanes": is_size},
 )
+_DECODE_ATTENTION = object_of({"block_n": is_tile, "programs": is_size, **_WARPS})
 
 
 def _is_options(value: Any) -> bool:
@@ -331,6 +332,22 @@ SECTIONS: Mapping[str, Section] = {
                 gain=_is_gains, options=_is_options, gemm_backward=is_count, visible=is_gain,
             ),
             needed=("gain",),
+        ),
+        Section(
+            "decode_attention",
+            dict(
+                batch=is_size, heads=is_size, kv_heads=is_size, q_len=is_size, kv_len=is_size,
+                head_dim=is_size, dtype=is_dtype,
+                mask=lambda v: v in ("none", "causal", "boolean", "additive"),
+            ),
+            lambda row: (half(row["dtype"]), row["mask"]),
+            lambda row: (
+                row["q_len"], row["head_dim"], row["heads"] // row["kv_heads"], row["kv_heads"],
+                row["kv_len"], row["batch"],
+            ),
+            (0.5, 1.0, 1.0, 0.5, 0.5, 0.5), along="batch", each=0.05,
+            # The least that is gained over the best SDPA, whatever part of the cache is in use.
+            measured={**_GAIN, "config": maybe(_DECODE_ATTENTION)}, needed=("gain", "config"),
         ),
         Section(
             "block_mm",

@@ -5,7 +5,7 @@ The only reader of the gains and of the tiles in the tables.
 
 from .attention import attention, flex_backward, flex_options
 from .deciding import Decision, Query, Span, bracket, decide, decide_for_all, tiles
-from .devices import target
+from .devices import hardware, target
 from .measuring import measurer
 from .trying import configured, trial
 
@@ -20,6 +20,7 @@ __all__ = [
     "decide_for_all",
     "flex_backward",
     "flex_options",
+    "hardware",
     "measurer",
     "target",
     "tiles",

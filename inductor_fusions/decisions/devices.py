@@ -179,8 +179,9 @@ def carried(source: Source, section: str, kernel: str, row: Row) -> Carried | No
     """What a row of another device says; None: nothing.
 
     Between compute capabilities only what follows from traffic carries over: an attention that does not
-    write out its scores, products with narrow matrices, which read the large one once, and weights that are
-    read once for a few rows. Block GEMMs do not: how close the library comes to the limit differs.
+    write out its scores, one that reads a cache once, products with narrow matrices, which read the large one
+    once, and weights that are read once for a few rows. Block GEMMs do not: how close the library comes to
+    the limit differs.
     """
     whose, of = source.whose, source.of
     if whose is None or of is None:
@@ -194,7 +195,7 @@ def carried(source: Source, section: str, kernel: str, row: Row) -> Carried | No
         # cuDNN's causal bias is told by name, and tiles of flex attention were searched.
         less = {"sdpa": _FLASH, "efficient": 0.3, "flex": 0.5, "short": 0.3}.get(kernel)
         return None if less is None else Carried(1.0, less, 0.15)
-    memory = section in ("lora_sums", "lora_dropout", "narrow_mm")
+    memory = section in ("lora_sums", "lora_dropout", "narrow_mm", "decode_attention")
     few = section == "lora" and row["tokens"] <= FEW_ROWS
     single = section == "block_mm" and row["tokens"] <= SINGLE_ROWS
     single = single and (row.get("config") or {"template": "row"})["template"] == "row"

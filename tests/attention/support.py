@@ -12,6 +12,7 @@ import torch
 
 from inductor_fusions import config, testing
 from inductor_fusions.fusions.attention import flex
+from inductor_fusions.fusions.attention.decode import plan as decode
 from inductor_fusions.fusions.attention.short import terms
 
 #: Sizes that differ from each other, and of which no product is another one of them.
@@ -101,6 +102,14 @@ def short_everywhere() -> Iterator[None]:
     """The operation for short attention wherever it can be, on the CPU too."""
     devices = mock.patch.object(terms, "DEVICES", frozenset({"cpu", "cuda"}))
     with devices, config.patch(attention_kernel="short"):
+        yield
+
+
+@contextlib.contextmanager
+def decode_everywhere() -> Iterator[None]:
+    """The operation for few queries wherever it can be, on the CPU too."""
+    devices = mock.patch.object(decode, "DEVICES", frozenset({"cpu", "cuda"}))
+    with devices, config.patch(attention_kernel="decode"):
         yield
 
 

@@ -16,6 +16,8 @@ from ...graph import torch_ops
 from ...graph.builder import Builder
 from ...writes import may_alias, storage, written
 from . import flex, row_bias
+from .decode import plan as decode
+from .decode.op import DECODE_ATTENTION
 from .mask_builder import Mask, MaskMemo, build_mask
 from .operands import Operand, same_shape
 from .problem import Problem, is_in_rows
@@ -43,7 +45,8 @@ class Emitter:
             problem: what to compute.
             output: the node whose users read the result from now on.
             kernel: "sdpa" lets SDPA choose its backend; "efficient" calls that backend, "row_bias" cuDNN
-                with one row of biases; "flex" calls flex attention, "short" the operation of this package.
+                with one row of biases; "flex" calls flex attention, "short" and "decode" the operations of
+                this package.
             grouped: give k and v with their own heads (enable_gqa), not repeated.
         """
         build = Builder(output)
@@ -73,6 +76,8 @@ class Emitter:
             result = self._flex(build, problem, q, k, v, mask.node)
         elif kernel == "row_bias":
             result = self._row_bias(build, problem, q, k, v)
+        elif kernel == "decode":
+            result = self._decode(build, problem, q, k, v, mask.node)
         else:
             if problem.sink is not None:
                 k, v, mask = self._with_sink(build, problem, k, v, mask)
@@ -107,6 +112,16 @@ class Emitter:
         q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
         scale = float(problem.q.shape[-1]) ** -0.5 if problem.scale is None else float(problem.scale)
         return build.call(SHORT_ATTENTION, q, k, v, masks, numbers, scale, problem.causal)
+
+    def _decode(
+        self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None
+    ) -> fx.Node:
+        q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
+        tiles = decode.tiles(decode.shape_of(problem), problem.q.value.device)
+        seen = self.memo.seen(build, problem, mask, build.value(k).shape[1], tiles[0], self.region)
+        scale = float(problem.q.shape[-1]) ** -0.5 if problem.scale is None else float(problem.scale)
+        causal, queries = problem.causal, decode.most_queries(problem)
+        return build.call(DECODE_ATTENTION, q, k, v, *seen, scale, causal, queries, tiles)
 
     def _flex(
         self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None

@@ -14,6 +14,7 @@ from ...graph import torch_ops
 from ...operands import may_use_tf32
 from ...reasons import Reason
 from . import flex, row_bias
+from .decode import plan as decode
 from .problem import Problem, is_in_rows
 from .short import terms as short
 from .structure import Structure
@@ -28,8 +29,7 @@ class Choice:
     """What to emit.
 
     Attributes:
-        kernel: "sdpa" (its own choice of backend), "efficient", "row_bias", "flex" or
-            "short".
+        kernel: "sdpa" (its own choice of backend), "efficient", "row_bias", "flex", "short" or "decode".
         grouped: whether k and v keep their own heads.
         text: for reports.
     """
@@ -59,6 +59,8 @@ def choose(problem: Problem) -> Choice:
             )
     if flexible and config.attention_kernel == "flex":
         return _choice("flex", problem)
+    if decoding := _decoding(problem):
+        return decoding
     is_short = config.attention_kernel in ("auto", "short") and not short.refused(problem)
     if is_short and config.attention_kernel == "short":
         return _choice("short", problem)
@@ -103,6 +105,8 @@ def choose_for_call(problem: Problem, changed: bool, as_short: Problem | None = 
     if modes.is_restricted():
         return _as_a_call(problem, changed)
     _drop_structure_that_is_limited(problem)
+    if decoding := _decoding(problem):
+        return decoding
     reason = ""
     by_row: tuple[str, ...] = ("row_bias",) if _has_row_bias(problem) else ()
     if by_row and config.attention_kernel == "row_bias":
@@ -138,6 +142,18 @@ def _as_a_call(problem: Problem, changed: bool) -> Choice:
     return choice
 
 
+def _decoding(problem: Problem) -> Choice | None:
+    """The kernel for a few queries, where it is measured to be faster than SDPA, or asked for."""
+    asked = config.attention_kernel
+    if asked not in ("auto", "decode") or decode.refused(problem):
+        return None
+    if asked == "decode":
+        return _choice("decode", problem)
+    query = decisions.Query("decode_attention", decode.shape_of(problem).row)
+    verdict = decisions.decide(query, problem.q.value.device)
+    return None if verdict.kernel is None else _choice("decode", problem, f", {verdict.note}")
+
+
 def _may_call(problem: Problem, fits: tuple[str, ...]) -> bool:
     """Whether SDPA has a backend for a problem that the caller allows; `fits` are its fused ones."""
     return "sdpa" in fits or torch.backends.cuda.math_sdp_enabled()
@@ -171,7 +187,7 @@ def _choice(kernel: str, problem: Problem, note: str = "") -> Choice:
     grouped = not known_true(problem.k.shape[1] == problem.q.shape[1])
     if grouped and kernel == "row_bias":
         grouped = row_bias.takes(problem, grouped=True)
-    elif grouped and kernel != "flex":
+    elif grouped and kernel not in ("flex", "decode"):
         grouped = kernel == "sdpa" and bool(available(problem, grouped=True))
     return Choice(kernel, grouped, _text(problem, grouped, kernel) + note)
 
@@ -348,7 +364,7 @@ def _why_math(problem: Problem) -> str:
 
 
 def _text(problem: Problem, grouped: bool, kernel: str) -> str:
-    parts = [kernel if kernel in ("flex", "short", "row_bias") else "sdpa"]
+    parts = [kernel if kernel in ("flex", "short", "row_bias", "decode") else "sdpa"]
     parts += [stage.function for stage, _, _ in problem.stages]
     structure = problem.structure
     if kernel == "flex":

@@ -27,6 +27,7 @@ from ...graph import torch_ops
 from ...graph.builder import Builder
 from ...reasons import Reason
 from . import predicates, row_bias
+from .decode.op import DECODE_TILES, lowest_of
 from .flex import BlockMasks
 from .masks import may_hide_rows
 from .normal_form import Term
@@ -64,6 +65,7 @@ class MaskMemo:
     blocks: BlockMasks = field(default_factory=BlockMasks)
     empty: dict[Any, fx.Node] = field(default_factory=dict)
     rows: dict[Any, fx.Node] = field(default_factory=dict)
+    tiles: dict[Any, tuple[fx.Node | None, ...]] = field(default_factory=dict)
 
     def row_bias(self, build: Builder, problem: Problem, region: object) -> fx.Node:
         """The bias of all queries beside a causal mask, as (batch, heads, 1, kv_len)."""
@@ -74,6 +76,25 @@ class MaskMemo:
         if key not in self.rows:
             self.rows[key] = row_bias.bias(build, problem)
         return self.rows[key]
+
+    def seen(
+        self, build: Builder, problem: Problem, mask: fx.Node | None, kv_heads: int, block_n: int,
+        region: object,
+    ) -> tuple[fx.Node | None, ...]:  # fmt: skip
+        """A mask for `decode_attention`, up to which numbers it hides, and the tiles that it shows."""
+        operand = Operand.of(mask)
+        if operand is None:
+            return None, None, None
+        assert mask is not None
+        operand = operand.padded(4)
+        operand = operand.expand((*operand.shape[:3], problem.k.shape[2]))
+        key = (mask, problem.version(mask, build.before), repr(operand.steps), kv_heads, block_n, region)
+        if key not in self.tiles:
+            built = operand.built(build)
+            dtype = operand.value.dtype
+            lowest = None if dtype == torch.bool else lowest_of(built, dtype, build.call)
+            self.tiles[key] = built, lowest, build.call(DECODE_TILES, built, lowest, kv_heads, block_n)
+        return self.tiles[key]
 
     def rows_with_a_key(self, build: Builder, problem: Problem, region: object) -> fx.Node:
         """Which rows of the mask that makes others zero show a key, with one column."""

@@ -20,6 +20,7 @@ from ...liveness import erase_dead_readers
 from ...operands import check_kind, text
 from ...reasons import Reason
 from . import emit, kernels, savings, structure
+from .decode import plan as decode
 from .mask_builder import check_empty_rows
 from .masks import may_hide_rows
 from .multihead import MultiheadForward
@@ -226,13 +227,15 @@ class SdpaCall(Candidate):
             or records_gradients(out),
             structure=None if term is None else self._structure(term, shape),
             output=self.anchor,
+            version=self.scope.mutations.last,
             transformed=self.scope.modes.at(self.anchor).within(*REVERSE),
         )  # fmt: skip
         check_not_empty(problem)
         self.was_grouped = bool(op["enable_gqa"])
         self.changed = changed or known_true(few_k.shape[1] != k.shape[1])
         self.as_short = self._as_short(problem, term)
-        if not self.changed and problem.structure is None and self.as_short is None:
+        others = self.as_short is None and bool(decode.refused(problem))
+        if not self.changed and problem.structure is None and others:
             raise LeftToStock(Reason.CHOSEN(kernels.why_as_it_is(problem, None)))
         return problem
 

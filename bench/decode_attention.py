@@ -1,0 +1,400 @@
+"""Measure attention of one token to a cache that is only partly full, against SDPA, and a whole step.
+
+    gqa d128 b16 4096/1024 boolean     32 heads of queries, 8 of keys, width 128; 16 samples; 1,024 of 4,096
+                                       keys are seen
+    gqa d128 b8 8192/padded boolean    samples of 512 to 4,096 keys, padded on the left to 4,096 of 8,192
+    step b16 4096/1024                 Llama-8B widths, 8 layers, a static cache, mode="reduce-overhead"
+
+Each attention is timed on the device alone, with the L2 cache emptied in front of each call, as other layers
+leave it. SDPA runs with keys that are repeated for their groups, as Hugging Face writes it, and with
+`enable_gqa`, by its own choice and by each of its backends. Ours runs with several tiles; what finds the
+tiles that a mask shows (`tiles`) is timed apart, since layers share it. `full` has the same for a mask that
+shows all keys: the gain of a table is the least of both. `limit_us` is the time in which the keys and values
+that are seen, once each, come from memory.
+
+    python -m bench.decode_attention --out bench/results/decode_attention_h100.json --only a --budget 150
+    python -m bench.decode_attention --out bench/results/decode_attention_h100.json --only step --budget 300
+    python -m bench.decode_attention --out bench/results/decode_attention_h100.json \
+        --table nvidia_h100_80gb_hbm3
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import inductor_fusions
+from bench import device_table, tuning
+from bench.common import (
+    Json,
+    apart,
+    both_clocks,
+    compiled_only,
+    error_limit,
+    fresh_cache,
+    interleave,
+    relative_error,
+)
+from inductor_fusions import config
+from inductor_fusions.decisions import hardware
+from inductor_fusions.fusions.attention.decode import op, plan
+from inductor_fusions.fusions.attention.decode.plan import Config
+
+#: Heads of queries and of keys, and their width.
+HEADS = {"gqa d128": (32, 8, 128), "gqa d64": (32, 8, 64), "mha d128": (32, 32, 128)}
+#: Batch, length of the cache, keys in use; 0 for samples of 512 to 4,096 keys, padded on the left.
+CACHES = (
+    (1, 4096, 1024), (16, 4096, 1024), (32, 4096, 1024), (8, 8192, 0), (32, 32768, 2048), (1, 32768, 2048),
+    (16, 32768, 2048), (1, 8192, 4096), (16, 8192, 4096), (32, 8192, 4096),
+)  # fmt: skip
+#: Keys of a tile, thread blocks of a multiprocessor, warps, stages.
+CONFIGS = tuple(
+    Config(*each)
+    for each in (
+        (64, 4, 4, 2), (64, 2, 4, 2), (64, 8, 4, 2), (64, 4, 4, 3), (64, 2, 4, 3), (64, 4, 4, 1),
+        (128, 2, 4, 2), (128, 4, 4, 2), (128, 2, 8, 2), (32, 4, 2, 3), (32, 8, 2, 2), (32, 4, 4, 3),
+    )
+)  # fmt: skip
+#: What finds the tiles that are seen is done once for the layers of a model, of which few have less.
+LAYERS = 8
+#: Samples whose result is computed in float64.
+CHECKED = 2
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement; `kind` of `HEADS`, or "step"."""
+
+    kind: str
+    batch: int
+    keys: int
+    used: int
+    mask: str
+
+    @property
+    def key(self) -> str:
+        """Its name."""
+        return f"{self.kind} b{self.batch} {self.keys}/{self.used or 'padded'} {self.mask}".strip()
+
+
+def grid(quick: bool) -> list[Row]:
+    """What is measured, the most important first."""
+    if quick:
+        small = (2, 200, 70)
+        return [
+            Row("gqa d64", *small, "boolean"),
+            Row("gqa d64", *small, "additive"),
+            Row("step", *small, ""),
+        ]
+    order = [("gqa d128", "boolean"), ("gqa d128", "additive"), ("gqa d64", "boolean"),
+             ("mha d128", "boolean"), ("gqa d64", "additive"), ("mha d128", "additive")]  # fmt: skip
+    found = [Row(heads, *cache, mask) for heads, mask in order for cache in CACHES]
+    steps = [Row("step", *cache, "") for cache in (*CACHES[:2], CACHES[4], CACHES[3])]
+    return [*found, *steps]
+
+
+def shown(row: Row, device: str) -> torch.Tensor:
+    """Which keys are seen, (batch, 1, 1, keys)."""
+    j = torch.arange(row.keys, device=device)
+    if row.used:
+        return (j < row.used).expand(row.batch, 1, 1, -1).contiguous()
+    last = min(4096, row.keys)
+    lengths = torch.linspace(last // 8, last, row.batch, device=device).long()
+    return ((j < last) & (j >= last - lengths[:, None]))[:, None, None]
+
+
+def as_mask(row: Row, seen: torch.Tensor) -> torch.Tensor:
+    """The mask, as Hugging Face makes it."""
+    if row.mask == "boolean":
+        return seen
+    low = torch.finfo(torch.bfloat16).min
+    return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, low).bfloat16()
+
+
+def repeated(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """Hugging Face's `repeat_kv`."""
+    batch, heads, length, dim = x.shape
+    return x[:, :, None].expand(batch, heads, groups, length, dim).reshape(batch, -1, length, dim)
+
+
+def sdpa_calls(q: Any, k: Any, v: Any, mask: Any, device: str) -> dict[str, Callable[[], torch.Tensor]]:
+    """SDPA in every form that runs."""
+    sdpa, groups = torch.nn.functional.scaled_dot_product_attention, q.shape[1] // k.shape[1]
+
+    def call(backend: Any) -> torch.Tensor:
+        with sdpa_kernel(backend) if backend is not None else nullcontext():
+            return sdpa(q, k, v, mask, enable_gqa=groups > 1)
+
+    wanted: dict[str, Callable[[], torch.Tensor]] = {"sdpa": lambda: call(None)}
+    if groups > 1:
+        wanted["repeated"] = lambda: sdpa(q, repeated(k, groups), repeated(v, groups), mask)
+    for name, backend in BACKENDS.items() if device == "cuda" else ():
+        wanted[name] = lambda backend=backend: call(backend)
+    found = {}
+    for name, each in wanted.items():
+        try:
+            each()
+        except RuntimeError:  # no kernel, or no memory
+            continue
+        found[name] = each
+    return found
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The first samples in float64."""
+    n, groups = CHECKED, q.shape[1] // k.shape[1]
+    mask = mask[:n] if mask.dtype == torch.bool else mask[:n].double()
+    outputs = []
+    for h in range(k.shape[1]):  # one head of keys at a time
+        wide = [
+            x[:n].double() for x in (q[:, h * groups : (h + 1) * groups], k[:, h : h + 1], v[:, h : h + 1])
+        ]
+        scores = wide[0] @ wide[1].mT * q.shape[3] ** -0.5
+        is_boolean = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, float("-inf")) if is_boolean else scores + mask
+        outputs.append(scores.softmax(-1) @ wide[2])
+    return torch.cat(outputs, 1)
+
+
+def attention(row: Row, device: str, quick: bool) -> Json:
+    """One attention: each form of SDPA, ours with each of its tiles, and the limit."""
+    heads, kv_heads, dim = HEADS[row.kind]
+    torch.manual_seed(0)
+    q = torch.randn(row.batch, heads, 1, dim, device=device, dtype=torch.bfloat16)
+    k, v = (
+        torch.randn(row.batch, kv_heads, row.keys, dim, device=device, dtype=torch.bfloat16) for _ in "kv"
+    )
+    seen = shown(row, device)
+    shape = plan.Shape(row.batch, heads, kv_heads, 1, row.keys, dim, q.dtype, row.mask)
+    found: Json = {"key": row.key, **asdict(row), **shape.row}
+    mask = as_mask(row, seen)
+    right = exact(q, k, v, mask)
+    configs = [each for each in CONFIGS if each.fits(dim)][: 2 if quick else None]
+    found |= _times(q, k, v, mask, shape, configs, device, quick)
+    best = Config(**found["config"])
+    ours, _ = _ours(q, k, v, mask, shape, best, device)
+    found["error"] = {name: relative_error(call()[:CHECKED], right) for name, call in
+                      {**sdpa_calls(q, k, v, mask, device), "decode": ours}.items()}  # fmt: skip
+    least = min(error for name, error in found["error"].items() if name != "decode")
+    found["correct"] = found["error"]["decode"] <= error_limit(least, q.dtype)
+    whole = as_mask(row, torch.ones_like(seen))
+    # Tiles are chosen for the cache as it is; a full one is timed with those.
+    found["full"] = _times(q, k, v, whole, shape, [best], device, quick)
+    bandwidth = hardware(torch.device(device))
+    for each, visible in ((found, int(seen.sum())), (found["full"], row.batch * row.keys)):
+        size = 2 * visible * kv_heads * dim * 2 + mask.numel() * mask.itemsize
+        each["limit_us"] = round(size / bandwidth.bandwidth / 1e3, 2) if bandwidth else None
+    return found
+
+
+def _ours(q: Any, k: Any, v: Any, mask: Any, shape: plan.Shape, chosen: Config, device: str) -> Any:
+    """The attention alone, and what finds the tiles that are seen."""
+    known = hardware(torch.device(device))
+    splits = chosen.splits(shape, known.multiprocessors if known else plan.PROCESSORS)
+    given = [chosen.block_n, splits, chosen.num_warps, chosen.num_stages]
+
+    def tiles() -> tuple[Any, torch.Tensor]:
+        lowest = None if mask.dtype == torch.bool else op.lowest_of(mask, mask.dtype)
+        return lowest, op.DECODE_TILES(mask, lowest, shape.kv_heads, chosen.block_n)
+
+    lowest, listed = tiles()
+    scale = shape.head_dim**-0.5
+    return (
+        lambda: op.DECODE_ATTENTION(q, k, v, mask, lowest, listed, scale, False, 1, given)
+    ), tiles  # fmt: skip
+
+
+def _times(
+    q: Any, k: Any, v: Any, mask: Any, shape: plan.Shape, configs: list[Config], device: str, quick: bool
+) -> Json:
+    """Microseconds of SDPA in each form and of ours with each of its tiles; the fastest tiles."""
+    ours = {str(each): _ours(q, k, v, mask, shape, each, device) for each in configs}
+    named = {str(each): each for each in configs}
+    rounds, block = (2, 1e-3) if quick else (3, 2e-3)
+    if len(configs) > 1:
+        tried = interleave(
+            {name: call for name, (call, _) in ours.items()}, device, rounds, block, 20, True, True
+        )
+        tried_us = {name: round(1e6 * t.median, 2) for name, t in tried.items()}
+    else:
+        tried_us = dict.fromkeys(ours, 0.0)
+    best = min(tried_us, key=lambda name: tried_us[name])
+    calls: dict[str, Callable[[], object]] = dict(sdpa_calls(q, k, v, mask, device))
+    calls |= {"decode": ours[best][0], "tiles": ours[best][1]}
+    times = interleave(calls, device, rounds if quick else 7, 2 * block, 30, True, True)
+    found: Json = {
+        "device_us": {name: round(1e6 * t.median, 2) for name, t in times.items()},
+        "spread": {name: round(t.spread, 4) for name, t in times.items()},
+    }
+    return {**found, "config": asdict(named[best]), **({"tried_us": tried_us} if len(configs) > 1 else {})}
+
+
+def gain(row: Json) -> float:
+    """The time of the best SDPA over ours, the less for a part of the cache and for all of it; 0 if wrong."""
+    if not row["correct"]:
+        return 0.0
+    ratios = []
+    for times in (row["device_us"], row["full"]["device_us"]):
+        others = min(time for name, time in times.items() if name not in ("decode", "tiles"))
+        ratios.append(others / (times["decode"] + times["tiles"] / LAYERS))
+    return round(min(ratios), 3)
+
+
+# A whole step ------------------------------------------------------------------------------------
+
+
+class Step:
+    """One step of decoding with a static cache, which stays as full as it is.
+
+    Args:
+        row: batch, length of the cache, and how much of it is in use.
+        device: where.
+        small: a small model, to try the script.
+    """
+
+    def __init__(self, row: Row, device: str, small: bool) -> None:
+        import transformers
+
+        path = Path("configs/models/llama-8b-8l.json")
+        given = json.loads(path.read_text())
+        if small:
+            given |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 100,
+                      "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+        settings = transformers.LlamaConfig(**given)
+        settings._attn_implementation = "sdpa"
+        torch.manual_seed(0)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with torch.device(device):
+                self.model = transformers.LlamaForCausalLM(settings).eval()
+        finally:
+            torch.set_default_dtype(before)
+        self.cache = transformers.StaticCache(config=settings, max_cache_len=row.keys)
+        shape = (row.batch, settings.num_key_value_heads, row.keys, settings.head_dim)
+        for layer in self.cache.layers:
+            layer.lazy_initialization(
+                *(torch.empty(shape, device=device, dtype=torch.bfloat16) for _ in "kv")
+            )
+            layer.keys.normal_()
+            layer.values.normal_()
+        self.used = row.used or min(4096, row.keys)
+        self.mask = shown(row, device)
+        self.ids = torch.randint(0, settings.vocab_size, (row.batch, 1), device=device)
+        self.positions = torch.full((row.batch, 1), self.used - 1, device=device)
+
+    def run(self, ids: Any, mask: Any, positions: Any, cache: Any) -> Any:
+        """Logits of the next token."""
+        return self.model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+
+    def back(self) -> None:
+        """The token goes where the last one went."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(self.used - 1)
+
+
+def variants() -> Iterator[tuple[str, Json]]:
+    """Names, and the config of the package."""
+    yield "stock", {"enabled": False}
+    yield "sdpa", {"attention_kernel": "sdpa"}
+    yield "decode", {"attention_kernel": "decode"}
+
+
+def step(row: Row, device: str, quick: bool) -> Json:
+    """A whole step: stock, the package with SDPA, and with the kernel for a few queries."""
+    made = Step(row, device, quick)
+    calls: dict[str, Callable[[], Any]] = {}
+    logits, sites = {}, {}
+    torch._dynamo.reset()
+    with torch.no_grad():
+        for name, settings in variants():
+            inductor_fusions.clear()
+            compiled = torch.compile(apart(made.run, name), mode="reduce-overhead")
+            with config.patch(**settings), fresh_cache():
+                for _ in range(3):
+                    made.back()
+                    logits[name] = compiled(made.ids, made.mask, made.positions, made.cache).clone()
+            found = inductor_fusions.report().sites
+            sites[name] = sum(site.verdict == "fused" and "decode" in site.kernel for site in found)
+
+            def call(compiled: Any = compiled) -> Any:
+                made.back()
+                return compiled(made.ids, made.mask, made.positions, made.cache)
+
+            calls[name] = call
+        with compiled_only():
+            times = both_clocks(calls, device, 3 if quick else 9, 0.001 if quick else 0.02)
+    head = torch.cat([each[:, -1].float() for each in logits.values()])
+    apart_by = {name: relative_error(each, logits["stock"]) for name, each in logits.items()}
+    return {"key": row.key, **asdict(row), **times, "fused": sites, "apart": apart_by,
+            "finite": bool(head.isfinite().all())}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------
+
+
+def measure(row: Row, device: str, quick: bool) -> Json:
+    """One row of the results."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return step(row, device, quick) if row.kind == "step" else attention(row, device, quick)
+
+
+def describe(found: Json) -> str:
+    """A result in a few words."""
+    if found["kind"] == "step":
+        return (
+            f"{found['times_us']}, {found.get('device_us')}, fused {found['fused']}, apart {found['apart']}"
+        )
+    return (
+        f"{found['device_us']}, limit {found['limit_us']}, full {found['full']['device_us']}, "
+        f"gain {gain(found)}, {found['config']}"
+    )
+
+
+def table(path: Path, measured: Json) -> None:
+    """Write the attentions into the table of a device, in place of those that it has."""
+    head = {name: measured[name] for name in ("device", "torch", "triton", "date") if name in measured}
+    new_table = {"schema": 1, **head, "attention": []}
+    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else new_table
+    names = plan.Shape(1, 1, 1, 1, 1, 1, torch.bfloat16, "").row
+    found: dict[tuple[Any, ...], Json] = {}
+    for row in measured["rows"]:
+        if row["kind"] == "step":
+            continue
+        new = {**{name: row[name] for name in names}, "gain": gain(row), "config": row["config"]}
+        key = tuple(row[name] for name in names)
+        # Of one shape, the part of the cache in which least is gained.
+        if key not in found or new["gain"] < found[key]["gain"]:
+            found[key] = new
+    data["decode_attention"] = list(found.values())
+    device_table.write(path, data)
+
+
+def main() -> None:
+    """The command line."""
+    options = tuning.parser("bench.decode_attention", __doc__, parallel=False, table=True).parse_args()
+    if tuning.wrote_table(options, lambda path, _: table(path, json.loads(options.out.read_text()))):
+        return
+    tuning.one_by_one(
+        "bench.decode_attention",
+        options,
+        grid(options.quick),
+        lambda row: measure(row, options.device, options.quick),
+        describe,
+    )
+
+
+if __name__ == "__main__":
+    main()

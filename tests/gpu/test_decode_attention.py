@@ -1,0 +1,161 @@
+"""Attention of a few queries to a cache on a CUDA device: numbers, garbage, repeats, and CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from inductor_fusions import config, testing
+from inductor_fusions.fusions.attention.decode import op, plan
+from tests.attention import decode_interpreted as cases
+from tests.attention.decode_interpreted import CASES, Case
+from tests.attention.test_decode import repeated
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.bfloat16, torch.float16]
+LARGE = Case(
+    batch=3, heads=32, kv_heads=8, keys=4096, dim=128, v_dim=128, scale=128**-0.5, tile=(64, 16),
+    used=((1000, 3000), (0, 1024), (4090, 4096)), mask="bfloat16",
+)  # fmt: skip
+SHAPES: dict[str, Case] = {
+    **CASES,
+    "a cache": LARGE,
+    "a cache, boolean": replace(LARGE, mask="boolean"),
+    "a cache, no mask": replace(LARGE, mask="", garbage=0.0),
+    "a cache, 16 queries": replace(LARGE, mask="float32", queries=16, shape="bq"),
+    "a cache, heads of their own": replace(LARGE, kv_heads=32, keys=4097),
+    "a cache, head dim 96": replace(LARGE, dim=96, v_dim=96, layout="bshd"),
+    "a cache, head dim 256": replace(LARGE, dim=256, v_dim=256, tile=(32, 7)),
+    "a cache, one part": replace(LARGE, tile=(128, 1), dim=64, v_dim=64),
+    "a cache that is all hidden": replace(LARGE, used=((0, 0), (0, 1024), (9, 9)), garbage=1.0),
+}
+
+
+def inputs(case: Case, dtype: torch.dtype) -> tuple[Any, ...]:
+    """q, k, v, mask, and what is right, on the device."""
+    q, k, v, shown = (x.cuda() for x in cases.inputs(case, dtype))
+    mask = cases.mask_of(case, shown.cpu())
+    mask = None if mask is None else mask.cuda()
+    if mask is not None:
+        # What hides all keys of a query hides none: there garbage is a number, and counts.
+        cases.with_garbage(replace(case, garbage=1.0 if case.garbage == 1.0 else 0.0), k, v, shown)
+    right = _right(case, q, k, v, mask, shown)
+    if mask is not None:
+        cases.with_garbage(case, k, v, shown)
+    return q, k, v, mask, right
+
+
+def _right(case: Case, q: Any, k: Any, v: Any, mask: Any, shown: Any) -> torch.Tensor:
+    given = [x.cpu() if x is not None else None for x in (q, k, v, mask, shown)]
+    return cases.exact(case, *given).cuda()
+
+
+def error(found: torch.Tensor, right: torch.Tensor) -> float:
+    return float((found.double() - right).norm() / right.norm().clamp(min=1e-3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_numbers(name: str, dtype: torch.dtype) -> None:
+    """About as exact as SDPA's math, whatever is in keys that nobody sees."""
+    case = SHAPES[name]
+    q, k, v, mask, right = inputs(case, dtype)
+    found = op.decode_attention(q, k, v, mask, scale=case.scale, causal=case.causal, tiles=(*case.tile, 4, 2))
+    assert found.dtype == dtype and found.transpose(1, 2).is_contiguous()
+    assert error(found, right) < torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("tiles", [(32, 64, 2, 3), (64, 8, 4, 3), (64, 1, 4, 1), (128, 5, 8, 2)])
+@pytest.mark.parametrize("mask", ["boolean", "bfloat16", "float32"])
+def test_tiles(tiles: tuple[int, ...], mask: str) -> None:
+    case = replace(LARGE, mask=mask)
+    q, k, v, given, right = inputs(case, torch.bfloat16)
+    found = op.decode_attention(q, k, v, given, scale=case.scale, tiles=tiles)
+    assert error(found, right) < torch.finfo(torch.bfloat16).eps
+
+
+def test_repeats() -> None:
+    """250 times bit for bit, with other kernels under way."""
+    q, k, v, mask, _ = inputs(replace(LARGE, queries=4, shape="bq"), torch.bfloat16)
+    other = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    first = op.decode_attention(q, k, v, mask, tiles=(64, 16, 4, 2))
+    for _ in range(250):
+        other = other @ other * 1e-3
+        assert torch.equal(first, op.decode_attention(q, k, v, mask, tiles=(64, 16, 4, 2)))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_second_device() -> None:
+    q, k, v, mask, right = inputs(LARGE, torch.bfloat16)
+    found = op.decode_attention(*(x.to("cuda:1") for x in (q, k, v, mask)), tiles=(64, 16, 4, 2))
+    assert error(found.to("cuda:0"), right) < torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_more_elements_than_int32_holds(batch: int) -> None:
+    """Caches of more than 2^31 elements: of several samples, and the end of a long one."""
+    if torch.cuda.get_device_properties(0).total_memory < 40 * 2**30:
+        pytest.skip("needs 40 GB")
+    keys = 2**31 // (batch * 8 * 128) + 4096
+    q = torch.randn(batch, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(batch, 8, keys, 128, device="cuda", dtype=torch.bfloat16)
+    v = torch.randn_like(k)
+    mask = torch.zeros(batch, 1, 1, keys, device="cuda", dtype=torch.bool)
+    mask[..., -1000:] = True
+    found = op.decode_attention(q, k, v, mask, tiles=(64, 8, 4, 2))
+    part = [x[..., -1000:, :].double().repeat_interleave(4, 1) for x in (k, v)]
+    right = (q.double() @ part[0].mT * 128**-0.5).softmax(-1) @ part[1]
+    assert error(found, right) < torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("kind", ["boolean", "bfloat16", "float32", ""])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_compiled(kind: str, queries: int) -> None:
+    """The whole way through Inductor, against stock's SDPA."""
+    case = replace(LARGE, mask=kind, queries=queries, shape="bq", garbage=0.0)
+    q, k, v, mask, _ = inputs(case, torch.bfloat16)
+    given = [x for x in (q, k, v, mask) if x is not None]
+    with config.patch(attention_kernel="decode", strict=True):
+        testing.check(repeated, given, train=False, kernel="decode")
+
+
+def test_symbolic_sizes() -> None:
+    with config.patch(attention_kernel="decode", strict=True), torch.no_grad():
+        compiled = torch.compile(repeated)
+        for number, (batch, keys) in enumerate(((3, 4096), (5, 1000), (9, 2049))):
+            case = replace(LARGE, batch=batch, keys=keys, used=((0, 70),) * batch)
+            q, k, v, mask, right = inputs(case, torch.bfloat16)
+            for tensor, dims in ((q, 0), (k, (0, 2)), (v, (0, 2)), (mask, (0, 3))):
+                torch._dynamo.mark_dynamic(tensor, dims)
+            with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
+                found = compiled(q, k, v, mask)
+            assert error(found, right) < torch.finfo(torch.bfloat16).eps
+
+
+def test_cuda_graph_reads_the_mask_anew() -> None:
+    """One graph serves a cache that fills: what is seen is found at run time."""
+    case = replace(LARGE, mask="bfloat16", garbage=0.0)
+    q, k, v, mask, _ = inputs(case, torch.bfloat16)
+    low = torch.finfo(torch.bfloat16).min
+    with config.patch(attention_kernel="decode", strict=True), torch.no_grad():
+        compiled = torch.compile(repeated, mode="reduce-overhead")
+        for used in (1, 63, 64, 65, 500, 4096, 2, 0):
+            mask.fill_(low)
+            mask[..., :used] = 0
+            found = compiled(q, k, v, mask).clone()
+            shown = mask.cpu() == 0
+            right = cases.exact(case, *(x.cpu() for x in (q, k, v, mask)), shown).cuda()
+            assert error(found, right) < torch.finfo(torch.bfloat16).eps, used
+
+
+def test_default_tiles_run_at_each_width() -> None:
+    for dim in (64, 80, 96, 128, 192, 256):
+        case = replace(LARGE, dim=dim, v_dim=dim, queries=8, shape="bq")
+        shape = plan.Shape(3, 32, 8, 8, 4096, dim, torch.bfloat16, "additive")
+        q, k, v, mask, right = inputs(case, torch.bfloat16)
+        found = op.decode_attention(q, k, v, mask, scale=case.scale, tiles=plan.tiles(shape, q.device))
+        assert error(found, right) < torch.finfo(torch.bfloat16).eps, dim

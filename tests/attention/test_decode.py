@@ -333,3 +333,80 @@ def test_no_size_is_a_constant() -> None:
                 assert seen.calls("decode_attention.default")
             torch.testing.assert_close(compiled(q, k, v, mask), repeated(q, k, v, mask), rtol=2e-2, atol=2e-2)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_a_model_with_a_static_cache(kind: str) -> None:
+    """Each layer of Hugging Face's Llama, and what it writes into the cache."""
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, attn_implementation=kind,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(settings).eval().to(DTYPE)
+    ids, mask = torch.randint(97, (2, 1)), torch.zeros(2, 1, 1, 32, dtype=torch.bool)
+    mask[0, ..., :8], mask[1, ..., 3:8] = True, True
+    mask = mask if kind == "sdpa" else additive(mask, LOW).to(DTYPE)
+
+    def start() -> Any:
+        cache = transformers.StaticCache(config=settings, max_cache_len=32)
+        with torch.no_grad():
+            model(torch.arange(14).view(2, 7), past_key_values=cache)
+        return cache
+
+    def step(ids: Any, mask: Any, cache: Any) -> Any:
+        positions = torch.full((2, 1), 7)
+        return model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+
+    ours, eager = start(), start()
+    with torch.no_grad():
+        wanted = step(ids, mask, eager)
+    with decode_everywhere():
+        seen = testing.capture(step, ids, mask, ours, train=False, backend=testing.EAGER_AFTER_PASSES)
+    assert len(seen.calls("decode_attention.default")) == 2 and len(seen.calls("decode_tiles.default")) == 1
+    torch.testing.assert_close(seen.outputs, wanted, rtol=2e-2, atol=2e-2)
+    for mine, theirs in zip(ours.layers, eager.layers, strict=True):
+        torch.testing.assert_close(mine.keys, theirs.keys, rtol=2e-2, atol=2e-2)
+        assert mine.cumulative_length == theirs.cumulative_length
+
+
+class Hopper:
+    """Triton's driver, for a device that is not there: what a kernel writes to is read from its code."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_launched_by_inductor(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers in the code that Inductor writes: the cache is changed in place, and never copied."""
+    import triton
+
+    from bench import cuda_codegen
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
+    monkeypatch.setattr(op, "_has_kernel", lambda q: True)
+
+    def step(q: Any, new: Any, keys: Any, values: Any, position: Any, mask: Any) -> Any:
+        keys.index_copy_(2, position, new)
+        values.index_copy_(2, position, new)
+        out = repeated(repeated(q, keys, values, mask), keys, values, mask)
+        return out.transpose(1, 2).flatten(2)
+
+    q, k, v = qkv(1, 256, batch=3, heads=8, kv_heads=2, dim=64, grad=False, dtype=DTYPE)
+    new, mask = k[:, :, :1].clone(), additive(visible(3, 1, 1, 256))
+    if dynamic:
+        for tensor, dims in ((q, 0), (k, (0, 2)), (v, (0, 2)), (new, 0), (mask, (0, 3))):
+            torch._dynamo.mark_dynamic(tensor, dims)
+    with decode_everywhere(), torch.no_grad():
+        code = cuda_codegen.generate(step, (q, new, k, v, torch.tensor([4]), mask), run=False).forward
+    assert not code.extern_calls, code.extern_calls
+    ours = [name.rsplit("_", 1)[0] for name in code.launches if not name.startswith("triton_")]
+    assert ours == ["order_kernel", *(["part_kernel", "join_kernel"] * 2)]
+    # What it makes is no larger than the parts; the cache of 2 heads has more elements than that.
+    if not dynamic:
+        assert max(code.buffers) < 3 * 2 * 256 * 64
+        assert sum("index_copy" in name for name in code.launches) == 1, code.launches

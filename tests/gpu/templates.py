@@ -20,7 +20,7 @@ from inductor_fusions.fusions.lora import decode
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.op import LORA_DROPPED_DOWN
 from inductor_fusions.fusions.outer_product_linear.op import OUTER_PRODUCT_LINEAR, pairs
-from tests.attention.support import flex_everywhere, short_everywhere
+from tests.attention.support import decode_everywhere, flex_everywhere, short_everywhere
 
 LOWEST = torch.finfo(torch.float32).min
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -163,6 +163,13 @@ def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return torch.softmax(q @ k.mT * 0.2 + bias, -1).to(v.dtype) @ v
 
 
+def cached(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """A cache of which the second half is hidden."""
+    seen = torch.arange(k.shape[2], device=k.device) < k.shape[2] // 2
+    mask = torch.where(seen, bias, torch.finfo(bias.dtype).min)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+
 def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     i = torch.arange(q.shape[2], device=q.device)
     seen = (i <= i[:, None]) & (i > i[:, None] - 150)
@@ -286,6 +293,9 @@ TEMPLATES: dict[str, Template] = {
     ),
     "short attention": Template(biased, SHORT, ("short_attention",), True, short_everywhere, (FP32,) * 4),
     "short attention, bfloat16": Template(biased, SHORT, ("short_attention",), True, short_everywhere),
+    "decoding": Template(
+        cached, ((2, 8, 3, 64), *((2, 2, 300, 64),) * 2, (2, 1, 3, 300)), (), forced=decode_everywhere
+    ),
     "outer product": Template(outer, ((200, 4), (200, 48), (96, 192)), (), True),
     "dot interaction": Template(interaction, ((200, 27, 64), (200, 64)), (), True),
     "flex, window": Template(windowed, HEADS, ("flex_attention",), True, FLEX, (FP32,) * 3),
@@ -321,6 +331,9 @@ LARGE: dict[str, Template] = {
     ),
     "short attention": Template(
         biased, (((2048, 3, 49, 32),) * 3) + ((1, 3, 49, 49),), ("short_attention",), True, short_everywhere
+    ),
+    "decoding": Template(
+        cached, ((16, 32, 1, 128), *((16, 8, 4096, 128),) * 2, (16, 1, 1, 4096)), (), forced=decode_everywhere
     ),
     "square of features": Template(square, ((2048, 432), (512, 432**2)), (), True),
     "square of features, float32": Template(

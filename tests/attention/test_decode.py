@@ -231,6 +231,7 @@ POSITIVE: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
     "mask of one sample": (repeated, [*cached(3), used(1, 1, 3)]),
     "mask of heads": (repeated, [*cached(3), used(2, 4, 3)]),
     "mask of one column": (repeated, [*cached(3), torch.randn(2, 4, 3, 1).to(DTYPE)]),
+    "mask that is repeated": (repeated, [*cached(3), used(2, 1, 1).expand(2, 4, 3, 40)]),
     "no mask": (repeated, cached()),
     "causal": (lambda *a: repeated(*a, is_causal=True), cached(5)),
     "head dim 80, values of 24": (repeated, [*cached(dim=80, v_dim=24), used(2, 1, 1)]),
@@ -249,6 +250,16 @@ def test_becomes_it(case: tuple[Callable[..., Any], list[torch.Tensor]]) -> None
     # Heads that share keys are not repeated.
     heads = named(call).k.meta["example_value"].shape[1]
     assert heads == inputs[1].shape[1]
+
+
+def test_a_mask_that_is_made_in_the_graph_is_repeated_nowhere() -> None:
+    def layer(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return sdpa(q, k, v, (~mask).expand(2, 4, 3, 40), enable_gqa=True)
+
+    with decode_everywhere():
+        seen = check(layer, [*cached(3), ~used(2, 1, 1)], train=False, kernel="decode")
+    (call,) = seen.ours.calls("decode_tiles.default")
+    assert named(call).mask.meta["example_value"].shape == (2, 1, 1, 40)
 
 
 def soft_capped(q: Any, k: Any, v: Any, mask: Any) -> Any:

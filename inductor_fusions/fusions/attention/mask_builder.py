@@ -88,9 +88,13 @@ class MaskMemo:
         assert mask is not None
         operand = operand.padded(4)
         operand = operand.expand((*operand.shape[:3], problem.k.shape[2]))
+        for dim in range(3):  # what is repeated is read once
+            if known_true(operand.value.stride(dim) == 0) and not known_true(operand.shape[dim] == 1):
+                operand = operand.then("narrow", dim, 0, 1)
         key = (mask, problem.version(mask, build.before), repr(operand.steps), kv_heads, block_n, region)
         if key not in self.tiles:
             built = operand.built(build)
+            built = built if built.op == "placeholder" else build.settled(built)
             dtype = operand.value.dtype
             lowest = None if dtype == torch.bool else lowest_of(built, dtype, build.call)
             self.tiles[key] = built, lowest, build.call(DECODE_TILES, built, lowest, kv_heads, block_n)

@@ -236,14 +236,16 @@ def attention(
     group = heads // kv_heads
     block_m = max(16, min(MOST_ROWS, power(group * most_queries)))
     out = q.new_empty((batch, queries, heads, e))
+    # What a kernel does not read must be something in memory: Inductor would write q once more for it.
+    unread = k if listed is None else listed
     wide = torch.float32
     if splits > 1:
         acc = q.new_empty((splits, batch, heads, queries, e), dtype=wide)
         most, total = (q.new_empty((splits, batch, heads, queries), dtype=wide) for _ in range(2))
     else:
-        acc, most, total = out, q, q
+        acc, most, total = out, unread, unread
     kind = NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDITIVE
-    held, bounds, list_ = (q if x is None else x for x in (mask, lowest, listed))
+    held, bounds, list_ = (unread if x is None else x for x in (mask, lowest, listed))
     by_row = mask is not None and not (mask.shape[1] == 1 and mask.shape[2] == 1)
     part_programs = (batch * kv_heads, splits, (group * queries + block_m - 1) // block_m)
     wrap(part_kernel)[part_programs](

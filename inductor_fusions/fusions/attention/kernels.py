@@ -150,7 +150,7 @@ def _decoding(problem: Problem) -> Choice | None:
     if asked == "decode":
         return _choice("decode", problem)
     query = decisions.Query("decode_attention", decode.shape_of(problem).row)
-    verdict = decisions.decide(query, problem.q.value.device)
+    verdict = decisions.decide(query, problem.q.value.device, may_measure=False)
     return None if verdict.kernel is None else _choice("decode", problem, f", {verdict.note}")
 
 

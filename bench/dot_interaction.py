@@ -1,6 +1,8 @@
 """Measure the pairwise dot products of a DLRM's features against stock, alone and in a model.
 
     interaction d64 b8192      27 vectors of width 64: all pairs of them, behind the dense features
+    given d64 b8192            the same pairs, whose indices are in a buffer
+    gathered d64 b8192         the same, by two gathers of the features, a product and a sum
     dlrm d64 b8192             13 dense and 26 sparse features of width 64, their pairs, two MLPs
 
 each in inference, and with `train` in a forward and a backward. `stock`, `max_autotune` (the same with
@@ -51,6 +53,34 @@ class Interaction(nn.Module):
         return torch.cat([dense, z[:, i, j]], dim=1)
 
 
+class Given(nn.Module):
+    """The same pairs: which they are is in a buffer, as torchrec's InteractionArch has it."""
+
+    def __init__(self, count: int = 27) -> None:
+        super().__init__()
+        self.register_buffer("pairs", torch.tril_indices(count, count, -1), persistent=False)
+
+    def forward(self, dense: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """As `Interaction`."""
+        z = torch.bmm(features, features.transpose(1, 2))
+        return torch.cat([dense, z[:, self.pairs[0], self.pairs[1]]], dim=1)
+
+
+class Gathered(Given):
+    """The same pairs without the matrix of all products, as product-based networks write them."""
+
+    def forward(self, dense: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """As `Interaction`."""
+        first, second = features[:, self.pairs[0]], features[:, self.pairs[1]]
+        return torch.cat([dense, (first * second).sum(-1)], dim=1)
+
+
+#: Modules of features, and what their rows of a table have as `pairs`.
+ALONE: dict[str, tuple[type[nn.Module], str]] = {
+    "interaction": (Interaction, "triangle"), "given": (Given, "given"), "gathered": (Gathered, "gathered"),
+}  # fmt: skip
+
+
 class DLRM(nn.Module):
     """A recommendation model whose interaction is the dot products of its features.
 
@@ -85,7 +115,7 @@ class Row:
     """One measurement.
 
     Attributes:
-        kind: "interaction" or "dlrm".
+        kind: "dlrm", or one of `ALONE`.
         samples: rows of a batch.
         train: with a backward.
         width: of a feature.
@@ -107,10 +137,11 @@ class Row:
 def grid(quick: bool) -> list[Row]:
     """What is measured, the most important first."""
     if quick:
-        return [Row(kind, 16, train, 8, 5) for kind in ("interaction", "dlrm") for train in (False, True)]
+        return [Row(kind, 16, train, 8, 5) for kind in (*ALONE, "dlrm") for train in (False, True)]
     found = [
-        Row("interaction", samples, train, width)
+        Row(kind, samples, train, width)
         for samples in (8192, 2048, 32768, 512)
+        for kind in ALONE
         for width in (64, 128)
         for train in (False, True)
     ]
@@ -131,7 +162,8 @@ def make(row: Row, device: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
             torch.randint(0, 2**31, (row.samples, row.features - 1)),
         )
     else:
-        model = Interaction()
+        made, _ = ALONE[row.kind]
+        model = Interaction() if made is Interaction else made(row.features)
         shapes = (row.samples, row.width), (row.samples, row.features, row.width)
         inputs = tuple(torch.randn(shape).bfloat16() for shape in shapes)
     return model.to(device, torch.bfloat16), tuple(t.to(device) for t in inputs)
@@ -143,12 +175,20 @@ def search(row: Row, device: str) -> list[int]:
         return []
     from inductor_fusions.fusions.dot_interaction import kernels
 
+    i, j = torch.tril_indices(row.features, row.features, -1, device=device)
+    cells = i * row.features + j
+    given = row.kind in ("given", "gathered")
     dense = torch.randn(row.samples, row.width, device=device).bfloat16()
     t = torch.randn(row.samples, row.features, row.width, device=device).bfloat16()
     found: list[int] = []
     dy: Any = None
 
     def once(tile: tuple[int, int]) -> torch.Tensor:
+        options = [*tile, *tile]
+        if given and dy is None:
+            return kernels.pairs(t, dense, cells, options, lambda kernel: kernel)
+        if given:
+            return kernels.pairs_gradient(dy, t, row.width, cells, options, lambda kernel: kernel)
         if dy is None:
             return kernels.interaction(t, dense, False, False, [*tile, *tile], lambda kernel: kernel)
         return kernels.gradient(dy, t, row.width, False, False, [*tile, *tile], lambda kernel: kernel)
@@ -165,7 +205,8 @@ def search(row: Row, device: str) -> list[int]:
 def as_measured(tiles: list[int], device: str) -> Iterator[None]:
     """The fusion takes these tiles, whatever the tables say."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(dot_interaction, "measured", lambda t, site: ("", tiles)))
+        measured = lambda t, site, pairs: ("", tiles)  # noqa: E731
+        stack.enter_context(mock.patch.object(dot_interaction, "measured", measured))
         if device == "cpu":  # where the operation is what torch makes of it, to try the script
             stack.enter_context(mock.patch.object(dot_interaction, "check_kernel", lambda t: None))
         yield
@@ -196,9 +237,14 @@ def table(path: Path, rows: list[Json]) -> None:
     data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"schema": 1, "attention": []}
     names = ("dtype", "train", "features", "width", "dense", "samples")
     data["dot_interaction"] = [
-        {**{name: row[name] for name in names}, "gain": gain(row), "tiles": row["tiles"]}
+        {
+            **{name: row[name] for name in names},
+            "pairs": ALONE[row["kind"]][1],
+            "gain": gain(row),
+            "tiles": row["tiles"],
+        }
         for row in rows
-        if row["kind"] == "interaction" and row["fused"]
+        if row["kind"] in ALONE and row["fused"]
     ]
     device_table.write(path, data)
 

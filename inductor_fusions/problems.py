@@ -434,9 +434,10 @@ SECTIONS: Mapping[str, Section] = {
                 dtype=is_dtype, train=is_flag, features=is_size, width=is_size, dense=is_flag,
                 samples=is_size,
             ),
-            lambda row: (half(row["dtype"]), row["train"], row["dense"]),
+            lambda row: (half(row["dtype"]), row["train"], row["dense"], row.get("pairs", "triangle")),
             lambda row: (row["features"], row["width"], row["samples"]),
             (1.0,) * 3, along="samples", reach=1.0,
+            may={"pairs": (lambda v: v in ("triangle", "given", "gathered"), "triangle")},
             measured={**_GAIN, "tiles": list_of(is_size)}, needed=("gain", "tiles"),
         ),
     )

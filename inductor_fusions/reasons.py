@@ -201,7 +201,7 @@ class Reason(Enum):
     )
     PAIRS = (
         "Which pairs of the features are read is not what the kernel takes.",
-        "`z[:, i, j]` with i and j of `torch.tril_indices`, in the compiled function.",
+        "`z[:, i, j]` with vectors of indices i and j.",
     )
     GATHERED = (
         "An index is read too often, for its size, to be written to memory first.",

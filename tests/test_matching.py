@@ -78,7 +78,11 @@ def namespaces() -> Iterator[tuple[str, Any]]:
         (attention.FUSION, {"scaled_dot_product_attention"}, "read"),
         (outer_product_linear.FUSION, {"linear", "matmul", "addmm"}, "read"),
         (inputs.FUSION, {"linear", "matmul"}, "read"),
-        (dot_interaction.FUSION, {"flatten", "reshape", "view", "getitem", "masked_select", "mul"}, "read"),
+        (
+            dot_interaction.FUSION,
+            {"flatten", "reshape", "view", "getitem", "masked_select", "index_select", "sum"},
+            "read",
+        ),
         (STOCK_MISFIRES, {"softmax", "special_softmax", "sum"}, "walk"),
     ],
     ids=["attention", "sdpa", "outer_product_linear", "lora_input", "dot_interaction", "stock_misfires"],

@@ -28,6 +28,8 @@ CASES = {
         SIZES, DTYPES.items(), (False, True), (False, True)
     )
 }  # fmt: skip
+#: Pairs that a tensor names, some of them more than once.
+CASES |= {f"{n}, given {kind}": (n, dtype, None, False) for n in SIZES for kind, dtype in DTYPES.items()}
 
 
 def as_it_is(kernel: Any) -> Any:
@@ -44,11 +46,18 @@ def errors(case: str) -> dict[str, float]:
     t = torch.randn(f, samples, 2 * d).to(dtype).transpose(0, 1)[..., ::2]
     dense = torch.randn(x, samples).to(dtype).t() if x else None
     tiles = [block, 1, block, 1]
-    y = kernels.interaction(t, dense, upper, diagonal, tiles, as_it_is)
+    i, j = torch.randint(f, (2, 2 * f)) if upper is None else triangle(f, upper, diagonal)
+    cells = i * f + j
+    if upper is None:
+        y = kernels.pairs(t, dense, cells, tiles, as_it_is)
+    else:
+        y = kernels.interaction(t, dense, upper, diagonal, tiles, as_it_is)
     dy = torch.randn(y.shape[1], samples).to(dtype).t() if f % 2 else torch.randn(y.shape).to(dtype)
-    dt = kernels.gradient(dy, t, x, upper, diagonal, tiles, as_it_is)
+    if upper is None:
+        dt = kernels.pairs_gradient(dy, t, x, cells, tiles, as_it_is)
+    else:
+        dt = kernels.gradient(dy, t, x, upper, diagonal, tiles, as_it_is)
     wide = t.double().requires_grad_()
-    i, j = triangle(f, upper, diagonal)
     pairs = (wide @ wide.mT)[:, i, j]
     exact = pairs if dense is None else torch.cat([dense.double(), pairs], 1)
     (true,) = torch.autograd.grad(exact, wide, dy.double())

@@ -11,10 +11,11 @@ from tests.support.interactions import TIMES, table_of
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", bench.ALONE)
 @pytest.mark.parametrize("train", [False, True])
-def test_row(train: bool) -> None:
+def test_row(kind: str, train: bool) -> None:
     """Correct against float64, and fused."""
-    row = bench.measure(bench.Row("interaction", 8, train, 8, 5), "cpu", quick=True)
+    row = bench.measure(bench.Row(kind, 8, train, 8, 5), "cpu", quick=True)
     assert row["correct"] and row["fused"] == 1
     assert set(row["times_us"]) == {"stock", "fused"}
 
@@ -25,4 +26,4 @@ def test_table(tmp_path: Path) -> None:
         "dtype": "bfloat16", "fused": 1, "tiles": [2, 1, 2, 1], "correct": True, **TIMES,
     }  # fmt: skip
     first, _ = table_of(bench, row, "dot_interaction", tmp_path)
-    assert first["tiles"] == [2, 1, 2, 1]
+    assert first["tiles"] == [2, 1, 2, 1] and first["pairs"] == "triangle"

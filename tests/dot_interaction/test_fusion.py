@@ -12,6 +12,7 @@ from torch import nn
 from inductor_fusions import config, testing
 from inductor_fusions.fusions import dot_interaction
 from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION, GRADIENT, triangle
+from inductor_fusions.fusions.dot_interaction.pairs_op import DOT_PAIRS, PAIRS_GRADIENT
 
 SAMPLES, F, D = 6, 5, 8
 LI = [i for i in range(F) for j in range(i)]
@@ -173,17 +174,70 @@ def two_readers(x: Any, t: Any) -> Any:
     return torch.cat([x, z[:, LI, LJ]], 1), z.sum()
 
 
+class Flattened(nn.Module):
+    """As in NVIDIA's DLRM: cells of the flattened products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cells", torch.tensor([i * F + j for i in range(F) for j in range(i)]))
+
+    def forward(self, x: Any, t: Any) -> Any:
+        return torch.cat((x, products(t).view(-1, F * F)[:, self.cells]), dim=1)
+
+
+#: Pairs that are no triangle, or of which the graph does not say which they are.
+GIVEN: dict[str, Function] = {
+    "other pairs": lambda x, t: products(t)[:, [1, 2, 2], [0, 0, 0]],
+    "a pair three times": lambda x, t: products(t)[:, [1, 2, 1, 0, 1], [0, 2, 0, 1, 0]],
+    "negative": lambda x, t: products(t)[:, [1, -1, -2], [0, -2, 0]],
+    "another order": lambda x, t: products(t)[:, LI[::-1], LJ[::-1]],
+    "of fewer features": with_indices(lambda: torch.tril_indices(F - 1, F - 1, -1)),
+    "another diagonal": with_indices(lambda: torch.tril_indices(F, F, -2)),
+    "not square": with_indices(lambda: torch.tril_indices(F, F - 2, -1)),
+    "rows and columns turned": with_indices(lambda: torch.tril_indices(F, F, -1).flip(0)),
+    "computed": with_indices(lambda: torch.tril_indices(F, F, -1) * 1),
+    "a buffer": Buffers(),
+    "flattened, a buffer": Flattened(),
+    "flattened": lambda x, t: products(t).flatten(1)[:, torch.tensor(LI) * F + torch.tensor(LJ)],
+    "selected": lambda x, t: products(t).reshape(-1, F * F).index_select(1, torch.tensor([3, 3, 24])),
+    "two gathers": lambda x, t: torch.cat([x, (t[:, [0, 1, 1]] * t[:, [2, 3, 3]]).sum(-1)], 1),
+}
+#: A triangle, written in other ways.
+TRIANGLES: dict[str, Function] = {
+    "flattened": lambda x, t: products(t).flatten(1)[:, [i * F + j for i, j in zip(LI, LJ, strict=True)]],
+    "two gathers": lambda x, t: torch.sum(t[:, LI] * t[:, LJ], dim=2),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_given_pairs(name: str) -> None:
+    """The kernel takes the tensor; outputs and all gradients."""
+    run = check(GIVEN[name], operands())
+    assert run.ours.fused[0].kernel == "dot_pairs"
+
+
+@pytest.mark.parametrize("name", TRIANGLES)
+def test_triangles(name: str) -> None:
+    run = check(TRIANGLES[name], operands())
+    assert run.ours.fused[0].kernel == "dot_interaction"
+
+
+@pytest.mark.parametrize("name", ["a buffer", "two gathers"])
+def test_given_pairs_in_full(name: str) -> None:
+    check(GIVEN[name], operands(), backend="inductor")
+
+
+def test_a_cell_that_is_none() -> None:
+    """As eager mode raises, so does the gather that makes the cells."""
+    with pytest.raises((IndexError, RuntimeError)):
+        testing.capture(lambda t, i: products(t)[:, i, i], operands()[1].detach(), torch.tensor([0, F]))
+
+
 OTHERS: dict[str, tuple[Function, str | None]] = {
-    "other pairs": (lambda x, t: products(t)[:, [1, 2, 2], [0, 0, 0]], "not a triangle"),
-    "another order": (lambda x, t: products(t)[:, LI[::-1], LJ[::-1]], "not a triangle"),
-    "of fewer features": (with_indices(lambda: torch.tril_indices(F - 1, F - 1, -1)), "not a triangle"),
-    "another diagonal": (with_indices(lambda: torch.tril_indices(F, F, -2)), "not a triangle"),
-    "not square": (with_indices(lambda: torch.tril_indices(F, F - 2, -1)), "not a triangle"),
-    "rows and columns turned": (
-        with_indices(lambda: torch.tril_indices(F, F, -1).flip(0)), "not in the graph",
-    ),
-    "computed": (with_indices(lambda: torch.tril_indices(F, F, -1) * 1), "not in the graph"),
-    "a buffer": (Buffers(), "inputs or buffers"),
+    "gathered of two": (lambda x, t: (t[:, LI] * (t + 1)[:, LJ]).sum(-1), None),
+    "summed over the pairs": (lambda x, t: (t[:, LI] * t[:, LJ]).sum(1), None),
+    "summed, a dim kept": (lambda x, t: (t[:, LI] * t[:, LJ]).sum(-1, keepdim=True), None),
+    "summed in another dtype": (lambda x, t: (t[:, LI] * t[:, LJ]).sum(-1, dtype=torch.float64), None),
     "used elsewhere": (two_readers, "used elsewhere"),
     "overwritten index": (overwritten_index, "in place"),
     "another second operand": (lambda x, t: torch.bmm(t, (t + 1).mT)[:, LI, LJ], None),
@@ -193,10 +247,6 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     "scaled": (lambda x, t: (products(t) * 2)[:, LI, LJ], None),
     "all products": (lambda x, t: torch.bmm(t, t.transpose(1, 2)).flatten(1) + x[:, :1], "all products"),
     "all products, viewed": (lambda x, t: products(t).reshape(t.shape[0], -1), "all products"),
-    "flattened": (
-        lambda x, t: products(t).flatten(1)[:, torch.tensor(LI) * F + torch.tensor(LJ)], "flattened",
-    ),
-    "two gathers": (lambda x, t: (t[:, LI] * t[:, LJ]).sum(-1), "before they are multiplied"),
     "one gather": (lambda x, t: (t[:, LI] * x[:, None]).sum(-1), None),
     "a mask of others": (lambda x, t: t[:, torch.ones(F, D, dtype=torch.bool).tril(-1)], None),
     "all products of samples": (lambda x, t: products(t).flatten(0, 1), None),
@@ -227,8 +277,7 @@ def test_indices_that_are_inputs() -> None:
     def fn(x: Any, t: Any, i: Any, j: Any) -> Any:
         return torch.cat([x, products(t)[:, i, j]], 1)
 
-    inputs = (*operands(), torch.tensor(LI), torch.tensor(LJ))
-    check(fn, inputs, fused=0, reason="inputs or buffers")
+    check(fn, (*operands(), torch.tensor(LI), torch.tensor(LJ)))
 
 
 def test_overwritten_in_between() -> None:
@@ -335,6 +384,23 @@ def test_operation(upper: bool, diagonal: bool) -> None:
     torch.library.opcheck(GRADIENT, (found.detach(), t.detach(), D, upper, diagonal, []))
 
 
+def test_operation_of_given_pairs() -> None:
+    """opcheck and gradients, with pairs that are there twice, and with none."""
+    x, t = (value.detach().double().requires_grad_() for value in operands())
+    for cells in (torch.tensor([0, 7, 7, 24, 5, 7]), torch.tensor([], dtype=torch.int64)):
+        for dense in (x, None):
+            torch.library.opcheck(DOT_PAIRS, (t, dense, cells, []))
+            found = DOT_PAIRS(t, dense, cells, [])
+            torch.testing.assert_close(
+                found[:, found.shape[1] - len(cells) :], (t @ t.mT).flatten(1)[:, cells]
+            )
+        assert torch.autograd.gradcheck(lambda t, x, cells=cells: DOT_PAIRS(t, x, cells, []), (t, x))
+        y = DOT_PAIRS(t, x, cells, []).detach()
+        torch.library.opcheck(PAIRS_GRADIENT, (y, t.detach(), D, cells, []))
+    with pytest.raises(ValueError, match="int64 cells"):
+        DOT_PAIRS(t, x, torch.tensor([1.0]), [])
+
+
 def test_arguments_that_do_not_fit() -> None:
     x, t = operands()
     for bad in ((t, x[1:]), (t, x.double()), (x, x), (t.long(), None), (t, t)):
@@ -343,15 +409,18 @@ def test_arguments_that_do_not_fit() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("given", [False, True], ids=["triangle", "given"])
 @pytest.mark.parametrize("samples", [1, 128, 513])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_on_a_gpu(samples: int, width: int, dtype: torch.dtype) -> None:
+def test_on_a_gpu(given: bool, samples: int, width: int, dtype: torch.dtype) -> None:
     """The kernels, as Inductor launches them."""
     x, t = rand(samples, width), rand(samples, 27, width)
 
     def fn(x: Any, t: Any) -> Any:
         i, j = torch.tril_indices(27, 27, -1, device=t.device)
+        if given:
+            i, j = j.repeat(2), i.repeat(2)  # each pair is there twice
         return torch.cat([x, products(t)[:, i, j]], 1)
 
     inputs = [(value.detach() / 4).cuda().requires_grad_() for value in (x, t)]

@@ -26,9 +26,12 @@ def test_numbers(name: str, errors: Callable[[str], dict[str, float]]) -> None:
     assert all(error < LIMITS[name.split()[-1]] for error in found.values()), found
 
 
+POINTERS = {"cells": "*i64", "last": "*i32", "before": "*i32"}
+
+
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("width", [64, 128, 256])
-@pytest.mark.parametrize("name", ["interaction", "gradient"])
+@pytest.mark.parametrize("name", ["interaction", "gradient", "pairs", "pairs_gradient"])
 def test_machine_code(name: str, width: int, arch: int) -> None:
     """Tensor cores, no spill, and shared memory that the device has."""
     from bench import cuda_codegen
@@ -38,13 +41,14 @@ def test_machine_code(name: str, width: int, arch: int) -> None:
     _, warps, _, _ = kernels.default_tiles(27, width)
     constants = {
         "F": 27, "D": width, "X": width, "UPPER": False, "DIAGONAL": False, "BLOCK_F": 32,
-        "BLOCK_D": width, "BLOCK_X": width, "SAMPLES": 1,
+        "BLOCK_D": width, "BLOCK_X": width, "SAMPLES": 1, "P": 351, "BLOCK_P": 512,
         "t_columns": 1, "dense_columns": 1, "dy_columns": 1,
     }  # fmt: skip
     constants = {key: value for key, value in constants.items() if key in fn.arg_names}
     signature = {
         argument: "constexpr" if argument in constants
-        else "i32" if argument == "samples" or "_" in argument else "*bf16"
+        else "i32" if argument == "samples" or "_" in argument
+        else POINTERS.get(argument, "*bf16")
         for argument in fn.arg_names
     }  # fmt: skip
     # Rows of the result and of its gradient have an odd number of columns.
@@ -55,19 +59,27 @@ def test_machine_code(name: str, width: int, arch: int) -> None:
     assert found.uses_mma
 
 
-def test_launched_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("given", [False, True], ids=["triangle", "given"])
+def test_launched_by_inductor(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel of ours forward and one backward in the code that Inductor writes, and no matrix product."""
     from bench import cuda_codegen
-    from inductor_fusions.fusions.dot_interaction import op
+    from inductor_fusions.fusions.dot_interaction import op, pairs_op
 
-    monkeypatch.setattr(op, "_has_kernel", lambda t: True)
+    for module in (op, pairs_op):
+        monkeypatch.setattr(module, "has_kernel", lambda t: True)
     x, t = torch.randn(8, 64).bfloat16(), torch.randn(8, 27, 64).bfloat16()
 
+    cells = torch.arange(0, 700, 3)
+
     def fn(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        if given:
+            return pairs_op.DOT_PAIRS(t, x, cells, []) * 2
         return op.DOT_INTERACTION(t, x, False, False, []) * 2
 
     code = cuda_codegen.generate(fn, (x.requires_grad_(), t.requires_grad_()), train=True, run=False)
     forward, backward = code.modules
-    assert [name for name in forward.launches if "interaction" in name] == ["interaction_kernel_0"]
-    assert [name for name in backward.launches if "gradient" in name] == ["gradient_kernel_0"]
-    assert len(forward.launches) == 2 and not forward.extern_calls and not backward.extern_calls
+    names = [f"{'pairs_' * given}gradient_kernel_0", f"{'pairs' if given else 'interaction'}_kernel_0"]
+    assert names[1] in forward.launches and names[0] in backward.launches
+    # The other kernels: the factor, the gradient of the dense features; what says which pairs a cell has.
+    assert len(forward.launches) == 2 and len(backward.launches) <= 4 + 2 * given
+    assert not forward.extern_calls and not backward.extern_calls

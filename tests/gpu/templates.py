@@ -16,6 +16,7 @@ from torch import Tensor
 from inductor_fusions import _inductor, config
 from inductor_fusions.block_mm import configurations, heuristics
 from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
+from inductor_fusions.fusions.dot_interaction.pairs_op import DOT_PAIRS
 from inductor_fusions.fusions.lora import decode
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.op import LORA_DROPPED_DOWN
@@ -215,6 +216,12 @@ def tf32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def given_pairs(t: Tensor, dense: Tensor) -> Tensor:
+    cells = torch.arange(0, 729, 2, device=t.device).repeat(2)
+    found: Tensor = DOT_PAIRS(t, dense, cells, [])
+    return found
+
+
 def interaction(t: Tensor, dense: Tensor) -> Tensor:
     found: Tensor = DOT_INTERACTION(t, dense, False, False, [])
     return found
@@ -298,6 +305,7 @@ TEMPLATES: dict[str, Template] = {
     ),
     "outer product": Template(outer, ((200, 4), (200, 48), (96, 192)), (), True),
     "dot interaction": Template(interaction, ((200, 27, 64), (200, 64)), (), True),
+    "given pairs": Template(given_pairs, ((200, 27, 64), (200, 64)), (), True),
     "flex, window": Template(windowed, HEADS, ("flex_attention",), True, FLEX, (FP32,) * 3),
     "flex, documents and softcap": Template(
         packed, (*HEADS, ("ids", 2, 300)), ("flex_attention",), True, FLEX, (FP32,) * 3
@@ -341,6 +349,7 @@ LARGE: dict[str, Template] = {
     ),
     "outer product": Template(product, ((2048, 432), (2048, 400), (512, 432 * 400)), (), True),
     "dot interaction": Template(interaction, ((8192, 27, 64), (8192, 64)), (), True),
+    "given pairs": Template(given_pairs, ((8192, 27, 64), (8192, 64)), (), True),
 }
 
 

@@ -1,12 +1,14 @@
 """The pairwise dot products of features, without writing the matrix of all of them.
 
-The interaction of a DLRM: of the products of a sample's feature vectors with each other the pairs of a
-triangle are read, behind the dense features. It becomes `inductor_fusions::dot_interaction`, whose kernel
-reads the features once and writes what is wanted; so does its backward.
+The interaction of a DLRM: of the products of a sample's feature vectors with each other some pairs are read,
+behind the dense features. It becomes `inductor_fusions::dot_interaction` (`op`), whose kernel reads the
+features once and writes the pairs of a triangle; so does its backward. `inductor_fusions::dot_pairs`
+(`pairs_op`) does it for pairs that a tensor names.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +27,7 @@ from ...reasons import Reason
 from ...writes import check_between, check_kept
 from . import recognise
 from .op import DOT_INTERACTION, DTYPES, fits
+from .pairs_op import DOT_PAIRS, takes
 from .recognise import Site
 
 if TYPE_CHECKING:
@@ -49,8 +52,8 @@ class OtherPairs(Candidate):
 
     def guard(self) -> None:
         raise Rejected(
-            Reason.PAIRS(f"{self.how}, not by two indices of the matrix of products"),
-            "read one triangle: z[:, i, j] with i, j of torch.tril_indices",
+            Reason.PAIRS(f"{self.how}, not by indices of the matrix of products"),
+            "z[:, i, j] with vectors of indices",
         )
 
     def rewrite(self) -> str:
@@ -62,7 +65,7 @@ class DotInteraction(Candidate):
 
     def __init__(self, graph: fx.Graph, site: Site) -> None:
         self.graph, self.site, self.anchor = graph, site, site.pairs
-        self.triangle = (False, False)
+        self.triangle: tuple[bool, bool] | None = None
         self.tiles: list[int] = []
         self.note = ""
 
@@ -81,37 +84,57 @@ class DotInteraction(Candidate):
 
     def guard(self) -> None:
         site = self.site
-        t, z, out = tensor(site.t), tensor(site.products), tensor(site.last)
-        assert t is not None and z is not None and out is not None
+        t, pairs, out = tensor(site.t), tensor(site.pairs), tensor(site.last)
+        assert t is not None and pairs is not None and out is not None
         check_kind(t, out)
-        if readers(site.products) != [site.pairs]:
+        inside = {*site.between, site.pairs}
+        if any(reader not in inside for node in site.between for reader in readers(node)):
             raise Rejected(
                 Reason.USED_ELSEWHERE("the matrix of all products is used elsewhere as well"),
                 "let the pairs alone be read of it",
             )
-        if t.dtype != z.dtype:
+        values = [tensor(node) for node in (*site.between, site.pairs)]
+        if any(value is None or value.dtype != t.dtype for value in values):
             raise Rejected(Reason.MIXED_DTYPES("operands of several dtypes, or under autocast"))
         if not all(isinstance(size, int) for size in t.shape[1:]):
             raise Rejected(Reason.SYMBOLIC("the number of features, or their width, is symbolic"))
         self.triangle = recognise.triangle(site, int(t.shape[1]))
+        if self.triangle is None and not takes(pairs.shape[1]):
+            raise Rejected(Reason.LIMIT("more pairs than a thread block holds, or a symbolic number of them"))
         check_between(site.sources, site.last, "the features and the pairs", Modes(self.graph))
         check_kept([site.t], site.last)
         check_operation([*site.sources, site.last])
         check_kernel(t)
         if config.policy == "profitable":
-            self.note, self.tiles = measured(t, site)
+            kind = "triangle" if self.triangle is not None else "given"
+            self.note, self.tiles = measured(t, site, "gathered" if site.gathers else kind)
 
     def rewrite(self) -> str:
         site, out = self.site, tensor(self.site.last)
         # Its shape, dtype, and whether it takes a gradient, are those of what it replaces.
         build = Builder(site.last, self.anchor)
-        new = build.given(out, DOT_INTERACTION, site.t, site.dense, *self.triangle, list(self.tiles))
-        gone = [node for node in (site.cat, site.pairs, site.products) if node is not None]
+        if self.triangle is None:
+            new = build.given(out, DOT_PAIRS, site.t, site.dense, self._cells(), list(self.tiles))
+        else:
+            new = build.given(out, DOT_INTERACTION, site.t, site.dense, *self.triangle, list(self.tiles))
+        gone = [node for node in (site.cat, site.pairs, *site.between[::-1]) if node is not None]
+        gone = list(dict.fromkeys(gone))
         erase_dead_readers(gone)
         site.last.replace_all_uses_with(new)
         for node in gone:
             self.graph.erase_node(node)
-        return f"dot_interaction{self.note}"
+        return f"dot_{'pairs' if self.triangle is None else 'interaction'}{self.note}"
+
+    def _cells(self) -> fx.Node:
+        """The cells of the pairs in the matrix of products: gathered from all, which checks the indices."""
+        t = tensor(self.site.t)
+        assert t is not None
+        features = t.shape[1]
+        build = Builder(self.site.last, self.anchor)
+        cells = build.call(torch.arange, features * features, device=t.device)
+        if len(self.site.indices) == 1:
+            return build.call(operator.getitem, cells, self.site.indices[0])
+        return build.call(operator.getitem, build.call("view", cells, features, features), self.site.indices)
 
 
 def check_kernel(t: torch.Tensor) -> None:
@@ -125,8 +148,14 @@ def check_kernel(t: torch.Tensor) -> None:
         raise LeftToStock(Reason.LIMIT("the features of a sample do not fit into a thread block"))
 
 
-def measured(t: torch.Tensor, site: Site) -> tuple[str, list[int]]:
+def measured(t: torch.Tensor, site: Site, pairs: str) -> tuple[str, list[int]]:
     """What the table of the device says of a shape: a note, and the tiles that were fastest.
+
+    Args:
+        t: the features.
+        site: the pairs.
+        pairs: a "triangle", or "given" by a tensor; or that stock has no matrix of products, since rows are
+            "gathered" first.
 
     Raises:
         LeftToStock: it is not measured, or not faster.
@@ -136,7 +165,7 @@ def measured(t: torch.Tensor, site: Site) -> tuple[str, list[int]]:
         raise LeftToStock(Reason.SYMBOLIC("the number of samples is symbolic"))
     wanted = {
         "dtype": tables.dtype_name(t.dtype), "train": t.requires_grad, "features": features, "width": width,
-        "dense": site.dense is not None, "samples": samples,
+        "dense": site.dense is not None, "samples": samples, "pairs": pairs,
     }  # fmt: skip
     decision = decide(Query("dot_interaction", wanted), t.device)
     if decision.kernel is None:
@@ -154,7 +183,7 @@ FUSION = Fusion(
 )
 
 
-@FUSION.anchor(lambda: spellings("getitem", "masked_select", "mul"))
+@FUSION.anchor(lambda: spellings("getitem", "masked_select", "index_select", "sum"))
 def read(scope: Scope, match: Match) -> Candidate | None:
     """A gather of pairs from products of features with themselves."""
     node = match.output_node()
@@ -169,6 +198,6 @@ def read(scope: Scope, match: Match) -> Candidate | None:
 def read_flattened(scope: Scope, match: Match) -> Candidate | None:
     """Products of features with themselves as one row of each sample."""
     node = match.output_node()
-    if not recognise.is_flattened(node) or any(map(recognise.unread, node.users)):
+    if not recognise.is_flattened(node) or any(map(recognise.site, node.users)):
         return None
     return OtherPairs(node, "all products are read, those of both triangles")

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from .op import pair_count
 
-#: The most features, and the widest ones, that a thread block holds.
+#: The most features, the most pairs of a tensor, and the widest features, that a thread block holds.
 MOST_FEATURES = 64
+MOST_PAIRS = 4096
 WIDEST = 256
 
 
@@ -87,6 +88,70 @@ def gradient_kernel(
         tl.store(at, gradient.to(dt.dtype.element_ty), mask=in_t)
 
 
+@triton.jit
+def pairs_kernel(
+    t, dense, cells, out, samples,
+    t_rows, t_features, t_columns, dense_rows, dense_columns, out_rows,
+    F: tl.constexpr, D: tl.constexpr, X: tl.constexpr, P: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr,
+    SAMPLES: tl.constexpr,
+):  # fmt: skip
+    """out[b] = dense[b], and behind it t[b, i] . t[b, j] for each cell i * F + j."""
+    f = tl.arange(0, BLOCK_F)
+    d = tl.arange(0, BLOCK_D)
+    x = tl.arange(0, BLOCK_X)
+    p = tl.arange(0, BLOCK_P)
+    cell = tl.load(cells + p, mask=p < P, other=0).to(tl.int32)
+    place = cell // F * BLOCK_F + cell % F
+    for sample in range(SAMPLES):
+        b = (tl.program_id(0) * SAMPLES + sample).to(tl.int64)
+        there = b < samples
+        features = tl.load(
+            t + b * t_rows + f[:, None] * t_features + d[None, :] * t_columns,
+            mask=(f[:, None] < F) & (d[None, :] < D) & there, other=0.0,
+        )  # fmt: skip
+        products = tl.reshape(tl.dot(features, tl.trans(features)), [BLOCK_F * BLOCK_F])
+        to = out + b * out_rows
+        wanted = tl.gather(products, place, 0)
+        tl.store(to + X + p, wanted.to(out.dtype.element_ty), mask=(p < P) & there)
+        if X > 0:
+            in_x = (x < X) & there
+            tl.store(to + x, tl.load(dense + b * dense_rows + x * dense_columns, mask=in_x), mask=in_x)
+
+
+@triton.jit
+def pairs_gradient_kernel(
+    dy, t, last, before, dt, samples,
+    dy_rows, dy_columns, t_rows, t_features, t_columns,
+    F: tl.constexpr, D: tl.constexpr, X: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, SAMPLES: tl.constexpr,
+):  # fmt: skip
+    """dt[b] = (G + G') t[b], where G has the gradients of all pairs of a cell.
+
+    last (F, F): the last pair of each cell; before (P,): the one before it of the same cell; -1: none.
+    """
+    f = tl.arange(0, BLOCK_F)
+    d = tl.arange(0, BLOCK_D)
+    i, j = f[:, None], f[None, :]
+    slots = tl.load(last + i * F + j, mask=(i < F) & (j < F), other=-1)
+    for sample in range(SAMPLES):
+        b = (tl.program_id(0) * SAMPLES + sample).to(tl.int64)
+        there = b < samples
+        slot = slots
+        g = tl.zeros([BLOCK_F, BLOCK_F], dtype=tl.float32)
+        while tl.max(tl.max(slot, 1), 0) >= 0:  # once, where no pair is there twice
+            held = slot >= 0
+            g += tl.load(dy + b * dy_rows + (X + slot) * dy_columns, mask=held & there, other=0.0)
+            slot = tl.load(before + slot, mask=held, other=-1)
+        in_t = (f[:, None] < F) & (d[None, :] < D) & there
+        features = tl.load(
+            t + b * t_rows + f[:, None] * t_features + d[None, :] * t_columns, mask=in_t, other=0.0
+        )
+        gradient = tl.dot((g + tl.trans(g)).to(features.dtype), features)
+        at = dt + b * (F * D) + f[:, None] * D + d[None, :]
+        tl.store(at, gradient.to(dt.dtype.element_ty), mask=in_t)
+
+
 def interaction(
     t: Tensor, dense: Tensor | None, upper: bool, diagonal: bool, tiles: Sequence[int],
     wrap: Callable[[Any], Any] = torch.library.wrap_triton,
@@ -120,6 +185,46 @@ def gradient(
         dy, t, dt, samples, *dy.stride(), *t.stride(),
         F=f, D=d, X=x, UPPER=upper, DIAGONAL=diagonal, BLOCK_F=_power(f), BLOCK_D=_power(d),
         SAMPLES=per_block, num_warps=warps,
+    )  # fmt: skip
+    return dt
+
+
+def pairs(
+    t: Tensor, dense: Tensor | None, cells: Tensor, tiles: Sequence[int],
+    wrap: Callable[[Any], Any] = torch.library.wrap_triton,
+) -> Tensor:  # fmt: skip
+    """t (B, F, D), dense (B, X), cells (P,) -> (B, X + P)."""
+    (samples, f, d), x, count = t.shape, 0 if dense is None else dense.shape[1], cells.shape[0]
+    out = t.new_empty((samples, x + count))
+    if not out.numel():
+        return out
+    per_block, warps, *_ = tiles or default_tiles(f, d)
+    held = t if dense is None else dense
+    wrap(pairs_kernel)[(_blocks(samples, per_block),)](
+        t, held, cells.contiguous(), out, samples, *t.stride(), held.stride(0), held.stride(-1), out.shape[1],
+        F=f, D=d, X=x, P=count, BLOCK_F=_power(f), BLOCK_D=_power(d), BLOCK_X=_power(x),
+        BLOCK_P=_power(count), SAMPLES=per_block, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def pairs_gradient(
+    dy: Tensor, t: Tensor, x: int, cells: Tensor, tiles: Sequence[int],
+    wrap: Callable[[Any], Any] = torch.library.wrap_triton,
+) -> Tensor:  # fmt: skip
+    """The gradient of t, from that of the result (B, x + P)."""
+    samples, f, d = t.shape
+    dt = t.new_empty((samples, f, d))
+    if not dt.numel():
+        return dt
+    *_, per_block, warps = tiles or default_tiles(f, d)
+    p = torch.arange(cells.shape[0], device=t.device)
+    earlier = (cells[:, None] == cells) & (p < p[:, None])
+    of_cell = torch.arange(f * f, device=t.device)[:, None] == cells
+    before, last = (torch.where(mask, p, -1).amax(1).to(torch.int32) for mask in (earlier, of_cell))
+    wrap(pairs_gradient_kernel)[(_blocks(samples, per_block),)](
+        dy, t, last, before, dt, samples, *dy.stride(), *t.stride(),
+        F=f, D=d, X=x, BLOCK_F=_power(f), BLOCK_D=_power(d), SAMPLES=per_block, num_warps=warps,
     )  # fmt: skip
     return dt
 

@@ -20,16 +20,22 @@ from ... import _inductor
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def _check(t: Tensor, dense: Tensor | None) -> None:
+def check_features(name: str, t: Tensor, dense: Tensor | None) -> None:
+    """Refuse operands that the operation `name` does not take.
+
+    Raises:
+        ValueError: t is no batch of floating features, or dense no matrix of their dtype.
+        RuntimeError: they have different numbers of samples.
+    """
     if t.dim() != 3 or not t.is_floating_point():
-        raise ValueError("dot_interaction takes floating features (samples, features, width)")
+        raise ValueError(f"{name} takes floating features (samples, features, width)")
     if dense is not None:
         if dense.dim() != 2 or dense.dtype != t.dtype:
             raise ValueError("dense is a matrix of the dtype of the features")
         torch._check(dense.shape[0] == t.shape[0], lambda: "t and dense have different numbers of samples")
 
 
-def _has_kernel(t: Tensor) -> bool:
+def has_kernel(t: Tensor) -> bool:
     """Whether the kernels compute this."""
     return t.is_cuda and torch.version.hip is None and t.dtype in DTYPES and fits(t.shape[1], t.shape[2])
 
@@ -56,7 +62,7 @@ def triangle(features: int, upper: bool, diagonal: bool, device: Any = None) -> 
 def _interact(
     t: Tensor, dense: Tensor | None, upper: bool, diagonal: bool, tiles: list[int], wrap: Any
 ) -> Tensor:
-    if _has_kernel(t):
+    if has_kernel(t):
         from . import kernels
 
         return kernels.interaction(t, dense, upper, diagonal, tiles, wrap)
@@ -68,7 +74,7 @@ def _interact(
 def _differentiate(
     dy: Tensor, t: Tensor, x: int, upper: bool, diagonal: bool, tiles: list[int], wrap: Any
 ) -> Tensor:
-    if _has_kernel(t):
+    if has_kernel(t):
         from . import kernels
 
         return kernels.gradient(dy, t, x, upper, diagonal, tiles, wrap)
@@ -78,7 +84,8 @@ def _differentiate(
     return torch.bmm(g + g.transpose(1, 2), t)
 
 
-def _as_it_is(kernel: Any) -> Any:
+def as_it_is(kernel: Any) -> Any:
+    """What launches a kernel in eager mode."""
     return kernel
 
 
@@ -87,21 +94,21 @@ def _dot_interaction(
     t: Tensor, dense: Tensor | None, upper: bool, diagonal: bool, tiles: list[int]
 ) -> Tensor:
     """`tiles`: samples of a thread block and warps, forward and backward; empty: those of the package."""
-    _check(t, dense)
+    check_features("dot_interaction", t, dense)
     with torch.cuda.device_of(t):  # Triton launches on the current one
-        return _interact(t, dense, upper, diagonal, tiles, _as_it_is)
+        return _interact(t, dense, upper, diagonal, tiles, as_it_is)
 
 
 @torch.library.custom_op("inductor_fusions::dot_interaction_gradient", mutates_args=())
 def _gradient(dy: Tensor, t: Tensor, x: int, upper: bool, diagonal: bool, tiles: list[int]) -> Tensor:
     """The gradient of t; dense has x columns."""
     with torch.cuda.device_of(t):
-        return _differentiate(dy, t, x, upper, diagonal, tiles, _as_it_is)
+        return _differentiate(dy, t, x, upper, diagonal, tiles, as_it_is)
 
 
 @_dot_interaction.register_fake
 def _(t: Tensor, dense: Tensor | None, upper: bool, diagonal: bool, tiles: list[int]) -> Tensor:
-    _check(t, dense)
+    check_features("dot_interaction", t, dense)
     columns = 0 if dense is None else dense.shape[1]
     return t.new_empty((t.shape[0], columns + pair_count(t.shape[1], diagonal)))
 
@@ -111,13 +118,13 @@ def _(dy: Tensor, t: Tensor, x: int, upper: bool, diagonal: bool, tiles: list[in
     return t.new_empty(t.shape)
 
 
-def _traced(fn: Any) -> Any:
+def traced(fn: Any) -> Any:
     """`fn` with kernels that a graph can hold."""
     return lambda *args: fn(*args, torch.library.wrap_triton)
 
 
-_inductor.decompose_in_graphs(_dot_interaction, _traced(_interact))
-_inductor.decompose_in_graphs(_gradient, _traced(_differentiate))
+_inductor.decompose_in_graphs(_dot_interaction, traced(_interact))
+_inductor.decompose_in_graphs(_gradient, traced(_differentiate))
 
 #: What graphs call.
 DOT_INTERACTION: Any = torch.ops.inductor_fusions.dot_interaction.default
@@ -141,7 +148,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 _dot_interaction.register_autograd(_backward, setup_context=_setup)
 
 
-def _count(t_shape: Any) -> int:
+def count_flops(t_shape: Any) -> int:
+    """Two for each multiplication and addition of all products of the features of a sample."""
     samples, features, width = t_shape
     return int(2 * samples * features * features * width)
 
@@ -149,10 +157,10 @@ def _count(t_shape: Any) -> int:
 @register_flop_formula(torch.ops.inductor_fusions.dot_interaction)
 def flops(t_shape: Any, *args: Any, **kwargs: Any) -> int:
     """Two for each multiplication and addition of all products, as the matrix product has them."""
-    return _count(t_shape)
+    return count_flops(t_shape)
 
 
 @register_flop_formula(torch.ops.inductor_fusions.dot_interaction_gradient)
 def gradient_flops(dy_shape: Any, t_shape: Any, *args: Any, **kwargs: Any) -> int:
     """As forward."""
-    return _count(t_shape)
+    return count_flops(t_shape)

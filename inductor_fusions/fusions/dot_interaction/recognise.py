@@ -3,8 +3,9 @@
     z = torch.bmm(t, t.transpose(1, 2))
     torch.cat([dense, z[:, i, j]], dim=1)
 
-where (i, j) are the pairs of a triangle of z. Which pairs they are has to be in the graph: numbers in it, or
-`tril_indices` and `triu_indices`. Contents of buffers and inputs are never read.
+also as `z.flatten(1)[:, k]` and as `(t[:, i] * t[:, j]).sum(-1)`. Which pairs they are may be in the graph,
+as numbers or by `tril_indices` and `triu_indices`: a triangle has a kernel of its own. Contents of buffers
+and inputs are never read: the kernel takes the tensor.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from ...graph.einsum import equation
 from ...graph.torch_ops import TRANSPOSES, Op, permutation, read, transposed_attribute
 from ...liveness import readers
 from ...operands import tensor
-from ...reasons import Reason
-from ...writes import name_of
 
 _TRIANGLES = {torch.tril_indices: False, torch.triu_indices: True}
 #: Views that may give all products as one row of each sample.
@@ -40,20 +39,25 @@ class Site:
     """The pairs of one batch of features.
 
     Attributes:
-        pairs: z[:, i, j].
+        pairs: z[:, i, j], or what gives the same.
         t: the features, (samples, features, width).
-        products: z.
-        indices: i and j, as they are in the graph.
+        between: what is computed on the way, in order: z and its view; or both gathers and their product.
+        indices: i and j, or the cells of z in a row, as they are in the graph.
         cat: the concatenation that reads the pairs behind `dense`, or None.
         dense: what stands before the pairs, (samples, columns), or None.
     """
 
     pairs: fx.Node
     t: fx.Node
-    products: fx.Node
-    indices: tuple[Any, Any]
+    between: tuple[fx.Node, ...]
+    indices: tuple[Any, ...]
     cat: fx.Node | None
     dense: fx.Node | None
+
+    @property
+    def gathers(self) -> bool:
+        """Whether features are gathered before they are multiplied."""
+        return len(self.between) == 3
 
     @property
     def last(self) -> fx.Node:
@@ -63,19 +67,51 @@ class Site:
     @property
     def sources(self) -> set[fx.Node]:
         """What the pairs are made of: the features, their products, and what the indices are made by."""
-        return {self.products, *self.products.all_input_nodes, *_sources(self.indices)}
+        made = {x for node in self.between for x in (node, *node.all_input_nodes)}
+        return {*made, *_sources(self.indices)}
 
 
 def site(node: fx.Node) -> Site | None:
-    """What a gather of two indices is, if it is one from products of features with themselves."""
+    """The pairs that a node is: a gather from products of features with themselves, or a sum of products."""
     op = read(node)
-    if op is None or op.name != "getitem":
+    if op is None or op.inplace:
         return None
+    found = _of_sum(op) if op.name == "sum" else _of_gather(op)
+    return None if found is None else Site(node, *found, *_cat(node))
+
+
+def _of_gather(op: Op) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any, ...]] | None:
+    """The features, what is between, and the indices of z[:, i, j] and z.flatten(1)[:, k]."""
     z, index = op.input, op["index"]
-    if not isinstance(index, tuple) or len(index) != 3 or index[0] != _WHOLE:
+    if op.name == "index_select":
+        index = (_WHOLE, index) if op.only("input", "dim", "index")[1] in (1, -1) else None
+    if not isinstance(z, fx.Node) or not isinstance(index, tuple) or index[:1] != (_WHOLE,):
         return None
-    t = _squared(z) if all(map(_is_index, index[1:])) else None
-    return None if t is None else Site(node, t, z, index[1:], *_cat(node))
+    if not all(map(_is_index, index[1:])):
+        return None
+    if len(index) == 3:
+        t = _squared(z)
+        return None if t is None else (t, (z,), index[1:])
+    view = read(z)
+    if len(index) != 2 or view is None or view.name not in FLATTENS or not is_flattened(z):
+        return None
+    t = _squared(view.input)
+    return None if t is None else (t, (view.input, z), index[1:])
+
+
+def _of_sum(op: Op) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any, ...]] | None:
+    """The same of (t[:, i] * t[:, j]).sum(-1)."""
+    product, dim = op.only("input", "dim")
+    dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+    by = read(product)
+    if by is None or by.name != "mul" or type(dim) is not int or dim not in (2, -1):
+        return None
+    first, second = by.only("input", "other")
+    left, right = _gathered_from(first), _gathered_from(second)
+    value = tensor(product)
+    if left is None or left is not right or value is None or value.dim() != 3:
+        return None
+    return left, (first, second, product), tuple(gather.args[1][1] for gather in (first, second))
 
 
 def is_flattened(node: fx.Node) -> bool:
@@ -97,18 +133,12 @@ def unread(node: fx.Node) -> str:
     source, index = op.input, op["index"]
     if op.name == "masked_select":
         return "pairs are selected by a mask" if _squared_at(source) else ""
-    if op.name == "mul":
-        first, second = (_gathered_from(x) for x in (source, op["other"]))
-        summed = first is not None and first is second and any(name_of(user) == "sum" for user in node.users)
-        return "pairs are gathered before they are multiplied" if summed else ""
     if not isinstance(index, tuple) or len(index) != 2 or index[0] != _WHOLE:
         return ""
     mask = tensor(index[1])
     if mask is not None and mask.dtype == torch.bool and mask.dim() == 2 and _squared_at(source):
         return "pairs are selected by a mask"
-    view = read(source)
-    flat = view is not None and view.name in FLATTENS and is_flattened(view.node)
-    return "pairs are read of flattened products" if flat and _is_index(index[1]) else ""
+    return ""
 
 
 def _squared_at(z: Any) -> bool:
@@ -189,25 +219,19 @@ def _cat(pairs: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     return (user, parts[0]) if isinstance(columns, int) and columns <= WIDEST_DENSE else (None, None)
 
 
-def triangle(site: Site, features: int) -> tuple[bool, bool]:
+def triangle(site: Site, features: int) -> tuple[bool, bool] | None:
     """Which triangle the pairs are: whether the upper one, and whether with its diagonal.
 
-    Raises:
-        Rejected: they are not known, or no triangle row by row.
+    None where they are not known to be one, row by row.
     """
-    known = [_content(index) for index in site.indices]
-    if known[0] is None or known[1] is None:
-        raise Rejected(
-            Reason.PAIRS(
-                "which pairs are wanted is not in the graph: the indices are inputs or buffers, or computed"
-            ),
-            "make them in forward, with torch.tril_indices or of a list",
-        )
+    known: list[Any] = [_content(index) for index in site.indices]
+    if len(known) == 1 and known[0] is not None:
+        known = [[cell // features for cell in known[0]], [cell % features for cell in known[0]]]
     for upper in (False, True):
         for diagonal in (False, True):
             if known == [list(rows) for rows in _triangle(features, upper, diagonal)]:
                 return upper, diagonal
-    raise Rejected(Reason.PAIRS("the pairs are not a triangle of all pairs, row by row"))
+    return None
 
 
 def _triangle(size: int, upper: bool, diagonal: bool) -> tuple[list[int], list[int]]:

@@ -130,21 +130,21 @@ def dora_nvlabs(x: Any, w: Any, a: Any, b: Any, m: Any) -> Any:
 QKV = (X, "frozen 192x64", (8, 64), (64, 8), (8, 64), (64, 8))
 
 
-@form(*QKV, left=(2, 2), reasons=("cat reads", "cat reads"))
+@form(*QKV)
 def litgpt_cat(x: Any, w: Any, aq: Any, bq: Any, av: Any, bv: Any) -> Any:
     """Adapters of q and v on one linear of q, k and v, by `cat` with zeros."""
     q, v = F.linear(F.linear(x, aq), bq), F.linear(F.linear(x, av), bv)
     return F.linear(x, w) + torch.cat([q, torch.zeros_like(q), v], -1) * 2.0
 
 
-@form(*QKV, left=(2, 2), reasons=("constant_pad_nd reads", "constant_pad_nd reads"))
+@form(*QKV)
 def litllama_padded(x: Any, w: Any, aq: Any, bq: Any, av: Any, bv: Any) -> Any:
     """Zeros are put around each part."""
     q, v = F.linear(F.linear(x, aq), bq), F.linear(F.linear(x, av), bv)
     return F.linear(x, w) + 2.0 * (F.pad(q, (0, 128)) + F.pad(v, (128, 0)))
 
 
-@form(*QKV, left=(2, 1), reasons=("cat reads", ""), random=True)
+@form(*QKV, random=True)
 def kohya_split_dims(x: Any, w: Any, aq: Any, bq: Any, av: Any, bv: Any) -> Any:
     """As FLUX's fused projections are trained."""
     lxs = [

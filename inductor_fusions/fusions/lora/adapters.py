@@ -67,6 +67,7 @@ class Adapter:
         scale: its factor.
         factor: a tensor of one element by which it is multiplied as well, or None.
         middle: what B multiplies, where f is computed between both: a mask, a vector, an activation; or None.
+        pad: how many columns of the result are before and behind those of the product: there it adds nothing.
     """
 
     up: Product
@@ -74,6 +75,12 @@ class Adapter:
     scale: float
     factor: fx.Node | None
     middle: fx.Node | None = None
+    pad: tuple[int, int] = (0, 0)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is between A and B, and it has every column of the result."""
+        return self.middle is None and self.pad == (0, 0)
 
     @property
     def read(self) -> fx.Node:

@@ -71,6 +71,14 @@ class Emitter(Builder):
             total = term if total is None else self.call(aten.add.Tensor, total, term)
         return total
 
+    def padded(self, right: fx.Node, pad: tuple[int, int]) -> fx.Node:
+        """(r, n) with columns of zeros before and behind it, lying in memory as before."""
+        if pad == (0, 0):
+            return right
+        stored, turned = self._as_stored(right)
+        made = self.call(aten.constant_pad_nd.default, stored, [0, 0, *pad] if turned else [*pad])
+        return self.call(aten.permute.default, made, [1, 0]) if turned else made
+
     def left_halves(self, left: fx.Node, dtype: torch.dtype) -> fx.Node:
         """(M, r) of float32 as (high | high | low), (M, 3r)."""
         high, low = self._halves(left, dtype)

@@ -112,7 +112,7 @@ def is_whole(group: Sequence[Linear]) -> bool:
                 return False
             if any(view.target not in RESHAPES for view in views):
                 return False
-            if a.factor is not None or a.middle is not None or mask_of(a.down) is not None:
+            if a.factor is not None or not a.is_plain or mask_of(a.down) is not None:
                 return False
             # The kernel has one factor, behind B: in float16 what A gives may overflow without its own.
             if value(a.down.b).dtype == torch.float16 and reading.scale * a.down.scale != 1:

@@ -167,16 +167,16 @@ def kernel(shape: Shape, device: torch.device) -> str:
     return f"narrow_mm and block_mm, {shape}{pays}"
 
 
-def check_few_rows(tokens: int | Span | None, between: bool) -> None:
-    """Leave few rows with something between A and B to stock: what is measured there is one operation.
+def check_few_rows(tokens: int | Span | None, plain: bool) -> None:
+    """Leave few rows of adapters that are not plain to stock: what is measured there is one operation.
 
     Raises:
         LeftToStock: the policy asks for that.
     """
     few = tokens if isinstance(tokens, int) else tokens.hint if isinstance(tokens, Span) else None
-    if between and config.policy != "always" and few is not None and few <= MOST_ROWS:
+    if not plain and config.policy != "always" and few is not None and few <= MOST_ROWS:
         raise LeftToStock(
-            Reason.NOT_MEASURED(f"not measured for {MOST_ROWS} rows at most: something is between A and B")
+            Reason.NOT_MEASURED(f"for {MOST_ROWS} rows at most with something between A and B, or behind B")
         )
 
 

@@ -35,11 +35,12 @@ from ...graph.products import (
 from ...operands import holds
 from ...reasons import Reason, Said
 from .adapters import Adapter, adapter_of, has_size_of, times_tensor
+from .columns import parts_of
 
 aten = torch.ops.aten
 
 #: What a term passes on its way into a sum, beside what is pointwise: Inductor pads what an addmm adds.
-_PASSED = VIEWS | {*PRODUCTS, aten.constant_pad_nd.default}
+_PASSED = VIEWS | {*PRODUCTS, aten.constant_pad_nd.default, aten.cat.default}
 
 #: Of a sum without a base: it may be added to what is in memory (`sums`).
 NO_PRODUCT = Reason.NO_BASE("what is added to the adapter is no product that it alone reads")
@@ -170,6 +171,7 @@ class _Reader:
     def __init__(self, top: fx.Node) -> None:
         self.linear = Linear(cast_behind(top))
         self.top = top
+        self.pad = (0, 0)  # of what is visited
 
     def read(self) -> Linear:
         """The tree as a linear, with a problem where it is none."""
@@ -219,6 +221,15 @@ class _Reader:
             if (node.target in RESHAPES or node.target in CASTS) and is_floating(inner):
                 linear.inner.append(node)
                 return self._visit(inner, scale, factor)
+            parts = parts_of(node) or ()
+            if parts:
+                linear.inner.append(node)
+                outside = self.pad
+                for part, before, behind in parts:
+                    self.pad = outside[0] + before, outside[1] + behind
+                    self._visit(part, scale, factor)
+                self.pad = outside
+                return None
             step, by = scaled(node), times_tensor(node)
             if step is not None:
                 linear.inner.append(node)
@@ -251,7 +262,8 @@ class _Reader:
         if read is None:
             linear.bases.append(replace(found, bias=bias, scale=scale * found.scale))
         else:
-            linear.adapters.append(replace(read, scale=scale * read.scale, factor=factor or read.factor))
+            read = replace(read, scale=scale * read.scale, factor=factor or read.factor, pad=self.pad)
+            linear.adapters.append(read)
         return None
 
     def _one_tensor(self, factor: fx.Node | None) -> None:
@@ -291,7 +303,7 @@ def _inner(p: Product) -> int:
 
 def _leads_to_products(node: fx.Node) -> bool:
     """Whether there is a product or a sum behind casts, reshapes and factors."""
-    while node.op == "call_function" and product(node) is None and not summands(node):
+    while node.op == "call_function" and product(node) is None and not summands(node) and not parts_of(node):
         by = scaled(node) or times_tensor(node)
         if node.target in RESHAPES or node.target in CASTS:
             step = node.args[0]

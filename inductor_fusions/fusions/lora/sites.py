@@ -139,16 +139,20 @@ class Adapted(Candidate):
         self.whole = is_whole(group)
         self.downs = [] if self.whole else downs.narrow_products(_downs_of(group))
         self.place = self._place(group)
-        has_middle = any(a.middle is not None for linear in group for a in linear.adapters)
-        profit.check_few_rows(tokens_of(value(terms[0].node).shape[0]), has_middle)
+        plain = all(a.is_plain for linear in group for a in linear.adapters)
+        profit.check_few_rows(tokens_of(value(terms[0].node).shape[0]), plain)
         self.kernel = profit.kernel(shape_of(group), value(self.anchor).device)
         for linear in group:
             self._check_dropouts(linear)
 
     def _check_linear(self, linear: Linear) -> None:
         root, first = linear.root, value(linear.bases[0].node)
-        for p in (*linear.bases, *(a.up for a in linear.adapters)):
-            if not same_sizes(value(p.node).shape, first.shape):
+        shapes = [tuple(value(p.node).shape) for p in linear.bases]
+        for a in linear.adapters:
+            rows, columns = value(a.up.node).shape
+            shapes.append((rows, columns + sum(a.pad)))
+        for shape in shapes:
+            if not same_sizes(shape, first.shape):
                 raise Rejected(Reason.SHAPES("terms of different shapes"))
         if linear.adapters and str(value(root).shape[-1]) != str(first.shape[1]):
             raise Rejected(Reason.SHAPES("the sum has other columns than its terms"))
@@ -346,7 +350,7 @@ class Adapted(Candidate):
             found[0] = replace(found[0], bias=rest)
         for a in linear.adapters:
             (left, form), scale = ups[a.down.node] if a.middle is None else (a.middle, None), a.scale
-            right, dtype = a.up.b, value(linear.bases[0].a).dtype
+            right, dtype = make.padded(a.up.b, a.pad), value(linear.bases[0].a).dtype
             if a.factor is not None:
                 left, form = make.times(left, a.factor), None
             if form is not None:

@@ -95,7 +95,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "transpose": ("input", "dim0", "dim1"), "swapaxes": ("input", "dim0", "dim1"),
     "swapdims": ("input", "dim0", "dim1"), "permute": ("input",), "t": ("input",),
     "getitem": ("input", "index"), "getattr": ("input", "name"),
-    "index_select": ("input", "dim", "index"), "sum": ("input", "dim", "keepdim", "dtype"),
+    "index_select": ("input", "dim", "index"),
     "contiguous": ("input",), "clone": ("input",), "detach": ("input",), "alias": ("input",),
     "lift_fresh_copy": ("input",), "lift_fresh": ("input",),
     "repeat_interleave": ("input", "repeats", "dim"), "repeat": ("input",),

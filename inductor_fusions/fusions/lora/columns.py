@@ -48,7 +48,7 @@ def _of_padding(node: fx.Node) -> list[tuple[fx.Node, int, int]] | None:
 
 def _is_zero(node: fx.Node) -> bool:
     """Whether a node is made of zeros alone."""
-    return node.target is aten.full.default and len(node.args) == 2 and node.args[1] == 0
+    return node.target is aten.full.default and len(node.args) == 2 and node.args[1] in (0,)
 
 
 def _is_adapter(node: Any) -> bool:

@@ -93,7 +93,7 @@ def table(measured: dict[str, Any]) -> dict[str, Any]:
 OF_LINEARS = (
     "block_mm", "lora", "narrow_mm", "lora_decode", "lora_sums", "lora_accumulate", "lora_dropout",
     "outer_product_linear",
-    "dot_interaction", "decode_attention",
+    "dot_interaction", "decode_attention", "linear_cross_entropy",
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -62,6 +62,7 @@ def measure(
     device: str,
     quick: bool,
     fused: Callable[[], AbstractContextManager[None]] = nullcontext,
+    variants: Mapping[str, Json] = VARIANTS,
 ) -> Json:
     """Compile each variant, compare it with float64, and time them in turns.
 
@@ -73,6 +74,7 @@ def measure(
         device: "cuda" or "cpu".
         quick: short blocks, and nothing is autotuned.
         fused: what the fused variant is compiled in, beside the fusions.
+        variants: options of `torch.compile`, by name.
 
     Returns:
         Times by the wall clock and, on a GPU, on the device alone; spreads, peak memory, errors, seconds of
@@ -81,7 +83,7 @@ def measure(
     calls: dict[str, Callable[[], Tensors]] = {}
     compile_s, sites = {}, 0
     torch._dynamo.reset()
-    for name, options in VARIANTS.items():
+    for name, options in variants.items():
         if quick and name == "max_autotune":  # minutes on a CPU
             continue
         inductor_fusions.clear()

@@ -62,6 +62,9 @@ outer_product_linear: bool = Config(default=switch("INDUCTOR_FUSIONS_OUTER_PRODU
 #: The pairwise dot products of features, without writing the matrix of all of them.
 dot_interaction: bool = Config(default=switch("INDUCTOR_FUSIONS_DOT_INTERACTION", True))
 
+#: A loss and the linear that makes its logits, without having all logits in memory.
+linear_cross_entropy: bool = Config(default=switch("INDUCTOR_FUSIONS_LINEAR_CROSS_ENTROPY", True))
+
 #: "profitable" fuses where a measurement says that it pays; "always" fuses whatever is proved.
 policy: str = Config(default=choice("INDUCTOR_FUSIONS_POLICY", "profitable", "always"))
 

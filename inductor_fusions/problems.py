@@ -440,5 +440,15 @@ SECTIONS: Mapping[str, Section] = {
             may={"pairs": (lambda v: v in ("triangle", "given", "gathered"), "triangle")},
             measured={**_GAIN, "tiles": list_of(is_size)}, needed=("gain", "tiles"),
         ),
+        Section(
+            "linear_cross_entropy",
+            dict(
+                dtype=is_dtype, train=is_flag, frozen=is_flag, reduced=is_flag, width=is_size,
+                classes=is_size, tokens=is_size,
+            ),
+            lambda row: (half(row["dtype"]), row["train"], row["frozen"], row["reduced"]),
+            lambda row: (row["width"], row["classes"], row["tokens"]),
+            (1.0,) * 3, reach=3.0, measured=_GAIN, needed=("gain",),
+        ),
     )
 }  # fmt: skip

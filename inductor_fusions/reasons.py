@@ -203,6 +203,10 @@ class Reason(Enum):
         "Which pairs of the features are read is not what the kernel takes.",
         "`z[:, i, j]` with vectors of indices i and j.",
     )
+    LOSS = (
+        "The logits of a loss are not a linear's, or the loss is none that the operation computes.",
+        "`F.cross_entropy(F.linear(h, w).view(-1, V), labels.view(-1))`, with the linear in the same graph.",
+    )
     GATHERED = (
         "An index is read too often, for its size, to be written to memory first.",
         "Nothing: it is computed where it is read.",

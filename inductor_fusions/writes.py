@@ -258,6 +258,7 @@ def check_between(
     where: str,
     modes: Modes,
     known: Sequence[fx.Node] | None = None,
+    read: Collection[fx.Node] | None = None,
 ) -> None:  # fmt: skip
     """Refuse where something happens between what an operation replaces, in Dynamo's graph.
 
@@ -270,11 +271,14 @@ def check_between(
         where: between what and what this is, for the reason.
         modes: of the graph.
         known: the `effects` of the graph, where they are known.
+        read: what the operation reads later than `nodes` did: writes to other memory do not count. None:
+            each write does.
 
     Raises:
         Rejected: something does.
     """
     first, end = min(nodes), modes.at(last)
+    held = None if read is None else [storage(node) for node in read]
     for node in nodes:
         value, state = tensor(node), modes.at(node)
         differs = (state.gradients, state.inference) != (end.gradients, end.inference)
@@ -285,7 +289,10 @@ def check_between(
             return
         if node < first:
             continue
-        if written(node) or _writes_statistics(node, {*nodes, last}):
+        targets = [storage(target) for target in written(node)]
+        if held is not None:
+            targets = [target for target in targets if any(may_alias(target, each) for each in held)]
+        if targets or _writes_statistics(node, {*nodes, last}):
             raise Rejected(Reason.OVERWRITTEN(f"{node.name} writes in place between {where}"))
 
 

@@ -14,7 +14,7 @@ from tests.support.arguments import named
 
 TESTS = Path(__file__).parent
 #: Folders whose graphs hold operations of this package.
-FOLDERS = ("lora", "block_mm", "outer_product_linear", "dot_interaction")
+FOLDERS = ("lora", "block_mm", "outer_product_linear", "dot_interaction", "linear_cross_entropy")
 
 
 def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:

@@ -283,8 +283,9 @@ FUSION = Fusion("swish", "pre_grad", "relu to silu, wrong on purpose", recognise
 """
 
 #: The fusions before autograd, in order; with the one of the package, which wants to be before attention.
-OWN = "['attention', 'stock_misfires', 'outer_product_linear', 'dot_interaction', 'lora_input']"
-PLACED = "['outer_product_linear', 'dot_interaction', 'lora_input', 'swish', 'attention', 'stock_misfires']"
+INTERACTIONS = "'outer_product_linear', 'dot_interaction', 'linear_cross_entropy', 'lora_input'"
+OWN = f"['attention', 'stock_misfires', {INTERACTIONS}]"
+PLACED = f"[{INTERACTIONS}, 'swish', 'attention', 'stock_misfires']"
 
 PROGRAM = """
 import torch

@@ -16,7 +16,13 @@ from torch import fx
 import inductor_fusions
 from inductor_fusions import _inductor, config, matching, passes, registry
 from inductor_fusions.fusion import Candidate, Fusion, Rejected, Scope
-from inductor_fusions.fusions import ALL, attention, dot_interaction, outer_product_linear
+from inductor_fusions.fusions import (
+    ALL,
+    attention,
+    dot_interaction,
+    linear_cross_entropy,
+    outer_product_linear,
+)
 from inductor_fusions.fusions.lora import inputs
 from inductor_fusions.fusions.stock_misfires import FUSION as STOCK_MISFIRES
 from inductor_fusions.fusions.stock_misfires import walk
@@ -83,9 +89,18 @@ def namespaces() -> Iterator[tuple[str, Any]]:
             {"flatten", "reshape", "view", "getitem", "masked_select", "index_select", "sum"},
             "read",
         ),
+        (linear_cross_entropy.FUSION, {"cross_entropy", "nll_loss", "gather"}, "read"),
         (STOCK_MISFIRES, {"softmax", "special_softmax", "sum"}, "walk"),
     ],
-    ids=["attention", "sdpa", "outer_product_linear", "lora_input", "dot_interaction", "stock_misfires"],
+    ids=[
+        "attention",
+        "sdpa",
+        "outer_product_linear",
+        "lora_input",
+        "dot_interaction",
+        "linear_cross_entropy",
+        "stock_misfires",
+    ],
 )
 def test_every_spelling_is_an_anchor(fusion: Fusion, names: set[str], name_of: str, method: bool) -> None:
     """What a reader takes for one of these is looked for: nothing is listed twice by hand."""

@@ -36,8 +36,8 @@ TOGGLES = {
     "enabled": False, "attention": False, "attention_kernel": "flex", "stock_misfires": False,
     "qkv": False, "gated_mlp": False, "linear_epilogue": False, "max": "3", "skip": "another",
     "lora": False, "flex_backward": False, "stored_indices": False, "outer_product_linear": False,
-    "dot_interaction": False, "kernel_defects": False, "product_diagonal": False,
-    "estimate": False, "plugins": False,
+    "linear_cross_entropy": False, "dot_interaction": False, "kernel_defects": False,
+    "product_diagonal": False, "estimate": False, "plugins": False,
     "policy": "always", "empty_rows": "ignore", "strict": True,
 }  # fmt: skip
 

@@ -59,6 +59,12 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "scaled_dot_product_attention": (
         "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa",
     ),
+    # losses
+    "cross_entropy": (
+        "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
+    ),
+    "nll_loss": ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
+    "gather": ("input", "dim", "index"),
     # masks
     "masked_fill": ("input", "mask", "value"), "masked_select": ("input", "mask"),
     "where": ("condition", "input", "other"),

@@ -1,0 +1,315 @@
+"""Measure the loss head of a language model against stock: alone, and in a whole training step.
+
+    head n16384 h4096 v128256        a linear and its cross-entropy; `train` with the gradients of hidden
+                                     states and weight, `frozen` with those of hidden states alone
+    rows n16384 h4096 v128256        log-probabilities of the labels, one for each token
+    step b2 s4096                    forward and backward of Llama-1B with its loss, without the optimizer
+
+in bfloat16. `stock` and `fused` are timed side by side, by the wall clock and on the device alone, with the
+memory that one call needs at its peak; of a step, `before` is the package without this fusion. The loss and
+every gradient of a head are compared with float64 first; those of a step with float32, eager.
+
+    python -m bench.loss_head --out bench/results/loss_head_h100.json --budget 170
+    python -m bench.loss_head --out bench/results/loss_head_h100.json --table nvidia_h100_80gb_hbm3
+    python -m bench.loss_head --quick --device cpu --out /tmp/try.json
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import inductor_fusions
+from bench import device_table, interactions, tuning
+from bench.common import (
+    Json,
+    apart,
+    both_clocks,
+    compiled_only,
+    error_limit,
+    fresh_cache,
+    peak_bytes,
+    relative_error,
+)
+from bench.interactions import gain
+from inductor_fusions import config
+from inductor_fusions.budget import worst
+from inductor_fusions.fusions import linear_cross_entropy
+
+#: Every tenth label is left out.
+IGNORED = -100
+#: Rows that are computed in float64 at a time.
+EXACT_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+        kind: "head", "rows" or "step".
+        tokens, width, classes: sizes of the linear.
+        train: with a backward.
+        frozen: the weight takes no gradient.
+        checkpointed: layers of a step are computed again in the backward.
+    """
+
+    kind: str
+    tokens: int
+    width: int
+    classes: int
+    train: bool = True
+    frozen: bool = False
+    checkpointed: bool = False
+
+    @property
+    def key(self) -> str:
+        """Its name."""
+        sizes = f"n{self.tokens} h{self.width} v{self.classes}" if self.kind != "step" else "b2 s4096"
+        found = f"{self.kind} {sizes}" + (" train" if self.train and self.kind != "step" else "")
+        return found + (" frozen" if self.frozen else "") + (" checkpointed" if self.checkpointed else "")
+
+
+def grid(quick: bool) -> list[Row]:
+    """What is measured, the most important first."""
+    if quick:
+        return [
+            Row(kind, 64, 32, 512, train, frozen)
+            for kind in ("head", "rows")
+            for train, frozen in ((True, False), (True, True), (False, True))
+        ]
+    llama = 8192, 2048, 128256
+    return [
+        Row("head", 16384, 4096, 128256),
+        Row("step", *llama),
+        Row("rows", 16384, 4096, 128256, train=False, frozen=True),
+        Row("head", *llama),
+        Row("head", 16384, 4096, 128256, frozen=True),
+        Row("step", *llama, frozen=True),
+        Row("step", *llama, checkpointed=True),
+        Row("head", 16384, 4096, 248320),
+        Row("head", 16384, 4096, 128256, train=False, frozen=True),
+        Row("rows", *llama, train=False, frozen=True),
+        Row("rows", 16384, 4096, 128256),
+        Row("head", 8192, 2048, 32000),
+        Row("head", 16384, 768, 50304),
+        Row("head", 4096, 2048, 128256),
+        Row("head", 8192, 2304, 256000),
+        Row("head", 2048, 2048, 128256),
+        Row("head", *llama, train=False, frozen=True),
+        Row("head", *llama, frozen=True),
+        Row("rows", *llama),
+    ]
+
+
+class Head(nn.Module):
+    """A linear, and the cross-entropy of its result with labels; or log-probabilities of the labels."""
+
+    def __init__(self, width: int, classes: int, frozen: bool, each: bool) -> None:
+        super().__init__()
+        weight = torch.randn(classes, width) * width**-0.5
+        if frozen:
+            self.register_buffer("weight", weight)
+        else:
+            self.weight = nn.Parameter(weight)
+        self.each = each
+
+    def forward(self, h: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """h (tokens, width), labels (tokens,) -> the loss, or (tokens,)."""
+        logits = F.linear(h, self.weight).to(torch.promote_types(h.dtype, torch.float32))
+        if self.each:
+            return torch.log_softmax(logits, -1).gather(-1, labels[:, None]).squeeze(-1)
+        return F.cross_entropy(logits, labels, ignore_index=IGNORED)
+
+
+@contextmanager
+def as_measured() -> Iterator[None]:
+    """The fusion takes what it proves, whatever the tables say; the others as they are by default."""
+    with mock.patch.object(linear_cross_entropy.LossHead, "_measured", lambda site: ""):
+        yield
+
+
+def exact(row: Row, module: Head, h: torch.Tensor, labels: torch.Tensor, to: Any) -> interactions.Tensors:
+    """The result and its gradients in float64, some rows at a time."""
+    wide = copy.deepcopy(module).double()
+    count = int((labels != IGNORED).sum())
+    results, of_h = [], []
+    of_w: torch.Tensor | None = None
+    for start in range(0, row.tokens, EXACT_ROWS):
+        some = slice(start, start + EXACT_ROWS)
+        part, own = h[some].detach().double().requires_grad_(row.train), labels[some]
+        share = 1.0 if module.each else int((own != IGNORED).sum()) / count
+        cotangent = None if to is None else to[some].double() if module.each else to.double() * share
+        found = interactions.step(wide, (part, own), wide, cotangent)
+        results.append(found[0] if module.each else found[0] * share)
+        of_h += found[1:2]
+        if len(found) > 2:
+            of_w = found[2] if of_w is None else of_w.add_(found[2])
+    result = torch.cat(results) if module.each else torch.stack(results).sum()
+    gradients = [torch.cat(of_h)] if of_h else []
+    return [result, *gradients, *([] if of_w is None else [of_w])]
+
+
+def measure_head(row: Row, device: str, quick: bool) -> Json:
+    """A head, or rows, alone."""
+    torch.manual_seed(0)
+    module = Head(row.width, row.classes, row.frozen, row.kind == "rows").to(device, torch.bfloat16)
+    h = torch.randn(row.tokens, row.width, device=device).bfloat16().requires_grad_(row.train)
+    labels = torch.randint(row.classes, (row.tokens,), device=device)
+    if row.kind == "head":
+        labels[::10] = IGNORED
+    cotangent = None
+    if row.train:
+        cotangent = torch.rand(row.tokens if module.each else (), device=device, dtype=torch.float32)
+    true = exact(row, module, h, labels, cotangent)
+    variants = {name: interactions.VARIANTS[name] for name in ("stock", "fused")}
+    return interactions.measure(
+        module, (h, labels), cotangent, true, "linear_cross_entropy", device, quick, as_measured, variants
+    )
+
+
+class Step(nn.Module):
+    """A causal model of transformers that gives its loss alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids (batch, length) -> the loss, of the next tokens."""
+        loss: torch.Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        return loss
+
+
+def llama(row: Row, device: str) -> Step:
+    """Llama-1B with random weights, in training; its head is that of its embedding."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    settings = LlamaConfig(
+        vocab_size=row.classes, hidden_size=row.width, intermediate_size=8192, num_hidden_layers=16,
+        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192, rope_theta=5e5,
+        tie_word_embeddings=True, attn_implementation="sdpa",
+    )  # fmt: skip
+    with torch.device(device):
+        model = LlamaForCausalLM(settings).to(torch.bfloat16)
+    if row.frozen:  # as adapters leave it: no gradient of the embedding
+        model.lm_head.weight.requires_grad_(False)
+    if row.checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return Step(model.train())
+
+
+def measure_step(row: Row, device: str, quick: bool) -> Json:
+    """A whole training step."""
+    module = llama(row, device)
+    ids = torch.randint(row.classes, (2, row.tokens // 2), device=device)
+    watched = [module.model.model.norm.weight, module.model.model.layers[-1].mlp.down_proj.weight]
+
+    def once(call: Callable[..., Any]) -> list[torch.Tensor]:
+        loss = call(ids)
+        loss.backward()
+        found = [loss.detach(), *(p.grad.clone() for p in watched)]  # type: ignore[union-attr]
+        for parameter in module.parameters():
+            parameter.grad = None
+        return found
+
+    calls: dict[str, Callable[[], Any]] = {}
+    compile_s, sites = {}, 0
+    contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "stock": lambda: config.patch(enabled=False),
+        "before": lambda: config.patch(linear_cross_entropy=False),
+        "fused": as_measured,
+    }
+    torch._dynamo.reset()
+    for name, context in contexts.items():
+        inductor_fusions.clear()
+        start = time.perf_counter()
+        with context(), fresh_cache():
+            compiled = torch.compile(apart(module, name))
+            once(compiled)
+        compile_s[name] = round(time.perf_counter() - start, 2)
+        if name == "fused":
+            sites = inductor_fusions.report().count("fused", "linear_cross_entropy")
+        calls[name] = lambda compiled=compiled: once(compiled)
+    with compiled_only():
+        found = {name: call() for name, call in calls.items()}
+        times = both_clocks(calls, device, 3 if quick else 7, 0.05)
+        peak = {name: peak_bytes(call, device) for name, call in calls.items()}
+    module.float()
+    with config.patch(enabled=False):
+        true = once(module)
+    error = {
+        name: worst(relative_error(x, z) for x, z in zip(of, true, strict=True)) for name, of in found.items()
+    }
+    return {
+        "fused": sites, **times, "peak_bytes": peak, "static_bytes": torch.cuda.memory_allocated() // 2,
+        "error": error, "correct": error["fused"] <= error_limit(error["stock"], torch.bfloat16),
+        "compile_s": round(sum(compile_s.values()), 2), "compile_s_of": compile_s,
+    }  # fmt: skip
+
+
+def measure(row: Row, device: str, quick: bool) -> Json:
+    """One row of the results."""
+    found = (measure_step if row.kind == "step" else measure_head)(row, device, quick)
+    if device == "cuda":
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+    return {
+        "key": row.key, "kind": row.kind, "dtype": "bfloat16", "train": row.train, "frozen": row.frozen,
+        "reduced": row.kind != "rows", "checkpointed": row.checkpointed, "width": row.width,
+        "classes": row.classes, "tokens": row.tokens, **found,
+    }  # fmt: skip
+
+
+#: Columns of a row of a table.
+COLUMNS = ("dtype", "train", "frozen", "reduced", "width", "classes", "tokens")
+
+
+def table(path: Path, rows: list[Json]) -> None:
+    """Write the heads into the table of a device, in place of those that it has."""
+    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"schema": 1, "attention": []}
+    data["linear_cross_entropy"] = [
+        {**{name: row[name] for name in COLUMNS}, "gain": gain(row)}
+        for row in rows
+        if row["kind"] != "step" and row["fused"]
+    ]
+    device_table.write(path, data)
+
+
+def describe(found: Json) -> str:
+    """A row in one line."""
+    peak = {name: round(size / 2**30, 2) for name, size in found["peak_bytes"].items() if size is not None}
+    return (
+        f"{found.get('device_us', found['times_us'])} us, {gain(found)}x, GiB {peak}, "
+        f"error {found['error']}, correct {found['correct']}, fused {found['fused']}"
+    )
+
+
+def main() -> None:
+    """The command line."""
+    options = tuning.parser("bench.loss_head", __doc__, parallel=False, table=True).parse_args()
+    if tuning.wrote_table(options, table):
+        return
+    tuning.one_by_one(
+        "bench.loss_head",
+        options,
+        grid(options.quick),
+        lambda row: measure(row, options.device, options.quick),
+        describe,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""A loss and the linear that makes its logits, without having all logits in memory.
+
+The head of a language model: logits of every token and every entry of the vocabulary, of which a loss reads
+one and the logsumexp of each token. It becomes `inductor_fusions::linear_cross_entropy`, which makes a chunk
+of logits at a time, and their gradients with them; or `linear_softmax_rows`, where each token has a result
+of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ... import config, tables
+from ..._inductor import hint, is_body_of_dynamo, known_true
+from ...decisions import Query, Span, decide, decide_for_all
+from ...derivatives import check_operation
+from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
+from ...graph.torch_ops import reads_metadata
+from ...liveness import erase_dead_readers, readers
+from ...modes import Modes
+from ...operands import check_kind, tensor, text, tokens_of
+from ...reasons import Reason
+from ...writes import check_between, check_kept
+from . import emit, recognise
+from .recognise import Site, Unread
+
+if TYPE_CHECKING:
+    from ..._inductor import Match
+
+__all__ = ["FUSION"]
+
+#: Bytes of logits that are never too many.
+SMALL = 128 * 2**20
+
+
+class UnreadLoss(Candidate):
+    """A loss whose logits are not read."""
+
+    def __init__(self, found: Unread) -> None:
+        self.anchor, self.why = found.loss, found.why
+
+    def guard(self) -> None:
+        raise self.why
+
+    def rewrite(self) -> str:
+        raise AssertionError("it is never fused")
+
+
+class LossHead(Candidate):
+    """A loss, and the linear that makes its logits."""
+
+    def __init__(self, graph: fx.Graph, site: Site) -> None:
+        self.graph, self.site, self.anchor = graph, site, site.loss
+        self.note = ""
+
+    def describe(self) -> dict[str, str]:
+        return {name: text(tensor(getattr(self.site, name))) for name in ("h", "w", "labels")}
+
+    def savings(self) -> dict[str, int]:
+        logits = tensor(self.site.linear)
+        assert logits is not None
+        if not all(isinstance(size, int) for size in logits.shape):
+            return {}
+        # Written and read once at the least, and in training again as gradients.
+        return {"bytes": (4 if self.trains else 2) * logits.numel() * logits.itemsize, "flops": 0}
+
+    @property
+    def trains(self) -> bool:
+        """Whether the loss is differentiated."""
+        out = tensor(self.anchor)
+        return out is not None and out.requires_grad
+
+    @property
+    def wants(self) -> list[bool]:
+        """Whether gradients of h, of w and of the bias are wanted."""
+        site = self.site
+        held = [tensor(node) for node in (site.h, site.w, site.bias)]
+        return [self.trains and t is not None and t.requires_grad for t in held]
+
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether the forward makes the gradients: of one number, up to a factor.
+
+        float16 would not hold gradients that are not scaled yet, and a body may be run again for its
+        backward.
+        """
+        out = tensor(self.anchor)
+        return (
+            not self.site.gathers
+            and self.site.reduction != "none"
+            and not (self.trains and is_body_of_dynamo(self.graph))
+            and not (self.trains and out is not None and self._logits.dtype == torch.float16)
+        )
+
+    @property
+    def _logits(self) -> torch.Tensor:
+        found = tensor(self.site.linear)
+        assert found is not None
+        return found
+
+    def guard(self) -> None:
+        site, modes = self.site, Modes(self.graph)
+        operands = [node for node in (site.h, site.w, site.bias, site.labels, site.weights) if node]
+        values = [tensor(node) for node in operands]
+        if any(value is None for value in values):
+            raise Rejected(Reason.NOT_A_TENSOR("an operand of the loss is no tensor"))
+        check_kind(tensor(site.loss), *values)
+        logits = self._logits
+        if len({value.device for value in values if value is not None}) > 1:
+            raise Rejected(Reason.DEVICE("operands of the loss are on several devices"))
+        if not all(isinstance(size, int) for size in (*tensor(site.w).shape,)):  # type: ignore[union-attr]
+            raise Rejected(Reason.SYMBOLIC("the number of classes, or the width of the linear, is symbolic"))
+        if not known_true(logits.shape[-1] > 0):
+            raise Rejected(Reason.EMPTY("there are no classes"))
+        mixed = any(value.dtype != logits.dtype for value in values[:2] if value is not None)
+        if mixed and not dict(modes.at(site.linear).autocast) and not _autocasts(logits.device.type):
+            raise Rejected(Reason.MIXED_DTYPES("operands of several dtypes"))
+        if site.smoothing and not self.in_one_pass and site.reduction == "none" and site.weights is not None:
+            raise Rejected(Reason.LOSS("one loss for each row, with weights of classes and label smoothing"))
+        self._check_readers()
+        read = [node for node in (site.h, site.w, site.bias, *site.path) if node]
+        check_between(site.path, site.loss, "the linear and the loss", modes, read=read)
+        if not self.in_one_pass and self.trains:
+            check_kept(operands, site.loss)
+        check_operation([*site.path, site.loss])
+        if config.policy == "profitable":
+            self.note = self._measured()
+
+    def _check_readers(self) -> None:
+        """Refuse where logits are read by something else than the loss."""
+        path = {*self.site.path, self.site.loss}
+        for node in self.site.path:
+            others = [user for user in readers(node) if user not in path and not reads_metadata(user, node)]
+            if any(user.op == "output" for user in others):
+                raise Rejected(
+                    Reason.USED_ELSEWHERE("the logits leave the graph, and may be differentiated outside"),
+                    "return the loss alone: torch.compile(lambda *args: model(*args).loss)",
+                )
+            if others:
+                raise Rejected(
+                    Reason.USED_ELSEWHERE(f"the logits are read by {others[0].name} as well"),
+                    "let the loss alone read the logits",
+                )
+
+    def _measured(self) -> str:
+        """What the table of the device says.
+
+        Raises:
+            LeftToStock: it is not measured, not faster, or would need more memory.
+        """
+        site, logits, (wants_h, wants_w, _) = self.site, self._logits, self.wants
+        h, w = tensor(site.h), tensor(site.w)
+        assert h is not None and w is not None
+        rows, size = logits.numel() // w.shape[0 if site.by_rows else 1], hint(logits.numel())
+        if size * logits.itemsize < SMALL:
+            raise LeftToStock(Reason.NOT_FASTER("the logits are small, and stock keeps them"))
+        if self.trains and is_body_of_dynamo(self.graph):
+            raise LeftToStock(Reason.NOT_FASTER("a body that may be run again for its backward"))
+        kept = (hint(h.numel()) if wants_h else 0) + (w.numel() if wants_w else 0)
+        if self.trains and self.in_one_pass and kept > size:
+            raise LeftToStock(
+                Reason.MEMORY("its gradients, which the forward makes, are larger than the logits"),
+                "one loss of all tokens in place of several of some",
+            )
+        wanted = {
+            "dtype": tables.dtype_name(logits.dtype), "train": self.trains, "frozen": not wants_w,
+            "reduced": self.in_one_pass, "width": int(h.shape[-1]), "classes": int(logits.shape[-1]),
+        }  # fmt: skip
+        tokens = tokens_of(rows)
+        if tokens is None:
+            raise LeftToStock(Reason.SYMBOLIC("the number of tokens is symbolic, and has no value"))
+        if isinstance(tokens, Span):
+            query = Query("linear_cross_entropy", {**wanted, "tokens": tokens.hint})
+            decision = decide_for_all(query, tokens, logits.device)
+        else:
+            decision = decide(Query("linear_cross_entropy", {**wanted, "tokens": tokens}), logits.device)
+        if decision.kernel is None:
+            raise LeftToStock(decision.reason)
+        return f", {decision.note}"
+
+    def rewrite(self) -> str:
+        site = self.site
+        new = emit.loss(site, self.wants) if self.in_one_pass else emit.rows(site, self.wants)
+        erase_dead_readers([site.loss, *site.path])
+        site.loss.replace_all_uses_with(new)
+        for node in (site.loss, *reversed(site.path)):
+            if not node.users:
+                self.graph.erase_node(node)
+        name = "linear_cross_entropy" if self.in_one_pass else "linear_softmax_rows"
+        return f"{name}{self.note}"
+
+
+def _autocasts(device: str) -> bool:
+    return torch.is_autocast_enabled(device)
+
+
+FUSION = Fusion(
+    name="linear_cross_entropy",
+    stage="pre_grad",
+    summary="a loss and the linear that makes its logits, some logits at a time",
+)
+
+
+@FUSION.anchor(recognise.spelled)
+def read(scope: Scope, match: Match) -> Candidate | None:
+    """A loss behind a linear."""
+    found: Any = recognise.site(match.output_node())
+    if isinstance(found, Unread):
+        return UnreadLoss(found)
+    return None if found is None else LossHead(scope.graph, found)

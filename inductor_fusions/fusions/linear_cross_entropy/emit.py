@@ -1,0 +1,108 @@
+"""Puts the operations of the loss head into Dynamo's graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...graph.builder import Builder
+from ...operands import tensor
+from .op import LINEAR_CROSS_ENTROPY, SOFTMAX_ROWS
+from .recognise import Site
+
+
+def loss(site: Site, wants: list[bool]) -> fx.Node:
+    """One number, with gradients that the forward makes. In front of the loss, for it."""
+    build = Builder(site.loss)
+    h, w, bias = _operands(build, site)
+    made = build.parts(
+        LINEAR_CROSS_ENTROPY, h, w, bias, _labels(build, site), site.weights, site.bend.scale,
+        site.bend.cap, site.ignore_index, site.smoothing, site.reduction == "mean", wants,
+    )  # fmt: skip
+    return _as_before(build, made[0], site)
+
+
+def rows(site: Site, wants: list[bool]) -> fx.Node:
+    """The same of a loss of each row, and of log-probabilities; sums and means are made of them."""
+    build = Builder(site.loss)
+    h, w, bias = _operands(build, site)
+    labels = _labels(build, site)
+    there = None
+    if not site.gathers:
+        there = build.call(torch.ne, labels, site.ignore_index)
+        labels = build.call(torch.where, there, labels, -1)
+    smooth = site.smoothing != 0
+    picked, lse, total = build.parts(
+        SOFTMAX_ROWS, h, w, bias, labels, site.weights if smooth else None, site.bend.scale, site.bend.cap,
+        smooth,
+    )  # fmt: skip
+    if there is None:
+        return _as_before(build, build.call(torch.sub, picked, lse), site)
+    found = build.call(torch.sub, lse, picked)
+    own = there
+    whole: Any = build.value(w).shape[0]
+    if site.weights is not None:
+        known = build.call(torch.clamp, labels, min=0)
+        own = build.call(torch.mul, build.call("__getitem__", site.weights, known), there)
+        found = build.call(torch.mul, found, own)
+        whole = build.call(torch.sum, site.weights)
+    if smooth:
+        even = build.call(torch.sub, build.call(torch.mul, lse, whole), total)
+        even = build.call(torch.mul, even, site.smoothing / int(build.value(w).shape[0]))
+        found = build.call(torch.add, build.call(torch.mul, found, 1 - site.smoothing), even)
+    # Where all logits of a row that is left out are infinite, its loss is 0 in stock as well.
+    found = build.call(torch.where, there, found, 0.0)
+    if site.reduction != "none":
+        found = build.call(torch.sum, found)
+    if site.reduction == "mean":
+        found = build.call(torch.div, found, build.call(torch.sum, own))
+    return _as_before(build, found, site)
+
+
+def _operands(build: Builder, site: Site) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """h of the rows that the loss reads, as a matrix, w and bias, in the dtype of the logits."""
+    logits = tensor(site.linear)
+    assert logits is not None
+    h, w = site.h, site.w
+    places = {site.linear: h}
+    for node in site.replayed:
+        h = _replayed(build, node, h)
+        places[node] = h
+    if build.value(h).dim() != 2:
+        h = build.call("reshape", h, (-1, build.value(h).shape[-1]))
+    if not site.by_rows:
+        w = build.call("t", w)
+    bias = None if site.bias is None else build.to(site.bias, logits.dtype)
+    # What autocast does to the operands of a linear.
+    return build.to(h, logits.dtype), build.to(w, logits.dtype), bias
+
+
+def _replayed(build: Builder, node: fx.Node, h: fx.Node) -> fx.Node:
+    """What an operation that takes and orders rows of the logits does to rows of h."""
+    from ...graph.torch_ops import VIEWS, read
+
+    op, after = read(node), tensor(node)
+    assert op is not None and after is not None
+    if op.name in VIEWS:
+        return build.call("reshape", h, (*after.shape[:-1], build.value(h).shape[-1]))
+    kwargs = {name: h if value is op.input else value for name, value in node.kwargs.items()}
+    target: Any = node.target
+    return build.call(target, *(h if value is op.input else value for value in node.args), **kwargs)
+
+
+def _labels(build: Builder, site: Site) -> fx.Node:
+    labels = site.labels
+    return labels if build.value(labels).dim() == 1 else build.call("reshape", labels, (-1,))
+
+
+def _as_before(build: Builder, found: fx.Node, site: Site) -> fx.Node:
+    """A result in the shape and dtype of the loss."""
+    out = tensor(site.loss)
+    assert out is not None
+    found = build.to(found, out.dtype)
+    if len(build.value(found).shape) != out.dim():
+        found = build.call("reshape", found, tuple(out.shape))
+    found.meta[build.key] = out  # which takes a gradient
+    return found

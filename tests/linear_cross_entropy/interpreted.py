@@ -1,0 +1,65 @@
+"""Errors of the kernel, for Triton's interpreter."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from inductor_fusions.fusions.linear_cross_entropy import kernels
+from inductor_fusions.fusions.linear_cross_entropy.chunks import Pulls
+
+#: Rows, columns, and columns of a step.
+SIZES = {"odd": (5, 77, 32), "one step": (3, 64, 64), "short": (4, 7, 16), "one column": (2, 1, 16)}
+DTYPES = {"float16": torch.float16, "float32": torch.float32}
+#: Scale and cap of the logits, whether they are weighted, whether the total is wanted, and gradients.
+FORMS = {
+    "plain": (1.0, 0.0, False, False, True),
+    "scaled": (0.25, 0.0, False, False, True),
+    "capped": (0.5, 3.0, False, False, True),
+    "smoothed": (1.0, 0.0, False, True, True),
+    "weighted": (1.0, 2.0, True, True, True),
+    "forward": (1.0, 0.0, False, False, False),
+}
+CASES = {
+    f"{size}, {form} {dtype}": (size, form, dtype)
+    for size, form, dtype in itertools.product(SIZES, FORMS, DTYPES)
+}
+
+
+def errors(case: str) -> dict[str, float]:
+    """Relative error of each result against float64; rows that are left out have to be 0."""
+    size, form, dtype = CASES[case]
+    (rows, columns, block), (scale, cap, weighted, totals, pulled) = SIZES[size], FORMS[form]
+    torch.manual_seed(0)
+    # Rows of a larger buffer.
+    x = (3 * torch.randn(rows, columns + 3)).to(DTYPES[dtype])[:, :columns]
+    labels = torch.randint(columns, (rows,))
+    labels[1] = -1
+    weights = torch.rand(columns) if weighted else None
+    stats = torch.zeros(3 if totals else 2, rows + 2)[:, :rows]
+    soft, hot, flat = torch.rand(3, rows)
+    pulls = Pulls(soft, hot, flat if totals else None) if pulled else None
+    wide = x.double().requires_grad_()
+    y = scale * wide
+    y = cap * torch.tanh(y) if cap else y
+    w = torch.ones(columns).double() if weights is None else weights.double()
+    there = labels >= 0
+    picked = y.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    true = [picked, y.logsumexp(1), (y * w).sum(1)][: len(stats)]
+    (dx,) = torch.autograd.grad(
+        [each[there].sum() if pulls is None else (each * factor)[there].sum()
+         for each, factor in zip(true, (-hot, soft, -flat), strict=False)],
+        wide,
+    )  # fmt: skip
+    kernels.rows(x, labels, scale, cap, weights, stats, pulls, block)
+    assert not stats[:, ~there].any()
+    found = {
+        str(i): float((got[there].double() - z[there]).norm() / z[there].norm())
+        for i, (got, z) in enumerate(zip(stats, true, strict=True))
+    }
+    if pulls is not None:
+        assert not x[~there].any()
+        norm = float(dx.norm())
+        found["dx"] = float((x.double() - dx).norm()) / (norm if norm > 1e-9 else 1.0)
+    return found

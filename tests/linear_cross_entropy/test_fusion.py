@@ -1,0 +1,365 @@
+"""Which losses become one operation with the linear in front of them, and what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from inductor_fusions import config, testing
+from inductor_fusions.fusions.linear_cross_entropy import chunks
+from inductor_fusions.fusions.linear_cross_entropy.op import LINEAR_CROSS_ENTROPY
+
+B, T, H, V = 2, 9, 24, 61
+CHUNK_ROWS = chunks.chunk_rows  # as it is, where a fixture has another
+Function = Callable[..., Any]
+
+
+class Head(nn.Module):
+    """A linear and what a function makes of its logits and of labels."""
+
+    def __init__(self, loss: Function, bias: bool = False) -> None:
+        super().__init__()
+        self.head, self.loss = nn.Linear(H, V, bias=bias), loss
+        self.register_buffer("weights", torch.rand(V))
+
+    def forward(self, h: Any, labels: Any) -> Any:
+        if self.loss.__code__.co_argcount == 3:
+            return self.loss(self.head(h), labels, self.weights)
+        return self.loss(self.head(h), labels)
+
+
+@pytest.fixture(autouse=True)
+def several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one of which is shorter."""
+    monkeypatch.setattr(chunks, "chunk_rows", lambda rows, *sizes: max(1, -(-rows // 3)))
+
+
+def operands() -> tuple[torch.Tensor, torch.Tensor]:
+    labels = torch.randint(V, (B, T))
+    labels[0, 2], labels[1, 5] = -100, -100
+    return torch.randn(B, T, H, requires_grad=True), labels
+
+
+def check(fn: Function, inputs: Any = None, **options: Any) -> testing.Checked:
+    options = {"backend": testing.EAGER_AFTER_PASSES, "slack": 4.0, "fused": 1, **options}
+    return testing.check(fn, operands() if inputs is None else inputs, **options)
+
+
+def causal(logits: Any, labels: Any) -> Any:
+    """Of transformers: labels are shifted, and logits cast."""
+    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+    labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1), ignore_index=-100, reduction="mean")
+
+
+def shifted_logits(logits: Any, labels: Any) -> Any:
+    logits, labels = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
+
+
+def capped(logits: Any, labels: Any) -> Any:
+    """Of Gemma 2, with a sum that is divided by a number of tokens."""
+    logits = torch.tanh(logits / 3.0) * 3.0
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1), reduction="sum") / 14
+
+
+def scaled(logits: Any, labels: Any) -> Any:
+    """Of Granite and Cohere."""
+    return F.cross_entropy((0.25 * logits / 1.5).reshape(-1, V), labels.flatten())
+
+
+def of_classes_in_the_middle(logits: Any, labels: Any) -> Any:
+    return nn.CrossEntropyLoss(label_smoothing=0.1)(logits.transpose(1, 2), labels)
+
+
+def weighted(logits: Any, labels: Any, weights: Any) -> Any:
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1), weights, label_smoothing=0.2)
+
+
+def weighted_each(logits: Any, labels: Any, weights: Any) -> Any:
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1), weights, reduction="none")
+
+
+def each(logits: Any, labels: Any) -> Any:
+    """Rows that the caller weighs."""
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1), reduction="none", label_smoothing=0.1)
+
+
+def likelihood(logits: Any, labels: Any) -> Any:
+    logs = F.log_softmax(logits[:, :-1], dim=-1)
+    return F.nll_loss(logs.reshape(-1, V), labels[:, 1:].reshape(-1))
+
+
+def likelihood_in_the_middle(logits: Any, labels: Any) -> Any:
+    return F.nll_loss(torch.log_softmax(logits.mT, 1), labels, reduction="sum")
+
+
+def log_probabilities(logits: Any, labels: Any) -> Any:
+    """Of DPO: labels are overwritten where they are left out."""
+    logits, labels = logits[:, :-1], labels[:, 1:].clone()
+    mask = labels != -100
+    labels[labels == -100] = 0
+    return torch.gather(logits.log_softmax(-1), 2, labels.unsqueeze(2)).squeeze(2) * mask
+
+
+def another_ignored(logits: Any, labels: Any) -> Any:
+    """A class that there is."""
+    return F.cross_entropy(logits.view(-1, V), labels.clamp(min=0).view(-1), ignore_index=0)
+
+
+def one_sample(logits: Any, labels: Any) -> Any:
+    return F.cross_entropy(logits[1], labels[1]) * 2
+
+
+FORMS: dict[str, tuple[Function, str]] = {
+    "causal": (causal, "linear_cross_entropy"),
+    "shifted logits": (shifted_logits, "linear_cross_entropy"),
+    "capped": (capped, "linear_cross_entropy"),
+    "scaled": (scaled, "linear_cross_entropy"),
+    "classes in the middle": (of_classes_in_the_middle, "linear_cross_entropy"),
+    "weighted": (weighted, "linear_cross_entropy"),
+    "weighted, each": (weighted_each, "linear_softmax_rows"),
+    "each": (each, "linear_softmax_rows"),
+    "likelihood": (likelihood, "linear_cross_entropy"),
+    "likelihood in the middle": (likelihood_in_the_middle, "linear_cross_entropy"),
+    "log-probabilities": (log_probabilities, "linear_softmax_rows"),
+    "another label is ignored": (another_ignored, "linear_cross_entropy"),
+    "one sample": (one_sample, "linear_cross_entropy"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_form(name: str, bias: bool) -> None:
+    """Fused; the loss and the gradients of hidden states, weight and bias."""
+    fn, kernel = FORMS[name]
+    run = check(Head(fn, bias), kernel=kernel)
+    assert len(run.ours.grads) == 2 + bias
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_form_of_symbolic_sizes(name: str) -> None:
+    check(Head(FORMS[name][0]), dynamic=True)
+
+
+@pytest.mark.parametrize("name", ["causal", "capped", "log-probabilities"])
+def test_without_gradients(name: str) -> None:
+    h, labels = operands()
+    check(Head(FORMS[name][0]), (h.detach(), labels), train=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["causal", "weighted", "each", "log-probabilities"])
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    """float16 would not hold gradients of a mean that are not scaled yet: its backward makes them."""
+    run = check(Head(FORMS[name][0], bias=True), dtype=dtype, slack=1.0)
+    if dtype == torch.float16:
+        assert run.ours.fused[0].kernel == "linear_softmax_rows"
+
+
+@pytest.mark.parametrize("name", ["causal", "capped", "log-probabilities"])
+def test_in_full(name: str) -> None:
+    """As Inductor compiles it."""
+    check(Head(FORMS[name][0], bias=True), backend="inductor")
+
+
+def test_frozen_head() -> None:
+    """No gradient of a weight is made."""
+    head = Head(causal)
+    head.head.weight.requires_grad_(False)
+    seen = testing.capture(head, *operands(), train=True, backend=testing.EAGER_AFTER_PASSES)
+    (call,) = [n for g in seen.graphs for n in g.graph.nodes if n.target is LINEAR_CROSS_ENTROPY]
+    assert call.args[-1] == [True, False, False]
+    check(head)
+
+
+def test_autocast() -> None:
+    """The linear runs in bfloat16, and the loss in float32."""
+
+    class Cast(Head):
+        def forward(self, h: Any, labels: Any) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.loss(self.head(h), labels)
+
+    run = check(Cast(shifted_logits, bias=True), slack=0.05 / torch.finfo(torch.float32).eps)
+    assert run.ours.grads["head.weight"].dtype == torch.float32
+    assert all(ours <= 1.5 * stock + 0.008 for ours, stock in run.errors.values()), run.errors
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_all_labels_are_ignored(reduction: str) -> None:
+    """A mean over nothing is NaN, and its gradients are 0, as in stock."""
+
+    def fn(logits: Any, labels: Any) -> Any:
+        return F.cross_entropy(logits.view(-1, V), labels.view(-1), reduction=reduction)
+
+    h, labels = operands()
+    head = Head(fn)
+    seen = testing.capture(head, h, labels.fill_(-100), train=True, backend=testing.EAGER_AFTER_PASSES)
+    assert len(seen.fused) == 1 and all(not g.any() for g in seen.grads.values() if g is not None)
+    assert seen.outputs.isnan() if reduction == "mean" else seen.outputs == 0
+
+
+@pytest.mark.parametrize("label", [V, -1])
+def test_label_out_of_bounds(label: int) -> None:
+    h, labels = operands()
+    labels[0, 0] = label
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        testing.capture(Head(causal), h, labels.roll(1), backend=testing.EAGER_AFTER_PASSES)
+
+
+def test_hidden_states_are_used_elsewhere() -> None:
+    class Twice(Head):
+        def forward(self, h: Any, labels: Any) -> Any:
+            h = h * 2
+            return self.loss(self.head(h), labels) + h.square().mean(), h
+
+    check(Twice(causal))
+
+
+def test_tied_weight() -> None:
+    """That of an embedding, which gets both gradients."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(V, H)
+
+        def forward(self, labels: Any) -> Any:
+            h = self.embedding(labels).tanh()
+            return causal(F.linear(h, self.embedding.weight), labels)
+
+    check(Tied(), (torch.randint(V, (B, T)),))
+
+
+@pytest.mark.parametrize("product", ["matmul", "addmm"])
+def test_products(product: str) -> None:
+    def fn(h: Any, w: Any, bias: Any, labels: Any) -> Any:
+        logits = h @ w if product == "matmul" else torch.addmm(bias, h, w)
+        return F.cross_entropy(logits, labels) + bias.sum()
+
+    shapes = (B * T, H), (H, V), (V,)
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    check(fn, (*inputs, torch.randint(V, (B * T,))))
+
+
+def returned(logits: Any, labels: Any) -> Any:
+    return causal(logits, labels), logits
+
+
+def read_elsewhere(logits: Any, labels: Any) -> Any:
+    return causal(logits, labels) + 1e-4 * logits.logsumexp(-1).square().mean()
+
+
+def probabilities(logits: Any, labels: Any) -> Any:
+    return F.cross_entropy(logits.view(-1, V), torch.softmax(logits.detach(), -1).view(-1, V))
+
+
+def shifted_by_a_tensor(logits: Any, labels: Any, weights: Any) -> Any:
+    return causal(logits + weights, labels)
+
+
+def rounded(logits: Any, labels: Any) -> Any:
+    return causal(logits.bfloat16(), labels)
+
+
+def capped_twice(logits: Any, labels: Any) -> Any:
+    return causal(logits.tanh().tanh(), labels)
+
+
+def overwritten(logits: Any, labels: Any) -> Any:
+    logits[:, 0] = 0.0
+    return causal(logits, labels)
+
+
+def without_gradients(logits: Any, labels: Any) -> Any:
+    with torch.no_grad():
+        loss = causal(logits, labels)
+    return loss + logits.sum()
+
+
+def of_another_softmax(logits: Any, labels: Any) -> Any:
+    return F.nll_loss(logits.view(-1, V).log_softmax(0), labels.view(-1))
+
+
+def some_classes(logits: Any, labels: Any) -> Any:
+    return F.cross_entropy(logits[..., : V - 1].reshape(-1, V - 1), labels.clamp(0, V - 2).view(-1))
+
+
+def classes_that_are_rows(logits: Any, labels: Any) -> Any:
+    return F.cross_entropy(logits.reshape(V, -1).t(), labels.view(-1))
+
+
+OTHERS: dict[str, tuple[Function, str]] = {
+    "the logits are returned": (returned, "leave the graph"),
+    "the logits are read elsewhere": (read_elsewhere, "are read by"),
+    "probabilities": (probabilities, "int64 numbers of classes"),
+    "a tensor is added": (shifted_by_a_tensor, "not a linear's"),
+    "rounded": (rounded, "rounds the logits"),
+    "capped twice": (capped_twice, "two tanh"),
+    "overwritten": (overwritten, "are read by"),
+    "gradients are off": (without_gradients, ""),
+    "another softmax": (of_another_softmax, "not over the classes"),
+    "some classes": (some_classes, "not a linear's"),
+    "classes that are rows": (classes_that_are_rows, "not a linear's"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_left_alone(name: str) -> None:
+    fn, reason = OTHERS[name]
+    check(Head(fn), fused=0, reason=reason)
+
+
+def test_overwritten_hidden_states() -> None:
+    class Overwrites(Head):
+        def forward(self, h: Any, labels: Any) -> Any:
+            h = h * 2
+            logits = self.head(h)
+            h.detach().add_(1)
+            return self.loss(logits, labels)
+
+    h, labels = operands()
+    check(Overwrites(causal), (h.detach(), labels), fused=0, reason="in place", train=False)
+
+
+def test_transform_of_functions() -> None:
+    def fn(h: Any, w: Any, labels: Any) -> Any:
+        return torch.func.grad(lambda h: F.cross_entropy(F.linear(h, w), labels))(h)
+
+    check(fn, (torch.randn(5, H), torch.randn(V, H), torch.randint(V, (5,))), fused=0, reason="torch.func")
+
+
+def test_second_derivative() -> None:
+    """Eager gives one; the operation has none, and says so."""
+    h = torch.randn(5, H, requires_grad=True)
+    w, labels = torch.randn(V, H), torch.randint(V, (5,))
+
+    def fn(h: Any) -> Any:
+        (d,) = torch.autograd.grad(F.cross_entropy(F.linear(h, w), labels), h, create_graph=True)
+        return d.square().sum()
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        seen = testing.capture(fn, h, train=True, backend=testing.EAGER_AFTER_PASSES)
+    assert not seen.fused and len(seen.sites) == 1
+
+
+def test_by_default_small_logits_are_left() -> None:
+    with config.patch(policy="profitable"):
+        check(Head(causal), fused=0, policy="profitable", reason="are small")
+
+
+def test_chunk_rows() -> None:
+    """A quarter of all logits at the most, and so many bytes; of about the same size."""
+    assert CHUNK_ROWS(16384, 128256, 2, "cuda") == 2048
+    assert CHUNK_ROWS(8192, 128256, 2, "cuda") == 2048
+    assert CHUNK_ROWS(16384, 248320, 2, "cuda") == 1024
+    assert CHUNK_ROWS(7, 61, 4, "cpu") == 1
+    for count in (1, 5, 1000, 4097, 16384):
+        found = CHUNK_ROWS(count, 50257, 2, "cuda")
+        assert 1 <= found <= count and found * 50257 * 2 <= max(chunks.CHUNK["cuda"], 50257 * 2)

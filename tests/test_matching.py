@@ -64,6 +64,9 @@ def namespaces() -> Iterator[tuple[str, Any]]:
         "view",
         "mul",
         "masked_select",
+        "cross_entropy",
+        "nll_loss",
+        "gather",
     )
     for container in (torch, F, torch.special, torch._C._nn, torch.Tensor, operator):
         for name in (each for each in dir(container) if any(word in each for word in words)):

@@ -333,6 +333,7 @@ REACHED: dict[Reason, Callable[[], list[Site] | None]] = {
     ),
     Reason.PAIRS: lambda: before(lambda t: torch.bmm(t, t.mT).flatten(1), rand(4, 8, 16)),
     Reason.GATHERED: gathered_once,
+    Reason.LOSS: lambda: before(lambda x, i: F.cross_entropy(x.exp(), i), rand(4, 8), torch.arange(4)),
 }  # fmt: skip
 
 

@@ -11,6 +11,11 @@ import torch
 GROUPED_MM: Any = getattr(torch, "_grouped_mm", None)
 
 
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """Raise where a condition does not hold: at once on a CPU, by an assert of the device elsewhere."""
+    torch._assert_async(condition, message)
+
+
 def sdpa_is_fused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, dropout: float, causal: bool, grouped: bool
 ) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ... import _inductor
 from .chunks import Head, Pulls, walk, wide_dtype
 
 
@@ -33,7 +34,7 @@ def _check(h: Tensor, w: Tensor, bias: Tensor | None, labels: Tensor) -> None:
 def _within(labels: Tensor, ignored: Tensor | bool, columns: int) -> None:
     """Raise, on a device with its asserts, where a label is none of the columns."""
     fits = (labels >= 0) & (labels < columns) | ignored
-    torch._assert_async(fits.all(), "a label is out of bounds")
+    _inductor.assert_on_device(fits.all(), "a label is out of bounds")
 
 
 @torch.library.custom_op("inductor_fusions::linear_cross_entropy", mutates_args=())

@@ -105,14 +105,14 @@ def dora_scale(w: Any, a: Any, b: Any, m: Any) -> Any:
     return m / torch.linalg.norm(w + 0.5 * (b @ a), dim=1).detach()
 
 
-@form(*LORA, (128,), left=(2, 2), reasons=("as in DoRA", "kept for a backward"))
+@form(*LORA, (128,), left=(1, 2), reasons=("", "kept for a backward"))
 def dora_torchtune(x: Any, w: Any, a: Any, b: Any, m: Any) -> Any:
     base, lora = F.linear(x, w), F.linear(F.linear(x, a), b) * 0.5
     scale = dora_scale(w, a, b, m)
     return (scale - 1) * base + scale * lora + base
 
 
-@form(*LORA, (128,), left=(2, 2), reasons=("as in DoRA", "kept for a backward"))
+@form(*LORA, (128,), left=(1, 2), reasons=("", "kept for a backward"))
 def dora_peft(x: Any, w: Any, a: Any, b: Any, m: Any) -> Any:
     """With a bias that is taken away first."""
     result = F.linear(x, w)
@@ -120,7 +120,7 @@ def dora_peft(x: Any, w: Any, a: Any, b: Any, m: Any) -> Any:
     return result + ((scale - 1) * result + scale * F.linear(F.linear(x, a), b) * 0.5)
 
 
-@form(*LORA, (128,), left=(2, 2), reasons=("as in DoRA", "kept for a backward"))
+@form(*LORA, (128,), left=(1, 2), reasons=("", "kept for a backward"))
 def dora_nvlabs(x: Any, w: Any, a: Any, b: Any, m: Any) -> Any:
     scale = dora_scale(w, a, b, m).view(1, -1)
     org = F.linear(x, w)

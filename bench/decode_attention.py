@@ -12,8 +12,8 @@ tiles that a mask shows (`tiles`) is timed apart, since layers share it. `full` 
 shows all keys: the gain of a table is the least of both. `limit_us` is the time in which the keys and values
 that are seen, once each, come from memory.
 
-    python -m bench.decode_attention --out bench/results/decode_attention_h100.json --only a --budget 150
-    python -m bench.decode_attention --out bench/results/decode_attention_h100.json --only step --budget 300
+    python -m bench.decode_attention --out bench/results/decode_attention_h100.json --only ^[gm] --budget 150
+    python -m bench.decode_attention --out bench/results/decode_attention_h100.json --only ^step --budget 500
     python -m bench.decode_attention --out bench/results/decode_attention_h100.json \
         --table nvidia_h100_80gb_hbm3
 """

@@ -18,6 +18,8 @@ REPORT = "fuzz_cpu.json"
 LOAD = "load_cpu.json"
 #: The report of `python -m tests.models.survey --json`.
 ARCHITECTURES = "architectures_cpu.json"
+#: The report of `python -m tests.models.libraries --json`.
+LIBRARIES = "libraries_cpu.json"
 
 COMMAND = (
     "Nothing is recorded yet: `python -m tests.fuzz --examples 5000 --json bench/results/fuzz_cpu.json`, and "
@@ -46,6 +48,8 @@ def measured(results: Path, stem: str) -> str:
         parts += ["## The tests' programs on a GPU", _made(programs, docs_programs.judged)]
     if (results / ARCHITECTURES).exists():
         parts += ["## Architectures of transformers", _made(results / ARCHITECTURES, architectures)]
+    if (results / LIBRARIES).exists():
+        parts += ["## Models of other libraries", _made(results / LIBRARIES, libraries)]
     for sanitized in sorted(results.glob("sanitizer_*.json")):
         parts += ["## Kernels under compute-sanitizer", _made(sanitized, watched)]
     for trained in docs_plots.convergence_files(results):
@@ -92,6 +96,29 @@ def architectures(data: Json) -> str:
     ]
     why = table(("attention", "left, because", "models", "such as"), told)
     return "\n\n".join([table(names, body), f"<details><summary>Why</summary>\n\n{why}\n\n</details>"])
+
+
+def libraries(data: Json) -> str:
+    """How many models of each library are right, and the sites that are left by the code of their reason."""
+    body, told = [], []
+    for library, train in dict.fromkeys((row["library"], row["train"]) for row in data["rows"]):
+        rows = [row for row in data["rows"] if (row["library"], row["train"]) == (library, train)]
+        states = Counter(row["state"] for row in rows)
+        fused, left, such = Counter[str](), Counter[str](), dict[str, list[str]]()
+        for row in rows:
+            fused.update(row.get("fused", {}))
+            left.update(row.get("codes", {}))
+            for code in row.get("codes", {}):
+                such.setdefault(code, []).append(f"`{row['name']}`")
+        name = f"{library} {data['libraries'].get(library, '')}".strip() + (", training" if train else "")
+        counts = [states["right"], states["wrong"], states["not made"], fused["attention"], left.total()]
+        body.append((name, *map(str, counts)))
+        told += [(name, code, str(n), ", ".join(such[code][:4])) for code, n in left.most_common()]
+    names = ("library", "right", "wrong", "not made here", "attentions fused", "left")
+    codes = table(("library", "left, with the code", "sites", "such as"), told)
+    said = "Codes are those of [reasons.md](reasons.md)."
+    folded = f"<details><summary>Why</summary>\n\n{said}\n\n{codes}\n\n</details>"
+    return "\n\n".join([table(names, body), folded])
 
 
 def convergence(data: Json) -> str:

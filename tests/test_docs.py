@@ -318,6 +318,17 @@ def test_reliability_of_other_reports(tmp_path: Path) -> None:
     text = docs.render(root)[page]
     assert "| eager | 2 | 0 | 1 | 3 | 3 |" in text
     assert "| eager | the weights are used elsewhere | 1 | `xlm` |" in text
+    vision = {"library": "timm", "train": False, "state": "right"}
+    rows = [
+        {**vision, "name": "swin", "fused": {"attention": 4}, "left": {}, "codes": {}},
+        {**vision, "name": "cait", "fused": {"attention": 1}, "codes": {"attention: in-between": 3}},
+        {**vision, "name": "volo", "state": "not made", "reason": "ValueError"},
+    ]
+    report = {**head, "libraries": {"timm": "1.0"}, "rows": rows}
+    (results / "libraries_cpu.json").write_text(json.dumps(report))
+    text = docs.render(root)[page]
+    assert "| timm 1.0 | 2 | 0 | 1 | 5 | 3 |" in text
+    assert "| timm 1.0 | attention: in-between | 3 | `cait` |" in text
     assert "Of 1000 compiles" in text and "| Inductor as a whole, fused | 0 | 4.0 | 10 |" in text
 
 

@@ -288,7 +288,7 @@ def weights_returned(q: Any, k: Any, v: Any) -> Any:
     return w @ v, w
 
 
-@form((2, 9, 32), fused=0, reasons=("the attention weights are used elsewhere",))
+@form((2, 9, 32), fused=0, reasons=("differential attention",))
 class Differential(nn.Module):
     """A difference of two softmaxes, times the values: two attentions and a subtraction."""
 
@@ -309,16 +309,7 @@ class Differential(nn.Module):
         return merged(self.norm(torch.matmul(w, v)) * 0.2)
 
 
-@form(
-    (2, 4, 9, 8),
-    (2, 4, 9, 8),
-    (2, 2, 9, 16),
-    fused=0,
-    reasons=(
-        "stands between the softmax and the product with v",
-        "stands between the softmax and the product with v",
-    ),
-)
+@form((2, 4, 9, 8), (2, 4, 9, 8), (2, 2, 9, 16), fused=0, reasons=("differential attention",) * 2)
 def differential_of_two(q: Any, k: Any, v: Any) -> Any:
     """Two softmaxes of halves."""
     (q1, q2), (k1, k2) = q.chunk(2, 1), k.chunk(2, 1)

@@ -14,6 +14,10 @@ einsum = torch.einsum
 QKV = ((2, 4, 9, 8),) * 3
 
 
+def scored(q: Any, k: Any) -> Any:
+    return q @ k.mT * 8**-0.5
+
+
 def slopes(dtype: torch.dtype) -> torch.Tensor:
     return (torch.arange(9.0) * torch.tensor([0.5, 0.3, 0.2, 0.1])[:, None]).to(dtype)
 
@@ -38,15 +42,24 @@ def scores_of_mixed_heads(q: Any, k: Any, v: Any, mix: Any) -> Any:
     return scores.softmax(-1) @ v
 
 
+@form(*QKV, (4, 4), fused=0, reasons=("einsum stands between the product of q and k and the softmax",))
+def scores_mixed_by_einsum(q: Any, k: Any, v: Any, mix: Any) -> Any:
+    return einsum("bhij,hg->bgij", scored(q, k), mix).softmax(-1) @ v
+
+
+@form((2, 2, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8), fused=1, reasons=("no product of queries and keys",))
+def distances_behind_an_attention(q: Any, k: Any, v: Any) -> Any:
+    """The product of the attention in front is none of the second softmax."""
+    x = scored(q, k).softmax(-1) @ v
+    x = torch.nn.functional.layer_norm(x, (8,))
+    return (-torch.cdist(x, x)).softmax(-1) @ v
+
+
 @form(*QKV, (4, 4))
 def queries_of_mixed_heads(q: Any, k: Any, v: Any, mix: Any) -> Any:
     """The same product in front of the scores."""
     q = (q.permute(0, 2, 3, 1) @ mix).permute(0, 3, 1, 2)
     return (q @ k.mT * 8**-0.5).softmax(-1) @ v
-
-
-def scored(q: Any, k: Any) -> Any:
-    return q @ k.mT * 8**-0.5
 
 
 def exponentials(q: Any, k: Any) -> Any:

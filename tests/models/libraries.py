@@ -11,7 +11,9 @@ where they take sizes, small ones. They run as those of `tests.models.survey` do
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import importlib.metadata
 import inspect
 import re
 import sys
@@ -264,9 +266,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     report, wanted, missing = None, [], dict[str, str]()
     if options.json is not None:
-        report = Results(
-            options.json, environment("cpu", "tests.models.libraries"), lambda each: str(each["key"])
-        )
+        versions = {library: _version(library) for library in dict.fromkeys(name for name, *_ in makers())}
+        made = {**environment("cpu", "tests.models.libraries"), "libraries": versions}
+        report = Results(options.json, made, lambda each: str(each["key"]))
     for library, name, maker in makers():
         if options.only is not None and not options.only.search(f"{library} {name}"):
             continue
@@ -288,6 +290,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             if report is not None:
                 report.append(found)
     return 1 if wrong else 0
+
+
+def _version(library: str) -> str:
+    """The version that is installed, or ""."""
+    for package in (library, f"{library}_torch"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return ""
 
 
 def _declare_boxes() -> None:

@@ -29,6 +29,8 @@ from .operands import Operand, same_shape
 NO_PRODUCT = Reason.NO_PRODUCT("no product of queries and keys was found above the softmax")
 #: How far it is looked for, in nodes.
 REACH = 64
+#: Scores are not looked for beyond these: what is made of weights or tokens is none.
+_ENDS = frozenset("softmax _softmax scaled_dot_product_attention layer_norm rms_norm group_norm".split())
 
 #: ("mul" or "div", by what, leading sizes of the scores there).
 Scalers = list[tuple[str, Any, tuple[Any, ...]]]
@@ -291,7 +293,12 @@ class Walk:
         if op.node.kwargs.get("out") is not None:
             raise Rejected(Reason.OVERWRITTEN("the product writes to a given tensor (out=)"))
         if op.name == "einsum":
-            q, k = einsum.queries_and_keys(op, at)
+            try:
+                q, k = einsum.queries_and_keys(op, at)
+            except Misplaced:
+                if any(_has_product(each, result_of(op)) for each in op.node.all_input_nodes):
+                    raise Misplaced(_stands_between(op)) from None
+                raise
             site = self._site(op, q, k, at, factor, scalers)
         else:
             site = self._operands(op, op.input, op["other"], at, factor, scalers)
@@ -351,6 +358,8 @@ def _has_product(node: fx.Node, scores: torch.Tensor) -> bool:
         if op is not None and value is not None and (op.name in PRODUCTS or op.name == "baddbmm"):
             if {hint(size) for size in value.shape[-2:]} <= sizes:
                 return True
+            continue
+        if op is not None and op.name in _ENDS:
             continue
         whole = tensor(op.input) if op is not None and op.name in ("getitem", "narrow") else None
         sizes |= set() if whole is None else _sizes(whole)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from .. import tables
 from . import app
@@ -34,6 +35,7 @@ from .common import (
 )
 from .deciding import show_decision
 from .models import need_transformers
+from .tuning import export, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Seconds that `bench --quick` takes at most for each `--repeat`, beside its start: four minutes with that.
@@ -312,16 +314,30 @@ def kinds() -> list[str]:
     return sorted(path.stem.removeprefix("tune_") for path in (ROOT / "bench").glob("tune_*.py"))
 
 
+class _Tune(TyperCommand):
+    """What follows `run` and `export` is not looked at."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args[:1] in (["run"], ["export"]):
+            ctx.meta["given"], args = args[1:], args[:1]
+        return super().parse_args(ctx, args)
+
+
 @app.command(
-    epilog="Exit codes: 0 measured as far as the time allowed; 1 a row failed; 2 a wrong argument. Run it "
-    "again until no row is left. Only in a checkout, but for --why."
+    cls=_Tune,
+    epilog="Exit codes: 0 measured as far as the time allowed; 1 a row failed; 2 a wrong argument; of run "
+    "those of the script. Run it again until no row is left. Only in a checkout, but for run, export and "
+    "--why.",
 )
 def tune(
+    context: typer.Context,
     kind: Annotated[
         str,
         typer.Argument(
             metavar="KIND",
-            help="What to tune: attention, flex, lora or projections. With --why: a section of a table.",
+            help="What to tune: attention, flex, lora or projections. With --why: a section of a table. Or "
+            "run SCRIPT [ARGS]: run a script and measure what it compiles; or export [FILE]: write what was "
+            "measured on this machine as a table.",
         ),
     ],
     out: Annotated[
@@ -360,6 +376,11 @@ def tune(
 
     A table decides what the package fuses here: measure on an idle device, and commit the results with it.
     """
+    if kind == "run":
+        raise typer.Exit(run_script(context.meta["given"], find_device(Device.auto)))
+    if kind == "export":
+        export(context.meta["given"], find_device(Device.auto))
+        return
     if why is not None:
         show_decision(kind, why, target, device)
         return

@@ -7,7 +7,7 @@ from .attention import attention, flex_backward, flex_options
 from .deciding import Decision, Query, Span, bracket, decide, decide_for_all, tiles
 from .devices import hardware, target
 from .measuring import measurer
-from .trying import configured, trial
+from .trying import configured, some, trial
 
 __all__ = [
     "Decision",
@@ -22,6 +22,7 @@ __all__ = [
     "flex_options",
     "hardware",
     "measurer",
+    "some",
     "target",
     "tiles",
     "trial",

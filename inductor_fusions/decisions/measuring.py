@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from .. import _inductor, config, machine
+from .. import _inductor, config, machine, tables
 from ..problems import SECTIONS, Row
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,11 @@ log = logging.getLogger(__name__)
 SILENT, AGAIN = 3.0, 10.0
 #: Seconds after which a problem is given up, whatever the budget.
 LONGEST = 120.0
+
+#: Runs the worker of this very package, wherever it was imported from.
+_MAIN = (
+    "import sys; sys.path.insert(0, {!r}); from inductor_fusions.worker import main; sys.path.pop(0); main()"
+)
 
 Rows = Mapping[str, Sequence[Row]]
 #: Of a problem: its section, its row, the kernels that take it.
@@ -99,19 +104,18 @@ class Worker:
     def _start(self) -> None:
         self.end()
         self.folder = tempfile.mkdtemp(prefix="inductor_fusions-")
-        here = str(Path(__file__).parents[2])
-        paths = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
-        own = {
-            # The name of a device must mean the same there.
-            "PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": self.folder, "INDUCTOR_FUSIONS_MEASURE": "0",
-            "INDUCTOR_FUSIONS": "1",
-        }  # fmt: skip
-        silent = {name for name in os.environ if name in ("TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE_DEBUG")}
-        kept = {name: value for name, value in os.environ.items() if name not in silent}
+        # What is set for this process does not hold there, but for the tables.
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("INDUCTOR_FUSIONS", "TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE_DEBUG"))
+            or name == tables.VARIABLE
+        }
+        caches = dict.fromkeys(("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), self.folder)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from inductor_fusions.worker import main; main()"],
+            [sys.executable, "-c", _MAIN.format(str(Path(__file__).parents[2]))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=self.folder,
-            env={**kept, **own},
+            env={**kept, **caches},
         )  # fmt: skip
 
     def end(self) -> None:

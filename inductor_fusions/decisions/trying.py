@@ -47,6 +47,11 @@ def trial(section: str, number: int) -> Iterator[Trial]:
         _now = before
 
 
+def some(items: Sequence[C], count: int = 4) -> Sequence[C]:
+    """So many of them or a few more, evenly."""
+    return items[:: max(1, len(items) // count)]
+
+
 def configured(section: str, row: Mapping[str, Any], usual: C, candidates: Callable[[], Sequence[C]]) -> C:
     """The configuration of a kernel: the usual one, except where others are tried.
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 #: Seconds without a question after which the process ends: it holds memory of the device.
-IDLE = 20.0
+IDLE = 60.0
 
 
 def main() -> None:

@@ -32,6 +32,10 @@ class Case:
     fused: Callable[..., Tensors] | None = None
     varied: str = ""
 
+    def __post_init__(self) -> None:
+        for leaf in self.leaves:
+            leaf.requires_grad_()
+
 
 def generator(device: str, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     """Makes tensors of a shape and of numbers from a normal distribution, the same ones each time."""

@@ -10,7 +10,7 @@ import torch
 
 from ... import _inductor, tables
 from ...block_mm.lowering import check_factors, scaled_product
-from ...decisions import Query, configured, tiles
+from ...decisions import Query, configured, some, tiles
 from ...fusion import Rejected
 from ...lowering import kernel_or
 from ...operands import known_size
@@ -137,7 +137,7 @@ def measured(shape: Shape, device: torch.device) -> Config | None:
 def choose(shape: Shape, device: torch.device) -> Config:
     """The configuration for a shape: the table's where it has one."""
     usual, row = measured(shape, device) or default(shape), {**key(shape), "tokens": shape.rows}
-    return configured("lora_accumulate", row, usual, lambda: candidates(shape)) if shape.rows else usual
+    return configured("lora_accumulate", row, usual, lambda: some(candidates(shape))) if shape.rows else usual
 
 
 # -- lowering -------------------------------------------------------------------------------------

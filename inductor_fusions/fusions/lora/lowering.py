@@ -11,7 +11,7 @@ import torch
 from ... import _inductor
 from ...block_mm.heuristics import capability
 from ...block_mm.lowering import check_factors, scaled_product
-from ...decisions import configured
+from ...decisions import configured, some
 from ...fusion import Rejected
 from ...lowering import kernel_or
 from ...operands import known_size
@@ -144,7 +144,7 @@ def choose(shape: narrow.Shape, device: torch.device) -> narrow.Config:
     """The configuration for a shape: the table's where it has one."""
     usual = narrow.measured(shape, device) or narrow.default(shape)
     row = narrow.problem(shape)
-    return configured("narrow_mm", row, usual, lambda: narrow.candidates(shape)) if row else usual
+    return configured("narrow_mm", row, usual, lambda: some(narrow.candidates(shape))) if row else usual
 
 
 def _added_up(

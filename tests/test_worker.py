@@ -1,0 +1,201 @@
+"""The process that measures: problems are written out as fusions find them, and timed against stock."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import inductor_fusions
+from inductor_fusions import config, decisions, tables, worker
+from inductor_fusions.decisions import Query, deciding
+from inductor_fusions.problems import SECTIONS
+from inductor_fusions.worker import attention, measuring, problem
+from inductor_fusions.worker.case import Case, UnableError
+
+#: Of each section, rows of the H200's table whose problem must be asked for when they are written out.
+FOUND = {"attention": 385, "block_mm": 12, "lora": 188, "lora_sums": 252}
+
+
+@contextlib.contextmanager
+def asked() -> Iterator[list[Query]]:
+    """The problems that are asked for inside."""
+    found: list[Query] = []
+    decided = deciding._decided
+
+    def note(query: Query, device: torch.device) -> Any:
+        found.append(query)
+        return decided(query, device)
+
+    with mock.patch.object(deciding, "_decided", note):
+        yield found
+
+
+def problems(section: str) -> list[dict[str, Any]]:
+    table = tables.load("nvidia_h200")
+    assert table is not None
+    kind = SECTIONS[section]
+    rows = [item.row for item in table.rows(section) if item.gains and not item.row.get("train")]
+    rows = [row for row in rows if row.get("tokens", 0) <= 4096 and row.get("batch", 1) <= 64]
+    return [{name: value for name, value in row.items() if name not in kind.measured} for row in rows]
+
+
+@pytest.mark.parametrize("section", FOUND)
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.9])
+def test_what_is_written_out_asks_for_the_very_problem(section: str, place: float) -> None:
+    rows = problems(section)
+    row = rows[int(place * len(rows))]
+    write = attention.case if section == "attention" else problem.CASES[section]
+    try:
+        case = write(row, "cpu")
+    except UnableError:
+        assert section == "block_mm" and row["kind"] in ("sum", "mixed")
+        return
+    with asked() as found, config.patch(policy="profitable"):
+        inductor_fusions.explain(case.fn, *case.inputs, gpu="nvidia_h200")
+    kind = SECTIONS[section]
+    same = [
+        query
+        for query in found
+        if query.section == section
+        and kind.key(query.row) == kind.key(row)
+        and query.row.get(kind.along) == row.get(kind.along)
+    ]
+    assert same, [(query.section, dict(query.row)) for query in found]
+
+
+def test_kernels_get_one_configuration_after_another() -> None:
+    class Config:
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+        def to_json(self) -> dict[str, Any]:
+            return {"size": self.size}
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Config) and other.size == self.size
+
+        __hash__ = None  # type: ignore[assignment]
+
+    row = {"tokens": 3}
+
+    def chosen(section: str = "block_mm") -> int:
+        candidates = [Config(size) for size in (1, 2, 3)]
+        return decisions.configured(section, row, Config(2), lambda: candidates).size
+
+    assert chosen() == 2
+    for number, size in enumerate((2, 1, 3)):
+        with decisions.trial("block_mm", number) as trial:
+            assert (chosen(), chosen("narrow_mm"), trial.exhausted) == (size, 2, False)
+        assert trial.rows == {
+            "block_mm": [{**row, "config": {"size": size}}], "narrow_mm": [{**row, "config": {"size": 2}}],
+        }  # fmt: skip
+    with decisions.trial("block_mm", 3) as trial:
+        assert (chosen(), trial.exhausted) == (2, True)
+    assert chosen() == 2
+
+
+ATTENTION = {
+    "batch": 2, "heads": 3, "q_len": 33, "kv_len": 33, "head_dim": 16, "dtype": "float32", "mask": "causal",
+    "train": True,
+}  # fmt: skip
+
+
+def ask(**changes: Any) -> dict[str, Any]:
+    given = {
+        "section": "attention", "row": ATTENTION, "kernels": ["sdpa"], "device": "cpu", "index": 0,
+        "threads": 1, **changes,
+    }  # fmt: skip
+    saved = torch.get_num_threads()
+    with mock.patch.object(worker, "set_up", lambda asked: None):
+        try:
+            return worker.answer(given)
+        finally:
+            torch.set_num_threads(saved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", ["none", "causal", "pad", "bias_grad", "causal+pad"])
+def test_an_attention_is_measured(mask: str, fresh_cache: None) -> None:
+    row = {**ATTENTION, "mask": mask, "train": mask != "causal+pad"}
+    answer = ask(row=row, kernels=["sdpa", "row_bias"])
+    (made,) = answer["rows"]["attention"]
+    SECTIONS["attention"].check(made)
+    assert {**made, "gain": 0} == {**row, "gain": 0}
+    # cuDNN's kernel takes nothing on a CPU.
+    assert set(made["gain"]) == {"sdpa"} and made["gain"]["sdpa"] > 0
+
+
+def test_what_cannot_be_written_out_is_said() -> None:
+    assert "not known" in ask(row={**ATTENTION, "mask": "softplus causal"})["unable"]
+    assert "no column" in ask(row={**ATTENTION, "musk": 1})["error"]
+    row = {"inner": 64, "outer": 64, "rank": 8, "dtype": "bfloat16", "adapters": "bfloat16", "masks": 1,
+           "tokens": 8}  # fmt: skip
+    assert "lora_dropout" in ask(section="lora_dropout", row=row)["unable"]
+
+
+def test_memory_that_is_out_is_said() -> None:
+    with mock.patch.object(attention, "case", side_effect=torch.OutOfMemoryError("CUDA out of memory")):
+        assert ask() == {"error": "out of memory"}
+
+
+def test_a_kernel_that_is_wrong_has_no_gain() -> None:
+    x = torch.randn(64)
+    case = Case(lambda x: [x.sin()], [x])
+
+    def stock() -> list[torch.Tensor]:
+        return [x.sin()]
+
+    runs = {"right": stock, "wrong": lambda: [x.sin() * 1.001]}
+    found = measuring._judged(case, stock, runs, "cpu")
+    assert found["wrong"] == 0.0 and found["right"] > 0.5
+
+
+def test_a_question_and_an_answer_are_one_line_each(capfd: pytest.CaptureFixture[str]) -> None:
+    """What is printed meanwhile is no answer."""
+    ends = [os.pipe(), os.pipe()]
+
+    def talkative(asked: Any) -> dict[str, Any]:
+        print("words")
+        return {"unable": asked["section"]}
+
+    saved = os.dup(1)
+    try:
+        os.write(ends[0][1], b'{"section": "one"}\n{"section": "two"}\n')
+        os.close(ends[0][1])
+        os.dup2(ends[1][1], 1)
+        with mock.patch.object(worker, "answer", talkative), mock.patch.object(worker.sys, "stdin") as stdin:
+            stdin.buffer.fileno.return_value = ends[0][0]
+            worker.main()
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+    os.close(ends[1][1])
+    answers = b""
+    while some := os.read(ends[1][0], 4096):
+        answers += some
+    assert [json.loads(line) for line in answers.splitlines()] == [{"unable": "one"}, {"unable": "two"}]
+
+
+def test_the_process_takes_no_setting_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from inductor_fusions.decisions import measuring as asking
+
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(asking.subprocess, "Popen", lambda *args, **given: made.update(given))
+    monkeypatch.setenv("INDUCTOR_FUSIONS_MAX", "0")
+    monkeypatch.setenv(tables.VARIABLE, str(tmp_path))
+    own = asking.Worker(torch.device("cpu"))
+    own._start()
+    try:
+        assert "INDUCTOR_FUSIONS_MAX" not in made["env"] and made["env"][tables.VARIABLE] == str(tmp_path)
+        assert made["env"]["TORCHINDUCTOR_CACHE_DIR"] == made["cwd"] == own.folder
+    finally:
+        own.process = None
+        own.end()

@@ -199,6 +199,10 @@ class Reason(Enum):
         "The gate and what it multiplies are linears of different inputs.",
         "Nothing: they share nothing to read.",
     )
+    ACTIVATION = (
+        "The gate, or what it multiplies, passes a function that no kernel has.",
+        "silu, gelu, relu or sigmoid of the gate, and nothing else: no clamps.",
+    )
     PAIRS = (
         "Which pairs of the features are read is not what the kernel takes.",
         "`z[:, i, j]` with vectors of indices i and j.",

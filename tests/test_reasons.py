@@ -331,6 +331,10 @@ REACHED: dict[Reason, Callable[[], list[Site] | None]] = {
     Reason.INPUTS: lambda: after(
         lambda x, y, w: F.silu(F.linear(x, w)) * F.linear(y, w), rand(32, 64), rand(32, 64), rand(96, 64)
     ),
+    Reason.ACTIVATION: lambda: after(
+        lambda x, w, v: F.silu(F.linear(x, w)) * F.linear(x, v).clamp(-7, 7),
+        *(rand(rows, 64) for rows in (32, 96, 96)),
+    ),
     Reason.PAIRS: lambda: before(lambda t: torch.bmm(t, t.mT).flatten(1), rand(4, 8, 16)),
     Reason.GATHERED: gathered_once,
     Reason.LOSS: lambda: before(lambda x, i: F.cross_entropy(x.exp(), i), rand(4, 8), torch.arange(4)),

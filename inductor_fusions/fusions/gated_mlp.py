@@ -21,7 +21,17 @@ from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
 from ..graph.builder import Builder, substitute
 from ..graph.facts import facts
 from ..graph.placement import Place
-from ..graph.products import Product, identity, product, same_sizes, value
+from ..graph.products import (
+    CASTS,
+    RESHAPES,
+    Product,
+    identity,
+    is_pointwise,
+    product,
+    same_sizes,
+    tensor,
+    value,
+)
 from ..problems import FEW_ROWS
 from ..reasons import Reason
 
@@ -122,6 +132,58 @@ class GatedPair(Candidate):
         return self.kernel
 
 
+class OtherGate(Candidate):
+    """A linear times a function of another one on the same input, for which there is no kernel.
+
+    Args:
+        root: the product.
+        names: the operations between the linears and it.
+    """
+
+    def __init__(self, root: fx.Node, names: Sequence[str]) -> None:
+        self.anchor, self.names = root, names
+
+    def describe(self) -> dict[str, str]:
+        return {"result": guards.text(self.anchor)}
+
+    def guard(self) -> None:
+        guards.check_device(self.anchor)
+        raise LeftToStock(
+            Reason.ACTIVATION(f"no kernel has what a gate and its linear pass: {', '.join(self.names)}")
+        )
+
+    def rewrite(self) -> str:
+        raise AssertionError("is never fused")
+
+
+def _other(root: fx.Node) -> tuple[frozenset[fx.Node], list[str]] | None:
+    """Both linears of what looks like a gated pair, and the names of the operations behind them."""
+    names, sides = set[str](), list[fx.Node]()
+    for argument in root.args:
+        waiting, ends = [argument], set[fx.Node]()
+        while waiting and len(ends) < 2:
+            node = waiting.pop()
+            if not isinstance(node, fx.Node) or tensor(node) is None:
+                continue
+            if product(node) is not None or columns(node) is not None:
+                ends.add(node)
+            elif node.target in RESHAPES:
+                waiting.append(node.args[0])
+            elif is_pointwise(node):
+                if node.target not in CASTS:
+                    names.add(str(node.target).split(".")[1])
+                waiting += node.all_input_nodes
+            else:
+                return None  # something else is multiplied as well
+        if len(ends) != 1:
+            return None
+        sides += ends
+    inputs = [identity((product(x) or columns(x).base).a) for x in sides]  # type: ignore[union-attr]
+    if sides[0] is sides[1] or inputs[0] != inputs[1]:
+        return None
+    return frozenset(sides), sorted(names)
+
+
 FUSION = Fusion(
     name="gated_mlp",
     stage="post_grad",
@@ -136,6 +198,7 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     A group: the activations of one graph share what is known of its expressions.
     """
     expressions, seen = Expressions(), set[fx.Node]()
+    known, others = set[frozenset[fx.Node]](), dict[fx.Node, tuple[frozenset[fx.Node], list[str]]]()
     for match in matches:
         node = match.output_node()
         if was_erased(node):
@@ -149,6 +212,14 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
             if root.target is not aten.mul.Tensor or root in seen or was_erased(root):
                 continue
             seen.add(root)
-            found = _read(expressions.of(root))
+            expression = expressions.of(root)
+            found, other = _read(expression), _other(root)
             if found is not None:
+                known.add(frozenset(leaves(expression)))
                 yield GatedPair(scope.graph, root, *found)
+            elif other is not None:
+                others[root] = other
+    for root, (pair, names) in others.items():
+        if not was_erased(root) and pair not in known:
+            known.add(pair)
+            yield OtherGate(root, names)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from .._inductor import was_erased
 from ..block_mm import emit, guards
 from ..block_mm.expressions import Expressions, activation, behind, between, leaves, same
 from ..block_mm.op import ACTIVATIONS
@@ -103,6 +104,19 @@ def _has_nonlinear_tail(node: fx.Node, steps: int = _STEPS) -> bool:
     return False
 
 
+def _crossed(node: fx.Node) -> Product | None:
+    """The linear of `x0 * linear(x) + x`, a cross layer (DCN v2, arXiv:2008.13535), of its multiplication."""
+    sides = [through(x, RESHAPES | CASTS) if isinstance(x, fx.Node) else None for x in node.args]
+    linears = [p for side in sides if (p := product(side)) is not None]
+    if len(linears) != 1 or len(node.users) != 1:
+        return None
+    (user,) = node.users
+    operands = [*node.args, *user.args] if user.target is aten.add.Tensor else []
+    count = str(value(node).numel())
+    whole = all((found := tensor(x)) is not None and str(found.numel()) == count for x in operands)
+    return linears[0] if operands and whole else None
+
+
 class LinearEpilogue(Candidate):
     """A linear with an activation behind it."""
 
@@ -166,10 +180,11 @@ FUSION = Fusion(
 )
 
 
-@FUSION.group(lambda: _NONLINEAR)
+@FUSION.group(lambda: [*_NONLINEAR, aten.mul.Tensor])
 def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
-    """Every linear that an activation follows."""
-    expressions, linears = Expressions(), _linears_before(nodes_of(matches))
+    """Every linear that an activation follows, and every one of a cross layer."""
+    nodes = nodes_of(matches)
+    expressions, linears = Expressions(), _linears_before([n for n in nodes if n.target in _NONLINEAR])
     whole = {linear.node: _whole_activation(linear, expressions) for linear in linears}
     for node, last in whole.items():
         found = product(node)  # anew: its input may be the activation that the last one has replaced
@@ -179,3 +194,7 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
             yield Activated(scope.graph, found, *last)
         elif _has_nonlinear_tail(node):
             yield LinearEpilogue(scope.graph, found)
+    for node in nodes:
+        crossed = _crossed(node) if node.target is aten.mul.Tensor and not was_erased(node) else None
+        if crossed is not None and crossed.node not in whole:
+            yield LinearEpilogue(scope.graph, crossed)

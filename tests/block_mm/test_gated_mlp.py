@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from inductor_fusions import config
+from inductor_fusions.reasons import Reason
 from tests.block_mm.support import GatedMLP, check, rand, run
 from tests.support.arguments import named
 
@@ -256,3 +257,32 @@ def test_rows_that_inductor_pads() -> None:
 
     seen = check(fn, (rand(37, 64), rand(128, 64), rand(128, 64)))
     assert seen.fused("gated_mlp") == 1 and seen.products() == 0
+
+
+def gelu_inside(x: Any, w: Any, v: Any) -> Any:
+    g, u = x @ w, x @ v
+    return (0.5 * g) * ((1 + torch.erf(g * 0.5**0.5)) * u)
+
+
+def of_another_input(x: Any, w: Any, v: Any) -> Any:
+    return torch.tanh(x @ w) * (x.flip(0) @ v)
+
+
+def with_a_third_factor(x: Any, w: Any, v: Any) -> Any:
+    return torch.tanh(x @ w) * ((x @ v) * x.sum())
+
+
+@pytest.mark.parametrize("fn", [gelu_inside, of_another_input, with_a_third_factor], ids=lambda f: f.__name__)
+def test_no_gate_without_a_kernel(fn: Any) -> None:
+    """A part of a gate that is fused; linears of two inputs; and a product of more than two."""
+    seen = check(fn, (rand(16, 64), rand(64, 128), rand(64, 128)), budget=2.0)
+    assert Reason.ACTIVATION.code not in seen.codes("gated_mlp")
+    assert seen.fused("gated_mlp") == (fn is gelu_inside)
+
+
+def test_a_gate_without_a_kernel() -> None:
+    def fn(x: Any, w: Any, v: Any) -> Any:
+        return torch.tanh(x @ w) * (x @ v)
+
+    seen = check(fn, (rand(16, 64), rand(64, 128), rand(64, 128)), budget=2.0)
+    assert seen.codes("gated_mlp") == [Reason.ACTIVATION.code]

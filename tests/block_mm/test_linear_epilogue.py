@@ -142,3 +142,27 @@ def test_broadcast_against_itself() -> None:
 
     seen = check(fn, (rand(16, 64), rand(32, 64)), budget=2.0)
     assert "the linear is broadcast by what follows it" in seen.reasons("linear_epilogue")
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_cross_layer(train: bool) -> None:
+    """`x0 * linear(x) + x`, of DCN v2: the product and the sum are loops behind the kernel."""
+
+    def fn(x0: Any, x: Any, w: Any, c: Any) -> Any:
+        return x0 * F.linear(x, w, c) + x
+
+    seen = check(fn, (rand(16, 64), rand(16, 64), rand(64, 64), rand(64)), train=train, budget=2.0)
+    assert seen.fused("linear_epilogue") == 1 and seen.products() == 0
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x0, x, w: x0 * F.linear(x, w),
+        lambda x0, x, w: x0[:1] * F.linear(x, w) + x,
+        lambda x0, x, w: x0 * F.linear(x, w) + x[0],
+        lambda x0, x, w: F.linear(x, w) + x * x0,
+    ],
+)
+def test_no_cross_layer(fn: Callable[..., Any]) -> None:
+    assert not check(fn, (rand(16, 64), rand(16, 64), rand(64, 64)), budget=2.0).sites

@@ -7,9 +7,10 @@ import torch
 
 from tests.block_mm.support import check, run
 from tests.forms.adapters import ADAPTERS
+from tests.forms.gates import GATES
 from tests.forms.linear_form import LinearForm
 
-FORMS: dict[str, LinearForm] = {**ADAPTERS}
+FORMS: dict[str, LinearForm] = {**ADAPTERS, **GATES}
 
 
 @pytest.mark.parametrize("form", list(FORMS.values()), ids=list(FORMS))

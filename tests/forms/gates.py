@@ -1,0 +1,58 @@
+"""Gates and cross layers as models write them: one linear or two, and what is done to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .linear_form import collector
+
+GATES: dict[str, Any] = {}
+form = collector(GATES)
+X = (2, 48, 64)
+PACKED = (X, "frozen 256x64")
+
+
+@form(*PACKED, left=(0, 1), reasons=("", "a backward needs them"))
+def phi_chunk(x: Any, w: Any) -> Any:
+    gate, up = F.linear(x, w).chunk(2, dim=-1)
+    return up * F.silu(gate)
+
+
+@form(*PACKED, left=(0, 1), reasons=("", "a backward needs them"))
+def glm_split(x: Any, w: Any) -> Any:
+    gate, up = torch.split(F.linear(x, w), 128, dim=-1)
+    return F.silu(gate) * up
+
+
+@form(*PACKED, left=(0, 1), reasons=("", "a backward needs them"))
+def geglu_slices(x: Any, w: Any) -> Any:
+    h = F.linear(x, w)
+    return h[..., :128] * F.gelu(h[..., 128:])
+
+
+@form(*PACKED, left=(0, 1), reasons=("", "a backward needs them"))
+def interleaved(x: Any, w: Any) -> Any:
+    h = F.linear(x, w)
+    return F.silu(h[..., ::2]) * h[..., 1::2]
+
+
+@form(*PACKED, left=(1, 1), reasons=("clamp_min", "clamp_min"))
+def gpt_oss_clamped(x: Any, w: Any) -> Any:
+    """Both are clamped, and the sigmoid has a factor."""
+    h = F.linear(x, w)
+    gate, up = h[..., ::2].clamp(max=7.0), h[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+@form(X, "frozen 128x64", "frozen 128x64", left=(0, 0), reasons=("pow, relu", "pow, relu"))
+def squared_relu(x: Any, w: Any, v: Any) -> Any:
+    return F.relu(F.linear(x, w)).square() * F.linear(x, v)
+
+
+@form((96, 64), (96, 64), (64, 64), (64,), left=(0, 0))
+def dcn_cross(x0: Any, x: Any, w: Any, b: Any) -> Any:
+    """A cross layer: times the first input, plus the last one."""
+    return x0 * F.linear(x, w, b) + x

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -161,6 +162,22 @@ def test_what_saves_most_comes_first(process: Measured) -> None:
         assert process.asked == []
     assert [row["q_len"] for _, row in process.asked] == [512, 2048, 64]
     assert decide(small, CPU).source == "this machine"
+
+
+def test_threads_collect_apart(process: Measured) -> None:
+    """Another thread that compiles meanwhile measures at once."""
+    found: list[str] = []
+    with decisions.deciding.measurer.first_what_saves_most():
+        thread = threading.Thread(target=lambda: found.append(measured_apart(attention(q_len=64, kv_len=64))))
+        thread.start()
+        thread.join()
+        assert decide(attention(q_len=4096, kv_len=4096), CPU).source == "pending"
+    assert found == ["this machine"]
+
+
+def measured_apart(query: Query) -> str:
+    with config.patch(measure=True):  # a patch holds for its thread
+        return decide(query, CPU).source
 
 
 def test_the_budget_is_of_the_process(process: Measured) -> None:

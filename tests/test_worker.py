@@ -158,6 +158,17 @@ def test_a_kernel_that_is_wrong_has_no_gain() -> None:
     assert found["wrong"] == 0.0 and found["right"] > 0.5
 
 
+def test_the_first_sample_alone_is_compared_where_samples_are_apart() -> None:
+    for mask, sizes in (("pad", 1), ("bias_grad", 2)):
+        case = attention.case({**ATTENTION, "mask": mask}, "cpu")
+        exact, count = measuring._exact(case)
+        assert (count, exact[0].shape[0], len(exact)) == (1, sizes, 1 + 3 + (mask == "bias_grad"))
+        found = [*case.fn(*case.inputs)]
+        torch.testing.assert_close(found[0][:sizes].double(), exact[0], rtol=1e-4, atol=1e-5)
+        gradients = measuring._gradients(found, case.leaves)
+        torch.testing.assert_close(gradients[0][:sizes].double(), exact[1], rtol=1e-3, atol=1e-4)
+
+
 def test_a_question_and_an_answer_are_one_line_each(capfd: pytest.CaptureFixture[str]) -> None:
     """What is printed meanwhile is no answer."""
     ends = [os.pipe(), os.pipe()]

@@ -148,7 +148,7 @@ class Measurer:
         self.workers: dict[torch.device, Worker] = {}
         self.asked: set[str] = set()
         self.said: set[str] = set()
-        self.collected: Counter[tuple[str, torch.device]] | None = None
+        self.here = threading.local()
         self.lock = threading.RLock()
 
     # -- whether ----------------------------------------------------------------------------------------
@@ -176,20 +176,22 @@ class Measurer:
     @contextlib.contextmanager
     def first_what_saves_most(self) -> Iterator[None]:
         """Problems that would be measured inside are counted, and measured at the end."""
-        before, self.collected = self.collected, Counter()
+        before: Counter[tuple[str, torch.device]] | None = getattr(self.here, "collected", None)
+        found: Counter[tuple[str, torch.device]] = Counter()
+        self.here.collected = found
         try:
             yield
-            found = self.collected
         finally:
-            self.collected = before
+            self.here.collected = before
         for device in {device for _, device in found}:
             self.measure({text: count for (text, at), count in found.items() if at == device}, device)
 
     def collects(self, problem: Problem, device: torch.device) -> bool:
         """Whether problems are collected: then this one is counted."""
-        if self.collected is None:
+        found: Counter[tuple[str, torch.device]] | None = getattr(self.here, "collected", None)
+        if found is None:
             return False
-        self.collected[json.dumps(problem), device] += 1
+        found[json.dumps(problem), device] += 1
         return True
 
     # -- measuring --------------------------------------------------------------------------------------

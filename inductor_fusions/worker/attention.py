@@ -125,4 +125,12 @@ def case(given: Row, device: str) -> Case:
     if "sink" in names:
         leaves.append(sinks)
     fn = attention(row)
-    return Case(lambda *inputs: [fn(*inputs)], [q, k, v, data, sinks], leaves if given["train"] else [])
+    # The gradient of what samples share is a sum over all of them.
+    apart = not given["train"] or len(leaves) == 3
+    inputs = [q, k, v, data, *([sinks] if "sink" in names else [])]
+    return Case(
+        lambda q, k, v, data, sinks=None: [fn(q, k, v, data, sinks)],
+        inputs,
+        leaves if given["train"] else [],
+        samples=apart and "sink" not in names,
+    )

@@ -23,6 +23,8 @@ class Case:
         inputs: its arguments.
         leaves: those of them that a backward differentiates by; empty in inference.
         fused: the same by the operation of the package, where that is not what the fusions make of `fn`.
+        samples: whether the first dim of inputs, outputs and gradients is that of samples, unless it is 1:
+            then the first sample alone is compared with float64.
         varied: the section of the kernel whose tiles are worth trying; "" for none.
     """
 
@@ -30,6 +32,7 @@ class Case:
     inputs: Tensors
     leaves: Sequence[torch.Tensor] = ()
     fused: Callable[..., Tensors] | None = None
+    samples: bool = False
     varied: str = ""
 
     def __post_init__(self) -> None:

@@ -26,6 +26,10 @@ def difference_of_heads(q: Any, k: Any, v: Any, r: Any) -> Any:
     return (w[:, 0] - 0.5 * w[:, 1]) @ v
 
 
+def less_a_mask(q: Any, k: Any, v: Any, r: Any) -> Any:
+    return (weights(q, k) - torch.eye(N)) @ v
+
+
 def squared(q: Any, k: Any, v: Any, r: Any) -> Any:
     return weights(q, k).square() @ v
 
@@ -45,8 +49,9 @@ def returned(q: Any, k: Any, v: Any, r: Any) -> Any:
 
 
 REASONS = {
-    "difference": (difference, 2, "sub stands between the softmax and the product with v", ""),
-    "difference of heads": (difference_of_heads, 1, "used elsewhere, by getitem", ""),
+    "difference": (difference, 2, "differential attention", "two attentions"),
+    "difference of heads": (difference_of_heads, 1, "differential attention", "two attentions"),
+    "difference to a mask": (less_a_mask, 1, "sub stands between the softmax and the product with v", ""),
     "squared": (squared, 1, "square stands between the softmax and the product with v", ""),
     "mixed": (mixed, 1, "conv2d stands between the softmax and the product with v", ""),
     "twice": (twice, 1, "used elsewhere, by matmul", ""),

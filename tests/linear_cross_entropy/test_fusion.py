@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 from inductor_fusions import config, testing
@@ -333,6 +334,69 @@ def test_transform_of_functions() -> None:
         return torch.func.grad(lambda h: F.cross_entropy(F.linear(h, w), labels))(h)
 
     check(fn, (torch.randn(5, H), torch.randn(V, H), torch.randint(V, (5,))), fused=0, reason="torch.func")
+
+
+@pytest.mark.parametrize("backend", [testing.EAGER_AFTER_PASSES, "inductor"])
+def test_checkpointed(backend: str) -> None:
+    """A body that is run again: its backward makes the gradients."""
+
+    class Checkpointed(Head):
+        def forward(self, h: Any, labels: Any) -> Any:
+            def body(h: Any, labels: Any) -> Any:
+                return self.loss(self.head(h), labels)
+
+            return torch.utils.checkpoint.checkpoint(body, h * 2, labels, use_reentrant=False)
+
+    check(Checkpointed(causal, bias=True), kernel="linear_softmax_rows", backend=backend)
+
+
+def test_adapted_head() -> None:
+    """Logits are a sum of two products."""
+
+    class Adapted(Head):
+        def __init__(self, loss: Function) -> None:
+            super().__init__(loss)
+            self.a, self.b = nn.Linear(H, 4, bias=False), nn.Linear(4, V, bias=False)
+
+        def forward(self, h: Any, labels: Any) -> Any:
+            return self.loss(self.head(h) + 2 * self.b(self.a(h)), labels)
+
+    with config.patch(lora=False):
+        check(Adapted(causal), fused=0, reason="not a linear's")
+
+
+def test_strided_operands() -> None:
+    """Hidden states, weight and labels that are views of others."""
+
+    def fn(h: Any, w: Any, labels: Any) -> Any:
+        return F.cross_entropy(F.linear(h.transpose(0, 1)[:, ::2], w[:, 1:]).flatten(0, 1), labels[::2])
+
+    inputs = torch.randn(T, B, H, requires_grad=True), torch.randn(V, H + 1, requires_grad=True)
+    check(fn, (*inputs, torch.randint(V, (B * -(-T // 2) * 2,))))
+
+
+def test_no_rows() -> None:
+    """A sum over nothing is 0, and so are its gradients."""
+    h, labels = torch.randn(0, T, H, requires_grad=True), torch.randint(V, (0, T))
+
+    def fn(logits: Any, labels: Any) -> Any:
+        return F.cross_entropy(logits.view(-1, V), labels.view(-1), reduction="sum")
+
+    check(Head(fn), (h, labels))
+
+
+def test_two_losses() -> None:
+    """Each of them is one: of two heads on the same hidden states."""
+
+    class Two(Head):
+        def __init__(self, loss: Function) -> None:
+            super().__init__(loss)
+            self.other = nn.Linear(H, V)
+
+        def forward(self, h: Any, labels: Any) -> Any:
+            return self.loss(self.head(h), labels) - self.loss(self.other(h), labels.roll(1))
+
+    check(Two(causal), fused=2)
 
 
 def test_second_derivative() -> None:

@@ -192,7 +192,7 @@ class _Sums:
         self.h, self.w, self.bias = h, head.w, head.bias
         # Each is a tensor of its own: results of an operation share no memory.
         self.dh, self.dw, self.db = (h.new_empty(0) for _ in range(3))
-        wide = wide_dtype(h.dtype)
+        wide, self.fresh = wide_dtype(h.dtype), False
         if wants[0]:
             self.dh = h.new_empty(h.shape)
         if wants[1]:
@@ -200,7 +200,9 @@ class _Sums:
             rounded = h.is_cuda and h.dtype == torch.bfloat16
             rounded = rounded and chunks <= MOST_ROUNDED and bytes_wide > WIDE_SUM
             shape, dtype = self.w.shape, h.dtype if rounded else wide
-            self.dw = torch.zeros(shape, dtype=dtype, device=h.device)
+            # The first product writes it, where there are rows and the dtypes are the same.
+            self.fresh = dtype == h.dtype and chunks > 0
+            self.dw = (torch.empty if self.fresh else torch.zeros)(shape, dtype=dtype, device=h.device)
         if wants[2] and head.bias is not None:
             self.db = torch.zeros(self.w.shape[0], dtype=wide, device=h.device)
 
@@ -209,7 +211,11 @@ class _Sums:
         if self.dh.numel():
             torch.mm(d, self.w, out=self.dh[rows])
         if self.dw.numel():
-            _add_product(self.dw, d.t(), self.h[rows])
+            if self.fresh:
+                torch.mm(d.t(), self.h[rows], out=self.dw)
+            else:
+                _add_product(self.dw, d.t(), self.h[rows])
+            self.fresh = False
         if self.db.numel():
             self.db += d.sum(0, dtype=self.db.dtype)
 

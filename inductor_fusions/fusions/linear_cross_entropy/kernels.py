@@ -13,8 +13,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .chunks import Pulls
 
-#: Columns of a step, and warps.
-BLOCK, WARPS = 4096, 8
+#: Columns of a step, and warps, which fill a multiprocessor: rows that are read at once fit into L2.
+BLOCK, WARPS = 8192, 32
 
 
 @triton.jit

@@ -107,7 +107,8 @@ class Reason(Enum):
     )
     NOT_MEASURED = (
         "Nothing is measured for this device, or near this shape.",
-        "`python -m inductor_fusions tune`; `INDUCTOR_FUSIONS_POLICY=always` fuses what is proved.",
+        "`python -m inductor_fusions tune run SCRIPT` measures it, as `INDUCTOR_FUSIONS_MEASURE=1` does; "
+        "`INDUCTOR_FUSIONS_POLICY=always` fuses what is proved.",
     )
     NOT_FASTER = (
         "Stock's kernels are as fast, or faster, as measured or estimated.",

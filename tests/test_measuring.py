@@ -460,6 +460,43 @@ def test_the_store_of_a_job_answers_with_what_was_said_first() -> None:
         torch.distributed.destroy_process_group()
 
 
+def _rank(rank: int, store: str, home: str, found: Any) -> None:
+    os.environ["XDG_DATA_HOME"] = home
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        if rank:
+            found.put((rank, rows(), machine.digest()))
+        torch.distributed.barrier()  # the second one asks first
+        if not rank:
+            found.put((rank, rows(), machine.digest()))
+        torch.distributed.barrier()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_with_other_files_decide_alike(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the first rank has rows, and the one that asks first has none."""
+    machine.prepare()
+    add()
+    context = multiprocessing.get_context("spawn")
+    found = context.Queue()
+    homes = [str(home.parents[1]), str(tmp_path / "other")]
+    ranks = [
+        context.Process(target=_rank, args=(rank, str(tmp_path / "store"), homes[rank], found))
+        for rank in range(2)
+    ]
+    for each in ranks:
+        each.start()
+    said = [found.get(timeout=240) for _ in ranks]
+    for each in ranks:
+        each.join(60)
+    assert sorted(rank for rank, _, _ in said) == [0, 1]
+    assert [rows for _, rows, _ in said] == [[], []]
+    assert said[0][2] == said[1][2]
+
+
 # -- the process that measures -----------------------------------------------------------------------------
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from inductor_fusions import _inductor, config, fusions, passes, tables
+from inductor_fusions import _inductor, config, fusions, machine, passes, tables
 
 
 def new(before=None) -> passes.FusionPass:
@@ -37,7 +38,7 @@ TOGGLES = {
     "qkv": False, "gated_mlp": False, "linear_epilogue": False, "max": "3", "skip": "another",
     "lora": False, "flex_backward": False, "stored_indices": False, "outer_product_linear": False,
     "linear_cross_entropy": False, "dot_interaction": False, "kernel_defects": False,
-    "product_diagonal": False, "estimate": False, "plugins": False,
+    "product_diagonal": False, "estimate": False, "plugins": False, "measure": True, "measure_budget": "7",
     "policy": "always", "empty_rows": "ignore", "strict": True,
 }  # fmt: skip
 
@@ -63,9 +64,10 @@ def test_uuid_covers_stage_and_fusions() -> None:
     assert len(uuids) == 3
 
 
-def test_uuid_covers_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [tables, machine])
+def test_uuid_covers_tables(rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = new().uuid()
-    monkeypatch.setattr(tables, "digest", lambda: "another")
+    monkeypatch.setattr(rows, "digest", lambda: "another")
     assert new().uuid() != before
 
 

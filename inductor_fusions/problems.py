@@ -346,7 +346,7 @@ SECTIONS: Mapping[str, Section] = {
                 row["kv_len"], row["batch"],
             ),
             (0.5, 1.0, 1.0, 0.5, 0.5, 0.5), along="batch", each=0.05,
-            # The least that is gained over the best SDPA, whatever part of the cache is in use.
+            # Over the best SDPA: the mean of a cache that fills, if a full one loses nothing.
             measured={**_GAIN, "config": maybe(_DECODE_ATTENTION)}, needed=("gain", "config"),
         ),
         Section(

@@ -301,12 +301,18 @@ def execute(
 
 
 def mixed_in(program: Program, train: bool, layout: int) -> None:
-    """An eager call, forward and backward; whatever it raises is no matter here, but for a dead device."""
+    """An eager call, forward and backward; whatever it raises is no matter here, but for a dead device.
+
+    Raises:
+        RuntimeError: the device is lost, and no compiled code ran since it was last asked.
+    """
     try:
         execute(program.fn, program, train, layout=layout)
+        if device_of(program) != "cpu":
+            torch.cuda.synchronize()
     except Exception as error:
         if fatal(error):
-            raise
+            raise RuntimeError(f"an eager call of {program.fn}: {error}") from error
 
 
 def fatal(error: BaseException) -> bool:

@@ -236,6 +236,12 @@ def test_nothing_is_measured(
     assert process.asked == []
 
 
+def test_nothing_is_measured_where_everything_is_fused_anyway(process: Measured) -> None:
+    with config.patch(policy="always"):
+        assert decide(attention(), CPU).source == "stock"
+    assert process.asked == []
+
+
 def test_nothing_is_measured_while_a_graph_is_captured(
     process: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,6 +414,32 @@ def test_rows_that_another_process_has_added_stay(home: Path) -> None:
     add()
     machine.forget()
     assert sorted(row["q_len"] for row in rows()) == [7, 200]
+
+
+def _forked(answers: Any) -> None:
+    measurer = measuring.measurer
+    answers.put((len(measurer.workers), measurer.spent))
+    for worker in _forked.workers:  # type: ignore[attr-defined]
+        worker.end()
+
+
+def test_a_child_does_not_end_the_process_of_its_parent(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measurer, worker = measuring.measurer, measuring.Worker(CPU)
+    worker.process = subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    monkeypatch.setitem(measurer.workers, CPU, worker)
+    monkeypatch.setattr(measurer, "spent", 5.0)
+    _forked.workers = [worker]  # type: ignore[attr-defined]
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    child = context.Process(target=_forked, args=(answers,))
+    child.start()
+    assert answers.get(timeout=60) == (0, 0.0)
+    child.join(60)
+    try:
+        assert worker.process.poll() is None
+    finally:
+        worker.end()
+    assert worker.process is None
 
 
 # -- several processes that work together ------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Worker:
     """The process that measures; it is started when it is first asked, and ends by itself when it is idle."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.owner = device, os.getpid()
         self.process: subprocess.Popen[bytes] | None = None
         self.folder = ""
 
@@ -120,6 +120,8 @@ class Worker:
 
     def end(self) -> None:
         """End the process, and remove what it has written."""
+        if os.getpid() != self.owner:
+            return
         process, self.process = self.process, None
         if process is not None:
             process.kill()
@@ -142,6 +144,10 @@ class Measurer:
     """
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, as in a child process: the processes that measure answer their parent alone."""
         self.spent = 0.0
         self.measured: list[Problem] = []
         self.left = 0
@@ -155,7 +161,8 @@ class Measurer:
 
     def may(self, problem: Problem, device: torch.device) -> bool:
         """Whether a problem of which nothing is known is measured now."""
-        return bool(config.measure) and _key(problem, device) not in self.asked and not self.forbidden(device)
+        wanted = config.measure and config.policy == "profitable" and _key(problem, device) not in self.asked
+        return bool(wanted) and not self.forbidden(device)
 
     def forbidden(self, device: torch.device) -> str:
         """Why nothing is measured here, or ""."""
@@ -327,12 +334,5 @@ def _progress(total: int, budget: float) -> Iterator[list[int]]:
 #: That of this process.
 measurer = Measurer()
 
-
-def _in_child() -> None:
-    """The process that measures answers its parent alone."""
-    global measurer
-    measurer = Measurer()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+    os.register_at_fork(after_in_child=measurer.reset)

@@ -65,6 +65,12 @@ dot_interaction: bool = Config(default=switch("INDUCTOR_FUSIONS_DOT_INTERACTION"
 #: A loss and the linear that makes its logits, without having all logits in memory.
 linear_cross_entropy: bool = Config(default=switch("INDUCTOR_FUSIONS_LINEAR_CROSS_ENTROPY", True))
 
+#: Logits that a graph returns beside their loss. "differentiable": as in stock, to which the loss is left;
+#: "detached": the caller does not differentiate them, and they take no gradient where the loss is fused.
+returned_logits: str = Config(
+    default=choice("INDUCTOR_FUSIONS_RETURNED_LOGITS", "differentiable", "detached")
+)
+
 #: "profitable" fuses where a measurement says that it pays; "always" fuses whatever is proved.
 policy: str = Config(default=choice("INDUCTOR_FUSIONS_POLICY", "profitable", "always"))
 

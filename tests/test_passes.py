@@ -39,7 +39,7 @@ TOGGLES = {
     "lora": False, "flex_backward": False, "stored_indices": False, "outer_product_linear": False,
     "linear_cross_entropy": False, "dot_interaction": False, "kernel_defects": False,
     "product_diagonal": False, "estimate": False, "plugins": False, "measure": True, "measure_budget": "7",
-    "policy": "always", "empty_rows": "ignore", "strict": True,
+    "returned_logits": "detached", "policy": "always", "empty_rows": "ignore", "strict": True,
 }  # fmt: skip
 
 

@@ -253,6 +253,15 @@ def returned(logits: Any, labels: Any) -> Any:
     return causal(logits, labels), logits
 
 
+def returned_capped(logits: Any, labels: Any) -> Any:
+    logits = torch.tanh(logits / 3.0) * 3.0
+    return causal(logits, labels), logits
+
+
+def returned_slice(logits: Any, labels: Any) -> Any:
+    return shifted_logits(logits, labels), logits
+
+
 def read_elsewhere(logits: Any, labels: Any) -> Any:
     return causal(logits, labels) + 1e-4 * logits.logsumexp(-1).square().mean()
 
@@ -383,6 +392,31 @@ def test_no_rows() -> None:
         return F.cross_entropy(logits.view(-1, V), labels.view(-1), reduction="sum")
 
     check(Head(fn), (h, labels))
+
+
+@pytest.mark.parametrize("backend", [testing.EAGER_AFTER_PASSES, "inductor"])
+@pytest.mark.parametrize("fn", [returned, returned_capped], ids=["plain", "capped"])
+def test_returned_logits_without_gradients(fn: Function, backend: str) -> None:
+    """Where the caller says that nobody differentiates them, they are written once, as they are."""
+    head, inputs = Head(fn, bias=True), operands()
+    with config.patch(returned_logits="detached"):
+        ours = testing.capture(head, *inputs, backend=backend, train=True)
+    assert len(ours.fused) == 1
+    head.loss = lambda logits, labels: (fn(logits, labels)[0], fn(logits, labels)[1].detach())
+    with config.patch(enabled=False):
+        stock = testing.capture(head, *inputs, backend=backend, train=True, cotangents=ours.cotangents)
+    torch.testing.assert_close(ours.outputs, stock.outputs)
+    assert not ours.outputs[1].requires_grad
+    torch.testing.assert_close(ours.grads, stock.grads)
+
+
+@pytest.mark.parametrize("fn", [returned, returned_slice], ids=["without gradients", "some rows"])
+def test_returned_logits_that_are_left(fn: Function) -> None:
+    """An evaluation needs them in any case, and the loss of some rows would copy them."""
+    train = fn is returned_slice
+    with config.patch(returned_logits="detached"):
+        seen = testing.capture(Head(fn), *operands(), backend=testing.EAGER_AFTER_PASSES, train=train)
+    assert not seen.fused and "leave the graph" in seen.sites[0].reason
 
 
 def test_two_losses() -> None:

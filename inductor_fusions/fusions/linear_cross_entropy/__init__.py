@@ -18,7 +18,7 @@ from ..._inductor import hint, is_body_of_dynamo, known_true
 from ...decisions import Query, Span, decide, decide_for_all
 from ...derivatives import check_operation
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
-from ...graph.torch_ops import reads_metadata
+from ...graph.torch_ops import VIEWS, read, reads_metadata
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
 from ...operands import check_kind, tensor, text, tokens_of
@@ -55,6 +55,7 @@ class LossHead(Candidate):
     def __init__(self, graph: fx.Graph, site: Site) -> None:
         self.graph, self.site, self.anchor = graph, site, site.loss
         self.note = ""
+        self.returns = False
 
     def describe(self) -> dict[str, str]:
         return {name: text(tensor(getattr(self.site, name))) for name in ("h", "w", "labels")}
@@ -121,8 +122,8 @@ class LossHead(Candidate):
         if site.smoothing and not self.in_one_pass and site.reduction == "none" and site.weights is not None:
             raise Rejected(Reason.LOSS("one loss for each row, with weights of classes and label smoothing"))
         self._check_readers()
-        read = [node for node in (site.h, site.w, site.bias, *site.path) if node]
-        check_between(site.path, site.loss, "the linear and the loss", modes, read=read)
+        held = [node for node in (site.h, site.w, site.bias, *site.path) if node]
+        check_between(site.path, site.loss, "the linear and the loss", modes, read=held)
         if not self.in_one_pass and self.trains:
             check_kept(operands, site.loss)
         check_operation([*site.path, site.loss])
@@ -132,12 +133,18 @@ class LossHead(Candidate):
     def _check_readers(self) -> None:
         """Refuse where logits are read by something else than the loss."""
         path = {*self.site.path, self.site.loss}
+        may_detach = config.returned_logits == "detached" and self.trains and self.in_one_pass
+        may_detach = may_detach and all(read(node).name in VIEWS for node in self.site.replayed)  # type: ignore[union-attr]
         for node in self.site.path:
             others = [user for user in readers(node) if user not in path and not reads_metadata(user, node)]
+            if may_detach and others and all(user.op == "output" for user in others):
+                self.returns = True
+                continue
             if any(user.op == "output" for user in others):
                 raise Rejected(
                     Reason.USED_ELSEWHERE("the logits leave the graph, and may be differentiated outside"),
-                    "return the loss alone: torch.compile(lambda *args: model(*args).loss)",
+                    "return the loss alone: torch.compile(lambda *args: model(*args).loss); or "
+                    "INDUCTOR_FUSIONS_RETURNED_LOGITS=detached, where nobody differentiates them",
                 )
             if others:
                 raise Rejected(
@@ -177,13 +184,17 @@ class LossHead(Candidate):
             decision = decide_for_all(query, tokens, logits.device)
         else:
             decision = decide(Query("linear_cross_entropy", {**wanted, "tokens": tokens}), logits.device)
-        if decision.kernel is None:
+        # As fast as stock is enough, where it is measured: what is saved is memory.
+        if decision.kernel is None and not (decision.measured and decision.gain >= 1.0):
             raise LeftToStock(decision.reason)
         return f", {decision.note}"
 
     def rewrite(self) -> str:
         site = self.site
-        new = emit.loss(site, self.wants) if self.in_one_pass else emit.rows(site, self.wants)
+        if self.returns:
+            new = emit.loss(site, self.wants, emit.detached(site))
+        else:
+            new = emit.loss(site, self.wants) if self.in_one_pass else emit.rows(site, self.wants)
         erase_dead_readers([site.loss, *site.path])
         site.loss.replace_all_uses_with(new)
         for node in (site.loss, *reversed(site.path)):
@@ -205,7 +216,7 @@ FUSION = Fusion(
 
 
 @FUSION.anchor(recognise.spelled)
-def read(scope: Scope, match: Match) -> Candidate | None:
+def look(scope: Scope, match: Match) -> Candidate | None:
     """A loss behind a linear."""
     found: Any = recognise.site(match.output_node())
     if isinstance(found, Unread):

@@ -104,6 +104,7 @@ def walk(
     totals: bool = False,
     pulls: Pulls | None = None,
     wants: Sequence[bool] = (False, False, False),
+    logits: Tensor | None = None,
 ) -> Found:
     """Read the logits of all rows, chunk by chunk.
 
@@ -115,6 +116,7 @@ def walk(
         totals: whether `total` is wanted.
         pulls: gradients of the logits, where gradients are wanted.
         wants: which of dh, dw and db are wanted.
+        logits: (rows, V), what the linear gives, where it is there; it is not changed.
     """
     rows, columns = h.shape[0], head.w.shape[0]
     wide = wide_dtype(h.dtype)
@@ -125,7 +127,9 @@ def walk(
     for first in range(0, rows, step):
         some = slice(first, min(first + step, rows))
         x = buffer[: some.stop - first]
-        if head.bias is None:
+        if logits is not None:
+            x.copy_(logits[some])
+        elif head.bias is None:
             torch.mm(h[some], head.w.t(), out=x)
         else:
             torch.addmm(head.bias, h[some], head.w.t(), out=x)

@@ -13,15 +13,36 @@ from .op import LINEAR_CROSS_ENTROPY, SOFTMAX_ROWS
 from .recognise import Site
 
 
-def loss(site: Site, wants: list[bool]) -> fx.Node:
-    """One number, with gradients that the forward makes. In front of the loss, for it."""
+def loss(site: Site, wants: list[bool], raw: fx.Node | None = None) -> fx.Node:
+    """One number, with gradients that the forward makes. In front of the loss, for it.
+
+    Args:
+        site: the loss.
+        wants: whether the gradients of h, w and the bias are wanted.
+        raw: all logits, as the linear gives them, where they are there.
+    """
     build = Builder(site.loss)
     h, w, bias = _operands(build, site)
+    if raw is not None:
+        raw = build.call("reshape", raw, (-1, build.value(raw).shape[-1]))
     made = build.parts(
-        LINEAR_CROSS_ENTROPY, h, w, bias, _labels(build, site), site.weights, site.bend.scale,
+        LINEAR_CROSS_ENTROPY, h, w, bias, _labels(build, site), site.weights, raw, site.bend.scale,
         site.bend.cap, site.ignore_index, site.smoothing, site.reduction == "mean", wants,
     )  # fmt: skip
     return _as_before(build, made[0], site)
+
+
+def detached(site: Site) -> fx.Node:
+    """The linear without gradients, which takes its place for those who read its result beside the loss."""
+    build, linear = Builder(site.linear), site.linear
+    apart = {node: build.call("detach", node) for node in linear.all_input_nodes}
+    args, kwargs = fx.node.map_arg((linear.args, linear.kwargs), apart.__getitem__)
+    value = tensor(linear)
+    assert value is not None
+    target: Any = linear.target
+    raw = build.given(value.detach(), target, *args, **kwargs)
+    linear.replace_all_uses_with(raw)
+    return raw
 
 
 def rows(site: Site, wants: list[bool]) -> fx.Node:

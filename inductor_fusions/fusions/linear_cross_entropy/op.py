@@ -44,6 +44,7 @@ def _linear_cross_entropy(
     bias: Tensor | None,
     labels: Tensor,
     weights: Tensor | None,
+    logits: Tensor | None,
     scale: float,
     cap: float,
     ignore_index: int,
@@ -59,6 +60,7 @@ def _linear_cross_entropy(
         bias: (V,) or None.
         labels: (rows,), int64.
         weights: (V,), of the classes, or None.
+        logits: (rows, V), h @ w.T + bias, where something else needs them all; None: they are made here.
         scale, cap, ignore_index, smoothing: numbers.
         mean: whether the sum is divided by the weights of the labels that count.
         wants: whether the gradients of h, w and bias are wanted.
@@ -88,7 +90,7 @@ def _linear_cross_entropy(
         soft = hot + pulled(ones * even * whole) if smoothing else hot
         flat = pulled(ones * even) if smoothing else None
         pulls = Pulls(soft, hot, flat)
-    found = walk(h, Head(w, bias, scale, cap), labels, weights, smoothing != 0, pulls, wants)
+    found = walk(h, Head(w, bias, scale, cap), labels, weights, smoothing != 0, pulls, wants, logits)
     loss = (own * (found.lse - found.picked)).sum()
     if smoothing:
         loss = (1 - smoothing) * loss + even * (whole * found.lse * there - found.total).sum()
@@ -166,8 +168,9 @@ def _empty_gradients(h: Tensor, w: Tensor, bias: Tensor | None, wants: list[bool
 
 @_linear_cross_entropy.register_fake
 def _(
-    h: Tensor, w: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None, scale: float,
-    cap: float, ignore_index: int, smoothing: float, mean: bool, wants: list[bool],
+    h: Tensor, w: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None,
+    logits: Tensor | None, scale: float, cap: float, ignore_index: int, smoothing: float, mean: bool,
+    wants: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     _check(h, w, bias, labels)
     return h.new_empty((), dtype=wide_dtype(h.dtype)), *_empty_gradients(h, w, bias, wants)
@@ -204,7 +207,7 @@ def _backward(ctx: Any, d: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
         d * gradient if needed and gradient is not None else None
         for gradient, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[:3], strict=True)
     ]
-    return (*found, *(None,) * 8)
+    return (*found, *(None,) * 9)
 
 
 def _setup_rows(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -104,7 +104,7 @@ TIMM = (
     "swinv2_tiny_window8_256 swinv2_cr_tiny_224 tiny_vit_5m_224 tnt_s_legacy_patch16_224 "
     "twins_svt_small visformer_tiny vit_tiny_patch16_224 vit_relpos_small_patch16_224 volo_d1_224 "
     "xcit_nano_12_p16_224 mobilevit_xxs mobilevitv2_050 halonet26t botnet26t_256 lambda_resnet26t "
-    "mobilenetv4_hybrid_medium nextvit_small rdnet_tiny vitamin_small_224 metaformer shvit_s1 "
+    "mobilenetv4_hybrid_medium nextvit_small rdnet_tiny vitamin_small_224 caformer_s18 shvit_s1 "
     "swiftformer_xs"
 ).split()
 

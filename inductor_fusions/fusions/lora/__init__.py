@@ -12,7 +12,8 @@ is done before autograd.
 from __future__ import annotations
 
 from ...fusion import Fusion
-from . import accumulate_kernel, decode, inputs, lowering, op, split
+from ...graph.torch_ops import spellings
+from . import accumulate_kernel, decode, inputs, lowering, merged, op, split
 from .sites import ANCHORS, candidates
 
 FUSION = Fusion(
@@ -25,6 +26,7 @@ FUSION.group(lambda: ANCHORS)(candidates)
 
 #: What is done before autograd; the toggle of `lora` is that of both.
 INPUTS = inputs.FUSION
+INPUTS.anchor(lambda: spellings("linear"))(merged.merged_weight)
 
 lowering.register()
 decode.register()

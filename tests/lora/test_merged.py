@@ -1,0 +1,104 @@
+"""Adapters that are merged into a frozen weight in each step: two products in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inductor_fusions import config, reporting, testing
+from inductor_fusions.fusions.lora import merged
+
+
+@pytest.fixture(autouse=True)
+def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(merged, "check_device", lambda value: None)
+
+
+def operands() -> tuple[torch.Tensor, ...]:
+    """x, w, a, b and a bias."""
+    made = [torch.randn(shape).requires_grad_() for shape in ((3, 8, 32), (48, 32), (4, 32), (48, 4), (48,))]
+    made[1].requires_grad_(False)
+    return tuple(made)
+
+
+def check(fn: Callable[..., Any], inputs: Any = None, **options: Any) -> testing.Checked:
+    options = {"backend": testing.EAGER_AFTER_PASSES, "slack": 4.0, **options}
+    return testing.check(fn, operands() if inputs is None else inputs, **options)
+
+
+FORMS: dict[str, Callable[..., Any]] = {
+    "loralib": lambda x, w, a, b, c: F.linear(x, w + (b @ a) * 0.5, c),
+    "minLoRA": lambda x, w, a, b, c: F.linear(x, w + torch.matmul(b, a).view(w.shape) * 0.25) + c,
+    "LyCORIS": lambda x, w, a, b, c: F.linear(x, w + (b @ a).reshape(w.shape) * 2.0 / 4, c),
+    "turned": lambda x, w, a, b, c: F.linear(x, b.matmul(a) + w, bias=c),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_form(name: str) -> None:
+    """Outputs and all gradients; the weight that was merged is in the graph no more."""
+    run = check(FORMS[name])
+    assert run.ours.fused[0].kernel == "two products"
+
+
+def test_in_full() -> None:
+    check(FORMS["loralib"], backend="inductor")
+
+
+def test_it_is_not_measured() -> None:
+    check(FORMS["loralib"], policy="profitable", fused=0, reason="are not measured")
+
+
+def test_inference() -> None:
+    """Merging is one small product, and two products may take longer: it is left."""
+    check(FORMS["loralib"], train=False, fused=0, reason="are not measured")
+
+
+def test_the_weight_changes_before_the_backward() -> None:
+    """Eager mode keeps the merged weight, so what is kept here is a copy."""
+    x, w, a, b, c = operands()
+    weight = w.clone()
+    torch._dynamo.reset()
+    with config.patch(policy="always"), reporting.isolated() as sites:
+        y = torch.compile(FORMS["loralib"])(x, weight, a, b, c)
+    assert "two products" in [site.kernel for site in sites]
+    weight.zero_()
+    (found,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(found, (w + 0.5 * (b @ a)).sum(0).expand_as(x))
+
+
+def trained(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
+    return F.linear(x, (w * c[:, None]) + b @ a)
+
+
+def used_twice(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
+    weight = w + b @ a
+    return F.linear(x, weight) + weight.sum()
+
+
+def overwritten(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
+    weight = w + b @ a
+    with torch.no_grad():
+        a.mul_(2)
+    return F.linear(x, weight)
+
+
+OTHERS: dict[str, tuple[Callable[..., Any], str | None]] = {
+    "a trained weight": (trained, None),
+    "used twice": (used_twice, "used elsewhere"),
+    "an activation": (lambda x, w, a, b, c: F.linear(x, w + (b @ a).tanh()), None),
+    "a difference": (lambda x, w, a, b, c: F.linear(x, w - b @ a), None),
+    "a vector": (lambda x, w, a, b, c: F.linear(x, w + (b @ a) * c[:, None]), None),
+    "another order": (lambda x, w, a, b, c: F.linear(x, w + (a.t() @ b.t()).view(48, 32)), None),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_left_alone(name: str) -> None:
+    fn, reason = OTHERS[name]
+    check(fn, fused=0, reason=reason)

@@ -234,8 +234,9 @@ def _around_function(up: Product) -> Adapter | None:
         return None
     (down,) = found
     inner = value(down.a).shape[1]
+    # A small MLP has something between both as well: it is no adapter unless its rank is low.
     narrow = same_sizes(value(down.node).shape, value(up.a).shape)
-    narrow = narrow and (not isinstance(inner, int) or inner > rank)
+    narrow = narrow and (not isinstance(inner, int) or inner >= 2 * rank)
     return Adapter(up, down, up.scale, None, up.a) if narrow else None
 
 

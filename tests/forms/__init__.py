@@ -2,10 +2,11 @@
 
 from .form import Form
 from .language import LANGUAGE
+from .modules import MODULES
 from .sequences import SEQUENCES
 from .vision import VISION
 from .weights import WEIGHTS
 
 __all__ = ["FORMS", "Form"]
 
-FORMS: dict[str, Form] = {**VISION, **LANGUAGE, **SEQUENCES, **WEIGHTS}
+FORMS: dict[str, Form] = {**VISION, **LANGUAGE, **SEQUENCES, **WEIGHTS, **MODULES}

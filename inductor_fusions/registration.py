@@ -69,7 +69,14 @@ def _around(compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return compile(*args, **kwargs)
     from . import recovery
 
-    return recovery.around(compile, *args, **kwargs)
+    if not config.measure:
+        return recovery.around(compile, *args, **kwargs)
+    from . import decisions
+
+    try:
+        return recovery.around(compile, *args, **kwargs)
+    finally:
+        decisions.measurer.rest()
 
 
 def _starts(model: Any) -> None:

@@ -98,7 +98,7 @@ LAYERS = {
     }
     | BASE,
     "registry": {"fusion", "fusions", "config"},
-    "registration": {"passes", "recovery", "registry", "fusions", "config", "reporting", "_inductor"},
+    "registration": {"passes", "recovery", "registry", "fusions"} | BASE,
     "__init__": {"registration", "testing", "explaining", "verifying", "fusion", "fusions"} | BASE,
     "explaining": {"runs", "watching"} | BASE,
     "verifying": {"runs", "budget"} | BASE,

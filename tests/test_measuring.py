@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 
 import inductor_fusions
 from inductor_fusions import config, decisions, machine, tables
@@ -220,7 +221,7 @@ def deterministic(patch: pytest.MonkeyPatch) -> None:
 
 
 def deterministic_inductor(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("torch._inductor.config.deterministic", True)
+    patch.setattr(measuring._inductor, "is_deterministic", lambda: True)
 
 
 def absent(patch: pytest.MonkeyPatch) -> None:
@@ -234,6 +235,13 @@ def test_nothing_is_measured(
     setting(monkeypatch)
     assert decide(attention(), CPU).source == "stock"
     assert process.asked == []
+
+
+def test_inductor_says_whether_it_is_deterministic() -> None:
+    assert not measuring._inductor.is_deterministic()
+    if "deterministic" in torch._inductor.config.get_config_copy():
+        with torch._inductor.config.patch(deterministic=True):
+            assert measuring._inductor.is_deterministic()
 
 
 def test_nothing_is_measured_where_everything_is_fused_anyway(process: Measured) -> None:
@@ -588,6 +596,31 @@ def test_end_to_end(tmp_path: Path) -> None:
     for each in json.loads(path.read_text())["attention"]:
         SECTIONS["attention"].check(each)
         assert each["gain"]["sdpa"] >= tables.MARGIN
+
+
+def test_the_process_ends_with_the_compile(monkeypatch: pytest.MonkeyPatch, fresh_cache: None) -> None:
+    """What was compiled may need the memory that it holds."""
+    ended: list[str] = []
+    monkeypatch.setattr(Measurer, "rest", lambda self: ended.append("ended"))
+    for measure, expected in ((False, []), (True, ["ended"])):
+        torch.compiler.reset()
+        with config.patch(measure=measure):
+            torch.compile(lambda x: x.sin() + 1)(torch.ones(3))
+        assert sorted(set(ended)) == expected
+
+
+def test_resting_ends_processes_and_waits_for_nobody(process: Measured) -> None:
+    measurer = decisions.deciding.measurer
+    ended: list[str] = []
+    process.end = lambda: ended.append("ended")  # type: ignore[method-assign]
+    decide(attention(), CPU)
+    with measurer.lock:
+        thread = threading.Thread(target=measurer.rest)
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive() and ended == []
+    measurer.rest()
+    assert ended == ["ended"]
 
 
 def test_progress_is_said_from_the_third_second_on(capfd: pytest.CaptureFixture[str]) -> None:

@@ -242,6 +242,15 @@ class Measurer:
             finally:
                 self.spent = before + time.monotonic() - started
 
+    def rest(self) -> None:
+        """End the processes that measure, as the code that was compiled may need their memory."""
+        if self.lock.acquire(blocking=False):
+            try:
+                for worker in self.workers.values():
+                    worker.end()
+            finally:
+                self.lock.release()
+
     def _one(self, problem: Problem, device: torch.device) -> None:
         self.asked.add(_key(problem, device))
         seconds = min(self._budget() - self.spent, LONGEST)

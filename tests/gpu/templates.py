@@ -17,6 +17,7 @@ from inductor_fusions import _inductor, config
 from inductor_fusions.block_mm import configurations, heuristics
 from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
 from inductor_fusions.fusions.dot_interaction.pairs_op import DOT_PAIRS
+from inductor_fusions.fusions.linear_cross_entropy.op import LINEAR_CROSS_ENTROPY, SOFTMAX_ROWS
 from inductor_fusions.fusions.lora import decode
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.op import LORA_DROPPED_DOWN
@@ -197,6 +198,15 @@ def outer(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
     return found
 
 
+def loss_head(h: Tensor, w: Tensor) -> Tensor:
+    """A capped loss with ignored labels and smoothing, and log-probabilities."""
+    labels = torch.arange(h.shape[0], device=h.device) % w.shape[0]
+    options = (None, None, 1.0, 5.0, 3, 0.1, True, [h.requires_grad, w.requires_grad, False])
+    loss: Tensor = LINEAR_CROSS_ENTROPY(h, w, None, labels, *options)[0]
+    picked, lse, _ = SOFTMAX_ROWS(h, w, None, labels, None, 1.0, 0.0, False)
+    return loss + picked - lse
+
+
 def product(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
     return F.linear(pairs(u, v), w)
 
@@ -305,6 +315,7 @@ TEMPLATES: dict[str, Template] = {
     ),
     "outer product": Template(outer, ((200, 4), (200, 48), (96, 192)), (), True),
     "dot interaction": Template(interaction, ((200, 27, 64), (200, 64)), (), True),
+    "loss head": Template(loss_head, ((200, 64), (1003, 64)), (), True),
     "given pairs": Template(given_pairs, ((200, 27, 64), (200, 64)), (), True),
     "flex, window": Template(windowed, HEADS, ("flex_attention",), True, FLEX, (FP32,) * 3),
     "flex, documents and softcap": Template(
@@ -349,6 +360,7 @@ LARGE: dict[str, Template] = {
     ),
     "outer product": Template(product, ((2048, 432), (2048, 400), (512, 432 * 400)), (), True),
     "dot interaction": Template(interaction, ((8192, 27, 64), (8192, 64)), (), True),
+    "loss head": Template(loss_head, ((4096, 1024), (50257, 1024)), (), True),
     "given pairs": Template(given_pairs, ((8192, 27, 64), (8192, 64)), (), True),
 }
 

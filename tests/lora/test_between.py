@@ -142,3 +142,13 @@ def test_vector_behind_b() -> None:
 
     seen = check(fn, operands(), budget=2.0)
     assert not seen.fused("lora") and seen.codes("lora") == [Reason.BEHIND_ADAPTER.code]
+
+
+def test_the_backward_of_a_small_mlp() -> None:
+    """The gradient of its input is a sum of two functions of narrow products: neither is an adapter."""
+
+    def fn(x: Any, g: Any, u: Any, d: Any) -> Any:
+        return F.linear(F.silu(F.linear(x, g)) * F.linear(x, u), d)
+
+    seen = check(fn, (rand(96, 128), rand(16, 128), rand(16, 128), rand(128, 16)), train=True, budget=2.0)
+    assert not seen.fused("lora") and not seen.codes("lora")

@@ -54,6 +54,7 @@ def candidates(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     found = linears(products)
     sums = read_sums(found)
     found = without(found, sums)
+    sums = [each for each in sums if not each.is_of_functions]
     down = {a.down.node for linear in found for a in linear.adapters} | downs_of(sums)
     adapters = [a for linear in found for a in linear.adapters]
     adapters += [one.adapter for each in sums for one in each.added]

@@ -87,6 +87,11 @@ class Sum:
     inner: list[fx.Node] = field(default_factory=list)
     problem: str = ""
 
+    @property
+    def is_of_functions(self) -> bool:
+        """Whether nothing but functions of narrow products is added up: as in the backward of a small MLP."""
+        return bool(self.problem) and all(one.adapter.middle is not None for one in self.added)
+
 
 def sums(found: Sequence[Linear]) -> list[Sum]:
     """The sums whose adapters pass a mask, or have no product beside them, in the order of the graph.

@@ -42,8 +42,15 @@ LOST = 77
 PARTS = {"test_all_mutants": 48}
 #: Of which a seed has every eighth.
 EVERY = 8
-#: Tests whose programs another one has too, or that have none and take long.
-WITHOUT = {"test_some_mutants", "test_numbers", "test_sharded", "test_other_strides_and_sizes"}
+#: Tests whose programs another one has too, or that have none and take long; and one whose labels, which are no
+#: classes, stop the device in eager mode too.
+WITHOUT = {
+    "test_label_out_of_bounds",
+    "test_some_mutants",
+    "test_numbers",
+    "test_sharded",
+    "test_other_strides_and_sizes",
+}
 #: Helpers that hand programs over; a file that calls none of them has no program.
 HELPERS = "check(", "capture(", "unfused(", "through_flex(", "close_to_eager(", "assert_fusions(", "run("
 #: Tests of the machinery itself, and those that patch the package or pretend to be on another machine.

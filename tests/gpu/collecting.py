@@ -42,8 +42,8 @@ LOST = 77
 PARTS = {"test_all_mutants": 48}
 #: Of which a seed has every eighth.
 EVERY = 8
-#: Tests whose programs another one has too, or that have none and take long; and one whose labels, which are no
-#: classes, stop the device in eager mode too.
+#: Tests whose programs another one has too, or that have none and take long; and one with labels that are no
+#: classes, which stop the device in eager mode too.
 WITHOUT = {
     "test_label_out_of_bounds",
     "test_some_mutants",

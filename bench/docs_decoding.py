@@ -16,11 +16,12 @@ def decoding_section(data: Json) -> str:
     gains = [_best(row["device_us"]) / row["device_us"]["decode"] for row in rows]
     full = [_best(row["full"]["device_us"]) / row["full"]["device_us"]["decode"] for row in rows]
     parts.append(
-        "Microseconds on the device, bfloat16. Names are those of heads, batch, length of the cache, and how many "
-        "of its keys are seen. SDPA is the fastest of its forms. `tiles` finds what the mask shows, once for all "
-        "layers. The limit is the time in which the keys and values that are seen come from memory. SDPA over "
-        f"ours, geometric mean of {len(rows)}: {geometric_mean(gains):.2f} (least {min(gains):.2f}) for the cache "
-        f"as it is, {geometric_mean(full):.2f} (least {min(full):.2f}) for one that is full."
+        "Microseconds on the device, bfloat16. Names are those of heads, batch, length of the cache, and "
+        "how many of its keys are seen. SDPA is the fastest of its forms. `tiles` finds what the mask "
+        "shows, once for all layers. The limit is the time in which the keys and values that are seen "
+        f"come from memory. SDPA over ours, geometric mean of {len(rows)}: {geometric_mean(gains):.2f} "
+        f"(least {min(gains):.2f}) for the cache as it is, {geometric_mean(full):.2f} (least "
+        f"{min(full):.2f}) for one that is full."
     )
     body = [
         (
@@ -40,8 +41,8 @@ def decoding_section(data: Json) -> str:
     ]
     if steps:
         parts.append(
-            "A whole step of a Llama of 8 layers with the widths of Llama-8B, a static cache and reduce-overhead, "
-            "in ms: stock, the package with SDPA, and with this kernel."
+            "A whole step of a Llama of 8 layers with the widths of Llama-8B, a static cache and reduce- "
+            "overhead, in ms: stock, the package with SDPA, and with this kernel."
         )
         parts.append(table(("step", "stock", "SDPA", "ours"), steps))
     return "\n\n".join(parts)
@@ -55,9 +56,10 @@ def loss_section(data: Json) -> str:
     """Every row of bench.loss_head."""
     parts = opening("The loss head", data)
     parts.append(
-        "A linear and the loss of its logits, bfloat16: milliseconds on the device, the memory that one call needs "
-        "at its peak in GiB, and the relative error against float64. `train` has the gradients of hidden states "
-        "and weight, `frozen` those of hidden states alone, `rows` gives a log-probability for each token."
+        "A linear and the loss of its logits, bfloat16: milliseconds on the device, the memory that one "
+        "call needs at its peak in GiB, and the relative error against float64. `train` has the gradients "
+        "of hidden states and weight, `frozen` those of hidden states alone, `rows` gives a log- "
+        "probability for each token."
     )
     body = [
         (

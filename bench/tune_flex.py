@@ -54,8 +54,9 @@ from bench.common import (
     one_line,
     peak_bytes,
 )
-from bench.flex_cases import Row, attention, cpu_rows, cuda_rows, inputs_of, reference, run, visible
+from bench.flex_cases import Row, attention, cpu_rows, cuda_rows, inputs_of, reference, run
 from bench.pool import FileLock
+from inductor_fusions.worker.attention import visible
 
 ROW_OF_BIASES = ("causal+pad", "alibi causal", "alibi causal+pad")
 """Masks that are causal, beside a bias that all queries share."""

@@ -42,7 +42,7 @@ def measure(**changes: Any) -> None:
 
 
 def tune(*arguments: str, code: int = 0) -> str:
-    done = CliRunner().invoke(cli.app, ["tune", *arguments])
+    done = CliRunner(env={"COLUMNS": "400"}).invoke(cli.app, ["tune", *arguments])
     assert done.exit_code == code, (done.output, done.exception)
     return " ".join((done.output + (done.stderr if code else "")).split())
 

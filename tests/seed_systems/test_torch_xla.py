@@ -33,15 +33,36 @@ def heads(length: int, dim: int = 16) -> torch.Tensor:
     return torch.randn(4, 2, length, dim)
 
 
+#: Pairs of seven features, as cells of the matrix of all of them.
+CELLS = [1, 9, 9, 20]
 #: Arguments of every operation of the package, and how many of them take a gradient: the first ones.
 OPERATIONS: dict[str, Callable[[], tuple[tuple[Any, ...], int]]] = {
     "block_mm": lambda: (
         ([leaf(5, 8)] * 2, [leaf(8, 6), leaf(8, 6)], [], [], [0, 1], [1.0, 0.5], "silu,", True,
          torch.float32, ""), 2,
     ),
+    "decode_attention": lambda: (
+        (heads(3), heads(5), heads(5), None, None, None, 0.25, True, 3, [16, 1, 4, 1]), 0,
+    ),
+    "decode_tiles": lambda: ((torch.arange(5).view(1, 1, 1, 5) < 3, None, 2, 16), 0),
     "dot_interaction": lambda: ((leaf(5, 7, 8), leaf(5, 6), False, False, []), 2),
     "dot_interaction_gradient": lambda: (
         (torch.randn(5, 27), torch.randn(5, 7, 8), 6, False, False, []), 0,
+    ),
+    "dot_pairs": lambda: ((leaf(5, 7, 8), leaf(5, 6), torch.tensor(CELLS), []), 2),
+    "dot_pairs_gradient": lambda: (
+        (torch.randn(5, 10), torch.randn(5, 7, 8), 6, torch.tensor(CELLS), []), 0,
+    ),
+    "linear_cross_entropy": lambda: (
+        (leaf(5, 8), leaf(7, 8), leaf(7), torch.tensor([0, 6, -100, 3, 2]), None, None, 1.0, 0.0, -100, 0.1,
+         True, [True] * 3), 3,
+    ),
+    "linear_softmax_rows": lambda: (
+        (leaf(5, 8), leaf(7, 8), leaf(7), torch.tensor([0, 6, -1, 3, 2]), torch.rand(7), 0.5, 3.0, True), 3,
+    ),
+    "linear_softmax_rows_gradient": lambda: (
+        (*torch.randn(3, 5), torch.randn(5, 8), torch.randn(7, 8), torch.randn(7),
+         torch.tensor([0, 6, -1, 3, 2]), torch.rand(7), 0.5, 3.0, True, [True] * 3), 0,
     ),
     "lora_accumulate": lambda: (
         (leaf(5, 6), [leaf(5, 3), leaf(5, 2)], [leaf(3, 6), leaf(2, 6)], [0.5, 2.0],

@@ -104,6 +104,33 @@ def compare(
     return found
 
 
+def pooled(samples: Sequence[Sequence[Error]]) -> list[Error]:
+    """The errors of runs on inputs near each other as one run's: root mean squares, which chance moves less.
+
+    Args:
+        samples: of each run what `compare` has found.
+    """
+    by_name: dict[str, list[Error]] = {}
+    for error in (error for sample in samples for error in sample):
+        by_name.setdefault(error.name, []).append(error)
+    found = []
+    for same in by_name.values():
+        first = next((error for error in same if error.problem), same[0])
+        if first.problem and not first.budget:  # not floating point
+            found.append(first)
+            continue
+        mine, theirs, allowed = (
+            math.sqrt(sum(getattr(error, name) ** 2 for error in same) / len(same))
+            for name in ("ours", "stock", "budget")
+        )
+        problem = ""
+        if not mine <= allowed:
+            what = f"gradient of {first.name}" if first.gradient else first.name
+            problem = f"{what}: error {mine:.2e}, stock {theirs:.2e}, budget {allowed:.2e}"
+        found.append(Error(first.name, first.gradient, mine, theirs, allowed, problem))
+    return found
+
+
 def worst(errors: Iterable[float]) -> float:
     """The largest of some errors. NaN is larger than all; `max` would pass over it."""
     return max(errors, key=lambda error: (error != error, error))

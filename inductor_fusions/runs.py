@@ -180,6 +180,30 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map_only(torch.Tensor, one, tree)
 
 
+def near(tree: Any, sample: int) -> Any:
+    """The same tree with other floating tensors near its own: each element times 1 + 1e-3 of a random number.
+
+    Args:
+        tree: arguments.
+        sample: which ones; 0 are the arguments themselves.
+    """
+    if sample == 0:
+        return tree
+
+    def one(x: torch.Tensor) -> torch.Tensor:
+        if not x.is_floating_point() or x.itemsize == 1 or type(x) is not torch.Tensor or 0 in x.stride():
+            return x
+        generator = torch.Generator().manual_seed(sample)
+        noise = torch.randn(x.shape, generator=generator, device="cpu").to(x.device, x.dtype)
+        found = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        found.copy_(x.detach() * (1 + 1e-3 * noise))
+        for name in [name for name in vars(x) if name.startswith("_dynamo_")]:  # marked dynamic
+            setattr(found, name, getattr(x, name))
+        return found.requires_grad_(x.requires_grad)
+
+    return pytree.tree_map_only(torch.Tensor, one, tree)
+
+
 def split(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of inputs given as a sequence or as a mapping."""
     return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})

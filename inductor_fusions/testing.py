@@ -22,7 +22,7 @@ from torch import fx, nn
 
 from . import _inductor, budget, config, reporting
 from .reporting import Report, Site
-from .runs import Exact, Inputs, cast, run, split
+from .runs import Exact, Inputs, cast, near, run, split
 from .sites import table, text
 
 __all__ = [
@@ -39,6 +39,10 @@ __all__ = [
 #: Name of a backend that runs the passes on Dynamo's graph and then the graph as it is, without
 #: Inductor's code generation. It shows verdicts and numbers of pre-grad fusions in a fraction of the time.
 EAGER_AFTER_PASSES = "eager_after_passes"
+
+
+#: Runs that are judged together where one is over budget.
+SAMPLES = 4
 
 
 @dataclass(frozen=True)
@@ -219,6 +223,9 @@ def check(
     is nothing but rounding in every run: its error is taken relative to the largest gradient, and its budget
     is the one of the least exact tensor.
 
+    An error that is over budget may be chance, of few numbers above all: then the root mean squares of this
+    run and of three more count, on inputs that differ by a thousandth.
+
     Outputs that are not floating point must be those of stock, and no fusion may raise. `fn` must not draw
     random numbers, and tensors that it closes over are not doubled: pass them as inputs.
 
@@ -248,33 +255,35 @@ def check(
     if dtype is not None:
         positional, keywords = cast((positional, keywords), dtype)
         fn = copy.deepcopy(fn).to(dtype) if isinstance(fn, nn.Module) else fn
-    with config.patch(enabled=False):
-        if backend == EAGER_AFTER_PASSES:
-            outputs, grads, cotangents = run(fn, fn, positional, keywords, train, None)
-            stock = Capture(outputs, grads, [], [], cotangents)
-        else:
-            stock = capture(
-                fn, *positional, train=train, dynamic=dynamic, policy=policy, backend=backend, **keywords
-            )
-    ours = capture(
-        fn, *positional, train=train, dynamic=dynamic, policy=policy, backend=backend,
-        cotangents=stock.cotangents, **keywords,
-    )  # fmt: skip
     exact = fn if reference is None else reference
     exact = copy.deepcopy(exact).double() if isinstance(exact, nn.Module) else exact
-    wide, wide_keywords = cast((positional, keywords), torch.float64)
-    doubled = [c.double() for c in stock.cotangents]
-    with Exact():
-        true = Capture(*run(exact, exact, wide, wide_keywords, train, doubled)[:2], [])
+    options: dict[str, Any] = dict(train=train, dynamic=dynamic, policy=policy, backend=backend)
 
-    problems = _site_problems(ours.sites, fused, reason, kernel)
-    compared = budget.compare(ours, stock, true, factor, slack)
-    problems += budget.problems(compared)
-    errors = {error.name: (error.ours, error.stock) for error in compared}
+    def compared(args: Any, kwargs: Any) -> tuple[Capture, Capture, list[budget.Error]]:
+        """The run with the fusions, the one without them, and errors."""
+        with config.patch(enabled=False):
+            if backend == EAGER_AFTER_PASSES:
+                outputs, grads, cotangents = run(fn, fn, args, kwargs, train, None)
+                stock = Capture(outputs, grads, [], [], cotangents)
+            else:
+                stock = capture(fn, *args, **options, **kwargs)
+        ours = capture(fn, *args, **options, cotangents=stock.cotangents, **kwargs)
+        wide, wide_kwargs = cast((args, kwargs), torch.float64)
+        doubled = [c.double() for c in stock.cotangents]
+        with Exact():
+            true = Capture(*run(exact, exact, wide, wide_kwargs, train, doubled)[:2], [])
+        return ours, stock, budget.compare(ours, stock, true, factor, slack)
+
+    ours, stock, errors = compared(positional, keywords)
+    if budget.problems(errors):
+        others = (compared(*near((positional, keywords), sample))[2] for sample in range(1, SAMPLES))
+        errors = budget.pooled([errors, *others])
+    problems = _site_problems(ours.sites, fused, reason, kernel) + budget.problems(errors)
+    found = {error.name: (error.ours, error.stock) for error in errors}
     if problems:
-        lines = "\n".join(f"  {n}: ours {a:.2e}, stock {b:.2e}" for n, (a, b) in errors.items())
+        lines = "\n".join(f"  {n}: ours {a:.2e}, stock {b:.2e}" for n, (a, b) in found.items())
         raise AssertionError("\n".join([*problems, "errors against float64:", lines, _listed(ours.sites)]))
-    return Checked(ours, stock, errors)
+    return Checked(ours, stock, found)
 
 
 def assert_close_to_eager(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import inductor_fusions
-from inductor_fusions import config, reporting, testing
+from inductor_fusions import budget, config, reporting, testing
 
 BACKENDS = pytest.mark.parametrize("backend", [testing.EAGER_AFTER_PASSES, "inductor"])
 
@@ -191,6 +191,23 @@ def test_check_of_errors() -> None:
         for name in ("output[0]: error", "gradient of 0: error", "gradient of 1: error", "budget"):
             assert name in message
     with_wrong_scale(0.30001, attention, inputs(), slack=1e3)
+
+
+def test_errors_of_several_runs() -> None:
+    """One that is over budget by chance is not, among others; one that is always is; so is NaN."""
+
+    def error(ours: float, stock: float) -> budget.Error:
+        allowed = 1.5 * stock
+        return budget.Error("output[0]", False, ours, stock, allowed, "" if ours <= allowed else "over")
+
+    by_chance = [[error(1.6, 1.0)], [error(0.9, 1.0)], [error(1.1, 1.2)], [error(1.0, 0.8)]]
+    assert not budget.problems(budget.pooled(by_chance))
+    always = [[error(1.6, 1.0)], [error(1.6, 1.0)], [error(2.0, 1.2)], [error(1.4, 0.9)]]
+    assert "output[0]: error 1.66e+00" in budget.problems(budget.pooled(always))[0]
+    assert budget.problems(budget.pooled([[error(1.0, 1.0)], [error(float("nan"), 1.0)]]))
+    integers = budget.Error("output[1]", False, 0.0, 0.0, 0.0, "output[1] is not that of stock")
+    found = budget.pooled([[error(1.0, 1.0)], [error(1.0, 1.0), integers]])
+    assert budget.problems(found) == ["output[1] is not that of stock"]
 
 
 def test_check_of_nan() -> None:

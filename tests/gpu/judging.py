@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from inductor_fusions import _inductor, config, reporting
-from inductor_fusions.runs import Exact, copied, leaves
+from inductor_fusions.runs import Exact, copied, leaves, near
 from tests.gpu.moving import HALF, Program, device_of, mapping
 
 #: Of the random numbers that a program draws.
@@ -282,7 +282,7 @@ def execute(
     Returns:
         Outputs, gradients, and the arguments as the call left them.
     """
-    args, kwargs = copied(_near((program.args, program.kwargs), sample), train)
+    args, kwargs = copied(near((program.args, program.kwargs), sample), train)
     torch.manual_seed(seed)
     with torch.set_grad_enabled(train):
         differentiated = leaves(program.fn, args, kwargs) if train else {}
@@ -329,27 +329,6 @@ def broken() -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def _near(tree: Any, sample: int) -> Any:
-    """The arguments themselves, and then others near them."""
-    if sample == 0:
-        return tree
-
-    def one(x: torch.Tensor) -> torch.Tensor:
-        if not x.is_floating_point() or x.itemsize == 1 or type(x) is not torch.Tensor:
-            return x
-        generator = torch.Generator().manual_seed(sample)
-        noise = torch.randn(x.shape, generator=generator, device="cpu").to(x.device, x.dtype)
-        near = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        if 0 in x.stride():
-            return x
-        near.copy_(x.detach() * (1 + 1e-3 * noise))
-        for name in [name for name in vars(x) if name.startswith("_dynamo_")]:
-            setattr(near, name, getattr(x, name))
-        return near.requires_grad_(x.requires_grad)
-
-    return pytree.tree_map_only(torch.Tensor, one, tree)
 
 
 def _tensors(tree: Any) -> Run:

@@ -23,8 +23,8 @@ NONLINEAR = frozenset(_UNARY) | {aten.sigmoid.default}
 _PARTS = NONLINEAR | RESHAPES | CASTS | {
     *MUL, *_ADD, _DIV, aten.neg.default, aten.reciprocal.default, aten.pow.Tensor_Scalar
 }  # fmt: skip
-#: How deep it may be.
-_DEPTH = 24
+#: How deep it may be, and of how many operands: what reads a value twice has it twice.
+_DEPTH, _MOST = 24, 128
 
 
 class Expressions:
@@ -71,9 +71,15 @@ class Expressions:
         if node.kwargs:
             return None
         operands = [self._of(argument, result, depth) for argument in node.args]
-        if not operands or any(operand is None for operand in operands):
+        size = sum(_size(operand) for operand in operands)
+        if not operands or size > _MOST or any(operand is None for operand in operands):
             return None
         return _combine(node.target, operands)
+
+
+def _size(expression: Any) -> int:
+    """How many numbers and products an expression has."""
+    return sum(map(_size, expression[1:])) if isinstance(expression, tuple) else 1
 
 
 def _combine(target: Any, operands: list[Any]) -> Any:

@@ -42,6 +42,8 @@ aten = torch.ops.aten
 
 #: A product, or columns of one.
 Linear = Product | Columns
+#: Operations between a linear and the product with another one, at most.
+MOST_STEPS = 32
 
 
 def _read(expression: Any) -> tuple[str, Linear, Linear] | None:
@@ -160,11 +162,14 @@ def _other(root: fx.Node) -> tuple[frozenset[fx.Node], list[str]] | None:
     """Both linears of what looks like a gated pair, and the names of the operations behind them."""
     names, sides = set[str](), list[fx.Node]()
     for argument in root.args:
-        waiting, ends = [argument], set[fx.Node]()
+        waiting, ends, seen = [argument], set[fx.Node](), set[fx.Node]()
         while waiting and len(ends) < 2:
             node = waiting.pop()
-            if not isinstance(node, fx.Node) or tensor(node) is None:
+            if not isinstance(node, fx.Node) or node in seen or tensor(node) is None:
                 continue
+            seen.add(node)
+            if len(seen) > MOST_STEPS:
+                return None
             if product(node) is not None or columns(node) is not None:
                 ends.add(node)
             elif node.target in RESHAPES:

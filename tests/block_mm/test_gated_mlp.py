@@ -200,6 +200,21 @@ def test_near_miss(name: str) -> None:
     assert not any(named(call).gated for call in seen.calls())
 
 
+@pytest.mark.parametrize(("steps", "told"), [(3, True), (60, False)])
+def test_what_is_between_is_walked_once(steps: int, told: bool) -> None:
+    """Each step has two paths to the linear: 60 of them would not end."""
+
+    def fn(x: Any, w: Any, v: Any) -> Any:
+        y = x @ w
+        for _ in range(steps):
+            y = torch.tanh(y) * (y + 1.0)
+        return y * (x @ v)
+
+    seen = run(fn, (rand(16, 64), rand(64, 32), rand(64, 32)))
+    reasons = seen.reasons("gated_mlp")
+    assert any("no kernel has what a gate" in reason for reason in reasons) is told
+
+
 def test_different_inputs() -> None:
     def fn(x: Any, y: Any, w: Any, v: Any) -> Any:
         return F.silu(x @ w) * (y @ v)

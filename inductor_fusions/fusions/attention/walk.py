@@ -29,6 +29,8 @@ from .operands import Operand, same_shape
 NO_PRODUCT = Reason.NO_PRODUCT("no product of queries and keys was found above the softmax")
 #: How far it is looked for, in nodes.
 REACH = 64
+#: How many nodes are tried on the way up: where an operation reads the scores twice, both sides are.
+MOST_STEPS = 1024
 #: Scores are not looked for beyond these: what is made of weights or tokens is none.
 _ENDS = frozenset("softmax _softmax scaled_dot_product_attention layer_norm rms_norm group_norm".split())
 
@@ -81,6 +83,7 @@ class Walk:
         self.writing: set[fx.Node] = set()
         #: Parts of the scores that are being read.
         self.regions: list[Reading] = []
+        self._steps = 0
 
     def walk(self, node: Any, user: fx.Node, factor: float, scalers: Scalers, at: Arrangement) -> Attention:
         """The attention whose scores `node` holds, seen by `user`, as far as the softmax's input.
@@ -93,6 +96,11 @@ class Walk:
         op, scores = read(node), tensor(node)
         if op is None or scores is None or scores.dim() < 2:
             raise Rejected(NO_PRODUCT)
+        self._steps += 1
+        if self._steps > MOST_STEPS:
+            raise Rejected(
+                Reason.IN_BETWEEN("too many operations stand between the product of q and k and the softmax")
+            )
         writer = self.interpreter.mutations.last(node, user)
         if writer is not None and _writes_into(writer, node):
             return self._written(writer, node, user, factor, scalers, at)

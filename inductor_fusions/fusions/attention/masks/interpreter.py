@@ -27,6 +27,7 @@ from .values import (
     identity,
     is_unit,
     renamed,
+    size,
     substitute,
 )
 
@@ -162,11 +163,11 @@ class Interpreter:
         with self.reading(node):
             found = held(rule(self, operation), known.dtype, known.shape)
         # An index of a dim of size 1 is 0, whatever the dim is expanded to later.
-        if any(known_true(size == 1) for size in known.shape):
+        if any(known_true(extent == 1) for extent in known.shape):
             found = substitute(found, lambda dim: Affine(0) if is_unit(known, dim) else identity(dim))
         if isinstance(found, BOOL):
             found = reduce(found, known.shape)
-        return self._unknown(node) if found is None else found
+        return self._unknown(node) if found is None or size(found) > LARGEST else found
 
     def _unknown(self, node: fx.Node) -> Value:
         """A node as data: a condition, or an integer (a narrow one may wrap, a float is rounded)."""
@@ -210,6 +211,8 @@ def adds_dims_in_front(node: Any, shape: Any) -> bool:
 IN_PLACE = frozenset({"add", "sub", "mul", "masked_fill", "bitwise_and", "bitwise_or"})
 #: How many overwritten values are read inside each other.
 DEEPEST = 40
+#: What a mask is made of, at most: one that is larger is read as data. What reads a value twice has it twice.
+LARGEST = 256
 
 
 def _covers(index: tuple[Any, ...], shape: Sequence[Any]) -> bool:
@@ -222,8 +225,8 @@ def _covers(index: tuple[Any, ...], shape: Sequence[Any]) -> bool:
         isinstance(item, slice)
         and item.step in (None, 1)
         and (item.start is None or (isinstance(item.start, int) and item.start == 0))
-        and (item.stop is None or known_true(item.stop >= size))
-        for item, size in zip(index, shape, strict=False)
+        and (item.stop is None or known_true(item.stop >= extent))
+        for item, extent in zip(index, shape, strict=False)
     )
 
 

@@ -155,6 +155,17 @@ def is_condition(value: Value) -> TypeGuard[Bool]:
     return isinstance(value, BOOL)
 
 
+def size(value: Value) -> int:
+    """How many comparisons, elements and numbers a value is made of."""
+    if isinstance(value, (And, Or)):
+        return sum(map(size, value.operands))
+    if isinstance(value, Not):
+        return size(value.operand)
+    if isinstance(value, Choice):
+        return size(value.condition) + size(value.then) + size(value.otherwise)
+    return 1
+
+
 def conjunction(operands: Sequence[Bool]) -> Bool:
     """The simplified And."""
     flat = _flattened(operands, And)

@@ -321,6 +321,24 @@ def tensor(node: Any) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
+def linear_of(node: Any) -> tuple[fx.Node, fx.Node, bool, Any] | None:
+    """(input, weight, whether its rows are those of the output, bias or None) of a product with a matrix."""
+    op = read(node)
+    x: Any = None
+    w: Any = None
+    bias: Any = None
+    if op is not None and op.name == "linear":
+        x, w, bias = op.only("input", "weight", "bias")
+    elif op is not None and op.name == "matmul":
+        x, w = op.only("input", "other")
+    elif op is not None and op.name == "addmm":
+        bias, x, w = op.only("input", "mat1", "other")
+    weight = tensor(w)
+    if tensor(x) is None or weight is None or weight.dim() != 2:
+        return None
+    return x, w, op is not None and op.name == "linear", bias
+
+
 def concrete(argument: Any) -> Any:
     """`argument` with every node that stands for a number replaced by that (symbolic) number."""
     if isinstance(argument, fx.Node):

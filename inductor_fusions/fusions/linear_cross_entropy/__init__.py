@@ -112,7 +112,8 @@ class LossHead(Candidate):
         logits = self._logits
         if len({value.device for value in values if value is not None}) > 1:
             raise Rejected(Reason.DEVICE("operands of the loss are on several devices"))
-        if not all(isinstance(size, int) for size in (*tensor(site.w).shape,)):  # type: ignore[union-attr]
+        weight = tensor(site.w)
+        if weight is None or not all(isinstance(size, int) for size in weight.shape):
             raise Rejected(Reason.SYMBOLIC("the number of classes, or the width of the linear, is symbolic"))
         if not known_true(logits.shape[-1] > 0):
             raise Rejected(Reason.EMPTY("there are no classes"))
@@ -134,7 +135,8 @@ class LossHead(Candidate):
         """Refuse where logits are read by something else than the loss."""
         path = {*self.site.path, self.site.loss}
         may_detach = config.returned_logits == "detached" and self.trains and self.in_one_pass
-        may_detach = may_detach and all(read(node).name in VIEWS for node in self.site.replayed)  # type: ignore[union-attr]
+        replayed = map(read, self.site.replayed)
+        may_detach = may_detach and all(op is not None and op.name in VIEWS for op in replayed)
         for node in self.site.path:
             others = [user for user in readers(node) if user not in path and not reads_metadata(user, node)]
             if may_detach and others and all(user.op == "output" for user in others):

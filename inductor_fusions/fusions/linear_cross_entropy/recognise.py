@@ -24,6 +24,7 @@ from ...graph.torch_ops import (
     TRANSPOSES,
     VIEWS,
     Op,
+    linear_of,
     permutation,
     read,
     spellings,
@@ -352,21 +353,15 @@ def _indexes_rows(index: Any, last: int) -> bool:
 
 def _linear(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, fx.Node | None] | None:
     """(input, weight, whether its rows are the classes, bias) of a product with a matrix."""
-    op = read(node)
-    x: Any = None
-    w: Any = None
-    bias: Any = None
-    if op is not None and op.name == "linear":
-        x, w, bias = op.only("input", "weight", "bias")
-    elif op is not None and op.name == "matmul":
-        x, w = op.only("input", "other")
-    elif op is not None and op.name == "addmm":
-        bias, x, w = op.only("input", "mat1", "other")
-    found, held = (tensor(x), tensor(w)), tensor(bias)
-    if found[0] is None or found[1] is None or found[0].dim() < 2 or found[1].dim() != 2:
+    found = linear_of(node)
+    if found is None:
         return None
-    by_rows = op is not None and op.name == "linear"
-    classes = found[1].shape[0 if by_rows else 1]
+    x, w, by_rows, bias = found
+    value, weight, held = tensor(x), tensor(w), tensor(bias)
+    assert value is not None and weight is not None
+    if value.dim() < 2:
+        return None
+    classes = weight.shape[0 if by_rows else 1]
     if bias is not None and (held is None or held.dim() != 1 or not known_true(held.shape[0] == classes)):
         return None
     return x, w, by_rows, bias

@@ -17,7 +17,7 @@ from torch import fx
 from ..._inductor import known_true
 from ...fusion import Rejected
 from ...graph.einsum import equation
-from ...graph.torch_ops import VIEWS, Op, read
+from ...graph.torch_ops import VIEWS, Op, linear_of, read
 from ...operands import tensor
 
 #: Views that keep the elements in their order. `getitem` is one where it only adds dims.
@@ -47,33 +47,18 @@ class Site:
 
 def site(node: fx.Node) -> Site | None:
     """The linear on a flattened outer product that a node is, if it is one."""
-    found = _linear(node)
+    found = linear_of(node)
     if found is None:
         return None
     x, w, by_rows, bias = found
+    value = tensor(x)
+    if value is None or value.dim() != 2:
+        return None
     outer = _outer(x)
     if outer is None:
         return None
     u, v, chain = outer
     return Site(node, u, v, w, by_rows, bias, chain)
-
-
-def _linear(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, fx.Node | None] | None:
-    """(input, weight, whether its rows are those of the output, bias) of a product with a matrix."""
-    op = read(node)
-    x: Any = None
-    w: Any = None
-    bias: Any = None
-    if op is not None and op.name == "linear":
-        x, w, bias = op.only("input", "weight", "bias")
-    elif op is not None and op.name == "matmul":
-        x, w = op.only("input", "other")
-    elif op is not None and op.name == "addmm":
-        bias, x, w = op.only("input", "mat1", "other")
-    found = tensor(x), tensor(w)
-    if found[0] is None or found[1] is None or found[0].dim() != 2 or found[1].dim() != 2:
-        return None
-    return x, w, op is not None and op.name == "linear", bias
 
 
 def _outer(x: fx.Node) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:

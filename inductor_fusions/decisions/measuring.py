@@ -127,7 +127,8 @@ class Worker:
             process.kill()
             for pipe in (process.stdin, process.stdout):
                 with contextlib.suppress(OSError):
-                    pipe.close()  # type: ignore[union-attr]
+                    if pipe is not None:
+                        pipe.close()
             process.wait()
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -183,7 +183,9 @@ def _other(root: fx.Node) -> tuple[frozenset[fx.Node], list[str]] | None:
         if len(ends) != 1:
             return None
         sides += ends
-    inputs = [identity((product(x) or columns(x).base).a) for x in sides]  # type: ignore[union-attr]
+    linears = [product(x) or columns(x) for x in sides]
+    bases = [x.base if isinstance(x, Columns) else x for x in linears]
+    inputs = [identity(base.a) for base in bases if base is not None]
     if sides[0] is sides[1] or inputs[0] != inputs[1]:
         return None
     return frozenset(sides), sorted(names)

@@ -205,6 +205,7 @@ def test_errors_of_several_runs() -> None:
     always = [[error(1.6, 1.0)], [error(1.6, 1.0)], [error(2.0, 1.2)], [error(1.4, 0.9)]]
     assert "output[0]: error 1.66e+00" in budget.problems(budget.pooled(always))[0]
     assert budget.problems(budget.pooled([[error(1.0, 1.0)], [error(float("nan"), 1.0)]]))
+    assert budget.problems(budget.pooled([[error(1.0, -1.0)]] * 4))  # below 0: nothing is right
     integers = budget.Error("output[1]", False, 0.0, 0.0, 0.0, "output[1] is not that of stock")
     found = budget.pooled([[error(1.0, 1.0)], [error(1.0, 1.0), integers]])
     assert budget.problems(found) == ["output[1] is not that of stock"]

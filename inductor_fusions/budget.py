@@ -121,9 +121,8 @@ def pooled(samples: Sequence[Sequence[Error]]) -> list[Error]:
         if first.problem and not first.budget:  # not floating point
             found.append(first)
             continue
-        mine, theirs = (
-            math.sqrt(sum(getattr(error, name) ** 2 for error in same) / len(same)) for name in ("ours", "stock")
-        )
+        squares = (sum(getattr(error, name) ** 2 for error in same) for name in ("ours", "stock"))
+        mine, theirs = (math.sqrt(square / len(same)) for square in squares)
         allowed = sum(error.budget for error in same) / len(same)  # a square would lose the sign of a budget
         problem = ""
         if not mine <= allowed:

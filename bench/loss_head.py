@@ -43,6 +43,7 @@ from bench.common import (
     relative_error,
 )
 from bench.interactions import gain
+from bench.models.measure import static_bytes
 from inductor_fusions import config
 from inductor_fusions.budget import worst
 from inductor_fusions.fusions import linear_cross_entropy
@@ -51,6 +52,8 @@ from inductor_fusions.fusions import linear_cross_entropy
 IGNORED = -100
 #: Rows that are computed in float64 at a time.
 EXACT_ROWS = 1024
+#: Of a step's batch, all of the same length.
+SEQUENCES = 2
 
 
 @dataclass(frozen=True)
@@ -192,14 +195,15 @@ class Step(nn.Module):
         return loss
 
 
-def llama(row: Row, device: str) -> Step:
-    """Llama-1B with random weights, in training; its head is that of its embedding."""
+def llama(row: Row, device: str, quick: bool) -> Step:
+    """Llama-1B with random weights, in training, with a tied head. Quick: with two layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     settings = LlamaConfig(
-        vocab_size=row.classes, hidden_size=row.width, intermediate_size=8192, num_hidden_layers=16,
-        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192, rope_theta=5e5,
+        vocab_size=row.classes, hidden_size=row.width, intermediate_size=4 * row.width,
+        num_hidden_layers=2 if quick else 16, num_attention_heads=row.width // 64,
+        num_key_value_heads=row.width // 256, max_position_embeddings=8192, rope_theta=5e5,
         tie_word_embeddings=True, attn_implementation="sdpa",
     )  # fmt: skip
     with torch.device(device):
@@ -213,14 +217,18 @@ def llama(row: Row, device: str) -> Step:
 
 def measure_step(row: Row, device: str, quick: bool) -> Json:
     """A whole training step."""
-    module = llama(row, device)
-    ids = torch.randint(row.classes, (2, row.tokens // 2), device=device)
+    module = llama(row, device, quick)
+    ids = torch.randint(row.classes, (SEQUENCES, row.tokens // SEQUENCES), device=device)
     watched = [module.model.model.norm.weight, module.model.model.layers[-1].mlp.down_proj.weight]
 
-    def once(call: Callable[..., Any]) -> list[torch.Tensor]:
-        loss = call(ids)
-        loss.backward()
-        found = [loss.detach(), *(p.grad.clone() for p in watched)]  # type: ignore[union-attr]
+    def once(call: Callable[..., Any], parts: int = 1) -> list[torch.Tensor]:
+        """The loss and some gradients, of as many parts of the batch one after the other."""
+        losses = []
+        for part in ids.chunk(parts):
+            loss = call(part) / parts
+            loss.backward()
+            losses.append(loss.detach())
+        found = [torch.stack(losses).sum(), *(p.grad.clone() for p in watched)]  # type: ignore[union-attr]
         for parameter in module.parameters():
             parameter.grad = None
         return found
@@ -247,14 +255,19 @@ def measure_step(row: Row, device: str, quick: bool) -> Json:
         found = {name: call() for name, call in calls.items()}
         times = both_clocks(calls, device, 3 if quick else 7, 0.05)
         peak = {name: peak_bytes(call, device) for name, call in calls.items()}
+    fixed = static_bytes(module, {"ids": ids})
+    calls.clear()
+    torch._dynamo.reset()
     module.float()
+    # All of the batch in float32 does not fit beside the model.
+    module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with config.patch(enabled=False):
-        true = once(module)
+        true = once(module, SEQUENCES)
     error = {
         name: worst(relative_error(x, z) for x, z in zip(of, true, strict=True)) for name, of in found.items()
     }
     return {
-        "fused": sites, **times, "peak_bytes": peak, "static_bytes": torch.cuda.memory_allocated() // 2,
+        "fused": sites, **times, "peak_bytes": peak, "static_bytes": fixed,
         "error": error, "correct": error["fused"] <= error_limit(error["stock"], torch.bfloat16),
         "compile_s": round(sum(compile_s.values()), 2), "compile_s_of": compile_s,
     }  # fmt: skip

@@ -21,6 +21,15 @@ def test_row(kind: str) -> None:
     assert set(row["times_us"]) == {"stock", "fused"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_step(checkpointed: bool) -> None:
+    """A whole step, against float32 one sequence at a time."""
+    row = bench.measure(bench.Row("step", 64, 256, 512, checkpointed=checkpointed), "cpu", quick=True)
+    assert row["correct"] and row["fused"] == 1
+    assert set(row["times_us"]) == {"stock", "before", "fused"}
+
+
 def test_table(tmp_path: Path) -> None:
     """Heads alone are rows, and a wrong one never pays."""
     row = {

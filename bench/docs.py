@@ -7,9 +7,9 @@ Every figure comes from bench/results/*.json, and a file or a column that is not
 `models_*.json` are files of bench.models, `lora_models_*.json` of bench.models_lora, `bench_*.json` of
 `inductor_fusions bench`; `attention_*.json`, `flex_*.json`, `projections_*.json` and `lora_*.json` of the
 scripts bench.tune_*; `outer_product_*.json`, `dot_interaction_*.json`, `decode_attention_*.json`,
-`loss_head_*.json`, `whole_mlp_*.json`, `convergence_*.json` and `distributed_*.json` of scripts of these
-names; `fuzz_*.json` of tests.fuzz,
-`load_cpu.json` of tests.load, `sanitizer_*.json` of tests.gpu.sanitize.
+`loss_head_*.json`, `guards_*.json`, `whole_mlp_*.json`, `convergence_*.json` and `distributed_*.json` of
+scripts of these names; `fuzz_*.json` of tests.fuzz, `load_cpu.json` of tests.load,
+`sanitizer_*.json` of tests.gpu.sanitize.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from bench import docs_plots, docs_reliability, docs_tables, docs_whole_mlp, picture
 from bench.docs_attention import attention_section, flex_section
-from bench.docs_decoding import decoding_section, loss_section
+from bench.docs_decoding import decoding_section, guards_section, loss_section
 from bench.docs_distributed import distributed_section
 from bench.docs_linears import (
     interactions_section,
@@ -87,6 +87,7 @@ SECTIONS: dict[str, Callable[[Json], str]] = {
     "dot_interaction_*.json": partial(interactions_section, "Pairwise dot products"),
     "decode_attention_*.json": decoding_section,
     "loss_head_*.json": loss_section,
+    "guards_*.json": guards_section,
     "distributed_*.json": distributed_section,
 }
 

@@ -1,4 +1,4 @@
-"""The sections of docs/measurements.html about decoding attention and the loss head."""
+"""The sections of docs/measurements.html about decoding attention, guards, and the loss head."""
 
 from __future__ import annotations
 
@@ -50,6 +50,27 @@ def decoding_section(data: Json) -> str:
 
 def _best(times: dict[str, float]) -> float:
     return min(time for name, time in times.items() if name not in ("decode", "tiles"))
+
+
+def guards_section(data: Json) -> str:
+    """Every row of bench.guards."""
+    parts = opening("Guards of a call", data)
+    counts = [(row["model"], row["count"]) for row in data["rows"] if "count" in row]
+    parts.append(
+        "Microseconds of a call whose graph does nothing, by the wall clock: with the guards that a function "
+        "of `torch.compiler` keeps, and under `skip_guard_eval_unsafe`. Guards of a model of two layers, "
+        "without the package and with it: "
+        + "; ".join(f"{name} {count['stock']} and {count['fused']}" for name, count in counts)
+        + "."
+    )
+    body = [
+        (
+            row["model"], row["filter"] or "none", str(row["kept"]), f"{row['guarded_us']:.0f}",
+            f"{row['unguarded_us']:.0f}",
+        )
+        for row in data["rows"]
+    ]  # fmt: skip
+    return "\n\n".join([*parts, table(("model", "filter", "guards", "with", "without"), body)])
 
 
 def loss_section(data: Json) -> str:

@@ -12,11 +12,8 @@ there are, with the package and without: it adds none.
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -24,13 +21,13 @@ import transformers
 from torch import fx, nn
 
 import inductor_fusions
-from bench.common import Json
-from bench.provenance import environment
-from inductor_fusions import config
+from bench.common import Json, interleave
+from bench.provenance import write
 
 TARGET = Path(__file__).parent / "results" / "guards_cpu.json"
 LAYERS = 16
-CALLS = 400
+#: Blocks of calls, whose median counts, and the seconds of one.
+ROUNDS, BLOCK = 41, 5e-3
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -73,28 +70,23 @@ def constant(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     return lambda *_: found
 
 
-def call_us(call: Callable[[], Any], calls: int) -> float:
-    """The median time of a call, by the wall clock, in microseconds."""
-    times = []
-    for _ in range(calls):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return round(median(times) * 1e6, 1)
-
-
 def guard_count(model: nn.Module, inputs: Json, enabled: bool) -> int:
-    """How many guards a compile has, with the package or without."""
+    """How many guards a compile has, with the package or with its passes taken out of Inductor's hooks."""
     seen: list[int] = []
     torch._dynamo.reset()
     inductor_fusions.clear()
-    with config.patch(enabled=enabled), torch.no_grad():
-        torch.compile(model, options={"guard_filter_fn": counting(None, seen)})(**inputs)
+    if not enabled:
+        inductor_fusions.disable()
+    try:
+        with torch.no_grad():
+            torch.compile(model, options={"guard_filter_fn": counting(None, seen)})(**inputs)
+    finally:
+        inductor_fusions.enable()
     torch._dynamo.reset()
     return sum(seen)
 
 
-def measure(adapters: bool, name: str, calls: int = CALLS, layers: int = LAYERS) -> Json:
+def measure(adapters: bool, name: str, rounds: int = ROUNDS, layers: int = LAYERS) -> Json:
     """One row: a model under one filter of guards."""
     model = llama(adapters, layers)
     inputs = {"input_ids": torch.randint(3, 128, (1, 1)), "use_cache": False}
@@ -108,14 +100,15 @@ def measure(adapters: bool, name: str, calls: int = CALLS, layers: int = LAYERS)
 
     with torch.no_grad():
         call()
-        guarded = call_us(call, calls)
+        guarded = interleave({"call": call}, "cpu", rounds, BLOCK)["call"]
         with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
-            call()
-            unguarded = call_us(call, calls)
+            unguarded = interleave({"call": call}, "cpu", rounds, BLOCK)["call"]
     torch._dynamo.reset()
     return {
         "model": "Llama with adapters" if adapters else "Llama", "layers": layers, "filter": name,
-        "kept": sum(seen), "guarded_us": guarded, "unguarded_us": unguarded,
+        "kept": sum(seen), "guarded_us": round(guarded.median * 1e6, 1),
+        "unguarded_us": round(unguarded.median * 1e6, 1),
+        "spread": {"guarded": round(guarded.spread, 3), "unguarded": round(unguarded.spread, 3)},
     }  # fmt: skip
 
 
@@ -136,8 +129,7 @@ def main() -> None:
         rows[-len(FILTERS)]["count"] = count
         print(count, flush=True)
     if not options.print:
-        header = environment("cpu", "bench.guards")
-        TARGET.write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n", "utf-8")
+        write(TARGET, "bench.guards", rows)
 
 
 if __name__ == "__main__":

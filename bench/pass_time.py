@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ import inductor_fusions
 from bench import cuda_codegen
 from bench.common import Json
 from bench.ledger.compiling import ON_A_GPU
-from bench.provenance import environment
+from bench.provenance import write
 from inductor_fusions import fusions, passes, reporting
 
 LAYERS = (6, 12, 24)
@@ -166,8 +165,7 @@ def main() -> None:
                 rows.append(row)
                 print(row, flush=True)
     if not options.print:
-        header = environment("cpu", "bench.pass_time")
-        TARGET.write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n", "utf-8")
+        write(TARGET, "bench.pass_time", rows)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import shlex
 import statistics
@@ -93,3 +94,8 @@ def environment(device: str, module: str) -> Json:
     header["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     header["command"] = shlex.join(["python", "-m", module, *sys.argv[1:]])
     return header
+
+
+def write(path: Path, module: str, rows: list[Json]) -> None:
+    """A results file of the CPU, all rows at once."""
+    path.write_text(json.dumps({**environment("cpu", module), "rows": rows}, indent=1) + "\n", "utf-8")

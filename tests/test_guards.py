@@ -7,6 +7,8 @@ import torch
 
 pytest.importorskip("peft")
 
+from transformers.generation import CompileConfig
+
 import inductor_fusions
 from bench import guards
 from inductor_fusions import config
@@ -40,9 +42,32 @@ def test_fused_where_guards_are_left_out(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_generate() -> None:
+    """As docs/lora.md sets it: torch takes no mode beside options."""
+    model = guards.llama(True, LAYERS)
+    ids = torch.randint(3, 128, (1, 5))
+    wanted, found = (_generated(model, ids, compiled) for compiled in (False, True))
+    assert torch.equal(found, wanted) and inductor_fusions.report().sites
+
+
+def _generated(model: torch.nn.Module, ids: torch.Tensor, compiled: bool) -> torch.Tensor:
+    keep = torch.compiler.skip_guard_on_all_nn_modules_unsafe
+    options = {"guard_filter_fn": keep, "triton.cudagraphs": True}
+    setting = CompileConfig(mode=None, options=options)
+    setting._compile_all_devices = True  # also without a GPU
+    model.generation_config.compile_config = setting
+    inductor_fusions.clear()
+    found: torch.Tensor = model.generate(
+        input_ids=ids, max_new_tokens=6, do_sample=False, cache_implementation="static",
+        disable_compile=not compiled,
+    )  # fmt: skip
+    return found
+
+
+@pytest.mark.slow
 def test_rows() -> None:
     """A filter keeps fewer guards, and a call takes less for them."""
-    rows = [guards.measure(True, name, calls=20, layers=4) for name in guards.FILTERS]
+    rows = [guards.measure(True, name, rounds=5, layers=4) for name in guards.FILTERS]
     kept = [row["kept"] for row in rows]
     assert kept == sorted(kept, reverse=True) and kept[0] > 50 * kept[-1]
     assert rows[0]["guarded_us"] > rows[-1]["guarded_us"]

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 #: Bytes of logits that are in memory at a time, at most: products of fewer rows take longer.
-CHUNK = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
+CHUNK = {"cuda": 2**30, "cpu": 32 * 2**20}
 #: A chunk is at most this part of all logits.
-PART = 4
+PART = 2
 #: Rows of a chunk are a multiple of it, where they are as many.
 ROWS = 128
 #: Chunks whose gradients of a weight may be rounded to bfloat16 one after the other: the error grows with the

@@ -453,10 +453,10 @@ def test_by_default_small_logits_are_left() -> None:
 
 
 def test_chunk_rows() -> None:
-    """A quarter of all logits at the most, and so many bytes; of about the same size."""
-    assert CHUNK_ROWS(16384, 128256, 2, "cuda") == 2048
-    assert CHUNK_ROWS(8192, 128256, 2, "cuda") == 2048
-    assert CHUNK_ROWS(16384, 248320, 2, "cuda") == 1024
+    """Half of all logits at the most, and at most 1 GiB on a GPU; of about the same size."""
+    assert CHUNK_ROWS(16384, 128256, 2, "cuda") == 4096
+    assert CHUNK_ROWS(8192, 128256, 2, "cuda") == 4096
+    assert CHUNK_ROWS(16384, 248320, 2, "cuda") == 2048
     assert CHUNK_ROWS(7, 61, 4, "cpu") == 1
     for count in (1, 5, 1000, 4097, 16384):
         found = CHUNK_ROWS(count, 50257, 2, "cuda")

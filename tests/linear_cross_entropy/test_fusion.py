@@ -457,7 +457,7 @@ def test_chunk_rows() -> None:
     assert CHUNK_ROWS(16384, 128256, 2, "cuda") == 4096
     assert CHUNK_ROWS(8192, 128256, 2, "cuda") == 4096
     assert CHUNK_ROWS(16384, 248320, 2, "cuda") == 2048
-    assert CHUNK_ROWS(7, 61, 4, "cpu") == 1
+    assert CHUNK_ROWS(7, 61, 4, "cpu") == 3
     for count in (1, 5, 1000, 4097, 16384):
         found = CHUNK_ROWS(count, 50257, 2, "cuda")
         assert 1 <= found <= count and found * 50257 * 2 <= max(chunks.CHUNK["cuda"], 50257 * 2)

@@ -7,8 +7,8 @@ Every figure comes from bench/results/*.json, and a file or a column that is not
 `models_*.json` are files of bench.models, `lora_models_*.json` of bench.models_lora, `bench_*.json` of
 `inductor_fusions bench`; `attention_*.json`, `flex_*.json`, `projections_*.json` and `lora_*.json` of the
 scripts bench.tune_*; `outer_product_*.json`, `dot_interaction_*.json`, `decode_attention_*.json`,
-`loss_head_*.json`, `guards_*.json`, `whole_mlp_*.json`, `convergence_*.json` and `distributed_*.json` of
-scripts of these names; `fuzz_*.json` of tests.fuzz, `load_cpu.json` of tests.load,
+`loss_head_*.json`, `guards_*.json`, `whole_mlp_*.json`, `mlp_training_*.json`, `convergence_*.json` and
+`distributed_*.json` of scripts of these names; `fuzz_*.json` of tests.fuzz, `load_cpu.json` of tests.load,
 `sanitizer_*.json` of tests.gpu.sanitize.
 """
 

@@ -77,6 +77,8 @@ def page(results: Path) -> str:
         parts.append(COMMAND.strip())
     for path in sorted(results.glob("projections_*.json")):
         parts += epilogues(json.loads(path.read_text("utf-8")))
+    for path in sorted(results.glob("mlp_training_*.json")):
+        parts += training(json.loads(path.read_text("utf-8")))
     return "\n\n".join(parts) + "\n"
 
 
@@ -107,6 +109,31 @@ def epilogues(data: Json) -> list[str]:
         text,
         summary("activation", "cases", dict(sorted(kinds.items())), "bare"),
         details("case", rows, "bare", "linear "),
+    ]
+
+
+def training(data: Json) -> list[str]:
+    """What a file of bench.mlp_training says of forward and backward."""
+    names = ("stock", "max_autotune", "gemms", "up", "up_triton", "hidden", "hidden_triton")
+    body = []
+    for row in data["rows"]:
+        times = row.get("device_us") or row["times_us"]
+        most = (number(get(row, "limits", name), 2) for name in ("free", "triton"))
+        body.append((row["key"], *(number(times.get(name), 0) for name in names), *most))
+    text = (
+        "A step of forward and backward, in microseconds on the device alone. **gemms** are the GEMMs of the "
+        "step alone, by the library: the limit if the activation and its gradient were free. **up** and "
+        "**hidden** are those of them that would carry an epilogue, the product in front of the activation "
+        "and the gradient of the hidden layer; **triton** beside them is the fastest of Inductor's Triton "
+        "templates for the same product, without an epilogue. The last two columns are the most that fusing "
+        "can gain over the faster stock: with epilogues in kernels as fast as the library's, and in Triton's."
+    )
+    head = ("case", "stock", "max-autotune", "gemms", "up", "triton", "hidden", "triton", "most", "in Triton")
+    return [
+        f"## Training, {data.get('device', '?')}",
+        f"torch {data.get('torch', '?')}, {str(data.get('date', '?'))[:10]}, by `{data.get('command', '?')}`",
+        text,
+        table(head, body),
     ]
 
 

@@ -13,7 +13,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench import docs, docs_models, docs_pieces, docs_plots, docs_reliability, docs_tables, picture
+from bench import (
+    docs,
+    docs_models,
+    docs_pieces,
+    docs_plots,
+    docs_reliability,
+    docs_tables,
+    mlp_training,
+    picture,
+)
 from bench.provenance import environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -189,6 +198,21 @@ def test_whole_mlp(tmp_path: Path) -> None:
     assert "| width 256, 64 tokens | 9.0 | 8.0 | 16.0 | 2.0 | 1.0 | epilogue |" in text
     assert "| width 64, 64 tokens | 4.0 | wrong | 2.0 | 2.0 | 1.5 | stock |" in text
     assert "in 0 of 0 cases" in text and "Nothing is measured yet" not in text
+
+
+def test_training_of_an_mlp(tmp_path: Path) -> None:
+    """What fusing can gain in training is told where it was measured."""
+    root = copied(tmp_path)
+    page, folder = root / "docs" / "whole_mlp.md", root / "bench" / "results"
+    for path in folder.glob("mlp_training_*.json"):
+        path.unlink()
+    assert "## Training" not in docs.render(root)[page]
+    times = {"stock": 112.0, "max_autotune": 110.0, "gemms": 100.0, "up": 30.0, "hidden": 15.0}
+    times |= {"up_triton": 33.0, "hidden_triton": 17.0}
+    row = {"key": "a t64", "times_us": times, "device_us": None, "limits": mlp_training.limits(times)}
+    (folder / "mlp_training_h200.json").write_text(json.dumps({"device": "a device", "rows": [row]}))
+    text = docs.render(root)[page]
+    assert "| a t64 | 112 | 110 | 100 | 30 | 33 | 15 | 17 | 1.10 | 1.05 |" in text
 
 
 def test_first_half_of_an_mlp(tmp_path: Path) -> None:

@@ -42,10 +42,12 @@ LOST = 77
 PARTS = {"test_all_mutants": 48}
 #: Of which a seed has every eighth.
 EVERY = 8
-#: Tests whose programs another one has too, or that have none and take long; and one with labels that are no
-#: classes, which stop the device in eager mode too.
+#: Tests whose programs another one has too, or that have none and take long; those with an index out of
+#: bounds, which stops the device in eager mode too; and one whose setting drops gradients.
 WITHOUT = {
+    "test_a_cell_that_is_none",
     "test_label_out_of_bounds",
+    "test_returned_logits_without_gradients",
     "test_some_mutants",
     "test_numbers",
     "test_sharded",

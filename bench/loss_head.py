@@ -174,7 +174,9 @@ def measure_head(row: Row, device: str, quick: bool) -> Json:
         labels[::10] = IGNORED
     cotangent = None
     if row.train:
-        cotangent = torch.rand(row.tokens if module.each else (), device=device, dtype=torch.float32)
+        # A loss gets the gradient that `backward()` of one number has.
+        make = torch.rand if module.each else torch.ones
+        cotangent = make(row.tokens if module.each else (), device=device, dtype=torch.float32)
     true = exact(row, module, h, labels, cotangent)
     variants = {name: interactions.VARIANTS[name] for name in ("stock", "fused")}
     return interactions.measure(

@@ -38,7 +38,7 @@ from unittest import mock
 import torch
 
 from bench import model_cases, models_lora, tuning
-from bench.common import Json, device_milliseconds, interleave, is_fatal, one_line, peak_bytes
+from bench.common import Json, compiled_only, device_milliseconds, interleave, is_fatal, one_line, peak_bytes
 from bench.models.measure import free, site_counts, static_bytes
 from bench.models.variants import Variant, collect
 from bench.pool import FileLock
@@ -153,6 +153,7 @@ def build(case: Case, device: str, quick: bool) -> tuple[Trained, dict[str, Any]
         model = models_lora.adapted(model, load)
     batch = model_cases.make_inputs(base, values, device)
     if not base.seq:
+        model.config.problem_type = "single_label_classification"  # else the first call sets it: a recompile
         batch["labels"] = torch.arange(base.batch, device=device) % values.get("num_labels", 2)
         return Trained(model, case.alone, device), batch
     batch["labels"] = batch["input_ids"].clone()
@@ -252,8 +253,9 @@ def learn(step: Step, start: list[torch.Tensor], device: str) -> Json:
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     usual, step.step = step.step, lambda: found.append(usual())  # type: ignore[method-assign, assignment]
     seconds = step.first_step(device)
-    for _ in range(COMPARED - 1):
-        step.step()
+    with compiled_only():
+        for _ in range(COMPARED - 1):
+            step.step()
     del step.step
     return {
         "compile_s": round(seconds, 2),
@@ -298,7 +300,7 @@ def measure(
         said = {n: agrees(learned[n], learned["stock"], case.dropout > 0) for n in learned if n != "stock"}
         row["apart"] = {name: apart for name, (_, apart) in said.items()}
         row["correct"] = all(within for within, _ in said.values()) if said else None
-    with lock or nullcontext():
+    with lock or nullcontext(), compiled_only():
         for name, step in steps.items():
             step.step()
             collect(device)

@@ -242,9 +242,11 @@ def model_config(case: Case, quick: bool) -> tuple[str, Json]:
     return architecture, values
 
 
-def build(case: Case, attn: str, device: str, quick: bool, experts: str | None = None) -> torch.nn.Module:
+def build(
+    case: Case, attn: str, device: str, quick: bool, experts: str | None = None, auto: str = "AutoModel"
+) -> torch.nn.Module:
     """The model with random weights, the same at each call; `experts` names the implementation of a mixture
-    of experts, instead of the default."""
+    of experts, instead of the default, and `auto` the class of transformers that gives it its head."""
     import transformers
 
     architecture, values = model_config(case, quick)
@@ -257,7 +259,7 @@ def build(case: Case, attn: str, device: str, quick: bool, experts: str | None =
         if architecture == "T5EncoderModel":  # AutoModel would add the decoder
             model = transformers.T5EncoderModel._from_config(config, **options)
         else:
-            model = transformers.AutoModel.from_config(config, **options)
+            model = getattr(transformers, auto).from_config(config, **options)
     with torch.no_grad():
         for parameter in model.parameters():
             # Biases start at zero and norms at one: a mistake in a bias would not show.

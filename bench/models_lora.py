@@ -169,19 +169,23 @@ def base(case: Case) -> model_cases.Case:
 
 
 def build(case: Case, device: str, quick: bool) -> torch.nn.Module:
-    """The model with adapters, none of which is zero."""
+    """The model with adapters."""
+    return adapted(model_cases.build(base(case), case.attn, device, quick), case)
+
+
+def adapted(model: torch.nn.Module, case: Case) -> torch.nn.Module:
+    """A model with the adapters of a case, none of which is zero."""
     import peft
 
-    model = model_cases.build(base(case), case.attn, device, quick)
     targets: Any = {"all-linear": "all-linear", "default": None}.get(case.targets, case.targets.split(","))
     config = peft.LoraConfig(
         r=case.rank, lora_alpha=2 * case.rank, lora_dropout=case.dropout, target_modules=targets,
         init_lora_weights=False,
     )  # fmt: skip
-    adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=case.adapters == "float32")
-    adapted.train(case.train)
-    built: torch.nn.Module = adapted
-    return built
+    found: torch.nn.Module = peft.get_peft_model(
+        model, config, autocast_adapter_dtype=case.adapters == "float32"
+    )
+    return found.train(case.train)
 
 
 @dataclass
@@ -217,11 +221,11 @@ def make_variants(case: Case, device: str, quick: bool) -> dict[str, WithAdapter
 
     values = model_cases.model_config(base(case), quick)[1]
     inputs = model_cases.make_inputs(base(case), values, device)
-    adapted = build(case, device, quick)
+    trained = build(case, device, quick)
     plain = model_cases.build(base(case), case.attn, device, quick).requires_grad_(False)
     found = {}
     for name in MARKERS:
-        own, leaf, given = adapted, None, dict(inputs)
+        own, leaf, given = trained, None, dict(inputs)
         if name == "frozen":
             own = plain
             if case.train:

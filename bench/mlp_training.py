@@ -53,8 +53,13 @@ MODELS = {
 COMPILED: dict[str, Json] = {
     "stock": {},
     "max_autotune": {"mode": "max-autotune-no-cudagraphs"},
-    "triton": {"options": {"max_autotune": True, "max_autotune_gemm_backends": "TRITON"}},
-}
+    "triton": {
+        "options": {
+            "max_autotune": True, "max_autotune_gemm_backends": "TRITON",
+            "triton.enable_persistent_tma_matmul": True,
+        }
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

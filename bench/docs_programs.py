@@ -1,4 +1,4 @@
-"""What docs/reliability.md says of the tests' programs on a device."""
+"""The results in docs/reliability.md of all tests on a device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ DTYPES = ("bfloat16", "float16", "float32", "own")
 SOURCES = {
     "tests/counterexamples/test_mutants": "mutants",
     "tests/counterexamples/test_product_mutants": "mutants",
-    "tests/counterexamples": "counterexamples by name",
-    "tests/fuzz": "drawn programs",
+    "tests/counterexamples": "upstream bugs and regressions",
+    "tests/fuzz": "random programs",
     "tests/attention": "attention: spellings and near misses",
     "tests/lora": "adapters: spellings and near misses",
     "tests/block_mm": "linears and gated MLPs",
@@ -59,16 +59,16 @@ def judged(data: Json) -> str:
     fused, draws = (sum(row.get(name, 0) for row in rows) for name in ("fused", "draws"))
     seeds, hours = len({row["seed"] for row in rows}), sum(row["seconds"] for row in rows) / 3600
     said = (
-        f"{total} programs were judged in {seeds} {'orders' if seeds > 1 else 'order'}, {fused} of them with "
-        f"a fused site at least, in {hours:.1f} hours of processes; {sum(failed.values())} failed. {draws} "
-        "draw random numbers: of them shapes, strides and whether values are finite were compared."
+        f"{total} programs were judged in {seeds} {'orders' if seeds > 1 else 'order'} and {hours:.1f} "
+        f"process hours: {fused} had at least one fused site, {sum(failed.values())} failed. {draws} draw "
+        "random numbers: only their shapes, strides and whether values are finite were compared."
     )
     parts = [said, table(("programs", *names), body), _failures(rows)]
     why = Counter[str]()
     for row in rows:
         why.update({_short(reason): count for reason, count in row.get("left", {}).items()})
     if why:
-        told = table(("not judged, because", "programs"), [(w, str(c)) for w, c in why.most_common(12)])
+        told = table(("reason", "programs"), [(w, str(c)) for w, c in why.most_common(12)])
         parts.append(f"<details><summary>Not judged</summary>\n\n{told}\n\n</details>")
     return "\n\n".join(part for part in parts if part)
 
@@ -80,7 +80,7 @@ def _failures(rows: list[Json]) -> str:
         for row in rows
         for failure in row.get("failures", ())
     ]
-    return table(("failed", "dtype, mode", "seed", "what", "alone"), body) if body else ""
+    return table(("failed", "dtype, mode", "seed", "error", "alone"), body) if body else ""
 
 
 def _short(text: str) -> str:

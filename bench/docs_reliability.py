@@ -1,4 +1,4 @@
-"""What docs/reliability.md says of random programs, architectures, loss curves and many compiles."""
+"""The results in docs/reliability.md: random programs, architectures, loss curves, many compiles."""
 
 from __future__ import annotations
 
@@ -31,32 +31,34 @@ KINDS = {
     "attentions": "attentions, outputs and gradients",
     "masks": "masks of attentions",
     "projections": "linears, training and inference",
-    "chains": "linears with activations in a chain, and casts in between",
+    "chains": "chains of linears, activations and casts",
     "adapters": "linears with adapters, training and inference",
     "situations": "attentions in transforms, contexts, control flow, other layouts",
-    "calls": "attentions called some times: sizes, callers that write in place",
+    "calls": "attentions called with several sizes, by callers that write in place",
 }
 
 
 def measured(results: Path, stem: str) -> str:
     """What the reports say, and where they were made; the plots are those of a device."""
     path = results / REPORT
-    parts = [_made(path, figures) if path.exists() else COMMAND]
+    parts = ["### Random programs, CPU", _made(path, figures) if path.exists() else COMMAND]
     for other in sorted(set(results.glob("fuzz_*.json")) - {path}):
-        parts += ["### Random programs on a GPU", _made(other, figures)]
+        seed = json.loads(other.read_text("utf-8")).get("settings", {}).get("seed")
+        drawn = "" if seed is None else f", seed {seed}"
+        parts += [f"### Random programs, GPU{drawn}", _made(other, figures)]
     for programs in sorted(results.glob("programs_*.json")):
-        parts += ["## The tests' programs on a GPU", _made(programs, docs_programs.judged)]
+        parts += ["### All tests, GPU", _made(programs, docs_programs.judged)]
     if (results / ARCHITECTURES).exists():
-        parts += ["## Architectures of transformers", _made(results / ARCHITECTURES, architectures)]
+        parts += ["### Architectures of transformers", _made(results / ARCHITECTURES, architectures)]
     if (results / LIBRARIES).exists():
-        parts += ["## Models of other libraries", _made(results / LIBRARIES, libraries)]
+        parts += ["### Models of other libraries", _made(results / LIBRARIES, libraries)]
     for sanitized in sorted(results.glob("sanitizer_*.json")):
-        parts += ["## Kernels under compute-sanitizer", _made(sanitized, watched)]
+        parts += ["### Kernels under compute-sanitizer", _made(sanitized, watched)]
     for trained in docs_plots.convergence_files(results):
-        parts += ["## Loss curves", _made(trained, convergence)]
+        parts += ["### Loss curves", _made(trained, convergence)]
     parts += docs_plots.shown(results, stem, "reliability.md")
     if (results / LOAD).exists():
-        parts += ["## A thousand compiles", _made(results / LOAD, growth)]
+        parts += ["### A thousand compiles", _made(results / LOAD, growth)]
     return "\n\n".join(parts)
 
 
@@ -89,12 +91,12 @@ def architectures(data: Json) -> str:
         for row in made:
             for reason in row["left"]:
                 reasons.setdefault((attention, reason), []).append(row["name"])
-    names = ("attention", "right", "wrong", "not made here", "attentions fused", "left")
+    names = ("attention", "correct", "wrong", "not built", "attentions fused", "left unfused")
     told = [
         (attention, reason, str(len(models)), ", ".join(f"`{m}`" for m in models[:4]))
         for (attention, reason), models in sorted(reasons.items(), key=lambda item: -len(item[1]))
     ]
-    why = table(("attention", "left, because", "models", "such as"), told)
+    why = table(("attention", "reason", "models", "examples"), told)
     return "\n\n".join([table(names, body), f"<details><summary>Why</summary>\n\n{why}\n\n</details>"])
 
 
@@ -114,15 +116,15 @@ def libraries(data: Json) -> str:
         counts = [states["right"], states["wrong"], states["not made"], fused["attention"], left.total()]
         body.append((name, *map(str, counts)))
         told += [(name, code, str(n), ", ".join(such[code][:4])) for code, n in left.most_common()]
-    names = ("library", "right", "wrong", "not made here", "attentions fused", "left")
-    codes = table(("library", "left, with the code", "sites", "such as"), told)
-    said = "Codes are those of [reasons.md](reasons.md)."
+    names = ("library", "correct", "wrong", "not built", "attentions fused", "left unfused")
+    codes = table(("library", "reason", "sites", "examples"), told)
+    said = "[reasons.md](reasons.md) lists the codes."
     folded = f"<details><summary>Why</summary>\n\n{said}\n\n{codes}\n\n</details>"
     return "\n\n".join([table(names, body), folded])
 
 
 def convergence(data: Json) -> str:
-    """What the criterion says of each model, and what became of the sites of its fused run."""
+    """The verdict of the criterion on each model, and the fused sites of its run."""
     rows, window = data["rows"], int(data["window"])
     verdicts = {found["model"]: found for found in judge(rows, window)}
     body, sites = [], []
@@ -136,18 +138,20 @@ def convergence(data: Json) -> str:
         times = [number(row["step_ms"] if row else None, 1) for row in pair]
         body.append((model, f"{own[0]['parameters'] / 1e6:.0f}", *losses, *apart, passes, *times))
         for what, count in (pair[1]["sites"]["what"] if pair[1] else {}).items():
-            sites.append((model, what.replace("|", "/"), str(count)))
+            fusion, fused, kernel = what.partition(": fused: ")
+            if fused:
+                sites.append((model, f"`{fusion}`", kernel.replace("|", "/"), str(count)))
     passed = sum(found["within"] for found in verdicts.values())
     settings = data["settings"]
     said = (
         f"{settings['steps']} steps of {settings['batch']} x {settings['length']} tokens, under the policy "
         f"`{settings['policy']}`. s is the mean of {window} steps. {data['criterion']} {passed} of "
-        f"{len(verdicts)} models pass. The last loss is s at the end. The runs had the device together, so "
-        "that times of steps say little."
+        f"{len(verdicts)} models pass. The last loss is s at the end. The runs shared the device, so their "
+        "times are not comparable with those of other pages."
     )
     columns = ("model", "million parameters", "last loss, stock", "fused", "d(fused, stock)")
     columns += ("d(stock, stock)", "passes", "ms a step, stock", "fused")
-    what = table(("model", "site", "number"), sites)
+    what = table(("model", "fusion", "kernel", "sites"), sites)
     folded = f"<details><summary>Sites of the fused runs</summary>\n\n{what}\n\n</details>"
     return "\n\n".join([said, table(columns, body), folded])
 
@@ -157,12 +161,12 @@ BACKENDS = {"passes": "the passes alone", "inductor": "Inductor as a whole"}
 
 
 def growth(data: Json) -> str:
-    """What was held after all compiles, and not yet after a third of them."""
+    """What is alive after all compiles and was not after a third of them."""
     count = data["settings"]["compiles"]
     said = (
-        f"Of {count} compiles in one process, stock or with the fusions: what the last two thirds of them "
-        "have left behind. `tests/test_load.py` allows the fusions no graph more than stock, 10% more "
-        "memory, and 4 MB for noise."
+        f"{count} compiles in one process, stock or with the fusions: the graphs and the memory that the "
+        "last two thirds of them leave behind. `tests/test_load.py` allows the fusions no more graphs than "
+        "stock, 10% more memory, and 4 MB for noise."
     )
     rows = [
         (
@@ -186,12 +190,12 @@ def figures(data: Json) -> str:
         ]
         hours = sum(row["seconds"] for row in rows) / 3600
         body.append((KINDS[kind], *map(str, numbers), f"{hours:.1f}"))
-    columns = ("programs", "judged", "rejected", "with a fused site", "by code")
+    columns = ("programs", "judged", "invalid", "with a fused site", "compiled")
     columns += ("wrong in stock", "failures", "hours")
     sites: Counter[str] = Counter()
     for row in data["rows"]:
         sites.update(row["sites"])
     counted = table(("fusion", "fused sites"), [(f"`{n}`", str(c)) for n, c in sites.most_common()])
     judged, fused, failures = (sum(r[n] for r in data["rows"]) for n in ("judged", "fused", "failures"))
-    said = f"{judged} programs were judged, {fused} of them with a fused site at least; {failures} failed."
+    said = f"{judged} programs were judged: {fused} had at least one fused site, {failures} failed."
     return "\n\n".join([said, table(columns, body), counted])

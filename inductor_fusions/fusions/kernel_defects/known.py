@@ -1,7 +1,8 @@
-"""What is known of wrong kernels in torch and cuDNN that a compiled attention can reach.
+"""Kernels of torch and cuDNN that are known to be wrong and that a compiled attention can reach.
 
-One entry a defect: where it is, when it shows, and what is done instead. `tests/gpu/test_kernel_defects.py`
-shows each one in the bare kernel, so that an entry which is no longer needed is noticed.
+One entry per defect: where it is, when it occurs, and what is done instead.
+`tests/gpu/test_kernel_defects.py` reproduces each one in the bare kernel, so that an entry which is no longer
+needed is noticed.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Defect:
-    """A kernel that computes something else than it says.
+    """A kernel that returns a wrong result or raises.
 
     Attributes:
         name: short, for reports and tests.
         where: the backend, or the template of Inductor.
         seen: versions of torch and of cuDNN on which it was seen.
-        condition: when it shows.
-        effect: what comes out.
+        condition: when it occurs.
+        effect: what happens then.
         instead: what a compiled graph does.
         source: where it is described, or the file of torch that has it.
     """
@@ -36,22 +37,22 @@ CUDNN_PLANS = Defect(
     name="cudnn_plans",
     where="backward of cuDNN attention",
     seen="torch 2.11, cuDNN 9.19",
-    condition="an earlier backward in the thread had q, k, v and a mask of the same sizes and strides, and a "
-    "gradient or an output of another layout",
-    effect="wrong gradients: plans are cached without the strides of the output and of its gradient",
-    instead="both are laid out as q, and compiled calls have plans of their own: their dropout probability "
-    "is -0.0, or the next float, which no other call has",
+    condition="an earlier backward in the thread had q, k, v and a mask of the same sizes and strides, but "
+    "another layout of the output or of its gradient",
+    effect="wrong gradients: the key of the plan cache lacks the strides of the output and its gradient",
+    instead="both get the layout of q; compiled calls use a dropout probability that eager calls do not "
+    "(-0.0 for 0, else the next float), so they have cache entries of their own",
     source="aten/src/ATen/native/cudnn/MHA.cpp (MHAParams), since pytorch#141147",
 )
 CUDNN_PADDED_KEYS = Defect(
     name="cudnn_padded_keys",
     where="backward of cuDNN attention",
     seen="torch 2.11, cuDNN 9.19",
-    condition="a mask, 64 modulo 128 keys, and a query whose logsumexp is below -88.7",
-    effect="NaN in the gradient of q: the last tile has keys behind the end, of score 0, and "
-    "exp(0 - logsumexp) overflows",
-    instead="keys, values and mask are padded to whole tiles with keys that nobody sees; with dropout, or "
-    "where the number of keys is symbolic, such rows are shifted by their logsumexp",
+    condition="a mask, a number of keys that is 64 modulo 128, and a query whose logsumexp is below -88.7",
+    effect="NaN in the gradient of q: the last tile is padded with keys of score 0, and exp(0 - logsumexp) "
+    "overflows",
+    instead="keys, values and mask are padded to whole tiles with masked keys; with dropout, or if the "
+    "number of keys is symbolic, the scores of such rows are shifted by their logsumexp",
     source="pytorch#196678",
 )
 CUDNN_ONE_QUERY = Defect(
@@ -60,25 +61,25 @@ CUDNN_ONE_QUERY = Defect(
     seen="cuDNN 9.25 and 9.26, by its report",
     condition="one query, no mask, and a logsumexp far below 0 (-122)",
     effect="NaN in the gradients of k and v",
-    instead="the gradients are matrix products",
+    instead="the gradients are computed by matrix products",
     source="NVIDIA/cudnn-frontend#1072",
 )
 CUDNN_MISALIGNED = Defect(
     name="cudnn_misaligned",
     where="backward of cuDNN attention",
     seen="torch 2.11, by its report",
-    condition="the gradient begins at no multiple of 16 bytes",
-    effect="an exception, behind which the device is of no use",
+    condition="the address of the gradient is not a multiple of 16 bytes",
+    effect="an exception, after which the CUDA context is unusable",
     instead="the gradient is copied",
     source="pytorch#191576",
 )
 MASK_ALONE = Defect(
     name="mask_alone",
     where="backward of efficient attention",
-    seen="torch 2.6, by its report; mended by pytorch#188302",
-    condition="a mask takes a gradient, and q, k and v do not",
-    effect="an illegal memory access: the logsumexp that is read was not kept",
-    instead="the attention is left as it is written",
+    seen="torch 2.6, by its report; fixed by pytorch#188302",
+    condition="the mask requires a gradient, and q, k and v do not",
+    effect="an illegal memory access: the forward does not save the logsumexp that the backward reads",
+    instead="the attention is left as written",
     source="pytorch#148476",
 )
 NEGATIVE_SCALE = Defect(
@@ -86,8 +87,8 @@ NEGATIVE_SCALE = Defect(
     where="flash and cuDNN attention",
     seen="torch 2.11, cuDNN 9.19",
     condition="a scale of 0 or below",
-    effect="NaN: scores that a tile lacks are -inf before they are scaled",
-    instead="the sign, or the 0, goes into q",
+    effect="NaN: a tile is padded with scores of -inf before it is scaled",
+    instead="the sign, or the 0, is moved into q",
     source="aten/src/ATen/native/transformers/cuda/attention.cu",
 )
 WHOLE_DROPOUT = Defect(
@@ -96,16 +97,16 @@ WHOLE_DROPOUT = Defect(
     seen="torch 2.11, cuDNN 9.19",
     condition="a dropout probability of 1",
     effect="an exception, or NaN (efficient)",
-    instead="the attention is left as it is written",
+    instead="the attention is left as written",
     source="aten/src/ATen/native/transformers/cuda/attention.cu",
 )
 EMPTY_OPERANDS = Defect(
     name="empty_operands",
     where="backward of cuDNN and flash attention",
     seen="torch 2.11",
-    condition="a batch, a length or a head dim of 0",
+    condition="a batch size, a length or a head dim of 0",
     effect="an exception",
-    instead="the attention is left as it is written",
+    instead="the attention is left as written",
     source="aten/src/ATen/native/transformers/cuda/attention.cu",
 )
 FLEX_DECODING_QUERY = Defect(
@@ -113,8 +114,8 @@ FLEX_DECODING_QUERY = Defect(
     where="flex attention, template for short queries",
     seen="torch 2.11 to 2.13",
     condition="inference, fewer than 128 queries, and q is computed in the same graph",
-    effect="wrong values: the template reads q with the strides that it had before its layout was settled",
-    instead="the layout of q is settled before",
+    effect="wrong values: the template reads q with the strides from before its layout was fixed",
+    instead="the layout of q is fixed first",
     source="torch/_inductor/kernel/flex/flex_decoding.py",
 )
 
@@ -122,28 +123,28 @@ FLEX_COUNTS = Defect(
     name="flex_counts",
     where="flex attention",
     seen="the sources of torch 2.11 to 2.13",
-    condition="2^31 elements or more of a tensor that is captured",
-    effect="other elements are read, or an illegal memory access: indices have 32 bits",
-    instead="the attention is not given to flex attention",
+    condition="a captured tensor has 2^31 elements or more",
+    effect="wrong elements are read, or an illegal memory access: indices have 32 bits",
+    instead="flex attention is not used",
     source="pytorch#145869",
 )
 ONE_NUMBER = Defect(
     name="one_number",
-    where="templates of Inductor for Triton",
+    where="Inductor's Triton templates",
     seen="torch 2.11 to 2.13",
-    condition="an output of one number",
-    effect="another number: the store has no mask, and whatever else a tile holds goes there too",
+    condition="an output of one element",
+    effect="a wrong value: the store has no mask, so the whole tile is written to that element",
     instead="no template is used",
     source="torch/_inductor/select_algorithm.py",
 )
 
 BROADCAST_NUMBER = Defect(
     name="broadcast_number",
-    where="lowering of SDPA's operations in Inductor",
-    seen="torch 2.11; mended in the sources of 2.13",
-    condition="an operand on a GPU is one number for all places, such as the gradient of a sum, and its last "
-    "dim is no multiple of 8",
-    effect="an exception: the last size of a tensor without dims is read",
+    where="Inductor's lowering of SDPA",
+    seen="torch 2.11; fixed in the sources of 2.13",
+    condition="an operand on a GPU is a broadcast scalar, such as the gradient of a sum, and its last dim is "
+    "not a multiple of 8",
+    effect="an exception: the lowering reads the last size of a 0-d tensor",
     instead="the operand is copied",
     source="torch/_inductor/lowering.py (sdpa_constraint)",
 )

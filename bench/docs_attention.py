@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from bench.device_table import gains
 from bench.docs_pieces import NONE, Json, get, number, opening, quotient, table
-from inductor_fusions.tables import MARGIN
+from inductor_fusions.problems import MARGIN
 
 MASKS = (
     ("none", "no mask"),

@@ -9,7 +9,7 @@ from typing import Any
 from bench import interactions
 from bench.compare import geometric_mean
 from bench.docs_pieces import NONE, Json, get, number, opening, quotient, table
-from inductor_fusions.tables import MARGIN
+from inductor_fusions.problems import MARGIN
 
 
 def projections_section(data: Json) -> str:

@@ -23,8 +23,8 @@ import torch
 from bench.common import Json
 from inductor_fusions import config, tables
 from inductor_fusions.decisions import Query, decide, devices
-from inductor_fusions.problems import SECTIONS, Row, has_adapters
-from inductor_fusions.tables import MARGIN, Table
+from inductor_fusions.problems import MARGIN, SECTIONS, Row, has_adapters
+from inductor_fusions.tables import Table
 
 #: Of the file: it is made of tables, without a device.
 HEAD: Json = {"schema": 1, "device": "none", "torch": "any", "command": "python -m bench.regret"}

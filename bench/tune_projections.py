@@ -56,7 +56,7 @@ from bench.projections import (
     unfused,
 )
 from bench.tuning_linears import as_graph, checked_rows, count_of_sets, gain, plain_gain, set_up
-from inductor_fusions import tables
+from inductor_fusions import problems
 from inductor_fusions.budget import worst
 
 #: Configurations that are measured to the end, after a first look.
@@ -186,7 +186,7 @@ def table_rows(rows: Sequence[Json]) -> list[Json]:
                 **row["problem"],
                 "tokens": row["tokens"],
                 "gain": ratio,
-                "config": row["config"] if ratio >= tables.MARGIN else None,
+                "config": row["config"] if ratio >= problems.MARGIN else None,
                 "capability": row["capability"],
             }
         )

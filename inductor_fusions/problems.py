@@ -13,6 +13,9 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+#: Kernels that gain nothing but time must be measured or expected to be this much faster than stock.
+MARGIN = 1.03
+
 Row = Mapping[str, Any]
 Check = Callable[[Any], bool]
 
@@ -150,6 +153,7 @@ class Section:
         weights: how much a doubling of each counts.
         along: the column with the number of tokens, rows or samples.
         reach: problems further apart say nothing of each other: weighted doublings of all sizes together.
+        margin: a kernel is chosen if its gain is at least this; below 1 where it saves memory.
         doubt: of an estimate for a problem, as a standard deviation of the logarithm of its gain.
         each: likewise, for each doubling that rows are apart.
         gains: whether rows say what a kernel gained; else they have tiles alone.
@@ -162,6 +166,7 @@ class Section:
     weights: tuple[float, ...]
     along: str = "tokens"
     reach: float = 6.0
+    margin: float = MARGIN
     doubt: Callable[[Row], float] = lambda row: 0.0
     each: float = 0.02
     may: Mapping[str, tuple[Check, Any]] = field(default_factory=dict)
@@ -449,7 +454,7 @@ SECTIONS: Mapping[str, Section] = {
             ),
             lambda row: (half(row["dtype"]), row["train"], row["frozen"], row["reduced"]),
             lambda row: (row["width"], row["classes"], row["tokens"]),
-            (1.0,) * 3, reach=3.0, measured=_GAIN, needed=("gain",),
+            (1.0,) * 3, reach=3.0, margin=0.97, measured=_GAIN, needed=("gain",),
         ),
     )
 }  # fmt: skip

@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 
 #: Version of the JSON format that is read.
 SCHEMA = 1
-#: A kernel must be measured this much faster than what stock emits.
-MARGIN = 1.03
 #: The variable that names one more folder of tables.
 VARIABLE = "INDUCTOR_FUSIONS_TABLES"
 

@@ -10,7 +10,7 @@ from bench import device_table
 from bench.common import Json
 from bench.lora.spellings import ADDED
 from bench.tuning_linears import plain_gain
-from inductor_fusions import tables
+from inductor_fusions import problems
 
 
 def sections(rows: Sequence[Json]) -> dict[str, list[Json]]:
@@ -73,7 +73,7 @@ def sections(rows: Sequence[Json]) -> dict[str, list[Json]]:
             block = dict(row["block"])
             chosen = block.pop("config")
             block |= {"tokens": tokens, "gain": ratio, "capability": row["capability"]}
-            found["block_mm"].append({**block, "config": chosen if ratio >= tables.MARGIN else None})
+            found["block_mm"].append({**block, "config": chosen if ratio >= problems.MARGIN else None})
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import __version__, _inductor, config, registry, tables
+from .. import __version__, _inductor, config, problems, registry, tables
 from ..fusion import Fusion
 from . import app
 from .common import EXIT_CODES, Device, JsonFlag, console, find_device, print_json
@@ -215,7 +215,7 @@ def _gains(device: str, fusion: str) -> dict[str, Any]:
     else:
         rows = table.get(fusion, ())
     best = [_gain(row) for row in rows]
-    pays = [gain for gain in best if gain >= tables.MARGIN]
+    pays = [gain for gain in best if gain >= problems.MARGIN]
     if not pays:
         return {}
     return {"shapes": len(best), "pays": len(pays), "median": statistics.median(pays), "best": max(pays)}

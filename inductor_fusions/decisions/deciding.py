@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from .. import config, tables
-from ..problems import FEW_ROWS, SECTIONS, Row
+from ..problems import FEW_ROWS, MARGIN, SECTIONS, Row
 from ..reasons import Reason
-from ..tables import MARGIN, Measured
+from ..tables import Measured
 from .devices import Source, carried, sources
 from .estimating import Estimate, distance, estimate
 from .measuring import measurer
@@ -248,7 +248,7 @@ def _measured(query: Query, source: Source) -> Decision | None:
     best = max(gains, key=lambda kernel: gains[kernel])
     shown = tuple(item.row for item in rows)
     how: Literal["measured", "this machine"] = "this machine" if source.is_here else "measured"
-    if gains[best] < MARGIN:
+    if gains[best] < section.margin:
         where = "this machine" if source.is_here else source.name
         reason = Reason.NOT_FASTER(f"not measured to be faster than stock on {where} at this shape")
         return Decision(None, how, gains[best], gains[best], shown, reason=reason, near=0.0)
@@ -300,7 +300,7 @@ def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, f
             continue
         here = all(items[kernel][number][0].is_here for number in guess.rows)
         seen = min(seen, guess.distance if here else 0.0)
-        pays = guess.mean >= math.log(MARGIN) and guess.lower >= 0.0
+        pays = guess.mean >= math.log(section.margin) and guess.lower >= math.log(section.margin / MARGIN)
         if pays and (best is None or guess.lower > best[1].lower):
             best = kernel, guess
     if best is None:

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import torch._inductor.config
 
 from bench import cuda_codegen
-from inductor_fusions import config, ops, tables
+from inductor_fusions import config, ops, problems, tables
 from inductor_fusions.block_mm import configurations, heuristics
 from inductor_fusions.block_mm.configurations import Config
 from inductor_fusions.block_mm.problem import Problem
@@ -227,7 +227,7 @@ def shipped() -> Iterator[tuple[str, Any]]:
     for entry in sorted((tables.folder() / "devices").iterdir(), key=lambda e: str(e)):
         table = tables.load(entry.name.removesuffix(".json")) if entry.name.endswith(".json") else None
         for row in sorted((table or {}).get("block_mm", []), key=lambda row: max(row["n"])):
-            if row["config"] is not None and row["gain"] >= tables.MARGIN:
+            if row["config"] is not None and row["gain"] >= problems.MARGIN:
                 config = tuple(sorted(row["config"].items()))
                 found[row["kind"], tuple(row["layout"]), row["dtype"], config] = entry.name, row
     yield from found.values()

@@ -186,8 +186,7 @@ class LossHead(Candidate):
             decision = decide_for_all(query, tokens, logits.device)
         else:
             decision = decide(Query("linear_cross_entropy", {**wanted, "tokens": tokens}), logits.device)
-        # As fast as stock is enough, where it is measured: what is saved is memory.
-        if decision.kernel is None and not (decision.measured and decision.gain >= 1.0):
+        if decision.kernel is None:
             raise LeftToStock(decision.reason)
         return f", {decision.note}"
 

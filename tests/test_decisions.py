@@ -191,6 +191,21 @@ def test_what_is_in_doubt_is_left_to_stock(shelf: Callable[..., None]) -> None:
         assert decide(lora(**change), CUDA).source == "stock"
 
 
+@pytest.mark.parametrize(("gain", "fused"), [(1.01, True), (0.98, True), (0.96, False)])
+def test_what_saves_memory_may_take_a_little_longer(
+    gain: float, fused: bool, shelf: Callable[..., None]
+) -> None:
+    """A loss head is chosen where it is nearly as fast as stock, by its own row and by one nearby."""
+    head = {
+        "dtype": "bfloat16", "train": True, "frozen": True, "reduced": True, "width": 2048, "classes": 128256,
+        "tokens": 8192,
+    }  # fmt: skip
+    shelf(**{H100: {"linear_cross_entropy": [{**head, "gain": gain}]}})
+    for tokens in (8192, 8448):
+        decision = decide(Query("linear_cross_entropy", {**head, "tokens": tokens}), CUDA)
+        assert (decision.kernel is not None) == fused, tokens
+
+
 def test_another_device(shelf: Callable[..., None]) -> None:
     """Of the same compute capability: nearly all. Of another one: what follows from memory traffic."""
     shelf(**{H200: rows(({}, 1.5), ({"tokens": 2048}, 1.03), ({"tokens": 16}, 2.0))})

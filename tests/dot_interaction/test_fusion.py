@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from inductor_fusions import config, testing
+from inductor_fusions import testing
 from inductor_fusions.fusions import dot_interaction
-from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION, GRADIENT, triangle
-from inductor_fusions.fusions.dot_interaction.pairs_op import DOT_PAIRS, PAIRS_GRADIENT
+from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
+from inductor_fusions.fusions.dot_interaction.pairs_op import DOT_PAIRS
 
 SAMPLES, F, D = 6, 5, 8
 LI = [i for i in range(F) for j in range(i)]
@@ -338,11 +338,6 @@ def test_autocast() -> None:
     assert [site.reason for site in run.sites] == ["operands of several dtypes, or under autocast"]
 
 
-def test_toggle() -> None:
-    with config.patch(dot_interaction=False):
-        assert not testing.capture(SPELLINGS["lists"], *operands(), backend=testing.EAGER_AFTER_PASSES).sites
-
-
 def test_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     check(SPELLINGS["reference"], operands(), fused=0, reason="on the CPU")
@@ -368,44 +363,13 @@ def test_what_is_measured_decides(
     assert ("measure" in run.sites[0].kernel) if fused else ("measured" in run.sites[0].reason)
 
 
-@pytest.mark.parametrize(("upper", "diagonal"), [(False, False), (True, False), (False, True), (True, True)])
-def test_operation(upper: bool, diagonal: bool) -> None:
-    """opcheck and gradients, with dense features and without."""
-    x, t = (value.detach().double().requires_grad_() for value in operands())
-    for dense in (x, None):
-        torch.library.opcheck(DOT_INTERACTION, (t, dense, upper, diagonal, []))
-        names = (t,) if dense is None else (t, dense)
-        assert torch.autograd.gradcheck(
-            lambda t, dense=None: DOT_INTERACTION(t, dense, upper, diagonal, []), names
-        )
-    i, j = triangle(F, upper, diagonal)
-    found = DOT_INTERACTION(t, x, upper, diagonal, [])
-    torch.testing.assert_close(found, torch.cat([x, (t @ t.mT)[:, i, j]], 1))
-    torch.library.opcheck(GRADIENT, (found.detach(), t.detach(), D, upper, diagonal, []))
-
-
-def test_operation_of_given_pairs() -> None:
-    """opcheck and gradients, with pairs that are there twice, and with none."""
-    x, t = (value.detach().double().requires_grad_() for value in operands())
-    for cells in (torch.tensor([0, 7, 7, 24, 5, 7]), torch.tensor([], dtype=torch.int64)):
-        for dense in (x, None):
-            torch.library.opcheck(DOT_PAIRS, (t, dense, cells, []))
-            found = DOT_PAIRS(t, dense, cells, [])
-            torch.testing.assert_close(
-                found[:, found.shape[1] - len(cells) :], (t @ t.mT).flatten(1)[:, cells]
-            )
-        assert torch.autograd.gradcheck(lambda t, x, cells=cells: DOT_PAIRS(t, x, cells, []), (t, x))
-        y = DOT_PAIRS(t, x, cells, []).detach()
-        torch.library.opcheck(PAIRS_GRADIENT, (y, t.detach(), D, cells, []))
-    with pytest.raises(ValueError, match="int64 cells"):
-        DOT_PAIRS(t, x, torch.tensor([1.0]), [])
-
-
 def test_arguments_that_do_not_fit() -> None:
     x, t = operands()
     for bad in ((t, x[1:]), (t, x.double()), (x, x), (t.long(), None), (t, t)):
         with pytest.raises((ValueError, RuntimeError)):
             DOT_INTERACTION(*bad, False, False, [])
+    with pytest.raises(ValueError, match="int64 cells"):
+        DOT_PAIRS(t, x, torch.tensor([1.0]), [])
 
 
 @pytest.mark.gpu

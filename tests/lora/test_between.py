@@ -134,16 +134,6 @@ def test_a_bottleneck_alone() -> None:
     assert not seen.fused("lora") and not seen.codes("lora")
 
 
-def test_vector_behind_b() -> None:
-    """VeRA: the narrow result is not all that a vector multiplies."""
-
-    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
-        return F.linear(x, w) + w[:, 0] * F.linear(w[0, :16] * F.linear(x, a), b)
-
-    seen = check(fn, operands(), budget=2.0)
-    assert not seen.fused("lora") and seen.codes("lora") == [Reason.BEHIND_ADAPTER.code]
-
-
 def test_the_backward_of_a_small_mlp() -> None:
     """The gradient of its input is a sum of two functions of narrow products: neither is an adapter."""
 

@@ -72,10 +72,6 @@ def test_the_weight_changes_before_the_backward() -> None:
     torch.testing.assert_close(found, (w + 0.5 * (b @ a)).sum(0).expand_as(x))
 
 
-def trained(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
-    return F.linear(x, (w * c[:, None]) + b @ a)
-
-
 def used_twice(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
     weight = w + b @ a
     return F.linear(x, weight) + weight.sum()
@@ -89,7 +85,7 @@ def overwritten(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 OTHERS: dict[str, tuple[Callable[..., Any], str | None]] = {
-    "a trained weight": (trained, None),
+    "a trained weight": (lambda x, w, a, b, c: F.linear(x, (w * c[:, None]) + b @ a), None),
     "used twice": (used_twice, "used elsewhere"),
     "an activation": (lambda x, w, a, b, c: F.linear(x, w + (b @ a).tanh()), None),
     "a difference": (lambda x, w, a, b, c: F.linear(x, w - b @ a), None),

@@ -28,10 +28,7 @@ def test_operation() -> None:
 
 
 def test_function() -> None:
-    def fn(x: int, scale: float = 1.0) -> float:
-        return x * scale
-
-    assert vars(named(call(fn, 3))) == {"x": 3, "scale": 1.0}
+    assert vars(named(call(lambda x, scale=1.0: x * scale, 3))) == {"x": 3, "scale": 1.0}
 
 
 def test_arguments_that_are_not_taken() -> None:

@@ -70,11 +70,8 @@ def test_gated_mlp(rows: int, act: Callable[[Any], Any]) -> None:
 
 @pytest.mark.parametrize("rows", [16, 2048])
 def test_epilogue(rows: int) -> None:
-    def fn(x: Any, w: Any, b: Any, y: Any) -> Any:
-        return torch.sigmoid(F.linear(x, w) + 0.3 * y + b)
-
     args = (rand(rows, 512), rand(1024, 512), rand(1024), rand(rows, 1024))
-    testing.check(fn, args, fused=1, train=False)
+    testing.check(lambda x, w, b, y: torch.sigmoid(F.linear(x, w) + 0.3 * y + b), args, fused=1, train=False)
 
 
 @pytest.mark.parametrize("rows", [16, 2048])
@@ -101,13 +98,9 @@ def test_dynamic_rows() -> None:
 @pytest.mark.parametrize("rows", [16, 3000])
 def test_repeats_are_bitwise_equal(rows: int) -> None:
     """Two hundred and fifty times, each behind another kernel."""
-
-    def fn(x: Any, *weights: Any) -> Any:
-        return ops.block_mm([x] * 3, [w.t() for w in weights])
-
     x, weights = rand(rows, 512), [rand(n, 512) for n in (1024, 256, 256)]
     with config.patch(policy="always"), torch.no_grad():
-        compiled = torch.compile(fn)
+        compiled = torch.compile(lambda x, *weights: ops.block_mm([x] * 3, [w.t() for w in weights]))
         first = [y.clone() for y in compiled(x, *weights)]
         for _ in range(250):
             torch.randn(1000, 1000, device="cuda").sum()

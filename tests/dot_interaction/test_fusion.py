@@ -99,18 +99,6 @@ def test_spelling(name: str) -> None:
     assert run.ours.fused[0].fusion == "dot_interaction"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision(dtype: torch.dtype) -> None:
-    check(SPELLINGS["reference"], operands(), dtype=dtype, slack=1.0)
-
-
-@pytest.mark.parametrize("name", ["reference", "no concatenation"])
-def test_in_full(name: str) -> None:
-    """As Inductor compiles it: the operation, and its gradient as one of its own."""
-    run = check(SPELLINGS[name], operands(), backend="inductor")
-    assert len(run.ours.grads) == 2
-
-
 class Tables(nn.Module):
     """Features from one linear, so that their number and width are those of its weight."""
 
@@ -160,13 +148,6 @@ def overwritten_index(x: Any, t: Any) -> Any:
     i, j = torch.tensor(LI), torch.tensor(LJ)
     j[0] = 3
     return torch.cat([x, products(t)[:, i, j]], 1)
-
-
-def overwritten_features(x: Any, t: Any) -> Any:
-    t = t * 1.0
-    z = products(t)
-    t.detach().add_(1.0)
-    return torch.cat([x, z[:, LI, LJ]], 1)
 
 
 def two_readers(x: Any, t: Any) -> Any:
@@ -280,11 +261,6 @@ def test_indices_that_are_inputs() -> None:
     check(fn, (*operands(), torch.tensor(LI), torch.tensor(LJ)))
 
 
-def test_overwritten_in_between() -> None:
-    inputs = [t.detach() for t in operands()]
-    check(overwritten_features, inputs, fused=0, reason="in place", train=False)
-
-
 def test_overwritten_afterwards() -> None:
     """Where the dense features alone are trained, stock keeps nothing of the others."""
 
@@ -296,39 +272,6 @@ def test_overwritten_afterwards() -> None:
     x, t = operands()
     seen = testing.capture(fn, x, t.detach(), train=True)
     assert not seen.fused and "overwrites an operand" in seen.sites[0].reason
-
-
-def test_gradients_are_off_in_between() -> None:
-    """What is computed under no_grad passes none on; the operation would."""
-
-    def fn(x: Any, t: Any) -> Any:
-        with torch.no_grad():
-            z = products(t)
-        return torch.cat([x, z[:, LI, LJ]], 1) + t.sum()
-
-    check(fn, operands(), fused=0, reason="gradients are switched")
-
-
-def test_what_nobody_uses() -> None:
-    """A copy that nobody uses reads nothing, and indices may be made where no gradients are recorded."""
-
-    def fn(x: Any, t: Any) -> Any:
-        z = products(t)
-        _ = z.clone()
-        with torch.no_grad():
-            i, j = torch.tril_indices(t.shape[1], t.shape[1], -1)
-        return torch.cat([x, z[:, i, j]], 1)
-
-    check(fn, operands())
-
-
-def test_transform_of_functions() -> None:
-    """The operation has gradients for autograd, and none for torch.func."""
-
-    def fn(x: Any, t: Any) -> Any:
-        return torch.func.grad(lambda t: (products(t)[:, LI, LJ]).square().sum())(t)
-
-    check(fn, [t.detach() for t in operands()], fused=0, reason="torch.func.grad", train=False)
 
 
 def test_autocast() -> None:

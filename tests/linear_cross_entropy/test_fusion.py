@@ -310,25 +310,6 @@ def test_left_alone(name: str) -> None:
     check(Head(fn), fused=0, reason=reason)
 
 
-def test_overwritten_hidden_states() -> None:
-    class Overwrites(Head):
-        def forward(self, h: Any, labels: Any) -> Any:
-            h = h * 2
-            logits = self.head(h)
-            h.detach().add_(1)
-            return self.loss(logits, labels)
-
-    h, labels = operands()
-    check(Overwrites(causal), (h.detach(), labels), fused=0, reason="in place", train=False)
-
-
-def test_transform_of_functions() -> None:
-    def fn(h: Any, w: Any, labels: Any) -> Any:
-        return torch.func.grad(lambda h: F.cross_entropy(F.linear(h, w), labels))(h)
-
-    check(fn, (torch.randn(5, H), torch.randn(V, H), torch.randint(V, (5,))), fused=0, reason="torch.func")
-
-
 @pytest.mark.parametrize("backend", [testing.EAGER_AFTER_PASSES, "inductor"])
 def test_checkpointed(backend: str) -> None:
     """A body that is run again: its backward makes the gradients."""

@@ -46,10 +46,6 @@ def test_form(name: str) -> None:
     assert run.ours.fused[0].kernel == "two products"
 
 
-def test_in_full() -> None:
-    check(FORMS["loralib"], backend="inductor")
-
-
 def test_it_is_not_measured() -> None:
     check(FORMS["loralib"], policy="profitable", fused=0, reason="are not measured")
 
@@ -75,13 +71,6 @@ def test_the_weight_changes_before_the_backward() -> None:
 def used_twice(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
     weight = w + b @ a
     return F.linear(x, weight) + weight.sum()
-
-
-def overwritten(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
-    weight = w + b @ a
-    with torch.no_grad():
-        a.mul_(2)
-    return F.linear(x, weight)
 
 
 OTHERS: dict[str, tuple[Callable[..., Any], str | None]] = {

@@ -74,17 +74,6 @@ def test_one_matrix() -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision(dtype: torch.dtype) -> None:
-    check(SPELLINGS["index"], operands(), dtype=dtype, slack=1.0)
-
-
-def test_in_full() -> None:
-    """As Inductor compiles it: the operation, and its gradients as operations of their own."""
-    run = check(SPELLINGS["index"], operands(), backend="inductor")
-    assert len(run.ours.grads) == 4
-
-
 def test_rows_that_change() -> None:
     check(
         lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :]).flatten(1), w, b),
@@ -122,17 +111,6 @@ def test_left_alone(name: str) -> None:
     check(fn, operands(), fused=0, reason=reason)
 
 
-def test_overwritten_in_between() -> None:
-    def fn(u: Any, v: Any, w: Any, b: Any) -> Any:
-        u = u * 1.0
-        x = (u[:, :, None] * v[:, None, :]).flatten(1)
-        u.detach().add_(1.0)
-        return F.linear(x, w, b)
-
-    inputs = [t.detach() for t in operands()]
-    check(fn, inputs, fused=0, reason="in place", train=False)
-
-
 def test_overwritten_afterwards() -> None:
     """Where the weight alone is trained, stock keeps the outer product, and not its factors."""
 
@@ -144,42 +122,6 @@ def test_overwritten_afterwards() -> None:
     u, v, w, b = operands()
     seen = testing.capture(fn, u.detach(), v.detach(), w, b, train=True)
     assert not seen.fused and "overwrites an operand" in seen.sites[0].reason
-
-
-def test_what_nobody_uses() -> None:
-    """A copy that nobody uses reads nothing, and no_grad that is left again changes nothing."""
-
-    def fn(u: Any, v: Any, w: Any, b: Any) -> Any:
-        z = (u[:, :, None] * v[:, None, :]).flatten(1)
-        with torch.no_grad():
-            _ = z.clone()
-        return F.linear(z, w, b)
-
-    check(fn, operands())
-
-
-def test_gradients_are_off_in_between() -> None:
-    """What is computed under no_grad passes none on; the operation would."""
-
-    def fn(u: Any, v: Any, w: Any, b: Any) -> Any:
-        with torch.no_grad():
-            z = (u[:, :, None] * v[:, None, :]).flatten(1)
-        return F.linear(z, w, b) + u.sum() + v.sum()
-
-    check(fn, operands(), fused=0, reason="gradients are switched")
-
-
-def test_transform_of_functions() -> None:
-    """The operation has gradients for autograd, and none for torch.func."""
-
-    def fn(t: Any, w: Any) -> Any:
-        return torch.func.grad(
-            lambda t: (F.linear((t[:, :, None] * t[:, None, :]).flatten(1), w)).square().sum()
-        )(t)
-
-    check(
-        fn, (rand(ROWS, P).detach(), rand(N, P * P).detach()), fused=0, reason="torch.func.grad", train=False
-    )
 
 
 def test_autocast() -> None:
@@ -310,34 +252,3 @@ def test_memory_on_a_gpu() -> None:
     # The weight, its gradient, and what is small; without what other tests have left.
     taken = torch.cuda.max_memory_allocated() - before + linear.weight.nbytes
     assert taken < 0.5 * 2**30
-
-
-@pytest.mark.parametrize("trained", ["w", "u", "uvw"])
-def test_factors_that_the_caller_changes(trained: str) -> None:
-    """Eager keeps a factor where the other one takes a gradient, and the weight where the product does."""
-    shapes = {"u": (6, 3), "v": (6, 4), "w": (5, 12)}
-
-    def fn(u: Any, v: Any, w: Any) -> Any:
-        return torch.nn.functional.linear((u[:, :, None] * v[:, None, :]).flatten(1), w)
-
-    def gradients(call: Any, changed: str) -> list[Any]:
-        torch.manual_seed(0)
-        given = {name: torch.randn(shape).requires_grad_(name in trained) for name, shape in shapes.items()}
-        out = call(**given)
-        with torch.no_grad():
-            given[changed].mul_(-3.0)
-        out.square().sum().backward()
-        return [x.grad for x in given.values()]
-
-    for changed in shapes:
-        try:
-            expected = gradients(fn, changed)
-        except RuntimeError:
-            continue  # eager keeps it
-        with config.patch(policy="always", strict=True):
-            torch._dynamo.reset()
-            found = gradients(torch.compile(fn), changed)
-        for ours, eager in zip(found, expected, strict=True):
-            assert (ours is None) == (eager is None)
-            if eager is not None:
-                torch.testing.assert_close(ours, eager)

@@ -173,17 +173,6 @@ def test_detached_scores() -> None:
     check(lambda q, k, v: torch.softmax((q @ k.mT).detach() * 0.3, dim=-1) @ v, qkv(), fused=None)
 
 
-def test_weights_without_gradient() -> None:
-    """Computed under no_grad, used outside of it."""
-
-    def fn(q, k, v):
-        with torch.no_grad():
-            weights = torch.softmax(q @ k.mT * 0.3, dim=-1)
-        return weights @ v
-
-    check(fn, qkv(), fused=None)
-
-
 def test_fill_without_gradient() -> None:
     def fn(q, k, v, mask):
         scores = q @ k.mT * 0.3

@@ -53,11 +53,6 @@ def test_gate_on_the_right() -> None:
     assert named(call).activations == "silu,"
 
 
-def test_dynamic_rows() -> None:
-    for shape in ((2, 7, 64), (7, 64)):
-        assert len(check(GatedMLP(F.silu).bfloat16(), (rand(*shape),), dynamic=True).calls()) == 1
-
-
 #: One linear to 64 columns, whose result is taken apart: (gate, what it multiplies) of it.
 PACKED: dict[str, Callable[[Any], Any]] = {
     "chunk": lambda h: h.chunk(2, -1),

@@ -50,14 +50,6 @@ def test_training() -> None:
     assert named(call).activations == ""  # the backward needs what the linear gives
 
 
-@pytest.mark.parametrize("shape", [(6, 64), (2, 7, 64)])
-def test_dynamic_rows(shape: tuple[int, ...]) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.GELU()).bfloat16()
-    seen = check(model, (rand(*shape),), dynamic=True, budget=2.0)
-    (call,) = seen.calls()
-    assert named(call).activations == "gelu"
-
-
 def test_one_after_the_other() -> None:
     """Each reads what has taken the place of the activation before it."""
     widths = [64, 32, 48, 16]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inductor_fusions import config, ops, testing
+from inductor_fusions import config, testing
 
 pytestmark = pytest.mark.gpu
 
@@ -95,18 +95,6 @@ def test_dynamic_rows() -> None:
                 torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("rows", [16, 3000])
-def test_repeats_are_bitwise_equal(rows: int) -> None:
-    """Two hundred and fifty times, each behind another kernel."""
-    x, weights = rand(rows, 512), [rand(n, 512) for n in (1024, 256, 256)]
-    with config.patch(policy="always"), torch.no_grad():
-        compiled = torch.compile(lambda x, *weights: ops.block_mm([x] * 3, [w.t() for w in weights]))
-        first = [y.clone() for y in compiled(x, *weights)]
-        for _ in range(250):
-            torch.randn(1000, 1000, device="cuda").sum()
-            assert all(torch.equal(x, y) for x, y in zip(compiled(x, *weights), first, strict=True))
-
-
 @pytest.mark.parametrize("train", [False, True])
 def test_no_more_memory_than_stock(train: bool) -> None:
     class Block(nn.Module):
@@ -160,14 +148,4 @@ def test_max_autotune(rows: int) -> None:
     with torch.no_grad():
         compiled = torch.compile(model, mode="max-autotune-no-cudagraphs")
         for ours, eager in zip(compiled(x), model(x), strict=True):
-            torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2)
-
-
-def test_second_device() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one CUDA device")
-    model = linears(512, (512, 128), False, torch.bfloat16).to("cuda:1")
-    x = rand(300, 512).detach().to("cuda:1")
-    with config.patch(policy="always"), torch.no_grad():
-        for ours, eager in zip(torch.compile(model)(x), model(x), strict=True):
             torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2)

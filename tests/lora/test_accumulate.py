@@ -211,15 +211,6 @@ def test_odd_rank_of_float32() -> None:
     assert seen.fused("lora") == 1
 
 
-def test_symbolic_rows() -> None:
-    x, w, a, b = operands()
-    torch._dynamo.mark_dynamic(x, 0)
-    seen = check(extern, (x, w, a, b), budget=2.0)
-    assert seen.fused("lora") == 1
-    seen = run(extern, (x, w, a, b), policy="profitable")
-    assert not seen.fused("lora") and len(seen.reasons("lora")) == 1
-
-
 def test_not_measured() -> None:
     seen = run(extern, operands(), policy="profitable")
     assert not seen.fused("lora") and "measure" in seen.reasons("lora")[0]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from inductor_fusions.fusions.lora.op import NARROW_MM
 from inductor_fusions.reasons import Reason
@@ -71,21 +70,6 @@ def test_several_linears() -> None:
     assert sorted(named(call).groups) == [0, 0, 1, 1, 2]
     (narrow,) = targets(seen, NARROW_MM)
     assert len(named(narrow).b) == 2
-
-
-class Between64(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.a = nn.Linear(64, 128), nn.Linear(64, 16, bias=False)
-        self.b = nn.Linear(16, 128, bias=False)
-
-    def forward(self, x: Any) -> Any:
-        return self.base(x) + self.b(torch.tanh(self.a(x)))
-
-
-def test_rows_that_change() -> None:
-    module = Between64().bfloat16()
-    assert check(module, (rand(80, 64),), dynamic=True, budget=2.0).fused("lora") == 1
 
 
 def test_a_base_in_memory() -> None:

@@ -72,11 +72,6 @@ def test_numbers(how: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-def test_dynamic() -> None:
-    testing.check(Adapted(), (rand(2, 24, 64),), fused=1, train=True, dynamic=True)
-
-
-@pytest.mark.usefixtures("on_the_cpu")
 def test_weight_that_is_a_vector() -> None:
     def fn(x: Any, a: Any, b: Any) -> Any:
         return F.linear(F.linear(x.float(), a), b)

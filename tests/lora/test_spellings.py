@@ -298,13 +298,6 @@ class Adapted(nn.Module):
         return linear(x, self.w, self.a, self.b)
 
 
-def test_dynamic_rows() -> None:
-    seen = check(Adapted(), (rand(24, 4, 64),), dynamic=True, train=True, budget=2.0)
-    assert seen.fused("lora") == 4
-    seen = run(Adapted(), (rand(24, 4, 64),), dynamic=True, policy="profitable")
-    assert not seen.fused("lora") and any("symbolic" in reason for reason in seen.reasons("lora"))
-
-
 def test_symbolic_sizes_that_are_computed_later() -> None:
     """The result has sizes of its own, and is made where the first of its operands is there."""
 

@@ -27,49 +27,10 @@ from tests.attention.support import (
 )
 
 S = 9
-LOWEST = torch.finfo(torch.float32).min
 
 
 def causal(q, k):
     return torch.arange(k.shape[-2]) <= torch.arange(q.shape[-2])[:, None]
-
-
-CAUSAL = {
-    "boolean": lambda q, k: causal(q, k),
-    "boolean, expanded": lambda q, k: causal(q, k)[None, None].expand(BATCH, 1, -1, -1),
-    "boolean, all heads": lambda q, k: causal(q, k).expand(BATCH, HEADS, S, S),
-    "additive": lambda q, k: torch.where(causal(q, k), 0.0, LOWEST),
-    "additive, infinite": lambda q, k: torch.zeros(S, S).masked_fill(~causal(q, k), float("-inf")),
-    "triu": lambda q, k: torch.triu(torch.full((S, S), float("-inf")), diagonal=1),
-    "dtype of q": lambda q, k: torch.full((S, S), LOWEST).triu(1).to(q.dtype),
-}
-
-
-@cases(CAUSAL)
-def test_causal(case) -> None:
-    fn = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=case(q, k))  # noqa: E731
-    # Doubled q, k and v need a doubled mask.
-    exact = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
-    call = sdpa(check(fn, qkv(S, S), kernel="is_causal", reference=exact).ours)
-    assert call.kwargs["is_causal"] is True
-    assert call.kwargs.get("attn_mask") is None
-
-
-VISIBLE = {
-    "boolean": lambda q, k: torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool),
-    "padding": lambda q, k: torch.ones(q.shape[0], 1, 1, k.shape[-2], dtype=torch.bool),
-    "additive": lambda q, k: torch.zeros(q.shape[-2], k.shape[-2], dtype=q.dtype),
-    "in range": lambda q, k: (torch.arange(k.shape[-2]) < k.shape[-2])[None],
-}
-
-
-@cases(VISIBLE)
-def test_all_visible(case) -> None:
-    fn = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=case(q, k))  # noqa: E731
-    seen = check(fn, qkv())
-    call = sdpa(seen.ours)
-    assert call.kwargs.get("attn_mask") is None and not call.kwargs["is_causal"]
-    assert seen.sites[0].kernel == "sdpa"
 
 
 def test_options_are_kept() -> None:
@@ -132,13 +93,6 @@ UNCHANGED = {
 @cases(UNCHANGED)
 def test_other_calls(case) -> None:
     check(case, qkv(S, S), fused=None)
-
-
-def test_rectangle() -> None:
-    """is_causal is aligned at the top left, and only given to squares."""
-    for q_len, kv_len in ((5, 9), (9, 5)):
-        fn = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=causal(q, k))  # noqa: E731
-        assert not sdpa(check(fn, qkv(q_len, kv_len), fused=None).ours).kwargs.get("is_causal")
 
 
 def test_mask_with_gradient() -> None:

@@ -216,16 +216,13 @@ def test_float64() -> None:
     assert seen.reasons("qkv") == ["matrices of dtype float64"]
 
 
-def test_float32_follows_torch() -> None:
-    """Without TF32 it is left to stock; with it, it is fused."""
-    model, x = Linears(64, (64, 64)), rand(16, 64, dtype=torch.float32)
-    assert "without TF32" in check(model, (x,)).reasons("qkv")[0]
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        assert len(check(model, (x,)).calls()) == 1
-    finally:
-        torch.set_float32_matmul_precision(before)
+def test_float32_without_tf32() -> None:
+    seen = check(Linears(64, (64, 64)), (rand(16, 64, dtype=torch.float32),))
+    assert "without TF32" in seen.reasons("qkv")[0]
+
+
+def test_float32_with_tf32(tf32: None) -> None:
+    assert len(check(Linears(64, (64, 64)), (rand(16, 64, dtype=torch.float32),)).calls()) == 1
 
 
 def test_dynamic_rows() -> None:

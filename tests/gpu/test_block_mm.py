@@ -75,14 +75,9 @@ def test_epilogue(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [16, 2048])
-def test_tf32(rows: int) -> None:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        model = linears(512, (512, 128, 128), True, torch.float32)
-        testing.check(model, (rand(rows, 512, dtype=torch.float32),), fused=1, train=False)
-    finally:
-        torch.set_float32_matmul_precision(before)
+def test_tf32(rows: int, tf32: None) -> None:
+    model = linears(512, (512, 128, 128), True, torch.float32)
+    testing.check(model, (rand(rows, 512, dtype=torch.float32),), fused=1, train=False)
 
 
 def test_dynamic_rows() -> None:

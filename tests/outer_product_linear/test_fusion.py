@@ -164,14 +164,6 @@ def test_memory_that_two_variables_share(one: bool) -> None:
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.fixture
-def tf32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
 def test_float32_needs_tf32(tf32: None) -> None:
     """The kernels multiply float32 as TF32, where torch may; else the report says how to allow it."""
     with FakeTensorMode():

@@ -133,6 +133,15 @@ def fresh_cache() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    """torch may multiply float32 as TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device there is: the test runs once on each."""

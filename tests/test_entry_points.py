@@ -221,11 +221,8 @@ def test_nested_body_is_restored(only: Callable) -> None:
                 if node.target is torch.sigmoid:
                     yield Rewrite(node, raises)
 
-    def fn(q, k, v):
-        return torch.utils.checkpoint.checkpoint(model, q, k, v, use_reentrant=False)
-
     only(fusion("foreign", recognise))
-    found = run(fn)
+    found = run(lambda q, k, v: torch.utils.checkpoint.checkpoint(model, q, k, v, use_reentrant=False))
     assert {site.verdict for site in found.sites if site.fusion == "foreign"} == {"failed"}
     assert not found.calls("tanh") and len(found.calls("sigmoid")) == 2
 

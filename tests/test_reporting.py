@@ -93,24 +93,6 @@ def test_counters() -> None:
     assert dict(counters["inductor_fusions"]) == {"attention_fused": 1, "attention_rejected": 1}
 
 
-def test_counters_of_inductor() -> None:
-    with config.patch(policy="always"), torch._inductor.config.patch(force_disable_caches=True):
-        torch.compile(attention)(*inputs())
-    assert counters["inductor"]["fusions_attention"] == 1
-
-
-def test_hint() -> None:
-    """What to change is told where something can be done."""
-
-    def fn(q, k, v):
-        weights = torch.softmax(q @ k.transpose(-2, -1), dim=-1)
-        return weights @ v, weights
-
-    compile_with_passes(fn)
-    (site,) = inductor_fusions.report()
-    assert "need_weights=False" in site.hint
-
-
 def test_log(caplog: pytest.LogCaptureFixture) -> None:
     """One line a site, at INFO; nothing at WARNING."""
     with caplog.at_level(logging.INFO, logger="inductor_fusions"):
@@ -284,17 +266,6 @@ def test_said_by_a_compile(unsaid: None, caplog: pytest.LogCaptureFixture, tmp_p
 
 
 # -- names ----------------------------------------------------------------------------------------
-
-
-def test_names_in_the_output_code() -> None:
-    """The call of the fused kernel names the fusion and its node."""
-    from torch._inductor.utils import run_and_get_code
-
-    with config.patch(policy="always"), torch._inductor.config.patch(force_disable_caches=True):
-        _, (code,) = run_and_get_code(torch.compile(attention), *inputs())
-    (line,) = [line for line in code.splitlines() if "Source Nodes: [inductor_fusions_attention" in line]
-    following = code[code.index(line) :].splitlines()[1]
-    assert "_scaled_dot_product_" in following
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tests.attention import decode_interpreted
 from tests.attention.decode_interpreted import CASES
 from tests.attention.support import additive, cases, check, decode_everywhere, qkv, visible
 from tests.support.arguments import named
+from tests.support.hopper import Hopper
 from tests.support.interpreter import errors_of
 
 DTYPE = torch.bfloat16
@@ -380,15 +381,6 @@ def test_a_model_with_a_static_cache(kind: str) -> None:
     for mine, theirs in zip(ours.layers, eager.layers, strict=True):
         torch.testing.assert_close(mine.keys, theirs.keys, rtol=2e-2, atol=2e-2)
         assert mine.cumulative_length == theirs.cumulative_length
-
-
-class Hopper:
-    """Triton's driver, for a device that is not there: what a kernel writes to is read from its code."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

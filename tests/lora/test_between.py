@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from inductor_fusions.fusions.lora.op import NARROW_MM
 from inductor_fusions.reasons import Reason
@@ -73,21 +72,6 @@ def test_several_linears() -> None:
     assert len(named(narrow).b) == 2
 
 
-class Between64(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.a = nn.Linear(64, 128), nn.Linear(64, 16, bias=False)
-        self.b = nn.Linear(16, 128, bias=False)
-
-    def forward(self, x: Any) -> Any:
-        return self.base(x) + self.b(torch.tanh(self.a(x)))
-
-
-def test_rows_that_change() -> None:
-    module = Between64().bfloat16()
-    assert check(module, (rand(80, 64),), dynamic=True, budget=2.0).fused("lora") == 1
-
-
 def test_a_base_in_memory() -> None:
     """What is added to is what the adapter reads, behind a linear: the bottleneck of Houlsby et al."""
 
@@ -132,16 +116,6 @@ def test_a_bottleneck_alone() -> None:
     """Two linears with an activation between them are a small MLP, of which nothing is said."""
     seen = check(lambda x, w, a, b: F.linear(F.relu(F.linear(x, a)), b).sin(), operands(), budget=2.0)
     assert not seen.fused("lora") and not seen.codes("lora")
-
-
-def test_vector_behind_b() -> None:
-    """VeRA: the narrow result is not all that a vector multiplies."""
-
-    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
-        return F.linear(x, w) + w[:, 0] * F.linear(w[0, :16] * F.linear(x, a), b)
-
-    seen = check(fn, operands(), budget=2.0)
-    assert not seen.fused("lora") and seen.codes("lora") == [Reason.BEHIND_ADAPTER.code]
 
 
 def test_the_backward_of_a_small_mlp() -> None:

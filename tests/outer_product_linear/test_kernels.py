@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from tests.outer_product_linear import launched
 from tests.outer_product_linear.interpreted import CASES
+from tests.support.hopper import Hopper
 from tests.support.interpreter import errors_of
 
 #: Within half an ulp or so; one for rounding the product of u and v as well.
@@ -71,15 +72,6 @@ def test_machine_code(name: str, dtype: str, arch: int) -> None:
         assert found.fits, found
     if name == "linear":
         assert found.uses_wgmma if arch == 90 else found.uses_mma
-
-
-class Hopper:
-    """Triton's driver, for a device that is not there: what a kernel writes to is read from its code."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
 
 
 def test_launched_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:

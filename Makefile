@@ -85,8 +85,8 @@ rest: $(READY) ## the tests that `make test` with the same SEED leaves
 unit: $(READY) ## every test; PYTEST_ARGS='tests/lora -k dropout' for some
 	$(call pytest,--part all)
 
-bench: $(READY_BENCH) ## the benchmarks, stock beside fused
-	$(PY) -m pytest bench --benchmark-only --benchmark-columns=median,iqr,rounds $(BENCH_ARGS)
+bench: $(READY_BENCH) ## some operations, blocks and models, checked and timed, stock beside fused
+	$(PY) -m inductor_fusions bench --quick $(BENCH_ARGS)
 
 gate: $(READY_BENCH) ## whole models and operations, stock beside fused; GATE_ARGS='--compare old.json'
 	$(PY) -m inductor_fusions bench $(GATE_ARGS)

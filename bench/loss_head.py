@@ -17,7 +17,6 @@ every gradient of a head are compared with float64 first; those of a step with f
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -294,13 +293,8 @@ COLUMNS = ("dtype", "train", "frozen", "reduced", "width", "classes", "tokens")
 
 def table(path: Path, rows: list[Json]) -> None:
     """Write the heads into the table of a device, in place of those that it has."""
-    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"schema": 1, "attention": []}
-    data["linear_cross_entropy"] = [
-        {**{name: row[name] for name in COLUMNS}, "gain": gain(row)}
-        for row in rows
-        if row["kind"] != "step" and row["fused"]
-    ]
-    device_table.write(path, data)
+    heads = [row for row in rows if row["kind"] != "step"]
+    device_table.put(path, "linear_cross_entropy", interactions.table_rows(heads, COLUMNS))
 
 
 def describe(found: Json) -> str:
@@ -314,16 +308,7 @@ def describe(found: Json) -> str:
 
 def main() -> None:
     """The command line."""
-    options = tuning.parser("bench.loss_head", __doc__, parallel=False, table=True).parse_args()
-    if tuning.wrote_table(options, table):
-        return
-    tuning.one_by_one(
-        "bench.loss_head",
-        options,
-        grid(options.quick),
-        lambda row: measure(row, options.device, options.quick),
-        describe,
-    )
+    tuning.script("bench.loss_head", __doc__, grid, measure, describe, table)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ import torch
 from bench.common import (
     Json,
     Timing,
+    collect,
     device_milliseconds,
+    free,
     interleave,
     is_fatal,
     one_line,
@@ -37,7 +39,6 @@ from bench.models.correctness import check, is_correct, make_reference
 from bench.models.variants import (
     Variant,
     attempt,
-    collect,
     compile_variants,
     make_variants,
     uncompiled,
@@ -210,12 +211,6 @@ def work(task: tuple[Case, Settings, bool], path: Path) -> tuple[Json, bool]:
     row["seconds"] = round(time.monotonic() - start, 1)
     free(settings.device)
     return {**asdict(case), **row}, True
-
-
-def free(device: str) -> None:
-    """Give the memory of the last case back."""
-    torch._dynamo.reset()
-    collect(device)
 
 
 def warm_up(device: str) -> None:

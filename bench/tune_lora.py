@@ -38,7 +38,7 @@ from collections.abc import Sequence
 import torch
 
 from bench import tuning
-from bench.common import Json, error_limit, free, interleave, is_fatal, one_line, peak_bytes, relative_error
+from bench.common import Json, error_limit, free, interleave, is_fatal, one_line, relative_error
 from bench.lora.candidates import Choice, Run, Seen, first_choices, frozen_run, ours, second_choices, stock
 from bench.lora.rows import Row, grid
 from bench.lora.spellings import ADDED, Operands, Tensors, make, reference
@@ -136,9 +136,9 @@ def measure(row: Row, options: argparse.Namespace, lock: FileLock) -> Json:
             with lock:
                 started = time.monotonic()
                 looked |= look(device, fresh, sets)
-                time_all(row, device, quick, runs, looked, choices, sets, result)
+                time_all(device, quick, runs, looked, choices, sets, result)
         result["measure_s"] = round(time.monotonic() - started, 2)
-    conclude(row, device, result, choices, seen, len(sets))
+    conclude(row, device, result, choices, seen)
     runs.clear()
     sets.clear()
     free(device)
@@ -156,7 +156,6 @@ def look(device: str, runs: dict[str, Run], sets: Sequence[Operands]) -> dict[st
 
 
 def time_all(
-    row: Row,
     device: str,
     quick: bool,
     runs: dict[str, Run],
@@ -173,17 +172,13 @@ def time_all(
     for name, timing in interleave(calls, device, rounds, block).items():
         result["times_us"][name] = round(timing.median * 1e6 / len(sets), 3)
         result["spread"][name] = round(timing.spread, 4)
-    if row.kind == "step":
-        best = min((n for n in wanted if n in choices), key=result["times_us"].__getitem__)
-        peaks = {name: peak_bytes(lambda n=name: runs[n](sets[0]), device) for name in ("stock", best)}  # type: ignore[misc]
-        result["peak_bytes"] = {"stock": peaks["stock"], "ours": peaks[best]}
 
 
-def conclude(row: Row, device: str, result: Json, choices: dict[str, Choice], seen: Seen, sets: int) -> None:
+def conclude(row: Row, device: str, result: Json, choices: dict[str, Choice], seen: Seen) -> None:
     """The best candidate, and what a table needs of it."""
     times = result["times_us"]
     best = min((n for n in times if n in choices), key=times.__getitem__, default=None)
-    result |= {"sets": sets, "best": best}
+    result["best"] = best
     if device == "cuda":
         result["capability"] = list(torch.cuda.get_device_capability())
     if best is None:

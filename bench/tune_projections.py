@@ -88,7 +88,7 @@ def measure(row: Row, options: argparse.Namespace, lock: FileLock) -> Json:
     """Compile, check and time every candidate of a row."""
     from inductor_fusions.block_mm import configurations, heuristics
 
-    result: Json = {name: {} for name in ("times_us", "spread", "first_us", "error", "wrong", "skipped")}
+    result: Json = {name: {} for name in ("times_us", "spread", "error", "wrong", "skipped")}
     device: str = options.device
     set_up(device)
     started = time.monotonic()
@@ -112,7 +112,6 @@ def measure(row: Row, options: argparse.Namespace, lock: FileLock) -> Json:
             runs["limit"] = limit(row, sets)
             time_all(row, device, options.quick, runs, sets, configs, result)
             result["measure_s"] = round(time.monotonic() - started, 2)
-    result["sets"] = len(sets)
     result["problem"] = posed.key
     if device == "cuda":
         result["capability"] = list(torch.cuda.get_device_capability())
@@ -152,7 +151,6 @@ def time_all(
             result["skipped"][name] = one_line(error)
     rounds, block = (3, 1e-3) if quick else (15, 4e-3)
     look = interleave({n: c for n, c in calls.items() if n in configs or n == "stock"}, device, 3, 1e-3)
-    result["first_us"] = {n: round(t.median * 1e6 / len(sets), 3) for n, t in look.items()}
     ranked = sorted((n for n in look if n in configs), key=lambda n: look[n].median)
     final = {n: c for n, c in calls.items() if n not in configs or n in ranked[:FINALISTS]}
     for name, timing in interleave(final, device, rounds, block).items():

@@ -142,7 +142,6 @@ def _check_and_time(
     device, quick, failed = settings.device, settings.quick, row["failed"]
     graphs = counters["stats"]["unique_graphs"]
     errors: Json = {}
-    row["difference_from_stock"] = {}
     if case.dropout == 0.0:
         say("checking")
         compared = compared_inputs(case, values, inputs)
@@ -150,7 +149,7 @@ def _check_and_time(
             variant.inputs = compared
         reference = make_reference(case, model, compared, device, quick)
         collect(device)
-        errors, row["difference_from_stock"] = check(case, variants, reference, failed, device)
+        errors = check(case, variants, reference, failed, device)
         if "stock" not in errors and {"fused", "fused_autotuned"} & errors.keys():
             plain = uncompiled(case, model, first_tokens(compared, reference.output.shape[1]))
             errors["uncompiled"] = reference.compare(plain, plain.output())

@@ -95,18 +95,12 @@ def head(measured: dict[str, Any]) -> dict[str, Any]:
     return {"schema": 1, **{name: measured[name] for name in names if name in measured}}
 
 
-#: Sections of a table that `bench.tune_projections`, `bench.tune_lora` and `bench.outer_product` write.
-OF_LINEARS = (
-    "block_mm", "lora", "narrow_mm", "lora_decode", "lora_sums", "lora_accumulate", "lora_dropout",
-    "outer_product_linear",
-    "dot_interaction", "decode_attention", "linear_cross_entropy",
-)  # fmt: skip
-
-
 def kept(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The rows for linears that a table has, by section."""
+    """The rows that a table has of other sections than attention, by section."""
     data = json.loads(path.read_text()) if path.exists() else {}
-    return {name: data[name] for name in OF_LINEARS if data.get(name)}
+    return {
+        name: rows for name, rows in data.items() if isinstance(rows, list) and rows and name != "attention"
+    }
 
 
 def put(path: Path, section: str, rows: Iterable[dict[str, Any]]) -> None:

@@ -22,8 +22,6 @@ from functools import partial
 from pathlib import Path
 
 from bench import docs_plots, docs_reliability, docs_tables, docs_whole_mlp, picture
-from bench.docs_attention import attention_section, flex_section
-from bench.docs_decoding import decoding_section, guards_section, loss_section
 from bench.docs_distributed import distributed_section
 from bench.docs_linears import (
     interactions_section,
@@ -33,7 +31,14 @@ from bench.docs_linears import (
     projections_section,
 )
 from bench.docs_models import models_section, readme_table
-from bench.docs_operations import bench_section
+from bench.docs_operations import (
+    attention_section,
+    bench_section,
+    decoding_section,
+    flex_section,
+    guards_section,
+    loss_section,
+)
 from bench.docs_pieces import NOTICE, Json, anchor, table
 
 ROOT = Path(__file__).resolve().parents[1]

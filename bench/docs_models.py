@@ -5,9 +5,22 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from bench.compare import geometric_mean
-from bench.docs_pieces import NONE, Json, baseline, get, number, opening, quotient, table
+from bench.docs_pieces import (
+    NONE,
+    Json,
+    baseline,
+    fixed,
+    get,
+    listing,
+    named,
+    number,
+    opening,
+    quotient,
+    table,
+)
 
 #: Cases of the README's table, in this order; all cases are in docs/performance.md.
 README_CASES = (
@@ -28,6 +41,11 @@ BETTER = "`autotuned` is max-autotune; where it was measured, the faster stock c
 MORE = 1.05
 #: An error may be this many times that of stock, plus eps of the dtype.
 ERROR_FACTOR = 1.5
+#: Titles of variants that are compiled from the same model, and of others.
+TITLES = {
+    "stock": "stock", "autotuned": "stock autotuned", "fused": "fused", "fused_autotuned": "fused autotuned",
+}  # fmt: skip
+OTHERS = {"limit": "by hand", "sdpa": "sdpa path"}
 EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
 
 
@@ -184,56 +202,28 @@ def _compiles(rows: Sequence[Json]) -> list[list[float]]:
 
 
 def _times(rows: Sequence[Json]) -> str:
-    columns = ["case", "attentions fused"]
-    columns += ["stock ms", "stock autotuned ms", "fused ms", "fused autotuned ms"]
-    columns += ["stock / fused", "stock / fused autotuned"]
-    columns += ["stock ms, device", "fused ms, device", "stock / fused, device"]
-    columns += ["by hand ms", "fused / by hand", "sdpa path ms", "fused / sdpa path"]
-    columns += ["frozen ms", "fused / frozen", "without ms", "stock / without"]
-    body = [
-        (
-            str(row["name"]),
-            sites(row),
-            *(time_text(row, name) for name in ("stock", "autotuned", "fused", "fused_autotuned")),
-            gain_text(row),
-            gain_text(row, "fused_autotuned"),
-            *(number(get(row, "device_ms", name), 2) for name in ("stock", "fused")),
-            device_text(row),
-            *(
-                text
-                for name in ("limit", "sdpa", "frozen")
-                for text in (time_text(row, name), ratio_text(row, "fused", name))
-            ),
-            time_text(row, "without"),
-            ratio_text(row, "stock", "without"),
-        )
-        for row in rows
-    ]
-    return table(columns, body)
+    columns: dict[str, Callable[[Json], str]] = {**named("case", "name"), "attentions fused": sites}
+    for name, title in TITLES.items():
+        columns[f"{title} ms"] = partial(time_text, variant=name)
+    columns |= {
+        "stock / fused": gain_text,
+        "stock / fused autotuned": partial(gain_text, fused="fused_autotuned"),
+    }
+    columns |= fixed("device_ms", 2, {"stock": "stock ms, device", "fused": "fused ms, device"})
+    columns["stock / fused, device"] = device_text
+    for name, title in {**OTHERS, "frozen": "frozen"}.items():
+        columns[f"{title} ms"] = partial(time_text, variant=name)
+        columns[f"fused / {title}"] = partial(ratio_text, above="fused", below=name)
+    columns["without ms"] = partial(time_text, variant="without")
+    columns["stock / without"] = partial(ratio_text, above="stock", below="without")
+    return listing(rows, columns)
 
 
 def _resources(rows: Sequence[Json]) -> str:
-    titles = {
-        "stock": "stock",
-        "autotuned": "stock autotuned",
-        "fused": "fused",
-        "fused_autotuned": "fused autotuned",
-        "limit": "by hand",
-        "sdpa": "sdpa path",
-    }
-    compiled = [name for name in titles if name not in ("limit", "sdpa")]
-    columns = ["case", *(f"GiB {title}" for title in titles.values())]
-    columns += [f"compile s {titles[name]}" for name in compiled]
-    return table(
-        columns,
-        [
-            (
-                str(row["name"]),
-                *(number(get(row, "peak_gib", name), 2) for name in titles),
-                *(number(get(row, "compile_s", name), 1) for name in compiled),
-            )
-            for row in rows
-        ],
+    memory = {name: f"GiB {title}" for name, title in (TITLES | OTHERS).items()}
+    seconds = {name: f"compile s {title}" for name, title in TITLES.items()}
+    return listing(
+        rows, {**named("case", "name"), **fixed("peak_gib", 2, memory), **fixed("compile_s", 1, seconds)}
     )
 
 
@@ -243,19 +233,16 @@ def _errors(rows: Sequence[Json]) -> str:
         return NONE if value is None else f"{value:.4f}"
 
     kinds = {"out": "output", "grad": "gradients", "worst_grad": "worst gradient", "tables_grad": "tables"}
-    names = ("stock", "autotuned", "fused", "fused_autotuned")
-    titles = [name.replace("_", " ") for name in names]
-    columns = ["case", *(f"{kind}, {title}" for kind in kinds.values() for title in titles)]
-    columns.append("within budget")
     words = {True: "yes", False: "no", None: "not compared"}
-    body = [
-        (
-            str(row["name"]),
-            *(text(row, variant, which) for which in kinds for variant in names),
-            words[row.get("correct")],
-        )
-        for row in rows
-    ]
+    columns = {
+        **named("case", "name"),
+        **{
+            f"{kind}, {name.replace('_', ' ')}": partial(text, variant=name, which=which)
+            for which, kind in kinds.items()
+            for name in TITLES
+        },
+        "within budget": lambda row: words[row.get("correct")],
+    }
     note = f"""
         An error is the norm of the difference from the float64 result, divided by the norm of that result.
         `gradients` is the error of the gradients of all parameters as one vector. `worst gradient` is the
@@ -265,8 +252,7 @@ def _errors(rows: Sequence[Json]) -> str:
         model without `torch.compile` takes its place. A case with dropout is not compared: it draws other
         random numbers than stock.
     """
-    note = " ".join(note.split())
-    return note + "\n\n" + table(columns, body)
+    return " ".join(note.split()) + "\n\n" + listing(rows, columns)
 
 
 def _losses(rows: Sequence[Json]) -> str:

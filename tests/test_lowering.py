@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import config, ops
 from inductor_fusions.block_mm.op import BLOCK_MM
 from inductor_fusions.fusion import Rejected

@@ -117,7 +117,7 @@ def test_arguments_that_do_not_fit(change: Any, message: str) -> None:
 
 
 def machine_code(arch: int, kind: int, by_row: bool, dim: int, block_m: int, config: plan.Config) -> Any:
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
     from inductor_fusions.fusions.attention.decode import kernels
 
     fn = kernels.part_kernel
@@ -388,7 +388,7 @@ def test_launched_by_inductor(dynamic: bool, monkeypatch: pytest.MonkeyPatch) ->
     """Two layers in the code that Inductor writes: the cache is changed in place, and never copied."""
     import triton
 
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
 
     monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
     monkeypatch.setattr(op, "_has_kernel", lambda q: True)

@@ -283,7 +283,7 @@ def test_softcap_attribute_that_changes() -> None:
 def test_softcap_attribute_is_lowered() -> None:
     """Compiled for a GPU, forward and backward, with a symbolic cap."""
     pytest.importorskip("triton")
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
 
     inputs = tuple(t.detach().half().requires_grad_() for t in rows_of_heads(200))
     with flex_everywhere("flex"), config.patch(strict=True):

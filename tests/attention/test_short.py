@@ -169,7 +169,7 @@ SHAPES = {
 def test_machine_code(shape: str, arch: int) -> None:
     """One kernel each way, without a copy, that fits and does not spill."""
     pytest.importorskip("triton")
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
 
     (batch, heads, length, dim), kinds, dtype = SHAPES[shape]
     if batch > 64 and arch != 90:
@@ -365,7 +365,7 @@ def test_swin(attention: str) -> None:
     """Shifted windows of a whole model: no mask of every image is written."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("triton")
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
 
     options = transformers.SwinConfig(
         image_size=32,

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 pytest.importorskip("triton")
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import config, fusions, passes, reporting
 from inductor_fusions.block_mm.op import BLOCK_MM
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 import torch._inductor.config
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import config, disable, enable, ops, passes, tables
 from inductor_fusions.block_mm import configurations, template
 from inductor_fusions.block_mm.problem import Problem

@@ -10,7 +10,7 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import config
 from inductor_fusions.fusions.lora import decode, narrow, narrow_kernel
 from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM

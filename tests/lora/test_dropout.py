@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import config, reporting, tables
 from inductor_fusions.block_mm import guards
 from inductor_fusions.fusion import LeftToStock

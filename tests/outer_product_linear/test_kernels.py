@@ -41,7 +41,7 @@ MATRICES = ("u", "v", "w", "f")
 )
 def test_machine_code(name: str, dtype: str, arch: int) -> None:
     """Tensor cores, no spill, and shared memory that the device has."""
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
     from inductor_fusions.fusions.outer_product_linear import kernels, launch
 
     fn, size = getattr(kernels, f"{name}_kernel"), {"bf16": 2, "fp32": 4}[dtype]
@@ -78,7 +78,7 @@ def test_launched_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of ours in the code that Inductor writes; what adds up the parts has the activation in it."""
     import triton
 
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
     from inductor_fusions.fusions.outer_product_linear import launch, op
 
     monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from bench import common, compare, suites
+from bench import common, compare, gate, suites
 from inductor_fusions import cli
 from inductor_fusions.cli import benching
 from tests.support.command_line import refuse
@@ -186,8 +186,8 @@ def test_quick_ends_in_time(measured: dict[str, dict[str, Any]], monkeypatch: py
     run("--quick", "--repeat", "3")
     run("--quick", "--budget", "7")
     run()
-    assert limits == [benching.QUICK_SECONDS, 3 * benching.QUICK_SECONDS, 7.0, None]
-    assert benching.QUICK_SECONDS < 240
+    assert limits == [gate.QUICK_SECONDS, 3 * gate.QUICK_SECONDS, 7.0, None]
+    assert gate.QUICK_SECONDS < 240
 
 
 def test_operations_are_expected_to_last_as_long_as_those_before() -> None:
@@ -210,7 +210,7 @@ def test_whole_models_are_expected_to_last_as_recorded() -> None:
     recorded = suites.recorded_seconds()
     quick = [e for e in suites.select(["models"], None, True, "cuda") if e.suite == "models"]
     assert quick and all(entry.seconds == recorded[entry.name] for entry in quick)
-    assert sum(entry.seconds for entry in quick) < benching.QUICK_SECONDS
+    assert sum(entry.seconds for entry in quick) < gate.QUICK_SECONDS
 
 
 def test_mistakes(

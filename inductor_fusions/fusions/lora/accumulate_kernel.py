@@ -113,13 +113,7 @@ def _fits_registers(choice: Config, shape: Shape) -> bool:
 
 def key(shape: Shape) -> dict[str, Any]:
     """What a row of a table must agree in; its tokens are the rows."""
-    return {
-        "columns": shape.columns,
-        "inner": list(shape.inner),
-        "masks": shape.masks,
-        "dtype": tables.dtype_name(shape.dtype),
-        "narrow": tables.dtype_name(shape.narrow),
-    }
+    return tables.columns_of(shape, "rows")
 
 
 def measured(shape: Shape, device: torch.device) -> Config | None:

@@ -87,13 +87,7 @@ class Shape:
     @property
     def key(self) -> dict[str, Any]:
         """What a row of a table must agree in."""
-        return {
-            "inner": self.inner,
-            "columns": list(self.columns),
-            "ranks": list(self.ranks),
-            "dtype": tables.dtype_name(self.dtype),
-            "adapters": tables.dtype_name(self.adapters),
-        }
+        return tables.columns_of(self, "rows", "along")
 
 
 def block_m(rows: int) -> int:

@@ -18,8 +18,32 @@ from . import narrow
 from .decode import MOST_ROWS
 
 
+class Known:
+    """What a table knows adapters by: the columns of a row, and text for reports.
+
+    Attributes:
+        tokens: rows; None where it is not known.
+        dtype, adapters: of the base, or of the sum, and of the adapters.
+    """
+
+    tokens: int | Span | None
+    dtype: torch.dtype
+    adapters: torch.dtype
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What a row of a table must agree in."""
+        return tables.columns_of(self, "tokens")
+
+    def text(self, sizes: str, ranks: str, adapters: str = "adapters") -> str:
+        """In words, for reports: "128 x (64 -> 48), rank 16, bfloat16, adapters float32"."""
+        tokens = "?" if self.tokens is None else self.tokens
+        own, narrow = (tables.dtype_name(dtype) for dtype in (self.dtype, self.adapters))
+        return f"{tokens} x ({sizes}), rank {ranks}, {own}, {adapters} {narrow}"
+
+
 @dataclass(frozen=True)
-class Shape:
+class Shape(Known):
     """What a table knows linears with adapters by.
 
     Attributes:
@@ -39,28 +63,14 @@ class Shape:
     adapters: torch.dtype
     layout: str
 
-    @property
-    def key(self) -> dict[str, Any]:
-        """What a row of a table must agree in."""
-        return {
-            "inner": list(self.inner),
-            "outer": list(self.outer),
-            "ranks": [list(ranks) for ranks in self.ranks],
-            "dtype": tables.dtype_name(self.dtype),
-            "adapters": tables.dtype_name(self.adapters),
-            "layout": self.layout,
-        }
-
     def __str__(self) -> str:
         inner, outer = (" + ".join(map(str, sizes)) for sizes in (self.inner, self.outer))
         ranks = " + ".join(str(r) for ranks in self.ranks for r in ranks)
-        tokens = "?" if self.tokens is None else self.tokens
-        names = f"{tables.dtype_name(self.dtype)}, adapters {tables.dtype_name(self.adapters)}"
-        return f"{tokens} x ({inner} -> {outer}), rank {ranks}, {names}"
+        return self.text(f"{inner} -> {outer}", ranks)
 
 
 @dataclass(frozen=True)
-class Accumulated:
+class Accumulated(Known):
     """What a table knows a sum of adapters and what is in memory by.
 
     Attributes:
@@ -80,28 +90,14 @@ class Accumulated:
     dtype: torch.dtype
     adapters: torch.dtype
 
-    @property
-    def key(self) -> dict[str, Any]:
-        """What a row of a table must agree in."""
-        return {
-            "inner": list(self.inner),
-            "columns": self.columns,
-            "ranks": list(self.ranks),
-            "masks": self.masks,
-            "dtype": tables.dtype_name(self.dtype),
-            "adapters": tables.dtype_name(self.adapters),
-        }
-
     def __str__(self) -> str:
         inner, ranks = (" + ".join(map(str, sizes)) for sizes in (self.inner, self.ranks))
-        tokens = "?" if self.tokens is None else self.tokens
         masks = f", {self.masks} mask{'s' * (self.masks > 1)}" if self.masks else ""
-        names = f"{tables.dtype_name(self.dtype)}, adapters {tables.dtype_name(self.adapters)}"
-        return f"{tokens} x ({inner} -> {self.columns}), rank {ranks}{masks}, {names}"
+        return self.text(f"{inner} -> {self.columns}", ranks + masks)
 
 
 @dataclass(frozen=True)
-class Dropped:
+class Dropped(Known):
     """What a table knows a linear by whose adapter is behind a dropout: forward and backward together.
 
     Attributes:
@@ -118,21 +114,8 @@ class Dropped:
     dtype: torch.dtype
     adapters: torch.dtype
 
-    @property
-    def key(self) -> dict[str, Any]:
-        """What a row of a table must agree in."""
-        return {
-            "inner": self.inner,
-            "outer": self.outer,
-            "rank": self.rank,
-            "dtype": tables.dtype_name(self.dtype),
-            "adapters": tables.dtype_name(self.adapters),
-        }
-
     def __str__(self) -> str:
-        tokens = "?" if self.tokens is None else self.tokens
-        names = f"{tables.dtype_name(self.dtype)}, adapter {tables.dtype_name(self.adapters)}"
-        return f"{tokens} x ({self.inner} -> {self.outer}), rank {self.rank} behind a dropout, {names}"
+        return self.text(f"{self.inner} -> {self.outer}", f"{self.rank} behind a dropout", "adapter")
 
 
 def dropped_kernel(shape: Dropped, device: torch.device) -> str:

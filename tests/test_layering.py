@@ -53,7 +53,7 @@ LAYERS = {
     "keeping": {"graph", "leaving", "modes", "operands", "writes", "_inductor"},
     "modes": set(),
     "derivatives": {"fusion", "modes", "reasons", "writes", "_inductor"},
-    "lowering": {"config", "fusion"},
+    "lowering": {"config", "fusion", "_inductor"},
     "block_mm": {"fusion", "graph", "operands", "lowering"} | BASE,
     "fusions": {
         "block_mm",

@@ -13,7 +13,6 @@ import torch
 from .... import _inductor
 from ....block_mm.template import environment
 from ....fusion import Rejected
-from ....lowering import kernel_or
 from ....operands import may_use_tf32
 from . import op, plan
 
@@ -23,35 +22,18 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_MASKS = 8
 
 
-def register() -> None:
-    """Tell Inductor of the lowerings, now or as soon as it is imported."""
-    _inductor.register_lowering_when_loaded(op.SHORT_ATTENTION, lower)
-    _inductor.register_lowering_when_loaded(op.SHORT_ATTENTION_BACKWARD, lower_backward)
+def forward(*given: Any) -> Any:
+    """The result of one kernel; the arguments are those of the operation.
+
+    Raises:
+        Rejected: there is no kernel for it.
+    """
+    return Call(*given).forward()[0]
 
 
-def lower(
-    q: Any, k: Any, v: Any, masks: Sequence[Any], numbers: Sequence[float], scale: float, causal: bool
-) -> Any:
-    """The result, as Inductor's value."""
-    arguments = q, k, v, list(masks), list(numbers), scale, causal
-    return kernel_or(
-        "short_attention",
-        lambda: Call(*arguments).forward()[0],
-        lambda: _inductor.call_eagerly(op.SHORT_ATTENTION, *arguments),
-    )
-
-
-def lower_backward(
-    grad: Any, q: Any, k: Any, v: Any, masks: Sequence[Any], numbers: Sequence[float], scale: float,
-    causal: bool, windows: int,
-) -> Any:  # fmt: skip
-    """The gradients, as Inductor's values."""
-    arguments = q, k, v, list(masks), list(numbers), scale, causal
-    return kernel_or(
-        "the backward of short_attention",
-        lambda: Call(*arguments).backward(grad, windows),
-        lambda: _inductor.call_eagerly(op.SHORT_ATTENTION_BACKWARD, grad, *arguments, windows),
-    )
+def backward(grad: Any, *given: Any) -> list[Any]:
+    """The gradients, likewise."""
+    return Call(*given[:-1]).backward(grad, given[-1])
 
 
 class Call:

@@ -100,6 +100,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "expand": ("input",), "expand_as": ("input",), "broadcast_to": ("input",),
     "transpose": ("input", "dim0", "dim1"), "swapaxes": ("input", "dim0", "dim1"),
     "swapdims": ("input", "dim0", "dim1"), "permute": ("input",), "t": ("input",),
+    "movedim": ("input", "source", "destination"), "moveaxis": ("input", "source", "destination"),
     "getitem": ("input", "index"), "getattr": ("input", "name"),
     "index_select": ("input", "dim", "index"),
     "contiguous": ("input",), "clone": ("input",), "detach": ("input",), "alias": ("input",),

@@ -395,9 +395,12 @@ def dropout_p(op: Op) -> float:
 
 
 def permutation(op: Op) -> list[int] | None:
-    """The dims of a transpose or permute: result dim i is input dim `permutation[i]`."""
+    """The dims of a transpose or permute, `x.T` and `x.mT` too: result dim i is input dim `permutation[i]`.
+
+    None of any other operation, and where the dims are not known.
+    """
     source = tensor(op.input)
-    if source is None:
+    if source is None or op.name not in TRANSPOSES | {"getattr"}:
         return None
     rank = source.dim()
     dims = list(range(rank))
@@ -408,8 +411,10 @@ def permutation(op: Op) -> list[int] | None:
         if not given or not all(isinstance(d, int) for d in given):
             return None
         return [d % rank for d in given]
-    if op.name == "t":
+    if op.name == "t" or (op.name == "getattr" and op["name"] == "T"):
         return dims[::-1]
+    if op.name == "getattr":
+        return [*dims[:-2], dims[-1], dims[-2]] if op["name"] in ("mT", "mH") else None
     first, second = op["dim0"], op["dim1"]
     first = op.args.get("axis0", first)
     second = op.args.get("axis1", second)
@@ -419,17 +424,12 @@ def permutation(op: Op) -> list[int] | None:
     return dims
 
 
-def transposed_attribute(op: Op) -> list[int] | None:
-    """Dims of `x.T`, `x.mT`, read as `getattr(x, "mT")`."""
-    source = tensor(op.input)
-    if op.name != "getattr" or source is None:
+def permuted_by(node: Any, dims: list[int]) -> fx.Node | None:
+    """What a node is a permutation of, if it is one by these dims."""
+    op = read(node)
+    if op is None or op.inplace or permutation(op) != dims:
         return None
-    dims = list(range(source.dim()))
-    if op["name"] == "T":
-        return dims[::-1]
-    if op["name"] in ("mT", "mH"):
-        return [*dims[:-2], dims[-1], dims[-2]]
-    return None
+    return op.input if isinstance(op.input, fx.Node) else None
 
 
 def appends_dim(op: Op) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +10,13 @@ from typing import Any
 import torch
 
 from .... import _inductor
-from ....block_mm.template import environment
+from ....block_mm import template
 from ....fusion import Rejected
 from ....operands import may_use_tf32
+from ....problems import padded
 from . import op, plan
 
+TEMPLATES = Path(__file__).parent / "templates"
 #: Dtypes of q, k and v that the kernels take.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 #: Masks that the kernels add up at most.
@@ -150,7 +151,7 @@ class Call:
         self, name: str, inputs: list[tuple[str, Any]], outputs: list[_inductor.Output], chosen: plan.Plan,
         blocks: int, change: bool = False,
     ) -> str:  # fmt: skip
-        block_d, block_e = plan.padded(self.shape[3]), plan.padded(self.v_dim)
+        block_d, block_e = padded(self.shape[3]), padded(self.v_dim)
         sizes = {"i": self.shape[2], "j": self.kv_len, "d": self.shape[3], "e": self.v_dim}
         tiles = {"i": blocks * chosen.block_m, "j": chosen.block_n, "d": block_d, "e": block_e}
         ragged = {axis: sizes[axis] != tiles[axis] for axis in sizes}
@@ -158,10 +159,9 @@ class Call:
             self._term(f"MASK{i}", mask, number, ragged)
             for i, (mask, number) in enumerate(zip(self.masks, self.numbers, strict=True))
         ]
-        template = _templates().get_template(
-            "backward.py.jinja" if name == "backward" else "forward.py.jinja"
-        )
-        text: str = template.render(
+        return template.render(
+            TEMPLATES,
+            "backward.py.jinja" if name == "backward" else "forward.py.jinja",
             names=[*(n for n, _ in inputs), *(out.name for out in outputs[1:])],
             terms=terms,
             fills=any(term["boolean"] for term in terms),
@@ -180,7 +180,6 @@ class Call:
             ragged=ragged,
             change=change,
         )
-        return text
 
     def _period_text(self) -> str:
         if isinstance(self.period, int):
@@ -222,11 +221,6 @@ def _literal(number: float) -> str:
 def _precision() -> str:
     """How float32 is multiplied: as torch is told to."""
     return '"tf32"' if may_use_tf32() else '"ieee"'
-
-
-@functools.cache
-def _templates() -> Any:
-    return environment(Path(__file__).parent / "templates")
 
 
 def _programs(batch: Any, period: Any, meta: dict[str, Any], *, cdiv: Any, min: Any) -> tuple[Any, int, int]:

@@ -13,6 +13,7 @@ from torch import fx
 
 from ._inductor import computing_fakes, copied_graph, fake_mode_of, suppress_guards
 from .fusion import Fusion
+from .writes import nodes_in
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -84,7 +85,7 @@ class Copy:
                 before = self.known.get(node)
                 if before == node.args or node.op not in ("call_function", "call_method", "output"):
                     continue
-                for old, new in zip(_nodes(before), _nodes(node.args), strict=False):
+                for old, new in zip(nodes_in(before), nodes_in(node.args), strict=False):
                     # A smaller value may broadcast, so that what is computed from it looks right.
                     if None not in (_shape(old), _shape(new)) and _shape(old) != _shape(new):
                         return f"{new.name} has the shape {_shape(new)}, and {old.name} had {_shape(old)}"
@@ -137,12 +138,6 @@ def _compute(node: fx.Node) -> Any:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         assert callable(node.target)
         return node.target(*args, **kwargs)
-
-
-def _nodes(arguments: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(arguments, found.append)
-    return found
 
 
 def _shape(node: fx.Node) -> list[Any] | None:

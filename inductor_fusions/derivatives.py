@@ -14,9 +14,9 @@ from torch import fx
 
 from ._inductor import is_batched, records_gradients
 from .fusion import Rejected
-from .modes import Modes, called
+from .modes import Modes, name_of
 from .reasons import Reason
-from .writes import storage, written
+from .writes import nodes_in, storage, written
 
 #: Calls that take a gradient of their first argument.
 _GRADIENTS = frozenset({"_autograd_grad", "grad"})
@@ -45,7 +45,7 @@ def check_operation(nodes: Iterable[fx.Node], known: Derivatives | None = None) 
 
 def takes_gradient(node: fx.Node) -> bool:
     """Whether a node takes gradients of other nodes."""
-    return node.op == "call_function" and called(node) in _GRADIENTS
+    return node.op == "call_function" and name_of(node) in _GRADIENTS
 
 
 class Derivatives:
@@ -112,7 +112,7 @@ def _is_differentiated(gradient: fx.Node) -> bool:
         for user in node.users:
             if user in seen:
                 continue
-            if takes_gradient(user) and node in _nodes(user.args[0] if user.args else user.kwargs):
+            if takes_gradient(user) and node in nodes_in(user.args[0] if user.args else user.kwargs):
                 return True
             if user.op == "output":
                 return True
@@ -126,7 +126,7 @@ def _is_differentiated(gradient: fx.Node) -> bool:
 
 def _sources(before: list[fx.Node], gradient: fx.Node) -> set[fx.Node]:
     """The nodes in front of a gradient that what it is taken of is made of, through memory as well."""
-    found = set(_nodes(gradient.args[0] if gradient.args else gradient.kwargs))
+    found = set(nodes_in(gradient.args[0] if gradient.args else gradient.kwargs))
     memory = {storage(node) for node in found}
     for node in reversed(before):
         if node not in found:
@@ -141,9 +141,3 @@ def _sources(before: list[fx.Node], gradient: fx.Node) -> set[fx.Node]:
 
 def _value(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
-
-
-def _nodes(argument: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(argument, found.append)
-    return found

@@ -72,7 +72,7 @@ LAYERS = {
     }
     | BASE,
     "ops": {"block_mm", "fusions"},
-    "containment": {"fusion", "_inductor"},
+    "containment": {"fusion", "writes", "_inductor"},
     "changes": {"fusion", "graph", "writes", "config", "_inductor"},
     "attempts": {"containment", "reasons", "sites"},
     "launching": {"config", "_inductor"},

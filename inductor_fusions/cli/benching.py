@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import os
-import re
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from .. import tables
 from . import app
-from .common import (
-    PROG,
-    Device,
-    UserError,
-    find_device,
-    imports_from,
-    writable,
-)
+from .common import PROG, Device, UserError, find_device, imports_from
 from .deciding import show_decision
 from .tuning import export, run_script
 
@@ -75,11 +61,6 @@ def bench(context: typer.Context) -> None:
 
 
 # -- tune -----------------------------------------------------------------------------------------
-
-
-def kinds() -> list[str]:
-    """What can be tuned: the scripts `bench/tune_*.py`."""
-    return sorted(path.stem.removeprefix("tune_") for path in (ROOT / "bench").glob("tune_*.py"))
 
 
 class _Tune(TyperCommand):
@@ -154,47 +135,7 @@ def tune(
         return
     if target is not None:
         raise UserError("--target goes with --why: nothing is measured on a device that is not here")
-    load("common")
-    if kind not in kinds():
-        raise UserError(f"there is nothing called {kind} to tune; there are: {', '.join(kinds())}")
-    where = find_device(device)
-    name = tables.device_name(where)
-    short = name.removeprefix("nvidia_")
-    results = out if out is not None else ROOT / "bench" / "results" / f"{kind}_{short}.json"
-    writable(results, "--out")
-    results = results.absolute()  # the scripts run in the root of the checkout
-    try:
-        re.compile(only)
-    except re.error as error:
-        raise UserError(f"--only: {only!r} is no regular expression: {error}") from error
-    if write_table:
-        raise typer.Exit(_write_table(kind, name, results))
-    command = [f"bench.tune_{kind}", "--out", str(results), "--device", where.type]
-    command += ["--only", only] * bool(only) + ["--quick"] * quick + ["--list"] * list_only
-    command += ["--budget", str(budget)] if budget is not None else []
-    start = time.monotonic()
-    code = _module(command)
-    if not list_only:
-        print(f"{PROG}: {time.monotonic() - start:.0f} s; {PROG} tune {kind} --table writes the table")
-    raise typer.Exit(code)
-
-
-def _write_table(kind: str, name: str, results: Path) -> int:
-    """Put the results of one kind into the table of a device; those of the others stay."""
-    if not results.is_file():
-        raise UserError(f"there are no results in {results}: run {PROG} tune {kind} first")
-    if kind not in ("attention", "flex"):
-        if not (ROOT / "configs" / "devices" / f"{name}.json").is_file():
-            raise UserError(f"there is no configs/devices/{name}.json yet: tune attention first")
-        return _module([f"bench.tune_{kind}", "--out", str(results), "--table", name])
-    other = {"attention": "flex", "flex": "attention"}[kind]
-    beside = results.with_name(results.name.replace(kind, other, 1))
-    files = [str(path) for path in sorted({results, beside}) if path.is_file()]  # attention's header counts
-    return _module(["bench.device_table", *files, "--name", name])
-
-
-def _module(command: Sequence[str]) -> int:
-    """Run a module of `bench` in a process of its own: it needs settings that hold before torch is used."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, env=environment).returncode
+    bench = load("tune")
+    raise typer.Exit(
+        bench.measure(kind, find_device(device), out, only, quick, budget, write_table, list_only)
+    )

@@ -260,7 +260,7 @@ class AdapterInput(Candidate):
         outer = tensor(_ups(site.linear)[0])
         assert outer is not None
         problem = profit.Dropped(tokens_of(tokens), inner, int(outer.shape[-1]), rank, x.dtype, out.dtype)
-        self.kernel = profit.dropped_kernel(problem, x.device)
+        self.kernel = profit.kernel(problem, x.device)
 
     def _check_dropout(self, drop: fx.Node) -> None:
         if readers(drop) != [self.site.linear]:

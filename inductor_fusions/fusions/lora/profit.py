@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,10 +22,14 @@ class Known:
     """What a table knows adapters by: the columns of a row, and text for reports.
 
     Attributes:
+        section: of the tables.
+        kernels: what they are computed by.
         tokens: rows; None where it is not known.
         dtype, adapters: of the base, or of the sum, and of the adapters.
     """
 
+    section: ClassVar[str]
+    kernels: ClassVar[str]
     tokens: int | Span | None
     dtype: torch.dtype
     adapters: torch.dtype
@@ -55,6 +59,7 @@ class Shape(Known):
         layout: how the weights lie: "t" forward, "n" backward.
     """
 
+    section, kernels = "lora", "narrow_mm and block_mm"
     tokens: int | Span | None
     inner: tuple[int, ...]
     outer: tuple[int, ...]
@@ -82,6 +87,7 @@ class Accumulated(Known):
         dtype, adapters: of the sum and of the adapters.
     """
 
+    section, kernels = "lora_sums", "narrow_mm and lora_accumulate"
     tokens: int | Span | None
     inner: tuple[int, ...]
     columns: int
@@ -105,27 +111,33 @@ class Dropped(Known):
         inner, outer: K and N of the linear.
         rank: of the adapter.
         dtype, adapters: of the base and of the adapter.
+        masks: 1, or 0 where the narrow product reads what the dropout has left in memory.
     """
 
+    section, kernels = "lora_dropout", "narrow_mm with a mask"
     tokens: int | Span | None
     inner: int
     outer: int
     rank: int
     dtype: torch.dtype
     adapters: torch.dtype
+    masks: int = 1
 
     def __str__(self) -> str:
         return self.text(f"{self.inner} -> {self.outer}", f"{self.rank} behind a dropout", "adapter")
 
 
-def dropped_kernel(shape: Dropped, device: torch.device) -> str:
-    """The kernels of a linear whose adapter is behind a dropout, for the report.
+def kernel(shape: Known, device: torch.device) -> str:
+    """The kernels of linears with adapters, or of a sum with them, for the report.
 
     Raises:
         LeftToStock: they are not expected to pay, and the policy asks for that.
     """
-    query = _query("lora_dropout", {**shape.key, "masks": 1}, str(shape))
-    return f"narrow_mm with a mask, {shape}{_pays(query, shape.tokens, device)}"
+    return f"{shape.kernels}, {shape}{_expected(shape, device)}"
+
+
+def _expected(shape: Known, device: torch.device) -> str:
+    return _pays(_query(shape.section, shape.key, str(shape)), shape.tokens, device)
 
 
 def check_dropped(shape: Dropped, device: torch.device) -> None:
@@ -135,19 +147,9 @@ def check_dropped(shape: Dropped, device: torch.device) -> None:
         LeftToStock: it is not expected to, and the policy asks for that.
     """
     try:
-        _pays(_query("lora_dropout", {**shape.key, "masks": 0}, str(shape)), shape.tokens, device)
+        _expected(replace(shape, masks=0), device)
     except LeftToStock as miss:
         raise LeftToStock(like(miss.reason, f"behind a dropout: {miss}")) from None
-
-
-def kernel(shape: Shape, device: torch.device) -> str:
-    """The kernels of linears with adapters, for the report.
-
-    Raises:
-        LeftToStock: they are not expected to pay, and the policy asks for that.
-    """
-    pays = _pays(_query("lora", shape.key, str(shape)), shape.tokens, device)
-    return f"narrow_mm and block_mm, {shape}{pays}"
 
 
 def check_few_rows(tokens: int | Span | None, plain: bool) -> None:
@@ -161,16 +163,6 @@ def check_few_rows(tokens: int | Span | None, plain: bool) -> None:
         raise LeftToStock(
             Reason.NOT_MEASURED(f"for {MOST_ROWS} rows at most with something between A and B, or behind B")
         )
-
-
-def accumulate_kernel(shape: Accumulated, device: torch.device) -> str:
-    """The kernels of a sum of adapters and what is in memory, for the report.
-
-    Raises:
-        LeftToStock: they are not expected to pay, and the policy asks for that.
-    """
-    pays = _pays(_query("lora_sums", shape.key, str(shape)), shape.tokens, device)
-    return f"narrow_mm and lora_accumulate, {shape}{pays}"
 
 
 def narrow_kernel(shape: narrow.Shape, tokens: int | Span | None, device: torch.device) -> str:

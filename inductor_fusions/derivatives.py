@@ -8,11 +8,10 @@ it, and by the caller's backward through what these gave.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import fx
 
-from ._inductor import is_batched, records_gradients
+from ._inductor import is_batched, records_gradients, value_of
 from .fusion import Rejected
 from .modes import Modes, name_of
 from .reasons import Reason
@@ -96,7 +95,7 @@ class Derivatives:
 def _beyond_a_gradient(node: fx.Node) -> str:
     """What a node that takes a gradient asks beside it, of what it is taken of."""
     several = node.kwargs.get("is_grads_batched") or node.args[_BATCHED : _BATCHED + 1] == (True,)
-    results = _value(node)
+    results = value_of(node)
     if several or any(map(is_batched, results if isinstance(results, (tuple, list)) else (results,))):
         return "several gradients of it are taken at once, which the fused operation has no rule for"
     if _is_differentiated(node):
@@ -116,7 +115,7 @@ def _is_differentiated(gradient: fx.Node) -> bool:
                 return True
             if user.op == "output":
                 return True
-            if records_gradients(_value(user)):
+            if records_gradients(value_of(user)):
                 if written(user):
                     return True  # what reads the memory later on is no user
                 seen.add(user)
@@ -137,7 +136,3 @@ def _sources(before: list[fx.Node], gradient: fx.Node) -> set[fx.Node]:
         found.update(node.all_input_nodes)
         memory.update(held for each in node.all_input_nodes if (held := storage(each)) is not None)
     return found
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))

@@ -341,7 +341,8 @@ class _AfterPasses:
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self._transform(graph)
         self.graphs.append(graph)
-        symbolic = any(isinstance(x, (torch.SymInt, torch.SymFloat)) for x in map(_value, graph.graph.nodes))
+        values = map(_inductor.value_of, graph.graph.nodes)
+        symbolic = any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in values)
         if not symbolic and not _inductor.only_traced_autograd_runs(graph.graph):
             return graph.forward
         # AOTAutograd, which traces the graph once more, knows what to do with these.
@@ -363,10 +364,6 @@ class _AfterPasses:
             item(graph.graph)
         graph.graph.lint()
         graph.recompile()
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta.get("example_value")
 
 
 # -- what is wrong ---------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._inductor import with_memory
+from ._inductor import value_of, with_memory
 from .fusion import Rejected
 from .modes import Modes
 from .modes import name_of as name_of
@@ -203,7 +203,7 @@ def _tensors(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Those that may be tensors, or hold some: not numbers, and not the graphs of an operation."""
 
     def may_be(node: fx.Node) -> bool:
-        value = node.meta.get("example_value", node.meta.get("val"))
+        value = value_of(node)
         if value is None:
             return node.op != "get_attr" or _graph_of(node) is None
         return isinstance(value, (torch.Tensor, tuple, list, dict))

@@ -103,6 +103,7 @@ from .shapes import (
     records_gradients,
     suppress_guards,
     symbol_parts,
+    value_of,
     with_memory,
 )
 from .state import Context, GlobalState, donated, random_state

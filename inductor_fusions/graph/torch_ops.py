@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from .._inductor import ATTRIBUTES
+from .._inductor import ATTRIBUTES, value_of
 from ..fusion import Rejected
 from ..inplace import arguments
 from ..liveness import readers
@@ -313,7 +313,7 @@ def value(node: Any) -> Any:
         return node.value
     if not isinstance(node, fx.Node):
         return node
-    return node.meta.get("example_value", node.meta.get("val"))
+    return value_of(node)
 
 
 def tensor(node: Any) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
 """Benchmarks, run as `python -m bench.<name>`; results go to `bench/results/`.
 
 models, models_lora             whole models, plain and with adapters; model_cases has the models
-suites, cases, layers           `python -m inductor_fusions bench`, with compare and plots
+gate, suites, cases, layers     `python -m inductor_fusions bench`, with compare and plots
 tune_*                          kernels of one kind over shapes and configurations
 tuning, tuning_linears          what the tuners share
 attention, flex_cases,          their grids

@@ -70,12 +70,17 @@ def symbol_parts(expression: Any) -> tuple[str, tuple[Any, ...]]:
     return ("mul" if expression.is_Mul else other), tuple(expression.args)
 
 
+def value_of(node: fx.Node) -> Any:
+    """The fake value of a node, in a graph of Dynamo's or of aten operations; None where it has none."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
 def fake_mode_of(graph: fx.Graph) -> Any | None:
     """The FakeTensorMode under which the values of `graph` were made."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     for node in graph.nodes:
-        value = node.meta.get("example_value", node.meta.get("val"))
+        value = value_of(node)
         if isinstance(value, FakeTensor):
             return value.fake_mode
     return None

@@ -8,22 +8,3 @@ from .deciding import Decision, Query, Span, bracket, decide, decide_for_all, ti
 from .devices import hardware, target
 from .measuring import measurer
 from .trying import configured, some, trial
-
-__all__ = [
-    "Decision",
-    "Query",
-    "Span",
-    "attention",
-    "bracket",
-    "configured",
-    "decide",
-    "decide_for_all",
-    "flex_backward",
-    "flex_options",
-    "hardware",
-    "measurer",
-    "some",
-    "target",
-    "tiles",
-    "trial",
-]

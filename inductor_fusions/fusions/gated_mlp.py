@@ -17,7 +17,7 @@ from ..block_mm import emit, guards
 from ..block_mm.columns import Columns, columns, halves
 from ..block_mm.expressions import NONLINEAR, Expressions, activation, behind, between, leaves, mul, same
 from ..block_mm.op import ACTIVATIONS
-from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
+from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Reported, Scope
 from ..graph.builder import Builder, substitute
 from ..graph.facts import facts
 from ..graph.placement import Place
@@ -134,28 +134,21 @@ class GatedPair(Candidate):
         return self.kernel
 
 
-class OtherGate(Candidate):
+def _without_kernel(root: fx.Node, names: Sequence[str]) -> Candidate:
     """A linear times a function of another one on the same input, for which there is no kernel.
 
     Args:
         root: the product.
         names: the operations between the linears and it.
     """
-
-    def __init__(self, root: fx.Node, names: Sequence[str]) -> None:
-        self.anchor, self.names = root, names
-
-    def describe(self) -> dict[str, str]:
-        return {"result": guards.text(self.anchor)}
-
-    def guard(self) -> None:
-        guards.check_device(self.anchor)
-        raise LeftToStock(
-            Reason.ACTIVATION(f"no kernel has what a gate and its linear pass: {', '.join(self.names)}")
-        )
-
-    def rewrite(self) -> str:
-        raise AssertionError("is never fused")
+    why: Rejected = LeftToStock(
+        Reason.ACTIVATION(f"no kernel has what a gate and its linear pass: {', '.join(names)}")
+    )
+    try:
+        guards.check_device(root)
+    except Rejected as first:
+        why = first
+    return Reported(root, why, {"result": guards.text(root)})
 
 
 def _other(root: fx.Node) -> tuple[frozenset[fx.Node], list[str]] | None:
@@ -229,4 +222,4 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     for root, (pair, names) in others.items():
         if not was_erased(root) and pair not in known:
             known.add(pair)
-            yield OtherGate(root, names)
+            yield _without_kernel(root, names)

@@ -120,10 +120,10 @@ def test_table(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing like it; and tiles that threads have no room for.
     for other in (replace(shape, rows=None), replace(shape, masks=0), replace(shape, columns=65)):
         assert accumulate_kernel.choose(other, device) == accumulate_kernel.default(other)
-    assert "1.50x measured" in profit.accumulate_kernel(posed, device)
+    assert "1.50x measured" in profit.kernel(posed, device)
     for miss in (replace(posed, tokens=512), replace(posed, tokens=None), replace(posed, masks=2)):
         with config.patch(estimate=False), pytest.raises(LeftToStock, match=r"measured|symbolic"):
-            profit.accumulate_kernel(miss, device)
+            profit.kernel(miss, device)
 
 
 # -- sums without a product -------------------------------------------------------------------------------

@@ -358,15 +358,15 @@ def test_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "load", lambda name: {"lora_dropout": [row]})
     monkeypatch.setattr(tables, "device_name", lambda device: "a device")
     device = torch.device("cuda")
-    assert profit.dropped_kernel(shape, device).endswith(
+    assert profit.kernel(shape, device).endswith(
         "4096 x (64 -> 48), rank 16 behind a dropout, bfloat16, adapter float32, 1.20x measured"
     )
     for other in (replace(shape, tokens=2048), replace(shape, rank=64), replace(shape, adapters=BF16)):
         with config.patch(estimate=False), pytest.raises(LeftToStock, match="not measured on a device"):
-            profit.dropped_kernel(other, device)
+            profit.kernel(other, device)
     row["gain"] = 1.0
     with pytest.raises(LeftToStock, match="not measured to be faster"):
-        profit.dropped_kernel(shape, device)
+        profit.kernel(shape, device)
 
 
 # -- the graphs -------------------------------------------------------------------------------------------

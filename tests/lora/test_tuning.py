@@ -155,17 +155,17 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert decode.choose(few, device) == pair
         assert accumulate_kernel.choose(tile, device) == tiled
         base = profit.Accumulated(128, (64,), 48, (16,), 0, torch.bfloat16, torch.float32)
-        assert "2.00x measured" in profit.accumulate_kernel(base, device)
+        assert "2.00x measured" in profit.kernel(base, device)
         masks = profit.Accumulated(128, (64, 32, 32), 64, (16,) * 3, 3, torch.bfloat16, torch.bfloat16)
-        assert "2.50x measured" in profit.accumulate_kernel(masks, device)
+        assert "2.50x measured" in profit.kernel(masks, device)
         assert narrow.measured(masked, device) == reading
         assert narrow.measured(replace(masked, masks=0), device) is None  # masks make another kernel
         dropped = profit.Dropped(128, 64, 48, 16, torch.bfloat16, torch.float32)
-        assert "1.50x measured" in profit.dropped_kernel(dropped, device)
+        assert "1.50x measured" in profit.kernel(dropped, device)
         # Measured of what the dropout had left in memory.
         slower = replace(dropped, adapters=torch.bfloat16)
         with pytest.raises(LeftToStock, match="not measured on"):
-            profit.dropped_kernel(slower, device)
+            profit.kernel(slower, device)
         with pytest.raises(LeftToStock, match="behind a dropout: not measured to be faster"):
             profit.check_dropped(slower, device)
         with pytest.raises(LeftToStock, match="behind a dropout: not measured on"):

@@ -142,13 +142,6 @@ class Arrangement:
         return operand.expand(whole).reshape(merged)
 
 
-def through(op: torch_ops.Op) -> list[int] | None:
-    """The permutation that an operation is; None of any other."""
-    if op.name in torch_ops.TRANSPOSES:
-        return torch_ops.permutation(op)
-    return torch_ops.transposed_attribute(op)
-
-
 def permuted(operand: Operand, order: Sequence[int]) -> Operand:
     """An operand of a product with its dims in another order; a transposition of the graph is taken back."""
     rank = operand.value.dim()
@@ -160,7 +153,7 @@ def permuted(operand: Operand, order: Sequence[int]) -> Operand:
     if list(order) == list(range(len(order))):
         return operand
     op = torch_ops.read(operand.node)
-    dims = through(op) if op is not None and not operand.steps else None
+    dims = torch_ops.permutation(op) if op is not None and not operand.steps else None
     base = (
         Operand.of(op.input)
         if op is not None and dims is not None and isinstance(op.input, fx.Node)

@@ -18,6 +18,7 @@ from ...graph.torch_ops import (
     Op,
     concrete,
     dropout_p,
+    permutation,
     read,
     reads_metadata,
     tensor,
@@ -26,7 +27,7 @@ from ...graph.torch_ops import (
 from ...liveness import readers
 from ...reasons import Reason
 from . import einsum
-from .arrangement import Arrangement, Misplaced, permuted, through
+from .arrangement import Arrangement, Misplaced, permuted
 from .normal_form import Attention, Term
 from .operands import Operand, product, same_shape
 from .written_out import SOFTMAXES
@@ -93,7 +94,7 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
             if below is None:
                 raise Misplaced(Reason.IN_BETWEEN(f"{op.name} changes the query or key dim of the weights"))
             at = below
-        elif (dims := through(op)) is not None:
+        elif (dims := permutation(op)) is not None:
             at = at.below(dims)
         elif op.name == "expand":
             if before is None or after is None or not same_shape(before.shape, after.shape):

@@ -23,7 +23,7 @@ from ...reasons import Reason
 from ...tables import dtype_name
 from . import structure
 from .aliasing import Mutations
-from .masks import Interpreter, constant_over
+from .masks import Interpreter, constant_over, elements
 from .normal_form import Attention, Stage, Term
 from .operands import Operand, alignment, product, regroup, unrepeated
 from .problem import Problem, Scaler, is_number
@@ -122,7 +122,7 @@ def _added(problem: Problem) -> Iterator[torch.Tensor]:
         yield from (by.value,) if isinstance(by, Operand) and not is_number(by) else ()
     if problem.sink is not None:
         yield problem.sink[0].value
-    for element in structure.elements(problem.structure and problem.structure.visible):
+    for element in elements(problem.structure.visible) if problem.structure is not None else ():
         value = torch_ops.tensor(element.node)
         yield from (value,) if value is not None else ()
 

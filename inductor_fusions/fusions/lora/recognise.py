@@ -195,7 +195,7 @@ class _Reader:
         elif _two_biases(linear):
             linear.problem = linear.problem or Reason.TERMS("a bias and another term")
         # One order for all sums of the same products: tables know them by it.
-        linear.bases.sort(key=_inner, reverse=True)
+        linear.bases.sort(key=lambda p: p.inner, reverse=True)
         return linear
 
     def _add(self, node: fx.Node, scale: float) -> None:
@@ -294,11 +294,6 @@ def _two_biases(linear: Linear) -> bool:
     matrices = [bias for bias in biases if value(bias).dim() == 2]
     others = len(biases) - len(matrices) + len(linear.offsets)
     return (linear.rest is not None and bool(biases or others)) or (bool(matrices) and others > 0)
-
-
-def _inner(p: Product) -> int:
-    size = value(p.a).shape[1]
-    return size if isinstance(size, int) else 0
 
 
 def _leads_to_products(node: fx.Node) -> bool:

@@ -120,14 +120,26 @@ def training(data: Json) -> list[str]:
         most = (number(get(row, "limits", name), 2) for name in ("free", "triton"))
         body.append((row["key"], *(number(times.get(name), 0) for name in names), *most))
     text = (
-        "A step of forward and backward, in microseconds on the device alone. **gemms** are the GEMMs of the "
-        "step alone, by the library: the limit if the activation and its gradient were free. **up** and "
-        "**hidden** are those of them that would carry an epilogue, the product in front of the activation "
-        "and the gradient of the hidden layer; **triton** beside them is the fastest of Inductor's Triton "
-        "templates for the same product, without an epilogue. The last two columns are the most that fusing "
-        "can gain over the faster stock: with epilogues in kernels as fast as the library's, and in Triton's."
+        "Microseconds on the device alone, for a forward and a backward. **gemms** are the library's GEMMs "
+        "of the step alone, the limit at which the activation and its gradient cost nothing. **up** and "
+        "**hidden** are the two GEMMs that an epilogue could be fused into: the one before the activation, "
+        "and the one that computes the gradient of the hidden layer. **triton** next to each is the fastest "
+        "of Inductor's Triton templates for the same GEMM, without an epilogue. The last two columns are "
+        "upper bounds for the speedup over the faster stock: with epilogues in GEMMs as fast as the "
+        "library's, and with Triton's GEMMs."
     )
-    head = ("case", "stock", "max-autotune", "gemms", "up", "triton", "hidden", "triton", "most", "in Triton")
+    head = (
+        "case",
+        "stock",
+        "max-autotune",
+        "gemms",
+        "up",
+        "triton",
+        "hidden",
+        "triton",
+        "bound",
+        "bound, Triton",
+    )
     return [
         f"## Training, {data.get('device', '?')}",
         f"torch {data.get('torch', '?')}, {str(data.get('date', '?'))[:10]}, by `{data.get('command', '?')}`",

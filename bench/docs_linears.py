@@ -30,8 +30,8 @@ def projections_section(data: Json) -> str:
     parts = opening("Linears", data)
     parts.append(
         f"{len(rows)} problems. A gain is the time of stock, the faster one of the default and max-autotune, "
-        "over that of the best configuration of the block GEMM. `pays` counts gains of "
-        f"{MARGIN:.2f} or more; the others are left to stock. `of the limit` is the time of the block GEMM "
+        "over that of the best configuration of the grouped GEMM. `pays` counts gains of "
+        f"{MARGIN:.2f} or more; the others are left to stock. `of the limit` is the time of the grouped GEMM "
         "over that of one product on weights that were concatenated beforehand (median)."
     )
     groups: dict[str, list[Json]] = {}
@@ -89,7 +89,7 @@ def lora_section(data: Json) -> str:
     parts = opening("Linears with adapters", data)
     parts.append(
         f"{len(rows)} problems: `forward` is the linear with its adapter, `backward` the gradient of its "
-        "input, `step` both with the gradients of the adapter, and `gradient` one narrow product over all "
+        "input, `step` both with the gradients of the adapter, and `gradient` one skinny GEMM over all "
         "tokens. Times are microseconds, `ours` of the fastest configuration; stock is the default of "
         "`torch.compile`, and max-autotune where it was measured. `frozen` is the linear without an adapter, "
         "on the library."
@@ -166,9 +166,9 @@ def lora_models_section(data: Json) -> str:
     rows: list[Json] = [row for row in data["rows"] if row.get("median_ms")]
     parts = opening("Models with adapters", data)
     parts.append(
-        "PEFT's adapters of rank 16 on every linear, where the case says nothing else; `frozen` is the model "
-        "without them, with the fusions: the limit, where adapters cost nothing. In inference, `no guards` "
-        "leaves out Dynamo's guards, and `device` what the host does."
+        "PEFT's adapters of rank 16 on every linear, unless the case names another rank. `frozen` is the "
+        "fused model without adapters, the limit at which they cost nothing. For inference, `no guards` is "
+        "the time without Dynamo's guards, and `device` the time on the device alone."
     )
     names = ("stock", "fused", "frozen")
 

@@ -36,7 +36,7 @@ README_CASES = (
 #: Ratios this close to 1 count as level.
 LEVEL = 0.02
 #: What a gain is stated against, where there is a choice.
-BETTER = "`autotuned` is max-autotune; where it was measured, the faster stock counts."
+BETTER = "`autotuned` is stock under max-autotune; where it was measured, the faster of the two counts."
 #: More memory or compile time than this, relative to stock, is told.
 MORE = 1.05
 #: An error may be this many times that of stock, plus eps of the dtype.
@@ -190,7 +190,7 @@ def models_section(data: Json) -> str:
     single = [len(compiles) < 2 for compiles in _compiles(rows)]
     if any(single):
         who = "Each case was" if all(single) else "Some cases were"
-        parts.append(f"{who} compiled once: such a compile time is a single measurement.")
+        parts.append(f"{who} compiled once, so its compile time is a single measurement.")
     parts += ["### Time", _times(rows), "### Memory and compile time", _resources(rows)]
     parts += ["### Error against float64", _errors(rows), "### Where it loses or ties", _losses(rows)]
     parts += ["### Sites left to stock, and rejected", _left(rows), "### What was emitted", _emitted(rows)]
@@ -260,13 +260,13 @@ def _losses(rows: Sequence[Json]) -> str:
     tests: list[tuple[str, Callable[[Json], str | None]]] = [
         ("Slower than stock", lambda r: gain_text(r) if verdict(r) == "slower" else None),
         ("Level with stock", lambda r: gain_text(r) if verdict(r) == "level" else None),
-        ("Slower than the same written by hand (fused / by hand)", lambda r: _behind(r, "limit")),
+        ("Slower than attention written by hand (fused / by hand)", lambda r: _behind(r, "limit")),
         ("Slower than the model's own sdpa path (fused / sdpa path)", lambda r: _behind(r, "sdpa")),
         ("Takes more memory than stock (GiB)", lambda r: _more(r, "peak_gib", 2)),
         ("Takes longer to compile than stock (s)", lambda r: _more(r, "compile_s", 1)),
         ("Error out of budget", lambda r: "output or gradients" if r.get("correct") is False else None),
         ("Worst single gradient over the same budget (relative error)", _worst_gradient),
-        ("Recompiled while it was timed", lambda r: "timed all the same" if r.get("recompiled") else None),
+        ("Recompiled while it was timed", lambda r: "timed anyway" if r.get("recompiled") else None),
         ("A variant failed", _failed),
     ]
     if any(ratio(row, "fused_autotuned", "autotuned") for row in rows):
@@ -275,8 +275,10 @@ def _losses(rows: Sequence[Json]) -> str:
         found = [(str(row["name"]), text) for row in rows if (text := test(row)) is not None]
         said = "; ".join(f"{name} ({text})" for name, text in found) or "none"
         lines.append(f"- {title}: {said}.")
-    note = f"Ratios within {LEVEL:.0%} of 1 count as level. More memory or compile time than stock is told "
-    return note + f"from {MORE - 1:.0%} on.\n\n" + "\n".join(lines)
+    note = (
+        f"Ratios within {LEVEL:.0%} of 1 count as level. Memory and compile time are listed if they exceed "
+    )
+    return note + f"stock's by more than {MORE - 1:.0%}.\n\n" + "\n".join(lines)
 
 
 def _failed(row: Json) -> str | None:
@@ -327,7 +329,5 @@ def _emitted(rows: Sequence[Json]) -> str:
         for text, count in what.items():
             if ": fused: " in text:
                 body.append((f"{row['name']}: {text.split(': fused: ', 1)[1]}", str(count)))
-    note = (
-        "A gain that is named here is the one that the table of the device predicts for the attention alone."
-    )
+    note = "A speedup in this table is the prediction of the device's table for the attention alone."
     return note + "\n\n" + table(("case and kernel", "sites"), body) if body else "Nothing."

@@ -89,6 +89,7 @@ from .probing import probe, without_modes
 from .ranks import communicates, compiles_together, first_to_say, has_peers
 from .reports import artifact_log, cache_folder, compile_counters, trace_artifact, trace_id
 from .shapes import (
+    Fakes,
     computing_fakes,
     expression,
     fake_mode_of,

@@ -352,9 +352,13 @@ class Adapted(Candidate):
             found[0] = replace(found[0], bias=rest)
         for a in linear.adapters:
             (left, form), scale = ups[a.down.node] if a.middle is None else (a.middle, None), a.scale
-            right, dtype = make.padded(a.up.b, a.pad), value(linear.bases[0].a).dtype
-            if a.factor is not None:
+            right, dtype = a.up.b, value(linear.bases[0].a).dtype
+            if a.factor is not None and a.over:
+                left, right = make.weighted(left, right, a.factor, a.over)
+                form = None
+            elif a.factor is not None:
                 left, form = make.times(left, a.factor), None
+            right = make.padded(right, a.pad)
             if form is not None:
                 left = form
                 scale = a.scale / self.factors[a.down.node]

@@ -13,7 +13,7 @@ from torch import fx
 
 from .. import config
 from .._inductor import was_erased
-from ..block_mm import emit, guards
+from ..block_mm import emit, guards, units
 from ..block_mm.columns import Columns, columns, halves
 from ..block_mm.expressions import NONLINEAR, Expressions, activation, behind, between, leaves, mul, same
 from ..block_mm.op import ACTIVATIONS
@@ -204,6 +204,7 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
 
     A group: the activations of one graph share what is known of its expressions.
     """
+    yield from units.candidates(scope.graph)
     expressions, seen = Expressions(), set[fx.Node]()
     known, others = set[frozenset[fx.Node]](), dict[fx.Node, tuple[frozenset[fx.Node], list[str]]]()
     for match in matches:

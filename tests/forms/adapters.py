@@ -69,6 +69,13 @@ def vera(x: Any, w: Any, a: Any, b: Any, d: Any, e: Any) -> Any:
     return F.linear(x, w) + e * F.linear(d * F.linear(x, a), b)
 
 
+@form(X, "frozen 64x128", (64, 8), (8, 128))
+def adapter_by_einsum(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """As models that come from JAX write their linears."""
+    narrow = torch.einsum("bni,ir->bnr", x, a)
+    return torch.einsum("bni,io->bno", x, w) + torch.einsum("bnr,ro->bno", narrow, b) * 2.0
+
+
 @form(*LORA, (8, 64), (128, 8), lambda: torch.rand(2, 48, 2).bfloat16())
 def mixture_of_adapters(x: Any, w: Any, a: Any, b: Any, c: Any, d: Any, gate: Any) -> Any:
     """A router gives each token a number for each adapter."""

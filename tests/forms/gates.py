@@ -52,6 +52,23 @@ def squared_relu(x: Any, w: Any, v: Any) -> Any:
     return F.relu(F.linear(x, w)).square() * F.linear(x, v)
 
 
+@form(X, "frozen 64x128", "frozen 64x128")
+def gate_by_einsum(x: Any, w: Any, v: Any) -> Any:
+    """As models that come from JAX write their linears."""
+    return F.gelu(torch.einsum("bnd,df->bnf", x, w)) * torch.einsum("bnd,df->bnf", x, v)
+
+
+@form(X, "frozen 64x128")
+def activation_by_einsum(x: Any, w: Any) -> Any:
+    return F.gelu(torch.einsum("bnd,df->bnf", x, w))
+
+
+@form(X, "frozen 64x128", left=(1, 1))
+def einsum_that_turns_its_result(x: Any, w: Any) -> Any:
+    """Large dims change places: that is no reshape."""
+    return F.gelu(torch.einsum("bnd,df->bfn", x, w))
+
+
 @form((96, 64), (96, 64), (64, 64), (64,), left=(0, 0))
 def dcn_cross(x0: Any, x: Any, w: Any, b: Any) -> Any:
     """A cross layer: times the first input, plus the last one."""

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ..._inductor import was_erased
-from ...block_mm import emit, guards
+from ...block_mm import emit, guards, units
 from ...block_mm.lowering import MOST_PRODUCTS
 from ...fusion import Candidate, LeftToStock, Rejected, Scope, nodes_of
 from ...graph.builder import Builder, substitute
@@ -48,6 +48,7 @@ def candidates(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
         matches: of `ANCHORS`.
     """
     graph, nodes = scope.graph, nodes_of(matches)
+    yield from units.candidates(graph)
     yield from unread.candidates([node for node in nodes if node.target in unread.BASES])
     products = products_of(node for node in nodes if node.target in PRODUCTS)
     yield from norms.candidates(products)

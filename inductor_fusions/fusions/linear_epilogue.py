@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from .._inductor import was_erased
-from ..block_mm import emit, guards
+from ..block_mm import emit, guards, units
 from ..block_mm.expressions import Expressions, activation, behind, between, leaves, same
 from ..block_mm.op import ACTIVATIONS
 from ..fusion import Candidate, Fusion, Rejected, Scope, nodes_of
@@ -183,6 +183,7 @@ FUSION = Fusion(
 @FUSION.group(lambda: [*_NONLINEAR, aten.mul.Tensor])
 def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     """Every linear that an activation follows, and every one of a cross layer."""
+    yield from units.candidates(scope.graph)
     nodes = nodes_of(matches)
     expressions, linears = Expressions(), _linears_before([n for n in nodes if n.target in _NONLINEAR])
     whole = {linear.node: _whole_activation(linear, expressions) for linear in linears}

@@ -30,7 +30,7 @@ class Arrangement:
 
     Attributes:
         lead: batch and heads, in the order in which the attention is read.
-        rows: the dims of the queries; more than one where they are viewed apart.
+        rows: the dims of the queries; several where they are viewed apart, none where there is one query.
         columns: the dims of the keys.
     """
 
@@ -142,6 +142,18 @@ class Arrangement:
         return operand.expand(whole).reshape(merged)
 
 
+def is_view(op: torch_ops.Op) -> bool:
+    """Whether an operation keeps all elements in their order: `x[:, 0]` of one row, and `x[:, None]`, too."""
+    if op.name in torch_ops.VIEWS:
+        return True
+    index = op["index"] if isinstance(op["index"], tuple) else (op["index"],)
+    before, after = torch_ops.tensor(op.input), torch_ops.tensor(op.node)
+    if op.name != "getitem" or before is None or after is None:
+        return False
+    basic = all(i is None or i is Ellipsis or (type(i) is int) or isinstance(i, slice) for i in index)
+    return basic and known_true(product(before.shape) == product(after.shape))
+
+
 def permuted(operand: Operand, order: Sequence[int]) -> Operand:
     """An operand of a product with its dims in another order; a transposition of the graph is taken back."""
     rank = operand.value.dim()
@@ -170,13 +182,16 @@ def _larger(shape: Sequence[Any]) -> list[int]:
 
 
 def _with_units(groups: list[list[int]], units: list[int]) -> Arrangement | None:
-    """Dims of size 1 are leading, but where there is no other dim of queries or keys."""
+    """Dims of size 1 are leading, but where there is no other dim of queries or keys.
+
+    A single query needs no dim.
+    """
     lead, rows, columns = groups
     for group in (columns, rows):
-        if not group:
-            if not units:
-                return None
+        if not group and units:
             group.append(units.pop())
+    if not columns:
+        return None
     return Arrangement(tuple(_inserted(lead, units)), tuple(rows), tuple(columns))
 
 

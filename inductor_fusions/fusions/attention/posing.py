@@ -98,6 +98,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         out_dims=site.out_dims,
         scalers=scalers,
         late_scalers=late_scalers,
+        behind=_scalers(site.behind, target),
         train=_needs_grad(site.q.node, site.k.node, site.v.node, site.output),
         stages=[_stage(stage, target, interpreter) for stage in site.stages],
         sink=_sink(site, target, interpreter),
@@ -118,7 +119,7 @@ def _added(problem: Problem) -> Iterator[torch.Tensor]:
     for _, biases, other in problem.stages:
         yield from (operand.value for _, operand in biases)
         yield from (other.value,) if other is not None else ()
-    for _, by in (scaler for scalers in problem.late_scalers for scaler in scalers):
+    for _, by in (scaler for scalers in (*problem.late_scalers, problem.behind) for scaler in scalers):
         yield from (by.value,) if isinstance(by, Operand) and not is_number(by) else ()
     if problem.sink is not None:
         yield problem.sink[0].value

@@ -84,8 +84,9 @@ class Upwards(Walk):
         def try_side(scores: Any, other: Any) -> Attention:
             # add(x, y, alpha) is x + alpha * y: with the scores second, alpha scales them.
             bias_factor, score_factor = (sign * alpha, 1.0) if second[id(scores)] else (1.0, sign * alpha)
-            if self.shifts_cancel and bias_factor == -1 and self._is_row_maximum(other, scores, at):
-                return self.up(op, scores, factor, scalers, at)
+            of_rows = self.shifts_cancel and op.name == "sub" and abs(alpha) == 1
+            if of_rows and self._is_row_maximum(other, scores, at):
+                return self.up(op, scores, factor * score_factor, scalers, at)
             site = self.up(op, scores, factor * score_factor, scalers, at)
             number = torch_ops.concrete(other)
             if isinstance(number, (int, float)):
@@ -134,6 +135,9 @@ class Upwards(Walk):
                     return False
                 self.beside.update(own)
                 return True
+            if op.name in ("expand", "expand_as", "broadcast_to") and not dropped:
+                current = op.input
+                continue
             if not dropped and at.columns[0] == whole.dim() - 1 and appends_dim(op):
                 dropped, current = True, op.input
                 continue

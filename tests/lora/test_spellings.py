@@ -179,25 +179,17 @@ def test_bias_of_the_adapter_beside_another_term() -> None:
     assert not seen.fused("lora") and "a bias and another term" in seen.reasons("lora")
 
 
+@pytest.mark.parametrize("rows", [3, 8, 96])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, WHOLE], ids=str)
-@pytest.mark.parametrize("rows", [3, 96])
-def test_scale_that_is_a_tensor(rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("where", ["behind", "between", "between, training"])
+def test_scale_that_is_a_tensor(rows: int, dtype: torch.dtype, where: str) -> None:
+    """Behind the second product, or between both."""
+    train = where == "between, training"
+
     def fn(x: Any, w: Any, a: Any, b: Any, s: Any) -> Any:
-        base = F.linear(x, w)
-        return (base + s * F.linear(F.linear(x.to(a.dtype), a), b)).to(base.dtype)
-
-    args = (*operands(dtype=dtype, rows=rows), torch.tensor(0.3, dtype=dtype))
-    seen = check(fn, args, budget=2.0)
-    assert seen.fused("lora") == 1 and not seen.products()
-
-
-@pytest.mark.parametrize("rows", [8, 96])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, WHOLE], ids=str)
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
-def test_scale_between_the_products_that_is_a_tensor(rows: int, dtype: torch.dtype, train: bool) -> None:
-    def fn(x: Any, w: Any, a: Any, b: Any, s: Any) -> Any:
-        base = F.linear(x, w)
-        return (base + F.linear(F.linear(x.to(a.dtype), a) * 0.5 * s, b)).to(base.dtype)
+        base, down = F.linear(x, w), F.linear(x.to(a.dtype), a)
+        added = s * F.linear(down, b) if where == "behind" else F.linear(down * 0.5 * s, b)
+        return (base + added).to(base.dtype)
 
     args = (*operands(dtype=dtype, rows=rows), torch.tensor(0.3, dtype=dtype))
     seen = check(fn, args, train=train, budget=2.0)

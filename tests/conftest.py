@@ -134,6 +134,20 @@ def fresh_cache() -> Iterator[None]:
 
 
 @pytest.fixture
+def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder where the measurements of devices are looked for."""
+    from inductor_fusions import tables
+
+    (tmp_path / "devices").mkdir()
+    monkeypatch.setattr(tables, "folder", lambda: tmp_path)
+    for cached in (tables.load, tables.digest):
+        cached.cache_clear()
+    yield tmp_path / "devices"
+    for cached in (tables.load, tables.digest):
+        cached.cache_clear()
+
+
+@pytest.fixture
 def tf32() -> Iterator[None]:
     """torch may multiply float32 as TF32."""
     before = torch.get_float32_matmul_precision()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch._dynamo.utils import counters
 
 import inductor_fusions
 from inductor_fusions import Report, Site, _inductor, config, passes, reporting, testing
+from tests.support.processes import start
 
 ROOT = Path(inductor_fusions.__file__).parents[1]
 
@@ -112,18 +112,15 @@ torch.compile(f)(q, k, v)
 """
 
 
-def start(program: str = PROGRAM, first: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+def started(program: str = PROGRAM, first: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a program, with one more folder in front of the path."""
-    path = os.pathsep.join(filter(None, [first, str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "PYTHONPATH": path, "INDUCTOR_FUSIONS_POLICY": "always", **variables}
-    env["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    own = {"INDUCTOR_FUSIONS_POLICY": "always", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", **variables}
+    return start("-c", program, first=first, **own)
 
 
 def test_torch_logs_and_trace(tmp_path: Path) -> None:
     """TORCH_LOGS by the name of the package, and a JSON artifact in TORCH_TRACE."""
-    done = start(TORCH_LOGS="+inductor_fusions", TORCH_TRACE=str(tmp_path))
+    done = started(TORCH_LOGS="+inductor_fusions", TORCH_TRACE=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "attention: fused (sdpa" in done.stderr
     text = "".join(path.read_text() for path in tmp_path.iterdir())
@@ -141,7 +138,7 @@ def test_torch_logs_and_trace(tmp_path: Path) -> None:
 
 def test_silent() -> None:
     """Without TORCH_LOGS nothing is printed."""
-    done = start()
+    done = started()
     assert (done.returncode, done.stdout) == (0, "")
     assert "inductor_fusions" not in done.stderr
 
@@ -181,7 +178,7 @@ def test_short_names(names: str, fused: bool, missed: bool, installed: str) -> N
     """From torch 2.13 on. Importing torch alone does not import the package."""
     if _inductor.torch_version() < (2, 13):
         pytest.skip("torch loads the names too late")
-    done = start(TWO, installed, TORCH_LOGS=names)
+    done = started(TWO, installed, TORCH_LOGS=names)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "False\n"
     assert ("attention: fused (sdpa" in done.stderr) is fused
@@ -190,7 +187,7 @@ def test_short_names(names: str, fused: bool, missed: bool, installed: str) -> N
 
 
 def test_entry_points_change_nothing_else(installed: str) -> None:
-    done = start("import sys, torch; print('inductor_fusions' in sys.modules)", installed)
+    done = started("import sys, torch; print('inductor_fusions' in sys.modules)", installed)
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
 
 

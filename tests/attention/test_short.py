@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,9 +18,7 @@ from tests.attention.short_interpreted import CASES as INTERPRETED
 from tests.attention.support import additive, cases, check, qkv, rand, scored, short_everywhere, visible
 from tests.support.arguments import named
 from tests.support.interpreter import errors_of
-
-ROOT = Path(__file__).resolve().parents[2]
-
+from tests.support.processes import start
 
 # The operation -----------------------------------------------------------------------------------
 
@@ -92,12 +86,8 @@ def test_heads_that_share_keys() -> None:
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 def test_sharded() -> None:
     """Batch and heads over two processes, eager and compiled: outputs and gradients of one process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.attention.short_sharded"],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = start(*launcher, "-m", "tests.attention.short_sharded", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-4000:]
 
 

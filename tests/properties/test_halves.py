@@ -21,7 +21,7 @@ pytestmark = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.fixture(autouse=True)
 def on_a_gpu() -> Iterator[None]:
     """Every fusion decides as on a GPU."""
-    from bench.ledger.compiling import ON_A_GPU
+    from devtools.ledger.compiling import ON_A_GPU
 
     with contextlib.ExitStack() as stack:
         for check in (*ON_A_GPU, "fusions.lora.merged.check_device"):

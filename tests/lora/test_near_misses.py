@@ -16,8 +16,8 @@ from tests.lora.spellings import WHOLE, linear, operands, peft_in_float32, targe
 from tests.support.arguments import named
 
 
-def scaled_by_a_vector(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return F.linear(x, w) + F.linear(F.linear(x, a), b) * w[:, 0]
+def scaled_by_a_matrix(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(x, w) + F.linear(F.linear(x, a), b) * (x[:, :1] * w[:, 0])
 
 
 def no_base(x: Any, w: Any, a: Any, b: Any) -> Any:
@@ -48,7 +48,7 @@ def permuted(x: Any, w: Any, a: Any, b: Any) -> Any:
 @pytest.mark.parametrize(
     ("fn", "reason"),
     [
-        (scaled_by_a_vector, Reason.BEHIND_ADAPTER),
+        (scaled_by_a_matrix, Reason.BEHIND_ADAPTER),
         (no_base, Reason.NO_BASE),
         (result_used_elsewhere, Reason.USED_ELSEWHERE),
         (divided_by_a_vector, Reason.BEHIND_ADAPTER),

@@ -105,8 +105,14 @@ def _has_nonlinear_tail(node: fx.Node, steps: int = _STEPS) -> bool:
 
 
 def _crossed(node: fx.Node) -> Product | None:
-    """The linear of `x0 * linear(x) + x`, a cross layer (DCN v2, arXiv:2008.13535), of its multiplication."""
+    """The linear of `x0 * linear(x) + x`, a cross layer (DCN v2, arXiv:2008.13535), of its multiplication.
+
+    Its bias may be an addition by itself.
+    """
     sides = [through(x, RESHAPES | CASTS) if isinstance(x, fx.Node) else None for x in node.args]
+    for i, side in enumerate(sides):
+        if side is not None and side.target is aten.add.Tensor and isinstance(side.args[0], fx.Node):
+            sides[i] = through(side.args[0], RESHAPES | CASTS)
     linears = [p for side in sides if (p := product(side)) is not None]
     if len(linears) != 1 or len(node.users) != 1:
         return None

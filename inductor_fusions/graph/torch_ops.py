@@ -44,7 +44,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "logsumexp": ("input", "dim", "keepdim"),
     "clamp": ("input", "min", "max"), "clamp_min": ("input", "min"), "clamp_max": ("input", "max"),
     "hardtanh": ("input", "min_val", "max_val", "inplace"),
-    "cat": ("tensors", "dim"),
+    "cat": ("tensors", "dim"), "pad": ("input", "pad", "mode", "value"),
     # products
     "matmul": ("input", "other"),
     "bmm": ("input", "other"),

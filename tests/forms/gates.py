@@ -86,3 +86,14 @@ def einsum_that_turns_its_result(x: Any, w: Any) -> Any:
 def dcn_cross(x0: Any, x: Any, w: Any, b: Any) -> Any:
     """A cross layer: times the first input, plus the last one."""
     return x0 * F.linear(x, w, b) + x
+
+
+@form((96, 64), (96, 64), (64, 64), (64,), left=(0, 0))
+def torchrec_cross(x0: Any, x: Any, w: Any, b: Any) -> Any:
+    """Its bias is a parameter by itself."""
+    return x0 * (F.linear(x, w) + b) + x
+
+
+@form((96, 64), (96, 64), (64, 64), (96, 1), left=(1, 1))
+def cross_without_the_last_input(x0: Any, x: Any, w: Any, b: Any) -> Any:
+    return x0 * (F.linear(x, w) + b) + b

@@ -118,6 +118,28 @@ def test_a_bottleneck_alone() -> None:
     assert not seen.fused("lora") and not seen.codes("lora")
 
 
+def test_vector_behind_b() -> None:
+    """VeRA: one vector is between A and B, and the other one goes to B."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        return F.linear(x, w) + w[:, 0] * F.linear(w[0, :16] * F.linear(x, a), b)
+
+    seen = check(fn, operands(), budget=2.0)
+    assert seen.fused("lora") == 1 and not seen.products()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [5, 96])
+def test_gate_of_rows(dtype: torch.dtype, rows: int) -> None:
+    def fn(x: Any, w: Any, a: Any, b: Any, gate: Any) -> Any:
+        up = F.linear(F.linear(x.to(a.dtype), a), b) * gate * 2.0
+        return F.linear(x, w) + up.to(x.dtype)
+
+    x, w, a, b = operands(rows=rows)
+    seen = check(fn, (x, w, a.to(dtype), b.to(dtype), rand(rows, 1, dtype=dtype)), budget=2.0)
+    assert seen.fused("lora") == 1 and not seen.products()
+
+
 def test_the_backward_of_a_small_mlp() -> None:
     """The gradient of its input is a sum of two functions of narrow products: neither is an adapter."""
 

@@ -22,8 +22,9 @@ def result_used_elsewhere(x: Any, w: Any, a: Any, b: Any) -> Any:
 
 
 NEAR_MISSES: dict[str, tuple[Callable[..., Any], Reason]] = {
-    "scaled by a vector": (
-        lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b) * w[:, 0], Reason.BEHIND_ADAPTER,
+    "scaled by a matrix": (
+        lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b) * (x[:, :1] * w[:, 0]),
+        Reason.BEHIND_ADAPTER,
     ),
     "divided by a vector": (
         lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b) / (w[:, 0].abs() + 1),

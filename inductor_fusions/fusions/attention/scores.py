@@ -182,6 +182,23 @@ class Upwards(Walk):
         site.below_sink = len(site.terms)
         return site
 
+    def _pad(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+        """A sink that is a number, such as the zero of a softmax with 1 in its denominator."""
+        pads, number = op["pad"], self.number(0.0 if op["value"] is None else op["value"])
+        rank = result_of(op).dim()
+        columns = at.columns == (rank - 1,) and isinstance(pads, (list, tuple)) and not any(pads[2:])
+        if not columns or tuple(pads[:2]) not in ((1, 0), (0, 1)) or op["mode"] not in (None, "constant"):
+            raise between(op, result_of(op))
+        if number is None or scalers or not abs(number * factor) <= LARGEST_SCORE:
+            raise Rejected(Reason.SINK("the scores are padded with what is not known to be a score"))
+        site = self.seen(op, op.input, factor, at)
+        if site.sink is not None:
+            raise Rejected(Reason.SINK("the scores have two attention sinks"))
+        column = site.q.then("new_full", (1,) * rank, number)
+        site.sink = Sink(self.term(op, column, at, factor=factor), pads[0] == 1)
+        site.below_sink = len(site.terms)
+        return site
+
     def _where(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         if op["other"] is None:
             raise Rejected(Reason.NOT_A_TENSOR("where with one argument"))

@@ -285,10 +285,10 @@ def weighted(node: fx.Node) -> Weighted | None:
         return None
     *over, columns = value(node).shape
     for x, by in (node.args, node.args[::-1]):
-        found = tensor(by)
-        if found is None or not isinstance(by, fx.Node) or not has_size_of(x, node):
+        found, whole = tensor(by), tensor(x)
+        if found is None or whole is None or not isinstance(by, fx.Node) or not has_size_of(x, node):
             continue
-        if found.dim() == 0 or not found.is_floating_point():
+        if found.dim() == 0 or not found.is_floating_point() or whole.dtype != value(node).dtype:
             continue
         inner, core, scale = [node], x, 1.0
         while product(core) is None and isinstance(core, fx.Node) and len(core.users) == 1:

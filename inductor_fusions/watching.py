@@ -1,4 +1,4 @@
-"""Observers of the passes, which only `explain()` installs."""
+"""Who looks at the graphs while the passes run: `explain()`. Nobody does in a normal compile."""
 
 from __future__ import annotations
 

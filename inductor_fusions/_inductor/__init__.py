@@ -1,4 +1,4 @@
-"""All uses of private torch names, and all differences between torch versions.
+"""The only modules that import private torch names; differences between torch versions live here.
 
 | torch | a config hook holds | a pre-grad pass is in the cache key by |
 |---|---|---|

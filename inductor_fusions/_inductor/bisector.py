@@ -1,4 +1,4 @@
-"""Sites as a subsystem of torch's compiler bisector."""
+"""torch's compiler bisector, and our part in it."""
 
 from __future__ import annotations
 

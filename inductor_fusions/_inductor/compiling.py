@@ -1,4 +1,4 @@
-"""Compiles for tests, and isolated compiles that leave the caller's state unchanged."""
+"""Compiling for tests, and beside the caller without a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flex attention: its higher-order operations and block masks."""
+"""Flex attention: its operations, and what stands for a block mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FX graphs: their kind, names in them, and retracing."""
+"""Graphs: what they are of, names in them, and graphs traced anew."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks that run once Inductor is imported, and Inductor's config."""
+"""What waits until Inductor is imported, and its config."""
 
 from __future__ import annotations
 

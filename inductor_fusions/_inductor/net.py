@@ -1,4 +1,4 @@
-"""Wraps each Inductor compile: its start, exceptions, result and cache entry."""
+"""Around every compile of Inductor: where it begins, what it raises, what it returns, what caches keep."""
 
 from __future__ import annotations
 

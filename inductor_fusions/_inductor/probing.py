@@ -1,4 +1,4 @@
-"""Checks of private torch functions, for a torch newer than those tested."""
+"""What a torch newer than those tested is tried with."""
 
 from __future__ import annotations
 

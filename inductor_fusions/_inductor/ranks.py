@@ -1,4 +1,4 @@
-"""Agreement between ranks: if one rank recompiles a graph, all have to."""
+"""Graphs that several processes run together: what one of them does to its code, all must do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counters, traces, logs and the cache folder, which reports read and write."""
+"""What reports are made of: counters, traces, logs, and the folder of the caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernel templates, and autotuning among them."""
+"""Kernel templates, and whether what they make is chosen by measuring."""
 
 from __future__ import annotations
 

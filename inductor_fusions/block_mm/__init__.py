@@ -1,4 +1,4 @@
-"""The grouped GEMM: groups of output columns, each a sum of products with an epilogue.
+"""Linears as one block GEMM: some groups of columns, each a sum of products, then an epilogue.
 
     Y_g = activation_g(sum_i scale_gi * A_gi @ B_gi + bias_g)
 

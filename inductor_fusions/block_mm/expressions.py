@@ -1,4 +1,4 @@
-"""Canonical pointwise expressions over the products of a graph."""
+"""Pointwise expressions over the products of a graph, in a form that does not depend on spelling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`env` and `list`: versions, devices, hooks, settings and tables; all fusions."""
+"""`env` and `list`: what there is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`run --issue FILE SCRIPT`: environment, report, graphs and traceback in one file."""
+"""What a report of a problem needs, in one file: `inductor-fusions run --issue FILE SCRIPT`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profitability: which kernel a problem gets on a device, and from which measurements.
+"""One answer to one question: which kernel for this problem on this device, and how do we know?
 
 The only reader of the gains and of the tiles in the tables.
 """

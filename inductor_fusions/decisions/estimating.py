@@ -1,4 +1,4 @@
-"""Estimates the speedup of a problem, with a deviation, from nearby measurements."""
+"""What is measured near a problem says of it: an expected gain, and how sure that is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials of kernel configurations in the measuring process."""
+"""Configurations that are measured: in the process that measures, kernels get one after another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folds the lines of a graph into a tree of layers that shows equal layers once."""
+"""Lines of a graph as a tree of layers, in which layers that are alike are shown once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots of a graph before and after the fusions, as lines of text."""
+"""What a graph looked like before and after the fusions, as plain lines that outlive it."""
 
 from __future__ import annotations
 

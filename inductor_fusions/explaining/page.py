@@ -1,4 +1,4 @@
-"""The HTML page of an explanation: self-contained, without external scripts or styles."""
+"""The page of an explanation: self-contained HTML, without a script or style from elsewhere."""
 
 from __future__ import annotations
 

@@ -108,9 +108,7 @@ class StoredIndices(Candidate):
         gathered = sum(hint(value(reader).numel()) for reader in self.readers)
         if gathered < REUSE * own:
             raise LeftToStock(
-                Reason.GATHERED(
-                    f"the index is read for only {gathered // max(own, 1)} elements for each of its own"
-                )
+                Reason.GATHERED(f"{gathered // max(own, 1)} elements are gathered for each of the index")
             )
 
     def savings(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Live bytes at each node of a graph, and their peak."""
+"""How many bytes are in memory over the nodes of a graph, and the most at once."""
 
 from __future__ import annotations
 

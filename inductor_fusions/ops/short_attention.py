@@ -80,7 +80,6 @@ def _groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
         return 1
     if q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"the number of heads of k, {k.shape[1]}, does not divide that of q, {q.shape[1]} "
-            "(short_attention)"
+            f"the heads of k of short_attention, {k.shape[1]}, do not divide those of q, {q.shape[1]}"
         )
     return q.shape[1] // k.shape[1]

@@ -1,4 +1,4 @@
-"""Builds a hand-written attention from a row of a table."""
+"""Attentions written out as models do it, from what a table knows of them."""
 
 from __future__ import annotations
 
@@ -100,9 +100,9 @@ def case(given: Row, device: str) -> Case:
     row = types.SimpleNamespace(**{**given, "mask": kind, "kv_heads": given["heads"], "window": window})
     names = set(kind.replace("+", " ").split())
     if kind not in (*DENSE, "none") and not names <= STRUCTURED:
-        raise UnableError(f"the mask {given['mask']} is not described well enough to build a test case")
+        raise UnableError(f"a mask {given['mask']} is not known well enough to be written out")
     if "alibi" in names and row.heads == 1:
-        raise UnableError("the number of heads of the biases is not known")
+        raise UnableError("how many heads the biases are of is not known")
     normal = generator(device, getattr(torch, row.dtype))
     sizes = row.batch, row.heads, row.q_len, row.kv_len
     q = normal(row.batch, row.q_len, row.heads, row.head_dim)

@@ -1,4 +1,4 @@
-"""Times calls in interleaved blocks, and takes medians."""
+"""Times of calls, side by side: medians over blocks that take turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that eager autograd saves for a hand-written attention."""
+"""What eager autograd keeps of an attention that is written out."""
 
 from __future__ import annotations
 

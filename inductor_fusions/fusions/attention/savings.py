@@ -1,4 +1,4 @@
-"""Estimates the bytes and FLOPs that a fused attention saves."""
+"""What a fused attention need not do, estimated from its shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sign analysis of tensors that are subtracted from the scores."""
+"""What a tensor that is subtracted from the scores does to them, as its graph shows."""
 
 from __future__ import annotations
 

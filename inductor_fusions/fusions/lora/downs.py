@@ -1,4 +1,4 @@
-"""Down-projections of adapters as skinny GEMMs, one for each input."""
+"""Down-projections of adapters as narrow products: those of one input together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Emits skinny GEMMs and split matrices into a graph."""
+"""Puts narrow products, and matrices in two halves, into a graph."""
 
 from __future__ import annotations
 

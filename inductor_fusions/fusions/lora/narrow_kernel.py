@@ -1,4 +1,4 @@
-"""The skinny GEMM kernel and the arguments of its template."""
+"""The kernel of narrow products: what its template takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The products around a softmax, and the nodes between them."""
+"""What lies around a softmax: the products of an attention, and the nodes in between."""
 
 from __future__ import annotations
 

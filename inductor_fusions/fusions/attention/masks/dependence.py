@@ -1,4 +1,4 @@
-"""Which dims and inputs an opaque mask depends on."""
+"""What a mask depends on, where its value cannot be read."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     )
     monkeypatch.setattr(suites, "prepare", lambda todo, device: None)
     # Nothing is allocated, and a collection takes seconds where many tests have run.
-    monkeypatch.setattr(suites, "_free", lambda device: None)
+    monkeypatch.setattr(suites, "free", lambda device: None)
     return rows
 
 

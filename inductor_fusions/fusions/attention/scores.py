@@ -84,7 +84,7 @@ class Upwards(Walk):
         def try_side(scores: Any, other: Any) -> Attention:
             # add(x, y, alpha) is x + alpha * y: with the scores second, alpha scales them.
             bias_factor, score_factor = (sign * alpha, 1.0) if second[id(scores)] else (1.0, sign * alpha)
-            of_rows = self.shifts_cancel and op.name == "sub" and abs(alpha) == 1
+            of_rows = self.shifts_cancel and bias_factor * score_factor == -1
             if of_rows and self._is_row_maximum(other, scores, at):
                 return self.up(op, scores, factor * score_factor, scalers, at)
             site = self.up(op, scores, factor * score_factor, scalers, at)

@@ -43,7 +43,6 @@ from bench.models.measure import free, site_counts, static_bytes
 from bench.models.variants import Variant, collect
 from bench.pool import FileLock
 from inductor_fusions import config
-from inductor_fusions.budget import worst
 
 #: As in `bench.models.variants`: each variant names one Inductor option, at the value that it has anyway.
 MARKERS = {
@@ -195,15 +194,9 @@ def peak_flops(name: str) -> float | None:
 
 @dataclass
 class Step(Variant):
-    """One way to compile a case; the variants share model and optimizer.
-
-    Attributes:
-        optimizer: of what is trained.
-        last: the loss of the last step, and the norm of its gradient.
-    """
+    """One way to compile a case; the variants share model and optimizer."""
 
     optimizer: Any = None
-    last: tuple[torch.Tensor, ...] = ()
 
     @property
     def fuses(self) -> bool:
@@ -217,19 +210,15 @@ class Step(Variant):
         with config.patch(returned_logits=logits), super().switched():
             yield
 
-    @property
-    def trained(self) -> list[torch.Tensor]:
-        """The parameters that the optimizer changes."""
-        found: list[torch.Tensor] = self.optimizer.param_groups[0]["params"]
-        return found
-
-    def step(self) -> None:
-        """One step of training."""
+    def step(self) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """One step of training: the loss, and the norm of the gradient."""
         loss = self.compiled(**self.inputs)[0]
         loss.backward()
-        self.last = loss.detach(), torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
+        trained = self.optimizer.param_groups[0]["params"]
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return loss.detach(), norm
 
 
 def make_steps(case: Case, device: str, quick: bool, names: Sequence[str]) -> dict[str, Step]:
@@ -255,16 +244,19 @@ def make_steps(case: Case, device: str, quick: bool, names: Sequence[str]) -> di
 
 def learn(step: Step, start: list[torch.Tensor], device: str) -> Json:
     """Compile, and take some steps from the same weights: seconds of the first one, losses, and its norm."""
+    trained = step.optimizer.param_groups[0]["params"]
     step.optimizer.state.clear()
     with torch.no_grad():
-        for parameter, value in zip(step.trained, start, strict=True):
+        for parameter, value in zip(trained, start, strict=True):
             parameter.copy_(value)
     torch.manual_seed(3)
-    seconds, found = step.first_step(device), [step.last]
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    usual, step.step = step.step, lambda: found.append(usual())  # type: ignore[method-assign, assignment]
+    seconds = step.first_step(device)
     with compiled_only():
         for _ in range(COMPARED - 1):
             step.step()
-            found.append(step.last)
+    del step.step
     return {
         "compile_s": round(seconds, 2),
         "loss": [round(float(loss), 5) for loss, _ in found],
@@ -275,7 +267,7 @@ def learn(step: Step, start: list[torch.Tensor], device: str) -> Json:
 def agrees(ours: Json, stock: Json, dropout: bool) -> tuple[bool, list[float]]:
     """Whether losses and norm agree with stock's, and how far each kind is from it."""
     apart = [abs(a - b) / abs(b) for a, b in zip(ours["loss"], stock["loss"], strict=True)]
-    found = [apart[0], worst(apart), abs(ours["norm"] - stock["norm"]) / stock["norm"]]
+    found = [apart[0], max(apart), abs(ours["norm"] - stock["norm"]) / stock["norm"]]
     within = all(value <= limit for value, limit in zip(found, LIMITS[dropout], strict=True))
     return within, [round(value, 6) for value in found]
 
@@ -288,13 +280,13 @@ def measure(
     with lock.shared() if lock else nullcontext():
         steps = make_steps(case, device, quick, names)
         first = next(iter(steps.values()))
-        start = [p.detach().clone() for p in first.trained]
+        start = [p.detach().clone() for p in first.optimizer.param_groups[0]["params"]]
         for name, step in list(steps.items()):
             try:
                 row["learned"][name] = learn(step, start, device)
             except Exception as error:
-                if is_fatal(error) or isinstance(error, torch.OutOfMemoryError):
-                    raise  # beside other processes there may be too little memory: the row is not kept
+                if is_fatal(error):
+                    raise
                 row["failed_variants"][name] = one_line(error, 300)
                 steps.pop(name).optimizer.zero_grad()
             collect(device)

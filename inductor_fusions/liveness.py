@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 from . import inplace
-from ._inductor import value_of
 from .writes import is_opaque, may_update_statistics, name_of, written
 
 #: Functions of Python that compute a value, and have no operation of their name.
@@ -54,7 +53,7 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _makes_tensors(node: fx.Node) -> bool:
-    value = value_of(node)
+    value = node.meta.get("example_value", node.meta.get("val"))
     parts = value if isinstance(value, (tuple, list)) and value else (value,)
     return all(isinstance(part, torch.Tensor) for part in parts)
 

@@ -14,6 +14,7 @@ import ctypes
 import gc
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,8 +28,8 @@ import inductor_fusions
 from bench.common import Results
 from bench.provenance import environment
 from inductor_fusions import config, testing
-from tests.support.processes import start
 
+ROOT = Path(__file__).resolve().parents[1]
 BACKENDS = ("passes", "inductor")
 KINDS = ("stock", "fused")
 
@@ -98,9 +99,11 @@ def apart(backend: str, kind: str, compiles: int, folder: Path) -> dict[str, Any
     Raises:
         RuntimeError: it failed, with what it wrote.
     """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    env = {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
     started = time.monotonic()
-    command = ("-m", "tests.load", "--one", backend, kind, "--compiles", str(compiles))
-    done = start(*command, timeout=None, TORCHINDUCTOR_CACHE_DIR=str(folder))
+    command = [sys.executable, "-m", "tests.load", "--one", backend, kind, "--compiles", str(compiles)]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

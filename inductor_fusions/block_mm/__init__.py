@@ -9,8 +9,6 @@ fusions `qkv`, `gated_mlp` and `linear_epilogue` say which products they want.
 
 from __future__ import annotations
 
-from ..lowering import lower_by
-from .lowering import Call
-from .op import BLOCK_MM
+from .lowering import register
 
-lower_by(BLOCK_MM, "block_mm", lambda *given: Call(*given).kernel(), lambda *given: Call(*given).one_by_one())
+register()

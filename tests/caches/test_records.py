@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import inductor_fusions
 from inductor_fusions import config, reporting
 from tests import blocks
-from tests.support.processes import start
+
+ROOT = Path(inductor_fusions.__file__).parents[1]
 
 PROGRAM = """
 import json, sys
@@ -39,8 +43,13 @@ print(json.dumps({
 """
 
 
-def started(cache: Path) -> dict:
-    done = start("-c", PROGRAM, TORCHINDUCTOR_CACHE_DIR=str(cache), INDUCTOR_FUSIONS_POLICY="always")
+def start(cache: Path) -> dict:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    env = {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    env["INDUCTOR_FUSIONS_POLICY"] = "always"
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -48,13 +57,13 @@ def started(cache: Path) -> dict:
 @pytest.mark.slow
 def test_second_process(tmp_path: Path) -> None:
     """It hits the cache and reports what the first one did; without the records it says so."""
-    first, second = started(tmp_path), started(tmp_path)
+    first, second = start(tmp_path), start(tmp_path)
     assert not first["hits"] and second["hits"]
     assert [site["verdict"] for site in first["sites"]] == ["fused", "rejected"]
     assert first["sites"][0]["backend"]
     assert second["sites"] == first["sites"] and not second["unknown"]
     shutil.rmtree(tmp_path / "inductor_fusions")
-    third = started(tmp_path)
+    third = start(tmp_path)
     assert third["sites"] == [] and third["unknown"] == 2
 
 

@@ -113,6 +113,10 @@ def another_ignored(logits: Any, labels: Any) -> Any:
     return F.cross_entropy(logits.view(-1, V), labels.clamp(min=0).view(-1), ignore_index=0)
 
 
+def one_sample(logits: Any, labels: Any) -> Any:
+    return F.cross_entropy(logits[1], labels[1]) * 2
+
+
 FORMS: dict[str, tuple[Function, str]] = {
     "causal": (causal, "linear_cross_entropy"),
     "shifted logits": (shifted_logits, "linear_cross_entropy"),
@@ -126,7 +130,7 @@ FORMS: dict[str, tuple[Function, str]] = {
     "likelihood in the middle": (likelihood_in_the_middle, "linear_cross_entropy"),
     "log-probabilities": (log_probabilities, "linear_softmax_rows"),
     "another label is ignored": (another_ignored, "linear_cross_entropy"),
-    "one sample": (lambda logits, labels: F.cross_entropy(logits[1], labels[1]) * 2, "linear_cross_entropy"),
+    "one sample": (one_sample, "linear_cross_entropy"),
 }  # fmt: skip
 
 
@@ -254,11 +258,6 @@ def returned_capped(logits: Any, labels: Any) -> Any:
     return causal(logits, labels), logits
 
 
-def returned_wider(logits: Any, labels: Any) -> Any:
-    """As accelerate casts what a model returns under autocast."""
-    return causal(logits, labels), logits.double()
-
-
 def returned_slice(logits: Any, labels: Any) -> Any:
     return shifted_logits(logits, labels), logits
 
@@ -269,6 +268,18 @@ def read_elsewhere(logits: Any, labels: Any) -> Any:
 
 def probabilities(logits: Any, labels: Any) -> Any:
     return F.cross_entropy(logits.view(-1, V), torch.softmax(logits.detach(), -1).view(-1, V))
+
+
+def shifted_by_a_tensor(logits: Any, labels: Any, weights: Any) -> Any:
+    return causal(logits + weights, labels)
+
+
+def rounded(logits: Any, labels: Any) -> Any:
+    return causal(logits.bfloat16(), labels)
+
+
+def capped_twice(logits: Any, labels: Any) -> Any:
+    return causal(logits.tanh().tanh(), labels)
 
 
 def overwritten(logits: Any, labels: Any) -> Any:
@@ -298,9 +309,9 @@ OTHERS: dict[str, tuple[Function, str]] = {
     "the logits are returned": (returned, "leave the graph"),
     "the logits are read elsewhere": (read_elsewhere, "are read by"),
     "probabilities": (probabilities, "int64 numbers of classes"),
-    "a tensor is added": (lambda logits, labels, weights: causal(logits + weights, labels), "not a linear's"),
-    "rounded": (lambda logits, labels: causal(logits.bfloat16(), labels), "rounds the logits"),
-    "capped twice": (lambda logits, labels: causal(logits.tanh().tanh(), labels), "two tanh"),
+    "a tensor is added": (shifted_by_a_tensor, "not a linear's"),
+    "rounded": (rounded, "rounds the logits"),
+    "capped twice": (capped_twice, "two tanh"),
     "overwritten": (overwritten, "are read by"),
     "gradients are off": (without_gradients, ""),
     "another softmax": (of_another_softmax, "not over the classes"),
@@ -313,6 +324,25 @@ OTHERS: dict[str, tuple[Function, str]] = {
 def test_left_alone(name: str) -> None:
     fn, reason = OTHERS[name]
     check(Head(fn), fused=0, reason=reason)
+
+
+def test_overwritten_hidden_states() -> None:
+    class Overwrites(Head):
+        def forward(self, h: Any, labels: Any) -> Any:
+            h = h * 2
+            logits = self.head(h)
+            h.detach().add_(1)
+            return self.loss(logits, labels)
+
+    h, labels = operands()
+    check(Overwrites(causal), (h.detach(), labels), fused=0, reason="in place", train=False)
+
+
+def test_transform_of_functions() -> None:
+    def fn(h: Any, w: Any, labels: Any) -> Any:
+        return torch.func.grad(lambda h: F.cross_entropy(F.linear(h, w), labels))(h)
+
+    check(fn, (torch.randn(5, H), torch.randn(V, H), torch.randint(V, (5,))), fused=0, reason="torch.func")
 
 
 @pytest.mark.parametrize("backend", [testing.EAGER_AFTER_PASSES, "inductor"])
@@ -365,7 +395,7 @@ def test_no_rows() -> None:
 
 
 @pytest.mark.parametrize("backend", [testing.EAGER_AFTER_PASSES, "inductor"])
-@pytest.mark.parametrize("fn", [returned, returned_capped, returned_wider], ids=["plain", "capped", "cast"])
+@pytest.mark.parametrize("fn", [returned, returned_capped], ids=["plain", "capped"])
 def test_returned_logits_without_gradients(fn: Function, backend: str) -> None:
     """Where the caller says that nobody differentiates them, they are written once, as they are."""
     head, inputs = Head(fn, bias=True), operands()
@@ -380,9 +410,7 @@ def test_returned_logits_without_gradients(fn: Function, backend: str) -> None:
     torch.testing.assert_close(ours.grads, stock.grads)
 
 
-@pytest.mark.parametrize(
-    "fn", [returned, returned_wider, returned_slice], ids=["without gradients", "cast", "some rows"]
-)
+@pytest.mark.parametrize("fn", [returned, returned_slice], ids=["without gradients", "some rows"])
 def test_returned_logits_that_are_left(fn: Function) -> None:
     """An evaluation needs them in any case, and the loss of some rows would copy them."""
     train = fn is returned_slice

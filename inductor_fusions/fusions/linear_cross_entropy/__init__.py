@@ -17,8 +17,8 @@ from ... import config, tables
 from ..._inductor import hint, is_body_of_dynamo, known_true
 from ...decisions import Query, Span, decide, decide_for_all
 from ...derivatives import check_operation
-from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Reported, Scope
-from ...graph.torch_ops import CASTS, VIEWS, read, reads_metadata
+from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
+from ...graph.torch_ops import VIEWS, read, reads_metadata
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
 from ...operands import check_kind, tensor, text, tokens_of
@@ -34,6 +34,19 @@ __all__ = ["FUSION"]
 
 #: Bytes of logits that are never too many.
 SMALL = 128 * 2**20
+
+
+class UnreadLoss(Candidate):
+    """A loss whose logits are not read."""
+
+    def __init__(self, found: Unread) -> None:
+        self.anchor, self.why = found.loss, found.why
+
+    def guard(self) -> None:
+        raise self.why
+
+    def rewrite(self) -> str:
+        raise AssertionError("it is never fused")
 
 
 class LossHead(Candidate):
@@ -126,7 +139,6 @@ class LossHead(Candidate):
         may_detach = may_detach and all(op is not None and op.name in VIEWS for op in replayed)
         for node in self.site.path:
             others = [user for user in readers(node) if user not in path and not reads_metadata(user, node)]
-            others = [_behind_a_cast(user) for user in others]
             if may_detach and others and all(user.op == "output" for user in others):
                 self.returns = True
                 continue
@@ -193,14 +205,6 @@ class LossHead(Candidate):
         return f"{name}{self.note}"
 
 
-def _behind_a_cast(reader: fx.Node) -> fx.Node:
-    """The output of the graph if the reader is a cast that only the output reads, as accelerate casts what a
-    model returns under autocast; else the reader itself."""
-    op = read(reader)
-    users = list(reader.users)
-    return users[0] if op is not None and op.name in CASTS and [u.op for u in users] == ["output"] else reader
-
-
 def _autocasts(device: str) -> bool:
     return torch.is_autocast_enabled(device)
 
@@ -217,5 +221,5 @@ def look(scope: Scope, match: Match) -> Candidate | None:
     """A loss behind a linear."""
     found: Any = recognise.site(match.output_node())
     if isinstance(found, Unread):
-        return Reported(found.loss, found.why)
+        return UnreadLoss(found)
     return None if found is None else LossHead(scope.graph, found)

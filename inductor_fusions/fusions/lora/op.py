@@ -26,6 +26,24 @@ from torch.utils.flop_counter import register_flop_formula
 from ...block_mm.op import dtypes, exact_dtype
 
 
+@torch.library.custom_op("inductor_fusions::lora_narrow_mm", mutates_args=())
+def _narrow_mm(
+    x: Tensor,
+    b: list[Tensor],
+    scales: list[float],
+    further: list[float],
+    transposed: bool,
+    kept: list[Tensor],
+) -> list[Tensor]:
+    """See `composite`."""
+    check(x, b, scales, further, kept)
+    return composite(x, b, scales, further, transposed, kept)
+
+
+#: What graphs call.
+NARROW_MM: Any = torch.ops.inductor_fusions.lora_narrow_mm.default
+
+
 def check(
     x: Tensor,
     b: Sequence[Tensor],
@@ -61,16 +79,15 @@ def check(
         torch._check(mask.shape[1] == x.shape[1], lambda: "a mask in kept has other columns than x")
 
 
-@torch.library.custom_op("inductor_fusions::lora_narrow_mm", mutates_args=())
-def _narrow_mm(
+def composite(
     x: Tensor,
-    b: list[Tensor],
-    scales: list[float],
-    further: list[float],
+    b: Sequence[Tensor],
+    scales: Sequence[float],
+    further: Sequence[float],
     transposed: bool,
-    kept: list[Tensor],
+    kept: Sequence[Tensor],
 ) -> list[Tensor]:
-    """See the module.
+    """The same by the operations of torch.
 
     Args:
         x: shape (M, K), any strides.
@@ -86,7 +103,6 @@ def _narrow_mm(
     Returns:
         Every product, shape (M, r) and row-major, then the further forms: `parts`.
     """
-    check(x, b, scales, further, kept)
     b = [right.float().sum(0) if right.dim() == 3 else right for right in b]
     read = [x * mask for mask in kept] or [x] * len(b)
     outputs = [_product(left, right, scale) for left, right, scale in zip(read, b, scales, strict=True)]
@@ -96,10 +112,6 @@ def _narrow_mm(
         if factor
     ]
     return [(y.t() if transposed else y).contiguous() for y in outputs] + forms
-
-
-#: What graphs call.
-NARROW_MM: Any = torch.ops.inductor_fusions.lora_narrow_mm.default
 
 
 def _product(x: Tensor, right: Tensor, scale: float) -> Tensor:

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph.torch_ops import read
 from ...leaving import settle
 from ...operands import tensor
 from .respelling import Respelled
-from .walk import name_of
+from .walk import argument, name_of
 
 #: A softmax, and what is the sum of one that is written out.
-REDUCTIONS = ("softmax", "_softmax", "sum")
+REDUCTIONS = ("softmax", "special_softmax", "sum")
 
 
 class Softmax(Respelled):
@@ -50,15 +49,18 @@ class Sum(Respelled):
 
 def reduction_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...], int] | None:
     """(input, dims, rank) of a softmax, or of the sum of one that is written out."""
-    op = read(node)
-    if op is None or op.name not in REDUCTIONS:
+    name = name_of(node)
+    if name not in REDUCTIONS:
         return None
-    source, given = op.input, op["dim"]
+    source = argument(node, 0)
     before = tensor(source)
     if not isinstance(source, fx.Node) or before is None or before.dim() < 3 or tensor(node) is None:
         return None
-    if op.name == "sum" and (name_of(source) != "exp" or op["keepdim"] is not True):
-        return None
+    given = argument(node, 1, "dim")
+    if name == "sum":
+        keeps = argument(node, 2, "keepdim")
+        if name_of(source) != "exp" or keeps is not True:
+            return None
     dims = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     if not dims or not all(isinstance(dim, int) for dim in dims):
         return None

@@ -7,9 +7,9 @@ Every figure comes from bench/results/*.json, and a file or a column that is not
 `models_*.json` are files of bench.models, `lora_models_*.json` of bench.models_lora, `bench_*.json` of
 `inductor_fusions bench`; `attention_*.json`, `flex_*.json`, `projections_*.json` and `lora_*.json` of the
 scripts bench.tune_*; `outer_product_*.json`, `dot_interaction_*.json`, `decode_attention_*.json`,
-`loss_head_*.json`, `guards_*.json`, `whole_mlp_*.json`, `mlp_training_*.json`, `convergence_*.json` and
-`distributed_*.json` of scripts of these names; `fuzz_*.json` of tests.fuzz, `load_cpu.json` of tests.load,
-`sanitizer_*.json` of tests.gpu.sanitize.
+`loss_head_*.json`, `guards_*.json`, `steps_*.json`, `generate_*.json`, `whole_mlp_*.json`,
+`mlp_training_*.json`, `convergence_*.json` and `distributed_*.json` of scripts of these names; `fuzz_*.json`
+of tests.fuzz, `load_cpu.json` of tests.load, `sanitizer_*.json` of tests.gpu.sanitize.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from bench.docs_linears import (
 from bench.docs_models import models_section, readme_table
 from bench.docs_operations import bench_section
 from bench.docs_pieces import NOTICE, Json, anchor, table
+from bench.docs_steps import generate_section, steps_section
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- measured: begin (python -m bench.docs) -->"
@@ -77,6 +78,8 @@ checkout: its columns sort."""
 #: What is written of which results, in this order.
 SECTIONS: dict[str, Callable[[Json], str]] = {
     "models_*.json": models_section,
+    "steps_*.json": steps_section,
+    "generate_*.json": generate_section,
     "bench_*.json": bench_section,
     "attention_*.json": attention_section,
     "flex_*.json": flex_section,
@@ -95,6 +98,8 @@ SECTIONS: dict[str, Callable[[Json], str]] = {
 #: Sections that are in docs/performance.md, with their parts; the rest is in docs/measurements.html alone.
 SHOWN = {
     "models_*.json": ("Time", "Where it loses or ties"),
+    "steps_*.json": (),
+    "generate_*.json": (),
     "lora_models_*.json": (),
     "distributed_*.json": (),
 }

@@ -37,7 +37,7 @@ import torch
 
 import inductor_fusions
 from bench import model_cases, models_lora, steps, tuning
-from bench.common import Json, is_fatal, one_line, summarize, synchronize
+from bench.common import Json, one_line, summarize, synchronize
 from bench.pool import FileLock
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -180,7 +180,7 @@ class Process:
     def __init__(self, name: str, case: Case, device: str, quick: bool) -> None:
         self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.log = Path(self.folder.name) / "log"
-        own = {"INDUCTOR_FUSIONS": VARIANTS[name], "PYTHONPATH": str(ROOT)}
+        own = {"INDUCTOR_FUSIONS": VARIANTS[name]}
         own |= {f"{each}_CACHE_DIR": f"{self.folder.name}/{each}" for each in ("TORCHINDUCTOR", "TRITON")}
         command = [sys.executable, "-m", "bench.generate", "--out", os.devnull, "--device", device]
         command += ["--serve", json.dumps(asdict(case)), *["--quick"] * quick]
@@ -281,7 +281,7 @@ def work(task: tuple[Case, str, bool, int], path: Path) -> tuple[Json, bool]:
     try:
         row = measure(case, device, quick, rounds, FileLock(path))
     except Exception as error:
-        return {"key": case.key, "failed": one_line(error, 300)}, not is_fatal(error)
+        return {"key": case.key, "failed": one_line(error, 300)}, True
     row["measure_s"] = round(time.monotonic() - start, 1)
     return {"key": case.key, **asdict(case), **row}, True
 

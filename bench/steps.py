@@ -43,6 +43,7 @@ from bench.models.measure import free, site_counts, static_bytes
 from bench.models.variants import Variant, collect
 from bench.pool import FileLock
 from inductor_fusions import config
+from inductor_fusions.budget import worst
 
 #: As in `bench.models.variants`: each variant names one Inductor option, at the value that it has anyway.
 MARKERS = {
@@ -267,7 +268,7 @@ def learn(step: Step, start: list[torch.Tensor], device: str) -> Json:
 def agrees(ours: Json, stock: Json, dropout: bool) -> tuple[bool, list[float]]:
     """Whether losses and norm agree with stock's, and how far each kind is from it."""
     apart = [abs(a - b) / abs(b) for a, b in zip(ours["loss"], stock["loss"], strict=True)]
-    found = [apart[0], max(apart), abs(ours["norm"] - stock["norm"]) / stock["norm"]]
+    found = [apart[0], worst(apart), abs(ours["norm"] - stock["norm"]) / stock["norm"]]
     within = all(value <= limit for value, limit in zip(found, LIMITS[dropout], strict=True))
     return within, [round(value, 6) for value in found]
 

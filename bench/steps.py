@@ -286,8 +286,8 @@ def measure(
             try:
                 row["learned"][name] = learn(step, start, device)
             except Exception as error:
-                if is_fatal(error):
-                    raise
+                if is_fatal(error) or isinstance(error, torch.OutOfMemoryError):
+                    raise  # beside other processes there may be too little memory: the row is not kept
                 row["failed_variants"][name] = one_line(error, 300)
                 steps.pop(name).optimizer.zero_grad()
             collect(device)

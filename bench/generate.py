@@ -7,9 +7,9 @@ weights in bfloat16, no end token. `p1024 b16` are 16 prompts of 1,024 tokens. S
 fused are two processes with caches of their own, which compile side by side and then generate in turns.
 
 `tokens_s` counts new tokens over the whole call, with the prompt, which transformers does not compile;
-`token_ms` is the median time between two tokens. If greedy tokens differ, the first difference of a sequence
-is a tie if, in float32, neither token is further below the best one than twice the largest error of the
-bfloat16 logits of the uncompiled model.
+`token_ms` is the median time between two tokens, in calls of their own with a streamer. If greedy tokens
+differ, the first difference of a sequence is a tie if, in float32, neither token is further below the best
+one than twice the largest error of the bfloat16 logits of the uncompiled model.
 
     python -m bench.generate --out bench/results/generate_h100.json --budget 500
     python -m bench.generate --quick --device cpu --only '1b p8 b1$' --out /tmp/try.json
@@ -244,6 +244,7 @@ def compare(found: dict[str, Process], said: dict[str, Json]) -> Json:
 def measure(case: Case, device: str, quick: bool, rounds: int, lock: FileLock | None = None) -> Json:
     """Compile beside others that share the lock, then alone generate in turns, and compare."""
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    watched: dict[str, list[Json]] = {name: [] for name in VARIANTS}
     with ExitStack() as stack:
         found = {name: stack.enter_context(Process(name, case, device, quick)) for name in VARIANTS}
         with lock.shared() if lock else nullcontext():
@@ -255,18 +256,20 @@ def measure(case: Case, device: str, quick: bool, rounds: int, lock: FileLock | 
             for i in range(rounds):
                 for name in (*VARIANTS,)[:: 1 if i % 2 else -1]:
                     seconds[name].append(found[name]("run")["s"])
-            watched = {name: process("run", clock=True) for name, process in found.items()}
+                    if i % 2 == 0:
+                        watched[name].append(found[name]("run", clock=True))
             said = {name: process("said") for name, process in found.items()}
             agreement = compare(found, said)
+
+    def milliseconds(what: str) -> Json:
+        return {name: round(median(run[what] for run in runs) * 1e3, 3) for name, runs in watched.items()}
+
     times = {name: summarize(values) for name, values in seconds.items()}
     count = case.batch * len(said["stock"]["tokens"][0])
     return {
         "tokens_s": {name: round(count / t.median, 1) for name, t in times.items()},
         "spread": {name: round(t.spread, 4) for name, t in times.items()},
-        **{
-            f"{what}_ms": {name: round(each[f"{what}_s"] * 1e3, 3) for name, each in watched.items()}
-            for what in ("first", "token")
-        },
+        "first_ms": milliseconds("first_s"), "token_ms": milliseconds("token_s"),
         "gain": round(times["stock"].median / times["fused"].median, 4), **agreement,
         "sites": {each: said["fused"]["fused"].count(each) for each in sorted(set(said["fused"]["fused"]))},
         "graphs": {name: each["graphs"] for name, each in said.items()},

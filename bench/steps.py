@@ -195,9 +195,15 @@ def peak_flops(name: str) -> float | None:
 
 @dataclass
 class Step(Variant):
-    """One way to compile a case; the variants share model and optimizer."""
+    """One way to compile a case; the variants share model and optimizer.
+
+    Attributes:
+        optimizer: of what is trained.
+        last: the loss of the last step, and the norm of its gradient.
+    """
 
     optimizer: Any = None
+    last: tuple[torch.Tensor, ...] = ()
 
     @property
     def fuses(self) -> bool:
@@ -211,15 +217,19 @@ class Step(Variant):
         with config.patch(returned_logits=logits), super().switched():
             yield
 
-    def step(self) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        """One step of training: the loss, and the norm of the gradient."""
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        """The parameters that the optimizer changes."""
+        found: list[torch.Tensor] = self.optimizer.param_groups[0]["params"]
+        return found
+
+    def step(self) -> None:
+        """One step of training."""
         loss = self.compiled(**self.inputs)[0]
         loss.backward()
-        trained = self.optimizer.param_groups[0]["params"]
-        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        self.last = loss.detach(), torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach(), norm
 
 
 def make_steps(case: Case, device: str, quick: bool, names: Sequence[str]) -> dict[str, Step]:
@@ -245,19 +255,16 @@ def make_steps(case: Case, device: str, quick: bool, names: Sequence[str]) -> di
 
 def learn(step: Step, start: list[torch.Tensor], device: str) -> Json:
     """Compile, and take some steps from the same weights: seconds of the first one, losses, and its norm."""
-    trained = step.optimizer.param_groups[0]["params"]
     step.optimizer.state.clear()
     with torch.no_grad():
-        for parameter, value in zip(trained, start, strict=True):
+        for parameter, value in zip(step.trained, start, strict=True):
             parameter.copy_(value)
     torch.manual_seed(3)
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    usual, step.step = step.step, lambda: found.append(usual())  # type: ignore[method-assign, assignment]
-    seconds = step.first_step(device)
+    seconds, found = step.first_step(device), [step.last]
     with compiled_only():
         for _ in range(COMPARED - 1):
             step.step()
-    del step.step
+            found.append(step.last)
     return {
         "compile_s": round(seconds, 2),
         "loss": [round(float(loss), 5) for loss, _ in found],
@@ -281,7 +288,7 @@ def measure(
     with lock.shared() if lock else nullcontext():
         steps = make_steps(case, device, quick, names)
         first = next(iter(steps.values()))
-        start = [p.detach().clone() for p in first.optimizer.param_groups[0]["params"]]
+        start = [p.detach().clone() for p in first.trained]
         for name, step in list(steps.items()):
             try:
                 row["learned"][name] = learn(step, start, device)

@@ -119,7 +119,9 @@ def training(data: Json) -> list[str]:
     for row in data["rows"]:
         times = row.get("device_us") or row["times_us"]
         most = (number(get(row, "limits", name), 2) for name in ("free", "triton"))
-        body.append((row["key"], *(number(times.get(name), 0) for name in names), *most))
+        # Rows from before the script tried all templates say so.
+        key = row["key"] + ("" if row.get("persistent") else ", without persistent templates")
+        body.append((key, *(number(times.get(name), 0) for name in names), *most))
     text = (
         "A step of forward and backward, in microseconds on the device alone. **gemms** are the GEMMs of the "
         "step alone, by the library: the limit if the activation and its gradient were free. **up** and "

@@ -9,7 +9,7 @@
                    its gradient were free epilogues of GEMMs as fast as the library's
     up, hidden     those of them that would carry the epilogues: the product in front of the activation, and
                    the gradient of the hidden layer
-    up_triton, hidden_triton   the same by the fastest of Inductor's Triton templates, bare
+    up_triton, hidden_triton   the same by the fastest of Inductor's Triton templates, persistent or not, bare
 
 An epilogue needs a kernel that can have one. With Triton's, a fused step takes at least
 
@@ -183,7 +183,7 @@ def measure(row: Row, device: str, dtype: str, quick: bool) -> Json:
             times = both_clocks(calls, device, rounds, block)
     return {
         "key": row.key, "model": row.model, "width": width, "hidden": hidden, "gated": is_gated,
-        "tokens": row.tokens, "dtype": dtype, **times, **found, "skipped": skipped,
+        "tokens": row.tokens, "dtype": dtype, "persistent": True, **times, **found, "skipped": skipped,
         "limits": limits(times.get("device_us") or times["times_us"]),
     }  # fmt: skip
 

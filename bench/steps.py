@@ -52,7 +52,7 @@ MARKERS = {
     "detached": "debug_fusion",
     "autotuned": "debug_index_asserts",
 }
-#: Dense bfloat16 FLOP/s of tensor cores, by a part of the device's name.
+#: Dense bfloat16 FLOP/s of tensor cores by NVIDIA's data sheets, by a part of the device's name.
 PEAK = {
     "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
     "A100": 312e12, "A10G": 70e12, "L40S": 362e12,
@@ -174,7 +174,7 @@ def flops(module: torch.nn.Module, batch: dict[str, Any]) -> float:
 
     A causal attention counts half of its scores. What is computed a second time does not count.
     """
-    settings: Any = module.model.config  # type: ignore[union-attr]
+    settings: Any = module.get_submodule("model").config
     ids = batch.get("input_ids")
     size = settings.image_size // settings.patch_size if ids is None else 0
     samples, length = (len(batch["labels"]), size * size + 1) if ids is None else ids.shape

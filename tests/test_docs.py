@@ -209,7 +209,13 @@ def test_training_of_an_mlp(tmp_path: Path) -> None:
     assert "## Training" not in docs.render(root)[page]
     times = {"stock": 112.0, "max_autotune": 110.0, "gemms": 100.0, "up": 30.0, "hidden": 15.0}
     times |= {"up_triton": 33.0, "hidden_triton": 17.0}
-    row = {"key": "a t64", "times_us": times, "device_us": None, "limits": mlp_training.limits(times)}
+    row = {
+        "key": "a t64",
+        "persistent": True,
+        "times_us": times,
+        "device_us": None,
+        "limits": mlp_training.limits(times),
+    }
     (folder / "mlp_training_h200.json").write_text(json.dumps({"device": "a device", "rows": [row]}))
     text = docs.render(root)[page]
     assert "| a t64 | 112 | 110 | 100 | 30 | 33 | 15 | 17 | 1.10 | 1.05 |" in text

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from inductor_fusions import reporting
+from tests.gpu import judging
 from tests.gpu.collecting import chosen
 from tests.gpu.reading import Placed
 
@@ -80,6 +82,24 @@ def placed(text: str) -> str:
     import ast
 
     return ast.unparse(Placed("cuda").visit(ast.parse(text)))
+
+
+@pytest.mark.parametrize(
+    ("problem", "fused", "whose"),
+    [("strides: other", False, "stock"), ("strides: other", True, "ours"), ("values: other", False, "ours")],
+)
+def test_strides_of_what_is_not_fused_are_stocks(
+    problem: str, fused: bool, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a product is padded is decided anew in each compile."""
+    judged = object.__new__(judging._Judged)
+    judged.true, judged.noise = [], {}
+    sites = [reporting.Site("lora", "fused", "mm")] if fused else []
+    monkeypatch.setattr(judged, "compiled", lambda enabled: (str(enabled), [], sites))
+    monkeypatch.setattr(judged, "problem", lambda found: problem if found == "True" else "")
+    verdict = judging.Verdict("float32", False)
+    judged.decide(verdict)
+    assert bool(verdict.stock_wrong) == (whose == "stock") and bool(verdict.problem) == (whose == "ours")
 
 
 def test_a_device_is_written_into_factories() -> None:

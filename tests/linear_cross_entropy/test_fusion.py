@@ -258,6 +258,11 @@ def returned_capped(logits: Any, labels: Any) -> Any:
     return causal(logits, labels), logits
 
 
+def returned_wider(logits: Any, labels: Any) -> Any:
+    """As accelerate casts what a model returns under autocast."""
+    return causal(logits, labels), logits.double()
+
+
 def returned_slice(logits: Any, labels: Any) -> Any:
     return shifted_logits(logits, labels), logits
 
@@ -395,7 +400,7 @@ def test_no_rows() -> None:
 
 
 @pytest.mark.parametrize("backend", [testing.EAGER_AFTER_PASSES, "inductor"])
-@pytest.mark.parametrize("fn", [returned, returned_capped], ids=["plain", "capped"])
+@pytest.mark.parametrize("fn", [returned, returned_capped, returned_wider], ids=["plain", "capped", "cast"])
 def test_returned_logits_without_gradients(fn: Function, backend: str) -> None:
     """Where the caller says that nobody differentiates them, they are written once, as they are."""
     head, inputs = Head(fn, bias=True), operands()
@@ -410,7 +415,9 @@ def test_returned_logits_without_gradients(fn: Function, backend: str) -> None:
     torch.testing.assert_close(ours.grads, stock.grads)
 
 
-@pytest.mark.parametrize("fn", [returned, returned_slice], ids=["without gradients", "some rows"])
+@pytest.mark.parametrize(
+    "fn", [returned, returned_wider, returned_slice], ids=["without gradients", "cast", "some rows"]
+)
 def test_returned_logits_that_are_left(fn: Function) -> None:
     """An evaluation needs them in any case, and the loss of some rows would copy them."""
     train = fn is returned_slice

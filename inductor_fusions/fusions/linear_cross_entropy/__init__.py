@@ -18,7 +18,7 @@ from ..._inductor import hint, is_body_of_dynamo, known_true
 from ...decisions import Query, Span, decide, decide_for_all
 from ...derivatives import check_operation
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
-from ...graph.torch_ops import VIEWS, read, reads_metadata
+from ...graph.torch_ops import CASTS, VIEWS, read, reads_metadata
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
 from ...operands import check_kind, tensor, text, tokens_of
@@ -139,6 +139,7 @@ class LossHead(Candidate):
         may_detach = may_detach and all(op is not None and op.name in VIEWS for op in replayed)
         for node in self.site.path:
             others = [user for user in readers(node) if user not in path and not reads_metadata(user, node)]
+            others = [_behind_a_cast(user) for user in others]
             if may_detach and others and all(user.op == "output" for user in others):
                 self.returns = True
                 continue
@@ -203,6 +204,14 @@ class LossHead(Candidate):
                 self.graph.erase_node(node)
         name = "linear_cross_entropy" if self.in_one_pass else "linear_softmax_rows"
         return f"{name}{self.note}"
+
+
+def _behind_a_cast(reader: fx.Node) -> fx.Node:
+    """The output of the graph if the reader is a cast that only the output reads, as accelerate casts what a
+    model returns under autocast; else the reader itself."""
+    op = read(reader)
+    users = list(reader.users)
+    return users[0] if op is not None and op.name in CASTS and [u.op for u in users] == ["output"] else reader
 
 
 def _autocasts(device: str) -> bool:

@@ -16,7 +16,6 @@ import torch
 
 pytest.importorskip("transformers")
 
-import inductor_fusions
 from bench import model_cases
 from bench.common import Json, synchronize
 from bench.models.correctness import check, is_correct, make_reference
@@ -45,7 +44,6 @@ def compiled(case: model_cases.Case) -> tuple[dict[str, Variant], Json]:
         variant.first_step(DEVICE)
     reference = make_reference(case, model, inputs, DEVICE, True)
     errors = check(case, variants, reference, {}, DEVICE)[0]
-    inductor_fusions.enable()  # variants leave the fusions off
     return variants, errors
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import inductor_fusions
 from bench.common import Json, Results
 from bench.model_cases import (
     CASES,
@@ -231,7 +230,6 @@ def test_row_with_autotuned_variants() -> None:
     variants = ("stock", "fused", "autotuned", "fused_autotuned")
     set_up()
     row = measure(case, Settings("cpu", True, variants, rounds=2), False, lambda text: None)
-    inductor_fusions.enable()  # variants leave the fusions off
     assert row["failed"] == {} and row["correct"] is True
     assert list(row["median_ms"]) == list(row["error"]) == list(variants)
     assert {"stock/fused", "autotuned/fused", "autotuned/fused_autotuned"} <= row["ratio"].keys()

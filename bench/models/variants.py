@@ -94,14 +94,14 @@ class Variant:
 
     @contextlib.contextmanager
     def switched(self) -> Iterator[None]:
-        """inductor_fusions on or off, as the name says; off afterwards."""
-        switch = inductor_fusions.enable if self.fuses else inductor_fusions.disable
-        switch()
+        """inductor_fusions on or off, as the name says; afterwards as before."""
+        before = inductor_fusions.enabled()
+        (inductor_fusions.enable if self.fuses else inductor_fusions.disable)()
         try:
             with fresh_cache(), torch._inductor.config.patch(force_disable_caches=True):
                 yield
         finally:
-            inductor_fusions.disable()
+            (inductor_fusions.enable if before else inductor_fusions.disable)()
 
     def first_step(self, device: str) -> float:
         """Compile, from empty caches; the seconds."""

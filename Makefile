@@ -85,14 +85,14 @@ rest: $(READY) ## the tests that `make test` with the same SEED leaves
 unit: $(READY) ## every test; PYTEST_ARGS='tests/lora -k dropout' for some
 	$(call pytest,--part all)
 
-bench: $(READY_BENCH) ## the benchmarks, stock beside fused
-	$(PY) -m pytest bench --benchmark-only --benchmark-columns=median,iqr,rounds $(BENCH_ARGS)
+bench: $(READY_BENCH) ## some operations, blocks and models, checked and timed, stock beside fused
+	$(PY) -m inductor_fusions bench --quick $(BENCH_ARGS)
 
 gate: $(READY_BENCH) ## whole models and operations, stock beside fused; GATE_ARGS='--compare old.json'
 	$(PY) -m inductor_fusions bench $(GATE_ARGS)
 
-ledger: $(READY) ## count anew what is compiled for each model: bench/ledger.json
-	$(PY) -m bench.ledger $(LEDGER_ARGS)
+ledger: $(READY) ## count anew what is compiled for each model: devtools/ledger.json
+	$(PY) -m devtools.ledger $(LEDGER_ARGS)
 
 docs: $(READY_BENCH) ## write what the results say into the documentation
 	$(PY) -m bench.docs
@@ -105,7 +105,7 @@ fuzz: $(READY) ## random programs for hours; FUZZ_ARGS='--examples 500 --seed 1'
 
 clean: ## remove caches and build outputs; $(VENV) stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
-	find inductor_fusions tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find inductor_fusions tests bench devtools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The stamps are newer than what they were installed from, so a second run installs nothing.
 ifneq ($(strip $(VENV)),)

@@ -1,8 +1,7 @@
 """Benchmarks, run as `python -m bench.<name>`; results go to `bench/results/`.
 
 models, models_lora             whole models, plain and with adapters; model_cases has the models
-suites, cases, layers           `python -m inductor_fusions bench`, with compare and plots
-bench_*                         the same under pytest-benchmark: `make bench`
+gate, suites, cases, layers     `python -m inductor_fusions bench`, with compare and plots
 tune_*                          kernels of one kind over shapes and configurations
 tuning, tuning_linears          what the tuners share
 attention, flex_cases,          their grids
@@ -11,7 +10,6 @@ device_table                    the results of tuning as tables of a device, `co
 outer_product, dot_interaction  interactions of DLRM; interactions is what they share
 loss_head                       a loss and the linear in front of it, alone and in a training step
 whole_mlp, distributed          an MLP in one kernel; training steps on two GPUs
-ledger, cuda_codegen            what is compiled for each model, and CUDA code without a GPU
 docs, docs_*, picture           what the results say, as pages of the documentation
 common, pool                    timing, errors and results; worker processes
 """

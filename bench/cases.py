@@ -277,70 +277,40 @@ def _cuda_cases() -> list[Case]:
     rows, both, bf16 = rows_of, (False, True), "bfloat16"
     found: list[Case] = []
     for seq in (512, 1024, 2048, 4096, 8192):
-        curve = rows([(1, 32, seq, 64)], ["causal"], kv_heads=8)
-        found += attention(
-            [r for r in curve if not r.train], seq == 2048, "causal, 32/8 heads of 64, inference"
-        )
-        found += attention([r for r in curve if r.train], seq == 2048, "causal, 32/8 heads of 64, training")
+        for train, title in ((False, "inference"), (True, "training")):
+            row = rows([(1, 32, seq, 64)], ["causal"], trains=[train], kv_heads=8)
+            found += attention(row, seq == 2048, f"causal, 32/8 heads of 64, {title}")
     found += attention(rows([(32, 12, 512, 64)], ["pad"]), quick=True)
     found += attention(rows([(64, 12, 197, 64)], ["none"]) + rows([(32, 12, 384, 64)], ["bias"]))
     found += attention(rows([(8, 16, 1024, 64)], ["bias_batch", "alibi"]))
     found += attention(rows([(1024, 6, 49, 32)], ["window"]) + rows([(16, 12, 512, 64)], ["bias_grad"]))
     found += attention(rows([(32, 32, 2048, 128)], ["pad"], trains=[False], kv_heads=8, q_len=1), quick=True)
-    for tokens in (1, 16, 128, 1024, 4096):
-        for name, make in (
-            ("qkv 4096", partial(Linears, 4096, (4096, 1024, 1024), False)),
-            ("qkv 768", partial(Linears, 768, (768, 768, 768), True)),
-        ):
-            found += modules(
-                "projections",
-                name,
-                make,
-                (tokens, make.args[0]),
-                bf16,
-                concatenated,
-                quick=tokens == 16,
-                line=name,
-            )
-        gated = partial(GatedMLP, 4096, 14336, False)
-        found += modules(
-            "projections", "gated_mlp 4096", gated, (tokens, 4096), bf16, bare_pair, line="gated_mlp 4096"
-        )
-        act = partial(MLP, 768, 3072, False)
-        found += modules(
-            "projections", "linear_gelu 768", act, (tokens, 768), bf16, bare, line="linear_gelu 768"
-        )
-        lora = partial(Adapted, 2048, 2048, 16)
-        found += modules(
-            "lora",
-            "lora 2048 r16",
-            lora,
-            (tokens, 2048),
-            bf16,
-            _base,
-            quick=tokens == 16,
-            line="lora 2048 r16",
-        )
-        if tokens >= 1024:
-            found += modules("lora", "lora 2048 r16", lora, (tokens, 2048), bf16, trains=(True,))
-    found += modules(
-        "projections",
-        "qkv 768",
-        partial(Linears, 768, (768, 768, 768), True),
-        (4096, 768),
-        bf16,
-        concatenated,
-        (True,),
+    wide, narrow = (
+        partial(Linears, 4096, (4096, 1024, 1024), False),
+        partial(Linears, 768, (768,) * 3, True),
     )
+    adapted = partial(Adapted, 2048, 2048, 16)
+    curves: list[tuple[str, str, int, Any, Any, bool]] = [
+        ("projections", "qkv 4096", 4096, wide, concatenated, True),
+        ("projections", "qkv 768", 768, narrow, concatenated, True),
+        ("projections", "gated_mlp 4096", 4096, partial(GatedMLP, 4096, 14336, False), bare_pair, False),
+        ("projections", "linear_gelu 768", 768, partial(MLP, 768, 3072, False), bare, False),
+        ("lora", "lora 2048 r16", 2048, adapted, _base, True),
+    ]
+    for tokens in (1, 16, 128, 1024, 4096):
+        for suite, name, width, make, by_hand, quick in curves:
+            shape = (tokens, width)
+            found += modules(suite, name, make, shape, bf16, by_hand, quick=quick and tokens == 16, line=name)
+        if tokens >= 1024:
+            found += modules("lora", "lora 2048 r16", adapted, (tokens, 2048), bf16, trains=(True,))
+    found += modules("projections", "qkv 768", narrow, (4096, 768), bf16, concatenated, (True,))
     lengths = torch.linspace(256, 512, 32).long().tolist()
     encoder = partial(EncoderLayer, 768, 12, lengths, 512)
     found += modules("blocks", "encoder_layer padded", encoder, (32, 512, 768), bf16, None, both, quick=True)
-    decoder = partial(DecoderLayer, 2048, 32, 8, 8192)
-    hand = _decoder_by_hand
+    decoder, hand = partial(DecoderLayer, 2048, 32, 8, 8192), _decoder_by_hand
     for batch, seq in ((4, 2048), (1, 4096)):
-        found += modules(
-            "blocks", "decoder_layer", decoder, (batch, seq, 2048), bf16, hand, both, quick=seq == 2048
-        )
+        shape = (batch, seq, 2048)
+        found += modules("blocks", "decoder_layer", decoder, shape, bf16, hand, both, quick=seq == 2048)
     found += modules("blocks", "mlp gated", partial(GatedMLP, 2048, 8192), (4, 512, 2048), bf16, None, both)
     linears = partial(Projections, 4096, 1024, 14336)
     found += modules("blocks", "linears of a layer", linears, (4096, 4096), bf16, None, both)
@@ -348,26 +318,20 @@ def _cuda_cases() -> list[Case]:
 
 
 def _cpu_cases() -> list[Case]:
-    rows, both, fp32 = rows_of, (False, True), "float32"
+    rows, both, fp32 = partial(rows_of, dtype="float32", trains=[False]), (False, True), "float32"
     found: list[Case] = []
     for seq in (128, 256, 512, 1024):
-        curve = rows([(1, 12, seq, 64)], ["causal"], dtype=fp32, trains=[False])
+        curve = rows([(1, 12, seq, 64)], ["causal"])
         found += attention(curve, seq == 512, "causal, 12 heads of 64, inference")
-    found += attention(rows([(1, 12, 512, 64)], ["pad"], dtype=fp32, trains=[False]), quick=True)
-    found += attention(rows([(1, 12, 512, 64)], ["bias", "none"], dtype=fp32, trains=[False]))
-    found += attention(rows([(2, 12, 128, 64)], ["bias_full"], dtype=fp32, trains=[True]), quick=True)
-    found += attention(rows([(1, 32, 256, 64)], ["bias_batch"], dtype=fp32, trains=[False], kv_heads=8))
+    found += attention(rows([(1, 12, 512, 64)], ["pad"]), quick=True)
+    found += attention(rows([(1, 12, 512, 64)], ["bias", "none"]))
+    found += attention(rows([(2, 12, 128, 64)], ["bias_full"], trains=[True]), quick=True)
+    found += attention(rows([(1, 32, 256, 64)], ["bias_batch"], kv_heads=8))
+    qkv, hand = partial(Linears, 256, (256, 256, 256), True), concatenated
     for tokens in (16, 256):
-        qkv = partial(Linears, 256, (256, 256, 256), True)
+        quick = tokens == 16
         found += modules(
-            "projections",
-            "qkv 256",
-            qkv,
-            (tokens, 256),
-            fp32,
-            concatenated,
-            quick=tokens == 16,
-            line="qkv 256",
+            "projections", "qkv 256", qkv, (tokens, 256), fp32, hand, quick=quick, line="qkv 256"
         )
     gated, act = partial(GatedMLP, 256, 1024, False), partial(MLP, 256, 1024, False)
     found += modules("projections", "gated_mlp 256", gated, (64, 256), fp32, bare_pair)

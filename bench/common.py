@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -207,6 +208,19 @@ def peak_bytes(call: Call, device: str) -> int | None:
     call()
     torch.cuda.synchronize()
     return int(torch.cuda.max_memory_allocated()) - before
+
+
+def collect(device: str) -> None:
+    """Give unused memory back."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def free(device: str) -> None:
+    """Drop what is compiled, and give its memory back."""
+    torch._dynamo.reset()
+    collect(device)
 
 
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:

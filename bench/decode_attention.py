@@ -387,14 +387,11 @@ def describe(found: Json) -> str:
     )
 
 
-def table(path: Path, measured: Json) -> None:
+def table(path: Path, rows: list[Json]) -> None:
     """Write the attentions into the table of a device, in place of those that it has."""
-    head = {name: measured[name] for name in ("device", "torch", "triton", "date") if name in measured}
-    new_table = {"schema": 1, **head, "attention": []}
-    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else new_table
     names = plan.Shape(1, 1, 1, 1, 1, 1, torch.bfloat16, "").row
     found: dict[tuple[Any, ...], Json] = {}
-    for row in measured["rows"]:
+    for row in rows:
         if row["kind"] == "step":
             continue
         new = {**{name: row[name] for name in names}, "gain": gain(row), "config": row["config"]}
@@ -402,22 +399,12 @@ def table(path: Path, measured: Json) -> None:
         # Of one shape, the part of the cache in which least is gained.
         if key not in found or new["gain"] < found[key]["gain"]:
             found[key] = new
-    data["decode_attention"] = list(found.values())
-    device_table.write(path, data)
+    device_table.put(path, "decode_attention", found.values())
 
 
 def main() -> None:
     """The command line."""
-    options = tuning.parser("bench.decode_attention", __doc__, parallel=False, table=True).parse_args()
-    if tuning.wrote_table(options, lambda path, _: table(path, json.loads(options.out.read_text()))):
-        return
-    tuning.one_by_one(
-        "bench.decode_attention",
-        options,
-        grid(options.quick),
-        lambda row: measure(row, options.device, options.quick),
-        describe,
-    )
+    tuning.script("bench.decode_attention", __doc__, grid, measure, describe, table)
 
 
 if __name__ == "__main__":

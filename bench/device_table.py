@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,22 +86,41 @@ def table(measured: dict[str, Any]) -> dict[str, Any]:
             if row["train"] and "gemm_backward" in row:
                 kept |= {name: row[name] for name in ("gemm_backward", "visible")}
             rows.append({**kept, "gain": gain, **({"options": options} if "options" in row else {})})
-    header = {key: measured[key] for key in ("device", "torch", "triton", "date") if key in measured}
-    return {"schema": 1, **header, "attention": rows}
+    return {**head(measured), "attention": rows}
 
 
-#: Sections of a table that `bench.tune_projections`, `bench.tune_lora` and `bench.outer_product` write.
-OF_LINEARS = (
-    "block_mm", "lora", "narrow_mm", "lora_decode", "lora_sums", "lora_accumulate", "lora_dropout",
-    "outer_product_linear",
-    "dot_interaction", "decode_attention", "linear_cross_entropy",
-)  # fmt: skip
+def head(measured: dict[str, Any]) -> dict[str, Any]:
+    """What a table says of where and when it was measured."""
+    names = ("device", "torch", "triton", "date")
+    return {"schema": 1, **{name: measured[name] for name in names if name in measured}}
 
 
 def kept(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The rows for linears that a table has, by section."""
+    """The rows that a table has of other sections than attention, by section."""
     data = json.loads(path.read_text()) if path.exists() else {}
-    return {name: data[name] for name in OF_LINEARS if data.get(name)}
+    return {
+        name: rows for name, rows in data.items() if isinstance(rows, list) and rows and name != "attention"
+    }
+
+
+def put(path: Path, section: str, rows: Iterable[dict[str, Any]]) -> None:
+    """Write the rows of a section into a table, in place of those that it has."""
+    write(path, {**json.loads(path.read_text()), section: list(rows)})
+
+
+def merge(path: Path, sections: Mapping[str, Iterable[dict[str, Any]]]) -> None:
+    """Write rows into a table, in place of those of the same problems that it has."""
+    data = json.loads(path.read_text())
+
+    def same(row: dict[str, Any]) -> str:
+        return json.dumps({"masks": 0, **row, "gain": 0, "config": None}, sort_keys=True)
+
+    for name, new in sections.items():
+        # Of one problem the row that was measured by itself counts.
+        found = sorted((*data.get(name, []), *new), key=lambda row: "gain" in row)
+        if found:
+            data[name] = list({same(row): row for row in found}.values())
+    write(path, data)
 
 
 def write(path: Path, data: dict[str, Any]) -> None:

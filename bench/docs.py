@@ -1,9 +1,9 @@
-"""Write what the results say into the documentation: the README's table and picture, pages and plots of docs.
+"""Generate the measured documentation: table and picture of the README, pages and plots of docs.
 
-    python -m bench.docs            # render all
-    python -m bench.docs --check    # exit 1 where one of them is stale
+    python -m bench.docs            # write all
+    python -m bench.docs --check    # exit status 1 if one of them is stale
 
-Every figure comes from bench/results/*.json, and a file or a column that is not there is left out.
+Every figure comes from bench/results/*.json. Missing files and columns are left out.
 `models_*.json` are files of bench.models, `lora_models_*.json` of bench.models_lora, `bench_*.json` of
 `inductor_fusions bench`; `attention_*.json`, `flex_*.json`, `projections_*.json` and `lora_*.json` of the
 scripts bench.tune_*; `outer_product_*.json`, `dot_interaction_*.json`, `decode_attention_*.json`,
@@ -22,8 +22,6 @@ from functools import partial
 from pathlib import Path
 
 from bench import docs_plots, docs_reliability, docs_tables, docs_whole_mlp, picture
-from bench.docs_attention import attention_section, flex_section
-from bench.docs_decoding import decoding_section, guards_section, loss_section
 from bench.docs_distributed import distributed_section
 from bench.docs_linears import (
     interactions_section,
@@ -33,7 +31,14 @@ from bench.docs_linears import (
     projections_section,
 )
 from bench.docs_models import models_section, readme_table
-from bench.docs_operations import bench_section
+from bench.docs_operations import (
+    attention_section,
+    bench_section,
+    decoding_section,
+    flex_section,
+    guards_section,
+    loss_section,
+)
 from bench.docs_pieces import NOTICE, Json, anchor, table
 from bench.docs_steps import generate_section, steps_section
 
@@ -47,33 +52,34 @@ README_ADAPTERS = "lora_models_h200.json"
 PLOTTED = "h200"
 PREFACE = """# Performance
 
-What was measured, with the cases that lose. [measuring.md](measuring.md) says how to repeat it.
+All measurements, including the cases that are slower. [measuring.md](measuring.md) says how to repeat them.
 
-- **stock**: `torch.compile` without the package. **fused**: the same with it, under the default policy.
-- **autotuned**: the same under `max-autotune-no-cudagraphs`, and under `max-autotune` where the case has CUDA
-  graphs. `stock / fused` takes the faster stock of both, where both were measured.
-- **device**: the time on the device alone, with the launches queued beforehand. A model of many short kernels
-  waits for the host, whatever its kernels take.
-- **by hand**: for Llama, an attention function that calls `scaled_dot_product_attention(is_causal=True,
-  enable_gqa=True)` and no mask built. In `padded` cases that leaves the padding out: it is the time that a
-  batch without padding takes, a bound. For windows, documents, softcap and sinks it is stock on the same
-  model with `attn_implementation="flex_attention"`.
-- **without**: stock on the model with each attention replaced by the sum of its queries, keys and values. No
-  fusion of attention can gain more than `stock / without`.
-- **frozen**: for models with adapters, the same model without them: the limit, where adapters cost nothing.
-- **sdpa path**: stock on the same model with `attn_implementation="sdpa"`, for cases with eager attention.
-- All variants of a case run in one process, in interleaved blocks whose order rotates. Times are medians.
-  A spread after ± is half of both interquartile ranges, added in quadrature.
-- Models have real configurations and random weights. A training case is a forward and a backward, without
-  the optimizer. Memory is the peak of a step beyond weights and inputs.
+- **stock**: `torch.compile` without the package.
+- **fused**: the same with the package, under the default policy.
+- **autotuned**: stock under `max-autotune-no-cudagraphs`, or under `max-autotune` in cases with CUDA
+  graphs. Where both were measured, `stock / fused` uses the faster of stock and autotuned.
+- **device**: the time on the device alone, with all launches queued beforehand. A model of many short
+  kernels is limited by the host, however fast its kernels are.
+- **by hand**: Llama: an attention function that calls `scaled_dot_product_attention(is_causal=True,
+  enable_gqa=True)`, with no mask. It ignores padding, so in `padded` cases it is a lower bound, the time of
+  a batch without padding. Windows, documents, softcap and sinks: stock with
+  `attn_implementation="flex_attention"`.
+- **without**: stock with each attention replaced by the sum of queries, keys and values. `stock / without`
+  is an upper bound for what a fusion of attention can gain.
+- **frozen**: models with adapters: the same model without them, the limit at which adapters cost nothing.
+- **sdpa path**: for cases with eager attention: stock on the same model with `attn_implementation="sdpa"`.
+- All variants of a case run in one process, in interleaved blocks whose order rotates. Times are medians. The
+  spread after ± is half of both interquartile ranges, added in quadrature.
+- Models have real configurations and random weights. A training case is a forward and a backward without the
+  optimizer. Memory is the peak of a step beyond weights and inputs.
 """
 
 
 #: What docs/performance.md says of the sections that it leaves out.
 OPERATIONS = """\
-What was measured of operations alone is in files of rows. [measurements.html](measurements.html) has all of
-these rows, the commands, and memory, errors, compile times and kernels of the whole models. Open it from a
-checkout: its columns sort."""
+Measurements of single operations are CSV files. [measurements.html](measurements.html) shows all of these
+rows in sortable tables, with the commands, and with memory, errors, compile times and kernels of the whole
+models. Open it from a checkout."""
 
 #: What is written of which results, in this order.
 SECTIONS: dict[str, Callable[[Json], str]] = {
@@ -198,7 +204,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.docs", description=(__doc__ or "").split("\n\n")[0]
     )
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a file is stale")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with status 1 if a file is stale"
+    )
     options = parser.parse_args()
     if options.check:
         found = stale()

@@ -16,7 +16,7 @@ NAMES = {
 
 
 def _place(row: Json) -> int:
-    """Engines in the order of `NAMES`, those without a name behind them."""
+    """The order of engines: that of `NAMES`, then all others."""
     names = list(NAMES)
     return names.index(row["key"]) if row["key"] in names else len(names)
 
@@ -25,8 +25,9 @@ def distributed_section(data: Json) -> str:
     """Every row of bench.distributed."""
     parts = opening("Two processes", data)
     parts.append(
-        "A training step of a Llama of four blocks, width 2048, bfloat16, 4 x 2048 tokens a process, in ms: "
-        "the best of six blocks of steps, on the slower process. The spread is that of the blocks."
+        "Milliseconds for a training step of a Llama with four blocks, width 2048, bfloat16, and 4 x 2048 "
+        "tokens for each process: the best of six blocks of steps on the slower process. The spread is "
+        "between blocks."
     )
     columns = ("engine", "stock ms", "fused ms", "stock / fused", "spread")
     body = [

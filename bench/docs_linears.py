@@ -8,7 +8,19 @@ from typing import Any
 
 from bench import interactions
 from bench.compare import geometric_mean
-from bench.docs_pieces import NONE, Json, get, number, opening, quotient, table
+from bench.docs_pieces import (
+    NONE,
+    Columns,
+    Json,
+    fixed,
+    get,
+    listing,
+    named,
+    number,
+    opening,
+    quotient,
+    table,
+)
 from inductor_fusions.problems import MARGIN
 
 
@@ -18,8 +30,8 @@ def projections_section(data: Json) -> str:
     parts = opening("Linears", data)
     parts.append(
         f"{len(rows)} problems. A gain is the time of stock, the faster one of the default and max-autotune, "
-        "over that of the best configuration of the block GEMM. `pays` counts gains of "
-        f"{MARGIN:.2f} or more; the others are left to stock. `of the limit` is the time of the block GEMM "
+        "over that of the best configuration of the grouped GEMM. `pays` counts gains of "
+        f"{MARGIN:.2f} or more; the others are left to stock. `of the limit` is the time of the grouped GEMM "
         "over that of one product on weights that were concatenated beforehand (median)."
     )
     groups: dict[str, list[Json]] = {}
@@ -46,26 +58,12 @@ def projections_section(data: Json) -> str:
         "Linears on one input and gated pairs, in microseconds. `bare` is the library's products alone, one "
         "for each weight and without the activation; `limit` one product on concatenated weights."
     )
-    columns = ("problem", "stock", "bare", "limit", "ours", "stock / ours", "ours / limit")
     forward = [row for row in rows if row["kind"] in ("shared_a", "gated")]
-    body = [
-        (
-            str(row["key"]),
-            *(number(time, 1) for time in (stock_time(row), *_times(row, "bare", "limit"), best_time(row))),
-            number(gain(row), 2),
-            number(_over(row, "limit"), 2),
-        )
-        for row in sorted(forward, key=_order)
-    ]
-    return "\n\n".join([*parts, table(columns, body)])
+    return "\n\n".join([*parts, details("problem", sorted(forward, key=_order), "limit", also=("bare",))])
 
 
 def _order(row: Json) -> tuple[Any, ...]:
     return row["kind"], row.get("inner", []), row.get("outer", []), row["tokens"]
-
-
-def _times(row: Json, *names: str) -> list[float | None]:
-    return [get(row, "times_us", name) for name in names]
 
 
 def stock_time(row: Json) -> float | None:
@@ -91,7 +89,7 @@ def lora_section(data: Json) -> str:
     parts = opening("Linears with adapters", data)
     parts.append(
         f"{len(rows)} problems: `forward` is the linear with its adapter, `backward` the gradient of its "
-        "input, `step` both with the gradients of the adapter, and `gradient` one narrow product over all "
+        "input, `step` both with the gradients of the adapter, and `gradient` one skinny GEMM over all "
         "tokens. Times are microseconds, `ours` of the fastest configuration; stock is the default of "
         "`torch.compile`, and max-autotune where it was measured. `frozen` is the linear without an adapter, "
         "on the library."
@@ -133,28 +131,25 @@ def summary(what: str, count: str, groups: Mapping[str, Sequence[Json]], limit: 
     return table(columns, body)
 
 
-def details(what: str, rows: Iterable[Json], limit: str, prefix: str = "") -> str:
-    """Each row: times of stock, a limit and ours in microseconds, and their quotients.
+def details(what: str, rows: Iterable[Json], limit: str, prefix: str = "", also: Sequence[str] = ()) -> str:
+    """Each row: times of stock, of a limit and of ours in microseconds, and their quotients.
 
     Args:
         what: head of the first column.
         rows: of a tuner.
         limit: the variant that is one.
         prefix: of the rows' names, which is left out.
+        also: further variants, whose times are shown.
     """
-    columns = (what, "stock", limit, "ours", "stock / ours", f"ours / {limit}")
-    body = [
-        (
-            str(row["key"]).removeprefix(prefix),
-            number(stock_time(row), 1),
-            number(get(row, "times_us", limit), 1),
-            number(best_time(row), 1),
-            number(gain(row), 2),
-            number(_over(row, limit), 2),
-        )
-        for row in rows
-    ]
-    return table(columns, body)
+    columns = {
+        what: lambda row: str(row["key"]).removeprefix(prefix),
+        "stock": lambda row: number(stock_time(row), 1),
+        **fixed("times_us", 1, {name: name for name in (*also, limit)}),
+        "ours": lambda row: number(best_time(row), 1),
+        "stock / ours": lambda row: number(gain(row), 2),
+        f"ours / {limit}": lambda row: number(_over(row, limit), 2),
+    }
+    return listing(rows, columns)
 
 
 def _over(row: Json, limit: str) -> float | None:
@@ -171,31 +166,24 @@ def lora_models_section(data: Json) -> str:
     rows: list[Json] = [row for row in data["rows"] if row.get("median_ms")]
     parts = opening("Models with adapters", data)
     parts.append(
-        "PEFT's adapters of rank 16 on every linear, where the case says nothing else; `frozen` is the model "
-        "without them, with the fusions: the limit, where adapters cost nothing. In inference, `no guards` "
-        "leaves out Dynamo's guards, and `device` what the host does."
+        "PEFT's adapters of rank 16 on every linear, unless the case names another rank. `frozen` is the "
+        "fused model without adapters, the limit at which they cost nothing. For inference, `no guards` is "
+        "the time without Dynamo's guards, and `device` the time on the device alone."
     )
     names = ("stock", "fused", "frozen")
-    columns = (
-        "case",
-        *(f"{n} ms" for n in names),
-        "stock / fused",
-        "fused / frozen",
-        "fused / frozen, no guards",
-        "fused / frozen, device",
-        *(f"GiB {n}" for n in names),
-    )
-    body = [
-        (
-            str(row["name"]),
-            *(number(get(row, "median_ms", name), 3) for name in names),
-            *(number(get(row, "ratio", pair), 2) for pair in ("stock/fused", "fused/frozen")),
-            *(number(quotient(row, "fused", "frozen", clock), 2) for clock in ("unguarded_ms", "device_ms")),
-            *(number(get(row, "peak_gib", name), 2) for name in names),
-        )
-        for row in rows
-    ]
-    parts.append(table(columns, body))
+
+    def over(title: str, clock: str) -> Columns:
+        return {f"fused / frozen{title}": lambda row: number(quotient(row, "fused", "frozen", clock), 2)}
+
+    every = {
+        **named("case", "name"),
+        **fixed("median_ms", 3, {name: f"{name} ms" for name in names}),
+        **fixed("ratio", 2, {"stock/fused": "stock / fused", "fused/frozen": "fused / frozen"}),
+        **over(", no guards", "unguarded_ms"),
+        **over(", device", "device_ms"),
+        **fixed("peak_gib", 2, {name: f"GiB {name}" for name in names}),
+    }
+    parts.append(listing(rows, every))
     wrong = [str(row["name"]) for row in rows if row.get("correct") is False]
     parts.append(f"Out of the error budget: {'; '.join(wrong) or 'none'}.")
     return "\n\n".join(parts)
@@ -234,28 +222,20 @@ def interactions_section(title: str, data: Json) -> str:
         "weights and inputs. The gain is that over the better stock, by the worse one of both clocks: it "
         "decides whether the fusion is used."
     )
-    names = ("stock", "max_autotune", "fused")
 
-    def time(row: Json, name: str) -> str:
-        wall, device = get(row, "times_us", name), get(row, "device_us", name)
-        return NONE if wall is None else f"{wall:.0f}" + ("" if device is None else f" ({device:.0f})")
+    def time(name: str) -> Columns:
+        def cell(row: Json) -> str:
+            wall, device = get(row, "times_us", name), get(row, "device_us", name)
+            return NONE if wall is None else f"{wall:.0f}" + ("" if device is None else f" ({device:.0f})")
 
-    def mebibytes(row: Json, name: str) -> str:
-        found = get(row, "peak_bytes", name)
-        return number(None if found is None else found / 2**20, 0)
+        return {name: cell}
 
-    columns = ("case", *names, "gain", "MiB stock", "MiB fused")
-    body = [
-        (
-            str(row["key"]),
-            *(time(row, name) for name in names),
-            number(interactions.gain(row), 2),
-            mebibytes(row, "stock"),
-            mebibytes(row, "fused"),
-        )
-        for row in data["rows"]
-    ]
-    parts.append(table(columns, body))
+    every = {
+        **named("case"), **time("stock"), **time("max_autotune"), **time("fused"),
+        "gain": lambda row: number(interactions.gain(row), 2),
+        **fixed("peak_bytes", 0, {"stock": "MiB stock", "fused": "MiB fused"}, 2**20),
+    }  # fmt: skip
+    parts.append(listing(data["rows"], every))
     wrong = [str(row["key"]) for row in data["rows"] if not row["correct"]]
     parts.append(f"Out of the error budget: {'; '.join(wrong) or 'none'}.")
     return "\n\n".join(parts)

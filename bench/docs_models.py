@@ -5,9 +5,22 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from bench.compare import geometric_mean
-from bench.docs_pieces import NONE, Json, baseline, get, number, opening, quotient, table
+from bench.docs_pieces import (
+    NONE,
+    Json,
+    baseline,
+    fixed,
+    get,
+    listing,
+    named,
+    number,
+    opening,
+    quotient,
+    table,
+)
 
 #: Cases of the README's table, in this order; all cases are in docs/performance.md.
 README_CASES = (
@@ -23,11 +36,16 @@ README_CASES = (
 #: Ratios this close to 1 count as level.
 LEVEL = 0.02
 #: What a gain is stated against, where there is a choice.
-BETTER = "`autotuned` is max-autotune; where it was measured, the faster stock counts."
+BETTER = "`autotuned` is stock under max-autotune; where it was measured, the faster of the two counts."
 #: More memory or compile time than this, relative to stock, is told.
 MORE = 1.05
 #: An error may be this many times that of stock, plus eps of the dtype.
 ERROR_FACTOR = 1.5
+#: Titles of variants that are compiled from the same model, and of others.
+TITLES = {
+    "stock": "stock", "autotuned": "stock autotuned", "fused": "fused", "fused_autotuned": "fused autotuned",
+}  # fmt: skip
+OTHERS = {"limit": "by hand", "sdpa": "sdpa path"}
 EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
 
 
@@ -172,7 +190,7 @@ def models_section(data: Json) -> str:
     single = [len(compiles) < 2 for compiles in _compiles(rows)]
     if any(single):
         who = "Each case was" if all(single) else "Some cases were"
-        parts.append(f"{who} compiled once: such a compile time is a single measurement.")
+        parts.append(f"{who} compiled once, so its compile time is a single measurement.")
     parts += ["### Time", _times(rows), "### Memory and compile time", _resources(rows)]
     parts += ["### Error against float64", _errors(rows), "### Where it loses or ties", _losses(rows)]
     parts += ["### Sites left to stock, and rejected", _left(rows), "### What was emitted", _emitted(rows)]
@@ -184,56 +202,28 @@ def _compiles(rows: Sequence[Json]) -> list[list[float]]:
 
 
 def _times(rows: Sequence[Json]) -> str:
-    columns = ["case", "attentions fused"]
-    columns += ["stock ms", "stock autotuned ms", "fused ms", "fused autotuned ms"]
-    columns += ["stock / fused", "stock / fused autotuned"]
-    columns += ["stock ms, device", "fused ms, device", "stock / fused, device"]
-    columns += ["by hand ms", "fused / by hand", "sdpa path ms", "fused / sdpa path"]
-    columns += ["frozen ms", "fused / frozen", "without ms", "stock / without"]
-    body = [
-        (
-            str(row["name"]),
-            sites(row),
-            *(time_text(row, name) for name in ("stock", "autotuned", "fused", "fused_autotuned")),
-            gain_text(row),
-            gain_text(row, "fused_autotuned"),
-            *(number(get(row, "device_ms", name), 2) for name in ("stock", "fused")),
-            device_text(row),
-            *(
-                text
-                for name in ("limit", "sdpa", "frozen")
-                for text in (time_text(row, name), ratio_text(row, "fused", name))
-            ),
-            time_text(row, "without"),
-            ratio_text(row, "stock", "without"),
-        )
-        for row in rows
-    ]
-    return table(columns, body)
+    columns: dict[str, Callable[[Json], str]] = {**named("case", "name"), "attentions fused": sites}
+    for name, title in TITLES.items():
+        columns[f"{title} ms"] = partial(time_text, variant=name)
+    columns |= {
+        "stock / fused": gain_text,
+        "stock / fused autotuned": partial(gain_text, fused="fused_autotuned"),
+    }
+    columns |= fixed("device_ms", 2, {"stock": "stock ms, device", "fused": "fused ms, device"})
+    columns["stock / fused, device"] = device_text
+    for name, title in {**OTHERS, "frozen": "frozen"}.items():
+        columns[f"{title} ms"] = partial(time_text, variant=name)
+        columns[f"fused / {title}"] = partial(ratio_text, above="fused", below=name)
+    columns["without ms"] = partial(time_text, variant="without")
+    columns["stock / without"] = partial(ratio_text, above="stock", below="without")
+    return listing(rows, columns)
 
 
 def _resources(rows: Sequence[Json]) -> str:
-    titles = {
-        "stock": "stock",
-        "autotuned": "stock autotuned",
-        "fused": "fused",
-        "fused_autotuned": "fused autotuned",
-        "limit": "by hand",
-        "sdpa": "sdpa path",
-    }
-    compiled = [name for name in titles if name not in ("limit", "sdpa")]
-    columns = ["case", *(f"GiB {title}" for title in titles.values())]
-    columns += [f"compile s {titles[name]}" for name in compiled]
-    return table(
-        columns,
-        [
-            (
-                str(row["name"]),
-                *(number(get(row, "peak_gib", name), 2) for name in titles),
-                *(number(get(row, "compile_s", name), 1) for name in compiled),
-            )
-            for row in rows
-        ],
+    memory = {name: f"GiB {title}" for name, title in (TITLES | OTHERS).items()}
+    seconds = {name: f"compile s {title}" for name, title in TITLES.items()}
+    return listing(
+        rows, {**named("case", "name"), **fixed("peak_gib", 2, memory), **fixed("compile_s", 1, seconds)}
     )
 
 
@@ -243,19 +233,16 @@ def _errors(rows: Sequence[Json]) -> str:
         return NONE if value is None else f"{value:.4f}"
 
     kinds = {"out": "output", "grad": "gradients", "worst_grad": "worst gradient", "tables_grad": "tables"}
-    names = ("stock", "autotuned", "fused", "fused_autotuned")
-    titles = [name.replace("_", " ") for name in names]
-    columns = ["case", *(f"{kind}, {title}" for kind in kinds.values() for title in titles)]
-    columns.append("within budget")
     words = {True: "yes", False: "no", None: "not compared"}
-    body = [
-        (
-            str(row["name"]),
-            *(text(row, variant, which) for which in kinds for variant in names),
-            words[row.get("correct")],
-        )
-        for row in rows
-    ]
+    columns = {
+        **named("case", "name"),
+        **{
+            f"{kind}, {name.replace('_', ' ')}": partial(text, variant=name, which=which)
+            for which, kind in kinds.items()
+            for name in TITLES
+        },
+        "within budget": lambda row: words[row.get("correct")],
+    }
     note = f"""
         An error is the norm of the difference from the float64 result, divided by the norm of that result.
         `gradients` is the error of the gradients of all parameters as one vector. `worst gradient` is the
@@ -265,8 +252,7 @@ def _errors(rows: Sequence[Json]) -> str:
         model without `torch.compile` takes its place. A case with dropout is not compared: it draws other
         random numbers than stock.
     """
-    note = " ".join(note.split())
-    return note + "\n\n" + table(columns, body)
+    return " ".join(note.split()) + "\n\n" + listing(rows, columns)
 
 
 def _losses(rows: Sequence[Json]) -> str:
@@ -274,13 +260,13 @@ def _losses(rows: Sequence[Json]) -> str:
     tests: list[tuple[str, Callable[[Json], str | None]]] = [
         ("Slower than stock", lambda r: gain_text(r) if verdict(r) == "slower" else None),
         ("Level with stock", lambda r: gain_text(r) if verdict(r) == "level" else None),
-        ("Slower than the same written by hand (fused / by hand)", lambda r: _behind(r, "limit")),
+        ("Slower than attention written by hand (fused / by hand)", lambda r: _behind(r, "limit")),
         ("Slower than the model's own sdpa path (fused / sdpa path)", lambda r: _behind(r, "sdpa")),
         ("Takes more memory than stock (GiB)", lambda r: _more(r, "peak_gib", 2)),
         ("Takes longer to compile than stock (s)", lambda r: _more(r, "compile_s", 1)),
         ("Error out of budget", lambda r: "output or gradients" if r.get("correct") is False else None),
         ("Worst single gradient over the same budget (relative error)", _worst_gradient),
-        ("Recompiled while it was timed", lambda r: "timed all the same" if r.get("recompiled") else None),
+        ("Recompiled while it was timed", lambda r: "timed anyway" if r.get("recompiled") else None),
         ("A variant failed", _failed),
     ]
     if any(ratio(row, "fused_autotuned", "autotuned") for row in rows):
@@ -289,8 +275,10 @@ def _losses(rows: Sequence[Json]) -> str:
         found = [(str(row["name"]), text) for row in rows if (text := test(row)) is not None]
         said = "; ".join(f"{name} ({text})" for name, text in found) or "none"
         lines.append(f"- {title}: {said}.")
-    note = f"Ratios within {LEVEL:.0%} of 1 count as level. More memory or compile time than stock is told "
-    return note + f"from {MORE - 1:.0%} on.\n\n" + "\n".join(lines)
+    note = (
+        f"Ratios within {LEVEL:.0%} of 1 count as level. Memory and compile time are listed if they exceed "
+    )
+    return note + f"stock's by more than {MORE - 1:.0%}.\n\n" + "\n".join(lines)
 
 
 def _failed(row: Json) -> str | None:
@@ -341,7 +329,5 @@ def _emitted(rows: Sequence[Json]) -> str:
         for text, count in what.items():
             if ": fused: " in text:
                 body.append((f"{row['name']}: {text.split(': fused: ', 1)[1]}", str(count)))
-    note = (
-        "A gain that is named here is the one that the table of the device predicts for the attention alone."
-    )
+    note = "A speedup in this table is the prediction of the device's table for the attention alone."
     return note + "\n\n" + table(("case and kernel", "sites"), body) if body else "Nothing."

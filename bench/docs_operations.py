@@ -1,9 +1,18 @@
-"""The section of docs/performance.md about the results of `inductor_fusions bench`."""
+"""Sections about operations alone, and guards: rows as a table, and what they come to."""
 
 from __future__ import annotations
 
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from statistics import geometric_mean
+
 from bench.compare import means, noise
-from bench.docs_pieces import NONE, Json, get, number, opening, table
+from bench.device_table import gains
+from bench.docs_pieces import NONE, Json, fixed, get, listing, named, number, opening, quotient, table
+from inductor_fusions.problems import MARGIN
+
+GIB = 1 << 30
 
 
 def bench_section(data: Json) -> str:
@@ -19,20 +28,195 @@ def bench_section(data: Json) -> str:
         "Stock over fused; of short calls the worse one of wall time and time on the device.",
         table(columns, body),
     ]
-    names = ("stock", "fused", "limit")
-    columns = (
-        "case",
-        "sites fused",
-        *(f"{'by hand' if n == 'limit' else n} ms" for n in names),
-        "stock / fused",
+
+    def sites(row: Json) -> str:
+        found = row.get("sites") or {}
+        return f"{found.get('fused', 0)} of {found.get('total', 0)}"
+
+    def ratio(row: Json) -> str:
+        value = get(row, "ratio", "stock/fused")
+        return NONE if value is None else f"{value:.2f} ± {value * noise(row):.2f}"
+
+    times = {"stock": "stock ms", "fused": "fused ms", "limit": "by hand ms"}
+    every = {
+        **named("case", "name"), "sites fused": sites, **fixed("median_ms", 3, times), "stock / fused": ratio,
+    }  # fmt: skip
+    return "\n\n".join([*parts, listing(rows, every)])
+
+
+# Attention -----------------------------------------------------------------------------------------------
+
+MASKS = (
+    ("none", "no mask"),
+    ("causal", "causal"),
+    ("pad", "padding, `[B, 1, 1, K]`"),
+    ("bias_batch", "additive, `[B, 1, Q, K]`"),
+    ("bool4d", "boolean, `[B, 1, Q, K]`"),
+    ("bias", "bias, `[1, H, Q, K]`"),
+    ("bias_grad", "bias with a gradient, `[1, H, Q, K]`"),
+    ("bias_full", "bias, `[B, H, Q, K]`"),
+    ("full_grad", "bias with a gradient, `[B, H, Q, K]`"),
+    ("alibi", "ALiBi and padding (BLOOM)"),
+    ("window", "bias and window mask (Swin)"),
+)
+
+
+def attention_section(data: Json) -> str:
+    """Summary of a file of bench.tune_attention."""
+    rows: list[Json] = data["rows"]
+    wrong = sorted(str(row["key"]) for row in rows if row.get("wrong"))
+    text = (
+        f"{len(rows)} shapes. Each is timed as written out (stock) and as each kernel that takes it. A gain "
+        "is the time of stock over that of the kernel, the worse one of the wall time and the time on the "
+        "device. `none pays` counts shapes where no kernel that the package can emit reaches "
+        f"{MARGIN:.2f}, or where all are out of the error budget; the package also weighs the nearest "
+        "shapes. `memory` is what SDPA takes over what stock takes, beyond the inputs (median). `shapes by "
+        "backend` names what SDPA chose in the forward."
     )
-    body = [
-        (
-            str(row["name"]),
-            f"{(row.get('sites') or {}).get('fused', 0)} of {(row.get('sites') or {}).get('total', 0)}",
-            *(number(get(row, "median_ms", name), 3) for name in names),
-            NONE if (r := get(row, "ratio", "stock/fused")) is None else f"{r:.2f} ± {r * noise(row):.2f}",
-        )
+    said = "No kernel was out of the error budget."
+    if wrong:
+        said = f"Out of the error budget, and so never chosen near these shapes ({len(wrong)}): "
+        said += "; ".join(wrong) + "."
+    times = {n: n for n in ("sdpa", "cudnn", "flash", "efficient", "short")}
+    every = {
+        **named("shape"), **fixed("times_us", 1, {"unfused": "stock", **times}),
+        "best gain": lambda row: number(max(gains(row).values(), default=None), 2),
+    }  # fmt: skip
+    return "\n\n".join([*opening("Attention alone", data), text, _kernels(rows), said, listing(rows, every)])
+
+
+def _kernels(rows: Sequence[Json]) -> str:
+    body = []
+    dtypes = sorted({str(row["dtype"]) for row in rows}, key=lambda d: (d != "bfloat16", d))
+    titles = dict(MASKS)
+    masks = [*titles, *sorted({str(row["mask"]) for row in rows} - set(titles))]
+    for dtype in dtypes:
+        for mask in masks:
+            for train in (False, True):
+                group = [r for r in rows if (r["dtype"], r["mask"], r["train"]) == (dtype, mask, train)]
+                if group:
+                    kind = f"{titles.get(mask, mask)}, {'training' if train else 'inference'}, {dtype}"
+                    body.append((kind, *_kernel_row(group)))
+    columns = ("mask", "shapes", "least gain", "median gain", "largest gain", "none pays", "memory")
+    return table((*columns, "shapes by backend"), body)
+
+
+def _kernel_row(group: Sequence[Json]) -> tuple[str, ...]:
+    best = [max(gains(row).values(), default=0.0) for row in group]
+    known = [gain for gain in best if gain > 0]
+    memory = [value for row in group if (value := quotient(row, "sdpa", "unfused", "peak_mib")) is not None]
+    backends = Counter(
+        name.removeprefix("_scaled_dot_product_").replace("_attention", "").replace("_for_cpu", "")
+        for row in group
+        for name in (row.get("kernels") or {}).get("sdpa", ())[:1]
+    )
+    return (
+        str(len(group)),
+        number(min(known, default=None), 2),
+        number(statistics.median(known) if known else None, 2),
+        number(max(known, default=None), 2),
+        str(sum(gain < MARGIN for gain in best)),
+        number(statistics.median(memory) if memory else None, 2),
+        ", ".join(f"{name} {count}" for name, count in backends.most_common()) or NONE,
+    )
+
+
+def flex_section(data: Json) -> str:
+    """Every shape of a file of bench.tune_flex."""
+    rows: list[Json] = data["rows"]
+    text = (
+        f"{len(rows)} attentions whose masks are predicates, or whose scores are changed, as models write "
+        "them: stock, SDPA with the mask as a dense tensor, and flex attention with its block mask computed "
+        "in each call. Times are microseconds; memory is beyond the inputs."
+    )
+    every = {
+        **named("case"),
+        **fixed("times_us", 0, {"unfused": "stock", "sdpa": "sdpa", "flex": "flex"}),
+        "stock / flex": lambda row: number(quotient(row, "unfused", "flex"), 2),
+        "sdpa / flex": lambda row: number(quotient(row, "sdpa", "flex"), 2),
+        **fixed("peak_mib", 0, {"unfused": "MiB stock", "flex": "MiB flex"}),
+    }
+    left = [f"{row['key']}: {n} ({why})" for row in rows for n, why in (row.get("wrong") or {}).items()]
+    said = f"Out of the error budget: {'; '.join(left) or 'none'}."
+    return "\n\n".join([*opening("Flex attention", data), text, listing(rows, every), said])
+
+
+def decoding_section(data: Json) -> str:
+    """Every row of bench.decode_attention: attentions to a cache, and whole steps."""
+    rows = [row for row in data["rows"] if row["kind"] != "step"]
+    # What is fastest of SDPA beside ours, for the cache as it is and for one that is full.
+    rows = [
+        {**row, "now": _with_best(row["device_us"]), "then": _with_best(row["full"]["device_us"])}
         for row in rows
     ]
-    return "\n\n".join([*parts, table(columns, body)])
+    gains, full = ([row[when]["gain"] for row in rows] for when in ("now", "then"))
+    parts = opening("Attention of one token to a cache", data)
+    parts.append(
+        "Microseconds on the device, bfloat16. Names are those of heads, batch, length of the cache, and "
+        "how many of its keys are seen. SDPA is the fastest of its forms. `tiles` finds what the mask "
+        "shows, once for all layers. The limit is the time in which the keys and values that are seen "
+        f"come from memory. SDPA over ours, geometric mean of {len(rows)}: {geometric_mean(gains):.2f} "
+        f"(least {min(gains):.2f}) for the cache as it is, {geometric_mean(full):.2f} (least "
+        f"{min(full):.2f}) for one that is full."
+    )
+    every = {
+        **named("attention"), **fixed("now", 1, {"best": "SDPA", "decode": "ours", "tiles": "tiles"}),
+        "limit": lambda row: f"{row['limit_us']:.1f}", **fixed("now", 2, {"gain": "SDPA / ours"}),
+        **fixed("then", 1, {"best": "SDPA, full", "decode": "ours, full"}),
+        **fixed("then", 2, {"gain": "SDPA / ours, full"}),
+    }  # fmt: skip
+    parts.append(listing(rows, every))
+    if steps := [row for row in data["rows"] if row["kind"] == "step"]:
+        parts.append(
+            "A whole step of a Llama of 8 layers with the widths of Llama-8B, a static cache and reduce- "
+            "overhead, in ms: stock, the package with SDPA, and with this kernel."
+        )
+        times = fixed("times_us", 2, {"stock": "stock", "sdpa": "SDPA", "decode": "ours"}, 1e3)
+        parts.append(listing(steps, {**named("step"), **times}))
+    return "\n\n".join(parts)
+
+
+def _with_best(times: dict[str, float]) -> dict[str, float]:
+    best = min(time for name, time in times.items() if name not in ("decode", "tiles"))
+    return {**times, "best": best, "gain": best / times["decode"]}
+
+
+# Others --------------------------------------------------------------------------------------------------
+
+
+def guards_section(data: Json) -> str:
+    """Every row of bench.guards."""
+    counts = [(row["model"], row["count"]) for row in data["rows"] if "count" in row]
+    text = (
+        "Microseconds of a call whose graph does nothing, by the wall clock: with the guards that a function "
+        "of `torch.compiler` keeps, and under `skip_guard_eval_unsafe`. Guards of a model of two layers, "
+        "without the package and with it: "
+        + "; ".join(f"{name} {count['stock']} and {count['fused']}" for name, count in counts)
+        + "."
+    )
+    every = {
+        **named("model", "model"),
+        "filter": lambda row: row["filter"] or "none",
+        "guards": lambda row: str(row["kept"]),
+        "with": lambda row: f"{row['guarded_us']:.0f}",
+        "without": lambda row: f"{row['unguarded_us']:.0f}",
+    }
+    return "\n\n".join([*opening("Guards of a call", data), text, listing(data["rows"], every)])
+
+
+def loss_section(data: Json) -> str:
+    """Every row of bench.loss_head."""
+    text = (
+        "A linear and the loss of its logits, bfloat16: milliseconds on the device, the memory that one "
+        "call needs at its peak in GiB, and the relative error against float64. `train` has the gradients "
+        "of hidden states and weight, `frozen` those of hidden states alone, `rows` gives a log- "
+        "probability for each token."
+    )
+    every = {
+        **named("head"),
+        **fixed("device_us", 1, {"stock": "stock ms", "fused": "fused ms"}, 1e3),
+        **fixed("peak_bytes", 2, {"stock": "stock GiB", "fused": "fused GiB"}, GIB),
+        "stock error": lambda row: f"{row['error']['stock']:.1e}",
+        "fused error": lambda row: f"{row['error']['fused']:.1e}",
+    }
+    return "\n\n".join([*opening("The loss head", data), text, listing(data["rows"], every)])

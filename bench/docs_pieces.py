@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Json = dict[str, Any]
@@ -27,6 +27,29 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [[columns[i] for i in kept], ["---" if i == 0 else "---:" for i in kept]]
     lines += [[row[i] for i in kept] for row in body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+#: Titles, and what a row has under them.
+Columns = Mapping[str, Callable[[Json], str]]
+
+
+def listing(rows: Iterable[Json], columns: Columns) -> str:
+    """A table with a line for each row."""
+    return table(tuple(columns), ([cell(row) for cell in columns.values()] for row in rows))
+
+
+def named(title: str, column: str = "key") -> Columns:
+    """The column of the names of rows."""
+    return {title: lambda row: str(row[column])}
+
+
+def fixed(group: str, digits: int, titles: Mapping[str, str], scale: float = 1.0) -> Columns:
+    """Columns of `row[group][name]` over `scale`, by name, with their titles."""
+
+    def cell(name: str) -> Callable[[Json], str]:
+        return lambda row: number(None if (x := get(row, group, name)) is None else x / scale, digits)
+
+    return {title: cell(name) for name, title in titles.items()}
 
 
 def header(data: Json) -> str:

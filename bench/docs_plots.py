@@ -179,15 +179,15 @@ PLOTS = {
     "roofline.svg": Plot(
         "roofline",
         roofline,
-        "A roofline: TFLOP/s of stock, of the templates of the block GEMM, and of what attentions became, "
-        "over the FLOPs for each byte that has to be moved. The roof is what a large product and a copy "
-        "reach on the same device.",
+        "A roofline: TFLOP/s of stock, of the templates of the grouped GEMM, and of fused attentions, over "
+        "arithmetic intensity (FLOPs for each byte of compulsory traffic). The roof is the rate of a large "
+        "GEMM and of a copy on the same device.",
     ),
     "lengths.svg": Plot(
         "length",
         lengths,
-        "Time over sequence length, and over the number of tokens. The limit is one product on weights that "
-        "were joined beforehand, without an activation, or the linear without its adapter.",
+        "Time over sequence length, and over the number of tokens. The limit is one GEMM on concatenated "
+        "weights without an activation, or the linear without its adapter.",
     ),
     "convergence.svg": Plot(
         "convergence",

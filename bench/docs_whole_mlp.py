@@ -15,13 +15,13 @@ TEXT = """# An MLP in one kernel?
 
     y = gelu(x W1 + b1) W2 + b2
 
-The product, the bias and the activation of the first half can be one kernel, and so can the whole MLP. This
-page says when either pays, from measurements by `python -m bench.whole_mlp`.
+One kernel can compute the product, the bias and the activation of the first half, or the whole MLP. This
+page shows when either is faster, with measurements by `python -m bench.whole_mlp`.
 
 ## What there is to gain
 
-With T tokens, width W, hidden width H and elements of s bytes, the two products take 4 T W H FLOPs however
-they are split. What fusing saves is memory traffic of the hidden layer:
+With T tokens, width W, hidden width H and s bytes for each element, the two products take 4 T W H FLOPs in
+every form. Fusing saves only memory traffic of the hidden layer:
 
 | form | bytes of the hidden layer that are moved |
 | --- | ---: |
@@ -29,32 +29,31 @@ they are split. What fusing saves is memory traffic of the hidden layer:
 | bias and activation in the first product | 2 s T H |
 | one kernel | 0 |
 
-Each step saves 2 s T H bytes, beside 4 T W H FLOPs: T and H cancel, and the width decides. On a device with
-P FLOP/s and B bytes a second, moving the hidden layer once more takes s P / (2 W B) times as long as the
-products do at their best. That is much for narrow layers, and little for wide ones.
+Each step down saves 2 s T H bytes. Relative to the FLOPs, T and H cancel, so only the width matters: on a
+device with P FLOP/s and B bytes/s, 2 s T H bytes take s P / (2 W B) times as long as the products at peak
+rate. This is a large share for narrow layers, and a small one for wide layers.
 
-One kernel pays for it elsewhere:
+One kernel has costs that two do not have:
 
-- **Registers.** A thread block has to keep its tokens' whole result, T' x W sums in float32, until the last
-  hidden column is done: from some hundred columns on only few tokens fit, and each token block reads all
-  weights anew.
-- **Weights.** Both matrices go through each thread block, 2 s W H bytes from the L2 cache. Two products
-  choose tiles for each of them.
-- **Few tokens.** The loop over hidden columns is serial: with few tokens, few thread blocks have work,
-  where a product alone is split over its columns.
-- **Training.** The backward reads the hidden layer, before the activation or behind it: it is written after
-  all, or computed again.
+- **Registers.** A thread block keeps the whole result of its T' tokens, T' x W float32 accumulators, until
+  the last hidden column. Above a few hundred columns only few tokens fit, and each thread block reads all
+  weights.
+- **Weights.** Each thread block reads both matrices, 2 s W H bytes, from the L2 cache. Two separate
+  products choose tiles for each matrix.
+- **Few tokens.** The loop over hidden columns is serial, so with few tokens few thread blocks have work. A
+  separate product is split over its columns.
+- **Training.** The backward reads the hidden layer before or after the activation, so it has to be
+  materialised or recomputed.
 
-So the package has no fusion of whole MLPs. Bias and activation are an epilogue (`linear_epilogue`), where a
-table says that it pays, and with `max_autotune` stock has the same choice. It pays twice: the hidden layer is
-moved half as often, and one launch is left out, which is what counts for few tokens. It costs where the
-activation is long: a thread block computes it after its product, while the tensor cores wait.
-"""
+Therefore the package has no fusion for whole MLPs. It fuses bias and activation as an epilogue
+(`linear_epilogue`) where a table shows a gain; stock can choose this too under `max_autotune`. The epilogue
+halves the traffic of the hidden layer and saves a launch, which matters for few tokens. It costs time if
+the activation is long, because a thread block computes it after its product, while the tensor cores idle."""
 
 COMMAND = """## Measurements
 
-Nothing is measured yet. `python -m bench.whole_mlp --out bench/results/whole_mlp_DEVICE.json` measures it,
-and `make docs` writes it here.
+No measurements yet. `python -m bench.whole_mlp --out bench/results/whole_mlp_DEVICE.json` takes them, and
+`make docs` writes them here.
 """
 
 #: Variants in the order of the columns; what is compared with them is in the first group.
@@ -92,11 +91,11 @@ def epilogues(data: Json) -> list[str]:
         return []
     pays = sum((gain(row) or 0.0) >= MARGIN for row in rows)
     text = (
-        "A linear with its bias and activation in the block GEMM, as `linear_epilogue` emits it, is faster "
-        f"than stock by {MARGIN - 1:.0%} or more in {pays} of {len(rows)} cases. Times are microseconds, of "
-        "CUDA graphs over operands that are not in the L2 cache; stock is the better one of default and "
-        "max-autotune, where both were measured. **bare** is the library's product without bias and "
-        "activation: what the whole would take if the rest were free."
+        "A linear with bias and activation in the grouped GEMM, as `linear_epilogue` emits it, is at least "
+        f"{MARGIN - 1:.0%} faster than stock in {pays} of {len(rows)} cases. Times are microseconds, "
+        "measured with CUDA graphs on operands that are not in the L2 cache. Stock is the faster of default "
+        "and max-autotune, if both were measured. **bare** is the library's GEMM without bias and "
+        "activation, the limit at which the epilogue costs nothing."
     )
     kinds: dict[str, list[Json]] = {}
     for row in rows:
@@ -123,14 +122,26 @@ def training(data: Json) -> list[str]:
         key = row["key"] + ("" if row.get("persistent") else ", without persistent templates")
         body.append((key, *(number(times.get(name), 0) for name in names), *most))
     text = (
-        "A step of forward and backward, in microseconds on the device alone. **gemms** are the GEMMs of the "
-        "step alone, by the library: the limit if the activation and its gradient were free. **up** and "
-        "**hidden** are those of them that would carry an epilogue, the product in front of the activation "
-        "and the gradient of the hidden layer; **triton** beside them is the fastest of Inductor's Triton "
-        "templates for the same product, without an epilogue. The last two columns are the most that fusing "
-        "can gain over the faster stock: with epilogues in kernels as fast as the library's, and in Triton's."
+        "Microseconds on the device alone, for a forward and a backward. **gemms** are the library's GEMMs "
+        "of the step alone, the limit at which the activation and its gradient cost nothing. **up** and "
+        "**hidden** are the two GEMMs that an epilogue could be fused into: the one before the activation, "
+        "and the one that computes the gradient of the hidden layer. **triton** next to each is the fastest "
+        "of Inductor's Triton templates for the same GEMM, without an epilogue. The last two columns are "
+        "upper bounds for the speedup over the faster stock: with epilogues in GEMMs as fast as the "
+        "library's, and with Triton's GEMMs."
     )
-    head = ("case", "stock", "max-autotune", "gemms", "up", "triton", "hidden", "triton", "most", "in Triton")
+    head = (
+        "case",
+        "stock",
+        "max-autotune",
+        "gemms",
+        "up",
+        "triton",
+        "hidden",
+        "triton",
+        "bound",
+        "bound, Triton",
+    )
     return [
         f"## Training, {data.get('device', '?')}",
         f"torch {data.get('torch', '?')}, {str(data.get('date', '?'))[:10]}, by `{data.get('command', '?')}`",
@@ -145,14 +156,15 @@ def section(data: Json) -> str:
     peak = data.get("peak") or {}
     for dtype, rate in (peak.get("tflops") or {}).items():
         parts.append(
-            f"Rates measured here: {number(rate, 1)} TFLOP/s in {dtype}, {number(peak.get('gb_per_s'), 0)} "
-            "GB/s. `roofline` is the least time that they allow for what has to be moved and computed."
+            f"Peak rates measured here: {number(rate, 1)} TFLOP/s in {dtype}, "
+            f"{number(peak.get('gb_per_s'), 0)} GB/s. `roofline` is the lower bound that they give for the "
+            "time."
         )
     parts.append(
-        "Times are microseconds on the device alone, where that was measured. **stock** is `torch.compile`: "
-        "a product of the library and a pointwise kernel. **epilogue** has bias and gelu in the library's "
-        "product. **triton** has them in a Triton kernel. **bare** is the product without them. **whole** is "
-        "one kernel."
+        "Times are microseconds, on the device alone where that was measured. **stock** is `torch.compile`: "
+        "the library's GEMM and a pointwise kernel. **epilogue** is the library's GEMM with bias and gelu "
+        "as its epilogue. **triton** is a Triton GEMM with the same epilogue. **bare** is the library's "
+        "GEMM alone. **whole** is one kernel."
     )
     for part, names in NAMES.items():
         rows = sorted(
@@ -187,18 +199,17 @@ def answer(part: str, rows: Sequence[Json]) -> str:
             compared += 1
             if min(others) / min(ours) >= MARGIN:
                 wins.append((row, min(others) / min(ours)))
-    what = "One kernel" if part == "mlp" else "A product with bias and activation in it"
-    against = "everything else" if part == "mlp" else "the product and a pointwise kernel"
-    text = f"{what} is faster than {against}, by {MARGIN - 1:.0%} or more, in {len(wins)} of {compared} cases"
+    what = "One kernel" if part == "mlp" else "A GEMM with bias and activation as its epilogue"
+    against = "every other form" if part == "mlp" else "a GEMM and a pointwise kernel"
+    text = f"{what} is at least {MARGIN - 1:.0%} faster than {against} in {len(wins)} of {compared} cases"
     if not wins:
         return text + "."
     widths = Counter(row["width"] for row, _ in wins)
     of = Counter(row["width"] for row in rows)
     where = ", ".join(f"{count} of {of[width]} at width {width}" for width, count in sorted(widths.items()))
     row, most = max(wins, key=lambda win: win[1])
-    return (
-        f"{text}: {where}. The most is {most:.2f} times, with {row['tokens']} tokens of width {row['width']}."
-    )
+    shape = f"{row['tokens']} tokens and width {row['width']}"
+    return f"{text}: {where}. The largest speedup is {most:.2f}, at {shape}."
 
 
 def _rows(rows: Sequence[Json], names: Sequence[str]) -> str:

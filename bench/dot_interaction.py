@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,11 +30,8 @@ import torch
 from torch import nn
 
 from bench import device_table, interactions, tuning
-from bench.common import (
-    Json,
-    interleave,
-)
-from bench.interactions import gain, mlp
+from bench.common import Json, interleave
+from bench.interactions import mlp
 from inductor_fusions.fusions import dot_interaction
 
 #: Samples of a thread block, and its warps.
@@ -234,36 +230,14 @@ def measure(row: Row, device: str, quick: bool) -> Json:
 
 def table(path: Path, rows: list[Json]) -> None:
     """Write the rows of interactions alone into the table of a device, in place of those that it has."""
-    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"schema": 1, "attention": []}
     names = ("dtype", "train", "features", "width", "dense", "samples")
-    data["dot_interaction"] = [
-        {
-            **{name: row[name] for name in names},
-            "pairs": ALONE[row["kind"]][1],
-            "gain": gain(row),
-            "tiles": row["tiles"],
-        }
-        for row in rows
-        if row["kind"] in ALONE and row["fused"]
-    ]
-    device_table.write(path, data)
+    alone = [{**row, "pairs": ALONE[row["kind"]][1]} for row in rows if row["kind"] in ALONE]
+    device_table.put(path, "dot_interaction", interactions.table_rows(alone, (*names, "pairs"), ("tiles",)))
 
 
 def main() -> None:
     """The command line."""
-    options = tuning.parser("bench.dot_interaction", __doc__, parallel=False, table=True).parse_args()
-    if tuning.wrote_table(options, table):
-        return
-    tuning.one_by_one(
-        "bench.dot_interaction",
-        options,
-        grid(options.quick),
-        lambda row: measure(row, options.device, options.quick),
-        lambda found: (
-            f"{found['times_us']}, {gain(found)}x, correct {found['correct']}, fused {found['fused']}, "
-            f"tiles {found['tiles']}"
-        ),
-    )
+    tuning.script("bench.dot_interaction", __doc__, grid, measure, interactions.describe, table)
 
 
 if __name__ == "__main__":

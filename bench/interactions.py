@@ -113,6 +113,22 @@ def measure(
     }  # fmt: skip
 
 
+def describe(row: Json) -> str:
+    """A row in one line."""
+    tiles = f", tiles {row['tiles']}" if "tiles" in row else ""
+    return f"{row['times_us']}, {gain(row)}x, correct {row['correct']}, fused {row['fused']}{tiles}"
+
+
+def table_rows(rows: Sequence[Json], problem: Sequence[str], config: Sequence[str] = ()) -> list[Json]:
+    """What the table of a device has of rows that were fused: the columns of their problem, the gain, and the
+    configuration."""
+    return [
+        {**{n: row[n] for n in problem}, "gain": gain(row), **{n: row[n] for n in config}}
+        for row in rows
+        if row["fused"]
+    ]
+
+
 def gain(row: Json) -> float:
     """The time of stock's best over that fused, the worse one of both clocks; 0 where it is wrong."""
     if not row["correct"] or not row["fused"]:

@@ -17,7 +17,6 @@ every gradient of a head are compared with float64 first; those of a step with f
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -292,21 +291,15 @@ def measure(row: Row, device: str, quick: bool) -> Json:
 COLUMNS = ("dtype", "train", "frozen", "reduced", "width", "classes", "tokens")
 
 
-def on_device(row: Json) -> float:
-    """Stock's time over that fused, on the device alone: the host of a whole step runs ahead."""
-    times = row.get("device_us") or row["times_us"]
-    return round(times["stock"] / times["fused"], 3) if row["correct"] else 0.0
-
-
 def table(path: Path, rows: list[Json]) -> None:
-    """Write the heads into the table of a device, in place of those that it has."""
-    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"schema": 1, "attention": []}
-    data["linear_cross_entropy"] = [
-        {**{name: row[name] for name in COLUMNS}, "gain": on_device(row)}
-        for row in rows
-        if row["kind"] != "step" and row["fused"]
+    """Write the heads into the table of a device, in place of those that it has.
+
+    Their gains are those on the device alone: the host of a whole step runs ahead.
+    """
+    heads = [
+        {**row, "times_us": row.get("device_us") or row["times_us"]} for row in rows if row["kind"] != "step"
     ]
-    device_table.write(path, data)
+    device_table.put(path, "linear_cross_entropy", interactions.table_rows(heads, COLUMNS))
 
 
 def describe(found: Json) -> str:
@@ -320,16 +313,7 @@ def describe(found: Json) -> str:
 
 def main() -> None:
     """The command line."""
-    options = tuning.parser("bench.loss_head", __doc__, parallel=False, table=True).parse_args()
-    if tuning.wrote_table(options, table):
-        return
-    tuning.one_by_one(
-        "bench.loss_head",
-        options,
-        grid(options.quick),
-        lambda row: measure(row, options.device, options.quick),
-        describe,
-    )
+    tuning.script("bench.loss_head", __doc__, grid, measure, describe, table)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,7 @@ from unittest import mock
 import torch
 
 from bench import model_cases, models_lora
-from bench.common import Json, interleave
-from bench.models.measure import free
+from bench.common import Json, free, interleave
 from bench.models.variants import Variant, make_variant
 from bench.provenance import environment
 
@@ -43,16 +42,11 @@ PHASES = ("table", "first", "second")
 LAYERS = {"num_hidden_layers": 2, "n_layer": 2}
 #: What has no shape of its own in a table, by its name.
 MODELS = (
-    model_cases.Case("bert eager b32 s512", "bert-base", "eager", 32, 512),
-    model_cases.Case("gpt2 eager b8 s1024 train", "gpt2", "eager", 8, 1024, train=True),
-    models_lora.Case(
-        "qwen2.5-1.5b r8 train b2 s2048", 2, 2048, train=True, rank=8, model="qwen2.5-1.5b-2l"
-    ),
-    models_lora.Case(
-        "qwen2.5-1.5b bf16 r8 train b2 s2048", 2, 2048, True, "default", "bfloat16", 0, 8,
-        model="qwen2.5-1.5b-2l",
-    ),
-)  # fmt: skip
+    model_cases.named("bert eager b32 s512", model="bert-base"),
+    model_cases.named("gpt2 eager b8 s1024 train"),
+    models_lora.named("qwen2.5-1.5b r8 train b2 s2048", model="qwen2.5-1.5b-2l"),
+    models_lora.named("qwen2.5-1.5b bf16 r8 train b2 s2048", model="qwen2.5-1.5b-2l"),
+)
 
 
 def variants_of(case: model_cases.Case | models_lora.Case, device: str, quick: bool) -> dict[str, Variant]:

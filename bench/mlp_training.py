@@ -202,11 +202,11 @@ def main() -> None:
     """The command line."""
     options = tuning.parser("bench.mlp_training", __doc__, parallel=False).parse_args()
     dtype = "bfloat16" if options.device == "cuda" else "float32"
-    tuning.one_by_one(
+    tuning.run(
         "bench.mlp_training",
         options,
         grid(options.quick),
-        lambda row: measure(row, options.device, dtype, options.quick),
+        lambda row, *_: measure(row, options.device, dtype, options.quick),
         lambda found: f"{found.get('device_us') or found['times_us']}, at most {found['limits']}",
     )
 

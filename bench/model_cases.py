@@ -6,6 +6,7 @@ Models have the real configurations of `configs/models/` and random weights.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,145 +71,78 @@ class Case:
     bounded: bool = False
 
 
-#: Masks, scores and biases that SDPA alone cannot tell.
-STRUCTURED = [
-    Case("llama-1b sdpa padded b4 s2048", "llama-1b", "sdpa", 4, 2048, padded=True, by_hand="causal"),
-    Case("gemma2-8l eager b2 s4096", "gemma2-8l", "eager", 2, 4096, by_hand="flex_attention", bounded=True),
-    Case("gpt-oss-8l eager b2 s4096", "gpt-oss-8l", "eager", 2, 4096, by_hand="flex_attention"),
-    Case("mistral-8l sdpa b1 s8192", "mistral-8l", "sdpa", 1, 8192, by_hand="flex_attention"),
-    Case("mistral-8l sdpa b1 s32768", "mistral-8l", "sdpa", 1, 32768, by_hand="flex_attention"),
-    Case(
-        "llama-1b sdpa packed b1 s8192 train",
-        "llama-1b",
-        "sdpa",
-        1,
-        8192,
-        train=True,
-        documents=16,
-        by_hand="flex_attention",
-        bounded=True,
-    ),
-    Case(
-        "llama-1b sdpa padded b4 s2048 train",
-        "llama-1b",
-        "sdpa",
-        4,
-        2048,
-        train=True,
-        padded=True,
-        by_hand="causal",
-    ),
-    Case(
-        "gemma2-8l eager b2 s4096 train",
-        "gemma2-8l",
-        "eager",
-        2,
-        4096,
-        train=True,
-        by_hand="flex_attention",
-        bounded=True,
-    ),
-    Case("llama-1b sdpa padded b2 s8192", "llama-1b", "sdpa", 2, 8192, padded=True, by_hand="causal"),
-    Case(
-        "llama-1b sdpa padded b2 s8192 train",
-        "llama-1b",
-        "sdpa",
-        2,
-        8192,
-        train=True,
-        padded=True,
-        by_hand="causal",
-    ),
-    Case("mistral-8l eager b1 s32768", "mistral-8l", "eager", 1, 32768),
-    Case("mistral-8l eager b1 s8192", "mistral-8l", "eager", 1, 8192),
-    Case("swinv2-tiny b64", "swinv2-tiny", "eager", 64),
-    Case(
-        "gpt-oss-8l eager b2 s4096 train",
-        "gpt-oss-8l",
-        "eager",
-        2,
-        4096,
-        train=True,
-        by_hand="flex_attention",
-    ),
-    Case("t5-base encoder b16 s512 train", "t5-base-encoder", "eager", 16, 512, train=True),
-    Case("swin-tiny b64 train", "swin-tiny", "eager", 64, train=True),
-    Case(
-        "mistral-8l sdpa b1 s8192 train", "mistral-8l", "sdpa", 1, 8192, train=True, by_hand="flex_attention"
-    ),
-]
+def named(name: str, **others: Any) -> Case:
+    """The case that a name says: the model first, `bN` samples, `sN` tokens; eager attention unless it has
+    another."""
+    words = name.split()
+    size = {word[0]: int(word[1:]) for word in words if re.fullmatch(r"[bs]\d+", word)}
+    told: Json = {
+        "model": words[0], "attn": "sdpa" if "sdpa" in words else "eager", "batch": size["b"],
+        "seq": size.get("s", 0), "train": "train" in words, "padded": "padded" in words,
+        "use_cache": "cache" in words, "mode": "reduce-overhead" if "reduce-overhead" in words else "default",
+    }  # fmt: skip
+    return Case(name, **(told | others))
 
-PLAIN = [
-    Case("llama-1b sdpa b1 s8192", "llama-1b", "sdpa", 1, 8192, by_hand="causal"),
-    Case("llama-1b sdpa b1 s8192 train", "llama-1b", "sdpa", 1, 8192, train=True, by_hand="causal"),
-    Case("bert-base eager padded b32 s512", "bert-base", "eager", 32, 512, padded=True, autotuned=True),
-    Case("bert-base eager b32 s512 train", "bert-base", "eager", 32, 512, train=True, autotuned=True),
-    Case("gpt2 eager b16 s1024", "gpt2", "eager", 16, 1024, autotuned=True),
-    Case("llama-1b eager b4 s2048", "llama-1b", "eager", 4, 2048, by_hand="causal"),
-    Case("bloom padded b8 s1024", "bloom", "eager", 8, 1024, padded=True),
-    Case("mpnet-base b32 s384", "mpnet-base", "eager", 32, 384),
-    Case("mpnet-base padded b32 s384", "mpnet-base", "eager", 32, 384, padded=True),
-    Case("opt eager padded b8 s1024", "opt", "eager", 8, 1024, padded=True),
-    Case("vit-base eager b64", "vit-base", "eager", 64, autotuned=True),
-    Case("deberta-v2-base b8 s384", "deberta-v2-base", "eager", 8, 384),
-    Case("deberta-v2-base padded b8 s384", "deberta-v2-base", "eager", 8, 384, padded=True),
-    Case("t5-base encoder b16 s512", "t5-base-encoder", "eager", 16, 512),
-    Case("t5-base encoder padded b16 s512", "t5-base-encoder", "eager", 16, 512, padded=True),
-    Case("swin-tiny b64", "swin-tiny", "eager", 64),
-    Case("llama-1b sdpa b4 s2048", "llama-1b", "sdpa", 4, 2048, by_hand="causal", autotuned=True),
-    Case(
-        "llama-1b sdpa b2 s2048 train",
-        "llama-1b",
-        "sdpa",
-        2,
-        2048,
-        train=True,
-        by_hand="causal",
-        autotuned=True,
-    ),
-    Case("bert-base eager b1 s128", "bert-base", "eager", 1, 128),
-    Case("bert-base eager b1 s128 reduce-overhead", "bert-base", "eager", 1, 128, mode="reduce-overhead"),
-    Case("llama-1b sdpa b1 s1 reduce-overhead", "llama-1b", "sdpa", 1, 1, mode="reduce-overhead"),
-    Case(
-        "bert-base eager padded dropout b32 s512 train",
-        "bert-base",
-        "eager",
-        32,
-        512,
-        True,
-        True,
-        dropout=0.1,
-    ),
-    Case("llama-1b sdpa cache b4 s2048", "llama-1b", "sdpa", 4, 2048, use_cache=True, by_hand="causal"),
-]
 
-#: Further families, and training of those above that are measured in inference alone.
-FAMILIES = [
-    Case("roberta-base eager padded b32 s512", "roberta-base", "eager", 32, 512, padded=True),
-    Case("roberta-base eager b32 s512 train", "roberta-base", "eager", 32, 512, train=True),
-    Case("gpt2 eager b16 s1024 train", "gpt2", "eager", 16, 1024, train=True),
-    Case("llama-8b-8l sdpa b1 s4096", "llama-8b-8l", "sdpa", 1, 4096, by_hand="causal"),
-    Case("llama-8b-8l sdpa b1 s4096 train", "llama-8b-8l", "sdpa", 1, 4096, train=True, by_hand="causal"),
-    Case("qwen3-8l sdpa b1 s4096", "qwen3-8l", "sdpa", 1, 4096, by_hand="causal"),
-    Case("qwen3-8l sdpa b1 s4096 train", "qwen3-8l", "sdpa", 1, 4096, train=True, by_hand="causal"),
-    Case("t5-base padded b16 s512", "t5-base", "eager", 16, 512, padded=True),
-    Case("t5-base b16 s512 train", "t5-base", "eager", 16, 512, train=True),
-    Case("whisper-small eager b8", "whisper-small", "eager", 8),
-    Case("whisper-small eager b8 train", "whisper-small", "eager", 8, train=True),
-    Case(
-        "t5-base padded b16 s512 reduce-overhead",
-        "t5-base",
-        "eager",
-        16,
-        512,
-        padded=True,
-        mode="reduce-overhead",
-    ),
-    Case("whisper-small eager b8 reduce-overhead", "whisper-small", "eager", 8, mode="reduce-overhead"),
-    Case("vit-base eager b64 train", "vit-base", "eager", 64, train=True),
+CASES = [
+    # Masks, scores and biases that SDPA alone cannot tell.
+    named("llama-1b sdpa padded b4 s2048", by_hand="causal"),
+    named("gemma2-8l eager b2 s4096", by_hand="flex_attention", bounded=True),
+    named("gpt-oss-8l eager b2 s4096", by_hand="flex_attention"),
+    named("mistral-8l sdpa b1 s8192", by_hand="flex_attention"),
+    named("mistral-8l sdpa b1 s32768", by_hand="flex_attention"),
+    named("llama-1b sdpa packed b1 s8192 train", documents=16, by_hand="flex_attention", bounded=True),
+    named("llama-1b sdpa padded b4 s2048 train", by_hand="causal"),
+    named("gemma2-8l eager b2 s4096 train", by_hand="flex_attention", bounded=True),
+    named("llama-1b sdpa padded b2 s8192", by_hand="causal"),
+    named("llama-1b sdpa padded b2 s8192 train", by_hand="causal"),
+    named("mistral-8l eager b1 s32768"),
+    named("mistral-8l eager b1 s8192"),
+    named("swinv2-tiny b64"),
+    named("gpt-oss-8l eager b2 s4096 train", by_hand="flex_attention"),
+    named("t5-base encoder b16 s512 train", model="t5-base-encoder"),
+    named("swin-tiny b64 train"),
+    named("mistral-8l sdpa b1 s8192 train", by_hand="flex_attention"),
+    # Plain ones.
+    named("llama-1b sdpa b1 s8192", by_hand="causal"),
+    named("llama-1b sdpa b1 s8192 train", by_hand="causal"),
+    named("bert-base eager padded b32 s512", autotuned=True),
+    named("bert-base eager b32 s512 train", autotuned=True),
+    named("gpt2 eager b16 s1024", autotuned=True),
+    named("llama-1b eager b4 s2048", by_hand="causal"),
+    named("bloom padded b8 s1024"),
+    named("mpnet-base b32 s384"),
+    named("mpnet-base padded b32 s384"),
+    named("opt eager padded b8 s1024"),
+    named("vit-base eager b64", autotuned=True),
+    named("deberta-v2-base b8 s384"),
+    named("deberta-v2-base padded b8 s384"),
+    named("t5-base encoder b16 s512", model="t5-base-encoder"),
+    named("t5-base encoder padded b16 s512", model="t5-base-encoder"),
+    named("swin-tiny b64"),
+    named("llama-1b sdpa b4 s2048", by_hand="causal", autotuned=True),
+    named("llama-1b sdpa b2 s2048 train", by_hand="causal", autotuned=True),
+    named("bert-base eager b1 s128"),
+    named("bert-base eager b1 s128 reduce-overhead"),
+    named("llama-1b sdpa b1 s1 reduce-overhead"),
+    named("bert-base eager padded dropout b32 s512 train", dropout=0.1),
+    named("llama-1b sdpa cache b4 s2048", by_hand="causal"),
+    # Further families, and training of those above that are measured in inference alone.
+    named("roberta-base eager padded b32 s512"),
+    named("roberta-base eager b32 s512 train"),
+    named("gpt2 eager b16 s1024 train"),
+    named("llama-8b-8l sdpa b1 s4096", by_hand="causal"),
+    named("llama-8b-8l sdpa b1 s4096 train", by_hand="causal"),
+    named("qwen3-8l sdpa b1 s4096", by_hand="causal"),
+    named("qwen3-8l sdpa b1 s4096 train", by_hand="causal"),
+    named("t5-base padded b16 s512"),
+    named("t5-base b16 s512 train"),
+    named("whisper-small eager b8"),
+    named("whisper-small eager b8 train"),
+    named("t5-base padded b16 s512 reduce-overhead"),
+    named("whisper-small eager b8 reduce-overhead"),
+    named("vit-base eager b64 train"),
 ]
-
-CASES = [*STRUCTURED, *PLAIN, *FAMILIES]
 
 
 def quick_case(case: Case) -> Case:

@@ -22,12 +22,13 @@ first sample; the check runs the very code that is timed.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
+import re
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,16 +36,18 @@ import torch
 from bench import model_cases, tuning
 from bench.common import (
     Json,
+    collect,
     device_milliseconds,
     error_limit,
+    free,
     interleave,
     is_fatal,
     one_line,
     peak_bytes,
     relative_error,
 )
-from bench.models.measure import free, site_counts, static_bytes
-from bench.models.variants import Variant, collect
+from bench.models.measure import site_counts, static_bytes
+from bench.models.variants import Variant
 from bench.pool import FileLock
 
 #: Seconds of a block of training steps. They follow each other, as in a loop that does not wait for each.
@@ -87,77 +90,51 @@ class Case:
         return self.name
 
 
+def named(name: str, **others: Any) -> Case:
+    """The case that a name says: `bN` samples, `sN` tokens, rank `rN`, `bf16` adapters."""
+    words = name.split()
+    size = {word[0]: int(word[1:]) for word in words if re.fullmatch(r"[bsr]\d+", word)}
+    told: Json = {
+        "batch": size.get("b", 1), "seq": size.get("s", 1), "train": "train" in words,
+        "mode": "reduce-overhead" if "reduce-overhead" in words else "default",
+        "adapters": "bfloat16" if "bf16" in words else "float32",
+        "dropout": 0.1 if "dropout" in words else 0.0, "rank": size.get("r", 16),
+    }  # fmt: skip
+    return Case(name, **(told | others))
+
+
 CASES = [
-    Case("decode b1 s1 reduce-overhead", 1, 1, mode="reduce-overhead"),
-    Case("train b2 s2048", 2, 2048, train=True),
-    Case("train bf16 adapters b2 s2048", 2, 2048, train=True, adapters="bfloat16"),
-    Case("train bf16 adapters dropout b2 s2048", 2, 2048, train=True, adapters="bfloat16", dropout=0.1),
-    Case("decode bf16 adapters b1 s1 reduce-overhead", 1, 1, mode="reduce-overhead", adapters="bfloat16"),
-    Case("decode b16 s1 reduce-overhead", 16, 1, mode="reduce-overhead"),
-    Case("prefill b2 s2048", 2, 2048),
-    Case("train dropout b2 s2048", 2, 2048, train=True, dropout=0.1),
-    Case("train q and v alone b2 s2048", 2, 2048, train=True, targets="q_proj,v_proj"),
-    Case("train r64 b2 s2048", 2, 2048, train=True, rank=64),
+    named("decode b1 s1 reduce-overhead"),
+    named("train b2 s2048"),
+    named("train bf16 adapters b2 s2048"),
+    named("train bf16 adapters dropout b2 s2048"),
+    named("decode bf16 adapters b1 s1 reduce-overhead"),
+    named("decode b16 s1 reduce-overhead"),
+    named("prefill b2 s2048"),
+    named("train dropout b2 s2048"),
+    named("train q and v alone b2 s2048", targets="q_proj,v_proj"),
+    named("train r64 b2 s2048"),
 ]
 
 #: Two layers of models whose widths no table has, with PEFT's default rank and others.
 WIDTHS = [
-    Case("widths qwen2.5-7b r16 train", 3, 1365, True, model="qwen2.5-7b-2l"),
-    Case("widths qwen3-0.6b r8 train", 3, 1365, True, rank=8, model="qwen3-0.6b-2l"),
-    Case("widths llama-3b r32 train", 2, 2047, True, rank=32, model="llama-3b-2l"),
-    Case(
-        "widths qwen2.5-1.5b bf16 r8 train",
-        3,
-        1365,
-        True,
-        "default",
-        "bfloat16",
-        0,
-        8,
-        model="qwen2.5-1.5b-2l",
+    named("widths qwen2.5-7b r16 train", batch=3, seq=1365, model="qwen2.5-7b-2l"),
+    named("widths qwen3-0.6b r8 train", batch=3, seq=1365, model="qwen3-0.6b-2l"),
+    named("widths llama-3b r32 train", batch=2, seq=2047, model="llama-3b-2l"),
+    named("widths qwen2.5-1.5b bf16 r8 train", batch=3, seq=1365, model="qwen2.5-1.5b-2l"),
+    named("widths mistral-nemo bf16 r64 train", seq=2048, model="mistral-nemo-2l"),
+    named(
+        "widths qwen2.5-0.5b r8 default train", batch=4, seq=1024, targets="default", model="qwen2.5-0.5b-2l"
     ),
-    Case(
-        "widths mistral-nemo bf16 r64 train",
-        1,
-        2048,
-        True,
-        "default",
-        "bfloat16",
-        0,
-        64,
-        model="mistral-nemo-2l",
-    ),
-    Case(
-        "widths qwen2.5-0.5b r8 default train",
-        4,
-        1024,
-        True,
-        rank=8,
-        targets="default",
-        model="qwen2.5-0.5b-2l",
-    ),
-    Case("widths qwen3-4b r16 train", 1, 3001, True, model="qwen3-4b-2l"),
-    Case("widths olmo2-7b bf16 r16 train", 2, 1024, True, "default", "bfloat16", model="olmo2-7b-2l"),
-    Case("widths phi3-mini r8 train", 2, 2048, True, rank=8, model="phi3-mini-2l"),
-    Case("widths smollm-360m r64 train", 8, 512, True, rank=64, model="smollm-360m-2l"),
-    Case("widths starcoder2-3b r16 train", 2, 1500, True, model="starcoder2-3b-2l"),
-    Case(
-        "widths gemma2-2b bf16 r32 train",
-        2,
-        1024,
-        True,
-        "default",
-        "bfloat16",
-        0,
-        32,
-        model="gemma2-2l",
-        attn="eager",
-    ),
-    Case("widths qwen2.5-7b r8 prefill", 1, 777, rank=8, model="qwen2.5-7b-2l"),
-    Case(
-        "widths llama-3b bf16 r16 decode b1", 1, 1, False, "reduce-overhead", "bfloat16", model="llama-3b-2l"
-    ),
-    Case("widths qwen3-4b r8 decode b4", 4, 1, False, "reduce-overhead", rank=8, model="qwen3-4b-2l"),
+    named("widths qwen3-4b r16 train", seq=3001, model="qwen3-4b-2l"),
+    named("widths olmo2-7b bf16 r16 train", batch=2, seq=1024, model="olmo2-7b-2l"),
+    named("widths phi3-mini r8 train", batch=2, seq=2048, model="phi3-mini-2l"),
+    named("widths smollm-360m r64 train", batch=8, seq=512, model="smollm-360m-2l"),
+    named("widths starcoder2-3b r16 train", batch=2, seq=1500, model="starcoder2-3b-2l"),
+    named("widths gemma2-2b bf16 r32 train", batch=2, seq=1024, model="gemma2-2l", attn="eager"),
+    named("widths qwen2.5-7b r8 prefill", seq=777, model="qwen2.5-7b-2l"),
+    named("widths llama-3b bf16 r16 decode b1", mode="reduce-overhead", model="llama-3b-2l"),
+    named("widths qwen3-4b r8 decode b4", mode="reduce-overhead", model="qwen3-4b-2l"),
 ]
 
 
@@ -340,38 +317,16 @@ def describe(row: Json) -> str:
     return text + "".join(f"\n      {n} x {what}" for what, n in fused.items())
 
 
-def print_table(rows: list[Json]) -> None:
-    """The final table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    columns = ("case", "stock ms", "fused ms", "frozen ms", "stock / fused", "fused / frozen", "GiB", "")
-    table = Table(*columns, title="Models with adapters, medians")
-    for row in rows:
-        ms = [f"{row['median_ms'][n]:.3f}" if n in row["median_ms"] else "-" for n in MARKERS]
-        ratios = [
-            f"{row['ratio'][n]:.3f}" if n in row["ratio"] else "-" for n in ("stock/fused", "fused/frozen")
-        ]
-        memory = " ".join(f"{row['peak_gib'][n]:.2f}" for n in MARKERS if n in row["peak_gib"])
-        table.add_row(row["name"], *ms, *ratios, memory, {True: "ok", False: "WRONG"}.get(row["correct"], ""))
-    Console(width=150).print(table)
-
-
-def work(task: tuple[Case, str, bool, int], path: Path) -> tuple[Json, bool]:
+def measure_case(case: Case, options: argparse.Namespace, lock: FileLock) -> Json:
     """Measure one case. Other processes compile beside it, and wait while it is timed."""
-    case, device, quick, rounds = task
     torch._dynamo.config.recompile_limit = 64
     start = time.monotonic()
     try:
-        row = measure(case, device, quick, rounds, FileLock(path))
-    except Exception as error:
-        return {"failed": one_line(error, 300)}, not is_fatal(error)
+        row = measure(case, options.device, options.quick, options.rounds, lock)
     finally:
-        free(device)
-    row["seconds"] = round(time.monotonic() - start, 1)
-    row["compile_s"] = round(sum(row["compile_s_of"].values()), 1)
-    row["measure_s"] = round(row["seconds"] - row["compile_s"], 1)
-    return {"key": case.key, **asdict(case), **row}, True
+        free(options.device)
+    seconds = round(time.monotonic() - start, 1)
+    return {**row, "seconds": seconds, "compile_s": round(sum(row["compile_s_of"].values()), 1)}
 
 
 def main() -> None:
@@ -380,22 +335,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=24, help="interleaved blocks of each variant")
     options = parser.parse_args()
     cases = [replace(case, seq=min(case.seq, 96)) if options.quick else case for case in (*CASES, *WIDTHS)]
-    cases = tuning.select(cases, options)
-    jobs = min(tuning.processes(options, most=5), len(cases) or 1)
+    jobs = tuning.processes(options, most=5)
     settings = {k: v for k, v in sorted(os.environ.items()) if k.startswith("INDUCTOR_FUSIONS")}
-    results, failed = tuning.measure(
-        "bench.models_lora",
-        options,
-        [[case] for case in cases],
-        work,
-        lambda group: (group[0], options.device, options.quick, options.rounds),
-        describe,
-        jobs,
-        20.0 if options.quick else 90.0,
-        header={"settings": settings, "jobs": jobs},
-    )
-    print_table([row for row in results.rows if row["key"] in {case.key for case in cases}])
-    tuning.end(failed)
+    tuning.run(
+        "bench.models_lora", options, cases, measure_case, describe, jobs,
+        20.0 if options.quick else 90.0, {"settings": settings, "jobs": jobs},
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

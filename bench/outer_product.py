@@ -16,11 +16,9 @@ float64 first.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -170,33 +168,14 @@ def reference(
 
 def table(path: Path, rows: list[Json]) -> None:
     """Write the rows of linears alone into the table of a device, in place of those that it has."""
-    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"schema": 1, "attention": []}
-    data["outer_product_linear"] = [
-        {
-            **{name: row[name] for name in ("dtype", "train", "p", "q", "columns", "rows")},
-            "gain": interactions.gain(row),
-        }
-        for row in rows
-        if row["kind"] == "linear" and row["fused"]
-    ]
-    device_table.write(path, data)
+    names = ("dtype", "train", "p", "q", "columns", "rows")
+    alone = [row for row in rows if row["kind"] == "linear"]
+    device_table.put(path, "outer_product_linear", interactions.table_rows(alone, names))
 
 
 def main() -> None:
     """The command line."""
-    options = tuning.parser("bench.outer_product", __doc__, parallel=False, table=True).parse_args()
-    if tuning.wrote_table(options, table):
-        return
-    tuning.one_by_one(
-        "bench.outer_product",
-        options,
-        grid(options.quick),
-        lambda row: measure(row, options.device, options.quick),
-        lambda found: (
-            f"{found['times_us']}, {interactions.gain(found)}x, correct {found['correct']}, "
-            f"fused {found['fused']}"
-        ),
-    )
+    tuning.script("bench.outer_product", __doc__, grid, measure, interactions.describe, table)
 
 
 if __name__ == "__main__":

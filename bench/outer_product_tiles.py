@@ -138,17 +138,15 @@ def measure(row: Row, device: str, quick: bool) -> Json:
     }  # fmt: skip
 
 
+def describe(row: Json) -> str:
+    """A row in one line."""
+    return f"{row['best']}: {row['gain']}x of {row['now']}, {len(row['skipped'])} skipped"
+
+
 def main() -> None:
     """The command line."""
-    options = tuning.parser("bench.outer_product_tiles", __doc__, parallel=False).parse_args()
     torch.set_float32_matmul_precision("high")
-    tuning.one_by_one(
-        "bench.outer_product_tiles",
-        options,
-        grid(options.quick),
-        lambda row: measure(row, options.device, options.quick),
-        lambda found: f"{found['best']}: {found['gain']}x of {found['now']}, {len(found['skipped'])} skipped",
-    )
+    tuning.script("bench.outer_product_tiles", __doc__, grid, measure, describe)
 
 
 if __name__ == "__main__":

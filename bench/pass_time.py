@@ -22,10 +22,10 @@ import torch
 from torch import fx, nn
 
 import inductor_fusions
-from bench import cuda_codegen
 from bench.common import Json
-from bench.ledger.compiling import ON_A_GPU
 from bench.provenance import write
+from devtools import cuda_codegen
+from devtools.ledger.compiling import ON_A_GPU
 from inductor_fusions import fusions, passes, reporting
 
 LAYERS = (6, 12, 24)

@@ -19,7 +19,6 @@ of a result out of the error budget are left out.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib.util
 import json
 import math
@@ -43,6 +42,7 @@ from bench.common import (
     Timing,
     apart,
     error_limit,
+    free,
     fresh_cache,
     interleave,
     one_line,
@@ -357,7 +357,7 @@ def measure_model(case: model_cases.Case, settings: Settings, say: Callable[[str
     with _switched(inductor_fusions.enabled()):  # bench.models leaves the fusions off
         for i in range(settings.repeats):
             rows.append(whole_models.measure(case, how, i % 2 == 1, say))
-            whole_models.free(settings.device)
+            free(settings.device)
     return {"dtype": case.dtype, **_last(rows)}
 
 
@@ -369,7 +369,7 @@ def measure_adapted(case: models_lora.Case, settings: Settings, say: Callable[[s
         for _ in range(settings.repeats):
             say("compiling and timing")
             rows.append(models_lora.measure(case, settings.device, settings.device == "cpu", rounds))
-            whole_models.free(settings.device)
+            free(settings.device)
     row = _last(rows)
     row["failed"], row["compile_s"] = row.pop("failed_variants"), row.pop("compile_s_of")
     row["ratio"] = {
@@ -436,12 +436,5 @@ def run(
             row = {"failed": {"case": one_line(error, 300)}, "ratio": {}, "median_ms": {}, "correct": None}
         row["seconds"] = round(time.monotonic() - start, 1)
         longest[entry.suite] = max(row["seconds"], longest.get(entry.suite, 0.0))
-        _free(settings.device)
+        free(settings.device)
         yield entry, {"suite": entry.suite, "name": entry.name, "train": entry.train, **row}
-
-
-def _free(device: str) -> None:
-    torch._dynamo.reset()
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()

@@ -10,7 +10,7 @@ them, and ends in `.transpose(1, 2).contiguous()`:
     flash, efficient, cudnn
                 the same with one backend forced
     short       `inductor_fusions.ops.short_attention`, up to 128 queries and keys; its masks are those of
-                unfused, not summed. With --plans, short_w4_t8 as well: 4 warps, 8 samples for a program
+                unfused, not summed
     *_repeat    with heads != kv_heads only: the same on K and V repeated to all heads (the others take
                 `enable_gqa`; unfused always repeats)
 
@@ -46,14 +46,10 @@ device to itself for checking and timing.
 
 from __future__ import annotations
 
+import argparse
 import functools
-import gc
 import time
-from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -63,7 +59,7 @@ from bench.attention.inputs import SMALL_INPUTS, Inputs, allocate, fill
 from bench.attention.reference import check, reference
 from bench.attention.rows import Row, cpu_rows, cuda_rows
 from bench.attention.spellings import Tensors
-from bench.common import DTYPES, Json, error_limit, interleave, is_fatal, one_line, peak_bytes
+from bench.common import DTYPES, Json, error_limit, free, interleave, is_fatal, one_line, peak_bytes
 from bench.pool import FileLock
 from inductor_fusions.budget import worst
 
@@ -88,10 +84,10 @@ def calls_over(row: Row, name: str, candidate: Candidate, sets: list[Inputs]) ->
     return call
 
 
-def measure(
-    row: Row, device: str, quick: bool, lock: AbstractContextManager[Any], plans: bool = False
-) -> Json:
+def measure(row: Row, options: argparse.Namespace, lock: FileLock) -> Json:
     """Compile, check and time every candidate of a row."""
+    device, quick = options.device, options.quick
+    set_up(device)
     torch._dynamo.reset()
     result: Json = {name: {} for name in ("times_us", "device_us", "spread", "peak_mib", "error", "errors")}
     result |= {"kernels": {}, "wrong": {}, "skipped": {}}
@@ -100,7 +96,7 @@ def measure(
     sets = [inputs] if inputs.nbytes() > SMALL_INPUTS else [inputs, allocate(row, device)]
     start = time.monotonic()
     candidates: dict[str, Candidate] = {}
-    for name in candidate_names(row, device, plans):
+    for name in candidate_names(row, device):
         if name == "unfused" and row.score_bytes > UNFUSED_LIMIT:
             skipped[name] = f"the scores alone take {row.score_bytes / GIB:.1f} GiB"
             continue
@@ -150,10 +146,7 @@ def measure(
             result["device_us"] = {name: round(timing.median * 1e6, 2) for name, timing in times.items()}
         result["measure_s"] = round(time.monotonic() - start, 2)
         del calls, candidates, sets, inputs
-        torch._dynamo.reset()
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
+        free(device)
     return result
 
 
@@ -165,7 +158,6 @@ def set_up(device: str) -> None:
 
     # AOTAutograd's cache does not know which SDPA backend is forced, and would mix the candidates up.
     functorch.enable_autograd_cache = False
-    # And Inductor's does not know of tiles that --plans asks for.
     inductor.fx_graph_cache = False
     from inductor_fusions import config
 
@@ -175,16 +167,6 @@ def set_up(device: str) -> None:
     torch._dynamo.config.recompile_limit = 32  # of one function, which each candidate compiles anew
     if device == "cuda":
         inductor.compile_threads = 1  # the workers are parallel as it is
-
-
-def work(task: tuple[Row, str, bool, bool], lock: Path) -> tuple[Json | None, bool]:
-    """In a worker: measure one row."""
-    row, device, quick, plans = task
-    set_up(device)
-    try:
-        return measure(row, device, quick, FileLock(lock), plans), True
-    except Exception as error:
-        return {"failed": one_line(error)}, not is_fatal(error)
 
 
 # The command -------------------------------------------------------------------------------------------
@@ -199,51 +181,12 @@ def describe(result: Json) -> str:
     return text + f" (compile {result['compile_s']:.1f} s, measure {result['measure_s']:.1f} s)"
 
 
-def print_summary(rows: list[Json]) -> None:
-    """Which candidate wins how often, by mask, and where `unfused` is not beaten."""
-    from rich.console import Console
-    from rich.table import Table
-
-    wins: Counter[tuple[str, str]] = Counter()
-    kept: list[str] = []
-    for row in rows:
-        times = row.get("times_us", {})
-        if not times:
-            continue
-        best = min(times, key=times.__getitem__)
-        wins[row["mask"], best] += 1
-        if times.get("unfused", 1e18) <= 1.02 * times[best]:
-            kept.append(Row(**{name: row[name] for name in Row.__dataclass_fields__}).key)
-    names = sorted({name for _, name in wins})
-    table = Table("mask", *names, title="fastest candidate, rows")
-    for mask in sorted({mask for mask, _ in wins}):
-        table.add_row(mask, *(str(wins[mask, name] or "") for name in names))
-    console = Console(width=110)
-    console.print(table)
-    console.print(
-        f"unfused within 2% of the fastest in {len(kept)} of {len(rows)} rows:", *kept[:60], sep="\n  "
-    )
-
-
 def main() -> None:
     """The command line."""
-    parser = tuning.parser("bench.tune_attention", __doc__)
-    parser.add_argument("--plans", action="store_true", help="measure `short` with other tiles as well")
-    options = parser.parse_args()
-    device: str = options.device
-    rows = tuning.select(cuda_rows() if device == "cuda" else cpu_rows(), options)
-    results, failed = tuning.measure(
-        "bench.tune_attention",
-        options,
-        [[row] for row in rows],
-        work,
-        lambda group: (group[0], device, options.quick, options.plans),
-        describe,
-        jobs=tuning.processes(options, most=8),
-        seconds=5.0,
-    )
-    print_summary([row for row in results.rows if row["key"] in {r.key for r in rows}])
-    tuning.end(failed)
+    options = tuning.parser("bench.tune_attention", __doc__).parse_args()
+    rows = cuda_rows() if options.device == "cuda" else cpu_rows()
+    jobs = tuning.processes(options, most=8)
+    tuning.run("bench.tune_attention", options, rows, measure, describe, jobs)
 
 
 if __name__ == "__main__":

@@ -30,12 +30,11 @@ A row has the form of those of `bench.tune_attention`, and goes into the table o
 
 from __future__ import annotations
 
-import gc
 import time
-import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,6 +46,8 @@ from bench import tuning
 from bench.common import (
     DTYPES,
     Json,
+    apart,
+    collect,
     error_limit,
     fresh_cache,
     interleave,
@@ -148,7 +149,7 @@ def measure(row: Row, device: str, quick: bool, lock: AbstractContextManager[Any
     tried = candidates(row, device, found)
     compiled: dict[str, Callable[..., torch.Tensor]] = {}
     for name, how in tried.items():
-        fn = torch.compile(_named(attention(row), name.replace(" ", "_")), dynamic=False)
+        fn = torch.compile(apart(attention(row), name.replace(" ", "_")), dynamic=False)
         try:
             kernels = _compile(row, fn, inputs, cotangent, how)
         except Exception as error:
@@ -166,7 +167,7 @@ def measure(row: Row, device: str, quick: bool, lock: AbstractContextManager[Any
         for name, fn in compiled.items():
             try:
                 result["error"][name] = worst(run(row, fn, inputs, cotangent))
-                call = _call(row, fn, inputs, cotangent)
+                call = partial(run, row, fn, inputs, cotangent)
                 peak = peak_bytes(call, device)
                 if peak is not None:
                     result["peak_mib"][name] = round(peak / 2**20, 1)
@@ -181,9 +182,7 @@ def measure(row: Row, device: str, quick: bool, lock: AbstractContextManager[Any
         _time(calls, device, result, tried, quick)
     calls.clear()
     del compiled
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    collect(device)
     return result
 
 
@@ -265,19 +264,6 @@ def work(task: tuple[list[Row], str, bool], lock: Path) -> tuple[list[Json], boo
         options = {**options, **result["options"]}
         found.append({"key": each.key, **asdict(each), **result})
     return found, True
-
-
-def _named(fn: Callable[..., torch.Tensor], name: str) -> Callable[..., torch.Tensor]:
-    """A copy with code of its own: Dynamo keeps what it compiled by code object."""
-    assert isinstance(fn, types.FunctionType)
-    code = fn.__code__.replace(co_name=name)
-    return types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
-
-
-def _call(
-    row: Row, fn: Callable[..., torch.Tensor], inputs: list[torch.Tensor], cotangent: torch.Tensor
-) -> Callable[[], object]:
-    return lambda: run(row, fn, inputs, cotangent)
 
 
 def describe(result: Json) -> str:

@@ -30,18 +30,15 @@ The second writes what was measured into `configs/devices/nvidia_h200.json` and 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import gc
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from bench import tuning
-from bench.common import Json, error_limit, interleave, is_fatal, one_line, peak_bytes, relative_error
+from bench.common import Json, error_limit, free, interleave, is_fatal, one_line, relative_error
 from bench.lora.candidates import Choice, Run, Seen, first_choices, frozen_run, ours, second_choices, stock
 from bench.lora.rows import Row, grid
 from bench.lora.spellings import ADDED, Operands, Tensors, make, reference
@@ -86,13 +83,14 @@ class Judge:
         return worst(errors), ""
 
 
-def measure(row: Row, device: str, options: Json, lock: AbstractContextManager[Any]) -> Json:
+def measure(row: Row, options: argparse.Namespace, lock: FileLock) -> Json:
     """Compile, check and time every candidate of a row."""
     from inductor_fusions.block_mm import heuristics
 
     result: Json = {name: {} for name in ("times_us", "spread", "error", "wrong", "skipped")}
     started = time.monotonic()
-    seen, quick = Seen(), options["quick"]
+    seen, quick, device = Seen(), options.quick, options.device
+    set_up(device)
     with torch.set_grad_enabled(row.trains):
         first = make(row, device, 0)
         arch = heuristics.capability(torch.device("cuda")) if device == "cuda" else 80
@@ -130,7 +128,7 @@ def measure(row: Row, device: str, options: Json, lock: AbstractContextManager[A
             for choice in second_choices(choices[best], seen, quick):
                 attempt(choice)
             fresh = {n: r for n, r in runs.items() if n not in before and n in choices}
-            if options["max_autotune"]:
+            if not options.no_autotune:
                 runs["max_autotune"] = stock(row, first, "max-autotune-no-cudagraphs")
             if row.kind != "gradient":
                 runs["frozen"] = frozen_run(row)
@@ -138,15 +136,12 @@ def measure(row: Row, device: str, options: Json, lock: AbstractContextManager[A
             with lock:
                 started = time.monotonic()
                 looked |= look(device, fresh, sets)
-                time_all(row, device, quick, runs, looked, choices, sets, result)
+                time_all(device, quick, runs, looked, choices, sets, result)
         result["measure_s"] = round(time.monotonic() - started, 2)
-    conclude(row, device, result, choices, seen, len(sets))
+    conclude(row, device, result, choices, seen)
     runs.clear()
     sets.clear()
-    torch._dynamo.reset()
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    free(device)
     return result
 
 
@@ -161,7 +156,6 @@ def look(device: str, runs: dict[str, Run], sets: Sequence[Operands]) -> dict[st
 
 
 def time_all(
-    row: Row,
     device: str,
     quick: bool,
     runs: dict[str, Run],
@@ -178,17 +172,13 @@ def time_all(
     for name, timing in interleave(calls, device, rounds, block).items():
         result["times_us"][name] = round(timing.median * 1e6 / len(sets), 3)
         result["spread"][name] = round(timing.spread, 4)
-    if row.kind == "step":
-        best = min((n for n in wanted if n in choices), key=result["times_us"].__getitem__)
-        peaks = {name: peak_bytes(lambda n=name: runs[n](sets[0]), device) for name in ("stock", best)}  # type: ignore[misc]
-        result["peak_bytes"] = {"stock": peaks["stock"], "ours": peaks[best]}
 
 
-def conclude(row: Row, device: str, result: Json, choices: dict[str, Choice], seen: Seen, sets: int) -> None:
+def conclude(row: Row, device: str, result: Json, choices: dict[str, Choice], seen: Seen) -> None:
     """The best candidate, and what a table needs of it."""
     times = result["times_us"]
     best = min((n for n in times if n in choices), key=times.__getitem__, default=None)
-    result |= {"sets": sets, "best": best}
+    result["best"] = best
     if device == "cuda":
         result["capability"] = list(torch.cuda.get_device_capability())
     if best is None:
@@ -220,16 +210,6 @@ def conclude(row: Row, device: str, result: Json, choices: dict[str, Choice], se
         ]
 
 
-def work(task: tuple[Row, str, Json], lock: Path) -> tuple[Json | None, bool]:
-    """In a worker: measure one row."""
-    row, device, options = task
-    set_up(device)
-    try:
-        return measure(row, device, options, FileLock(lock)), True
-    except Exception as error:
-        return {"failed": one_line(error)}, not is_fatal(error)
-
-
 # The command -------------------------------------------------------------------------------------------
 
 
@@ -248,44 +228,14 @@ def describe(result: Json) -> str:
     )
 
 
-def print_summary(rows: Sequence[Json]) -> None:
-    """Gain over stock and distance from the frozen linear of every row, and their geometric means."""
-    from rich.console import Console
-    from rich.table import Table
-
-    columns = ("row", "stock", "autotuned", "frozen", "ours", "stock / ours", "ours / frozen")
-    table = Table(*columns, title="microseconds")
-    for row in rows:
-        times, best = row["times_us"], row["best"]
-        cells = [f"{times[n]:.1f}" if n in times else "-" for n in ("stock", "max_autotune", "frozen", best)]
-        ratio = f"{times[best] / times['frozen']:.3f}" if best and "frozen" in times else "-"
-        plain = f"{times['stock'] / times[best]:.2f}" if best else "-"
-        table.add_row(row["key"], *cells, plain, ratio)
-    Console(width=150).print(table)
-
-
 def main() -> None:
     """The command line."""
     parser = tuning.parser("bench.tune_lora", __doc__, table=True)
     parser.add_argument("--no-autotune", action="store_true", help="leave stock's max-autotune out")
     options = parser.parse_args()
-    device: str = options.device
-    if tuning.wrote_table(options, write_table):
-        return
-    rows = tuning.select(grid(), options)
-    settings = {"quick": options.quick, "max_autotune": not options.no_autotune}
-    results, failed = tuning.measure(
-        "bench.tune_lora",
-        options,
-        [[row] for row in rows],
-        work,
-        lambda group: (group[0], device, settings),
-        describe,
-        jobs=tuning.processes(options, share=0.85, most=14),
-        seconds=30.0,
-    )
-    print_summary([row for row in results.rows if row["key"] in {r.key for r in rows}])
-    tuning.end(failed)
+    if not tuning.wrote_table(options, write_table):
+        jobs = tuning.processes(options, share=0.85, most=14)
+        tuning.run("bench.tune_lora", options, grid(), measure, describe, jobs, 30.0)
 
 
 if __name__ == "__main__":

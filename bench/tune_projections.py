@@ -28,18 +28,16 @@ The second writes what was measured into `configs/devices/nvidia_h200.json` and 
 
 from __future__ import annotations
 
-import gc
-import json
+import argparse
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import device_table, tuning
-from bench.common import DTYPES, Json, error_limit, interleave, is_fatal, one_line, relative_error
+from bench.common import DTYPES, Json, error_limit, free, interleave, is_fatal, one_line, relative_error
 from bench.pool import FileLock
 from bench.projections import (
     Operands,
@@ -86,11 +84,13 @@ def name_of(chosen: Any) -> str:
     )
 
 
-def measure(row: Row, device: str, options: Json, lock: AbstractContextManager[Any]) -> Json:
+def measure(row: Row, options: argparse.Namespace, lock: FileLock) -> Json:
     """Compile, check and time every candidate of a row."""
     from inductor_fusions.block_mm import configurations, heuristics
 
-    result: Json = {name: {} for name in ("times_us", "spread", "first_us", "error", "wrong", "skipped")}
+    result: Json = {name: {} for name in ("times_us", "spread", "error", "wrong", "skipped")}
+    device: str = options.device
+    set_up(device)
     started = time.monotonic()
     with torch.no_grad():
         first = make(row, device, 0)
@@ -106,13 +106,12 @@ def measure(row: Row, device: str, options: Json, lock: AbstractContextManager[A
         result["compile_s"] = round(time.monotonic() - started, 2)
         with lock:
             started = time.monotonic()
-            if options["max_autotune"]:
+            if not options.no_autotune:
                 runs["max_autotune"] = stock(row, first, "max-autotune-no-cudagraphs")
             sets = [first, *(make(row, device, s) for s in range(1, count_of_sets(first.flat(), device)))]
             runs["limit"] = limit(row, sets)
-            time_all(row, device, options["quick"], runs, sets, configs, result)
+            time_all(row, device, options.quick, runs, sets, configs, result)
             result["measure_s"] = round(time.monotonic() - started, 2)
-    result["sets"] = len(sets)
     result["problem"] = posed.key
     if device == "cuda":
         result["capability"] = list(torch.cuda.get_device_capability())
@@ -120,10 +119,7 @@ def measure(row: Row, device: str, options: Json, lock: AbstractContextManager[A
     result["best"] = best
     result["config"] = configs[best].to_json() if best else None
     del runs, sets, first
-    torch._dynamo.reset()
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    free(device)
     return result
 
 
@@ -155,22 +151,11 @@ def time_all(
             result["skipped"][name] = one_line(error)
     rounds, block = (3, 1e-3) if quick else (15, 4e-3)
     look = interleave({n: c for n, c in calls.items() if n in configs or n == "stock"}, device, 3, 1e-3)
-    result["first_us"] = {n: round(t.median * 1e6 / len(sets), 3) for n, t in look.items()}
     ranked = sorted((n for n in look if n in configs), key=lambda n: look[n].median)
     final = {n: c for n, c in calls.items() if n not in configs or n in ranked[:FINALISTS]}
     for name, timing in interleave(final, device, rounds, block).items():
         result["times_us"][name] = round(timing.median * 1e6 / len(sets), 3)
         result["spread"][name] = round(timing.spread, 4)
-
-
-def work(task: tuple[Row, str, Json], lock: Path) -> tuple[Json | None, bool]:
-    """In a worker: measure one row."""
-    row, device, options = task
-    set_up(device)
-    try:
-        return measure(row, device, options, FileLock(lock)), True
-    except Exception as error:
-        return {"failed": one_line(error)}, not is_fatal(error)
 
 
 # Tables ------------------------------------------------------------------------------------------------
@@ -195,12 +180,7 @@ def table_rows(rows: Sequence[Json]) -> list[Json]:
 
 def write_table(path: Path, rows: Sequence[Json]) -> None:
     """Put the rows into a device's table, in place of those of the same problems that it has."""
-    data = json.loads(path.read_text())
-    found = {
-        json.dumps({**row, "gain": 0, "config": None}, sort_keys=True): row
-        for row in (*data.get("block_mm", []), *table_rows(rows))
-    }
-    device_table.write(path, {**data, "block_mm": list(found.values())})
+    device_table.merge(path, {"block_mm": table_rows(rows)})
 
 
 # The command -------------------------------------------------------------------------------------------
@@ -216,49 +196,14 @@ def describe(result: Json) -> str:
     return f"{text} us: {gain(result):.2f}x ({seconds})"
 
 
-def print_summary(rows: Sequence[Json]) -> None:
-    """Gain over stock and distance from the limit of every row."""
-    from rich.console import Console
-    from rich.table import Table
-
-    columns = ("row", "stock", "autotuned", "bare", "limit", "ours", "stock / ours", "ours / limit", "kernel")
-    table = Table(*columns, title="microseconds")
-    for row in rows:
-        times, best = row["times_us"], row["best"]
-
-        def cell(name: str | None, times: Json = times) -> str:
-            return f"{times[name]:.1f}" if name in times else "-"
-
-        ratio = f"{times[best] / times['limit']:.2f}" if best and "limit" in times else "-"
-        table.add_row(
-            row["key"], cell("stock"), cell("max_autotune"), cell("bare"), cell("limit"), cell(best),
-            f"{gain(row):.2f}", ratio, best or "-",
-        )  # fmt: skip
-    Console(width=170).print(table)
-
-
 def main() -> None:
     """The command line."""
     parser = tuning.parser("bench.tune_projections", __doc__, table=True)
     parser.add_argument("--no-autotune", action="store_true", help="leave stock's max-autotune out")
     options = parser.parse_args()
-    device: str = options.device
-    if tuning.wrote_table(options, write_table):
-        return
-    rows = tuning.select(grid(), options)
-    settings = {"quick": options.quick, "max_autotune": not options.no_autotune}
-    results, failed = tuning.measure(
-        "bench.tune_projections",
-        options,
-        [[row] for row in rows],
-        work,
-        lambda group: (group[0], device, settings),
-        describe,
-        jobs=tuning.processes(options, share=0.85, most=14),
-        seconds=20.0,
-    )
-    print_summary([row for row in results.rows if row["key"] in {r.key for r in rows}])
-    tuning.end(failed)
+    if not tuning.wrote_table(options, write_table):
+        jobs = tuning.processes(options, share=0.85, most=14)
+        tuning.run("bench.tune_projections", options, grid(), measure, describe, jobs, 20.0)
 
 
 if __name__ == "__main__":

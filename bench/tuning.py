@@ -1,4 +1,8 @@
-"""What the tuners share: their command line, and the loop over rows, within a time budget and resumed."""
+"""What scripts that measure rows share: command line, worker processes, resumed results, tables of devices.
+
+A script gives its rows, and a function that measures one: `run` measures them side by side in processes,
+`script` one by one in this process.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from bench import device_table
 from bench.common import Budget, Json, Progress, Results, is_fatal, one_line
-from bench.pool import Worker, run_tasks
+from bench.pool import FileLock, Worker, run_tasks
 from bench.provenance import environment
 
 DIED = "the process died"
@@ -32,6 +36,8 @@ class Row(Protocol):
 
 
 R = TypeVar("R", bound=Row)
+#: Measures a row, with the options and the lock of the device.
+MeasureRow = Callable[[Any, argparse.Namespace, FileLock], Json]
 
 
 def parser(
@@ -72,10 +78,13 @@ def wrote_table(options: argparse.Namespace, write: Callable[[Path, list[Json]],
     """
     if not options.table:
         return False
-    measured = json.loads(options.out.read_text())["rows"]
+    measured = json.loads(options.out.read_text())
     path = Path("configs/devices") / f"{options.table}.json"
-    write(path, measured)
-    print(f"{len(measured)} rows in {path}")
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        device_table.write(path, {**device_table.head(measured), "attention": []})
+    write(path, measured["rows"])
+    print(f"{len(measured['rows'])} rows in {path}")
     return True
 
 
@@ -160,34 +169,66 @@ def measure(
     return results, failed
 
 
-def one_by_one(
+def each(task: tuple[MeasureRow, Any, argparse.Namespace], lock: Path) -> tuple[Json, bool]:
+    """A worker: measure one row. `measure_s` is what is not compiling, where a row does not say it."""
+    measure_row, row, options = task
+    started = time.monotonic()
+    try:
+        found = measure_row(row, options, FileLock(lock))
+    except Exception as error:
+        return {"failed": one_line(error, 300)}, not is_fatal(error)
+    seconds = time.monotonic() - started - found.get("compile_s", 0.0)
+    return {"measure_s": round(seconds, 2), **found}, True
+
+
+def run(
     module: str,
     options: argparse.Namespace,
     rows: Sequence[R],
-    measure_row: Callable[[R], Json],
+    measure_row: MeasureRow,
     describe: Callable[[Json], str],
+    jobs: int = 1,
+    seconds: float = 5.0,
     header: Json | None = None,
 ) -> None:
-    """Measure rows in this process, and leave with exit status 1 where some failed.
+    """Measure each row by itself, and leave with exit status 1 where some failed.
 
     Args:
-        module, options, describe, header: as in `measure`.
+        module, options, describe, jobs, seconds, header: as in `measure`.
         rows: of the grid, all of them.
-        measure_row: the result of a row.
+        measure_row: of a row, the options and the lock of the device, its result. With several processes it
+            is a function that a module has by name.
     """
-
-    def work(row: R, lock: Path) -> tuple[Json, bool]:
-        started = time.monotonic()
-        try:
-            found = measure_row(row)
-        except Exception as error:
-            return {"failed": one_line(error)}, not is_fatal(error)
-        seconds = time.monotonic() - started - found.get("compile_s", 0.0)
-        return {**found, "measure_s": round(seconds, 2)}, True
-
     groups = [[row] for row in select(rows, options)]
-    _, failed = measure(module, options, groups, work, itemgetter(0), describe, 1, 5.0, header)
+    jobs = min(jobs, len(groups) or 1)
+    _, failed = measure(
+        module, options, groups, each, lambda group: (measure_row, group[0], options), describe, jobs,
+        seconds, header,
+    )  # fmt: skip
     end(failed)
+
+
+def script(
+    module: str,
+    doc: str | None,
+    grid: Callable[[bool], Sequence[R]],
+    measure_row: Callable[[R, str, bool], Json],
+    describe: Callable[[Json], str],
+    table: Callable[[Path, list[Json]], None] | None = None,
+) -> None:
+    """The command line of a script that measures one row after the other.
+
+    Args:
+        module, doc: as in `parser`.
+        grid: the rows; quick ones where it is given True.
+        measure_row: of a row, the device, and whether it is quick, the result.
+        describe: a result in a few words.
+        table: writes rows into the table of a device.
+    """
+    options = parser(module, doc, parallel=False, table=table is not None).parse_args()
+    if table is None or not wrote_table(options, table):
+        rows, device, quick = grid(options.quick), options.device, options.quick
+        run(module, options, rows, lambda row, *_: measure_row(row, device, quick), describe)
 
 
 def _rows(answer: Any, group: Sequence[Any]) -> list[Json]:

@@ -292,17 +292,15 @@ def main() -> None:
     # The interpreter has no bfloat16.
     dtype = "bfloat16" if options.device == "cuda" else "float32"
     peak = {} if options.list else peak_rates(options.device, [dtype])
-    tuning.one_by_one(
-        "bench.whole_mlp",
-        options,
-        grid(options.quick),
-        lambda row: measure(row, options.device, dtype, peak, options.quick),
+    tuning.run(
+        "bench.whole_mlp", options, grid(options.quick),
+        lambda row, *_: measure(row, options.device, dtype, peak, options.quick),
         lambda found: (
             f"{found.get('device_us') or found['times_us']}, "
             f"wrong {found['wrong']}, skipped {found['skipped']}"
         ),
         header={"peak": peak},
-    )
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

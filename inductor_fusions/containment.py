@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._inductor import computing_fakes, copied_graph, fake_mode_of, suppress_guards
+from ._inductor import computing_fakes, copied_graph, fake_mode_of, suppress_guards, value_of
 from .fusion import Fusion
+from .writes import nodes_in
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -84,22 +85,21 @@ class Copy:
                 before = self.known.get(node)
                 if before == node.args or node.op not in ("call_function", "call_method", "output"):
                     continue
-                for old, new in zip(_nodes(before), _nodes(node.args), strict=False):
+                for old, new in zip(nodes_in(before), nodes_in(node.args), strict=False):
                     # A smaller value may broadcast, so that what is computed from it looks right.
                     if None not in (_shape(old), _shape(new)) and _shape(old) != _shape(new):
                         return f"{new.name} has the shape {_shape(new)}, and {old.name} had {_shape(old)}"
                 if node.op == "output":
                     continue
-                key = "example_value" if "example_value" in node.meta or "val" not in node.meta else "val"
                 try:
                     value = _compute(node)
                 except _Unknown:
                     continue
                 except Exception as error:
                     return f"{node.name} raises {type(error).__name__}: {' '.join(str(error).split())}"
-                said = node.meta.get(key)
+                said = value_of(node)
                 if said is None:
-                    node.meta[key] = value
+                    node.meta["example_value"] = value
                 elif _kind(said) != _kind(value):
                     return f"{node.name} is {_kind(value)}, and was {_kind(said)}"
         return ""
@@ -139,14 +139,8 @@ def _compute(node: fx.Node) -> Any:
         return node.target(*args, **kwargs)
 
 
-def _nodes(arguments: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(arguments, found.append)
-    return found
-
-
 def _shape(node: fx.Node) -> list[Any] | None:
-    value = node.meta.get("example_value", node.meta.get("val"))
+    value = value_of(node)
     return list(value.shape) if isinstance(value, torch.Tensor) else None
 
 
@@ -155,7 +149,7 @@ def _outputs(graph: fx.Graph) -> Any:
     node = next((node for node in graph.nodes if node.op == "output"), None)
     if node is None:
         return None
-    return fx.node.map_arg(node.args, lambda n: _kind(n.meta.get("example_value", n.meta.get("val"))))
+    return fx.node.map_arg(node.args, lambda n: _kind(value_of(n)))
 
 
 def _kind(value: Any) -> Any:

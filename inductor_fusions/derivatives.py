@@ -8,15 +8,14 @@ it, and by the caller's backward through what these gave.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import fx
 
-from ._inductor import is_batched, records_gradients
+from ._inductor import is_batched, records_gradients, value_of
 from .fusion import Rejected
-from .modes import Modes, called
+from .modes import Modes, name_of
 from .reasons import Reason
-from .writes import storage, written
+from .writes import nodes_in, storage, written
 
 #: Calls that take a gradient of their first argument.
 _GRADIENTS = frozenset({"_autograd_grad", "grad"})
@@ -45,7 +44,7 @@ def check_operation(nodes: Iterable[fx.Node], known: Derivatives | None = None) 
 
 def takes_gradient(node: fx.Node) -> bool:
     """Whether a node takes gradients of other nodes."""
-    return node.op == "call_function" and called(node) in _GRADIENTS
+    return node.op == "call_function" and name_of(node) in _GRADIENTS
 
 
 class Derivatives:
@@ -96,7 +95,7 @@ class Derivatives:
 def _beyond_a_gradient(node: fx.Node) -> str:
     """What a node that takes a gradient asks beside it, of what it is taken of."""
     several = node.kwargs.get("is_grads_batched") or node.args[_BATCHED : _BATCHED + 1] == (True,)
-    results = _value(node)
+    results = value_of(node)
     if several or any(map(is_batched, results if isinstance(results, (tuple, list)) else (results,))):
         return "several gradients of it are taken at once, which the fused operation has no rule for"
     if _is_differentiated(node):
@@ -112,11 +111,11 @@ def _is_differentiated(gradient: fx.Node) -> bool:
         for user in node.users:
             if user in seen:
                 continue
-            if takes_gradient(user) and node in _nodes(user.args[0] if user.args else user.kwargs):
+            if takes_gradient(user) and node in nodes_in(user.args[0] if user.args else user.kwargs):
                 return True
             if user.op == "output":
                 return True
-            if records_gradients(_value(user)):
+            if records_gradients(value_of(user)):
                 if written(user):
                     return True  # what reads the memory later on is no user
                 seen.add(user)
@@ -126,7 +125,7 @@ def _is_differentiated(gradient: fx.Node) -> bool:
 
 def _sources(before: list[fx.Node], gradient: fx.Node) -> set[fx.Node]:
     """The nodes in front of a gradient that what it is taken of is made of, through memory as well."""
-    found = set(_nodes(gradient.args[0] if gradient.args else gradient.kwargs))
+    found = set(nodes_in(gradient.args[0] if gradient.args else gradient.kwargs))
     memory = {storage(node) for node in found}
     for node in reversed(before):
         if node not in found:
@@ -136,14 +135,4 @@ def _sources(before: list[fx.Node], gradient: fx.Node) -> set[fx.Node]:
             found.add(node)
         found.update(node.all_input_nodes)
         memory.update(held for each in node.all_input_nodes if (held := storage(each)) is not None)
-    return found
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))
-
-
-def _nodes(argument: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(argument, found.append)
     return found

@@ -94,6 +94,28 @@ class Candidate(ABC):
         return {}
 
 
+class Reported(Candidate):
+    """What is never fused, and stands in the report with its reason.
+
+    Args:
+        anchor: the node.
+        why: the reason.
+        details: as `describe` gives them.
+    """
+
+    def __init__(self, anchor: fx.Node, why: Rejected, details: dict[str, str] | None = None) -> None:
+        self.anchor, self.why, self.details = anchor, why, details or {}
+
+    def describe(self) -> dict[str, str]:
+        return self.details
+
+    def guard(self) -> None:
+        raise self.why
+
+    def rewrite(self) -> str:
+        raise AssertionError("it is never fused")
+
+
 class Scope:
     """What a fusion knows of one graph while its candidates are tried.
 

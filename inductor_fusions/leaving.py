@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from . import _inductor
-from ._inductor import fake_mode_of, hint, known_true, suppress_guards
+from ._inductor import fake_mode_of, hint, known_true, suppress_guards, value_of
 from .graph.builder import Builder
 from .graph.facts import change
 from .operands import tensor
@@ -365,7 +365,7 @@ def _settles(product: fx.Node, reached: list[fx.Node]) -> bool:
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
     """The tensors that a node gives."""
-    value = node.meta.get("example_value", node.meta.get("val"))
+    value = value_of(node)
     many = value if isinstance(value, (tuple, list)) else [value]
     return [each for each in many if isinstance(each, torch.Tensor)]
 

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from . import inplace
+from ._inductor import value_of
 from .writes import is_opaque, may_update_statistics, name_of, written
 
 #: Functions of Python that compute a value, and have no operation of their name.
@@ -53,7 +54,7 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _makes_tensors(node: fx.Node) -> bool:
-    value = node.meta.get("example_value", node.meta.get("val"))
+    value = value_of(node)
     parts = value if isinstance(value, (tuple, list)) and value else (value,)
     return all(isinstance(part, torch.Tensor) for part in parts)
 

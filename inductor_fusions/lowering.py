@@ -1,12 +1,13 @@
-"""What a lowering does where its kernel cannot be had."""
+"""How operations with a kernel are lowered, and what is done where the kernel cannot be had."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from . import config
+from . import _inductor, config
 from .fusion import Rejected
 
 log = logging.getLogger(__name__)
@@ -36,3 +37,23 @@ def kernel_or(name: str, kernel: Callable[[], T | None], instead: Callable[[], T
         log.warning("the kernel of %s raised %r; it is computed without it", name, error)
         log.info("traceback", exc_info=True)
     return instead()
+
+
+def lower_by(
+    operation: Any, name: str, kernel: Callable[..., Any], instead: Callable[..., Any] | None = None
+) -> None:
+    """Tell Inductor how to lower an operation of ours, now or as soon as it is imported.
+
+    Args:
+        operation: the operation.
+        name: of it, for the log.
+        kernel: takes its arguments, with Inductor's values for tensors, as those of `kernel_or` do.
+        instead: takes the same; None: the operation is called as it is.
+    """
+
+    def lower(*given: Any) -> Any:
+        arguments = [list(each) if isinstance(each, (list, tuple)) else each for each in given]
+        other = instead or functools.partial(_inductor.call_eagerly, operation)
+        return kernel_or(name, lambda: kernel(*arguments), lambda: other(*arguments))
+
+    _inductor.register_lowering_when_loaded(operation, lower)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from . import _inductor
-from .fusion import Anchor, Candidate, Fusion, Group, Rejected, Replacement, Scope
+from .fusion import Anchor, Candidate, Fusion, Group, Rejected, Replacement, Reported, Scope
 from .graph.facts import forget
 from .operands import text
 from .reasons import Reason
@@ -100,7 +100,7 @@ class _Matcher:
             told = [(_inductor.difference(p, each.node), p) for p in self.searched.values()]
             (problem, agreed), pattern = max(told, key=lambda one: one[0][1])
             if problem and (asked or agreed >= max(2, _inductor.pattern_size(pattern) // 2)):
-                yield Missed(each.node, problem)
+                yield Reported(each.node, Rejected(Reason.NEAR_MISS(problem)))
 
 
 def _around(declared: Anchor, scope: Scope, found: Iterable[_inductor.Found]) -> Iterator[Candidate]:
@@ -179,16 +179,3 @@ def _kind(node: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return str(value)
     return f"{text(value)} on {value.device}"
-
-
-class Missed(Candidate):
-    """What is nearly what a search function matches."""
-
-    def __init__(self, anchor: fx.Node, problem: str) -> None:
-        self.anchor, self.problem = anchor, problem
-
-    def guard(self) -> None:
-        raise Rejected(Reason.NEAR_MISS(self.problem))
-
-    def rewrite(self) -> str:
-        raise AssertionError("is never fused")

@@ -80,7 +80,7 @@ class State:
 
     def within(self, *names: str) -> bool:
         """Whether one of these `TRANSFORMS` is open."""
-        return any(called(node) in names for node in self.transforms)
+        return any(name_of(node) in names for node in self.transforms)
 
 
 _WORDS = {
@@ -94,7 +94,7 @@ _WORDS = {
 }
 
 
-def called(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
     """The name of what a node calls, without that of an overload."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return name.partition(".")[0]
@@ -160,7 +160,7 @@ class Modes:
         state = ambient() if start is None else start
         casts = {device: _ambient_autocast(device) for device in _DEVICES} | dict(state.autocast)
         for node in graph.nodes:
-            if called(node) == "_enter_autocast":
+            if name_of(node) == "_enter_autocast":
                 casts.setdefault(_device_of(node), _ambient_autocast(_device_of(node)))
         state = replace(state, autocast=tuple(sorted(casts.items(), key=lambda item: item[0])))
         self._states: dict[fx.Node, State] = {}
@@ -178,7 +178,7 @@ class Modes:
 
 def _after(node: fx.Node, state: State, before: dict[fx.Node, State]) -> State:
     """What holds behind a call, which may enter or leave something; `before` remembers what was left."""
-    name = called(node)
+    name = name_of(node)
     if name == "_enter_autocast":
         before[node] = state
         given: tuple[Any, ...] = node.args
@@ -224,7 +224,7 @@ def _entered(leaves: fx.Node, before: dict[fx.Node, State], now: State) -> State
 def _left(transforms: tuple[fx.Node, ...], name: str) -> tuple[fx.Node, ...]:
     """Without the innermost one that a call of this name leaves."""
     for at in reversed(range(len(transforms))):
-        if TRANSFORMS[called(transforms[at])] == name:
+        if TRANSFORMS[name_of(transforms[at])] == name:
             return (*transforms[:at], *transforms[at + 1 :])
     return transforms
 

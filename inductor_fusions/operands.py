@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._inductor import is_batched, is_wrapper, range_of
+from ._inductor import is_batched, is_wrapper, range_of, value_of
 from .decisions import Span
 from .fusion import LeftToStock, Rejected
 from .reasons import Reason
@@ -32,7 +32,7 @@ def holds(dtype: torch.dtype, *others: torch.dtype) -> bool:
 
 def tensor(node: Any) -> torch.Tensor | None:
     """The fake value of a node, in a graph of Dynamo's or of aten operations, where it is a tensor."""
-    found = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
+    found = value_of(node) if isinstance(node, fx.Node) else None
     return found if isinstance(found, torch.Tensor) else None
 
 

@@ -186,6 +186,7 @@ def code_digest(fusions: tuple[Fusion, ...]) -> str | None:
 
 
 @held()
+@decisions.once()
 def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
     """Apply one fusion to every candidate in `graph` and return their sites.
 

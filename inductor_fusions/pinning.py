@@ -22,7 +22,9 @@ from torch import fx
 
 from . import _inductor, reporting
 from ._inductor import hint
+from .graph import products
 from .graph.builder import Builder
+from .graph.products import tensor
 
 aten = torch.ops.aten
 
@@ -61,11 +63,11 @@ def pin(graph: fx.Graph) -> int:
         if call.target is _inductor.flex_attention_op():
             settle_query(call, settled)
         for position in positions.get(call.target, ()):
-            q, k = (_value(node) for node in call.args[:2])
+            q, k = (products.value(node) for node in call.args[:2])
             scores = hint(q.shape[0] * q.shape[1]) * hint(q.shape[2]) * hint(k.shape[2])
             least = math.inf if q.device.type in _READS_BUFFERS else scores / REUSE
             for captured in call.args[position] if len(call.args) > position else ():
-                if isinstance(captured, fx.Node) and _value(captured) is not None:
+                if isinstance(captured, fx.Node) and tensor(captured) is not None:
                     _settle(graph, call, captured, least, settled)
     return len(settled)
 
@@ -83,7 +85,7 @@ def query_of(call: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         if _is_settled(node):
             return None
         user, node = node, node.args[0]
-    if not isinstance(node, fx.Node) or node.op != "call_function" or _value(node) is None:
+    if not isinstance(node, fx.Node) or node.op != "call_function" or tensor(node) is None:
         return None
     return node, user
 
@@ -123,7 +125,7 @@ def _settle(
             continue  # an input, or a value that is made of nothing, such as an arange
         viewed = _is_view(node) and not (least == math.inf and _may_copy(node))
         if not viewed and (
-            not _is_inlined(node) or len(node.users) > 1 or hint(_value(node).numel()) <= least
+            not _is_inlined(node) or len(node.users) > 1 or hint(products.value(node).numel()) <= least
         ):
             settled[node] = _as_strided(node)
             user.replace_input_with(node, settled[node])
@@ -132,13 +134,8 @@ def _settle(
             waiting += [(node, each) for each in _tensors(node)]
 
 
-def _value(node: Any) -> Any:
-    found = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return found if isinstance(found, torch.Tensor) else None
-
-
 def _tensors(node: fx.Node) -> list[fx.Node]:
-    return [each for each in node.all_input_nodes if _value(each) is not None]
+    return [each for each in node.all_input_nodes if tensor(each) is not None]
 
 
 def _is_settled(node: fx.Node) -> bool:
@@ -154,7 +151,7 @@ def _is_view(node: fx.Node) -> bool:
 
 def _may_copy(view: fx.Node) -> bool:
     """Whether a view is no view of the buffer for Inductor, which copies what it is then."""
-    source = _value(view.args[0])
+    source = tensor(view.args[0])
     return view.target in _RESHAPES and source is not None and not _inductor.is_dense(source)
 
 
@@ -164,10 +161,10 @@ def _is_inlined(node: fx.Node) -> bool:
 
 def _as_strided(node: fx.Node) -> fx.Node:
     """The same value, which has to be in memory with the strides that it has."""
-    build, source, value = Builder(node.next, node), node, _value(node)
+    build, source, value = Builder(node.next, node), node, products.value(node)
     if not _inductor.is_dense(value):
         source = build.call(aten.clone.default, node, memory_format=torch.contiguous_format)
-        value = _value(source)
+        value = products.value(source)
 
     def number(size: Any, target: Any, dim: int) -> Any:
         return size if isinstance(size, int) else build.given(size, target, source, dim)

@@ -28,7 +28,7 @@ SINGLE_ROWS = 4
 
 
 def padded(rank: int) -> int:
-    """Columns of a tile that holds `rank` columns."""
+    """The side of a tile that holds `rank` rows or columns: a power of two, enough for a matrix product."""
     return max(NARROWEST, 1 << (rank - 1).bit_length())
 
 

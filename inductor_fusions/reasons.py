@@ -1,7 +1,7 @@
-"""The closed list of reasons: why a site is not fused, what that means, and what one can do.
+"""The closed list of reasons why a site is not fused: a code, its meaning, and what the user can do.
 
-A guard says a reason in words, by calling a member: `Rejected(Reason.DTYPE("a result of dtype float64"))`.
-What it gives is the text, which carries the reason; so it can be handed on as any other text.
+A guard calls a member with its message: `Rejected(Reason.DTYPE("a result of dtype float64"))`. The call
+returns the message as a str that also carries the reason.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from enum import Enum
 
 
 class Said(str):
-    """A reason in the words of one site.
+    """The message of one site, with its reason.
 
     Attributes:
-        reason: which one it is.
+        reason: the member of `Reason`.
     """
 
     reason: Reason
@@ -23,198 +23,214 @@ class Reason(Enum):
     """Why a site is not fused.
 
     Attributes:
-        code: its name in reports: lower case, with hyphens.
-        meaning: what is the case.
-        remedy: what one can do.
+        code: the name in reports: lower case, with hyphens.
+        meaning: what the code means.
+        remedy: what the user can do.
     """
 
     # -- every fusion
     DEVICE = (
-        "There is no kernel for the device, or none that would be faster there.",
-        "Nothing on a CPU: its libraries are as fast. On CUDA, a device of compute capability 8.0 or later.",
+        "No kernel exists for this device, or none that is expected to be faster there.",
+        "CPU: nothing, the library's matrix products are as fast. CUDA: a GPU of compute capability "
+        "8.0 or later.",
     )
     DTYPE = (
-        "There is no kernel for the dtype of an operand or of the result.",
-        "bfloat16 or float16; where the kernels take it, float32.",
+        "No kernel supports the dtype of an operand or of the result.",
+        "Use bfloat16 or float16, or float32 where the message says that it is supported.",
     )
     MIXED_DTYPES = (
-        "Operands have dtypes that no kernel takes together, or autocast would round them.",
-        "Give them one dtype. Adapters may be float32 where the base is bfloat16.",
+        "The operands have different dtypes or devices that no kernel combines, or autocast would cast them.",
+        "Cast the operands to one dtype. Float32 adapters on a bfloat16 base are supported.",
     )
     TF32 = (
-        "float32 is multiplied exactly, which the library does as fast.",
-        '`torch.set_float32_matmul_precision("high")`, if TF32 is exact enough.',
+        "The operands are float32 and TF32 is off. No kernel is faster than the library in full float32.",
+        'Call `torch.set_float32_matmul_precision("high")` if TF32 is precise enough.',
     )
     LAYOUT = (
-        "A matrix lies in memory in a way that no kernel reads or writes: strides, alignment, or order.",
-        "Sizes that are multiples of 16 bytes; `contiguous()` where a view is strided in both directions.",
+        "No kernel reads or writes a matrix with these strides, or with this alignment.",
+        "Pad rows and columns to multiples of 16 bytes. Call `contiguous()` on a matrix that has no "
+        "dim of stride 1.",
     )
     SHAPES = (
-        "Shapes do not fit each other, or something is broadcast where the kernel has one value for each.",
-        "Give the operands the shape of the result.",
+        "The shapes do not match, or an operand is broadcast where the kernel needs an element for "
+        "each result.",
+        "Expand the operands to the shape of the result.",
     )
     SYMBOLIC = (
-        "A size is symbolic, and no decision is right for all that it may be.",
-        "Compile with `dynamic=False`, or mark the other dims as dynamic alone.",
+        "A size is symbolic, and fusing is not known to be right or profitable for all its values.",
+        "Compile with `dynamic=False`, or mark fewer dims as dynamic.",
     )
     EMPTY = (
-        "An operand is empty, or may be.",
-        "`torch._check(n > 0)` in front of it where the size is symbolic.",
+        "An operand has, or may have, a dim of size 0.",
+        "If the size is symbolic, call `torch._check(n > 0)` before the operation.",
     )
     LIMIT = (
-        "There are more of them, or they are larger, than one kernel takes.",
-        "Nothing in general: fewer adapters in one sum, lower ranks, fewer features.",
+        "The site exceeds a limit of the kernel: too many products, too high a rank, or too many features.",
+        "Use fewer adapters in one sum, lower ranks or fewer features, if the model allows it.",
     )
     NOT_A_TENSOR = (
-        "An argument that has to be a tensor, a number or a mask is something else.",
-        "Give the operation a tensor where it takes one, and a number where it takes a number.",
+        "An argument is not of a supported kind: a tensor, a number, or a boolean mask.",
+        "Pass a tensor where the operation expects one, and a constant where it expects a number.",
     )
     USED_ELSEWHERE = (
-        "A value that the kernel would not write is read by something else as well.",
-        "Let the named operation alone read it. In training, a backward may be what reads it.",
+        "Another operation also reads an intermediate value that the fused kernel does not write to memory.",
+        "Remove the other reader. In training it may be the backward.",
     )
     OVERWRITTEN = (
-        "Memory that is read, or that is kept for the backward, is written to.",
-        "Write out of place, or before the first of the operations.",
+        "An in-place write changes memory that the fused operation reads, or that it saves for the backward.",
+        "Write out of place, or write before the first operation of the site.",
     )
     MODE = (
-        "Gradients or autocast are switched on or off between the operations.",
-        "Enter and leave the mode around all of them.",
+        "Grad mode or autocast changes between the operations of the site.",
+        "Put all of the operations inside the same context manager.",
     )
     TRANSFORM = (
-        "A transform of torch.func, or a derivative beyond the first, which the fused operation has not.",
-        "Compile what the transform is applied to by itself, or leave this graph to stock.",
+        "The site is inside a transform of torch.func or a higher-order derivative that the fused "
+        "operation does not support.",
+        "Compile the inner function on its own, or leave this graph to stock.",
     )
     SUBCLASS = (
-        "An operand is a tensor around tensors, such as a DTensor.",
-        "Let the function see local tensors, as ColwiseParallel gives them by default.",
+        "An operand is a wrapper subclass of Tensor, such as a DTensor.",
+        "Pass local tensors, as `ColwiseParallel` does by default.",
     )
     ORDER = (
-        "One operation cannot stand for several: a result is needed before all operands are there.",
-        "Compute the linears on one input next to each other.",
+        "The operations cannot be moved together: one result is needed before all operands are computed.",
+        "Compute the linears that share an input directly after one another.",
     )
     MEMORY = (
-        "The results together would need more memory at the peak than one after the other.",
-        "Nothing: it is what keeps the peak where it is.",
+        "Fusing would raise peak memory, because more tensors would be live at the same time.",
+        "Nothing, or what the hint says.",
     )
     ROUNDED = (
-        "A value is rounded on its way to less than its operands and the result have.",
-        "Cast in front of the first operation, or behind the last.",
+        "An intermediate value is rounded to a dtype of lower precision than operands and result.",
+        "Cast before the first operation of the site, or after the last.",
     )
     RANGE = (
-        "A number is too large, too low or not finite for the kernel to give what eager gives.",
-        "Scale operands, or mask with the lowest number of the dtype.",
+        "A constant is zero, infinite, or too large or too small for the kernel to reproduce eager's result.",
+        "Mask with `torch.finfo(dtype).min` or `-inf`; keep scales finite and nonzero.",
     )
     NOT_MEASURED = (
-        "Nothing is measured for this device, or near this shape.",
-        "`python -m inductor_fusions tune run SCRIPT` measures it, as `INDUCTOR_FUSIONS_MEASURE=1` does; "
-        "`INDUCTOR_FUSIONS_POLICY=always` fuses what is proved.",
+        "No measurement covers this device, or no measured shape is close to this one.",
+        "Measure it: `python -m inductor_fusions tune run SCRIPT`, or `INDUCTOR_FUSIONS_MEASURE=1` "
+        "during the compile. `INDUCTOR_FUSIONS_POLICY=always` fuses without measurements.",
     )
     NOT_FASTER = (
-        "Stock's kernels are as fast, or faster, as measured or estimated.",
-        "Nothing. `INDUCTOR_FUSIONS_POLICY=always` fuses it all the same, to compare.",
+        "Stock is measured or estimated to be at least as fast here.",
+        "Nothing. `INDUCTOR_FUSIONS_POLICY=always` fuses anyway, for a comparison.",
     )
     EAGER_BITS = (
-        "The bits of eager are asked for, and a fused kernel rounds otherwise.",
-        "Leave `torch._inductor.config.numerics` as it is by default.",
+        "`torch._inductor.config.numerics` asks for eager's results bit for bit; a fused kernel "
+        "rounds differently.",
+        "Reset `torch._inductor.config.numerics` to its default.",
     )
     LEFT_OUT = (
-        "Those who look for a wrong site have asked for fewer.",
-        "Unset `INDUCTOR_FUSIONS_MAX`; end torch's bisector.",
+        "A search for a wrong site limits how many sites are fused.",
+        "Unset `INDUCTOR_FUSIONS_MAX`, or end torch's compiler bisector.",
     )
     RAISED = (
-        "The fusion, or the compile with it, raised an error. The site runs unfused.",
-        "Report it: the log has the error, and `INDUCTOR_FUSIONS_STRICT=1` raises it.",
+        "The fusion, or the compile with it, raised an exception. The site runs unfused.",
+        "Report it. The log has the exception; `INDUCTOR_FUSIONS_STRICT=1` raises it.",
     )
     NEAR_MISS = (
-        "It is nearly what a fusion by two functions looks for, and differs where the text says.",
-        "Write it as the function does.",
+        "The graph almost matches a search function; the message says where it differs.",
+        "Write the model as the search function does.",
     )
     OTHER = (
-        "A fusion of another package gave the reason, in words alone.",
-        "See what that package says.",
+        "A fusion of another package rejected the site, with a message but no code.",
+        "See the documentation of that package.",
     )
     # -- attention
     NO_PRODUCT = (
-        "No product of queries and keys is found above the softmax, or none with values below.",
-        "Nothing, if it is no attention. Else let scores be one product, and weights be multiplied by v.",
+        "The softmax does not follow a matrix product of queries and keys, or no product with values "
+        "follows it.",
+        "Nothing, if this is not attention. Otherwise compute the scores as one matrix product, and "
+        "multiply the weights by v with another.",
     )
     IN_BETWEEN = (
-        "An operation stands between the two products that no kernel has.",
-        "Move it in front of the products or behind them.",
+        "An operation between the two products of the attention is not supported by any kernel.",
+        "Move the operation before the first product or after the second.",
     )
     MASK = (
-        "What masks the scores, or is added to them, is not proved to be what a kernel takes.",
-        "A boolean mask with `masked_fill(~mask, -inf)`, once, in front of the softmax.",
+        "A mask or a bias of the scores is not proved to be one that a kernel supports.",
+        "Apply one boolean mask with `masked_fill(~mask, -inf)` directly before the softmax.",
     )
     SCALE = (
-        "The scores are scaled in a way that no kernel takes: by a tensor of them, or behind a mask.",
-        "Scale the queries, by a number or a tensor.",
+        "The scores are scaled in an unsupported way: only in part, with rounding, or by a tensor "
+        "after a mask or a bias.",
+        "Scale the queries instead, by a number or by a tensor.",
     )
     SINK = (
-        "A column beside the scores is used otherwise than an attention sink.",
-        "One column, concatenated in front of the softmax and dropped behind it.",
+        "A column is concatenated to the scores, but not in the form of an attention sink.",
+        "Concatenate one column directly before the softmax, and drop it directly after.",
     )
     WEIGHTS = (
-        "The attention weights themselves are used, which no fused kernel writes.",
-        "Do not ask for them where they are not needed.",
+        "The attention weights are returned or read again, and a fused kernel never writes them to memory.",
+        "Do not request the weights where they are not needed: `output_attentions=False`, "
+        "`need_weights=False`.",
     )
     DROPOUT = (
-        "Dropout is where no kernel has it, or with a probability that is none.",
-        "One dropout of the weights, between the softmax and v.",
+        "Dropout is applied to the scores, is applied twice, or has the probability 1.",
+        "Apply one dropout with p < 1 to the weights, between the softmax and the product with v.",
     )
     RANDOM = (
-        "Random numbers are asked for as eager draws them, which a kernel does otherwise.",
-        "Leave `torch._inductor.config.fallback_random` off.",
+        "`torch._inductor.config.fallback_random` asks for eager's random numbers; a fused dropout "
+        "draws others.",
+        "Set `torch._inductor.config.fallback_random = False`, its default.",
     )
     EMPTY_ROWS = (
-        "A query may see no key, and what eager gives for it is asked for.",
-        "`INDUCTOR_FUSIONS_EMPTY_ROWS=keep`; or a mask that leaves each query a key.",
+        "A row may be fully masked (its query sees no key), and the fused kernel may not return "
+        "eager's values for it.",
+        "Use `INDUCTOR_FUSIONS_EMPTY_ROWS=keep`, the default, or a boolean mask that leaves at least one key "
+        "to each query.",
     )
     NO_KERNEL = (
-        "No fused kernel takes this attention, by its dtype, head dim, strides or mask.",
-        "The text says which. Head dims of 256 at most, as multiples of 8; a bias of the dtype of q.",
+        "This is attention, but no fused kernel supports its dtype, head dim, strides or mask.",
+        "See the message. Supported are head dims up to 256 that are multiples of 8, and a bias of "
+        "the dtype of q.",
     )
     CHOSEN = (
-        "It is a call of SDPA or flex attention already, and nothing is proved that would make it faster.",
-        "Nothing. A mask that is made in the compiled function may go away by proof.",
+        "The model already calls SDPA or flex attention, and no rewrite of the call is proved to be faster.",
+        "Nothing. A mask that is built inside the compiled function can be simplified.",
     )
     # -- linears, adapters, interactions
     NO_BASE = (
-        "Nothing is added to two products in a row that look like an adapter, or not to their result.",
-        "Nothing, if it is no adapter. Else add `scale * (x @ A) @ B` to the linear.",
+        "Two products look like an adapter, but their result is not added to a linear in this graph.",
+        "Nothing, if this is not an adapter. Otherwise compute `linear(x) + scale * (x @ A) @ B` in "
+        "one graph.",
     )
     NO_MATRIX = (
-        "What the adapter is added to is no matrix product: an embedding or a convolution.",
-        "Nothing: it is left to stock.",
+        "The adapter belongs to an embedding or a convolution. Only adapters of linears are fused.",
+        "Nothing. Stock compiles this layer.",
     )
     BEHIND_ADAPTER = (
-        "The result of an adapter passes something else before it is added.",
-        "Multiply what is added to as well, or the narrow result between A and B.",
+        "The adapter's result is masked or scaled by a tensor before it is added to the base, as in DoRA.",
+        "Apply the factor to the whole sum, or to the low-rank result between A and B.",
     )
     TERMS = (
-        "The sum has terms beside products and adapters that the kernel does not take.",
-        "One term beside them, of the shape of the result and without a factor.",
+        "The sum has an unsupported term or factor beside the base and the adapters.",
+        "Add at most one other term. It needs the shape of the result and no scale factor.",
     )
     INPUTS = (
-        "The gate and what it multiplies are linears of different inputs.",
-        "Nothing: they share nothing to read.",
+        "The gate and the up projection are linears of different inputs, so one kernel saves no reads.",
+        "Nothing.",
     )
     ACTIVATION = (
-        "The gate, or what it multiplies, passes a function that no kernel has.",
-        "silu, gelu, relu or sigmoid of the gate, and nothing else: no clamps.",
+        "The gate, or the linear that it multiplies, passes through a function that no kernel supports.",
+        "Use silu, gelu, relu or sigmoid on the gate and nothing else, not even a clamp.",
     )
     PAIRS = (
-        "Which pairs of the features are read is not what the kernel takes.",
-        "`z[:, i, j]` with vectors of indices i and j.",
+        "The pairwise dot products are not selected by index vectors.",
+        "Select them as `z[:, i, j]`, with vectors of indices i and j.",
     )
     LOSS = (
-        "The logits of a loss are not a linear's, or the loss is none that the operation computes.",
-        "`F.cross_entropy(F.linear(h, w).view(-1, V), labels.view(-1))`, with the linear in the same graph.",
+        "The logits are not computed by a linear in this graph, or this form of the loss is not supported.",
+        "Use `F.cross_entropy(F.linear(h, w).view(-1, V), labels.view(-1))`, with the linear in the "
+        "same graph.",
     )
     GATHERED = (
-        "An index is read too often, for its size, to be written to memory first.",
-        "Nothing: it is computed where it is read.",
+        "The index tensor is too small for the number of elements gathered by it: writing it to "
+        "memory would not pay.",
+        "Nothing. Stock computes the index where it is used.",
     )
 
     def __init__(self, meaning: str, remedy: str) -> None:
@@ -231,27 +247,28 @@ class Reason(Enum):
 
 
 def like(other: str, text: str) -> str:
-    """Other words for the reason that a text carries."""
+    """Another message with the reason of `other`, if it has one."""
     return other.reason(text) if isinstance(other, Said) else text
 
 
 def code_of(text: str) -> str:
-    """The code of a reason in words; that of `OTHER` where it says none."""
+    """The code of a message; that of `OTHER` if the message carries no reason."""
     return (text.reason if isinstance(text, Said) else Reason.OTHER).code
 
 
 def page() -> str:
     """docs/reasons.md."""
     rows = "\n".join(f"| `{each.code}` | {each.meaning} | {each.remedy} |" for each in Reason)
-    return f"{_HEAD}\n| code | what is the case | what one can do |\n|---|---|---|\n{rows}\n"
+    return f"{_HEAD}\n| code | meaning | what you can do |\n|---|---|---|\n{rows}\n"
 
 
 _HEAD = """# Reasons
 
-A site that is not fused has a reason: a code from this list (`Site.code`, and in the JSON of reports), and a
-text with its details (`Site.reason`). The verdict says what it means for the site: "rejected" where it is not
-proved that fusing is right, "left to stock" where it would not pay, "failed" where something raised. A fused
-site has no code.
+Each site that is not fused has a code from this list (`Site.code`, also in the JSON of reports) and a message
+with the details (`Site.reason`). The verdict is `rejected` if the fusion is not proved to be correct,
+`left to stock` if it is not expected to be faster, and `failed` if it raised an exception. A fused site has
+no code.
 
-The list is that of `inductor_fusions/reasons.py`; codes may be added, and none changes its meaning.
+This page is generated from `inductor_fusions/reasons.py`. Releases may add codes; the meaning of a code never
+changes.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -112,6 +113,20 @@ def run(
         found = torch.autograd.grad(tensors, list(differentiated.values()), given, allow_unused=True)
         grads = dict(zip(differentiated, found, strict=True))
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs), grads, tuple(cotangents)
+
+
+def exact(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    train: bool,
+    cotangents: Sequence[torch.Tensor],
+) -> Outcome:
+    """Run once, eagerly and in float64; a module as a copy. Arguments as of `run`."""
+    wide = copy.deepcopy(fn).double() if isinstance(fn, nn.Module) else fn
+    wide_args, wide_kwargs = cast((args, kwargs), torch.float64)
+    with Exact():
+        return run(wide, wide, wide_args, wide_kwargs, train, [c.double() for c in cotangents])
 
 
 def _cotangent(index: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -100,6 +100,22 @@ def names() -> list[str]:
     return sorted({entry.name.removesuffix(".json") for place in _folders() for entry in _entries(place)})
 
 
+def columns_of(sizes: Any, *without: str) -> dict[str, Any]:
+    """The fields of a dataclass as columns of a row: dtypes by name, tuples as lists.
+
+    Args:
+        sizes: the dataclass.
+        without: fields that are no columns.
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return dtype_name(value)
+        return list(map(plain, value)) if isinstance(value, tuple) else value
+
+    return {name: plain(value) for name, value in vars(sizes).items() if name not in without}
+
+
 def device_name(device: torch.device) -> str:
     """Name of a device's table: "nvidia_h200", "cpu"."""
     if device.type != "cuda":

@@ -22,7 +22,7 @@ from torch import fx, nn
 
 from . import _inductor, budget, config, reporting
 from .reporting import Report, Site
-from .runs import Exact, Inputs, cast, near, run, split
+from .runs import Inputs, cast, exact, near, run, split
 from .sites import table, text
 
 __all__ = [
@@ -255,8 +255,6 @@ def check(
     if dtype is not None:
         positional, keywords = cast((positional, keywords), dtype)
         fn = copy.deepcopy(fn).to(dtype) if isinstance(fn, nn.Module) else fn
-    exact = fn if reference is None else reference
-    exact = copy.deepcopy(exact).double() if isinstance(exact, nn.Module) else exact
     options: dict[str, Any] = dict(train=train, dynamic=dynamic, policy=policy, backend=backend)
 
     def compared(args: Any, kwargs: Any) -> tuple[Capture, Capture, list[budget.Error]]:
@@ -268,10 +266,9 @@ def check(
             else:
                 stock = capture(fn, *args, **options, **kwargs)
         ours = capture(fn, *args, **options, cotangents=stock.cotangents, **kwargs)
-        wide, wide_kwargs = cast((args, kwargs), torch.float64)
-        doubled = [c.double() for c in stock.cotangents]
-        with Exact():
-            true = Capture(*run(exact, exact, wide, wide_kwargs, train, doubled)[:2], [])
+        true = budget.Values(
+            *exact(fn if reference is None else reference, args, kwargs, train, stock.cotangents)[:2]
+        )
         return ours, stock, budget.compare(ours, stock, true, factor, slack)
 
     ours, stock, errors = compared(positional, keywords)
@@ -323,11 +320,8 @@ def assert_close_to_eager(
     ours = capture(
         fn, *positional, train=train, dynamic=dynamic, policy=policy, cotangents=cotangents, **keywords
     )
-    exact = copy.deepcopy(fn).double() if isinstance(fn, nn.Module) else fn
-    wide, wide_keywords = cast((positional, keywords), torch.float64)
-    with Exact():
-        true = run(exact, exact, wide, wide_keywords, train, [c.double() for c in cotangents])
-    compared = budget.compare(ours, budget.Values(outputs, grads), budget.Values(*true[:2]), factor, slack)
+    true = budget.Values(*exact(fn, positional, keywords, train, cotangents)[:2])
+    compared = budget.compare(ours, budget.Values(outputs, grads), true, factor, slack)
     found = _site_problems(ours.sites, None, None, None) + budget.problems(compared)
     if found:
         lines = "\n".join(f"  {e.name}: compiled {e.ours:.2e}, eager {e.stock:.2e}" for e in compared)
@@ -347,7 +341,8 @@ class _AfterPasses:
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self._transform(graph)
         self.graphs.append(graph)
-        symbolic = any(isinstance(x, (torch.SymInt, torch.SymFloat)) for x in map(_value, graph.graph.nodes))
+        values = map(_inductor.value_of, graph.graph.nodes)
+        symbolic = any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in values)
         if not symbolic and not _inductor.only_traced_autograd_runs(graph.graph):
             return graph.forward
         # AOTAutograd, which traces the graph once more, knows what to do with these.
@@ -369,10 +364,6 @@ class _AfterPasses:
             item(graph.graph)
         graph.graph.lint()
         graph.recompile()
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta.get("example_value")
 
 
 # -- what is wrong ---------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +12,7 @@ from torch import nn
 
 from . import _inductor, budget, config, reporting
 from .budget import Error, Values
-from .runs import Exact, cast, own_buffers, run
+from .runs import exact, own_buffers, run
 from .sites import SCHEMA, Site, text
 
 if TYPE_CHECKING:
@@ -171,7 +170,7 @@ def verify(
     with config.patch(enabled=False):
         (outputs, grads, cotangents), _ = compiled()
     stock = Values(outputs, grads)
-    true = _exact(fn, args, kwargs, train, cotangents)
+    true = Values(*exact(fn, args, kwargs, train, cotangents)[:2])
 
     def measured(skip: str = "") -> tuple[list[Site], list[Error]]:
         with config.patch(enabled=True, policy=chosen, skip=skip):
@@ -188,17 +187,6 @@ def verify(
             others = ",".join([str(config.skip), *(other for other in fused if other != name)])
             rows.append(Row((name,), *measured(others)))
     return Verification(title, rows)
-
-
-def _exact(
-    fn: Callable[..., Any], args: Any, kwargs: Any, train: bool, cotangents: Sequence[torch.Tensor]
-) -> Values:
-    """A copy of `fn` in float64, run eagerly."""
-    exact = copy.deepcopy(fn).double() if isinstance(fn, nn.Module) else fn
-    wide, wide_keywords = cast((args, kwargs), torch.float64)
-    with Exact():
-        outputs, grads, _ = run(exact, exact, wide, wide_keywords, train, [c.double() for c in cotangents])
-    return Values(outputs, grads)
 
 
 def _refuse_random(fn: Callable[..., Any], args: Any, kwargs: Any) -> None:

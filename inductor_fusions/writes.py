@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._inductor import with_memory
+from ._inductor import value_of, with_memory
 from .fusion import Rejected
 from .modes import Modes
+from .modes import name_of as name_of
 from .operands import tensor
 from .reasons import Reason
 
@@ -63,7 +64,7 @@ def written(node: fx.Node) -> list[fx.Node]:
     if operation is not None:
         found += _written_by_schema(node, operation)
     if operation is not target:
-        found += _nodes_in(_given(node, "out"))
+        found += nodes_in(_given(node, "out"))
         if node.op == "call_function" and (is_opaque(target) or _given(node, "max_norm")):
             found += _tensors(node.all_input_nodes)
     return list(dict.fromkeys(found))
@@ -134,7 +135,7 @@ def _written_by_schema(node: fx.Node, operation: Any) -> list[fx.Node]:
         given = node.kwargs.get(argument.name, node.args[i] if i is not None and i < len(node.args) else None)
         # Overloads for lists, such as those of `sort`, are not meant where a tensor is given.
         if not (isinstance(argument.type, torch.ListType) and tensor(given) is not None):
-            found += _nodes_in(given)
+            found += nodes_in(given)
     return found
 
 
@@ -168,15 +169,9 @@ def is_opaque(function: Callable[..., Any]) -> bool:
     return module.partition(".")[0] not in _KNOWN_PACKAGES
 
 
-def name_of(node: fx.Node) -> str:
-    """The name of what is called, without that of an overload."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.partition(".")[0]
-
-
 def _first(call: fx.Node) -> list[fx.Node]:
     """The nodes in the first argument, or in all where they are given by their names."""
-    return _nodes_in(call.args[0] if call.args else call.all_input_nodes)
+    return nodes_in(call.args[0] if call.args else call.all_input_nodes)
 
 
 def _given(call: fx.Node, name: str) -> Any:
@@ -197,7 +192,8 @@ def _position(function: Any, name: str) -> int | None:
     return names.index(name) if name in names else None
 
 
-def _nodes_in(argument: Any) -> list[fx.Node]:
+def nodes_in(argument: Any) -> list[fx.Node]:
+    """The nodes in an argument of a call, nested or not."""
     found: list[fx.Node] = []
     fx.node.map_arg(argument, found.append)
     return found
@@ -207,7 +203,7 @@ def _tensors(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Those that may be tensors, or hold some: not numbers, and not the graphs of an operation."""
 
     def may_be(node: fx.Node) -> bool:
-        value = node.meta.get("example_value", node.meta.get("val"))
+        value = value_of(node)
         if value is None:
             return node.op != "get_attr" or _graph_of(node) is None
         return isinstance(value, (torch.Tensor, tuple, list, dict))

@@ -133,6 +133,29 @@ def fresh_cache() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder where the measurements of devices are looked for."""
+    from inductor_fusions import tables
+
+    (tmp_path / "devices").mkdir()
+    monkeypatch.setattr(tables, "folder", lambda: tmp_path)
+    for cached in (tables.load, tables.digest):
+        cached.cache_clear()
+    yield tmp_path / "devices"
+    for cached in (tables.load, tables.digest):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    """torch may multiply float32 as TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device there is: the test runs once on each."""

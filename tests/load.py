@@ -14,7 +14,6 @@ import ctypes
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,8 +27,8 @@ import inductor_fusions
 from bench.common import Results
 from bench.provenance import environment
 from inductor_fusions import config, testing
+from tests.support.processes import start
 
-ROOT = Path(__file__).resolve().parents[1]
 BACKENDS = ("passes", "inductor")
 KINDS = ("stock", "fused")
 
@@ -99,11 +98,9 @@ def apart(backend: str, kind: str, compiles: int, folder: Path) -> dict[str, Any
     Raises:
         RuntimeError: it failed, with what it wrote.
     """
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
     started = time.monotonic()
-    command = [sys.executable, "-m", "tests.load", "--one", backend, kind, "--compiles", str(compiles)]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    command = ("-m", "tests.load", "--one", backend, kind, "--compiles", str(compiles))
+    done = start(*command, timeout=None, TORCHINDUCTOR_CACHE_DIR=str(folder))
     if done.returncode:
         raise RuntimeError(done.stderr)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

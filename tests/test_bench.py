@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from bench import common, compare, suites
+from bench import common, compare, gate, suites, tune
 from inductor_fusions import cli
 from inductor_fusions.cli import benching
 from tests.support.command_line import refuse
@@ -112,7 +112,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     )
     monkeypatch.setattr(suites, "prepare", lambda todo, device: None)
     # Nothing is allocated, and a collection takes seconds where many tests have run.
-    monkeypatch.setattr(suites, "_free", lambda device: None)
+    monkeypatch.setattr(suites, "free", lambda device: None)
     return rows
 
 
@@ -186,8 +186,8 @@ def test_quick_ends_in_time(measured: dict[str, dict[str, Any]], monkeypatch: py
     run("--quick", "--repeat", "3")
     run("--quick", "--budget", "7")
     run()
-    assert limits == [benching.QUICK_SECONDS, 3 * benching.QUICK_SECONDS, 7.0, None]
-    assert benching.QUICK_SECONDS < 240
+    assert limits == [gate.QUICK_SECONDS, 3 * gate.QUICK_SECONDS, 7.0, None]
+    assert gate.QUICK_SECONDS < 240
 
 
 def test_operations_are_expected_to_last_as_long_as_those_before() -> None:
@@ -210,7 +210,7 @@ def test_whole_models_are_expected_to_last_as_recorded() -> None:
     recorded = suites.recorded_seconds()
     quick = [e for e in suites.select(["models"], None, True, "cuda") if e.suite == "models"]
     assert quick and all(entry.seconds == recorded[entry.name] for entry in quick)
-    assert sum(entry.seconds for entry in quick) < benching.QUICK_SECONDS
+    assert sum(entry.seconds for entry in quick) < gate.QUICK_SECONDS
 
 
 def test_mistakes(
@@ -233,7 +233,7 @@ def test_mistakes(
     assert "no folder" in refuse(monkeypatch, capsys, *bench, "--out", str(tmp_path / "no" / "x.json"))
     assert "rows of the two" in refuse(monkeypatch, capsys, *bench, "--out", str(tmp_path / "far.json"))
     assert "nothing called flax" in refuse(monkeypatch, capsys, "tune", "flax")
-    assert {"attention", "flex", "projections"} <= set(benching.kinds())
+    assert {"attention", "flex", "projections"} <= set(tune.kinds())
     assert "no results in" in refuse(
         monkeypatch,
         capsys,
@@ -255,7 +255,7 @@ def test_outside_of_a_checkout(
         assert "clone the repository" in refuse(monkeypatch, capsys, *command)
 
 
-@pytest.mark.parametrize("kind", benching.kinds())
+@pytest.mark.parametrize("kind", tune.kinds())
 def test_tune_lists_its_rows(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     done = CliRunner().invoke(cli.app, ["tune", kind, "--device", "cpu", "--list"])
     assert done.exit_code == 0, done.output
@@ -265,11 +265,9 @@ def test_tune_lists_its_rows(kind: str, capfd: pytest.CaptureFixture[str]) -> No
 
 def test_tuning_scripts_under_one_name(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     """`python -m bench.tune KIND` is the script of that kind; without one it names them."""
-    from bench import tune
-
     monkeypatch.setattr(sys, "argv", ["bench.tune"])
     tune.main()
-    assert f"kinds: {', '.join(benching.kinds())}" in capsys.readouterr().out
+    assert f"kinds: {', '.join(tune.kinds())}" in capsys.readouterr().out
     ran: list[Any] = []
     monkeypatch.setattr(tune.runpy, "run_module", lambda name, **_: ran.append((name, sys.argv[1:])))
     monkeypatch.setattr(sys, "argv", ["bench.tune", "lora", "--list"])

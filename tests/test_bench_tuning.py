@@ -149,18 +149,18 @@ def test_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuning.processes(given, most=2) == 3
 
 
-def test_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows that raise are named at the end, with exit status 1, and the others are kept."""
     path = tmp_path / "x.json"
 
-    def measure_row(row: Row) -> dict[str, Any]:
+    def measure_row(row: Row, *_: Any) -> dict[str, Any]:
         if row.name == "b":
             raise ValueError("no tile fits")
         return {"key": row.key, "time": row.size}
 
     with pytest.raises(SystemExit) as ended:
-        tuning.one_by_one(
-            "bench.tune_x", options(path), ROWS, measure_row, lambda r: f"{r['time']} us", {"peak": 7}
+        tuning.run(
+            "bench.tune_x", options(path), ROWS, measure_row, lambda r: f"{r['time']} us", header={"peak": 7}
         )
     assert ended.value.code == 1
     said = capsys.readouterr()
@@ -170,9 +170,10 @@ def test_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_wrote_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without --table nothing is written; with it, the rows of the file are."""
+    """Without --table nothing is written; with it, the rows of the file are, into a table that is made."""
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "x.json"
-    path.write_text(json.dumps({"rows": [{"key": "a s1"}]}))
+    path.write_text(json.dumps({"device": "A device", "rows": [{"key": "a s1"}]}))
     given: list[Any] = []
     parser = tuning.parser("bench.tune_x", "Words.", table=True)
 
@@ -181,4 +182,6 @@ def test_wrote_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert not tuning.wrote_table(parser.parse_args(["--out", str(path)]), write) and not given
     assert tuning.wrote_table(parser.parse_args(["--out", str(path), "--table", "a_device"]), write)
-    assert given == [(Path("configs/devices/a_device.json"), [{"key": "a s1"}])]
+    made = Path("configs/devices/a_device.json")
+    assert given == [(made, [{"key": "a s1"}])]
+    assert json.loads(made.read_text()) == {"schema": 1, "device": "A device", "attention": []}

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import decisions, tables
 from inductor_fusions.decisions.deciding import Query
 from tests.block_mm import test_machine_code as linears

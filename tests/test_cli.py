@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from inductor_fusions import cli, config, tables
 from inductor_fusions.cli import environment, models
 from inductor_fusions.fusions import ALL
 from tests.support.command_line import refuse
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.processes import start
 
 TINY = """
 import torch
@@ -118,18 +116,12 @@ def test_env_shows_hooks_that_are_not_installed() -> None:
 TABLE = {"schema": tables.SCHEMA, "device": "a CPU", "torch": "2.13.0", "date": "2026-01-01"}
 
 
-def test_env_shows_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = tmp_path / "devices"
-    devices.mkdir()
+def test_env_shows_tables(own_tables: Path) -> None:
     name = run_json("env")["tables"]["device"]
-    (devices / f"{name}.json").write_text(json.dumps({**TABLE, "attention": []}))
-    (devices / "other.json").write_text("{")
-    monkeypatch.setattr(tables, "folder", lambda: tmp_path)
+    (own_tables / f"{name}.json").write_text(json.dumps({**TABLE, "attention": []}))
+    (own_tables / "other.json").write_text("{")
     tables.load.cache_clear()
-    try:
-        found = run_json("env")["tables"]
-    finally:
-        tables.load.cache_clear()
+    found = run_json("env")["tables"]
     assert found["found"] is True
     assert {entry["file"]: entry["usable"] for entry in found["files"]} == {
         f"devices/{name}.json": True,
@@ -162,10 +154,8 @@ def test_env_shows_assigned_toggles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert toggles["attention"]["from"] == "default"
 
 
-def test_list_shows_gains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_shows_gains(own_tables: Path) -> None:
     """From the tables alone: shapes that were measured, and what was gained where it pays."""
-    devices = tmp_path / "devices"
-    devices.mkdir()
     shape = {"batch": 1, "heads": 2, "q_len": 8, "kv_len": 8, "head_dim": 8, "dtype": "float32"}
     shape |= {"mask": "none", "train": False}
     rows = [{**shape, "gain": {"sdpa": gain, "efficient": 0.5}} for gain in (0.9, 1.5, 2.0, 4.0)]
@@ -177,15 +167,10 @@ def test_list_shows_gains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     adapter = {"inner": [8], "outer": [8], "ranks": [[1]], "dtype": "bfloat16", "adapters": "float32"}
     adapter |= {"layout": "t", "tokens": 1, "gain": 2.5}
     sections = {"attention": rows, "block_mm": linears, "lora": [adapter]}
-    (devices / "cpu.json").write_text(json.dumps({**TABLE, **sections}))
-    monkeypatch.setattr(tables, "folder", lambda: tmp_path)
-    tables.load.cache_clear()
-    try:
-        gains = {row["name"]: row["gains"] for row in run_json("list")["fusions"]}
-        text = run("list")
-        (file,) = run_json("env")["tables"]["files"]
-    finally:
-        tables.load.cache_clear()
+    (own_tables / "cpu.json").write_text(json.dumps({**TABLE, **sections}))
+    gains = {row["name"]: row["gains"] for row in run_json("list")["fusions"]}
+    text = run("list")
+    (file,) = run_json("env")["tables"]["files"]
     assert gains["attention"] == {"cpu": {"shapes": 4, "pays": 3, "median": 2.0, "best": 4.0}}
     assert "2.00x, up to 4.00x" in text
     assert gains["qkv"] == {"cpu": {"shapes": 2, "pays": 2, "median": pytest.approx(1.3), "best": 1.4}}
@@ -352,22 +337,14 @@ def test_no_cuda_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert "no CUDA device" in refuse(monkeypatch, capsys, "demo", "--device", "cuda")
 
 
-def run_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python -m inductor_fusions` in a process of its own."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "PYTHONPATH": path, **environment}
-    command = [sys.executable, "-m", "inductor_fusions", *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-
-
 def test_bad_environment_is_one_line() -> None:
-    done = run_process("list", INDUCTOR_FUSIONS_ATTENTION="maybe")
+    done = start("-m", "inductor_fusions", "list", INDUCTOR_FUSIONS_ATTENTION="maybe")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "inductor-fusions: INDUCTOR_FUSIONS_ATTENTION takes 0 or 1, not 'maybe'\n"
 
 
 def test_module_runs_the_command_line() -> None:
-    done = run_process("env", "--json", INDUCTOR_FUSIONS="0")
+    done = start("-m", "inductor_fusions", "env", "--json", INDUCTOR_FUSIONS="0")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["enabled"] is False

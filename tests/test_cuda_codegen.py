@@ -8,8 +8,8 @@ from torch import nn
 
 pytest.importorskip("triton")
 
-from bench import cuda_codegen
-from bench.cuda_codegen import hazards
+from devtools import cuda_codegen
+from devtools.cuda_codegen import hazards
 
 
 def mlp() -> tuple[nn.Module, torch.Tensor]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,19 +17,15 @@ from inductor_fusions import demo
 from inductor_fusions.demo import runner
 from inductor_fusions.demo.models import Case, build, make_inputs
 from inductor_fusions.demo.reference import Reference, relative_error, run_reference, within_budget
+from tests.support.processes import start
 
 pytest.importorskip("transformers")
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(report: Path, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], Any]:
     """The tiny demo in a process of its own, on the CPU: what it printed, and its JSON."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "PYTHONPATH": path, **environment}
-    command = [sys.executable, "-m", "inductor_fusions", "demo", "--quick", "--device", "cpu"]
-    command += ["--json", str(report), *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    command = ("-m", "inductor_fusions", "demo", "--quick", "--device", "cpu", "--json", str(report))
+    done = start(*command, *arguments, timeout=900, **environment)
     return done, json.loads(report.read_text()) if report.exists() else None
 
 

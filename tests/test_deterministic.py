@@ -20,8 +20,8 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 import inductor_fusions
-from bench import cuda_codegen
-from bench.ledger.compiling import ON_A_GPU
+from devtools import cuda_codegen
+from devtools.ledger.compiling import ON_A_GPU
 from inductor_fusions import config, reporting, testing
 from tests.attention.support import flex_everywhere, qkv, rand
 from tests.counterexamples.test_product_mutants import PRODUCTS

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,11 +10,9 @@ import pytest
 import torch
 from torch import fx
 
-import inductor_fusions
 from inductor_fusions import _inductor, config, containment, passes, registry, testing
 from inductor_fusions.fusion import Candidate, Fusion, Rejected
-
-ROOT = Path(inductor_fusions.__file__).parents[1]
+from tests.support.processes import start
 
 
 def nothing(graph: fx.Graph) -> Iterator[Candidate]:
@@ -221,11 +217,8 @@ def test_nested_body_is_restored(only: Callable) -> None:
                 if node.target is torch.sigmoid:
                     yield Rewrite(node, raises)
 
-    def fn(q, k, v):
-        return torch.utils.checkpoint.checkpoint(model, q, k, v, use_reentrant=False)
-
     only(fusion("foreign", recognise))
-    found = run(fn)
+    found = run(lambda q, k, v: torch.utils.checkpoint.checkpoint(model, q, k, v, use_reentrant=False))
     assert {site.verdict for site in found.sites if site.fusion == "foreign"} == {"failed"}
     assert not found.calls("tanh") and len(found.calls("sigmoid")) == 2
 
@@ -317,23 +310,19 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **variables}
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300
-    )
+def started(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return start("-c", PROGRAM, first=str(folder), PYTHONDONTWRITEBYTECODE="1", **variables)
 
 
 def test_entry_point(installed: Path) -> None:
     """Found, put where it wants to be, run; and every file of its package is in the cache key."""
-    done = start(installed)
+    done = started(installed)
     names, loaded, uuid, verdicts = done.stdout.splitlines()
     assert names == PLACED, done.stderr
     assert loaded == "[('swish', 'swish-package', '')]"
     assert verdicts == "[('swish', 'fused')]"
     (installed / "swish_package" / "helper.py").write_text("VALUE = 2\n")
-    again = start(installed).stdout.splitlines()
+    again = started(installed).stdout.splitlines()
     assert again[2] != uuid and again[0] == names
 
 
@@ -345,7 +334,7 @@ def test_entry_point(installed: Path) -> None:
 def test_entry_point_that_is_not_wanted(variables: dict[str, str], installed: Path) -> None:
     """None of its code is imported."""
     (installed / "swish_package" / "__init__.py").write_text("print('imported')")
-    done = start(installed, **variables)
+    done = started(installed, **variables)
     names, loaded, _, verdicts = done.stdout.splitlines()
     assert (names, loaded, verdicts) == (OWN, "[]", "[]"), done.stderr
 
@@ -388,7 +377,7 @@ def test_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_entry_point_that_does_not_load(text: str, says: str, installed: Path) -> None:
     """It is named in a warning, and everything else works."""
     (installed / "swish_package" / "fusions.py").write_text(text)
-    done = start(installed)
+    done = started(installed)
     assert done.returncode == 0, done.stderr
     names, loaded, _, _ = done.stdout.splitlines()
     assert names == OWN and says in loaded

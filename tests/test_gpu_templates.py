@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from tests.gpu import sanitize
 from tests.gpu.templates import TEMPLATES
 

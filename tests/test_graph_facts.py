@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 pytest.importorskip("triton")
 pytest.importorskip("transformers")
@@ -16,9 +19,11 @@ pytest.importorskip("peft")
 
 import inductor_fusions
 from bench import pass_time
+from inductor_fusions import _inductor
 from inductor_fusions.graph import memory
 from inductor_fusions.graph.memory import Memory
 
+aten, prims = torch.ops.aten, torch.ops.prims
 PACKAGE = str(Path(inductor_fusions.__file__).parent)
 
 
@@ -73,3 +78,52 @@ def test_cost_is_linear(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(few) == len(many) >= 2
     for before, now in zip(few, many, strict=True):
         assert now < 2.3 * before
+
+
+def layout(value: torch.Tensor, x: torch.Tensor) -> tuple[object, ...]:
+    shared = value.untyped_storage()._cdata == x.untyped_storage()._cdata
+    size = _inductor.hint(value.untyped_storage().nbytes())
+    lies = tuple(value.shape), value.stride(), value.storage_offset(), size
+    return *lies, value.dtype, value.device, shared, value.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (aten.permute.default, ([1, 0],)),
+        (aten.reshape.default, ([2, -1, 4],)),
+        (aten.slice.Tensor, (1, 2, 6)),
+        (aten.view.dtype, (torch.int32,)),
+        (aten.mul.Tensor, (2,)),
+        (aten.split.Tensor, (3,)),
+        (aten.detach.default, ()),
+        (aten.add_.Tensor, (1,)),
+        (prims.convert_element_type.default, (torch.bfloat16,)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["dense", "transposed", "part", "symbolic"])
+def test_fakes_of_calls_that_are_alike(
+    function: torch._ops.OpOverload, args: tuple[object, ...], kind: str
+) -> None:
+    """A value that was not computed anew is what the call gives, in the memory of its own argument."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fakes = _inductor.Fakes()
+
+    def make() -> torch.Tensor:
+        x = torch.empty(8, 8)
+        x = x.t() if kind == "transposed" else torch.empty(9, 16)[1:, 4:12] if kind == "part" else x
+        dim = DimDynamic.DYNAMIC if kind == "symbolic" else DimDynamic.STATIC
+        return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext([dim] * 2))
+
+    seen = []
+    for _ in range(3):
+        x = make()
+        found = fakes.call(mode, function, (x, *args), {})
+        with torch.no_grad(), _inductor.computing_fakes(mode):
+            wanted = function(x, *args)
+        found, wanted = (y if isinstance(y, (list, tuple)) else [y] for y in (found, wanted))
+        assert [str(layout(y, x)) for y in found] == [str(layout(y, x)) for y in wanted]
+        assert not any(y is other for y in found for other in seen)
+        seen += found
+        with torch.no_grad(), mode:  # it can be computed with
+            assert (found[0] + 1).shape == found[0].shape

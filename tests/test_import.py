@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
-import inductor_fusions
 from inductor_fusions import config
 from inductor_fusions.fusion import Fusion
+from tests.support.processes import start
 
 FRESH = """
 import warnings, sys, torch
@@ -32,11 +29,7 @@ print(config.pre_grad_custom_pass)
 
 
 def fresh(code: str) -> str:
-    root = str(Path(inductor_fusions.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {root!r})\n{code}"],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = start("-c", code)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -123,39 +116,30 @@ def test_what_is_tried_is_fused() -> None:
     assert any("causal" in kernel for kernel in seen)
 
 
-def test_import_before_inductor() -> None:
-    """Inductor is not imported by us, and is set up as soon as it is."""
-    out = fresh(
-        "import torch, inductor_fusions\n"
-        "print('torch._inductor.config' in sys.modules)\n"
-        "from torch._inductor import config\n"
-        "print('FusionPass' in str(config.pre_grad_custom_pass))\n"
-    )
-    assert out.split() == ["False", "True"]
-
-
-def test_passes_that_bring_inductor_in() -> None:
-    """The module of the passes imports Inductor, whose import installs the passes."""
-    out = fresh(
-        "import torch, inductor_fusions\n"
-        "from inductor_fusions import passes\n"
-        "from torch._inductor import config\n"
-        "print(isinstance(config.pre_grad_custom_pass, passes.FusionPass))\n"
-        "print(isinstance(config.post_grad_custom_pre_pass, passes.FusionPass))\n"
-    )
-    assert out.split() == ["True", "True"]
-
-
-def test_disable_before_inductor() -> None:
-    out = fresh(
-        "import torch, inductor_fusions\n"
+#: What is done between the import of this package and that of Inductor, and what this prints.
+BEFORE_INDUCTOR = {
+    "nothing": ("print('torch._inductor.config' in sys.modules)", "False"),  # we do not import it
+    "the passes": ("from inductor_fusions import passes", ""),  # which import it
+    "disabled": (
         "inductor_fusions.disable()\n"
         "from torch._inductor import config\n"
-        "print(config.pre_grad_custom_pass)\n"
-        "inductor_fusions.enable()\n"
+        "print(config.pre_grad_custom_pass, config.post_grad_custom_pre_pass)\n"
+        "inductor_fusions.enable()",
+        "None None",
+    ),
+}
+
+
+@pytest.mark.parametrize(("code", "printed"), BEFORE_INDUCTOR.values(), ids=BEFORE_INDUCTOR)
+def test_import_before_inductor(code: str, printed: str) -> None:
+    """It is set up as soon as it is imported."""
+    out = fresh(
+        f"import sys, torch, inductor_fusions\n{code}\n"
+        "from torch._inductor import config\n"
         "print('FusionPass' in str(config.pre_grad_custom_pass))\n"
+        "print('FusionPass' in str(config.post_grad_custom_pre_pass))\n"
     )
-    assert out.split() == ["None", "True"]
+    assert out.split() == [*printed.split(), "True", "True"]
 
 
 THREADS = """

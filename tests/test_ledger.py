@@ -15,9 +15,9 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("transformers")
 
-from bench.ledger import rows
-from bench.ledger.compiling import DEVICES, measure
-from bench.ledger.entries import QUICK, Entry, entries
+from devtools.ledger import rows
+from devtools.ledger.compiling import DEVICES, measure
+from devtools.ledger.entries import QUICK, Entry, entries
 
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN, ROWS = rows.read()
@@ -45,7 +45,7 @@ def test_every_model_has_its_rows() -> None:
         rows.key({**entry.header(device), "torch": series}) for entry in entries() for device in DEVICES
     }
     there = {key for key, row in ROWS.items() if row["torch"] == series}
-    assert wanted == there, "python -m bench.ledger --missing, or make ledger for rows that are not needed"
+    assert wanted == there, "python -m devtools.ledger --missing, or make ledger for rows that are not needed"
 
 
 def test_rows_differ_where_they_should() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import config, ops
 from inductor_fusions.block_mm.op import BLOCK_MM
 from inductor_fusions.fusion import Rejected
@@ -46,24 +46,16 @@ def with_adapter(x: Any, w: Any, a: Any, b: Any) -> Any:
     return F.linear(x, w) + F.linear(F.linear(x, a), b) * 2.0
 
 
-def with_wide_adapter(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return (F.linear(x, w) + F.linear(F.linear(x.float(), a), b) * 2.0).bfloat16()
-
-
 def added_to_what_is_in_memory(x: Any, w: Any, a: Any, b: Any) -> Any:
     kept = [torch.ones(96, 128, dtype=torch.bool, device=x.device)]
     h = F.linear(x, a)
     return LORA_ACCUMULATE(F.linear(x, w), [h, h], [b.t(), b.t()], [1.0, 2.0], kept, [1], x.dtype)
 
 
-def attention(q: Any, k: Any, v: Any, bias: Any) -> Any:
-    return ops.short_attention(q, k, v, [bias])
-
-
 CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "narrow_mm": (with_adapter, (rand(96, 64), rand(128, 64), rand(16, 64), rand(128, 16))),
     "lora_split": (
-        with_wide_adapter,
+        lambda x, w, a, b: (F.linear(x, w) + F.linear(F.linear(x.float(), a), b) * 2.0).bfloat16(),
         (rand(96, 64), rand(128, 64), torch.randn(16, 64), torch.randn(128, 16)),
     ),
     "lora_linear": (with_adapter, (rand(4, 64), rand(128, 64), rand(16, 64), rand(128, 16))),
@@ -72,7 +64,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         (rand(96, 64), rand(128, 64), rand(16, 64), rand(128, 16)),
     ),
     "short_attention": (
-        attention,
+        lambda q, k, v, bias: ops.short_attention(q, k, v, [bias]),
         (rand(2, 4, 49, 32), rand(2, 4, 49, 32), rand(2, 4, 49, 32), rand(1, 4, 49, 49)),
     ),
 }

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import fx
@@ -14,6 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from inductor_fusions import operands
 from inductor_fusions.fusion import LeftToStock, Rejected
 from inductor_fusions.fusions.dot_interaction.op import DTYPES
+from tests.support.processes import start
 
 
 def made(device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -89,5 +87,5 @@ assert found == [False, True, False, True, False, True], found
 
 def test_tf32_however_it_is_allowed() -> None:
     """By the old settings, by the new ones, and by a mixture; in a process of its own, since they stick."""
-    done = subprocess.run([sys.executable, "-c", SETTINGS], capture_output=True, text=True, timeout=300)
+    done = start("-c", SETTINGS)
     assert done.returncode == 0, done.stderr

@@ -130,11 +130,7 @@ def test_empty_graph() -> None:
 
 def test_graph_without_values() -> None:
     """Nodes without fake tensors, as from symbolic_trace: nothing is fused, nothing raises."""
-
-    def fn(q, k, v):
-        return torch.softmax(q @ k.transpose(-2, -1), dim=-1) @ v
-
-    graph = torch.fx.symbolic_trace(fn).graph
+    graph = torch.fx.symbolic_trace(lambda q, k, v: torch.softmax(q @ k.transpose(-2, -1), dim=-1) @ v).graph
     before = str(graph)
     with config.patch(strict=True, policy="always"):
         new()(graph)

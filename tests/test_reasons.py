@@ -323,7 +323,7 @@ REACHED: dict[Reason, Callable[[], list[Site] | None]] = {
     Reason.NO_BASE: lambda: after(lambda x, w, a, b: F.linear(F.linear(x, a), b), *operands()),
     Reason.NO_MATRIX: lambda: after(Embedded().bfloat16(), torch.arange(16)),
     Reason.BEHIND_ADAPTER: lambda: after(
-        lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b) * w[:, 0], *operands()
+        lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b) * (x[:, :1] * w[:, 0]), *operands()
     ),
     Reason.TERMS: lambda: after(
         lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b) * w[0, 0] * w[0, 1], *operands()

@@ -276,15 +276,12 @@ def test_nested_regions_are_traced_again() -> None:
 def test_nested_compiles_are_part_of_the_outer_one() -> None:
     model = torch.fx.symbolic_trace(lambda x: (x.sin(),))
 
-    def compile(*args: Any, **kwargs: Any) -> Any:
-        return recovery.around(inner, model, [])
-
     def inner(*args: Any, **kwargs: Any) -> Any:
         seen.append(attempts.current())
         return torch.sin
 
     seen: list[Any] = []
-    recovery.around(compile, model, [])
+    recovery.around(lambda *args, **kwargs: recovery.around(inner, model, []), model, [])
     assert len(seen) == 1 and seen[0] is not None
     assert attempts.current() is None
 
@@ -325,15 +322,12 @@ def test_backward(stage: str, dynamic: bool) -> None:
 
 
 def test_backward_that_draws_cannot_be_written_out() -> None:
-    def fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention(q, k, v)
-
     with (
         pytest.MonkeyPatch.context() as patch,
         Fault("post_grad", is_kernel, backward=True).inject(),
     ):
         patch.setattr(unfusing, "write_out", _refuse)
-        found = compiled(fn, "post_grad")(*inputs(True))
+        found = compiled(lambda q, k, v: attention(q, k, v), "post_grad")(*inputs(True))
         with pytest.raises(RuntimeError, match="INDUCTOR_FUSIONS_ATTENTION=0"):
             found.sum().backward()
 
@@ -433,16 +427,13 @@ def test_what_protects_stays(guilty: str) -> None:
         made.append([each.key[2] for each in found.attempt.fused])
         return found
 
-    def wave(x: torch.Tensor) -> torch.Tensor:
-        return x.cos().exp().sin()
-
     with (
         torch._inductor.config.patch(post_grad_custom_pre_pass=hook),
         Fault("post_grad", lambda node: node.name.startswith(f"inductor_fusions_{guilty}")).inject(),
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(trials.Trials, "_again", again)
-        compiled(wave, "post_grad")(x)
+        compiled(lambda x: x.cos().exp().sin(), "post_grad")(x)
     found = {site.fusion: site.verdict for site in inductor_fusions.report()}
     assert found == {each: "failed" if each == guilty else "fused" for each in ("other", "guard")}
     assert made[0] == (["guard"] if guilty == "other" else [])

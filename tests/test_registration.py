@@ -14,7 +14,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 import inductor_fusions
 from inductor_fusions import config, passes, registration, testing
 from inductor_fusions._inductor import hooks_hold_lists
-from inductor_fusions.fusion import Fusion
 
 HOOKS = ("pre_grad_custom_pass", "post_grad_custom_pre_pass")
 
@@ -242,62 +241,3 @@ def test_master_switch() -> None:
 
 
 # -- a fusion that raises -------------------------------------------------------------------------
-
-
-class Broken(passes.Candidate):
-    def __init__(self, node: torch.fx.Node, where: str) -> None:
-        self.anchor, self.where = node, where
-
-    def describe(self) -> dict[str, str]:
-        if self.where == "describe":
-            raise RuntimeError("broken")
-        return {}
-
-    def guard(self) -> None:
-        if self.where == "guard":
-            raise RuntimeError("broken")
-
-    def rewrite(self) -> str:
-        graph = self.anchor.graph
-        with graph.inserting_before(self.anchor):
-            graph.call_function(torch.neg, (self.anchor.args[0],))  # half of a rewrite
-        raise RuntimeError("broken")
-
-
-def broken(where: str) -> Fusion:
-    def recognise(graph: torch.fx.Graph):
-        if where == "recognise":
-            raise RuntimeError("broken")
-        for node in list(graph.nodes):
-            if "softmax" in node.name:
-                yield Broken(node, where)
-
-    return Fusion("attention", "pre_grad", "for tests", recognise)
-
-
-@pytest.fixture(params=["describe", "guard", "rewrite", "recognise"])
-def broken_pass(request: pytest.FixtureRequest) -> None:
-    inductor_fusions.disable()
-    inductor_config.pre_grad_custom_pass = [passes.FusionPass("pre_grad", (broken(request.param),))]
-
-
-def test_fusion_that_raises(broken_pass: None, caplog: pytest.LogCaptureFixture) -> None:
-    """The graph is compiled as it was; one warning, with the site."""
-    q, k, v = inputs()
-    with caplog.at_level(logging.WARNING, logger="inductor_fusions"):
-        run = testing.capture(attention, q, k, v, backend=testing.EAGER_AFTER_PASSES)
-    torch.testing.assert_close(run.outputs, attention(q, k, v))
-    assert not run.fused
-    assert not run.calls("neg")
-    warned = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert warned and all("broken" in record.getMessage() for record in warned)
-    sites = [site for site in run.sites if site.verdict == "failed"]
-    assert len(warned) == max(len(sites), 1)
-    for site in sites:
-        assert "in attention" in site.source
-        assert any(site.source in record.getMessage() for record in warned)
-
-
-def test_strict_raises(broken_pass: None) -> None:
-    with config.patch(strict=True), pytest.raises(Exception, match="broken"):
-        testing.capture(attention, *inputs(), backend=testing.EAGER_AFTER_PASSES)

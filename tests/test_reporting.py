@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch._dynamo.utils import counters
 
 import inductor_fusions
 from inductor_fusions import Report, Site, _inductor, config, passes, reporting, testing
+from tests.support.processes import start
 
 ROOT = Path(inductor_fusions.__file__).parents[1]
 
@@ -93,24 +93,6 @@ def test_counters() -> None:
     assert dict(counters["inductor_fusions"]) == {"attention_fused": 1, "attention_rejected": 1}
 
 
-def test_counters_of_inductor() -> None:
-    with config.patch(policy="always"), torch._inductor.config.patch(force_disable_caches=True):
-        torch.compile(attention)(*inputs())
-    assert counters["inductor"]["fusions_attention"] == 1
-
-
-def test_hint() -> None:
-    """What to change is told where something can be done."""
-
-    def fn(q, k, v):
-        weights = torch.softmax(q @ k.transpose(-2, -1), dim=-1)
-        return weights @ v, weights
-
-    compile_with_passes(fn)
-    (site,) = inductor_fusions.report()
-    assert "need_weights=False" in site.hint
-
-
 def test_log(caplog: pytest.LogCaptureFixture) -> None:
     """One line a site, at INFO; nothing at WARNING."""
     with caplog.at_level(logging.INFO, logger="inductor_fusions"):
@@ -130,18 +112,15 @@ torch.compile(f)(q, k, v)
 """
 
 
-def start(program: str = PROGRAM, first: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+def started(program: str = PROGRAM, first: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a program, with one more folder in front of the path."""
-    path = os.pathsep.join(filter(None, [first, str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "PYTHONPATH": path, "INDUCTOR_FUSIONS_POLICY": "always", **variables}
-    env["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    own = {"INDUCTOR_FUSIONS_POLICY": "always", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", **variables}
+    return start("-c", program, first=first, **own)
 
 
 def test_torch_logs_and_trace(tmp_path: Path) -> None:
     """TORCH_LOGS by the name of the package, and a JSON artifact in TORCH_TRACE."""
-    done = start(TORCH_LOGS="+inductor_fusions", TORCH_TRACE=str(tmp_path))
+    done = started(TORCH_LOGS="+inductor_fusions", TORCH_TRACE=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "attention: fused (sdpa" in done.stderr
     text = "".join(path.read_text() for path in tmp_path.iterdir())
@@ -159,7 +138,7 @@ def test_torch_logs_and_trace(tmp_path: Path) -> None:
 
 def test_silent() -> None:
     """Without TORCH_LOGS nothing is printed."""
-    done = start()
+    done = started()
     assert (done.returncode, done.stdout) == (0, "")
     assert "inductor_fusions" not in done.stderr
 
@@ -199,7 +178,7 @@ def test_short_names(names: str, fused: bool, missed: bool, installed: str) -> N
     """From torch 2.13 on. Importing torch alone does not import the package."""
     if _inductor.torch_version() < (2, 13):
         pytest.skip("torch loads the names too late")
-    done = start(TWO, installed, TORCH_LOGS=names)
+    done = started(TWO, installed, TORCH_LOGS=names)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "False\n"
     assert ("attention: fused (sdpa" in done.stderr) is fused
@@ -208,7 +187,7 @@ def test_short_names(names: str, fused: bool, missed: bool, installed: str) -> N
 
 
 def test_entry_points_change_nothing_else(installed: str) -> None:
-    done = start("import sys, torch; print('inductor_fusions' in sys.modules)", installed)
+    done = started("import sys, torch; print('inductor_fusions' in sys.modules)", installed)
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
 
 
@@ -284,17 +263,6 @@ def test_said_by_a_compile(unsaid: None, caplog: pytest.LogCaptureFixture, tmp_p
 
 
 # -- names ----------------------------------------------------------------------------------------
-
-
-def test_names_in_the_output_code() -> None:
-    """The call of the fused kernel names the fusion and its node."""
-    from torch._inductor.utils import run_and_get_code
-
-    with config.patch(policy="always"), torch._inductor.config.patch(force_disable_caches=True):
-        _, (code,) = run_and_get_code(torch.compile(attention), *inputs())
-    (line,) = [line for line in code.splitlines() if "Source Nodes: [inductor_fusions_attention" in line]
-    following = code[code.index(line) :].splitlines()[1]
-    assert "_scaled_dot_product_" in following
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import config
 from inductor_fusions._inductor import reuse
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-import inductor_fusions
 from inductor_fusions import Site, bisecting, cli, config, passes, testing
-
-ROOT = Path(inductor_fusions.__file__).parents[1]
+from tests.support.command_line import refuse
+from tests.support.processes import start
 
 #: Compiles six attentions, with the passes alone, and says what it was started with.
 SCRIPT = """
@@ -64,18 +61,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "PYTHONPATH": path, "INDUCTOR_FUSIONS_POLICY": "always"}
-    command = [sys.executable, *(launcher or ("-m",)), "inductor_fusions", *arguments]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+def started(
+    folder: Path, *arguments: str, launcher: tuple[str, ...] = ("-m",)
+) -> subprocess.CompletedProcess[str]:
+    command = (*launcher, "inductor_fusions", *arguments)
+    return start(*command, folder=folder, INDUCTOR_FUSIONS_POLICY="always")
 
 
 def test_run_script(folder: Path) -> None:
     """As `python train.py` does it, with its own options, from another folder, and a report at the end."""
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
-    done = start(elsewhere, "run", "--report", "--json", "report.json", "../train.py", "--json", "-m", "x")
+    done = started(elsewhere, "run", "--report", "--json", "report.json", "../train.py", "--json", "-m", "x")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "__main__ ['--json', '-m', 'x'] 6"
     assert "6 fused" in done.stderr and "helper.py" in done.stderr
@@ -84,7 +81,7 @@ def test_run_script(folder: Path) -> None:
 
 
 def test_run_module(folder: Path) -> None:
-    done = start(folder, "run", "-m", "train", "--lr", "3")
+    done = started(folder, "run", "-m", "train", "--lr", "3")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "__main__ ['--lr', '3'] 6"
     assert done.stderr == ""
@@ -92,20 +89,20 @@ def test_run_module(folder: Path) -> None:
 
 def test_exit_code_and_traceback(folder: Path) -> None:
     """Those of the script; the traceback begins with its first line."""
-    assert start(folder, "run", "train.py", "--fail").returncode == 3
-    done = start(folder, "run", "raises.py")
+    assert started(folder, "run", "train.py", "--fail").returncode == 3
+    done = started(folder, "run", "raises.py")
     assert done.returncode == 1
     assert "KeyError: 'on purpose'" in done.stderr and "raises.py" in done.stderr
     assert "runpy" not in done.stderr and "running.py" not in done.stderr and "typer" not in done.stderr
 
 
 def test_what_a_report_of_a_problem_needs(folder: Path) -> None:
-    done = start(folder, "run", "--issue", "issue.json", "train.py", "--fail")
+    done = started(folder, "run", "--issue", "issue.json", "train.py", "--fail")
     assert done.returncode == 3, done.stderr
     found = json.loads((folder / "issue.json").read_text())
     assert found["environment"]["versions"]["torch"] and len(found["report"]) == 6 and found["error"] == ""
     assert found["graphs"] and all("def forward(" in graph["code"] for graph in found["graphs"])
-    done = start(folder, "run", "--issue", "issue.json", "raises.py")
+    done = started(folder, "run", "--issue", "issue.json", "raises.py")
     found = json.loads((folder / "issue.json").read_text())
     assert done.returncode == 1 and "KeyError: 'on purpose'" in found["error"] and not found["graphs"]
 
@@ -113,7 +110,7 @@ def test_what_a_report_of_a_problem_needs(folder: Path) -> None:
 @pytest.mark.slow
 def test_under_torchrun(folder: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m")
-    done = start(folder, "run", "train.py", "--lr", "3", launcher=launcher)
+    done = started(folder, "run", "train.py", "--lr", "3", launcher=launcher)
     assert done.returncode == 0, done.stderr
     assert "__main__ ['--lr', '3'] 6" in done.stdout
 
@@ -138,12 +135,7 @@ def test_mistakes_are_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["inductor-fusions", *arguments])
-    with pytest.raises(SystemExit) as exit:
-        cli.main()
-    out, err = capsys.readouterr()
-    assert (exit.value.code, out, err.count("\n")) == (2, "", 1)
-    assert says in err
+    assert says in refuse(monkeypatch, capsys, *arguments)
 
 
 # -- INDUCTOR_FUSIONS_MAX -------------------------------------------------------------------------
@@ -259,7 +251,7 @@ def test_numbers() -> None:
 @pytest.mark.slow
 def test_bisect_script(folder: Path) -> None:
     """The fourth of six sites makes this script fail."""
-    done = start(folder, "bisect", "--json", "train.py", "--fail")
+    done = started(folder, "bisect", "--json", "train.py", "--fail")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["found"], found["number"], found["sites"]) == (True, 4, 6)

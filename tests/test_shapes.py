@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 from torch._dynamo import eval_frame
 from torch._inductor import config as inductor_config
 
-from bench.ledger.compiling import ON_A_GPU
+from devtools.ledger.compiling import ON_A_GPU
 from inductor_fusions import config, reporting
 from tests.block_mm.support import Run, as_on_a_gpu, rand
 from tests.counterexamples.test_product_mutants import RANK, WIDTH, adapter, frozen, in_float32

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import explain, testing
 from inductor_fusions.fusions.stored_indices import STORED
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +53,8 @@ def test_shipped_table(path: Path) -> None:
     assert any((one["device"], one["torch"]) == (data["device"], data["torch"]) for one in results)
 
 
-@pytest.fixture
-def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder where tables are looked for."""
-    (tmp_path / "devices").mkdir()
-    monkeypatch.setattr(tables, "folder", lambda: tmp_path)
-    for cached in (tables.load, tables.digest):
-        cached.cache_clear()
-    yield tmp_path / "devices"
-    for cached in (tables.load, tables.digest):
-        cached.cache_clear()
-
-
-def test_good_table_is_used(shelf: Path) -> None:
-    (shelf / f"{NAME}.json").write_text(json.dumps(GOOD))
+def test_good_table_is_used(own_tables: Path) -> None:
+    (own_tables / f"{NAME}.json").write_text(json.dumps(GOOD))
     assert tables.load(NAME) == GOOD
     assert configurations.Config(**GOOD["block_mm"][0]["config"])
 
@@ -128,25 +116,25 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
-def test_broken_table_is_a_warning(text: str, shelf: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (shelf / f"{NAME}.json").write_text(text)
+def test_broken_table_is_a_warning(text: str, own_tables: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (own_tables / f"{NAME}.json").write_text(text)
     with caplog.at_level(logging.WARNING, "inductor_fusions"):
         assert tables.load(NAME) is None
     (record,) = caplog.records
     assert f"{NAME}.json is not usable" in record.getMessage() and "\n" not in record.getMessage()
 
 
-def test_unreadable_table(shelf: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (shelf / f"{NAME}.json").write_bytes(b"\xff\xfe")
-    (shelf / "folder.json").mkdir()
+def test_unreadable_table(own_tables: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (own_tables / f"{NAME}.json").write_bytes(b"\xff\xfe")
+    (own_tables / "folder.json").mkdir()
     assert tables.load(NAME) is None and tables.load("folder") is None
     assert tables.digest()
     assert tables.load("not_there") is None
 
 
-def test_broken_table_leaves_to_stock(shelf: Path, fresh_cache: None) -> None:
+def test_broken_table_leaves_to_stock(own_tables: Path, fresh_cache: None) -> None:
     """A whole compile: right, and the report says why."""
-    (shelf / "cpu.json").write_text("{")
+    (own_tables / "cpu.json").write_text("{")
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         return torch.softmax(x @ x.transpose(-2, -1) / 4, dim=-1) @ x
@@ -163,9 +151,9 @@ def test_broken_table_leaves_to_stock(shelf: Path, fresh_cache: None) -> None:
 
 
 @pytest.fixture
-def own(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own(own_tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the user's tables; the package has GOOD."""
-    (shelf / f"{NAME}.json").write_text(json.dumps(GOOD))
+    (own_tables / f"{NAME}.json").write_text(json.dumps(GOOD))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     monkeypatch.delenv(tables.VARIABLE, raising=False)
     folder = tmp_path / "home" / "inductor_fusions" / "devices"
@@ -230,7 +218,7 @@ def test_a_folder_beside_the_installed_package_is_not_ours(
     assert tables.folder().resolve() == tmp_path / "configs"
 
 
-def test_place_of_an_error(shelf: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_place_of_an_error(own_tables: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Section, row and column, in every section."""
     shipped = json.loads((ROOT / "configs" / "devices" / "nvidia_h200.json").read_text())
     for section in (name for name, found in shipped.items() if isinstance(found, list)):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.processes import start
 
 CODE = """
 import sys
@@ -51,7 +50,6 @@ print(*sorted(site.fusion for site in sites if site.verdict == "fused"))
 
 
 def test_without_triton(tmp_path: Path) -> None:
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", CODE], env=env, capture_output=True, text=True, timeout=600)
+    done = start("-c", CODE, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["attention"]

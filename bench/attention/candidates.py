@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -94,39 +93,14 @@ class Candidate:
             return (out, *torch.autograd.grad(out, inputs.leaves(row), inputs.cotangent))
 
 
-def candidate_names(row: Row, device: str, plans: bool = False) -> list[str]:
-    """The candidates of a row; with `plans`, those of `short` with tiles of its own too."""
+def candidate_names(row: Row, device: str) -> list[str]:
+    """The candidates of a row."""
     names = ["sdpa", *BACKENDS] if device == "cuda" else ["sdpa"]
     if row.heads != row.kv_heads:
         names += [f"{name}_repeat" for name in names]
     elif max(row.q_len, row.kv_len) <= SHORT:
         names.append("short")
-        if plans:
-            names += [f"short_w{warps}_t{windows}" for warps in (1, 2, 4, 8) for windows in (1, 4, 8)]
     return ["unfused", *names]
-
-
-def with_plan(name: str) -> AbstractContextManager[Any]:
-    """Inside, the kernels of `short` have the warps and samples that the name says."""
-    if "_" not in name:
-        return nullcontext()
-    from inductor_fusions.fusions.attention.short import plan
-
-    warps, windows = (int(part[1:]) for part in name.split("_")[1:])
-    stack = ExitStack()
-    for each in ("forward", "backward"):
-        usual = getattr(plan, each)
-
-        def chosen(*args: Any, usual: Any = usual) -> Any:
-            return replace(usual(*args), num_warps=warps)
-
-        stack.enter_context(mock.patch.object(plan, each, chosen))
-
-    def several(q_shape: Sequence[int], kv_len: int, period: int) -> int:
-        return min(windows, q_shape[0] // period) if max(q_shape[2], kv_len) <= 64 else 1
-
-    stack.enter_context(mock.patch.object(plan, "windows_of", several))
-    return stack
 
 
 def compile_candidate(row: Row, name: str, inputs: Inputs) -> Candidate:
@@ -150,8 +124,6 @@ def compile_candidate(row: Row, name: str, inputs: Inputs) -> Candidate:
     chosen: AbstractContextManager[None] = nullcontext()
     if base in BACKENDS:
         chosen = sdpa_kernel([BACKENDS[base][0]])
-    elif base == "short":
-        chosen = with_plan(name)
     with chosen, torch.set_grad_enabled(row.train), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -79,15 +78,4 @@ def sections(rows: Sequence[Json]) -> dict[str, list[Json]]:
 
 def write_table(path: Path, rows: Sequence[Json]) -> None:
     """Put the rows into a device's table, in place of those of the same problems that it has."""
-    data = json.loads(path.read_text())
-
-    def same(row: Json) -> str:
-        return json.dumps({"masks": 0, **row, "gain": 0, "config": None}, sort_keys=True)
-
-    for name, new in sections(rows).items():
-        # Of one problem the row that was measured by itself counts.
-        found = sorted((*data.pop(name, []), *new), key=lambda row: "gain" in row)
-        merged = {same(row): row for row in found}
-        if merged:
-            data[name] = list(merged.values())
-    device_table.write(path, data)
+    device_table.merge(path, sections(rows))

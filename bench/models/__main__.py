@@ -15,10 +15,10 @@ import torch
 
 import inductor_fusions
 from bench import models
-from bench.common import Budget, Json, Progress, Results, is_fatal, one_line
+from bench.common import Budget, Json, Progress, Results, free, is_fatal, one_line
 from bench.model_cases import CASES, Case, quick_case
-from bench.models.measure import Settings, free, measure, set_up, warm_up, work
-from bench.models.report import describe, print_table
+from bench.models.measure import Settings, measure, set_up, warm_up, work
+from bench.models.report import describe
 from bench.models.variants import AUTOTUNED, MARKERS, MODES, wanted_variants
 from bench.pool import run_tasks
 from bench.provenance import environment
@@ -182,7 +182,7 @@ def run(options: argparse.Namespace, cases: Sequence[Case], results: Results) ->
 
 
 def main() -> None:
-    """Measure, and show the table."""
+    """The command line."""
     options = read_options()
     apply_settings(options.set)
     cases = select(options)
@@ -195,8 +195,6 @@ def main() -> None:
     header["settings"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith("INDUCTOR_FUSIONS")}
     results = Results(options.out, header, key=lambda row: str(row["name"]))
     failed = run(options, cases, results)
-    names = {case.name for case in cases}
-    print_table([row for row in results.rows if row["name"] in names])
     if failed:
         sys.exit(1)
 

@@ -18,7 +18,9 @@ import torch
 from bench.common import (
     Json,
     Timing,
+    collect,
     device_milliseconds,
+    free,
     interleave,
     is_fatal,
     one_line,
@@ -37,7 +39,6 @@ from bench.models.correctness import check, is_correct, make_reference
 from bench.models.variants import (
     Variant,
     attempt,
-    collect,
     compile_variants,
     make_variants,
     uncompiled,
@@ -141,7 +142,6 @@ def _check_and_time(
     device, quick, failed = settings.device, settings.quick, row["failed"]
     graphs = counters["stats"]["unique_graphs"]
     errors: Json = {}
-    row["difference_from_stock"] = {}
     if case.dropout == 0.0:
         say("checking")
         compared = compared_inputs(case, values, inputs)
@@ -149,7 +149,7 @@ def _check_and_time(
             variant.inputs = compared
         reference = make_reference(case, model, compared, device, quick)
         collect(device)
-        errors, row["difference_from_stock"] = check(case, variants, reference, failed, device)
+        errors = check(case, variants, reference, failed, device)
         if "stock" not in errors and {"fused", "fused_autotuned"} & errors.keys():
             plain = uncompiled(case, model, first_tokens(compared, reference.output.shape[1]))
             errors["uncompiled"] = reference.compare(plain, plain.output())
@@ -210,12 +210,6 @@ def work(task: tuple[Case, Settings, bool], path: Path) -> tuple[Json, bool]:
     row["seconds"] = round(time.monotonic() - start, 1)
     free(settings.device)
     return {**asdict(case), **row}, True
-
-
-def free(device: str) -> None:
-    """Give the memory of the last case back."""
-    torch._dynamo.reset()
-    collect(device)
 
 
 def warm_up(device: str) -> None:

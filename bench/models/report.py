@@ -1,13 +1,8 @@
-"""Rows as a line each, and as a table."""
+"""A row of `bench.models` as a line."""
 
 from __future__ import annotations
 
-import sys
-
 from bench.common import Json
-
-#: The ratios of the table.
-SHOWN = ("stock/fused", "autotuned/fused", "autotuned/fused_autotuned", "fused/limit", "fused/sdpa")
 
 
 def attentions(row: Json) -> str:
@@ -37,49 +32,3 @@ def describe(row: Json) -> str:
     if row["failed"]:
         text += "".join(f", {name} failed: {reason}" for name, reason in row["failed"].items())
     return text + f" ({row['seconds']:.0f} s)"
-
-
-def print_table(rows: list[Json]) -> None:
-    """The final table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    def number(values: Json, name: str, digits: int) -> str:
-        return f"{values[name]:.{digits}f}" if name in values else "-"
-
-    def pair(values: Json, digits: int) -> str:
-        return f"{number(values, 'stock', digits)} {number(values, 'fused', digits)}"
-
-    def error(row: Json) -> str:
-        parts = [
-            max(e["out"], e.get("grad", 0.0)) for e in (row["error"].get(n) for n in ("stock", "fused")) if e
-        ]
-        return " ".join(f"{x:.1e}" for x in parts) or "-"
-
-    times = list(dict.fromkeys(("stock", "fused", *(n for row in rows for n in row["median_ms"]))))
-    ratios = list(dict.fromkeys(n for row in rows for n in row["ratio"] if n in SHOWN))
-    columns = ["case", "attentions fused", *(f"{name} ms" for name in times), *ratios]
-    columns += ["GiB stock fused", "compile s stock fused", "error stock fused", ""]
-    table = Table(title="stock and fused torch.compile, medians")
-    for i, column in enumerate(columns):
-        table.add_column(
-            column.replace("_", " ").replace("/", " / "), justify="right" if i else "left", no_wrap=i == 0
-        )
-    for row in rows:
-        verdict = {True: "ok", False: "WRONG", None: ""}[row["correct"]]
-        table.add_row(
-            row["name"],
-            attentions(row),
-            *(
-                "no memory"
-                if "out of memory" in row["failed"].get(name, "")
-                else number(row["median_ms"], name, 2)
-                for name in times
-            ),
-            *(number(row["ratio"], name, 3) for name in ratios),
-            pair(row["peak_gib"], 2),
-            pair(row["compile_s"], 1),
-            error(row),
-            verdict,
-        )
-    Console(width=None if sys.stdout.isatty() else 200).print(table)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 import inductor_fusions
-from bench.common import Json, fresh_cache, one_line, synchronize
+from bench.common import Json, collect, fresh_cache, one_line, synchronize
 from bench.model_cases import BY_HAND, WITHOUT, Case, build, share_weights, supports_sdpa
 
 MODES = ("default", "reduce-overhead", "max-autotune")
@@ -224,10 +223,3 @@ def attempt(
     # Here the exception is gone, and with it the tensors that its frames hold.
     variants.pop(name).forget()
     collect(device)
-
-
-def collect(device: str) -> None:
-    """Give unused memory back."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()

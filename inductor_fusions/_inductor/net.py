@@ -122,13 +122,6 @@ def is_flat(model: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     )
 
 
-def compiles_ahead() -> bool:
-    """Whether a model is compiled into a package now, not for a call."""
-    from torch._inductor.virtualized import V
-
-    return bool(V.aot_compilation)
-
-
 #: What a device says of itself where nothing that follows will run either.
 _BEYOND_REPAIR = (
     "illegal memory access", "device-side assert", "misaligned address", "unspecified launch failure",

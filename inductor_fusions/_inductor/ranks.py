@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .shapes import value_of
+
 #: Operations of these libraries run on one process alone. What a library of somebody else does is not known.
 _ALONE = frozenset(
     {
@@ -71,7 +73,7 @@ def communicates(model: fx.GraphModule) -> bool:
 
 
 def _node_communicates(node: fx.Node) -> bool:
-    value = node.meta.get("example_value", node.meta.get("val"))
+    value = value_of(node)
     if type(value).__module__.startswith(_TOGETHER):
         return True
     # Operations with effects, or that write to their arguments, are called by another one.

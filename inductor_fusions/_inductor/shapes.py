@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,12 +70,17 @@ def symbol_parts(expression: Any) -> tuple[str, tuple[Any, ...]]:
     return ("mul" if expression.is_Mul else other), tuple(expression.args)
 
 
+def value_of(node: fx.Node) -> Any:
+    """The fake value of a node, in a graph of Dynamo's or of aten operations; None where it has none."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
 def fake_mode_of(graph: fx.Graph) -> Any | None:
     """The FakeTensorMode under which the values of `graph` were made."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     for node in graph.nodes:
-        value = node.meta.get("example_value", node.meta.get("val"))
+        value = value_of(node)
         if isinstance(value, FakeTensor):
             return value.fake_mode
     return None
@@ -155,3 +160,108 @@ def computing_fakes(fake_mode: Any | None) -> Iterator[None]:
 
     with fake_mode if fake_mode is not None else contextlib.nullcontext(), enable_python_dispatcher():
         yield
+
+
+class Fakes:
+    """Fake values of calls. Those of operators are computed once for all calls with arguments alike.
+
+    Alike are numbers, strings and dtypes that are equal, and fake tensors of one layout. Each value is a
+    tensor of its own, of new memory or of that of an argument, and no view for autograd: as in the graphs
+    that AOTAutograd traces. Where a size is symbolic the call is computed each time.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def call(self, fake_mode: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What a function gives: fake values without a gradient."""
+        tensors: list[torch.Tensor] = []
+        key = None
+        if isinstance(function, torch._ops.OpOverload) and not function._schema.is_mutable:
+            with contextlib.suppress(_Unlike):
+                key = (function, _alike((args, kwargs), fake_mode, tensors))
+        known = self._known.get(key)
+        if known is None:
+            with suppress_guards(fake_mode), torch.no_grad(), computing_fakes(fake_mode):
+                found = function(*args, **kwargs)
+            if key is None:
+                return found
+            try:
+                known = self._known[key] = _layouts(found, fake_mode, tensors, set())
+            except _Unlike:
+                return found
+        with torch.no_grad():
+            return _made(known, fake_mode, tensors)
+
+
+class _Unlike(Exception):
+    """What is computed each time."""
+
+
+#: Arguments that are alike where they are equal and of one type.
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
+
+
+def _alike(argument: Any, fake_mode: Any, tensors: list[torch.Tensor]) -> Any:
+    """What two arguments have in common where the same comes of them; `tensors` gets those among them."""
+    kind = type(argument)
+    if kind in _PLAIN:
+        return kind, argument
+    if isinstance(argument, (tuple, list)):
+        return tuple, *(_alike(item, fake_mode, tensors) for item in argument)
+    if isinstance(argument, dict):
+        return dict, *((name, _alike(item, fake_mode, tensors)) for name, item in argument.items())
+    layout = _layout(argument, fake_mode)
+    tensors.append(argument)
+    return layout
+
+
+def _layout(tensor: Any, fake_mode: Any) -> tuple[Any, ...]:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if type(tensor) is not FakeTensor or tensor.fake_mode is not fake_mode or tensor.constant is not None:
+        raise _Unlike
+    if tensor.layout is not torch.strided or tensor.dtype.is_complex or tensor.is_neg():
+        raise _Unlike
+    shape, strides, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    if not all(type(size) is int for size in (*shape, *strides, offset)):
+        raise _Unlike
+    return shape, strides, tensor.dtype, tensor.device, offset
+
+
+def _layouts(found: Any, fake_mode: Any, tensors: list[torch.Tensor], taken: set[int]) -> Any:
+    """How the results of a call lie in memory: one, or a tuple or list of them.
+
+    With each is the number of the argument whose memory it is in; None: its own. `taken` has that of others.
+    """
+    if type(found) in (tuple, list):
+        return type(found), [_layouts(item, fake_mode, tensors, taken) for item in found]
+    layout = _layout(found, fake_mode)
+    memory = found.untyped_storage()._cdata
+    owners = [i for i, each in enumerate(tensors) if each.untyped_storage()._cdata == memory]
+    shape, strides, dtype, *_, offset = layout
+    last = sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    needed = (last + 1) * dtype.itemsize if found.numel() else 0
+    whole = offset == 0 and found.untyped_storage().nbytes() == needed
+    if memory in taken or found.requires_grad or any(found is each for each in tensors):
+        raise _Unlike
+    if len(owners) > 1 or not (owners or whole) or (owners and tensors[owners[0]].dtype != dtype):
+        raise _Unlike
+    taken.add(memory)
+    return *layout, owners[0] if owners else None
+
+
+def _made(layout: Any, fake_mode: Any, tensors: list[torch.Tensor]) -> Any:
+    """New fake tensors that lie so in memory."""
+    from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+    if isinstance(layout[0], type):
+        kind, items = layout
+        return kind(_made(item, fake_mode, tensors) for item in items)
+    shape, strides, dtype, device, offset, owner = layout
+    with in_kernel_invocation_manager(fake_mode):
+        if owner is None:
+            stored = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        else:
+            stored = tensors[owner].as_strided(shape, strides, offset)
+    return FakeTensor(fake_mode, stored, device)

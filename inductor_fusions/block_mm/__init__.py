@@ -9,6 +9,8 @@ fusions `qkv`, `gated_mlp` and `linear_epilogue` say which products they want.
 
 from __future__ import annotations
 
-from .lowering import register
+from ..lowering import lower_by
+from .lowering import Call
+from .op import BLOCK_MM
 
-register()
+lower_by(BLOCK_MM, "block_mm", lambda *given: Call(*given).kernel(), lambda *given: Call(*given).one_by_one())

@@ -21,7 +21,8 @@ _UNARY = {
 #: What an expression is made of; each activation has one of `NONLINEAR`.
 NONLINEAR = frozenset(_UNARY) | {aten.sigmoid.default}
 _PARTS = NONLINEAR | RESHAPES | CASTS | {
-    *MUL, *_ADD, _DIV, aten.neg.default, aten.reciprocal.default, aten.pow.Tensor_Scalar
+    *MUL, *_ADD, _DIV, aten.neg.default, aten.reciprocal.default, aten.pow.Tensor_Scalar,
+    aten.clamp_min.default, aten.clamp_max.default, aten.clamp.default,
 }  # fmt: skip
 #: How deep it may be, and of how many operands: what reads a value twice has it twice.
 _DEPTH, _MOST = 24, 128

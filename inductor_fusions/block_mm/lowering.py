@@ -11,10 +11,9 @@ import torch
 
 from .. import _inductor, config
 from ..fusion import Rejected
-from ..lowering import kernel_or
 from ..operands import known_size, may_use_tf32
 from . import configurations, guards, heuristics, template
-from .op import BLOCK_MM, dtypes, exact_dtype
+from .op import dtypes, exact_dtype
 from .problem import Problem, of_operands
 
 #: Bulk copies know strides below this, in bytes.
@@ -23,29 +22,6 @@ FARTHEST = 2**40
 LARGEST_FACTOR = 2.0**40
 #: The products that one kernel takes at most: its code grows with them.
 MOST_PRODUCTS = 8
-
-
-def register() -> None:
-    """Tell Inductor of the lowering, now or as soon as it is imported."""
-    _inductor.register_lowering_when_loaded(BLOCK_MM, lower)
-
-
-def lower(
-    a: Sequence[Any],
-    b: Sequence[Any],
-    bias: Sequence[Any],
-    bias_groups: Sequence[int],
-    groups: Sequence[int],
-    scales: Sequence[float],
-    activations: str,
-    gated: bool,
-    dtype: torch.dtype,
-    wide: str,
-    decided: int = 0,
-) -> list[Any]:
-    """The outputs, as Inductor's values."""
-    call = Call(a, b, bias, bias_groups, groups, scales, activations.split(","), gated, dtype, wide, decided)
-    return kernel_or("block_mm", call.kernel, call.one_by_one)
 
 
 def check_factors(factors: Sequence[float]) -> None:
@@ -82,7 +58,7 @@ class Call:
         bias_groups: Sequence[int],
         groups: Sequence[int],
         scales: Sequence[float],
-        activations: Sequence[str],
+        activations: str,
         gated: bool,
         dtype: torch.dtype,
         wide: str = "",
@@ -92,7 +68,7 @@ class Call:
         self.a, self.b = list(a), list(b)
         self.bias = dict(zip(bias_groups, bias, strict=True))
         self.groups, self.scales = list(groups), list(scales)
-        self.activations, self.gated, self.dtype = list(activations), gated, dtype
+        self.activations, self.gated, self.dtype = activations.split(","), gated, dtype
         self.dtypes = dtypes(1 if gated else len(self.activations), dtype, wide)
         # The operands in memory, for a kernel.
         self.left: list[Any] = []

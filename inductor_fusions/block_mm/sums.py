@@ -110,13 +110,8 @@ def _read(root: fx.Node, with_bias: bool) -> Sum | None:
     if len({p.node for p in terms}) < len(terms):
         return None  # one product, of which stock adds the result twice
     # One order for all sums of the same products: tables know them by it.
-    terms.sort(key=_inner, reverse=True)
+    terms.sort(key=lambda p: p.inner, reverse=True)
     return Sum(root, tuple(terms), rest[0] if rest else None, tuple(n for n in inner if n is not root))
-
-
-def _inner(p: Product) -> int:
-    size = value(p.a).shape[1]
-    return size if isinstance(size, int) else 0
 
 
 def _only_read_here(node: fx.Node) -> bool:

@@ -132,18 +132,21 @@ def source(
         thirds: whether a tile has three times a power of two columns; "tiled" only.
         across: whether a tile may have columns of two groups, which have one input; "tiled" only.
     """
-    text: str = (
-        environment(FOLDER)
-        .get_template(f"{template}.py.jinja")
-        .render(
-            names=structure.names,
-            **_parts(structure, block_k, template == "persistent", rows, joined),
-            rows=rows,
-            early=early,
-            thirds=thirds,
-            across=across,
-        )
+    return render(
+        FOLDER,
+        f"{template}.py.jinja",
+        names=structure.names,
+        **_parts(structure, block_k, template == "persistent", rows, joined),
+        rows=rows,
+        early=early,
+        thirds=thirds,
+        across=across,
     )
+
+
+def render(folder: Path, template: str, **structure: Any) -> str:
+    """The text that Inductor's templates take, of one in a folder."""
+    text: str = environment(folder).get_template(template).render(**structure)
     return text
 
 

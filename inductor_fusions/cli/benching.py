@@ -1,46 +1,20 @@
-"""`bench` and `tune`: stock beside fused, the gate on it, and the tables of a device."""
+"""`bench` and `tune`: what a checkout has beside the package, and what was measured on this machine."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import importlib.util
-import json
-import os
-import re
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from .. import tables
 from . import app
-from .common import (
-    PROG,
-    Device,
-    JsonFlag,
-    UserError,
-    console,
-    find_device,
-    imports_from,
-    print_json,
-    table,
-    writable,
-)
+from .common import PROG, Device, UserError, find_device, imports_from
 from .deciding import show_decision
-from .models import need_transformers
 from .tuning import export, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Seconds that `bench --quick` takes at most for each `--repeat`, beside its start: four minutes with that.
-QUICK_SECONDS = 210.0
-SUITES = ("attention", "projections", "lora", "blocks", "models", "ops", "all")
 
 
 def load(name: str) -> Any:
@@ -72,246 +46,21 @@ def is_checkout(folder: Path) -> bool:
 # -- bench ----------------------------------------------------------------------------------------
 
 
-@app.command(
-    epilog="Exit codes: 0 no case is worse than the limit allows; 1 one is by more than its noise, or is out "
-    "of its error budget, or failed; 2 a wrong argument. Only in a checkout."
-)
-def bench(
-    suite: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help=f"{', '.join(SUITES)}; may be given again. Default: all."),
-    ] = None,
-    only: Annotated[str, typer.Option(metavar="REGEX", help="Only cases whose name matches this.")] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="A few cases, four minutes at most.")] = False,
-    device: Annotated[Device, typer.Option(help="Where; auto takes a GPU if there is one.")] = Device.auto,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Keep the results here; cases that it has are not measured again."),
-    ] = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help=f"Start no case that would not end in this time. Default: {QUICK_SECONDS:.0f} for each "
-            "--repeat with --quick, else no limit.",
-        ),
-    ] = None,
-    repeat: Annotated[
-        int, typer.Option(min=1, help="Time each case this often: the noise band comes from the runs.")
-    ] = 1,
-    autotune: Annotated[bool, typer.Option("--autotune", help="With max-autotune as well.")] = False,
-    compare: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Results of an earlier run, to compare ratios with.")
-    ] = None,
-    fail_under: Annotated[
-        float | None,
-        typer.Option(
-            metavar="RATIO",
-            help="Least quotient of the new ratio and the old one; without --compare: of stock and fused. "
-            "Default: 0.97 with --compare, else no limit.",
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Draw speed-ups, a roofline and curves: PNG and SVG."),
-    ] = None,
-    list_only: Annotated[bool, typer.Option("--list", help="Name the cases and stop.")] = False,
-    as_json: JsonFlag = False,
-) -> None:
+#: All that follows is read by the command of the checkout, `--help` too.
+FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command(context_settings=FORWARDED)
+def bench(context: typer.Context) -> None:
     """Time operations, blocks and whole models, stock beside fused, and compare with an earlier run.
 
-    Correct before fast: what is timed is compared with float64 first. Ratios are compared, never times, and a
-    case counts as worse only where it is by more than its noise.
+    Only in a checkout.
     """
-    suites = load("suites")
-    where = find_device(device).type
-    todo = _selected(suites, suite, only, quick, where)
-    if list_only:
-        _list(todo, as_json)
-        return
-    writable(out, "--out")
-    if any(entry.suite == "models" for entry in todo):
-        need_transformers()
-    old = _read(compare) if compare is not None else None
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--plot needs matplotlib: pip install 'inductor_fusions[bench]'")
-    if budget is None and quick:
-        budget = QUICK_SECONDS * repeat
-    data = _measure(suites, todo, where, out, budget, repeat, quick, autotune, old)
-    names = {entry.name for entry in todo}
-    data["rows"] = [row for row in data["rows"] if row["name"] in names]
-    limit = fail_under if fail_under is not None else 0.97 if old is not None else 0.0
-    verdict = _verdict(data, old, limit)
-    if plot is not None:
-        for path in load("plots").draw(data, plot):
-            print(f"{PROG}: {path}", file=sys.stderr)
-    if as_json:
-        print_json({**data, **verdict})
-    else:
-        _show(data, verdict, old is not None)
-    if verdict["worse"]:
-        raise typer.Exit(1)
-
-
-def _selected(suites: Any, wanted: Sequence[str] | None, only: str, quick: bool, device: str) -> list[Any]:
-    names = [name.strip() for text in wanted or ["all"] for name in text.split(",")]
-    unknown = [name for name in names if name not in SUITES]
-    if unknown:
-        raise UserError(f"--suite: there is no suite {unknown[0]}; there are: {', '.join(SUITES)}")
-    try:
-        pattern = re.compile(only) if only else None
-    except re.error as error:
-        raise UserError(f"--only: {only!r} is no regular expression: {error}") from error
-    found: list[Any] = suites.select(names, pattern, quick, device)
-    if not found:
-        raise UserError(f"no case of {', '.join(names)} matches {only!r}: --list names them")
-    return found
-
-
-def _list(todo: Sequence[Any], as_json: bool) -> None:
-    if as_json:
-        print_json(
-            {"schema": 1, "cases": [{"suite": e.suite, "name": e.name, "quick": e.quick} for e in todo]}
-        )
-        return
-    for entry in todo:
-        print(f"{entry.suite:12} {entry.name}")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The results of an earlier run.
-
-    Raises:
-        UserError: there are none in that file.
-    """
-    try:
-        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        if found["schema"] != 1 or not all("name" in row for row in found["rows"]):
-            raise KeyError("rows with names")
-    except OSError as error:
-        raise UserError(f"--compare: {path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--compare: {path} holds no results of {PROG} bench") from error
-    return found
-
-
-def _measure(
-    suites: Any,
-    todo: Sequence[Any],
-    device: str,
-    out: Path | None,
-    budget: float | None,
-    repeat: int,
-    quick: bool,
-    autotune: bool,
-    old: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """Header and rows of a results file, with every case of `todo` that the time allowed."""
-    common, comparing = load("common"), load("compare")
-    limit = common.Budget(budget)
-    with _file(out) as path:
-        # The roofline is drawn for operations and blocks.
-        dtypes = sorted({entry.dtype for entry in todo if entry.suite != "models"})
-        header = suites.header(device, repeat, dtypes)
-        header["settings"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith("INDUCTOR_FUSIONS")}
-        different = comparing.unlike(header, old) if old is not None else ""
-        if different:
-            raise UserError(f"--compare: {different}")
-        try:
-            results = common.Results(path, header, key=lambda row: str(row["name"]))
-        except SystemExit as refused:
-            raise UserError(str(refused)) from None
-        missing = [entry for entry in todo if entry.name not in results]
-        suites.prepare(missing, device)
-        settings = suites.Settings(device, quick, repeat, autotune)
-        with common.Progress(len(missing)) as progress:
-            for entry, row in suites.run(missing, settings, lambda: limit.left, progress.say):
-                if row["failed"].get("case") is None:
-                    results.append(row)
-                else:  # not kept in the file: the next run tries again
-                    results.data.setdefault("failed", []).append(row)
-                progress.step(f"{entry.name}: {_in_short(row)}")
-        failed: list[dict[str, Any]] = results.data.pop("failed", [])
-        return {**results.data, "rows": [*results.rows, *failed], "left": len(missing) - progress.done}
-
-
-@contextlib.contextmanager
-def _file(out: Path | None) -> Iterator[Path]:
-    if out is not None:
-        yield out
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder) / "bench.json"
-
-
-def _in_short(row: dict[str, Any]) -> str:
-    text = " ".join(f"{name} {ms:.3f} ms" for name, ms in row["median_ms"].items())
-    if "stock/fused" in row["ratio"]:
-        text += f", stock/fused {row['ratio']['stock/fused']:.2f}"
-    if row["correct"] is False:
-        text += ", WRONG"
-    return text + "".join(f", {name} failed: {why}" for name, why in row["failed"].items())
-
-
-def _verdict(data: dict[str, Any], old: dict[str, Any] | None, limit: float) -> dict[str, Any]:
-    """Means, changes and the cases that are worse, as plain data."""
-    comparing = load("compare")
-    changes = comparing.compare(data["rows"], old["rows"] if old is not None else None)
-    return {
-        "fail_under": limit,
-        "means": [vars(mean) for mean in comparing.means(data["rows"])],
-        "changes": [{**vars(c), "change": c.change, "worse": c.worse(limit)} for c in changes],
-        "worse": [c.name for c in changes if c.worse(limit)],
-    }
-
-
-def _show(data: dict[str, Any], verdict: dict[str, Any], compared: bool) -> None:
-    out = console()
-    columns = ["case", "sites fused", "stock ms", "fused ms", "by hand ms", "stock / fused", "error"]
-    shown = table(*columns, *(["before", "change", "band"] if compared else []), "")
-    changes = {change["name"]: change for change in verdict["changes"]}
-    for row in data["rows"]:
-        change = changes[row["name"]]
-        sites, ms = row.get("sites") or {}, row["median_ms"]
-        ratio, noise = change["new"], row.get("noise") or 0.0
-        cells = [
-            str(row["name"]),
-            f"{sites.get('fused', 0)} of {sites['total']}" if "total" in sites else "-",
-            *(f"{ms[name]:.3f}" if name in ms else "-" for name in ("stock", "fused", "limit")),
-            "-" if ratio is None else f"{ratio:.2f} ± {ratio * noise:.2f}",
-            {True: "ok", False: "WRONG", None: "-"}[row.get("correct")],
-        ]
-        if compared:
-            cells.append("-" if change["old"] is None else f"{change['old']:.2f}")
-            cells.append("-" if change["change"] is None else f"{change['change']:.2f}")
-            cells.append(f"{change['band']:.2f}")
-        shown.add_row(*cells, "worse" if change["worse"] else change["problem"])
-    out.print(shown)
-    means = table("suite", "cases", "geometric mean", "below 1.0", "by more than noise")
-    for mean in verdict["means"]:
-        value = "-" if mean["mean"] is None else f"{mean['mean']:.3f}"
-        means.add_row(mean["kind"], str(mean["cases"]), value, str(mean["below"]), str(mean["clearly"]))
-    out.print(means)
-    if data["left"]:
-        out.print(
-            f"{data['left']} cases are left: the time was up. --out FILE keeps what was measured, "
-            "--budget gives more time"
-        )
-    if verdict["worse"]:
-        what = "the earlier run" if compared else "stock"
-        out.print(
-            f"worse than {verdict['fail_under']:g} of {what}, wrong or failed: {'; '.join(verdict['worse'])}",
-            markup=False,
-            highlight=False,
-        )
+    command = typer.main.get_command(load("gate").app)
+    raise typer.Exit(command.main(context.args, f"{PROG} bench", standalone_mode=False) or 0)
 
 
 # -- tune -----------------------------------------------------------------------------------------
-
-
-def kinds() -> list[str]:
-    """What can be tuned: the scripts `bench/tune_*.py`."""
-    return sorted(path.stem.removeprefix("tune_") for path in (ROOT / "bench").glob("tune_*.py"))
 
 
 class _Tune(TyperCommand):
@@ -386,47 +135,7 @@ def tune(
         return
     if target is not None:
         raise UserError("--target goes with --why: nothing is measured on a device that is not here")
-    load("common")
-    if kind not in kinds():
-        raise UserError(f"there is nothing called {kind} to tune; there are: {', '.join(kinds())}")
-    where = find_device(device)
-    name = tables.device_name(where)
-    short = name.removeprefix("nvidia_")
-    results = out if out is not None else ROOT / "bench" / "results" / f"{kind}_{short}.json"
-    writable(results, "--out")
-    results = results.absolute()  # the scripts run in the root of the checkout
-    try:
-        re.compile(only)
-    except re.error as error:
-        raise UserError(f"--only: {only!r} is no regular expression: {error}") from error
-    if write_table:
-        raise typer.Exit(_write_table(kind, name, results))
-    command = [f"bench.tune_{kind}", "--out", str(results), "--device", where.type]
-    command += ["--only", only] * bool(only) + ["--quick"] * quick + ["--list"] * list_only
-    command += ["--budget", str(budget)] if budget is not None else []
-    start = time.monotonic()
-    code = _module(command)
-    if not list_only:
-        print(f"{PROG}: {time.monotonic() - start:.0f} s; {PROG} tune {kind} --table writes the table")
-    raise typer.Exit(code)
-
-
-def _write_table(kind: str, name: str, results: Path) -> int:
-    """Put the results of one kind into the table of a device; those of the others stay."""
-    if not results.is_file():
-        raise UserError(f"there are no results in {results}: run {PROG} tune {kind} first")
-    if kind not in ("attention", "flex"):
-        if not (ROOT / "configs" / "devices" / f"{name}.json").is_file():
-            raise UserError(f"there is no configs/devices/{name}.json yet: tune attention first")
-        return _module([f"bench.tune_{kind}", "--out", str(results), "--table", name])
-    other = {"attention": "flex", "flex": "attention"}[kind]
-    beside = results.with_name(results.name.replace(kind, other, 1))
-    files = [str(path) for path in sorted({results, beside}) if path.is_file()]  # attention's header counts
-    return _module(["bench.device_table", *files, "--name", name])
-
-
-def _module(command: Sequence[str]) -> int:
-    """Run a module of `bench` in a process of its own: it needs settings that hold before torch is used."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, env=environment).returncode
+    bench = load("tune")
+    raise typer.Exit(
+        bench.measure(kind, find_device(device), out, only, quick, budget, write_table, list_only)
+    )

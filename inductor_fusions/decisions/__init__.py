@@ -4,26 +4,7 @@ The only reader of the gains and of the tiles in the tables.
 """
 
 from .attention import attention, flex_backward, flex_options
-from .deciding import Decision, Query, Span, bracket, decide, decide_for_all, tiles
+from .deciding import Decision, Query, Span, bracket, decide, decide_for_all, once, tiles
 from .devices import hardware, target
 from .measuring import measurer
 from .trying import configured, some, trial
-
-__all__ = [
-    "Decision",
-    "Query",
-    "Span",
-    "attention",
-    "bracket",
-    "configured",
-    "decide",
-    "decide_for_all",
-    "flex_backward",
-    "flex_options",
-    "hardware",
-    "measurer",
-    "some",
-    "target",
-    "tiles",
-    "trial",
-]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -114,6 +116,19 @@ class Decision:
         return f"estimated from {count}{where or ' nearby'} ({says})"
 
 
+_known: ContextVar[dict[Any, Decision] | None] = ContextVar("inductor_fusions_decisions", default=None)
+
+
+@contextlib.contextmanager
+def once() -> Iterator[None]:
+    """Inside, each distinct problem is decided once, where none is measured on the way."""
+    token = _known.set({})
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
 def decide(query: Query, device: torch.device, may_measure: bool = True) -> Decision:
     """The kernel for a problem on a device.
 
@@ -141,6 +156,15 @@ def decide(query: Query, device: torch.device, may_measure: bool = True) -> Deci
 
 def _decided(query: Query, device: torch.device) -> Decision:
     """The decision from what is known."""
+    known = None if config.measure else _known.get()
+    if known is None:
+        return _from_tables(query, device)
+    key = (repr(query), device)
+    found = known.get(key)
+    return known.setdefault(key, _from_tables(query, device)) if found is None else found
+
+
+def _from_tables(query: Query, device: torch.device) -> Decision:
     name, known, near, found_any = tables.device_name(device), False, math.inf, False
     for some in sources(device):
         found_any = found_any or bool(some)

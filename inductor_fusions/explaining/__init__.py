@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .. import _inductor, config, decisions, reporting, watching
 from ..runs import own_buffers, run
-from ..sites import SCHEMA, Report, Site, Verdict, table, text
+from ..sites import SCHEMA, Report, table, text
 from .graphs import Line, Pair, Recorder
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 __all__ = ["Explanation", "Line", "Pair", "explain"]
 
 
 @dataclass
-class Explanation:
+class Explanation(Report):
     """What became of every candidate of a model: print it, or open its page.
 
     Attributes:
         sites: each candidate, in the order of the graphs.
+        unknown: always 0: no cache is read.
         title: name of the function or of the module's class.
         train: whether the backward was compiled as well.
         facts: versions, device and policy, name -> text.
@@ -35,34 +32,16 @@ class Explanation:
         graphs: every graph with candidates, before and after.
     """
 
-    sites: list[Site]
     title: str = ""
     train: bool = False
     facts: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     graphs: list[Pair] = field(default_factory=list)
 
-    def __len__(self) -> int:
-        return len(self.sites)
-
-    def __iter__(self) -> Iterator[Site]:
-        return iter(self.sites)
-
     @property
     def report(self) -> Report:
         """The sites as a `Report`."""
         return Report(list(self.sites))
-
-    def count(self, verdict: Verdict = "fused", fusion: str | None = None) -> int:
-        """Number of sites with this verdict, of one fusion or of all."""
-        return self.report.count(verdict, fusion)
-
-    def summary(self) -> str:
-        """One line: "12 fused, 3 rejected"."""
-        return self.report.summary()
-
-    def __rich__(self) -> Table:
-        return table(self.sites)
 
     def __str__(self) -> str:
         rows = text(table(self.sites)) if self.sites else ""
@@ -76,12 +55,8 @@ class Explanation:
             "train": self.train,
             "facts": dict(self.facts),
             "seconds": round(self.seconds, 3),
-            "sites": self.report.to_dict()["sites"],
+            "sites": super().to_dict()["sites"],
         }
-
-    def to_json(self) -> str:
-        """`to_dict()` as JSON."""
-        return json.dumps(self.to_dict(), indent=1)
 
     def to_html(self, path: str | Path | None = None) -> str:
         """One page that needs nothing else: the sites, and the graphs before and after.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .._inductor import value_of
 from ..reporting import module_path, source_line
 from ..sites import Site, place
 from ..watching import Watcher
@@ -158,7 +159,7 @@ def _line(node: fx.Node, depth: int) -> Line:
         operation=operation,
         arguments=arguments if len(arguments) <= _LONG else arguments[: _LONG - 1] + "…",
         uses=tuple(n.name for n in node.all_input_nodes),
-        shape=_shape(node.meta.get("example_value", node.meta.get("val"))),
+        shape=_shape(value_of(node)),
         module=module_path(node),
         source=place(source_line(node)),
         depth=depth,

@@ -5,6 +5,7 @@ Both weights may be columns of one.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,11 @@ from torch import fx
 
 from .. import config
 from .._inductor import was_erased
-from ..block_mm import emit, guards
-from ..block_mm.columns import Columns, columns, halves
+from ..block_mm import emit, guards, units
+from ..block_mm.columns import SPLITS, Columns, columns, halves
 from ..block_mm.expressions import NONLINEAR, Expressions, activation, behind, between, leaves, mul, same
 from ..block_mm.op import ACTIVATIONS
-from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
+from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Reported, Scope
 from ..graph.builder import Builder, substitute
 from ..graph.facts import facts
 from ..graph.placement import Place
@@ -33,7 +34,7 @@ from ..graph.products import (
     value,
 )
 from ..problems import FEW_ROWS
-from ..reasons import Reason
+from ..reasons import Reason, Said
 
 if TYPE_CHECKING:
     from .._inductor import Match
@@ -134,32 +135,47 @@ class GatedPair(Candidate):
         return self.kernel
 
 
-class OtherGate(Candidate):
+def _without_kernel(root: fx.Node, reason: Said) -> Candidate:
     """A linear times a function of another one on the same input, for which there is no kernel.
 
     Args:
         root: the product.
-        names: the operations between the linears and it.
+        reason: why there is none.
     """
-
-    def __init__(self, root: fx.Node, names: Sequence[str]) -> None:
-        self.anchor, self.names = root, names
-
-    def describe(self) -> dict[str, str]:
-        return {"result": guards.text(self.anchor)}
-
-    def guard(self) -> None:
-        guards.check_device(self.anchor)
-        raise LeftToStock(
-            Reason.ACTIVATION(f"no kernel has what a gate and its linear pass: {', '.join(self.names)}")
-        )
-
-    def rewrite(self) -> str:
-        raise AssertionError("is never fused")
+    why: Rejected = LeftToStock(reason)
+    try:
+        guards.check_device(root)
+    except Rejected as first:
+        why = first
+    return Reported(root, why, {"result": guards.text(root)})
 
 
-def _other(root: fx.Node) -> tuple[frozenset[fx.Node], list[str]] | None:
-    """Both linears of what looks like a gated pair, and the names of the operations behind them."""
+def _of_many(node: fx.Node) -> fx.Node | None:
+    """The product of many matrices that a node has all columns of, or some."""
+    parts = (*SPLITS, aten.slice.Tensor, aten.select.int, operator.getitem)
+    while node.target in parts or (node.target is aten.add.Tensor and not _is_plain(node)):
+        (node, *_) = node.all_input_nodes
+    return node if node.target in (aten.bmm.default, aten.baddbmm.default) else None
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether what a sum adds to its first operand has the size of that, or is a number."""
+    other = tensor(node.args[1])
+    return other is None or str(other.numel()) == str(value(node).numel())
+
+
+def _input(side: fx.Node) -> fx.Node:
+    """What a linear, columns of one, or a product of many matrices multiplies."""
+    found, whole = product(side) or columns(side), _of_many(side)
+    if found is not None:
+        return found.base.a if isinstance(found, Columns) else found.a
+    assert whole is not None
+    matrices = [x for x in whole.args if isinstance(x, fx.Node)]
+    return matrices[-2]
+
+
+def _other(root: fx.Node) -> tuple[frozenset[fx.Node], Said] | None:
+    """Both linears of what looks like a gated pair, and why they are left."""
     names, sides = set[str](), list[fx.Node]()
     for argument in root.args:
         waiting, ends, seen = [argument], set[fx.Node](), set[fx.Node]()
@@ -170,7 +186,7 @@ def _other(root: fx.Node) -> tuple[frozenset[fx.Node], list[str]] | None:
             seen.add(node)
             if len(seen) > MOST_STEPS:
                 return None
-            if product(node) is not None or columns(node) is not None:
+            if product(node) is not None or columns(node) is not None or _of_many(node) is not None:
                 ends.add(node)
             elif node.target in RESHAPES:
                 waiting.append(node.args[0])
@@ -183,12 +199,15 @@ def _other(root: fx.Node) -> tuple[frozenset[fx.Node], list[str]] | None:
         if len(ends) != 1:
             return None
         sides += ends
-    linears = [product(x) or columns(x) for x in sides]
-    bases = [x.base if isinstance(x, Columns) else x for x in linears]
-    inputs = [identity(base.a) for base in bases if base is not None]
-    if sides[0] is sides[1] or inputs[0] != inputs[1]:
+    many = [_of_many(x) for x in sides]
+    if sides[0] is sides[1] or identity(_input(sides[0])) != identity(_input(sides[1])):
         return None
-    return frozenset(sides), sorted(names)
+    reason = Reason.ACTIVATION(f"no kernel has what a gate and its linear pass: {', '.join(sorted(names))}")
+    if any(many):
+        reason = Reason.LIMIT(
+            "gate and up are products of many matrices (experts): a kernel takes one of each"
+        )
+    return frozenset(sides), reason
 
 
 FUSION = Fusion(
@@ -204,8 +223,9 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
 
     A group: the activations of one graph share what is known of its expressions.
     """
+    yield from units.candidates(scope.graph)
     expressions, seen = Expressions(), set[fx.Node]()
-    known, others = set[frozenset[fx.Node]](), dict[fx.Node, tuple[frozenset[fx.Node], list[str]]]()
+    known, others = set[frozenset[fx.Node]](), dict[fx.Node, tuple[frozenset[fx.Node], Said]]()
     for match in matches:
         node = match.output_node()
         if was_erased(node):
@@ -226,7 +246,7 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
                 yield GatedPair(scope.graph, root, *found)
             elif other is not None:
                 others[root] = other
-    for root, (pair, names) in others.items():
+    for root, (pair, reason) in others.items():
         if not was_erased(root) and pair not in known:
             known.add(pair)
-            yield OtherGate(root, names)
+            yield _without_kernel(root, reason)

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from .._inductor import was_erased
-from ..block_mm import emit, guards
+from ..block_mm import emit, guards, units
 from ..block_mm.expressions import Expressions, activation, behind, between, leaves, same
 from ..block_mm.op import ACTIVATIONS
 from ..fusion import Candidate, Fusion, Rejected, Scope, nodes_of
@@ -105,8 +105,14 @@ def _has_nonlinear_tail(node: fx.Node, steps: int = _STEPS) -> bool:
 
 
 def _crossed(node: fx.Node) -> Product | None:
-    """The linear of `x0 * linear(x) + x`, a cross layer (DCN v2, arXiv:2008.13535), of its multiplication."""
+    """The linear of `x0 * linear(x) + x`, a cross layer (DCN v2, arXiv:2008.13535), of its multiplication.
+
+    Its bias may be an addition by itself.
+    """
     sides = [through(x, RESHAPES | CASTS) if isinstance(x, fx.Node) else None for x in node.args]
+    for i, side in enumerate(sides):
+        if side is not None and side.target is aten.add.Tensor and isinstance(side.args[0], fx.Node):
+            sides[i] = through(side.args[0], RESHAPES | CASTS)
     linears = [p for side in sides if (p := product(side)) is not None]
     if len(linears) != 1 or len(node.users) != 1:
         return None
@@ -183,6 +189,7 @@ FUSION = Fusion(
 @FUSION.group(lambda: [*_NONLINEAR, aten.mul.Tensor])
 def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     """Every linear that an activation follows, and every one of a cross layer."""
+    yield from units.candidates(scope.graph)
     nodes = nodes_of(matches)
     expressions, linears = Expressions(), _linears_before([n for n in nodes if n.target in _NONLINEAR])
     whole = {linear.node: _whole_activation(linear, expressions) for linear in linears}

@@ -10,18 +10,17 @@ import torch
 from torch import fx
 
 from .._inductor import (
-    computing_fakes,
     expression,
     fake_mode_of,
     is_dense,
     known_true,
-    suppress_guards,
     symbol_parts,
     was_erased,
 )
 from ..fusion import Rejected
 from ..operands import tensor
 from ..reasons import Reason
+from .facts import facts
 
 _COMBINE: dict[str, Any] = {
     "add": operator.add,
@@ -47,7 +46,7 @@ class Builder:
         meta = (before if like is None else like).meta
         self.meta = {name: meta[name] for name in kept if name in meta}
         self.key = "val" if "val" in meta else "example_value"
-        self.fake_mode = fake_mode_of(self.graph)
+        self.fake_mode, self.fakes = fake_mode_of(self.graph), facts(self.graph).fakes
 
     def call(self, target: str | Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """A call of a tensor method (its name) or of a function.
@@ -56,10 +55,12 @@ class Builder:
             Rejected: no value of the graph holds a symbolic size.
             RuntimeError: an argument is in no graph any more. No call is added, so the site stays as it is.
         """
-        with suppress_guards(self.fake_mode), torch.no_grad(), computing_fakes(self.fake_mode):
+        values: Any = fx.node.map_arg((args, kwargs), _value)
+        if target is operator.getitem and isinstance(values[0][0], (tuple, list)):
+            found = operator.getitem(*values[0])
+        else:
             function = getattr(torch.Tensor, target) if isinstance(target, str) else target
-            values = fx.node.map_arg((args, kwargs), _value)
-            found = function(*values[0], **values[1])
+            found = self.fakes.call(self.fake_mode, function, *values)
         return self.given(found, target, *args, **kwargs)
 
     def given(self, found: Any, target: str | Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from .._inductor import was_erased, watching_nodes
+from .._inductor import Fakes, was_erased, watching_nodes
 from .memory import Memory
 
 
@@ -23,6 +23,8 @@ class GraphFacts:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
+        #: Of the nodes that are added to it.
+        self.fakes = Fakes()
         self._memory: Memory | None = None
 
     @property

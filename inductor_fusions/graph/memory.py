@@ -10,6 +10,7 @@ import functools
 import heapq
 import operator
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -68,6 +69,7 @@ class Memory:
     def __init__(self, graph: fx.Graph) -> None:
         self._values: dict[fx.Node, _Stored] = {}
         self._is_stored: dict[fx.Node, bool] = {}
+        self._read_by: dict[fx.Node, frozenset[fx.Node]] = {}
         #: The loops that read a value, by number of elements: in the order in which they run.
         self._loops: dict[tuple[fx.Node, str], list[tuple[fx.Node, fx.Node]]] = {}
         self._consumers: dict[fx.Node, dict[fx.Node, None]] = {}
@@ -90,6 +92,8 @@ class Memory:
     def forget(self, node: fx.Node) -> None:
         """A node is about to be erased, or moved: then `touch` it as well."""
         self.touch(*node.all_input_nodes)
+        for x in node.all_input_nodes:
+            self._read_by.pop(through(x, VIEWS), None)
         self._touched.update(self._consumers.get(node, {}))
         for other in [node, *self._born.get(node, ())]:
             self._touched[other] = None
@@ -189,7 +193,8 @@ class Memory:
         siblings: dict[fx.Node, None] = {}
         changed = [node for node in around if self._store(node, siblings)]
         born = self._settle_births([*self._below([*touched, *changed]), *siblings])
-        self._settle_deaths(self._above([*around, *born]))
+        read = [node for node in around if self._is_read_anew(node)]
+        self._settle_deaths(self._above([*read, *changed, *born]))
 
     def _store(self, node: fx.Node, siblings: dict[fx.Node, None]) -> bool:
         """Find out whether a value is in memory; whether that is new. `siblings` gets the loops around it."""
@@ -199,6 +204,12 @@ class Memory:
         if not now:
             siblings.update(self._drop(node))
         return now is not before
+
+    def _is_read_anew(self, node: fx.Node) -> bool:
+        """Whether others read a value than when it was asked before, or when it is read last is not known."""
+        now = frozenset(readers(node))
+        before, self._read_by[node] = self._read_by.get(node), now
+        return now != before or (node in self._values and self._values[node].interval is None)
 
     def _stores(self, node: fx.Node) -> bool:
         found = self._is_stored.get(node)
@@ -238,18 +249,19 @@ class Memory:
             onwards: where to go from a node, and how many steps may follow there.
         """
         found: dict[fx.Node, None] = {}
-        waiting = [(node, _DEPTH + 2) for node in nodes]
-        seen: dict[fx.Node, int] = {}
+        seen: set[fx.Node] = set()
+        # Each node with all of the steps that may follow: what takes no step comes right behind it.
+        waiting = deque((node, _DEPTH + 2) for node in nodes)
         while waiting:
-            node, depth = waiting.pop()
-            if seen.get(node, -1) >= depth:
+            node, depth = waiting.popleft()
+            if node in seen:
                 continue
-            seen[node] = depth
+            seen.add(node)
             self.visits += 1
             if self._stores(node):
                 found[node] = None
-            if depth:
-                waiting += onwards(node, depth)
+            for other, left in onwards(node, depth) if depth else ():
+                (waiting.appendleft if left == depth else waiting.append)((other, left))
         return list(found)
 
     def _passes(self, node: fx.Node) -> bool:

@@ -52,6 +52,12 @@ class Product:
     bias: fx.Node | None = None
     scale: float = 1.0
 
+    @property
+    def inner(self) -> int:
+        """K; 0 where it is symbolic."""
+        size = value(self.a).shape[1]
+        return size if isinstance(size, int) else 0
+
 
 def tensor(node: Any) -> torch.Tensor | None:
     """The fake value of a node, if it is a tensor."""

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from .._inductor import ATTRIBUTES
+from .._inductor import ATTRIBUTES, value_of
 from ..fusion import Rejected
 from ..inplace import arguments
 from ..liveness import readers
@@ -44,7 +44,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "logsumexp": ("input", "dim", "keepdim"),
     "clamp": ("input", "min", "max"), "clamp_min": ("input", "min"), "clamp_max": ("input", "max"),
     "hardtanh": ("input", "min_val", "max_val", "inplace"),
-    "cat": ("tensors", "dim"),
+    "cat": ("tensors", "dim"), "pad": ("input", "pad", "mode", "value"),
     # products
     "matmul": ("input", "other"),
     "bmm": ("input", "other"),
@@ -100,6 +100,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "expand": ("input",), "expand_as": ("input",), "broadcast_to": ("input",),
     "transpose": ("input", "dim0", "dim1"), "swapaxes": ("input", "dim0", "dim1"),
     "swapdims": ("input", "dim0", "dim1"), "permute": ("input",), "t": ("input",),
+    "movedim": ("input", "source", "destination"), "moveaxis": ("input", "source", "destination"),
     "getitem": ("input", "index"), "getattr": ("input", "name"),
     "index_select": ("input", "dim", "index"),
     "contiguous": ("input",), "clone": ("input",), "detach": ("input",), "alias": ("input",),
@@ -312,7 +313,7 @@ def value(node: Any) -> Any:
         return node.value
     if not isinstance(node, fx.Node):
         return node
-    return node.meta.get("example_value", node.meta.get("val"))
+    return value_of(node)
 
 
 def tensor(node: Any) -> torch.Tensor | None:
@@ -394,9 +395,12 @@ def dropout_p(op: Op) -> float:
 
 
 def permutation(op: Op) -> list[int] | None:
-    """The dims of a transpose or permute: result dim i is input dim `permutation[i]`."""
+    """The dims of a transpose or permute, `x.T` and `x.mT` too: result dim i is input dim `permutation[i]`.
+
+    None of any other operation, and where the dims are not known.
+    """
     source = tensor(op.input)
-    if source is None:
+    if source is None or op.name not in TRANSPOSES | {"getattr"}:
         return None
     rank = source.dim()
     dims = list(range(rank))
@@ -407,8 +411,10 @@ def permutation(op: Op) -> list[int] | None:
         if not given or not all(isinstance(d, int) for d in given):
             return None
         return [d % rank for d in given]
-    if op.name == "t":
+    if op.name == "t" or (op.name == "getattr" and op["name"] == "T"):
         return dims[::-1]
+    if op.name == "getattr":
+        return [*dims[:-2], dims[-1], dims[-2]] if op["name"] in ("mT", "mH") else None
     first, second = op["dim0"], op["dim1"]
     first = op.args.get("axis0", first)
     second = op.args.get("axis1", second)
@@ -418,17 +424,12 @@ def permutation(op: Op) -> list[int] | None:
     return dims
 
 
-def transposed_attribute(op: Op) -> list[int] | None:
-    """Dims of `x.T`, `x.mT`, read as `getattr(x, "mT")`."""
-    source = tensor(op.input)
-    if op.name != "getattr" or source is None:
+def permuted_by(node: Any, dims: list[int]) -> fx.Node | None:
+    """What a node is a permutation of, if it is one by these dims."""
+    op = read(node)
+    if op is None or op.inplace or permutation(op) != dims:
         return None
-    dims = list(range(source.dim()))
-    if op["name"] == "T":
-        return dims[::-1]
-    if op["name"] in ("mT", "mH"):
-        return [*dims[:-2], dims[-1], dims[-2]]
-    return None
+    return op.input if isinstance(op.input, fx.Node) else None
 
 
 def appends_dim(op: Op) -> bool:

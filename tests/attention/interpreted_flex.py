@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch._dynamo
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import config, decisions
 from tests.attention.support import flex_everywhere
 

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch._dynamo
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import config, ops
 from inductor_fusions.fusions.attention.short import plan
 

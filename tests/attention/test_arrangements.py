@@ -113,11 +113,7 @@ def test_products(case: Any) -> None:
 
 def test_result_that_is_not_named() -> None:
     """Its letters are in the order of the alphabet: queries and keys come out apart from batch and heads."""
-
-    def fn(q: Any, k: Any, v: Any) -> Any:
-        return softmax(einsum("id,jd", q, k)) @ v
-
-    check(fn, (rand(Q, D), rand(K, D), rand(K, D)))
+    check(lambda q, k, v: softmax(einsum("id,jd", q, k)) @ v, (rand(Q, D), rand(K, D), rand(K, D)))
 
 
 @cases({

@@ -105,7 +105,7 @@ def inputs(dtype: torch.dtype = torch.bfloat16, grad: bool = False, length: int 
 @cases(CASES)
 def test_compiles_for_a_gpu(case: Any, train: bool, dynamic: bool) -> None:
     pytest.importorskip("triton")
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
 
     with flex_everywhere("flex"), config.patch(strict=True, policy="always"):
         code = cuda_codegen.generate(
@@ -129,7 +129,7 @@ def test_numbers(case: Any, train: bool) -> None:
 def test_few_queries_of_many_heads(q_len: int, shared: int) -> None:
     """The template for few queries has no tile where those of the heads that share keys exceed a block."""
     pytest.importorskip("triton")
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
 
     def padded(q, k, v, pad):
         scores = q @ k.repeat_interleave(4 // shared, 1).transpose(-1, -2) * 0.125

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inductor_fusions import testing
-from tests.attention.support import BATCH, HEADS, cases, check, qkv, rand, sdpa
+from tests.attention.support import BATCH, HEADS, cases, check, qkv, sdpa
 
 S = 9
 
@@ -95,16 +95,21 @@ CAUSAL = {
     "contiguous": lambda n: torch.ones(n, n, dtype=torch.bool).tril().contiguous().clone(),
 }
 
+#: What is done with a mask; "call" gives it to SDPA.
 USES = {
     "fill": lambda s, m: s.masked_fill(~m, lowest()),
     "where": lambda s, m: torch.where(m, s, -infinity()),
     "added": lambda s, m: s + torch.zeros_like(m, dtype=s.dtype).masked_fill(~m, lowest()),
+    "call": None,
 }
 
 
 def with_mask(mask, use):
     def fn(q, k, v):
-        return torch.softmax(use(q @ k.transpose(-1, -2) * 0.3, mask(q.shape[-2])), dim=-1) @ v
+        seen = mask(q.shape[-2])
+        if use is None:
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.3)
+        return torch.softmax(use(q @ k.transpose(-1, -2) * 0.3, seen), dim=-1) @ v
 
     return fn
 
@@ -150,13 +155,8 @@ def test_causal_bias(case, dynamic: bool) -> None:
     q, k, v = qkv(S, S)
     for t in (q, k, v) if dynamic else ():
         torch._dynamo.mark_dynamic(t, 2)
-    fn = with_mask(case, lambda s, m: s + m)
-    check(fn, (q, k, v), kernel="is_causal", dynamic=dynamic)
-
-
-def test_causal_in_bfloat16() -> None:
-    fn = with_mask(BIASES["triu of full, lowest"], lambda s, m: s + m.to(s.dtype))
-    check(fn, qkv(S, S), kernel="is_causal", dtype=torch.bfloat16)
+    use = None if list(BIASES.values()).index(case) % 2 else lambda s, m: s + m
+    check(with_mask(case, use), (q, k, v), kernel="is_causal", dynamic=dynamic)
 
 
 def test_two_masks_that_are_one() -> None:
@@ -164,18 +164,6 @@ def test_two_masks_that_are_one() -> None:
     mask = CAUSAL["tril"]
     fn = with_mask(mask, lambda s, m: s.masked_fill(~m, lowest()) + torch.where(m, 0.0, -1e9))
     check(fn, qkv(S, S), kernel="is_causal")
-
-
-def test_several_layers() -> None:
-    """The proof holds for each of them."""
-
-    def fn(q, k, v):
-        mask = packed(q.shape[-2])
-        for _ in range(3):
-            q = torch.softmax(torch.where(mask, q @ k.mT * 0.3, lowest()), dim=-1) @ v
-        return q
-
-    check(fn, qkv(S, S), fused=3, kernel="is_causal")
 
 
 LOWEST = torch.finfo(torch.float32).min
@@ -189,6 +177,53 @@ def test_symbolic_fill() -> None:
         return torch.softmax(q @ k.mT * 0.3 + mask, dim=-1) @ v
 
     check(fn, qkv(S, S), dynamic=True, fused=1, kernel="is_causal")
+
+
+# -- all visible ----------------------------------------------------------------------------------
+
+VISIBLE = {
+    "ones": lambda n: torch.ones(n, n, dtype=torch.bool),
+    "ones of numbers": lambda n: torch.ones(BATCH, n)[:, None, None, :] > 0,
+    "in range": lambda n: (place(n) >= 0) & (place(n)[:, None] < n),
+    "wide window": lambda n: (place(n) - place(n)[:, None]).abs() < 10**6,
+    "far below": lambda n: place(n) <= place(n)[:, None] + n,
+    "either way": lambda n: (place(n) <= place(n)[:, None]) | (place(n) > place(n)[:, None]),
+    "full": lambda n: torch.full((BATCH, 1, 1, n), True),
+    "not zeros": lambda n: ~torch.zeros(1, n, dtype=torch.bool),
+    "tril with a far diagonal": lambda n: torch.ones(n, n, dtype=torch.bool).tril(n),
+    "equal to itself": lambda n: (place(n) - place(n))[None] == 0,
+}
+NOT_PROVED = [VISIBLE[name] for name in ("wide window", "either way")]
+
+
+@cases(VISIBLE)
+def test_all_visible(case) -> None:
+    """A mask that is proved to hide nothing is dropped."""
+    for use in USES.values():
+        proved = case not in NOT_PROVED
+        seen = check(with_mask(case, use), qkv(S, S), fused=1 if proved else None)
+        assert not proved or seen.sites[0].kernel == "sdpa"
+
+
+ZERO = {
+    "zeros": lambda n: torch.zeros(n, n),
+    "zeros, 4-d": lambda n: torch.zeros(BATCH, 1, 1, n),
+    "product": lambda n: (1.0 - torch.ones(n, n)) * lowest(),
+    "a constant": lambda n: torch.full((n, n), 0.7),
+    "where": lambda n: torch.where(torch.ones(n, n, dtype=torch.bool), 0.0, lowest()),
+}
+
+
+@cases(ZERO)
+def test_zero_bias(case) -> None:
+    assert check(with_mask(case, lambda s, m: s + m), qkv(S, S)).sites[0].kernel == "sdpa"
+
+
+def test_a_constant_of_infinity() -> None:
+    """The same everywhere as well, but it hides every key: not dropped."""
+    fn = with_mask(lambda n: torch.full((n, n), -infinity()), lambda s, m: s + m)
+    run = testing.capture(fn, *qkv(S, S, grad=False), backend=testing.EAGER_AFTER_PASSES)
+    assert all("mask" in site.kernel for site in run.fused)
 
 
 # -- nearly causal --------------------------------------------------------------------------------
@@ -234,23 +269,13 @@ def every_row_sees_something(mask):
 @cases(NEARLY)
 def test_nearly_causal(case) -> None:
     """Not is_causal; fused with the mask as it is, and right."""
-    fn = with_mask(every_row_sees_something(case), USES["fill"])
-    seen = check(fn, qkv(S, S), fused=None)
     exactly = every_row_sees_something(case)(S).equal(torch.ones(S, S, dtype=torch.bool).tril())
-    for site in seen.sites:
-        assert "is_causal" not in site.kernel or exactly
+    for use in ("fill", "call"):
+        seen = check(with_mask(every_row_sees_something(case), USES[use]), qkv(S, S), fused=None)
+        for site in seen.sites:
+            assert "is_causal" not in site.kernel or exactly
     seen = check(with_mask(case, USES["added"]), qkv(S, S), fused=None, train=False)
     assert not any("is_causal" in site.kernel for site in seen.sites)
-
-
-@cases(NEARLY)
-def test_nearly_causal_in_sdpa(case) -> None:
-    def fn(q, k, v):
-        mask = every_row_sees_something(case)(q.shape[-2])
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-    if not every_row_sees_something(case)(S).equal(torch.ones(S, S, dtype=torch.bool).tril()):
-        assert not sdpa(check(fn, qkv(S, S), fused=None).ours).kwargs.get("is_causal")
 
 
 @DYNAMIC
@@ -294,43 +319,6 @@ def test_other_data() -> None:
     module = Buffered()
     run = testing.capture(module, *qkv(S, S, grad=False), backend=testing.EAGER_AFTER_PASSES)
     assert "is_causal" not in run.sites[0].kernel
-
-
-def test_padding_as_well() -> None:
-    """Causal and a padding mask from data: the mask stays."""
-
-    def fn(q, k, v, pad):
-        causal = torch.arange(q.shape[-2])[:, None] >= torch.arange(k.shape[-2])
-        mask = torch.where(causal & pad[:, None, None, :], 0.0, lowest())
-        return torch.softmax(q @ k.mT * 0.3 + mask, dim=-1) @ v
-
-    pad = torch.ones(BATCH, S, dtype=torch.bool)
-    pad[0, -3:] = False
-    seen = check(fn, (*qkv(S, S), pad))
-    assert "is_causal" not in seen.sites[0].kernel
-
-
-def test_bias_as_well() -> None:
-    """Causal and a learned bias."""
-
-    def fn(q, k, v, bias):
-        causal = torch.ones(S, S, dtype=torch.bool).tril()
-        return torch.softmax((q @ k.mT * 0.3 + bias).masked_fill(~causal, -infinity()), dim=-1) @ v
-
-    seen = check(fn, (*qkv(S, S), rand(HEADS, S, S)))
-    assert "is_causal" not in seen.sites[0].kernel
-
-
-def test_causal_mask_that_is_overwritten() -> None:
-    def fn(q, k, v):
-        mask = torch.ones(S, S, dtype=torch.bool).tril()
-        mask[:, 0] = False
-        mask[0, 0] = True
-        mask[1, 3] = True
-        mask[:, 5] = True
-        return torch.softmax(torch.where(mask, q @ k.mT * 0.3, lowest()), dim=-1) @ v
-
-    assert "is_causal" not in check(fn, qkv(S, S), fused=None).sites[0].kernel
 
 
 def test_causal_positions_that_are_overwritten() -> None:

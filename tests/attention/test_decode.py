@@ -18,6 +18,7 @@ from tests.attention import decode_interpreted
 from tests.attention.decode_interpreted import CASES
 from tests.attention.support import additive, cases, check, decode_everywhere, qkv, visible
 from tests.support.arguments import named
+from tests.support.hopper import Hopper
 from tests.support.interpreter import errors_of
 
 DTYPE = torch.bfloat16
@@ -116,7 +117,7 @@ def test_arguments_that_do_not_fit(change: Any, message: str) -> None:
 
 
 def machine_code(arch: int, kind: int, by_row: bool, dim: int, block_m: int, config: plan.Config) -> Any:
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
     from inductor_fusions.fusions.attention.decode import kernels
 
     fn = kernels.part_kernel
@@ -382,21 +383,12 @@ def test_a_model_with_a_static_cache(kind: str) -> None:
         assert mine.cumulative_length == theirs.cumulative_length
 
 
-class Hopper:
-    """Triton's driver, for a device that is not there: what a kernel writes to is read from its code."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_launched_by_inductor(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers in the code that Inductor writes: the cache is changed in place, and never copied."""
     import triton
 
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
 
     monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
     monkeypatch.setattr(op, "_has_kernel", lambda q: True)

@@ -185,22 +185,17 @@ def test_size_that_may_be_nothing_later() -> None:
     assert verdicts[0] == "fused" and "rejected" in verdicts, sites
 
 
-def test_size_that_depends_on_data() -> None:
+@pytest.mark.parametrize("asserted", [False, True])
+def test_size_that_depends_on_data(asserted: bool) -> None:
     def fn(q: Any, k: Any, v: Any, keep: Any) -> Any:
         at = keep.nonzero()[:, 0]
+        if asserted:
+            torch._check(at.shape[0] >= 1)
         return torch.softmax(q[:, :, at] @ k.mT * 0.3, -1) @ v
 
+    inputs = (*qkv(grad=False), torch.tensor([True, False, True, True, False, True, True]))
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        keep = torch.tensor([True, False, True, True, False, True, True])
-        unfused(fn, (*qkv(grad=False), keep), "may be 0")
-
-
-def test_size_that_is_asserted() -> None:
-    def fn(q: Any, k: Any, v: Any, keep: Any) -> Any:
-        at = keep.nonzero()[:, 0]
-        torch._check(at.shape[0] >= 1)
-        return torch.softmax(q[:, :, at] @ k.mT * 0.3, -1) @ v
-
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        keep = torch.tensor([True, False, True, True, False, True, True])
-        check(fn, (*qkv(grad=False), keep), fused=None)
+        if asserted:
+            check(fn, inputs, fused=None)
+        else:
+            unfused(fn, inputs, "may be 0")

@@ -89,10 +89,6 @@ def penalty_through_memory(q: Any, k: Any, v: Any) -> Any:
     return found.square().sum()
 
 
-def gradient_alone(q: Any, k: Any, v: Any) -> Any:
-    return torch.autograd.grad(loss(q, k, v), q)
-
-
 def gradient_kept_apart(q: Any, k: Any, v: Any) -> Any:
     (found,) = torch.autograd.grad(loss(q, k, v), q, create_graph=True)
     return found.detach()
@@ -139,7 +135,7 @@ TAKEN: dict[str, tuple[Function, bool, str]] = {
     "penalty": (penalty, True, TWICE),
     "penalty of a checkpoint": (penalty_of_a_checkpoint, True, TWICE),
     "penalty through memory": (penalty_through_memory, True, TWICE),
-    "gradient by autograd": (gradient_alone, True, ""),
+    "gradient by autograd": (lambda q, k, v: torch.autograd.grad(loss(q, k, v), q), True, ""),
     "gradient that is detached": (gradient_kept_apart, True, ""),
     "weights of the gradient": (weighted, True, TWICE),
     "weights without gradient": (weighted, False, ""),
@@ -205,14 +201,6 @@ def test_saved_tensors_hooks() -> None:
     check(fn, qkv())
 
 
-def test_inference_mode() -> None:
-    def fn(q: Any, k: Any, v: Any) -> Any:
-        with torch.inference_mode():
-            return attend(q, k, v)
-
-    check(fn, qkv(), train=False)
-
-
 def test_products_in_different_modes() -> None:
     """Modes are compared: one that is entered and left in between without effect is none."""
 
@@ -267,11 +255,7 @@ def test_autocast_around() -> None:
 
 def test_same_input_learns_elsewhere() -> None:
     """A parameter that a gradient outside flows into stands beside the attention in a transform."""
-
-    def fn(q: Any, k: Any, v: Any, w: Any) -> Any:
-        return gradient(q, k, v) + w
-
-    check(fn, (*qkv(5, 5, grad=False), rand(16)), slack=16.0)
+    check(lambda q, k, v, w: gradient(q, k, v) + w, (*qkv(5, 5, grad=False), rand(16)), slack=16.0)
 
 
 @pytest.mark.parametrize("name", ["gradient", "gradient and value", "product with a vector"])

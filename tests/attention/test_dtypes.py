@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from tests.attention.support import (
     BATCH,
@@ -144,85 +143,18 @@ def test_downcast_scores() -> None:
     check(fn, qkv(), fused=None, reference=scored(lambda s: s * 0.3))
 
 
-def test_integer_weights() -> None:
-    fn = lambda q, k, v: (torch.softmax(q @ k.mT * 50.0, -1) * 4).int().to(v.dtype) @ v  # noqa: E731
-    check(fn, qkv(), fused=0)
-    fn = lambda q, k, v: torch.softmax(q @ k.mT * 50.0, -1).int().to(v.dtype) @ v  # noqa: E731
-    check(fn, qkv(), fused=0, train=False)
-
-
-def test_integer_scores() -> None:
-    fn = lambda q, k, v: torch.softmax((q @ k.mT).int().to(v.dtype), -1) @ v  # noqa: E731
-    check(fn, qkv(), fused=0)
-
-
-def test_boolean_weights() -> None:
-    """Adaptive attention: every weight that is not zero counts the same."""
-    fn = lambda q, k, v: (torch.softmax(q @ k.mT, -1) > 0.1).to(v.dtype) @ v  # noqa: E731
-    check(fn, qkv(), fused=0)
+@cases({
+    "integer weights": lambda q, k, v: (torch.softmax(q @ k.mT * 50.0, -1) * 4).int().to(v.dtype) @ v,
+    "integer scores": lambda q, k, v: torch.softmax((q @ k.mT).int().to(v.dtype), -1) @ v,
+    "every weight that is not zero counts the same": lambda q, k, v: (
+        (torch.softmax(q @ k.mT, -1) > 0.1).to(v.dtype) @ v
+    ),
+})  # fmt: skip
+def test_integers_and_booleans(case) -> None:
+    check(case, qkv(), fused=0)
 
 
 # -- autocast -------------------------------------------------------------------------------------
-
-
-class Projected(nn.Module):
-    """A whole attention layer in float32, as autocast meets it."""
-
-    def __init__(self, inside: bool = False, upcast: bool = False) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(24, HEADS * 8) for _ in range(3))
-        self.o = nn.Linear(HEADS * 8, 24)
-        self.inside, self.upcast = inside, upcast
-
-    def forward(self, x, mask=None):
-        with torch.autocast(
-            "cpu", dtype=torch.bfloat16, enabled=self.inside or torch.is_autocast_enabled("cpu")
-        ):
-            return self.body(x, mask)
-
-    def body(self, x, mask):
-        q, k, v = (f(x).view(*x.shape[:2], HEADS, 8).transpose(1, 2) for f in (self.q, self.k, self.v))
-        scores = torch.matmul(q, k.transpose(-1, -2)) * 8**-0.5
-        if mask is not None:
-            scores = scores + mask
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32 if self.upcast else None)
-        return self.o((weights.to(q.dtype) @ v).transpose(1, 2).flatten(2))
-
-
-@pytest.mark.parametrize("upcast", [False, True], ids=["", "upcast"])
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
-def test_autocast_inside(train: bool, upcast: bool) -> None:
-    x, mask = rand(BATCH, Q_LEN, 24), additive(visible(BATCH, 1, 1, Q_LEN))
-    seen = check(Projected(inside=True, upcast=upcast), (x, mask), train=train, slack=1e4)
-    assert sdpa(seen.ours).meta["example_value"].dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
-def test_autocast_around(train: bool, dtype: torch.dtype) -> None:
-    x, mask = rand(BATCH, Q_LEN, 24), additive(visible(BATCH, 1, 1, Q_LEN))
-    module = Projected()
-
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, *args):
-            return self.module.body(*args)
-
-    with torch.autocast("cpu", dtype=dtype):
-        seen = check(Around(), (x, mask), train=train, slack=1e4)
-    assert sdpa(seen.ours).meta["example_value"].dtype == dtype
-
-
-def test_autocast_is_left_in_between() -> None:
-    def fn(q, k, v):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            scores = q @ k.mT
-        return torch.softmax(scores.to(v.dtype) * 0.3, dim=-1) @ v
-
-    check(fn, qkv(), fused=0, reason="autocast changes")
 
 
 def test_two_autocast_regions() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from inductor_fusions import config, testing
 from tests.attention.support import (
@@ -157,23 +156,6 @@ def test_subtracted_padding() -> None:
     check(fn, inputs, kernel="mask: pad", reference=lambda *args: fn(*args, big=1e300))
 
 
-DISTANCES = {
-    "subtracted": lambda s, slopes, far: s - slopes[:, None, None] * far.abs(),
-    "added": lambda s, slopes, far: s + slopes[:, None, None] * -far.abs(),
-    "of floats": lambda s, slopes, far: s - slopes.view(1, -1, 1, 1) * far.abs().to(s.dtype),
-}
-
-
-@TRAIN
-@cases(DISTANCES)
-def test_subtracted_distances(case, train: bool) -> None:
-    def fn(q, k, v, slopes):
-        place = torch.arange(S)
-        return finish(case(q @ k.mT * 0.3, slopes, place[:, None] - place), v)
-
-    check(fn, (*qkv(S, S, batch=B, heads=H), torch.rand(H)), train=train)
-
-
 RAISED = {
     "a mask": lambda s, m: s - m,
     "a mask, broadcast": lambda s, m: s - m[:, :1].expand(-1, 2, -1, -1),
@@ -277,48 +259,6 @@ def test_sizes(train: bool) -> None:
 
 
 @TRAIN
-def test_scale_tensor(train: bool) -> None:
-    mask = torch.zeros(B, 1, S, S).masked_fill(~causal(left_padding()), LOWEST)
-    fn = lambda q, k, v, m, t: finish(q @ k.mT * t + m, v)  # noqa: E731
-    scale = (torch.rand(H, 1, 1) + 0.5).requires_grad_()
-    check(fn, (*qkv(S, S, batch=B, heads=H), mask, scale), train=train, slack=64.0)
-
-
-@TRAIN
-def test_dropout_that_is_off(train: bool) -> None:
-    mask = torch.zeros(B, 1, S, S).masked_fill(~causal(left_padding()), LOWEST)
-
-    def fn(q, k, v, mask):
-        return nn.functional.dropout(torch.softmax(q @ k.mT * 0.3 + mask, -1), 0.1, training=False) @ v
-
-    check(fn, (*qkv(S, S, batch=B, heads=H), mask), train=train)
-
-
-@TRAIN
-@pytest.mark.parametrize("dynamic", [True], ids=["dynamic"])
-def test_symbolic_sizes(train: bool, dynamic: bool) -> None:
-    def fn(q, k, v, pad):
-        place = torch.arange(q.shape[-2])
-        seen = (place <= place[:, None]) & pad[:, None, None, :]
-        return finish(q @ k.mT * 0.3 + torch.where(seen, 0.0, -3e38), v)
-
-    check(fn, (*qkv(S, S, batch=B, heads=H), left_padding()), train=train, dynamic=dynamic)
-
-
-@TRAIN
-def test_layers(train: bool) -> None:
-    """The mean of one layer's values goes on to the next."""
-
-    def fn(q, k, v, mask):
-        for _ in range(3):
-            q = q + finish(q @ k.mT * 0.3 + mask, v)
-        return q
-
-    mask = torch.zeros(B, 1, S, S).masked_fill(~causal(left_padding()), LOWEST)
-    check(fn, (*qkv(S, S, batch=B, heads=H), mask), train=train, fused=3)
-
-
-@TRAIN
 @pytest.mark.parametrize("how", ["fill", "add"])
 def test_infinite_fill(how: str, train: bool) -> None:
     """Rows hidden by -inf are NaN unfused. Nothing is promised of them; the others must be right."""
@@ -338,14 +278,6 @@ def test_infinite_fill(how: str, train: bool) -> None:
     assert run.outputs[live].isfinite().all()
     mask = mask | ~mask.any(-1, keepdim=True)  # no row is empty: right, and with its gradients
     check(fn, (*qkv(S, S, batch=B, heads=H), mask), train=train)
-
-
-def test_live_rows_beside_infinite_ones() -> None:
-    fn = lambda q, k, v, m: finish((q @ k.mT * 0.3).masked_fill(~m, -INF), v)  # noqa: E731
-    mask, inputs = causal(left_padding()), qkv(S, S, batch=B, heads=H, grad=False)
-    run = testing.capture(fn, *inputs, mask, backend=testing.EAGER_AFTER_PASSES)
-    live = mask.any(-1)[:, 0][:, None].expand(B, H, S)
-    torch.testing.assert_close(run.outputs[live], fn(*inputs, mask)[live])
 
 
 # -- the setting ----------------------------------------------------------------------------------

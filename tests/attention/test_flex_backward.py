@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import _inductor, config, decisions, matching, tables
 from inductor_fusions.fusions.attention import flex_backward
 from inductor_fusions.graph import inlined

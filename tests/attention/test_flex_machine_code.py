@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from tests.attention.support import cases, flex_everywhere
 
 pytest.importorskip("triton")

@@ -5,19 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inductor_fusions import testing
 from tests.attention.support import (
     BATCH,
     DIM,
     KV_LEN,
     Q_LEN,
-    additive,
     cases,
     check,
     qkv,
     rand,
     sdpa,
-    visible,
 )
 
 HEADS, SHARED = 6, 2
@@ -59,17 +56,6 @@ def test_repeated(case) -> None:
     call = sdpa(seen.ours)
     assert call.kwargs["enable_gqa"] is True
     assert call.args[1].meta["example_value"].shape == (B, SHARED, K, D)
-
-
-def test_repeated_with_mask() -> None:
-    mask = additive(visible(B, 1, Q, K))
-    fn = lambda q, k, v, m: torch.softmax(q @ repeat_kv(k).mT * 0.3 + m, dim=-1) @ repeat_kv(v)  # noqa: E731
-    check(fn, (*inputs(), mask), kernel="enable_gqa")
-
-
-def test_repeated_key_transposed() -> None:
-    fn = lambda q, k, v: torch.softmax(q @ repeat_kv(k.mT) * 0.3, dim=-1) @ repeat_kv(v)  # noqa: E731
-    check(fn, inputs(), fused=None)
 
 
 def _repeat(t):
@@ -223,12 +209,3 @@ def test_few_heads_of_an_sdpa_call() -> None:
         return torch.nn.functional.scaled_dot_product_attention(q, _repeat(k), _repeat(v))
 
     check(other, inputs(), fused=0)
-
-
-def test_symbolic_sizes() -> None:
-    run = testing.capture(
-        lambda q, k, v: attend(q, repeat_kv(k), repeat_kv(v)), *inputs(), dynamic=True,
-        backend=testing.EAGER_AFTER_PASSES,
-    )  # fmt: skip
-    assert "enable_gqa" in run.fused[0].kernel
-    check(lambda q, k, v: attend(q, repeat_kv(k), repeat_kv(v)), inputs(), dynamic=True)

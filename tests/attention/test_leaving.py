@@ -28,10 +28,7 @@ def traced() -> Callable[..., Any]:
     """
 
     def lower(graph: Any, example_inputs: Any, **options: Any) -> Any:
-        def run(*args: Any) -> Any:
-            return [apart(each) for each in graph.forward(*args)]
-
-        return make_boxed_func(run)
+        return make_boxed_func(lambda *args: [apart(each) for each in graph.forward(*args)])
 
     def apart(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -239,6 +236,14 @@ def test_what_is_written_into_an_input() -> None:
     same_strides(fn, (*operands("4-D", False), torch.zeros(2, 6, 3, 16).transpose(1, 2)))
 
 
+def test_strides_that_are_asked_for() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        out = attend(q, k, v)
+        return torch.as_strided(out, (6, 4), (16, 1)) + out.stride(-2)
+
+    same_strides(fn, [x.mT.contiguous().mT for x in operands("4-D", False)], fused=None)
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 
@@ -364,16 +369,12 @@ def test_results_of_stocks_patterns_that_the_caller_writes_to(way: str) -> None:
 def test_a_result_that_stock_leaves_is_not_copied() -> None:
     """A pattern that is not there keeps nothing: the copy goes."""
     seen = []
-
-    def fn(q: Any, k: Any, v: Any) -> Any:
-        return torch.softmax((q @ k.mT).sin(), -1) @ v
-
     with config.patch(attention=False), fresh_compile():
         torch._inductor.config.post_grad_custom_post_pass = lambda graph: seen.append(
             [node.target for node in graph.nodes]
         )
         try:
-            torch.compile(fn)(*operands("4-D", True))
+            torch.compile(lambda q, k, v: torch.softmax((q @ k.mT).sin(), -1) @ v)(*operands("4-D", True))
         finally:
             torch._inductor.config.post_grad_custom_post_pass = None
     assert seen and torch.ops.aten.clone.default not in seen[0]

@@ -27,10 +27,10 @@ FILLED: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def run(fill: Any, bad: float, kernel: str) -> tuple[testing.Capture, torch.Tensor]:
+def run(fill: Any, bad: float, kernel: str, of: str = "k") -> tuple[testing.Capture, torch.Tensor]:
     """What comes of an attention whose last keys are hidden and not finite, and eager's result."""
     q, k, v = qkv(7, N, grad=False)
-    k[:, :, 9:] = bad
+    {"k": k, "v": v}[of][:, :, 9:] = bad
     pad = (torch.arange(N) > 8)[None, None, None].expand(2, 1, 1, N).clone()
     fn = lambda q, k, v, pad: torch.softmax(fill(q @ k.mT * 0.3, pad), -1) @ v  # noqa: E731
     everywhere = {"flex": lambda: flex_everywhere("flex"), "short": short_everywhere}
@@ -65,3 +65,11 @@ def test_keys_with_numbers() -> None:
     for kernel in ("sdpa", "flex", "short"):
         found, wanted = run(FILLED["-inf"], 3e4, kernel)
         torch.testing.assert_close(found.outputs, wanted)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("fill", ["-inf", "where"])
+def test_values(fill: str, bad: float) -> None:
+    """0 times NaN is NaN in eager mode as well."""
+    found, wanted = run(FILLED[fill], bad, "sdpa", of="v")
+    torch.testing.assert_close(found.outputs, wanted, equal_nan=True)

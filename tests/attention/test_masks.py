@@ -184,29 +184,6 @@ def test_weights_masked(case) -> None:
     unfused(fn, (*qkv(), visible(BATCH, 1, Q_LEN, KV_LEN)), reason)
 
 
-def test_indexed_assignment() -> None:
-    """A mask by assignment to scores is not read; it must not get lost."""
-
-    def fn(q, k, v):
-        scores = q @ k.transpose(-1, -2) * 0.3
-        scores[..., 5:9] = -INF
-        return torch.softmax(scores, dim=-1) @ v
-
-    check(fn, qkv(), fused=None)
-
-
-def test_mask_by_assignment() -> None:
-    """A mask built by assignment (Swin) is passed on as it is."""
-
-    def fn(q, k, v):
-        mask = torch.zeros(1, q.shape[-2], k.shape[-2])
-        mask[:, :3, 4:] = -INF
-        mask[:, 5:, :2] = -INF
-        return torch.softmax(q @ k.transpose(-1, -2) * 0.3 + mask, dim=-1) @ v
-
-    assert "causal" not in check(fn, qkv(), kernel="mask").sites[0].kernel
-
-
 @pytest.mark.parametrize("which", ["the mask", "its inverse"])
 def test_condition_overwritten(which: str) -> None:
     """The condition changes between the fill and the product with v."""

@@ -143,10 +143,6 @@ def overwritten() -> torch.Tensor:
     return mixed
 
 
-def filled_in_place() -> torch.Tensor:
-    return alibi().masked_fill_(later(), -INF)
-
-
 def other_hidden() -> torch.Tensor:
     hidden = later()
     mixed = alibi().masked_fill(hidden, -INF)
@@ -167,7 +163,7 @@ WHOLE = {
     "transposed": (lambda: alibi().masked_fill(later(), -1e9).mT, None),
     "bias overwritten": (overwritten, None),
     "condition overwritten": (other_hidden, None),
-    "filled in place": (filled_in_place, None),
+    "filled in place": (lambda: alibi().masked_fill_(later(), -INF), None),
 }
 
 

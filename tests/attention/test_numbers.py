@@ -127,7 +127,7 @@ def test_window_that_changes(width: int) -> None:
 def test_window_that_changes_on_a_gpu() -> None:
     """Inductor lowers the kernel where the width is a symbol, in inference and in training."""
     pytest.importorskip("triton")
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
 
     for train in (False, True):
         x = torch.zeros(1, 9)

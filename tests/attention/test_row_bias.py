@@ -277,7 +277,7 @@ def test_deterministic_training_keeps_another_kernel() -> None:
 def test_generated_code_holds_no_mask_of_pairs(train: bool) -> None:
     """The row alone is passed to the operation, which expands it; no buffer has a column for each query."""
     pytest.importorskip("triton")
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
 
     length, dim = 512, 16
     inputs = (*qkv(length, length, batch=B, heads=H, dim=dim, dtype=torch.bfloat16, grad=train),)

@@ -127,16 +127,6 @@ def test_two_tensors() -> None:
     check(scored(lambda s, t, u: s * t / u), (*qkv(), per_head, number), slack=SUMMED)
 
 
-def test_logit_scale() -> None:
-    """Swin V2: exp of a clamped learned number per head, on normalised q and k."""
-
-    def fn(q, k, v, scale):
-        q, k = torch.nn.functional.normalize(q, dim=-1), torch.nn.functional.normalize(k, dim=-1)
-        return torch.softmax(q @ k.transpose(-2, -1) * torch.clamp(scale, max=4.6).exp(), dim=-1) @ v
-
-    check(fn, (*qkv(), rand(HEADS, 1, 1)), slack=SUMMED)
-
-
 def test_integer_scalar_tensor() -> None:
     check(scored(lambda s, t: s * t), (*qkv(), torch.tensor(2)), fused=None)
 
@@ -177,20 +167,6 @@ def test_not_a_scale(case) -> None:
     expect(scored(change), (*qkv(), torch.rand(shape) + 0.5))
 
 
-def test_depends_on_q() -> None:
-    def fn(q, k, v):
-        return torch.softmax(q @ k.transpose(-2, -1) * q.mean(-1, keepdim=True), dim=-1) @ v
-
-    through_flex(fn, qkv())
-
-
-def test_depends_on_k() -> None:
-    def fn(q, k, v):
-        return torch.softmax(q @ k.transpose(-2, -1) * k.sum(-1)[:, :, None], dim=-1) @ v
-
-    through_flex(fn, qkv())
-
-
 def test_integers_per_head() -> None:
     check(scored(lambda s, t: s * t), (*qkv(), torch.arange(HEADS)[:, None, None]), fused=None)
 
@@ -226,14 +202,6 @@ def test_zero_beside_a_causal_mask(scale: Any) -> None:
         return (scores * scale).masked_fill(hidden, -1e9)
 
     check(scored(causal), qkv(9, 9))
-
-
-def test_zero_scale_of_a_call() -> None:
-    def call(q: Any, k: Any, v: Any) -> Any:
-        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.0)
-
-    check(call, qkv(9, 9), kernel="is_causal")
 
 
 @pytest.mark.parametrize("scale", [math.inf, math.nan])
@@ -289,7 +257,7 @@ def test_not_the_maximum(case) -> None:
 @cases(MAXIMA)
 def test_the_maximum_minus_the_scores(case) -> None:
     """That is the softmax of the negative scores."""
-    unfused(scored(lambda s: case(s) - s), qkv(), "the scores are used elsewhere, by")
+    check(scored(lambda s: case(s) - s), qkv())
 
 
 def test_maximum_that_is_added_with_a_negative_alpha() -> None:

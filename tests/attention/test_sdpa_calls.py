@@ -27,57 +27,10 @@ from tests.attention.support import (
 )
 
 S = 9
-LOWEST = torch.finfo(torch.float32).min
 
 
 def causal(q, k):
     return torch.arange(k.shape[-2]) <= torch.arange(q.shape[-2])[:, None]
-
-
-CAUSAL = {
-    "boolean": lambda q, k: causal(q, k),
-    "boolean, expanded": lambda q, k: causal(q, k)[None, None].expand(BATCH, 1, -1, -1),
-    "boolean, all heads": lambda q, k: causal(q, k).expand(BATCH, HEADS, S, S),
-    "additive": lambda q, k: torch.where(causal(q, k), 0.0, LOWEST),
-    "additive, infinite": lambda q, k: torch.zeros(S, S).masked_fill(~causal(q, k), float("-inf")),
-    "triu": lambda q, k: torch.triu(torch.full((S, S), float("-inf")), diagonal=1),
-    "dtype of q": lambda q, k: torch.full((S, S), LOWEST).triu(1).to(q.dtype),
-}
-
-
-@cases(CAUSAL)
-def test_causal(case) -> None:
-    fn = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=case(q, k))  # noqa: E731
-    # Doubled q, k and v need a doubled mask.
-    exact = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
-    call = sdpa(check(fn, qkv(S, S), kernel="is_causal", reference=exact).ours)
-    assert call.kwargs["is_causal"] is True
-    assert call.kwargs.get("attn_mask") is None
-
-
-def test_causal_with_symbolic_sizes() -> None:
-    def fn(q, k, v):
-        mask = causal(q, k)[None, None].expand(q.shape[0], 1, -1, -1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-    check(fn, qkv(S, S), kernel="is_causal", dynamic=True)
-
-
-VISIBLE = {
-    "boolean": lambda q, k: torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool),
-    "padding": lambda q, k: torch.ones(q.shape[0], 1, 1, k.shape[-2], dtype=torch.bool),
-    "additive": lambda q, k: torch.zeros(q.shape[-2], k.shape[-2], dtype=q.dtype),
-    "in range": lambda q, k: (torch.arange(k.shape[-2]) < k.shape[-2])[None],
-}
-
-
-@cases(VISIBLE)
-def test_all_visible(case) -> None:
-    fn = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=case(q, k))  # noqa: E731
-    seen = check(fn, qkv())
-    call = sdpa(seen.ours)
-    assert call.kwargs.get("attn_mask") is None and not call.kwargs["is_causal"]
-    assert seen.sites[0].kernel == "sdpa"
 
 
 def test_options_are_kept() -> None:
@@ -142,13 +95,6 @@ def test_other_calls(case) -> None:
     check(case, qkv(S, S), fused=None)
 
 
-def test_rectangle() -> None:
-    """is_causal is aligned at the top left, and only given to squares."""
-    for q_len, kv_len in ((5, 9), (9, 5)):
-        fn = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=causal(q, k))  # noqa: E731
-        assert not sdpa(check(fn, qkv(q_len, kv_len), fused=None).ours).kwargs.get("is_causal")
-
-
 def test_mask_with_gradient() -> None:
     """A bias that starts as zeros, or as a causal mask, may be learned."""
 
@@ -200,23 +146,6 @@ def test_fill_that_does_not_hide(fill: float) -> None:
     assert not sdpa(check(fn, qkv(S, S), fused=0).ours).kwargs.get("is_causal")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half(dtype: torch.dtype) -> None:
-    def fn(q, k, v):
-        mask = torch.zeros(S, S, dtype=q.dtype).masked_fill(~causal(q, k), torch.finfo(q.dtype).min)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-    check(fn, qkv(S, S), dtype=dtype, kernel="is_causal")
-
-
-def test_autocast() -> None:
-    def fn(q, k, v):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=causal(q, k))
-
-    check(fn, qkv(S, S), kernel="is_causal", slack=1e4)
-
-
 def test_aten() -> None:
     fn = lambda q, k, v: torch.ops.aten.scaled_dot_product_attention.default(  # noqa: E731
         q, k, v, causal(q, k), scale=0.3
@@ -234,20 +163,6 @@ def test_several_calls() -> None:
         return q
 
     check(fn, qkv(S, S), fused=3, kernel="is_causal")
-
-
-def test_opaque_modules() -> None:
-    """nn.MultiheadAttention and nn.TransformerEncoderLayer stay right, whatever is made of them."""
-    torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(24, 3, 32, dropout=0.0, batch_first=True)
-    x, padding = rand(BATCH, S, 24), torch.zeros(BATCH, S, dtype=torch.bool)
-    padding[0, -3:] = True
-    check(layer, {"src": x, "src_key_padding_mask": padding}, fused=None, slack=8.0)
-    check(layer.eval(), {"src": x, "is_causal": False}, fused=None, train=False, slack=8.0)
-    attention = torch.nn.MultiheadAttention(24, 3, batch_first=True)
-    for weights in (True, False):
-        inputs = {"query": x, "key": x, "value": x, "key_padding_mask": padding, "need_weights": weights}
-        check(attention, inputs, fused=None, slack=8.0)
 
 
 @pytest.mark.parametrize("length", [8, 300])

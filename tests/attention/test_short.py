@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,9 +18,7 @@ from tests.attention.short_interpreted import CASES as INTERPRETED
 from tests.attention.support import additive, cases, check, qkv, rand, scored, short_everywhere, visible
 from tests.support.arguments import named
 from tests.support.interpreter import errors_of
-
-ROOT = Path(__file__).resolve().parents[2]
-
+from tests.support.processes import start
 
 # The operation -----------------------------------------------------------------------------------
 
@@ -56,18 +50,6 @@ def test_opcheck(kind: str) -> None:
     q, k, v, masks, *rest = given
     fixed = [t.detach() for t in (torch.randn(4, 2, 3, 3).double(), q, k, v)]
     torch.library.opcheck(SHORT_ATTENTION_BACKWARD, (*fixed, [m.detach() for m in masks], *rest, 2))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradient(kind: str) -> None:
-    q, k, v, masks, *rest = arguments(kind)
-    floating = [m for m in masks if m.is_floating_point()]
-
-    def call(q: Any, k: Any, v: Any, *given: torch.Tensor) -> Any:
-        left = list(given)
-        return SHORT_ATTENTION(q, k, v, [left.pop(0) if m.is_floating_point() else m for m in masks], *rest)
-
-    assert torch.autograd.gradcheck(call, (q, k, v, *floating), fast_mode=True)
 
 
 def test_meaning() -> None:
@@ -104,12 +86,8 @@ def test_heads_that_share_keys() -> None:
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 def test_sharded() -> None:
     """Batch and heads over two processes, eager and compiled: outputs and gradients of one process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.attention.short_sharded"],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = start(*launcher, "-m", "tests.attention.short_sharded", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -119,22 +97,6 @@ def test_flops() -> None:
         ops.short_attention(q, k, v).sum().backward()
     products = 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3]
     assert counter.get_total_flops() == 7 * products
-
-
-def test_compiled_on_the_cpu() -> None:
-    """Without a kernel for the device, its own code runs, forward and backward."""
-    q, k, v = qkv()
-    bias = rand(1, 3, 7, 13)
-
-    def run(fn: Any) -> Any:
-        out = fn(q, k, v, bias)
-        return out, *torch.autograd.grad(out.square().sum(), (q, k, v, bias))
-
-    def fn(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        return ops.short_attention(q, k, v, [bias])
-
-    for ours, eager in zip(run(torch.compile(fn)), run(fn), strict=True):
-        torch.testing.assert_close(ours, eager)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +159,7 @@ SHAPES = {
 def test_machine_code(shape: str, arch: int) -> None:
     """One kernel each way, without a copy, that fits and does not spill."""
     pytest.importorskip("triton")
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
 
     (batch, heads, length, dim), kinds, dtype = SHAPES[shape]
     if batch > 64 and arch != 90:
@@ -393,7 +355,7 @@ def test_swin(attention: str) -> None:
     """Shifted windows of a whole model: no mask of every image is written."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("triton")
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
 
     options = transformers.SwinConfig(
         image_size=32,
@@ -437,14 +399,3 @@ def test_on_the_device(length: int, dtype: torch.dtype) -> None:
     mask = torch.where(torch.rand(16, length, length, device="cuda") < 0.3, -100.0, 0.0).to(dtype)
     with config.patch(attention_kernel="short", policy="always"):
         testing.check(fn, (q, k, v, bias, mask), kernel="short", fused=1)
-
-
-@pytest.mark.gpu
-def test_gradient_of_a_bias_repeats_bitwise() -> None:
-    q, k, v = (torch.randn(512, 4, 49, 32, device="cuda").bfloat16().requires_grad_() for _ in range(3))
-    bias = torch.randn(1, 4, 49, 49, device="cuda").requires_grad_()
-    call = torch.compile(lambda: ops.short_attention(q, k, v, [bias]).float().square().sum())
-    first = torch.autograd.grad(call(), (q, k, v, bias))
-    for _ in range(20):
-        for one, other in zip(torch.autograd.grad(call(), (q, k, v, bias)), first, strict=True):
-            assert torch.equal(one, other)

@@ -85,7 +85,7 @@ def test_gradient_of_views(case: Any) -> None:
 def test_code_for_cuda(case: Any) -> None:
     """The buffer of the bias is as large as its strides say, and nothing reads it with others."""
     pytest.importorskip("triton")
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
 
     shape, view = case
     fn = lambda q, k, v, x: attend(q, k, v, view(q, x))  # noqa: E731

@@ -108,22 +108,6 @@ def test_flex_attention_reads_float32() -> None:
     assert error <= 1.5 * (fn(*inputs).double() - true).abs().max()
 
 
-@pytest.mark.parametrize("cast", [False, True])
-def test_autocast(cast: bool) -> None:
-    """Under autocast the scores are rounded before the bias is added to them, so that it may be as well."""
-
-    def fn(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-            return torch.softmax(q @ k.mT * 0.2 + bias, -1) @ v
-
-    inputs = (*qkv(grad=False), torch.randn(2, 1, 7, 13))
-    with torch.autocast("cpu", torch.bfloat16, enabled=not cast):
-        run = testing.capture(
-            attention if not cast else fn, *inputs, train=False, backend=testing.EAGER_AFTER_PASSES
-        )
-    assert [site.verdict for site in run.sites] == ["fused"]
-
-
 @pytest.mark.parametrize("train", [False, True])
 def test_a_mask_of_float16_beside_bfloat16(train: bool) -> None:
     """What hides keys in a kernel of bfloat16 is more than float16 holds."""

@@ -45,67 +45,65 @@ def fills(q, k, v, pad, number=-INF):
     return torch.softmax(scores(q, k).masked_fill(hidden, number), -1).masked_fill(hidden, 0.0) @ v
 
 
-def espnet(q, k, v, pad):
-    hidden = pad[:, None, None, :].eq(0)
-    filled = scores(q, k).masked_fill(hidden, torch.finfo(q.dtype).min)
-    return F.dropout(torch.softmax(filled, -1).masked_fill(hidden, 0.0), 0.0) @ v
+def zeroed(fill, zero, find=lambda pad: ~causal(pad)):
+    """Scores that `fill` changes at hidden keys, and weights that `zero` changes there."""
+
+    def fn(q, k, v, pad):
+        hidden = find(pad)
+        return zero(torch.softmax(fill(scores(q, k), hidden), -1), hidden).to(v.dtype) @ v
+
+    return fn
 
 
-def computed_twice(q, k, v, pad):
-    """As CPM-Ant has it."""
-    seen = causal(pad)
-    filled = torch.masked_fill(
-        scores(q, k), seen.view(B, 1, S, S) == torch.tensor(False), torch.scalar_tensor(-INF, dtype=q.dtype)
-    )
-    weights = torch.softmax(filled, -1)
-    return (
-        torch.masked_fill(
-            weights, seen.view(B, 1, S, S) == torch.tensor(False), torch.scalar_tensor(0, dtype=q.dtype)
-        )
-        @ v
-    )
+def lowest(s, hidden):
+    return s.masked_fill(hidden, torch.finfo(s.dtype).min)
 
 
-def where_it_is_seen(q, k, v, pad):
-    seen = causal(pad)
-    return torch.where(seen, torch.softmax(torch.where(seen, scores(q, k), -INF), -1), 0.0) @ v
+def zero(w, hidden):
+    return w.masked_fill(hidden, 0.0)
 
 
-def where_it_is_hidden(q, k, v, pad):
-    hidden = ~causal(pad)
-    zero = torch.zeros((), dtype=v.dtype)
-    return torch.where(hidden, zero, torch.softmax(scores(q, k).masked_fill(hidden, -INF), -1)) @ v
+espnet = zeroed(
+    lowest, lambda w, hidden: F.dropout(zero(w, hidden), 0.0), lambda pad: pad[:, None, None, :].eq(0)
+)
 
 
-def in_place(q, k, v, pad):
-    hidden = ~causal(pad)
-    return torch.softmax(scores(q, k).masked_fill_(hidden, -INF), -1).masked_fill_(hidden, 0.0) @ v
+def cpm_ant(s, hidden, number):
+    """What is hidden is computed twice."""
+    seen = ~hidden
+    number = torch.scalar_tensor(number, dtype=s.dtype)
+    return torch.masked_fill(s, seen.view(B, 1, S, S) == torch.tensor(False), number)
 
 
-def in_float32(q, k, v, pad):
-    hidden = ~causal(pad)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    weights = torch.softmax(scores(q, k).to(wide).masked_fill(hidden, torch.finfo(wide).min), -1)
-    return weights.masked_fill(hidden, 0.0).to(v.dtype) @ v
+computed_twice = zeroed(lambda s, hidden: cpm_ant(s, hidden, -INF), lambda w, hidden: cpm_ant(w, hidden, 0))
+
+
+def in_float32(s, hidden):
+    return lowest(s.to(torch.promote_types(s.dtype, torch.float32)), hidden)
 
 
 def merged_heads(q, k, v, pad):
     q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     hidden = (~causal(pad)).repeat_interleave(H, 0).squeeze(1)
     filled = torch.bmm(q, k.mT).mul(0.3).masked_fill(hidden, -INF)
-    return torch.bmm(torch.softmax(filled, -1).masked_fill(hidden, 0.0), v)
+    return torch.bmm(zero(torch.softmax(filled, -1), hidden), v)
 
 
 SPELLINGS = {
     "-inf": fills,
-    "lowest": lambda q, k, v, pad: fills(q, k, v, pad, torch.finfo(q.dtype).min),
+    "lowest": zeroed(lowest, zero),
     "-1e9": lambda q, k, v, pad: fills(q, k, v, pad, -1e9),
     "-1e4": lambda q, k, v, pad: fills(q, k, v, pad, -1e4),
     "ESPnet": espnet,
-    "computed twice": computed_twice,
-    "where it is seen": where_it_is_seen,
-    "where it is hidden": where_it_is_hidden,
-    "in float32": in_float32,
+    "CPM-Ant": computed_twice,
+    "where it is seen": zeroed(
+        lambda s, hidden: torch.where(~hidden, s, -INF), lambda w, hidden: torch.where(~hidden, w, 0.0)
+    ),
+    "where it is hidden": zeroed(
+        lambda s, hidden: s.masked_fill(hidden, -INF),
+        lambda w, hidden: torch.where(hidden, torch.zeros((), dtype=w.dtype), w),
+    ),
+    "in float32": zeroed(in_float32, zero),
     "merged heads": merged_heads,
 }
 
@@ -126,7 +124,8 @@ def test_spelling(case, dtype: torch.dtype, train: bool) -> None:
 
 def test_in_place() -> None:
     """In training, torch raises on it: a softmax keeps its result."""
-    check(in_place, (*qkv(S, S, batch=B, heads=H), padding()), train=False)
+    fn = zeroed(lambda s, m: s.masked_fill_(m, -INF), lambda w, m: w.masked_fill_(m, 0.0))
+    check(fn, (*qkv(S, S, batch=B, heads=H), padding()), train=False)
 
 
 @TRAIN
@@ -190,7 +189,7 @@ def test_settings_of_empty_rows(rows: str, train: bool) -> None:
         check(fills, (*qkv(S, S, batch=B, heads=H), padding()), train=train)
 
 
-@pytest.mark.parametrize("case", [fills, espnet, computed_twice], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("case", [fills, espnet, computed_twice], ids=["fills", "ESPnet", "CPM-Ant"])
 def test_flex_attention(case) -> None:
     """Rows without a key are zero there by themselves."""
     with flex_everywhere("flex"):
@@ -198,7 +197,7 @@ def test_flex_attention(case) -> None:
     assert not seen.ours.calls("any")
 
 
-@pytest.mark.parametrize("case", [fills, espnet], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("case", [fills, espnet], ids=["fills", "ESPnet"])
 def test_short_attention(case) -> None:
     with short_everywhere():
         check(case, (*qkv(S, S, batch=B, heads=H), padding()), kernel="short")
@@ -213,64 +212,38 @@ def test_full_compile() -> None:
     check(fills, (*qkv(S, S, batch=B, heads=H), padding()), backend="inductor", train=False)
 
 
-def other_keys(q, k, v, pad):
-    hidden = ~causal(pad)
-    return torch.softmax(scores(q, k).masked_fill(hidden, LOWEST), -1).masked_fill(hidden.mT, 0.0) @ v
-
-
-def negated(q, k, v, pad):
-    hidden = ~causal(pad)
-    return torch.softmax(scores(q, k).masked_fill(hidden, LOWEST), -1).masked_fill(~hidden, 0.0) @ v
-
-
-def another_mask(q, k, v, pad):
-    """A row that both masks hide together is no row of zeros."""
-    hidden, first = pad[:, None, None, :] == 0, torch.arange(S) < 2
-    filled = scores(q, k).masked_fill(hidden, LOWEST).masked_fill(first, LOWEST)
-    return torch.softmax(filled, -1).masked_fill(hidden, 0.0) @ v
-
-
-def unmasked_scores(q, k, v, pad):
-    return torch.softmax(scores(q, k), -1).masked_fill(~causal(pad), 0.0) @ v
-
-
-def one_more_mask(q, k, v, pad):
-    hidden = ~causal(pad)
-    weights = torch.softmax(scores(q, k).masked_fill(hidden, LOWEST), -1)
-    return weights.masked_fill(hidden | (torch.arange(S) < 2), 0.0) @ v
-
-
 def a_sink(q, k, v, pad):
     hidden, column = ~causal(pad), torch.ones(B, H, S, 1, dtype=q.dtype)
-    filled = torch.cat([scores(q, k).masked_fill(hidden, LOWEST), column], -1)
-    return torch.softmax(filled, -1)[..., :-1].masked_fill(hidden, 0.0) @ v
+    filled = torch.cat([lowest(scores(q, k), hidden), column], -1)
+    return zero(torch.softmax(filled, -1)[..., :-1], hidden) @ v
 
 
-def overwritten_between(q, k, v, pad):
-    hidden = ~causal(pad)
-    weights = torch.softmax(scores(q, k).masked_fill(hidden, LOWEST), -1)
-    hidden.logical_not_()
-    return weights.masked_fill(hidden, 0.0) @ v
+OTHER_KEYS = {
+    "transposed": zeroed(lowest, lambda w, hidden: zero(w, hidden.mT)),
+    "negated": zeroed(lowest, lambda w, hidden: zero(w, ~hidden)),
+    "the scores are not masked": zeroed(lambda s, hidden: s, zero),
+    "more keys": zeroed(lowest, lambda w, hidden: zero(w, hidden | (torch.arange(S) < 2))),
+}
+#: A row that two masks hide together is no row of zeros.
+ONE_MORE = {
+    "another mask": zeroed(
+        lambda s, hidden: lowest(lowest(s, hidden), torch.arange(S) < 2), zero,
+        lambda pad: pad[:, None, None, :] == 0,
+    ),
+    "a sink": a_sink,
+}  # fmt: skip
 
 
 @TRAIN
-@pytest.mark.parametrize(
-    "case",
-    [other_keys, negated, unmasked_scores, one_more_mask],
-    ids=lambda fn: fn.__name__,
-)
+@cases(OTHER_KEYS)
 def test_other_keys(case, train: bool) -> None:
     unfused(case, (*qkv(S, S, batch=B, heads=H), padding()), REASON, train=train)
 
 
 @TRAIN
-@pytest.mark.parametrize("case", [another_mask, a_sink], ids=lambda fn: fn.__name__)
+@cases(ONE_MORE)
 def test_one_more_mask(case, train: bool) -> None:
     unfused(case, (*qkv(S, S, batch=B, heads=H), padding()), "one more mask perhaps", train=train)
-
-
-def test_mask_that_is_overwritten_in_between() -> None:
-    unfused(overwritten_between, (*qkv(S, S, batch=B, heads=H), padding()), "", train=False)
 
 
 NO_ZEROS = {
@@ -278,13 +251,10 @@ NO_ZEROS = {
     "a number that is data": lambda w, hidden: torch.where(hidden, w.detach().amin(), w),
     "a product with twice the mask": lambda w, hidden: w * ((~hidden).to(w.dtype) * 2),
     "a product with the hidden keys": lambda w, hidden: w * hidden.to(w.dtype),
+    "overwritten in between": lambda w, hidden: zero(w, hidden.logical_not_()),
 }
 
 
 @cases(NO_ZEROS)
 def test_no_zeros(case) -> None:
-    def fn(q, k, v, pad):
-        hidden = ~causal(pad)
-        return case(torch.softmax(scores(q, k).masked_fill(hidden, LOWEST), -1), hidden) @ v
-
-    unfused(fn, (*qkv(S, S, batch=B, heads=H), padding()), "", train=False)
+    unfused(zeroed(lowest, case), (*qkv(S, S, batch=B, heads=H), padding()), "", train=False)

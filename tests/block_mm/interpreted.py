@@ -9,7 +9,7 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import config
 from inductor_fusions.block_mm import configurations, lowering
 from inductor_fusions.block_mm.op import BLOCK_MM, composite

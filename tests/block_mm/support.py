@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 pytest.importorskip("triton")
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import config, fusions, passes, reporting
 from inductor_fusions.block_mm.op import BLOCK_MM
 
@@ -89,6 +90,7 @@ def run(
     """
     import torch._dynamo
     from torch._inductor import config as inductor_config
+    from torch._inductor.fx_passes import joint_graph
 
     found = Run()
     backend = as_on_a_gpu(found, arch, inductor)
@@ -97,6 +99,7 @@ def run(
         config.patch(policy=policy, strict=strict),
         reporting.isolated() as sites,
         inductor_config.patch(force_disable_caches=True),
+        mock.patch.object(joint_graph, "get_gpu_type", lambda: "cpu"),  # makes `mm` of an einsum's `bmm`
         torch.set_grad_enabled(train),
     ):
         outputs = torch.compile(fn, backend=backend, dynamic=dynamic)(*args)

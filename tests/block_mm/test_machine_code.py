@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 import torch._inductor.config
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import config, ops, problems, tables
 from inductor_fusions.block_mm import configurations, heuristics
 from inductor_fusions.block_mm.configurations import Config
@@ -181,13 +181,8 @@ def test_relu_keeps_what_is_no_number(tokens: int) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("tokens", [16, 1024])
-def test_default_in_float32(tokens: int, arch: int) -> None:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        found = code(problem("shared_a", tokens, torch.float32), None, arch)
-    finally:
-        torch.set_float32_matmul_precision(before)
+def test_default_in_float32(tokens: int, arch: int, tf32: None) -> None:
+    found = code(problem("shared_a", tokens, torch.float32), None, arch)
     assert found.fits and found.uses_mma, found
 
 

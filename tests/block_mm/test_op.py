@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from inductor_fusions import ops
 from inductor_fusions.block_mm.op import BLOCK_MM
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.processes import start
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -146,11 +141,7 @@ def test_lowering_is_registered_whatever_is_imported_first(first: str) -> None:
         "from torch._inductor import lowering\n"
         "print(torch.ops.inductor_fusions.block_mm.default in lowering.lowerings)"
     )
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
-        timeout=300,
-    )  # fmt: skip
+    done = start("-c", code)
     assert done.stdout.split()[-1:] == ["True"], done.stderr
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 import torch._inductor.config
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import config
 from inductor_fusions.block_mm import configurations, heuristics
 from inductor_fusions.block_mm.configurations import Config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,79 +28,43 @@ def test_adapter() -> None:
 
 
 def test_three_terms_and_a_residual() -> None:
-    def fn(x: Any, y: Any, z: Any, w: Any, r: Any) -> Any:
-        return x @ w + (r + y @ w) + z @ w
-
     args = (rand(16, 64), rand(16, 64), rand(16, 64), rand(64, 32), rand(16, 32))
-    (call,) = check(fn, args).calls()
+    (call,) = check(lambda x, y, z, w, r: x @ w + (r + y @ w) + z @ w, args).calls()
     assert len(named(call).a) == 3 and len(named(call).bias) == 1
 
 
 def test_residual_of_more_dims() -> None:
-    def fn(x: Any, y: Any, w: Any, v: Any, r: Any) -> Any:
-        return (x @ w + y @ v) + r
-
     args = (rand(2, 8, 64), rand(2, 8, 32), rand(64, 32), rand(32, 32), rand(2, 8, 32))
-    (call,) = check(fn, args).calls()
+    (call,) = check(lambda x, y, w, v, r: (x @ w + y @ v) + r, args).calls()
     assert len(named(call).bias) == 1 and named(call).bias[0].meta["val"].dim() == 2
 
 
-def test_a_term_that_is_used_elsewhere_stays() -> None:
-    def fn(x: Any, y: Any, w: Any, v: Any) -> Any:
-        first = x @ w
-        return first + y @ v, first
-
-    seen = check(fn, (rand(16, 64), rand(16, 32), rand(64, 32), rand(32, 32)))
-    assert not seen.calls() and not seen.sites
+def used_elsewhere(x: Any, y: Any, w: Any, v: Any) -> Any:
+    first = x @ w
+    return first + y @ v, first
 
 
-def test_broadcast_term() -> None:
-    """A bias is no term: it is broadcast."""
+#: x, y, weights from each to 32 columns -> what is no sum of two products.
+NO_SUMS: dict[str, Callable[..., Any]] = {
+    "used elsewhere": used_elsewhere,
+    "a bias, which is broadcast": lambda x, y, w, v: x @ w + (y @ v + v[0]),
+    "permuted": lambda x, y, w, v: x @ w + (y @ v).t(),
+    "one product twice, which stock computes once": lambda x, y, w, v: (lambda z: z + z)(x @ w),
+    "a difference": lambda x, y, w, v: x @ w - y @ v,
+}
 
-    def fn(x: Any, y: Any, w: Any, v: Any, b: Any) -> Any:
-        return x @ w + (y @ v + b)
 
-    args = (rand(16, 64), rand(16, 32), rand(64, 32), rand(32, 32), rand(32))
-    seen = check(fn, args, budget=2.0)
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_no_sum(name: str) -> None:
+    seen = check(NO_SUMS[name], (rand(32, 64), rand(32, 64), rand(64, 32), rand(64, 32)), budget=2.0)
     assert all(len(named(call).a) == 1 for call in seen.calls())
-
-
-def test_terms_that_are_permuted() -> None:
-    def fn(x: Any, y: Any, w: Any, v: Any) -> Any:
-        return x @ w + (y @ v).t()
-
-    seen = check(fn, (rand(32, 64), rand(32, 64), rand(64, 32), rand(64, 32)))
-    assert not seen.calls()
-
-
-def test_one_product_twice() -> None:
-    """Stock computes it once."""
-
-    def fn(x: Any, w: Any) -> Any:
-        y = x @ w
-        return y + y
-
-    seen = check(fn, (rand(16, 64), rand(64, 32)))
-    assert not seen.calls() and seen.products() == 1
-
-
-def test_subtraction_is_no_sum() -> None:
-    def fn(x: Any, y: Any, w: Any, v: Any) -> Any:
-        return x @ w - y @ v
-
-    seen = check(fn, (rand(16, 64), rand(16, 64), rand(64, 32), rand(64, 32)))
-    assert not seen.calls()
 
 
 def test_float32_adapter_on_a_16_bit_base() -> None:
     """Dtypes that differ between products are left to stock, with that reason."""
-
-    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
-        return (x @ w + 2.0 * ((x.to(a.dtype) @ a) @ b)).to(x.dtype)
-
     args = (rand(16, 64), rand(64, 32), rand(64, 16, dtype=torch.float32), rand(16, 32, dtype=torch.float32))
     with config.patch(lora=False):
-        seen = run(fn, args)
+        seen = run(lambda x, w, a, b: (x @ w + 2.0 * ((x.to(a.dtype) @ a) @ b)).to(x.dtype), args)
     assert not seen.calls()
     assert any("dtypes" in reason for reason in seen.reasons("qkv"))
 
@@ -129,12 +94,8 @@ def test_symbolic_rows(train: bool) -> None:
 
 def test_float64_term() -> None:
     """The kernel adds up in float32."""
-
-    def fn(x: Any, y: Any, w: Any, v: Any, r: Any) -> Any:
-        return r + (x @ w).double() + (y @ v).double()
-
     args = (rand(16, 64), rand(16, 64), rand(64, 32), rand(64, 32), rand(16, 32, dtype=torch.float64))
-    seen = check(fn, args)
+    seen = check(lambda x, y, w, v, r: r + (x @ w).double() + (y @ v).double(), args)
     assert not seen.fused("qkv") and "a result of dtype float64" in seen.reasons("qkv")
 
 

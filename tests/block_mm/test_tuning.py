@@ -120,35 +120,27 @@ def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> N
         assert all(configurations.suits(c, posed(rows)) for c in tried)
 
 
-def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written is found again, beside what was there; stock without autotuning is the baseline."""
-    target = tmp_path / "devices" / "nvidia_h200.json"
-    target.parent.mkdir()
+    target = own_tables / "nvidia_h200.json"
     shipped = json.loads((ROOT / "configs" / "devices" / "nvidia_h200.json").read_text())
-    attention = shipped["attention"]
-    for section in [n for n, found in shipped.items() if isinstance(found, list) and n != "attention"]:
-        shipped.pop(section)
-    target.write_text(json.dumps(shipped))
+    other = {n: found for n, found in shipped.items() if n == "attention" or not isinstance(found, list)}
+    target.write_text(json.dumps(other))
     rows = [measured(ROWS[0], 30.0, 20.0, 10.0), measured(ROWS[1], 9.0, 20.0, 10.0)]
     tune_projections.write_table(target, rows)
     tune_projections.write_table(target, [measured(ROWS[0], 30.0, 30.0, 10.0)])
     data = json.loads(target.read_text())
-    assert data["attention"] == attention
+    assert data["attention"] == shipped["attention"]
     gains = {row["kind"]: (row["gain"], row["config"] is not None) for row in data["block_mm"]}
     assert gains == {"shared_a": (3.0, True), "gated": (0.9, False)}
     assert device_table.kept(target) == {"block_mm": data["block_mm"]}
 
-    monkeypatch.setattr(tables, "folder", lambda: tmp_path)
     monkeypatch.setattr(tables, "device_name", lambda device: "nvidia_h200")
     monkeypatch.setattr(heuristics, "capability", lambda device: 90)
-    tables.load.cache_clear()
-    try:
-        posed = projections.problem(ROWS[0], projections.make(ROWS[0], "cpu", 0))
-        device = torch.device("cuda")
-        assert heuristics.choose(posed, device) == configurations.default(posed, 90)
-        assert heuristics.decided(posed, device).note == "3.00x measured"
-    finally:
-        tables.load.cache_clear()
+    posed = projections.problem(ROWS[0], projections.make(ROWS[0], "cpu", 0))
+    device = torch.device("cuda")
+    assert heuristics.choose(posed, device) == configurations.default(posed, 90)
+    assert heuristics.decided(posed, device).note == "3.00x measured"
 
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import inductor_fusions
 from inductor_fusions import config, reporting
 from tests import blocks
-
-ROOT = Path(inductor_fusions.__file__).parents[1]
+from tests.support.processes import start
 
 PROGRAM = """
 import json, sys
@@ -43,13 +39,8 @@ print(json.dumps({
 """
 
 
-def start(cache: Path) -> dict:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    env["INDUCTOR_FUSIONS_POLICY"] = "always"
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=500
-    )
+def started(cache: Path) -> dict:
+    done = start("-c", PROGRAM, TORCHINDUCTOR_CACHE_DIR=str(cache), INDUCTOR_FUSIONS_POLICY="always")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -57,13 +48,13 @@ def start(cache: Path) -> dict:
 @pytest.mark.slow
 def test_second_process(tmp_path: Path) -> None:
     """It hits the cache and reports what the first one did; without the records it says so."""
-    first, second = start(tmp_path), start(tmp_path)
+    first, second = started(tmp_path), started(tmp_path)
     assert not first["hits"] and second["hits"]
     assert [site["verdict"] for site in first["sites"]] == ["fused", "rejected"]
     assert first["sites"][0]["backend"]
     assert second["sites"] == first["sites"] and not second["unknown"]
     shutil.rmtree(tmp_path / "inductor_fusions")
-    third = start(tmp_path)
+    third = started(tmp_path)
     assert third["sites"] == [] and third["unknown"] == 2
 
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import inductor_fusions
-
-ROOT = Path(inductor_fusions.__file__).parents[1]
+from tests.support.processes import start
 
 PROGRAM = """
 import contextlib, json, sys
@@ -42,11 +37,8 @@ print(json.dumps({
 
 
 def run(cache: Path, stage: str, train: bool) -> dict[str, Any]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    env["INDUCTOR_FUSIONS_POLICY"] = "always"
-    command = [sys.executable, "-c", PROGRAM, stage, "train" if train else "infer"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "INDUCTOR_FUSIONS_POLICY": "always"}
+    done = start("-c", PROGRAM, stage, "train" if train else "infer", **own)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 
 from torch._inductor import config as inductor_config
 
-from bench.ledger.compiling import ON_A_GPU
+from devtools.ledger.compiling import ON_A_GPU
 from inductor_fusions import config, reporting, testing
 from inductor_fusions.block_mm import op
 from tests.block_mm.support import Run, as_on_a_gpu, differentiate, rand
@@ -62,10 +62,6 @@ def whole_mlp(x: Any, gate: Any, up: Any, down: Any) -> Any:
 
 def epilogue(x: Any, w: Any, bias: Any, residual: Any) -> Any:
     return torch.sigmoid(F.linear(x, w, bias) * 0.3 + residual)
-
-
-def activated(x: Any, w: Any) -> Any:
-    return F.gelu(torch.matmul(x, w.mT))
 
 
 def adapted(x: Any, w: Any, a: Any, b: Any) -> Any:
@@ -119,7 +115,7 @@ PRODUCTS: dict[str, tuple[Callable[..., Any], Callable[[], list[torch.Tensor]], 
     "gated": (gated, lambda: square(2, train=False), "gated_mlp"),
     "whole_mlp": (whole_mlp, lambda: square(3, train=False), "gated_mlp"),
     "epilogue": (epilogue, lambda: [*square(1), frozen(WIDTH), rand(WIDTH, WIDTH)], "linear_epilogue"),
-    "activated": (activated, lambda: square(1), "linear_epilogue"),
+    "activated": (lambda x, w: F.gelu(torch.matmul(x, w.mT)), lambda: square(1), "linear_epilogue"),
     "adapted": (adapted, lambda: [*square(1), *adapter()], "lora"),
     "scaled_by_alpha": (scaled_by_alpha, lambda: [*square(1), *adapter()], "lora"),
     "in_float32": (in_float32, lambda: [*square(1), *adapter(torch.float32)], "lora"),

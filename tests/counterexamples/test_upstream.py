@@ -163,16 +163,6 @@ def test_tensorrt_llm_4789_softcap() -> None:
     through_flex(lambda q, k, v: softmax(torch.tanh(scores_of(q, k) / 50) * 50) @ v, qkv(), slack=4.0)
 
 
-#: Masks that are nearly causal: TensorRT-LLM's matcher drops whatever stands there for is_causal.
-NEARLY_CAUSAL = {
-    "one more key": lambda q, k: torch.ones(q, k, dtype=torch.bool).tril(1),
-    "one key less": lambda q, k: torch.ones(q, k, dtype=torch.bool).tril(-1) | torch.eye(q, k).bool()[0],
-    "the other triangle": lambda q, k: torch.ones(q, k, dtype=torch.bool).triu(),
-    "a window": lambda q, k: torch.ones(q, k, dtype=torch.bool).tril().triu(-3),
-    "all but one": lambda q, k: torch.ones(q, k, dtype=torch.bool).tril() & (torch.arange(k) != 1),
-}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_upstream(name: str, dtype: torch.dtype) -> None:
@@ -205,21 +195,6 @@ def test_upstream_compiled_all(name: str, dtype: torch.dtype) -> None:
         case.function, case.inputs(), fused=case.fused, dynamic=case.dynamic, dtype=dtype,
         backend="inductor", slack=HALF_SLACK,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("spelled", ["written out", "sdpa"])
-@pytest.mark.parametrize("name", NEARLY_CAUSAL)
-def test_nearly_causal(name: str, spelled: str) -> None:
-    """A mask is dropped by proof only."""
-
-    def attention(q: Any, k: Any, v: Any) -> Any:
-        mask = NEARLY_CAUSAL[name](q.shape[-2], k.shape[-2])
-        if spelled == "sdpa":
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return softmax((scores_of(q, k) * 0.25).masked_fill(~mask, -1e9)) @ v
-
-    run = check(attention, qkv(9, 9), fused=None, slack=4.0).ours
-    assert not any(call.kwargs.get("is_causal") for call in run.calls("scaled_dot_product_attention"))
 
 
 def test_vllm_48324_integers() -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from inductor_fusions import config, testing
+from inductor_fusions import testing
 from inductor_fusions.fusions import dot_interaction
-from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION, GRADIENT, triangle
-from inductor_fusions.fusions.dot_interaction.pairs_op import DOT_PAIRS, PAIRS_GRADIENT
+from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
+from inductor_fusions.fusions.dot_interaction.pairs_op import DOT_PAIRS
 
 SAMPLES, F, D = 6, 5, 8
 LI = [i for i in range(F) for j in range(i)]
@@ -99,18 +99,6 @@ def test_spelling(name: str) -> None:
     assert run.ours.fused[0].fusion == "dot_interaction"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision(dtype: torch.dtype) -> None:
-    check(SPELLINGS["reference"], operands(), dtype=dtype, slack=1.0)
-
-
-@pytest.mark.parametrize("name", ["reference", "no concatenation"])
-def test_in_full(name: str) -> None:
-    """As Inductor compiles it: the operation, and its gradient as one of its own."""
-    run = check(SPELLINGS[name], operands(), backend="inductor")
-    assert len(run.ours.grads) == 2
-
-
 class Tables(nn.Module):
     """Features from one linear, so that their number and width are those of its weight."""
 
@@ -160,13 +148,6 @@ def overwritten_index(x: Any, t: Any) -> Any:
     i, j = torch.tensor(LI), torch.tensor(LJ)
     j[0] = 3
     return torch.cat([x, products(t)[:, i, j]], 1)
-
-
-def overwritten_features(x: Any, t: Any) -> Any:
-    t = t * 1.0
-    z = products(t)
-    t.detach().add_(1.0)
-    return torch.cat([x, z[:, LI, LJ]], 1)
 
 
 def two_readers(x: Any, t: Any) -> Any:
@@ -280,11 +261,6 @@ def test_indices_that_are_inputs() -> None:
     check(fn, (*operands(), torch.tensor(LI), torch.tensor(LJ)))
 
 
-def test_overwritten_in_between() -> None:
-    inputs = [t.detach() for t in operands()]
-    check(overwritten_features, inputs, fused=0, reason="in place", train=False)
-
-
 def test_overwritten_afterwards() -> None:
     """Where the dense features alone are trained, stock keeps nothing of the others."""
 
@@ -298,49 +274,11 @@ def test_overwritten_afterwards() -> None:
     assert not seen.fused and "overwrites an operand" in seen.sites[0].reason
 
 
-def test_gradients_are_off_in_between() -> None:
-    """What is computed under no_grad passes none on; the operation would."""
-
-    def fn(x: Any, t: Any) -> Any:
-        with torch.no_grad():
-            z = products(t)
-        return torch.cat([x, z[:, LI, LJ]], 1) + t.sum()
-
-    check(fn, operands(), fused=0, reason="gradients are switched")
-
-
-def test_what_nobody_uses() -> None:
-    """A copy that nobody uses reads nothing, and indices may be made where no gradients are recorded."""
-
-    def fn(x: Any, t: Any) -> Any:
-        z = products(t)
-        _ = z.clone()
-        with torch.no_grad():
-            i, j = torch.tril_indices(t.shape[1], t.shape[1], -1)
-        return torch.cat([x, z[:, i, j]], 1)
-
-    check(fn, operands())
-
-
-def test_transform_of_functions() -> None:
-    """The operation has gradients for autograd, and none for torch.func."""
-
-    def fn(x: Any, t: Any) -> Any:
-        return torch.func.grad(lambda t: (products(t)[:, LI, LJ]).square().sum())(t)
-
-    check(fn, [t.detach() for t in operands()], fused=0, reason="torch.func.grad", train=False)
-
-
 def test_autocast() -> None:
     """The products are made in another dtype than the features have."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         run = testing.capture(SPELLINGS["lists"], *operands(), backend=testing.EAGER_AFTER_PASSES)
     assert [site.reason for site in run.sites] == ["operands of several dtypes, or under autocast"]
-
-
-def test_toggle() -> None:
-    with config.patch(dot_interaction=False):
-        assert not testing.capture(SPELLINGS["lists"], *operands(), backend=testing.EAGER_AFTER_PASSES).sites
 
 
 def test_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,44 +306,13 @@ def test_what_is_measured_decides(
     assert ("measure" in run.sites[0].kernel) if fused else ("measured" in run.sites[0].reason)
 
 
-@pytest.mark.parametrize(("upper", "diagonal"), [(False, False), (True, False), (False, True), (True, True)])
-def test_operation(upper: bool, diagonal: bool) -> None:
-    """opcheck and gradients, with dense features and without."""
-    x, t = (value.detach().double().requires_grad_() for value in operands())
-    for dense in (x, None):
-        torch.library.opcheck(DOT_INTERACTION, (t, dense, upper, diagonal, []))
-        names = (t,) if dense is None else (t, dense)
-        assert torch.autograd.gradcheck(
-            lambda t, dense=None: DOT_INTERACTION(t, dense, upper, diagonal, []), names
-        )
-    i, j = triangle(F, upper, diagonal)
-    found = DOT_INTERACTION(t, x, upper, diagonal, [])
-    torch.testing.assert_close(found, torch.cat([x, (t @ t.mT)[:, i, j]], 1))
-    torch.library.opcheck(GRADIENT, (found.detach(), t.detach(), D, upper, diagonal, []))
-
-
-def test_operation_of_given_pairs() -> None:
-    """opcheck and gradients, with pairs that are there twice, and with none."""
-    x, t = (value.detach().double().requires_grad_() for value in operands())
-    for cells in (torch.tensor([0, 7, 7, 24, 5, 7]), torch.tensor([], dtype=torch.int64)):
-        for dense in (x, None):
-            torch.library.opcheck(DOT_PAIRS, (t, dense, cells, []))
-            found = DOT_PAIRS(t, dense, cells, [])
-            torch.testing.assert_close(
-                found[:, found.shape[1] - len(cells) :], (t @ t.mT).flatten(1)[:, cells]
-            )
-        assert torch.autograd.gradcheck(lambda t, x, cells=cells: DOT_PAIRS(t, x, cells, []), (t, x))
-        y = DOT_PAIRS(t, x, cells, []).detach()
-        torch.library.opcheck(PAIRS_GRADIENT, (y, t.detach(), D, cells, []))
-    with pytest.raises(ValueError, match="int64 cells"):
-        DOT_PAIRS(t, x, torch.tensor([1.0]), [])
-
-
 def test_arguments_that_do_not_fit() -> None:
     x, t = operands()
     for bad in ((t, x[1:]), (t, x.double()), (x, x), (t.long(), None), (t, t)):
         with pytest.raises((ValueError, RuntimeError)):
             DOT_INTERACTION(*bad, False, False, [])
+    with pytest.raises(ValueError, match="int64 cells"):
+        DOT_PAIRS(t, x, torch.tensor([1.0]), [])
 
 
 @pytest.mark.gpu

@@ -34,7 +34,7 @@ POINTERS = {"cells": "*i64", "last": "*i32", "before": "*i32"}
 @pytest.mark.parametrize("name", ["interaction", "gradient", "pairs", "pairs_gradient"])
 def test_machine_code(name: str, width: int, arch: int) -> None:
     """Tensor cores, no spill, and shared memory that the device has."""
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
     from inductor_fusions.fusions.dot_interaction import kernels
 
     fn = getattr(kernels, f"{name}_kernel")
@@ -62,7 +62,7 @@ def test_machine_code(name: str, width: int, arch: int) -> None:
 @pytest.mark.parametrize("given", [False, True], ids=["triangle", "given"])
 def test_launched_by_inductor(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel of ours forward and one backward in the code that Inductor writes, and no matrix product."""
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
     from inductor_fusions.fusions.dot_interaction import op, pairs_op
 
     for module in (op, pairs_op):

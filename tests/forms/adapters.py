@@ -63,10 +63,44 @@ def adalora(x: Any, w: Any, a: Any, b: Any, e: Any, ranknum: Any) -> Any:
     return F.linear(x, w) + (x @ (a * e[:, None]).T @ b.T) * 16 / (ranknum.abs() + 1e-5)
 
 
-@form(*LORA, (8,), (128,), left=(1, 1), reasons=("multiplied by a tensor", ""))
+@form(*LORA, (8,), (128,), left=(0, 1))
 def vera(x: Any, w: Any, a: Any, b: Any, d: Any, e: Any) -> Any:
     """Vectors between A and B, and behind B."""
     return F.linear(x, w) + e * F.linear(d * F.linear(x, a), b)
+
+
+@form(X, "frozen 64x128", (64, 8), (8, 128))
+def adapter_by_einsum(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """As models that come from JAX write their linears."""
+    narrow = torch.einsum("bni,ir->bnr", x, a)
+    return torch.einsum("bni,io->bno", x, w) + torch.einsum("bnr,ro->bno", narrow, b) * 2.0
+
+
+@form(*LORA, (8, 64), (128, 8), lambda: torch.rand(2, 48, 2).bfloat16())
+def mixture_of_adapters(x: Any, w: Any, a: Any, b: Any, c: Any, d: Any, gate: Any) -> Any:
+    """A router gives each token a number for each adapter."""
+    result = F.linear(x, w)
+    for i, (down, up) in enumerate(((a, b), (c, d))):
+        result = result + gate[..., i : i + 1] * F.linear(F.linear(x, down), up) * 2.0
+    return result
+
+
+@form(*LORA, lambda: torch.tensor([0, 1]))
+def adapter_of_some_samples(x: Any, w: Any, a: Any, b: Any, which: Any) -> Any:
+    """One batch for several adapters: a mask of samples."""
+    return F.linear(x, w) + F.linear(F.linear(x, a), b) * (which == 1).to(x.dtype)[:, None, None]
+
+
+@form(*LORA, (48, 128), left=(1, 1), reasons=("multiplied by a tensor", "kept for a"))
+def adapter_times_a_matrix(x: Any, w: Any, a: Any, b: Any, gate: Any) -> Any:
+    return F.linear(x, w) + F.linear(F.linear(x, a), b) * gate
+
+
+@form(*LORA, (4, 1), left=(1, 1), reasons=("multiplied by a tensor", "kept for a"))
+def adapter_times_gates_of_heads(x: Any, w: Any, a: Any, b: Any, gate: Any) -> Any:
+    """Heads are columns viewed apart: a last dim of size 1 is none of rows."""
+    up = F.linear(F.linear(x, a), b).view(2, 48, 4, 32) * gate
+    return F.linear(x, w) + up.view(2, 48, 128)
 
 
 @form(*LORA, (8,))

@@ -47,12 +47,53 @@ def gpt_oss_clamped(x: Any, w: Any) -> Any:
     return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
 
+@form(*PACKED, left=(1, 1), reasons=("clamp_max", "clamp_max"))
+def clamped_behind_the_gate(x: Any, w: Any) -> Any:
+    gate, up = F.linear(x, w).chunk(2, dim=-1)
+    return F.silu(gate).clamp(max=7.0) * up.clamp(-7.0, 7.0)
+
+
+@form((4, 48, 64), (4, 64, 256), (4, 256), reasons=("many matrices", "many matrices"))
+def packed_experts(x: Any, w: Any, b: Any) -> Any:
+    """Experts beside each other, as Llama 4 and GPT-OSS have them."""
+    gate, up = (torch.bmm(x, w) + b[:, None]).chunk(2, dim=-1)
+    return up * F.silu(gate)
+
+
 @form(X, "frozen 128x64", "frozen 128x64", left=(0, 0), reasons=("pow, relu", "pow, relu"))
 def squared_relu(x: Any, w: Any, v: Any) -> Any:
     return F.relu(F.linear(x, w)).square() * F.linear(x, v)
+
+
+@form(X, "frozen 64x128", "frozen 64x128")
+def gate_by_einsum(x: Any, w: Any, v: Any) -> Any:
+    """As models that come from JAX write their linears."""
+    return F.gelu(torch.einsum("bnd,df->bnf", x, w)) * torch.einsum("bnd,df->bnf", x, v)
+
+
+@form(X, "frozen 64x128")
+def activation_by_einsum(x: Any, w: Any) -> Any:
+    return F.gelu(torch.einsum("bnd,df->bnf", x, w))
+
+
+@form(X, "frozen 64x128", left=(1, 1))
+def einsum_that_turns_its_result(x: Any, w: Any) -> Any:
+    """Large dims change places: that is no reshape."""
+    return F.gelu(torch.einsum("bnd,df->bfn", x, w))
 
 
 @form((96, 64), (96, 64), (64, 64), (64,), left=(0, 0))
 def dcn_cross(x0: Any, x: Any, w: Any, b: Any) -> Any:
     """A cross layer: times the first input, plus the last one."""
     return x0 * F.linear(x, w, b) + x
+
+
+@form((96, 64), (96, 64), (64, 64), (64,), left=(0, 0))
+def torchrec_cross(x0: Any, x: Any, w: Any, b: Any) -> Any:
+    """Its bias is a parameter by itself."""
+    return x0 * (F.linear(x, w) + b) + x
+
+
+@form((96, 64), (96, 64), (64, 64), (96, 1), left=(1, 1))
+def cross_without_the_last_input(x0: Any, x: Any, w: Any, b: Any) -> Any:
+    return x0 * (F.linear(x, w) + b) + b

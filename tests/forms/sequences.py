@@ -482,3 +482,43 @@ def distance_scores(x: Any, y: Any) -> Any:
     """Negative squared distances of points, written out."""
     d = x.square().sum(-1, keepdim=True) - 2 * x @ y.mT + y.square().sum(-1)[:, None, :]
     return torch.softmax(-d / 8, dim=-1) @ y
+
+
+def lengths() -> torch.Tensor:
+    return torch.tensor([13, 5])
+
+
+@form((2, 16), (2, 13, 16), lengths)
+def decoder_state_squeezed(state: Any, memory: Any, n: Any) -> Any:
+    """Luong: one query for each sample, whose dim goes before the softmax and comes back."""
+    scores = torch.bmm(memory, state.unsqueeze(2)).squeeze(2)
+    scores = scores.masked_fill(torch.arange(13)[None] >= n[:, None], float("-inf"))
+    return torch.bmm(torch.softmax(scores, 1).unsqueeze(1), memory).squeeze(1)
+
+
+@form((2, 16), (2, 13, 16), lengths)
+def decoder_state_by_index(state: Any, memory: Any, n: Any) -> Any:
+    scores = (memory @ state[:, :, None])[:, :, 0] / 4
+    scores = torch.where(torch.arange(13) < n[:, None], scores, -1e9)
+    return (scores.softmax(-1)[:, None] @ memory)[:, 0]
+
+
+@form((8,), (2, 13, 8))
+def pooling_by_a_learned_query(query: Any, x: Any) -> Any:
+    return einsum("bn,bnd->bd", (einsum("d,bnd->bn", query, x) * 0.3).softmax(-1), x)
+
+
+@form((2, 3, 8), (13, 2, 3, 8), (13, 2, 3, 8))
+def pooling_of_heads_keys_first(q: Any, k: Any, v: Any) -> Any:
+    return einsum("nbh,nbhd->bhd", (einsum("nbhd,bhd->nbh", k, q) * 0.3).softmax(0), v)
+
+
+@form((2, 7, 16), (2, 7, 5, 16), (2, 7, 5, 3))
+def neighbours_of_points(q: Any, k: Any, v: Any) -> Any:
+    return einsum("bnk,bnkc->bnc", (einsum("bnd,bnkd->bnk", q, k) * 0.25).softmax(-1), v)
+
+
+@form((2, 7, 16), (2, 7, 16), fused=0, reasons=("no product of queries and keys",))
+def points_with_themselves(q: Any, k: Any) -> Any:
+    """Each row has a query of its own: nothing is shared."""
+    return einsum("bn,bnd->bd", (einsum("bnd,bnd->bn", q, k) * 0.25).softmax(-1), k)

@@ -189,3 +189,36 @@ def difference_of_results(q1: Any, k1: Any, q2: Any, k2: Any, v: Any, factor: An
 @form(*QKV, fused=0, reasons=("element by element",))
 def weights_and_values_by_elements(q: Any, k: Any, v: Any) -> Any:
     return (scored(q, k).softmax(-1).unsqueeze(-1) * v.unsqueeze(2)).sum(3)
+
+
+@form(*QKV, (4, 1, 1), lambda: torch.tensor([[True] * 9, [True] * 5 + [False] * 4]))
+def weights_times_gates_of_heads_and_queries(q: Any, k: Any, v: Any, gate: Any, seen: Any) -> Any:
+    """What is the same for all keys goes behind the product; so does a scale that comes after the softmax."""
+    weights = padded(q, k, seen) / 8**0.5 * torch.sigmoid(gate)
+    return (weights * seen[:, None, :, None]) @ v
+
+
+@form((2, 9, 4, 8), (2, 9, 4, 8), (2, 9, 4, 8), (4,))
+def gates_of_heads_that_come_last(q: Any, k: Any, v: Any, gate: Any) -> Any:
+    weights = einsum("bqhd,bkhd->bqkh", q, k).softmax(2) * gate
+    return einsum("bqkh,bkhd->bqhd", weights, v)
+
+
+@form(*QKV, (9,), fused=0, reasons=("mul stands between",))
+def weights_times_a_gate_of_keys(q: Any, k: Any, v: Any, gate: Any) -> Any:
+    return (scored(q, k).softmax(-1) * gate) @ v
+
+
+@form((2, 16, 4, 5))
+def channels_least_alike(x: Any) -> Any:
+    """DANet's attention of channels: the scores are subtracted from the largest of their row."""
+    q = x.flatten(2)
+    energy = torch.bmm(q, q.permute(0, 2, 1))
+    energy = torch.max(energy, -1, keepdim=True)[0].expand_as(energy) - energy
+    return torch.bmm(torch.softmax(energy, dim=-1), q).view(x.shape)
+
+
+@form((2, 16, 20), fused=0, reasons=("the scores are used elsewhere",))
+def channels_less_the_largest_of_columns(q: Any) -> Any:
+    energy = torch.bmm(q, q.permute(0, 2, 1))
+    return torch.bmm(torch.softmax(energy.amax(-2, keepdim=True) - energy, dim=-1), q)

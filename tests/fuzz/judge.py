@@ -197,7 +197,7 @@ def check_products(
         draws: whether it draws random numbers: the graphs without the fusions say what is right.
         pads: which products Inductor pads, as `tests.support.padding` has it.
     """
-    from bench.ledger.compiling import ON_A_GPU
+    from devtools.ledger.compiling import ON_A_GPU
     from tests.block_mm import support
 
     train = any(x.requires_grad for x in inputs)

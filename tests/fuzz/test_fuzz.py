@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +28,8 @@ from tests.fuzz.judge import (
 )
 from tests.fuzz.running import fuzz, provenance, written
 from tests.support.padding import padded
+from tests.support.processes import start
 
-ROOT = Path(__file__).resolve().parents[2]
 quick = settings(max_examples=80, suppress_health_check=list(HealthCheck), print_blob=False)
 
 
@@ -253,14 +251,12 @@ def test_report_of_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.slow
 def test_processes(tmp_path: Path) -> None:
     """Two processes judge what one does; from the command line, as one starts them."""
-    command = [sys.executable, "-m", "tests.fuzz", "--examples", "4", "--seed", "5", "--code", "0"]
-    command += ["--only", "attentions", "--only", "masks", "--out", str(tmp_path / "failures.py")]
+    command = ("-m", "tests.fuzz", "--examples", "4", "--seed", "5", "--code", "0")
+    command += ("--only", "attentions", "--only", "masks", "--out", str(tmp_path / "failures.py"))
     found = []
     for jobs in ("1", "2"):
         path = tmp_path / f"{jobs}.json"
-        done = subprocess.run(
-            [*command, "--jobs", jobs, "--json", str(path)], cwd=ROOT, capture_output=True, text=True
-        )
+        done = start(*command, "--jobs", jobs, "--json", str(path))
         assert done.returncode == 0, done.stderr
         rows = json.loads(path.read_text())["rows"]
         found.append({row["key"]: (row["judged"], row["fused"], row["sites"]) for row in rows})

@@ -23,17 +23,40 @@ def situated(situation: str) -> Situated:
     return Situated(LEAVES, (), ATTENTION, situation=situation)
 
 
-def called(*calls: Call, leaves: tuple[bool, ...] = (True, True, True)) -> Calls:
+def called(*calls: Call, line: str = "", trained: bool = True, dynamic: bool | None = None) -> Calls:
+    """An attention whose scores `line` changes, which may read the indices `rows` and `columns`."""
     inputs = tuple(Input(f"x{i}", "leaf", ()) for i in range(3))
     shapes = ("b", 3, "q", 8), ("b", 3, "k", 8), ("b", 3, "k", 8)
-    lines = ("scores = x0 @ x1.mT * 0.5",)
-    result = "torch.softmax(scores * number, -1) @ x2"
-    return Calls(inputs, lines, result, shapes=shapes, leaves=leaves, calls=calls)
+    indices = "rows, columns = torch.arange(x0.shape[-2])[:, None], torch.arange(x1.shape[-2])"
+    lines = ("scores = x0 @ x1.mT * 0.5", indices, line or "scores = scores * number")
+    return Calls(
+        inputs, lines, "torch.softmax(scores, -1) @ x2", shapes=shapes, leaves=(trained,) * 3, calls=calls,
+        dynamic=dynamic,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_situations_are_programs(situation: str) -> None:
     assert runs(situated(situation).plain()) is not None
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("line", ["", "scores = scores.masked_fill(columns > rows, -1e9)"])
+def test_sizes_that_become_one_or_none(line: str, dynamic: bool | None, trained: bool) -> None:
+    sizes = [(5, 7), (1, 7), (5, 1), (1, 1), (6, 6), (0, 7), (5, 7)]
+    calls = [Call(2, q, k, 3, "", 0) for q, k in sizes]
+    judge_calls(called(*calls, line=line, trained=trained, dynamic=dynamic))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("line", [
+    "scores = scores.masked_fill((rows - columns).abs() > number, -1e9)", "scores = scores * number / 3",
+    "scores = scores / number**0.5", "scores = scores.masked_fill(columns >= number, -1000.0 * number)",
+])  # fmt: skip
+def test_numbers_that_become_symbols(line: str, trained: bool) -> None:
+    calls = [Call(2, 5, 7, number, "", 0) for number in (2, 3, 5, 1)]
+    judge_calls(called(*calls, line=line, trained=trained))
 
 
 @pytest.mark.parametrize("situation", ["jvp", "no grad", "autocast", "cond", "checkpoint", "turned"])

@@ -241,7 +241,7 @@ class Recorder:
         import torch.testing
         from torch._inductor import compile_fx
 
-        from bench import cuda_codegen
+        from devtools import cuda_codegen
         from inductor_fusions import testing
         from tests.block_mm import support
         from tests.counterexamples import mutator

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inductor_fusions import config, ops, testing
+from inductor_fusions import config, testing
 
 pytestmark = pytest.mark.gpu
 
@@ -70,22 +70,14 @@ def test_gated_mlp(rows: int, act: Callable[[Any], Any]) -> None:
 
 @pytest.mark.parametrize("rows", [16, 2048])
 def test_epilogue(rows: int) -> None:
-    def fn(x: Any, w: Any, b: Any, y: Any) -> Any:
-        return torch.sigmoid(F.linear(x, w) + 0.3 * y + b)
-
     args = (rand(rows, 512), rand(1024, 512), rand(1024), rand(rows, 1024))
-    testing.check(fn, args, fused=1, train=False)
+    testing.check(lambda x, w, b, y: torch.sigmoid(F.linear(x, w) + 0.3 * y + b), args, fused=1, train=False)
 
 
 @pytest.mark.parametrize("rows", [16, 2048])
-def test_tf32(rows: int) -> None:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        model = linears(512, (512, 128, 128), True, torch.float32)
-        testing.check(model, (rand(rows, 512, dtype=torch.float32),), fused=1, train=False)
-    finally:
-        torch.set_float32_matmul_precision(before)
+def test_tf32(rows: int, tf32: None) -> None:
+    model = linears(512, (512, 128, 128), True, torch.float32)
+    testing.check(model, (rand(rows, 512, dtype=torch.float32),), fused=1, train=False)
 
 
 def test_dynamic_rows() -> None:
@@ -96,22 +88,6 @@ def test_dynamic_rows() -> None:
             x = rand(rows, 512)
             for ours, eager in zip(compiled(x), model(x), strict=True):
                 torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("rows", [16, 3000])
-def test_repeats_are_bitwise_equal(rows: int) -> None:
-    """Two hundred and fifty times, each behind another kernel."""
-
-    def fn(x: Any, *weights: Any) -> Any:
-        return ops.block_mm([x] * 3, [w.t() for w in weights])
-
-    x, weights = rand(rows, 512), [rand(n, 512) for n in (1024, 256, 256)]
-    with config.patch(policy="always"), torch.no_grad():
-        compiled = torch.compile(fn)
-        first = [y.clone() for y in compiled(x, *weights)]
-        for _ in range(250):
-            torch.randn(1000, 1000, device="cuda").sum()
-            assert all(torch.equal(x, y) for x, y in zip(compiled(x, *weights), first, strict=True))
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -167,14 +143,4 @@ def test_max_autotune(rows: int) -> None:
     with torch.no_grad():
         compiled = torch.compile(model, mode="max-autotune-no-cudagraphs")
         for ours, eager in zip(compiled(x), model(x), strict=True):
-            torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2)
-
-
-def test_second_device() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one CUDA device")
-    model = linears(512, (512, 128), False, torch.bfloat16).to("cuda:1")
-    x = rand(300, 512).detach().to("cuda:1")
-    with config.patch(policy="always"), torch.no_grad():
-        for ours, eager in zip(torch.compile(model)(x), model(x), strict=True):
             torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2)

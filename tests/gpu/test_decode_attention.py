@@ -78,23 +78,6 @@ def test_tiles(tiles: tuple[int, ...], mask: str) -> None:
     assert error(found, right) < torch.finfo(torch.bfloat16).eps
 
 
-def test_repeats() -> None:
-    """250 times bit for bit, with other kernels under way."""
-    q, k, v, mask, _ = inputs(replace(LARGE, queries=4, shape="bq"), torch.bfloat16)
-    other = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
-    first = op.decode_attention(q, k, v, mask, tiles=(64, 16, 4, 2))
-    for _ in range(250):
-        other = other @ other * 1e-3
-        assert torch.equal(first, op.decode_attention(q, k, v, mask, tiles=(64, 16, 4, 2)))
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-def test_second_device() -> None:
-    q, k, v, mask, right = inputs(LARGE, torch.bfloat16)
-    found = op.decode_attention(*(x.to("cuda:1") for x in (q, k, v, mask)), tiles=(64, 16, 4, 2))
-    assert error(found.to("cuda:0"), right) < torch.finfo(torch.bfloat16).eps
-
-
 @pytest.mark.parametrize("batch", [1, 3])
 def test_more_elements_than_int32_holds(batch: int) -> None:
     """Caches of more than 2^31 elements: of several samples, and the end of a long one."""

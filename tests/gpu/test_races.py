@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -137,14 +133,3 @@ def test_both_devices_by_turns() -> None:
         run = compiled(template)
         for seed, device in enumerate(["cuda:0", "cuda:1", "cuda:0", "cuda:1"]):
             check_numbers(template, run, device, seed)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="there is no compute-sanitizer here")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_sanitizer(tool: str) -> None:
-    """One kernel here; `tests.gpu.sanitize --tool` runs all of them."""
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-m"]
-    command += ["tests.gpu.sanitize", "adapters, few rows"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=220)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

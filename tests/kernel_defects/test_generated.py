@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import config, reporting
 from inductor_fusions._inductor import torch_version
 from inductor_fusions.fusions import kernel_defects

@@ -28,7 +28,7 @@ def test_numbers(name: str, errors: Callable[[str], dict[str, float]]) -> None:
 @pytest.mark.parametrize("form", ["plain", "everything", "forward"])
 def test_machine_code(form: str, dtype: str, arch: int) -> None:
     """It fits, without a spill."""
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
     from inductor_fusions.fusions.linear_cross_entropy import kernels
 
     every, forward = form == "everything", form == "forward"

@@ -10,7 +10,7 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import config
 from inductor_fusions.fusions.lora import decode, narrow, narrow_kernel
 from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
@@ -261,11 +261,7 @@ def wrong_numbers() -> int:
     x, a, kept = rand(37, 96, HALF), rand(96, 16, HALF), torch.ones(37, 96, dtype=torch.bool)
     x[5, 7], x[20, 3] = float("nan"), float("inf")
     kept[5, 7] = kept[20, 3] = False
-
-    def fn(x: Any, a: Any, kept: Any) -> Any:
-        return NARROW_MM(x, [a], [1.0], [0.0], False, [kept])
-
-    (y,) = generated(fn, (x, a, kept), False)
+    (y,) = generated(lambda x, a, kept: NARROW_MM(x, [a], [1.0], [0.0], False, [kept]), (x, a, kept), False)
     expected = torch.zeros(37, 1, dtype=torch.bool)
     expected[5] = expected[20] = True
     return int((y.isnan() != expected).sum())

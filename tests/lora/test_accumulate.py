@@ -19,7 +19,7 @@ from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.accumulate_kernel import Config, Shape
 from inductor_fusions.fusions.lora.op import NARROW_MM
 from inductor_fusions.reasons import Reason
-from tests.block_mm.support import Run, check, rand, run
+from tests.block_mm.support import check, rand, run
 from tests.lora.accumulated import CASES, SPECIAL
 from tests.lora.spellings import WHOLE, operands, targets
 from tests.support.arguments import named
@@ -120,10 +120,10 @@ def test_table(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing like it; and tiles that threads have no room for.
     for other in (replace(shape, rows=None), replace(shape, masks=0), replace(shape, columns=65)):
         assert accumulate_kernel.choose(other, device) == accumulate_kernel.default(other)
-    assert "1.50x measured" in profit.accumulate_kernel(posed, device)
+    assert "1.50x measured" in profit.kernel(posed, device)
     for miss in (replace(posed, tokens=512), replace(posed, tokens=None), replace(posed, masks=2)):
         with config.patch(estimate=False), pytest.raises(LeftToStock, match=r"measured|symbolic"):
-            profit.accumulate_kernel(miss, device)
+            profit.kernel(miss, device)
 
 
 # -- sums without a product -------------------------------------------------------------------------------
@@ -153,53 +153,31 @@ def extern(x: Any, w: Any, a: Any, b: Any) -> Any:
     return (base + F.linear(F.linear(x.to(a.dtype), a), b) * 2.0).to(base.dtype)
 
 
-def subtracted(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return torch.cat([x, x], dim=1) - F.linear(F.linear(x, a), b)
-
-
-def by_addmm(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return torch.addmm(torch.cat([x, x], dim=1), x @ a.t(), b.t(), alpha=-0.5)
-
-
 def several_dims(x: Any, w: Any, a: Any, b: Any) -> Any:
     x = x.view(2, 3, 16, 64)
     return torch.cat([x, x], dim=-1).sin() + F.linear(F.linear(x, a), b) * 0.3
 
 
-def with_a_residual(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return torch.cat([x, x], dim=1) + extern(x, w, a, b)
+#: Sums of an adapter and of what is no product, of x, w, a and b.
+BASES: dict[str, Callable[..., Any]] = {
+    "extern": extern,
+    "subtracted": lambda x, w, a, b: torch.cat([x, x], dim=1) - F.linear(F.linear(x, a), b),
+    "addmm": lambda x, w, a, b: torch.addmm(torch.cat([x, x], dim=1), x @ a.t(), b.t(), alpha=-0.5),
+    "several dims": several_dims,
+    "a residual": lambda x, w, a, b: torch.cat([x, x], dim=1) + extern(x, w, a, b),
+    "two terms": lambda x, w, a, b: (
+        quantised_linear(x, w) - 2 * (quantised_linear(x.sin(), w) - F.linear(F.linear(x, a), b))
+    ),
+    "two adapters": lambda x, w, a, b: extern(x, w, a, b) + F.linear(F.linear(x, a[:8]), b[:, :8]) * 0.5,
+    "transposed": lambda x, w, a, b: F.linear(F.linear(x, a), b) + w.repeat(1, 2)[:, :96].t(),
+    "a bias": lambda x, w, a, b: quantised_linear(x, w) + F.linear(F.linear(x, a), b, w[:, 0]) * 2.0,
+    "times a tensor": lambda x, w, a, b: quantised_linear(x, w) + F.linear(F.linear(x, a), b) * w[0, 0],
+}
 
 
-def two_terms(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return quantised_linear(x, w) - 2 * (quantised_linear(x.sin(), w) - F.linear(F.linear(x, a), b))
-
-
-def two_adapters(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return extern(x, w, a, b) + F.linear(F.linear(x, a[:8]), b[:, :8]) * 0.5
-
-
-def transposed(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return F.linear(F.linear(x, a), b) + w.repeat(1, 2)[:, :96].t()
-
-
-def with_a_bias(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return quantised_linear(x, w) + F.linear(F.linear(x, a), b, w[:, 0]) * 2.0
-
-
-def times_a_tensor(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return quantised_linear(x, w) + F.linear(F.linear(x, a), b) * w[0, 0]
-
-
-@pytest.mark.parametrize(
-    "fn",
-    [
-        extern, subtracted, by_addmm, several_dims, with_a_residual, two_terms, two_adapters, transposed,
-        with_a_bias, times_a_tensor,
-    ],
-    ids=lambda fn: fn.__name__,
-)  # fmt: skip
-def test_base_that_is_no_product(fn: Callable[..., Any]) -> None:
-    seen = check(fn, operands(), budget=2.0)
+@pytest.mark.parametrize("name", BASES)
+def test_base_that_is_no_product(name: str) -> None:
+    seen = check(BASES[name], operands(), budget=2.0)
     assert seen.fused("lora") == 1 and not seen.reasons("lora")
     assert len(targets(seen, LORA_ACCUMULATE)) == len(targets(seen, NARROW_MM)) == 1
     assert not seen.products()
@@ -219,17 +197,6 @@ def test_quantised_training(dtype: torch.dtype) -> None:
     assert {node.meta["val"].dtype for node in (named(call).base, *named(call).a, *named(call).b)} == {HALF}
 
 
-def test_several_linears_on_one_input() -> None:
-    """Each sum is one of its own."""
-
-    def fn(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
-        return extern(x, w, a, b), extern(x, w, c, b)
-
-    x, w, a, b = operands()
-    seen = check(fn, (x, w, a, b, rand(16, 64)), budget=2.0)
-    assert seen.fused("lora") == 2 and len(targets(seen, LORA_ACCUMULATE)) == 2
-
-
 def test_float16() -> None:
     args = tuple(t.half() for t in operands())
     seen = check(extern, args, budget=2.0)
@@ -244,15 +211,6 @@ def test_odd_rank_of_float32() -> None:
     assert seen.fused("lora") == 1
 
 
-def test_symbolic_rows() -> None:
-    x, w, a, b = operands()
-    torch._dynamo.mark_dynamic(x, 0)
-    seen = check(extern, (x, w, a, b), budget=2.0)
-    assert seen.fused("lora") == 1
-    seen = run(extern, (x, w, a, b), policy="profitable")
-    assert not seen.fused("lora") and len(seen.reasons("lora")) == 1
-
-
 def test_not_measured() -> None:
     seen = run(extern, operands(), policy="profitable")
     assert not seen.fused("lora") and "measure" in seen.reasons("lora")[0]
@@ -261,29 +219,24 @@ def test_not_measured() -> None:
 # -- masks ------------------------------------------------------------------------------------------------
 
 
-def mask_behind(up: Any, kept: Any) -> Any:
-    return up * kept * 1.25
+def mask_first(up: Any, kept: Any) -> Any:
+    return (kept.to(up.dtype) / 0.8) * up
 
 
 def mask_with_its_factor(up: Any, kept: Any) -> Any:
     return up * (kept.to(up.dtype) * 1.25)
 
 
-def mask_first(up: Any, kept: Any) -> Any:
-    return (kept.to(up.dtype) / 0.8) * up
-
-
-def mask_of_another_shape(up: Any, kept: Any) -> Any:
-    """Viewed as several dims on its way, and back."""
-    flat = (up.view(2, ROWS // 2, -1) * kept.view(2, ROWS // 2, -1)) * 1.25
-    return flat.view(ROWS, -1)
-
-
-def mask_is_a_bool_with_a_number(up: Any, kept: Any) -> Any:
-    return up * (1.25 * kept)
-
-
-MASKS = [mask_behind, mask_with_its_factor, mask_first, mask_of_another_shape, mask_is_a_bool_with_a_number]
+#: What a dropout makes of the gradient of its result.
+MASKS: dict[str, Callable[[Any, Any], Any]] = {
+    "behind": lambda up, kept: up * kept * 1.25,
+    "with its factor": mask_with_its_factor,
+    "first": mask_first,
+    "viewed as several dims": lambda up, kept: (
+        (up.view(2, ROWS // 2, -1) * kept.view(2, ROWS // 2, -1)) * 1.25
+    ).view(ROWS, -1),
+    "a bool with a number": lambda up, kept: up * (1.25 * kept),
+}
 
 
 def gradients(count: int, dtype: torch.dtype = HALF, base: torch.dtype = HALF) -> list[Any]:
@@ -308,10 +261,10 @@ def backward(mask: Any, linears: Any) -> Any:
     return total
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("dtype", [HALF, WHOLE], ids=["bfloat16", "float32"])
-def test_spellings_of_a_mask(mask: Callable[..., Any], dtype: torch.dtype) -> None:
-    seen = check(lambda linears: backward(mask, linears), (gradients(1, dtype),), budget=2.0)
+def test_spellings_of_a_mask(name: str, dtype: torch.dtype) -> None:
+    seen = check(lambda linears: backward(MASKS[name], linears), (gradients(1, dtype),), budget=2.0)
     assert seen.fused("lora") == 1 and not seen.reasons("lora")
     (call,) = targets(seen, LORA_ACCUMULATE)
     base, _, _, scales, kept, products, _ = call.args
@@ -358,103 +311,42 @@ def test_what_is_added_around_stays_outside() -> None:
     assert [user.target for user in call.users] == [torch.ops.aten.add.Tensor]
 
 
-def test_symbolic_rows_with_masks() -> None:
-    given = gradients(2)
-    for dy, _, _, _, kept in given:
-        torch._dynamo.mark_dynamic(dy, 0)
-        torch._dynamo.mark_dynamic(kept, 0)
-    seen = check(lambda linears: backward(mask_first, linears), (given,), budget=2.0)
-    assert seen.fused("lora") == 1 and len(targets(seen, LORA_ACCUMULATE)) == 1
-
-
-def test_no_numbers() -> None:
-    """Of what is no number, a mask makes none."""
-    given = gradients(1)
-    with torch.no_grad():
-        given[0][0][3] = float("inf")
-    seen = run(lambda linears: backward(mask_first, linears), (given,))
-    assert seen.fused("lora") == 1
-    assert not seen.outputs[0][3].isfinite().any() and bool(seen.outputs[0][4:].isfinite().all())
-
-
-def rounded_on_its_way(linears: Any) -> Any:
-    dy, w, a, b, kept = linears[0]
-    return (dy @ w).float() + ((dy.float() @ b.float() @ a.float()) * kept).to(torch.float8_e4m3fn).float()
-
-
-def mask_of_one_column(linears: Any) -> Any:
-    dy, w, a, b, kept = linears[0]
-    return dy @ w + (dy @ b @ a) * kept[:, :1]
-
-
-def mask_that_is_no_mask(linears: Any) -> Any:
-    dy, w, a, b, kept = linears[0]
-    return dy @ w + (dy @ b @ a) * (kept + 0.5).to(dy.dtype)
-
-
-def selected(linears: Any) -> Any:
-    dy, w, a, b, kept = linears[0]
-    return dy @ w + torch.where(kept, dy @ b @ a, 0)
-
-
-def two_masks(linears: Any) -> Any:
-    dy, w, a, b, kept = linears[0]
-    return dy @ w + ((dy @ b @ a) * kept) * kept.flip(0)
-
-
-def used_elsewhere(linears: Any) -> Any:
-    dy, w, a, b, kept = linears[0]
+def used_elsewhere(dy: Any, w: Any, a: Any, b: Any, kept: Any) -> Any:
     up = dy @ b @ a
     return dy @ w + up * kept, up
 
 
-def broadcast(linears: Any) -> Any:
-    dy, w, a, b, kept = linears[0]
-    return dy @ w + ((dy @ b @ a) * kept + w[:1])
+#: What is nearly a sum of products with a mask, and why it is none.
+NEAR_MISSES: dict[str, tuple[Callable[..., Any], Reason]] = {
+    "rounded": (
+        lambda dy, w, a, b, kept: (
+            (dy @ w).float()
+            + ((dy.float() @ b.float() @ a.float()) * kept).to(torch.float8_e4m3fn).float()
+        ), Reason.ROUNDED,
+    ),
+    "a mask of one column": (
+        lambda dy, w, a, b, kept: dy @ w + (dy @ b @ a) * kept[:, :1], Reason.BEHIND_ADAPTER,
+    ),
+    "no mask": (
+        lambda dy, w, a, b, kept: dy @ w + (dy @ b @ a) * (kept + 0.5).to(dy.dtype), Reason.BEHIND_ADAPTER,
+    ),
+    "selected": (
+        lambda dy, w, a, b, kept: dy @ w + torch.where(kept, dy @ b @ a, 0), Reason.BEHIND_ADAPTER,
+    ),
+    "two masks": (
+        lambda dy, w, a, b, kept: dy @ w + ((dy @ b @ a) * kept) * kept.flip(0), Reason.TERMS,
+    ),
+    "used elsewhere": (used_elsewhere, Reason.USED_ELSEWHERE),
+    "broadcast": (lambda dy, w, a, b, kept: dy @ w + ((dy @ b @ a) * kept + w[:1]), Reason.TERMS),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("fn", "reason"),
-    [
-        (rounded_on_its_way, Reason.ROUNDED),
-        (mask_of_one_column, Reason.BEHIND_ADAPTER),
-        (mask_that_is_no_mask, Reason.BEHIND_ADAPTER),
-        (selected, Reason.BEHIND_ADAPTER),
-        (two_masks, Reason.TERMS),
-        (used_elsewhere, Reason.USED_ELSEWHERE),
-        (broadcast, Reason.TERMS),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_near_misses(fn: Callable[..., Any], reason: Reason) -> None:
-    seen = run(fn, (gradients(1),))
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_misses(name: str) -> None:
+    fn, reason = NEAR_MISSES[name]
+    seen = run(fn, gradients(1)[0])
     assert not targets(seen, LORA_ACCUMULATE)
     assert reason.code in seen.codes("lora"), seen.reasons("lora")
 
 
 # -- PEFT -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("whole", [True, False], ids=["float32", "bfloat16"])
-def test_dropout_of_a_llama(whole: bool) -> None:
-    """Every adapter of the backward is fused; sums of its products are block GEMMs without them."""
-    pytest.importorskip("peft")
-    pytest.importorskip("transformers")
-    from tests.lora.test_peft import Adapted, ids
-
-    model, x = Adapted("Llama", whole=whole, lora_dropout=0.1).train(), ids("Llama")
-
-    def step(policy: str) -> Run:
-        torch.manual_seed(1)
-        return run(model, (x,), train=True, policy=policy)
-
-    ours, stock = step("always"), step("profitable")
-    assert not any("dropout" in reason for reason in ours.reasons("lora"))
-    calls = targets(ours, LORA_ACCUMULATE, 1)
-    # In the first layer, the input of q, k and v has no gradient.
-    assert sorted(len(named(call).kept) for call in calls) == [1, 1, 1, 1, 2, 2, 3]
-    assert all(len(named(call).a) == len(named(call).kept) for call in calls)
-    assert sorted(len(named(call).a) for call in ours.calls(1)) == [2, 2, 3]
-    for y, z in zip((*ours.outputs, *ours.grads), (*stock.outputs, *stock.grads), strict=True):
-        assert y is not None and z is not None
-        assert float((y - z).float().norm() / z.float().norm()) < 5e-2

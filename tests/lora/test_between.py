@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from inductor_fusions.fusions.lora.op import NARROW_MM
 from inductor_fusions.reasons import Reason
@@ -73,21 +72,6 @@ def test_several_linears() -> None:
     assert len(named(narrow).b) == 2
 
 
-class Between64(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.a = nn.Linear(64, 128), nn.Linear(64, 16, bias=False)
-        self.b = nn.Linear(16, 128, bias=False)
-
-    def forward(self, x: Any) -> Any:
-        return self.base(x) + self.b(torch.tanh(self.a(x)))
-
-
-def test_rows_that_change() -> None:
-    module = Between64().bfloat16()
-    assert check(module, (rand(80, 64),), dynamic=True, budget=2.0).fused("lora") == 1
-
-
 def test_a_base_in_memory() -> None:
     """What is added to is what the adapter reads, behind a linear: the bottleneck of Houlsby et al."""
 
@@ -135,13 +119,25 @@ def test_a_bottleneck_alone() -> None:
 
 
 def test_vector_behind_b() -> None:
-    """VeRA: the narrow result is not all that a vector multiplies."""
+    """VeRA: one vector is between A and B, and the other one goes to B."""
 
     def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
         return F.linear(x, w) + w[:, 0] * F.linear(w[0, :16] * F.linear(x, a), b)
 
     seen = check(fn, operands(), budget=2.0)
-    assert not seen.fused("lora") and seen.codes("lora") == [Reason.BEHIND_ADAPTER.code]
+    assert seen.fused("lora") == 1 and not seen.products()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [5, 96])
+def test_gate_of_rows(dtype: torch.dtype, rows: int) -> None:
+    def fn(x: Any, w: Any, a: Any, b: Any, gate: Any) -> Any:
+        up = F.linear(F.linear(x.to(a.dtype), a), b) * gate * 2.0
+        return F.linear(x, w) + up.to(x.dtype)
+
+    x, w, a, b = operands(rows=rows)
+    seen = check(fn, (x, w, a.to(dtype), b.to(dtype), rand(rows, 1, dtype=dtype)), budget=2.0)
+    assert seen.fused("lora") == 1 and not seen.products()
 
 
 def test_the_backward_of_a_small_mlp() -> None:

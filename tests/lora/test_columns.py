@@ -74,12 +74,9 @@ def test_few_rows() -> None:
     assert "behind B" in reason
 
 
-def beside_a_linear(x: Any, w: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    return F.linear(x, w) + torch.cat([delta(x, a, b), F.linear(x, w[:128])], -1)
-
-
-def along_the_rows(x: Any, w: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    return F.linear(x, w[:64]) + torch.cat([delta(x[:1], a, b), delta(x[1:], c, d)], 0)
+def read_elsewhere(x: Any, w: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    both = torch.cat([delta(x, a, b), delta(x, c, d), delta(x, a, d)], -1)
+    return F.linear(x, w) + both, both
 
 
 def viewed_apart(x: Any, w: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
@@ -87,23 +84,21 @@ def viewed_apart(x: Any, w: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     return F.linear(x, w[:128]) + torch.cat([q, v, q, v], -1)[:, ::2]
 
 
-def among_ones(x: Any, w: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    return F.linear(x, w) + F.pad(delta(x, a, b), (64, 64), value=1.0)
+OTHERS: dict[str, Callable[..., Any]] = {
+    "beside a linear": lambda x, w, a, b, c, d: (
+        F.linear(x, w) + torch.cat([delta(x, a, b), F.linear(x, w[:128])], -1)
+    ),
+    "along the rows": lambda x, w, a, b, c, d: (
+        F.linear(x, w[:64]) + torch.cat([delta(x[:1], a, b), delta(x[1:], c, d)], 0)
+    ),
+    "viewed apart": viewed_apart,
+    "among ones": lambda x, w, a, b, c, d: F.linear(x, w) + F.pad(delta(x, a, b), (64, 64), value=1.0),
+    "cropped": lambda x, w, a, b, c, d: F.linear(x, w)[..., :128] + F.pad(delta(x, a, b), (-16, 80)),
+    "read elsewhere": read_elsewhere,
+}
 
 
-def cropped(x: Any, w: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    return F.linear(x, w)[..., :128] + F.pad(delta(x, a, b), (-16, 80))
-
-
-def read_elsewhere(x: Any, w: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    both = torch.cat([delta(x, a, b), delta(x, c, d), delta(x, a, d)], -1)
-    return F.linear(x, w) + both, both
-
-
-OTHERS = [beside_a_linear, along_the_rows, viewed_apart, among_ones, cropped, read_elsewhere]
-
-
-@pytest.mark.parametrize("fn", OTHERS, ids=lambda f: f.__name__)
-def test_left_alone(fn: Callable[..., Any]) -> None:
-    seen = check(fn, operands(), budget=2.0)
+@pytest.mark.parametrize("name", OTHERS)
+def test_left_alone(name: str) -> None:
+    seen = check(OTHERS[name], operands(), budget=2.0)
     assert not seen.fused("lora") and seen.reasons("lora")

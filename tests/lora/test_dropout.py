@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import config, reporting, tables
 from inductor_fusions.block_mm import guards
 from inductor_fusions.fusion import LeftToStock
 from inductor_fusions.fusions.lora import inputs, profit
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
-from inductor_fusions.fusions.lora.op import LORA_DROPPED_DOWN, NARROW_MM
+from inductor_fusions.fusions.lora.op import NARROW_MM
 from tests.block_mm.support import Run, run
 from tests.lora.spellings import targets
 from tests.support.arguments import named
@@ -185,10 +185,6 @@ def test_autocast(adapters: torch.dtype, inside: bool) -> None:
     assert sum(site.fusion == "lora_input" for site in sites) == 2
 
 
-def test_autocast_in_real_code() -> None:
-    same_as_stock(Autocast(Adapted(count=2)), (rand(24, IN),), count=2, real=True)
-
-
 def test_what_autocast_keeps() -> None:
     """The input once, and a mask for each adapter; no dropped input."""
     kept: list[torch.Tensor] = []
@@ -314,29 +310,6 @@ def test_checkpointing() -> None:
     same_as_stock(Checkpointed(FP32, 2), (rand(24, IN),), count=2)
 
 
-def test_what_is_kept() -> None:
-    """The mask and the input, not what the mask leaves of it."""
-
-    def kept(fused: bool) -> set[torch.dtype]:
-        found = set()
-
-        def pack(t: torch.Tensor) -> torch.Tensor:
-            if t.numel() == 24 * IN:
-                found.add(t.dtype)
-            return t
-
-        torch._dynamo.reset()
-        settings = config.patch(enabled=fused, policy="always", strict=True)
-        with settings, torch._inductor.config.patch(force_disable_caches=True):
-            compiled = torch.compile(Adapted(), fullgraph=True)
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-                compiled(rand(24, IN))
-        return found
-
-    assert kept(False) == {torch.bool, FP32}
-    assert kept(True) == {torch.bool, BF16}
-
-
 # -- what is left alone -----------------------------------------------------------------------------------
 
 
@@ -385,15 +358,15 @@ def test_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "load", lambda name: {"lora_dropout": [row]})
     monkeypatch.setattr(tables, "device_name", lambda device: "a device")
     device = torch.device("cuda")
-    assert profit.dropped_kernel(shape, device).endswith(
+    assert profit.kernel(shape, device).endswith(
         "4096 x (64 -> 48), rank 16 behind a dropout, bfloat16, adapter float32, 1.20x measured"
     )
     for other in (replace(shape, tokens=2048), replace(shape, rank=64), replace(shape, adapters=BF16)):
         with config.patch(estimate=False), pytest.raises(LeftToStock, match="not measured on a device"):
-            profit.dropped_kernel(other, device)
+            profit.kernel(other, device)
     row["gain"] = 1.0
     with pytest.raises(LeftToStock, match="not measured to be faster"):
-        profit.dropped_kernel(shape, device)
+        profit.kernel(shape, device)
 
 
 # -- the graphs -------------------------------------------------------------------------------------------
@@ -451,28 +424,6 @@ def test_the_base_reads_the_gradient_as_it_is() -> None:
 
 
 # -- the operations ---------------------------------------------------------------------------------------
-
-
-def test_operations() -> None:
-    """As torch checks them: fake kernels, gradients, tracing."""
-    x, a, kept = (
-        torch.randn(6, 8).requires_grad_(),
-        torch.randn(8, 3).requires_grad_(),
-        torch.rand(6, 8) > 0.5,
-    )
-    utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    arguments = (x, [a, a], [0.5, 2.0], [0.0, 0.0], False, [kept, ~kept])
-    torch.library.opcheck(NARROW_MM, arguments, test_utils=utils)
-
-    wide = [torch.randn(2, 6, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)]
-    mask = torch.rand(2, 6, 8) > 0.5
-
-    def through(x: Any, a: Any) -> Any:
-        return LORA_DROPPED_DOWN(x, mask, a, 1.25)
-
-    assert torch.autograd.gradcheck(through, [t.requires_grad_() for t in wide])
-    expected = F.linear(wide[0] * mask, wide[1]) * 1.25
-    assert torch.allclose(through(*wide), expected)
 
 
 @pytest.mark.parametrize(

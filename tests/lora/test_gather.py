@@ -10,7 +10,7 @@ from torch import fx, nn
 
 pytest.importorskip("triton")
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import config
 from inductor_fusions.fusions.lora import gather, narrow_kernel
 from inductor_fusions.fusions.lora.op import NARROW_MM

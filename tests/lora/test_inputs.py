@@ -14,7 +14,7 @@ from torch import nn
 from inductor_fusions import _inductor, config, reporting, testing, writes
 from inductor_fusions.fusions.lora import inputs
 from inductor_fusions.fusions.lora.adapters import source
-from inductor_fusions.fusions.lora.op import LORA_DOWN, NARROW_MM, ROUNDED
+from inductor_fusions.fusions.lora.op import ROUNDED
 
 
 class Adapted(nn.Module):
@@ -69,11 +69,6 @@ def rand(*shape: int) -> torch.Tensor:
 def test_numbers(how: str, shape: tuple[int, ...]) -> None:
     """Outputs and gradients are as exact as without it."""
     testing.check(Adapted(how), (rand(*shape),), fused=1, kernel="narrow_mm", train=True)
-
-
-@pytest.mark.usefixtures("on_the_cpu")
-def test_dynamic() -> None:
-    testing.check(Adapted(), (rand(2, 24, 64),), fused=1, train=True, dynamic=True)
 
 
 @pytest.mark.usefixtures("on_the_cpu")
@@ -292,25 +287,6 @@ def test_on_a_device_without_autocast() -> None:
     model, x = Adapted().to("meta"), rand(24, 64).detach().to("meta")
     seen = testing.capture(model, x.requires_grad_(), train=True, backend=testing.EAGER_AFTER_PASSES)
     assert [site.verdict for site in seen.sites if site.fusion == "lora_input"] == ["left to stock"]
-
-
-def test_operations() -> None:
-    """As torch checks them: fake kernels, gradients, tracing."""
-    x, a, b = torch.randn(6, 8).requires_grad_(), torch.randn(8, 3).requires_grad_(), torch.randn(8, 2)
-    utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(NARROW_MM, (x, [a, b], [0.5, 2.0], [False, False], False, []), test_utils=utils)
-    torch.library.opcheck(
-        NARROW_MM, (x.detach(), [a.detach()], [1.0], [True], True, []), test_utils=utils[:3]
-    )
-
-    torch.library.opcheck(ROUNDED, (torch.randn(3, 4).t().requires_grad_(),))
-    assert torch.autograd.gradcheck(ROUNDED, (torch.randn(5, dtype=torch.float64, requires_grad=True),))
-
-    def through(x: Any, a: Any) -> Any:
-        return LORA_DOWN(x, a)
-
-    wide = [torch.randn(2, 6, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)]
-    assert torch.autograd.gradcheck(through, [t.requires_grad_() for t in wide])
 
 
 @pytest.mark.usefixtures("on_the_cpu")

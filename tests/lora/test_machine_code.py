@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 import torch._inductor.config
 
-from bench import cuda_codegen
+from devtools import cuda_codegen
 from inductor_fusions import _inductor, config, tables
 from inductor_fusions.fusions.lora import accumulate_kernel, decode, gather, lowering, narrow
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE

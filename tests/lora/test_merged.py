@@ -46,10 +46,6 @@ def test_form(name: str) -> None:
     assert run.ours.fused[0].kernel == "two products"
 
 
-def test_in_full() -> None:
-    check(FORMS["loralib"], backend="inductor")
-
-
 def test_it_is_not_measured() -> None:
     check(FORMS["loralib"], policy="profitable", fused=0, reason="are not measured")
 
@@ -72,24 +68,13 @@ def test_the_weight_changes_before_the_backward() -> None:
     torch.testing.assert_close(found, (w + 0.5 * (b @ a)).sum(0).expand_as(x))
 
 
-def trained(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
-    return F.linear(x, (w * c[:, None]) + b @ a)
-
-
 def used_twice(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
     weight = w + b @ a
     return F.linear(x, weight) + weight.sum()
 
 
-def overwritten(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
-    weight = w + b @ a
-    with torch.no_grad():
-        a.mul_(2)
-    return F.linear(x, weight)
-
-
 OTHERS: dict[str, tuple[Callable[..., Any], str | None]] = {
-    "a trained weight": (trained, None),
+    "a trained weight": (lambda x, w, a, b, c: F.linear(x, (w * c[:, None]) + b @ a), None),
     "used twice": (used_twice, "used elsewhere"),
     "an activation": (lambda x, w, a, b, c: F.linear(x, w + (b @ a).tanh()), None),
     "a difference": (lambda x, w, a, b, c: F.linear(x, w - b @ a), None),

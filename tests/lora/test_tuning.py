@@ -88,15 +88,12 @@ def measured(row: Row, stock: float, ours: float, **extra: Any) -> dict[str, Any
     }  # fmt: skip
 
 
-def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written is found again, beside what was there."""
-    target = tmp_path / "devices" / "nvidia_h200.json"
-    target.parent.mkdir()
+    target = own_tables / "nvidia_h200.json"
     shipped = json.loads((ROOT / "configs" / "devices" / "nvidia_h200.json").read_text())
-    attention = shipped["attention"]
-    for section in [n for n, found in shipped.items() if isinstance(found, list) and n != "attention"]:
-        shipped.pop(section)
-    target.write_text(json.dumps(shipped))
+    other = {n: found for n, found in shipped.items() if n == "attention" or not isinstance(found, list)}
+    target.write_text(json.dumps(other))
     thin = narrow.Shape(64, 4096, (16,), "t", torch.bfloat16, torch.float32)
     masked = narrow.Shape(128, 64, (16,), "n", torch.bfloat16, torch.float32, masks=1)
     reading = narrow.Config(16, 64, 1, 4, 3)
@@ -126,52 +123,47 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_table(target, rows)
     write_table(target, rows)
     data = json.loads(target.read_text())
-    assert data["attention"] == attention
+    assert data["attention"] == shipped["attention"]
     assert {name: len(found) for name, found in device_table.kept(target).items()} == {
         "block_mm": 1, "lora": 2, "narrow_mm": 2, "lora_decode": 1, "lora_sums": 2, "lora_accumulate": 1,
         "lora_dropout": 2,
     }  # fmt: skip
 
-    monkeypatch.setattr(tables, "folder", lambda: tmp_path)
     monkeypatch.setattr(tables, "device_name", lambda device: "nvidia_h200")
     monkeypatch.setattr(profit, "capability", lambda device: 90)
     monkeypatch.setattr(heuristics, "capability", lambda device: 90)
     monkeypatch.setattr(decode, "capability", lambda device: 90)
-    tables.load.cache_clear()
     device = torch.device("cuda")
     shape = profit.Shape(128, (64,), (64, 32), ((16,), (16,)), torch.bfloat16, torch.float32, "t")
     slow = profit.Shape(4, (64,), (64,), ((16,),), torch.bfloat16, torch.float32, "t")
-    try:
-        assert "1.50x measured" in profit.kernel(shape, device)
-        assert heuristics.choose(posed, device) == block
-        with pytest.raises(LeftToStock, match="not measured to be faster"):
-            profit.kernel(slow, device)
-        with pytest.raises(LeftToStock, match="not measured on"):
-            profit.kernel(replace(shape, adapters=torch.bfloat16), device)
-        with pytest.raises(LeftToStock, match="symbolic"):
-            profit.kernel(replace(shape, tokens=None), device)
-        assert "3.00x measured" in profit.narrow_kernel(thin, 4096, device)
-        assert narrow.measured(thin, device) == chosen
-        assert decode.choose(few, device) == pair
-        assert accumulate_kernel.choose(tile, device) == tiled
-        base = profit.Accumulated(128, (64,), 48, (16,), 0, torch.bfloat16, torch.float32)
-        assert "2.00x measured" in profit.accumulate_kernel(base, device)
-        masks = profit.Accumulated(128, (64, 32, 32), 64, (16,) * 3, 3, torch.bfloat16, torch.bfloat16)
-        assert "2.50x measured" in profit.accumulate_kernel(masks, device)
-        assert narrow.measured(masked, device) == reading
-        assert narrow.measured(replace(masked, masks=0), device) is None  # masks make another kernel
-        dropped = profit.Dropped(128, 64, 48, 16, torch.bfloat16, torch.float32)
-        assert "1.50x measured" in profit.dropped_kernel(dropped, device)
-        # Measured of what the dropout had left in memory.
-        slower = replace(dropped, adapters=torch.bfloat16)
-        with pytest.raises(LeftToStock, match="not measured on"):
-            profit.dropped_kernel(slower, device)
-        with pytest.raises(LeftToStock, match="behind a dropout: not measured to be faster"):
-            profit.check_dropped(slower, device)
-        with pytest.raises(LeftToStock, match="behind a dropout: not measured on"):
-            profit.check_dropped(replace(slower, adapters=torch.float16, dtype=torch.float32), device)
-    finally:
-        tables.load.cache_clear()
+    assert "1.50x measured" in profit.kernel(shape, device)
+    assert heuristics.choose(posed, device) == block
+    with pytest.raises(LeftToStock, match="not measured to be faster"):
+        profit.kernel(slow, device)
+    with pytest.raises(LeftToStock, match="not measured on"):
+        profit.kernel(replace(shape, adapters=torch.bfloat16), device)
+    with pytest.raises(LeftToStock, match="symbolic"):
+        profit.kernel(replace(shape, tokens=None), device)
+    assert "3.00x measured" in profit.narrow_kernel(thin, 4096, device)
+    assert narrow.measured(thin, device) == chosen
+    assert decode.choose(few, device) == pair
+    assert accumulate_kernel.choose(tile, device) == tiled
+    base = profit.Accumulated(128, (64,), 48, (16,), 0, torch.bfloat16, torch.float32)
+    assert "2.00x measured" in profit.kernel(base, device)
+    masks = profit.Accumulated(128, (64, 32, 32), 64, (16,) * 3, 3, torch.bfloat16, torch.bfloat16)
+    assert "2.50x measured" in profit.kernel(masks, device)
+    assert narrow.measured(masked, device) == reading
+    assert narrow.measured(replace(masked, masks=0), device) is None  # masks make another kernel
+    dropped = profit.Dropped(128, 64, 48, 16, torch.bfloat16, torch.float32)
+    assert "1.50x measured" in profit.kernel(dropped, device)
+    # Measured of what the dropout had left in memory.
+    slower = replace(dropped, adapters=torch.bfloat16)
+    with pytest.raises(LeftToStock, match="not measured on"):
+        profit.kernel(slower, device)
+    with pytest.raises(LeftToStock, match="behind a dropout: not measured to be faster"):
+        profit.check_dropped(slower, device)
+    with pytest.raises(LeftToStock, match="behind a dropout: not measured on"):
+        profit.check_dropped(replace(slower, adapters=torch.float16, dtype=torch.float32), device)
 
 
 def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ def operands(one: bool, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def written(one: bool, dtype: torch.dtype) -> str:
     """The code of the forward, for a process without the interpreter."""
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
     from inductor_fusions.fusions.outer_product_linear import launch, op
 
     def square(u: torch.Tensor, w: torch.Tensor) -> Any:
@@ -44,7 +44,7 @@ def errors(job: tuple[bool, torch.dtype, str]) -> float:
     """Relative error of the result against float64, where kernels are interpreted."""
     from types import SimpleNamespace
 
-    from bench.cuda_codegen.interpreter import interpret
+    from devtools.cuda_codegen.interpreter import interpret
 
     one, dtype, wrapper = job
     given = operands(one, dtype)

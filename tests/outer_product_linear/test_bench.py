@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,7 @@ import pytest
 from bench import outer_product as bench
 from bench import outer_product_tiles as tiles
 from tests.support.interactions import TIMES, table_of
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.processes import start
 
 
 def test_grid_has_what_the_documentation_states() -> None:
@@ -52,11 +48,8 @@ def test_tiles_in_force_are_among_the_candidates(size: int) -> None:
 def test_tiles_are_compared_and_timed(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     out = tmp_path / "tiles.json"
-    command = [sys.executable, "-m", "bench.outer_product_tiles", "--quick", "--device", "cpu"]
-    command += ["--out", str(out)]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    command = ("-m", "bench.outer_product_tiles", "--quick", "--device", "cpu", "--out", str(out))
+    done = start(*command, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == 1

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from tests.outer_product_linear import launched
 from tests.outer_product_linear.interpreted import CASES
+from tests.support.hopper import Hopper
 from tests.support.interpreter import errors_of
 
 #: Within half an ulp or so; one for rounding the product of u and v as well.
@@ -40,7 +41,7 @@ MATRICES = ("u", "v", "w", "f")
 )
 def test_machine_code(name: str, dtype: str, arch: int) -> None:
     """Tensor cores, no spill, and shared memory that the device has."""
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
     from inductor_fusions.fusions.outer_product_linear import kernels, launch
 
     fn, size = getattr(kernels, f"{name}_kernel"), {"bf16": 2, "fp32": 4}[dtype]
@@ -73,20 +74,11 @@ def test_machine_code(name: str, dtype: str, arch: int) -> None:
         assert found.uses_wgmma if arch == 90 else found.uses_mma
 
 
-class Hopper:
-    """Triton's driver, for a device that is not there: what a kernel writes to is read from its code."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
 def test_launched_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of ours in the code that Inductor writes; what adds up the parts has the activation in it."""
     import triton
 
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
     from inductor_fusions.fusions.outer_product_linear import launch, op
 
     monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())

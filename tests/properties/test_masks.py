@@ -96,7 +96,7 @@ def with_sizes() -> Iterator[Any]:
 def test_no_buffer_of_pairs(case: Case, dynamic: bool) -> None:
     """Compiled for a GPU, forward and backward, nothing as large as (queries, keys) is allocated."""
     pytest.importorskip("triton")
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
 
     length = 640
     with flex_everywhere("flex"), config.patch(strict=True):
@@ -121,7 +121,7 @@ def test_inference_is_lowered(case: Case) -> None:
     Of two layers: the second reads what the first has put into memory.
     """
     pytest.importorskip("triton")
-    from bench import cuda_codegen
+    from devtools import cuda_codegen
 
     attention = heads_of_projections(case.fn)
 

@@ -82,7 +82,7 @@ def launched(
     """The Triton kernels and the library calls of a forward on a GPU, which need not be there.
 
     Args:
-        fn, args, options: as in `bench.cuda_codegen.generate`.
+        fn, args, options: as in `devtools.cuda_codegen.generate`.
         device: a GPU compiles and runs it; the CPU writes what a GPU would get.
 
     Returns:
@@ -93,8 +93,8 @@ def launched(
 
 
 def written(fn: Callable[..., Any], args: Sequence[Any], device: torch.device = CPU, **options: Any) -> Any:
-    """The code of a forward on a GPU, a `bench.cuda_codegen.Module`; arguments as in `launched`."""
-    from bench import cuda_codegen
+    """The code of a forward on a GPU, a `devtools.cuda_codegen.Module`; arguments as in `launched`."""
+    from devtools import cuda_codegen
 
     with torch.set_grad_enabled(options.get("train", False)):
         if device.type == "cpu":

@@ -100,31 +100,11 @@ def test_E1_weights_that_nobody_reads(masked: str | None, train: bool, device: t
     assert call.kwargs["need_weights"] is False and call.kwargs["is_causal"] is (masked == "causal")
 
 
-def test_E1_in_full(device: torch.device) -> None:
-    class First(MHA):
-        def forward(self, x: Any) -> Any:
-            return self.inner(x, x, x)[0]
-
-    check(First(), (leaf(2, 24, 32),), device, fused=None, slack=4.0)
-
-
 def test_E1_weights_are_asked_for(device: torch.device) -> None:
     """need_weights: unfused, with that reason."""
     run = check(MHA(weights=True), sequences(), device, fused=0, backend=QUICK, slack=4.0)
     (site,) = run.sites
     assert site.reason == "the attention weights are used elsewhere" and site.hint == "need_weights=False"
-
-
-def test_E1_rows_that_may_see_no_key(device: torch.device) -> None:
-    """A floating mask of which nothing is proved may hide a whole row by a finite number."""
-    _, inputs = CALLS["causal"]()
-    inputs = {key: inputs[key] for key in ("q", "k", "v", "mask")}
-
-    class First(MHA):
-        def forward(self, q: Any, k: Any, v: Any, mask: Any) -> Any:
-            return self.inner(q, k, v, attn_mask=mask)[0]
-
-    check(First(), inputs, device, fused=0, reason="rows that see no key", backend=QUICK, slack=4.0)
 
 
 # -- E2: shifted windows ---------------------------------------------------------------------------------

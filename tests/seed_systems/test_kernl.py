@@ -299,40 +299,6 @@ def results(fn: Callable[..., Any], model: nn.Module, x: torch.Tensor, train: bo
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["outer product", "dot products", "adapter"])
-def test_K8_operations_of_ours(name: str) -> None:
-    """Operations with kernels of their own are captured, and right at each replay, forward and backward."""
-    from torch._dynamo.utils import counters
-
-    from bench import dot_interaction, outer_product
-
-    def adapted(x: Any, w: Any, a: Any, b: Any) -> Any:
-        return F.linear(x, w) + 0.5 * (x @ a @ b)
-
-    fn, shapes = {
-        "outer product": (outer_product.Pairs(), ((256, 32),)),
-        "dot products": (dot_interaction.Interaction(), ((256, 64), (256, 27, 64))),
-        "adapter": (adapted, ((256, 128), (256, 128), (128, 8), (8, 256))),
-    }[name]
-    fn = nn.Sequential(fn, nn.Linear(1024, 64)).cuda().bfloat16() if name == "outer product" else fn
-    inductor_fusions.clear()
-    before = counters["inductor"]["cudagraph_skips"]
-    with config.patch(policy="always"):
-        compiled = torch.compile(fn, mode="reduce-overhead")
-        for _ in range(4):
-            inputs = [(torch.randn(s, device="cuda") / 4).bfloat16().requires_grad_() for s in shapes]
-            torch.compiler.cudagraph_mark_step_begin()
-            out = compiled(*inputs)
-            cotangent = torch.randn_like(out)
-            found = [out.clone(), *(t.clone() for t in torch.autograd.grad(out, inputs, cotangent))]
-            out = fn(*inputs)
-            expected = [out, *torch.autograd.grad(out, inputs, cotangent)]
-            torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
-    assert counters["inductor"]["cudagraph_skips"] == before
-    assert inductor_fusions.report().count("fused") >= 1
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", templates.TEMPLATES)
 def test_K8_every_template(name: str) -> None:
     """Each kernel of the package is captured, and right at each replay: as without a graph, on new inputs."""

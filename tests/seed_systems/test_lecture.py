@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +19,9 @@ from inductor_fusions import config
 from inductor_fusions.fusions import dot_interaction, outer_product_linear
 from tests import blocks
 from tests.seed_systems.support import QUICK, check, fused_on, launched, written
+from tests.support.processes import start
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-def started(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own in the root of the checkout."""
-    root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "PYTHONPATH": path, **variables}
-    return subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=300)
 
 
 # -- L1: DLRM ------------------------------------------------------------------------------------------
@@ -191,8 +181,8 @@ def test_L5_measurement(tmp_path: Path) -> None:
     """bench.whole_mlp runs: the kernel of a whole MLP is right, in Triton's interpreter."""
     pytest.importorskip("triton")
     out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "bench.whole_mlp", "--quick", "--device", "cpu", "--out", str(out)]
-    done = started(command, TRITON_INTERPRET="1")
+    command = ("-m", "bench.whole_mlp", "--quick", "--device", "cpu", "--out", str(out))
+    done = start(*command, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     whole, first = json.loads(out.read_text())["rows"]
     assert whole["error"]["whole"] < 1e-6 and not whole["wrong"] and not whole["skipped"]
@@ -211,7 +201,8 @@ def test_L5_machine_code(width: int, tile: tuple[int, int, int, int]) -> None:
     triton = pytest.importorskip("triton")
     if width == 512 and Version(triton.__version__) >= Version("3.9"):
         pytest.skip("Triton 3.9 spills 160 bytes where 3.6 and 3.7 spill none")
-    from bench import cuda_codegen, whole_mlp
+    from bench import whole_mlp
+    from devtools import cuda_codegen
 
     assert tile in whole_mlp.TILES
     tokens, hidden, warps, stages = tile
@@ -289,7 +280,7 @@ def test_L6_trace(tmp_path: Path) -> None:
     """An artifact for tlparse in TORCH_TRACE: the sites of each graph."""
     code = "import inductor_fusions, torch\nfrom tests import blocks\n"
     code += "torch.compile(blocks.Attention())(blocks.batch())\n"
-    done = started([sys.executable, "-c", code], TORCH_TRACE=str(tmp_path), INDUCTOR_FUSIONS_POLICY="always")
+    done = start("-c", code, TORCH_TRACE=str(tmp_path), INDUCTOR_FUSIONS_POLICY="always")
     assert done.returncode == 0, done.stderr
     (log,) = tmp_path.glob("*.log")
     text = log.read_text()

@@ -6,26 +6,21 @@ Each prints the same numbers as when it runs uncompiled.
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import start
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-def start(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def started(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run in a folder that is not the repository, as a user does."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    env: Mapping[str, str] = {**os.environ, "PYTHONPATH": path, **variables}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=500
-    )
+    done = start(*command, folder=folder, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -66,7 +61,7 @@ def test_one_line_more(name: str, tmp_path: Path) -> None:
     needs, policy, fusion = SCRIPTS[name]
     pytest.importorskip(needs, exc_type=ImportError)
     code = TWICE.format(script=str(EXAMPLES / name))
-    printed = start(tmp_path, "-c", code, INDUCTOR_FUSIONS_POLICY=policy).stdout
+    printed = started(tmp_path, "-c", code, INDUCTOR_FUSIONS_POLICY=policy).stdout
     ours, _, eager = printed.partition("uncompiled")
     assert re.search(r"\d+\s+attention\s+fused", ours), ours
     assert re.search(rf"\d+\s+{fusion or 'attention'}\s+(fused|left to stock)", ours), ours
@@ -78,10 +73,10 @@ def test_no_line_more(tmp_path: Path) -> None:
     """A script in the manner of nanoGPT, through `python -m inductor_fusions run`."""
     script = str(EXAMPLES / WITHOUT_A_LINE)
     command = ("-m", "inductor_fusions", "run", "--json", "report.json", script, "--max_iters", "3")
-    ours = start(tmp_path, *command, INDUCTOR_FUSIONS_POLICY="always").stdout
+    ours = started(tmp_path, *command, INDUCTOR_FUSIONS_POLICY="always").stdout
     sites = json.loads((tmp_path / "report.json").read_text())["sites"]
     assert [site["verdict"] for site in sites if site["fusion"] == "attention"] == ["fused"]
-    eager = start(tmp_path, script, "--max_iters", "3", TORCH_COMPILE_DISABLE="1").stdout
+    eager = started(tmp_path, script, "--max_iters", "3", TORCH_COMPILE_DISABLE="1").stdout
     assert len(numbers(ours)) == 3 and numbers(ours) == pytest.approx(numbers(eager), rel=1e-3)
 
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +20,7 @@ import inductor_fusions
 from inductor_fusions import config, fusions, tables, testing
 from tests import blocks
 from tests.seed_systems.support import QUICK, check, launched, leaf, on, qkv
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.processes import start
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -252,28 +248,14 @@ def test_S6_verify(device: torch.device) -> None:
     assert {"output[0]", "blocks.0.attention.q_proj.weight"} <= names
 
 
-@pytest.fixture
-def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of tables in the place of the package's."""
-    (tmp_path / "devices").mkdir()
-    monkeypatch.setattr(tables, "folder", lambda: tmp_path)
-    tables.load.cache_clear()
-    yield tmp_path / "devices"
-    tables.load.cache_clear()
-
-
 @pytest.mark.slow
 def test_S7_autotuner(own_tables: Path, tmp_path: Path) -> None:
     """A search writes a table, and the table decides: what is faster there is fused, what is not is left."""
     from bench import device_table
 
     key, results = "float32 pad b2 h12/12 q128 k128 d64 infer", tmp_path / "measured.json"
-    command = [sys.executable, "-m", "bench.tune_attention", "--quick", "--device", "cpu", "--jobs", "1"]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        [*command, "--only", f"^{key}$", "--out", str(results)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
+    command = ("-m", "bench.tune_attention", "--quick", "--device", "cpu", "--jobs", "1")
+    done = start(*command, "--only", f"^{key}$", "--out", str(results))
     assert done.returncode == 0, done.stderr
     measured = json.loads(results.read_text())
     (row,) = measured["rows"]

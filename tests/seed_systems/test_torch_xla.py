@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import inductor_fusions
-from inductor_fusions import config, ops, testing
+from inductor_fusions import config, testing
 from tests.attention.support import flex_everywhere
 from tests.seed_systems.support import LOWEST, QUICK, check, leaf, on, qkv
 
@@ -135,22 +135,6 @@ def test_X1_operations(name: str, device: torch.device) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_X1_in_full(device: torch.device) -> None:
-    """As Inductor compiles them, from the public function."""
-    x, w, v = (leaf(*shape).detach().to(device).requires_grad_() for shape in ((5, 8), (8, 6), (8, 6)))
-
-    def fn(x: Any, w: Any, v: Any) -> Any:
-        (y,) = ops.block_mm([x, x], [w, v], scales=[1.0, 0.5], activations=["silu", ""], gated=True)
-        return y
-
-    eager = torch.autograd.grad(fn(x, w, v).square().sum(), (x, w, v))
-    for backend in ("aot_eager", "inductor"):
-        torch._dynamo.reset()
-        compiled = torch.compile(fn, backend=backend, fullgraph=True)
-        found = torch.autograd.grad(compiled(x, w, v).square().sum(), (x, w, v))
-        torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-5)
-
-
 # -- X2 to X6: attention ------------------------------------------------------------------------------
 
 
@@ -177,11 +161,6 @@ def segments(length: int) -> torch.Tensor:
     return found
 
 
-def by_segments(q: Any, k: Any, v: Any, of_q: Any, of_k: Any) -> Any:
-    hidden = of_q[:, None, :, None] != of_k[:, None, None, :]
-    return attention(q, k, v, 0.25, hidden=hidden)
-
-
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("kv_len", [150, 200], ids=["self", "cross"])
 def test_X3_segment_ids(kv_len: int, causal: bool, device: torch.device) -> None:
@@ -199,11 +178,6 @@ def test_X3_segment_ids(kv_len: int, causal: bool, device: torch.device) -> None
     assert "flex" in run.ours.fused[0].kernel
     # With the mask as a tensor, where flex attention is not measured to pay.
     check(fn, (*qkv(150, kv_len), of_q, of_k), device, backend=QUICK)
-
-
-def test_X3_in_full(device: torch.device) -> None:
-    ids = segments(40)
-    check(by_segments, (*qkv(40), ids, ids.clone()), device)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 24, 24), (1, 3, 24, 24), (3, 24, 24), (2, 1, 24, 24)], ids=str)

@@ -30,7 +30,7 @@ class Arrangement:
 
     Attributes:
         lead: batch and heads, in the order in which the attention is read.
-        rows: the dims of the queries; more than one where they are viewed apart.
+        rows: the dims of the queries; several where they are viewed apart, none where there is one query.
         columns: the dims of the keys.
     """
 
@@ -142,11 +142,16 @@ class Arrangement:
         return operand.expand(whole).reshape(merged)
 
 
-def through(op: torch_ops.Op) -> list[int] | None:
-    """The permutation that an operation is; None of any other."""
-    if op.name in torch_ops.TRANSPOSES:
-        return torch_ops.permutation(op)
-    return torch_ops.transposed_attribute(op)
+def is_view(op: torch_ops.Op) -> bool:
+    """Whether an operation keeps all elements in their order: `x[:, 0]` of one row, and `x[:, None]`, too."""
+    if op.name in torch_ops.VIEWS:
+        return True
+    index = op["index"] if isinstance(op["index"], tuple) else (op["index"],)
+    before, after = torch_ops.tensor(op.input), torch_ops.tensor(op.node)
+    if op.name != "getitem" or before is None or after is None:
+        return False
+    basic = all(i is None or i is Ellipsis or (type(i) is int) or isinstance(i, slice) for i in index)
+    return basic and known_true(product(before.shape) == product(after.shape))
 
 
 def permuted(operand: Operand, order: Sequence[int]) -> Operand:
@@ -160,7 +165,7 @@ def permuted(operand: Operand, order: Sequence[int]) -> Operand:
     if list(order) == list(range(len(order))):
         return operand
     op = torch_ops.read(operand.node)
-    dims = through(op) if op is not None and not operand.steps else None
+    dims = torch_ops.permutation(op) if op is not None and not operand.steps else None
     base = (
         Operand.of(op.input)
         if op is not None and dims is not None and isinstance(op.input, fx.Node)
@@ -177,13 +182,16 @@ def _larger(shape: Sequence[Any]) -> list[int]:
 
 
 def _with_units(groups: list[list[int]], units: list[int]) -> Arrangement | None:
-    """Dims of size 1 are leading, but where there is no other dim of queries or keys."""
+    """Dims of size 1 are leading, but where there is no other dim of queries or keys.
+
+    A single query needs no dim.
+    """
     lead, rows, columns = groups
     for group in (columns, rows):
-        if not group:
-            if not units:
-                return None
+        if not group and units:
             group.append(units.pop())
+    if not columns:
+        return None
     return Arrangement(tuple(_inserted(lead, units)), tuple(rows), tuple(columns))
 
 

@@ -21,7 +21,7 @@ def queries_and_keys(op: Op, at: Arrangement) -> tuple[Operand, Operand]:
     """The operands of an einsum that gives the scores, as (*lead, length, dim)."""
     found = equation(op)
     lead, rows, columns = ("".join(found.result[d] for d in dims) for dims in (at.lead, at.rows, at.columns))
-    if rows[0] not in found.first:
+    if not set(rows) <= set(found.first) or columns[0] in found.first:
         found = found.turned()
     summed = "".join(c for c in found.first if c in found.second and c not in found.result)
     if (

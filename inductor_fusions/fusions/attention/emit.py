@@ -20,7 +20,7 @@ from .decode import plan as decode
 from .decode.op import DECODE_ATTENTION
 from .mask_builder import Mask, MaskMemo, build_mask
 from .operands import Operand, same_shape
-from .problem import Problem, is_in_rows
+from .problem import Problem, Scaler, is_in_rows
 from .short import terms
 from .short.op import SHORT_ATTENTION
 from .structure import Structure
@@ -54,10 +54,8 @@ class Emitter:
         if kernel not in ("short", "row_bias") and (kernel != "flex" or problem.structure is None):
             mask = build_mask(build, problem, self.memo, self.region)
         q = problem.q.built(build)
-        for kind, operand in problem.scalers:
-            by = operand.built(build) if isinstance(operand, Operand) else operand
-            scaled = build.call(torch.div if kind == "div" else torch.mul, q, by)
-            q = build.to(scaled, build.value(q).dtype)
+        for scaler in problem.scalers:
+            q = build.to(_scaled(build, q, scaler), build.value(q).dtype)
         q, problem = _with_positive_scale(build, problem, q)
         k = (problem.k if grouped else problem.full_k).built(build)
         v = (problem.v if grouped else problem.full_v).built(build)
@@ -88,6 +86,8 @@ class Emitter:
         if problem.zeros is not None and not by_predicate:
             seen = self.memo.rows_with_a_key(build, problem, self.region)
             result = build.call(torch.where, seen, result, 0.0)
+        for scaler in problem.behind:
+            result = _scaled(build, result, scaler)
         original = torch_ops.tensor(output)
         assert original is not None
         natural = list(problem.out_shape)
@@ -313,6 +313,12 @@ def _is_kernels(result: fx.Node) -> bool:
     while result.target in ("permute", "reshape", "contiguous", "narrow"):
         result = result.all_input_nodes[0]
     return result.target not in (torch.add, torch.sub, torch.where, "to")
+
+
+def _scaled(build: Builder, node: fx.Node, scaler: Scaler) -> fx.Node:
+    kind, operand = scaler
+    by = operand.built(build) if isinstance(operand, Operand) else operand
+    return build.call(torch.div if kind == "div" else torch.mul, node, by)
 
 
 def _with_positive_scale(build: Builder, problem: Problem, q: fx.Node) -> tuple[fx.Node, Problem]:

@@ -187,7 +187,9 @@ def check_empty_rows(problem: Problem) -> None:
         t.fill is None and t.factor < 0 and t.depth is None and signs.may_hold(t.node, low=True)
         for t, _ in problem.terms
     ):
-        raise Rejected(Reason.RANGE("a mask of low numbers is subtracted from the scores, which raises keys"))
+        raise Rejected(
+            Reason.RANGE("a mask that may hold low numbers is subtracted from the scores, which raises keys")
+        )
     if config.empty_rows != "stock" or not problem.train or problem.zeros is not None:
         return
     for term, _ in problem.terms:

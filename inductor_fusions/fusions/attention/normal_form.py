@@ -107,6 +107,7 @@ class Attention:
         below_sink: number of terms that are applied before the sink is there.
         zeroed: a fill of the weights with 0, after the softmax.
         keeps_nan: whether that is a product with 0, which is NaN where a row sees no key.
+        behind: as `scalers`, of the weights; these may vary over queries.
         lead: leading dims of the product; `softmax_lead` and `out_lead` those at the softmax and at
             the product with v.
         out_shape: of the result as (*out_lead, q_len, v_dim), where the last two may be several dims each.
@@ -129,6 +130,7 @@ class Attention:
     below_sink: int = 0
     zeroed: Term | None = None
     keeps_nan: bool = False
+    behind: list[tuple[str, Any, tuple[Any, ...]]] = field(default_factory=list)
     dropout: float = 0.0
     v: Operand | None = None
     output: fx.Node | None = None
@@ -146,6 +148,7 @@ class Attention:
         for part in parts:
             yield from (source(term.node) for term in part.terms)
             yield from (source(node) for _, node, _ in part.scalers)
+        yield from (source(node) for _, node, _ in self.behind if not isinstance(node, (int, float)))
         yield from (source(stage.operand.node) for stage in self.stages if stage.operand is not None)
         if self.sink is not None:
             yield source(self.sink.term.node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,10 @@ from ...graph.torch_ops import (
     CASTS,
     COPIES,
     PRODUCTS,
-    VIEWS,
     Op,
     concrete,
     dropout_p,
+    permutation,
     read,
     reads_metadata,
     tensor,
@@ -26,7 +27,7 @@ from ...graph.torch_ops import (
 from ...liveness import readers
 from ...reasons import Reason
 from . import einsum
-from .arrangement import Arrangement, Misplaced, permuted, through
+from .arrangement import Arrangement, Misplaced, is_view, permuted
 from .normal_form import Attention, Term
 from .operands import Operand, product, same_shape
 from .written_out import SOFTMAXES
@@ -65,6 +66,12 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
             break
         if op.inplace and op.name not in ("dropout", "masked_fill"):
             raise Rejected(Reason.OVERWRITTEN(f"{op.name}_ changes the attention weights"))
+        scaler = _scaler(op, node, at)
+        if scaler is not None:
+            site.behind.append(scaler)
+            site.chain.append(user)
+            node = user
+            continue
         zeroed = _zeroed(op, node, number, at)
         if zeroed is not None:
             if site.zeroed is not None:
@@ -88,12 +95,12 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
             if p and site.dropout:
                 raise Rejected(Reason.DROPOUT("two dropouts follow the softmax"))
             site.dropout = site.dropout or p
-        elif op.name in VIEWS:
+        elif is_view(op):
             below = None if before is None or after is None else at.viewed(before.shape, after.shape)
             if below is None:
                 raise Misplaced(Reason.IN_BETWEEN(f"{op.name} changes the query or key dim of the weights"))
             at = below
-        elif (dims := through(op)) is not None:
+        elif (dims := permutation(op)) is not None:
             at = at.below(dims)
         elif op.name == "expand":
             if before is None or after is None or not same_shape(before.shape, after.shape):
@@ -185,6 +192,25 @@ def _matrices(site: Attention, op: Op, node: fx.Node, at: Arrangement) -> None:
     site.out_lead = single.sizes(weights.shape)
     site.out_shape = (*site.out_lead, *lengths)
     site.out_dims = (*(single.lead.index(d) for d in range(rank - 2)), *last)
+
+
+def _scaler(op: Op, weights: fx.Node, at: Arrangement) -> tuple[str, Any, tuple[Any, ...]] | None:
+    """What weights are multiplied or divided by, where it is the same for all keys: the result is as well."""
+    if op.inplace or op.name not in ("mul", "div") or op["rounding_mode"] is not None:
+        return None
+    by = op["other"] if op.input is weights else op.input
+    shape, after = tuple(value(weights).shape), tensor(op.node)
+    if by is weights or (op.name == "div" and op.input is not weights):
+        return None
+    if after is None or not after.is_floating_point() or not same_shape(shape, after.shape):
+        return None
+    seen = at.seen(by, shape)
+    varies = tensor(seen)
+    if isinstance(by, (int, float)):
+        return (op.name, by, at.sizes(shape)) if by and math.isfinite(by) else None
+    if varies is None or (varies.dim() and not known_true(varies.shape[-1] == 1)):
+        return None
+    return op.name, seen, at.sizes(shape)
 
 
 def _zeroed(op: Op, weights: fx.Node, number: Callable[[Any], float | None], at: Arrangement) -> Term | None:

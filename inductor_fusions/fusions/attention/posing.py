@@ -23,7 +23,7 @@ from ...reasons import Reason
 from ...tables import dtype_name
 from . import structure
 from .aliasing import Mutations
-from .masks import Interpreter, constant_over
+from .masks import Interpreter, constant_over, elements
 from .normal_form import Attention, Stage, Term
 from .operands import Operand, alignment, product, regroup, unrepeated
 from .problem import Problem, Scaler, is_number
@@ -98,6 +98,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         out_dims=site.out_dims,
         scalers=scalers,
         late_scalers=late_scalers,
+        behind=_scalers(site.behind, target),
         train=_needs_grad(site.q.node, site.k.node, site.v.node, site.output),
         stages=[_stage(stage, target, interpreter) for stage in site.stages],
         sink=_sink(site, target, interpreter),
@@ -118,11 +119,11 @@ def _added(problem: Problem) -> Iterator[torch.Tensor]:
     for _, biases, other in problem.stages:
         yield from (operand.value for _, operand in biases)
         yield from (other.value,) if other is not None else ()
-    for _, by in (scaler for scalers in problem.late_scalers for scaler in scalers):
+    for _, by in (scaler for scalers in (*problem.late_scalers, problem.behind) for scaler in scalers):
         yield from (by.value,) if isinstance(by, Operand) and not is_number(by) else ()
     if problem.sink is not None:
         yield problem.sink[0].value
-    for element in structure.elements(problem.structure and problem.structure.visible):
+    for element in elements(problem.structure.visible) if problem.structure is not None else ():
         value = torch_ops.tensor(element.node)
         yield from (value,) if value is not None else ()
 

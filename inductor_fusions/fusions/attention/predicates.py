@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from ...graph.builder import Builder
-from .masks import Affine, And, Bool, Element, NonNegative, Not, Or
-from .structure import KEY, QUERY, depends_only_on
+from .masks import Affine, And, Bool, Element, NonNegative, Not, Or, dims
+from .structure import KEY, QUERY
 
 
 class Calls(Protocol):
@@ -223,7 +223,7 @@ class BlockWriter:
     def _element(self, element: Element) -> tuple[Any, Any] | None:
         """Least and greatest value of an element over each block (False < True)."""
         build = self.build
-        along = [dim for dim in (QUERY, KEY) if not _lacks(element, dim)]
+        along = [dim for dim in (QUERY, KEY) if dim in dims(element)]
         if len(along) > 1:
             return None
         values = whole_element(build, element, self.shape, self.device)
@@ -250,10 +250,6 @@ class BlockWriter:
         first = build.call("view", self._bounds[dim][0], -1, 1)
         inside = build.call(torch.arange, self.size[dim], device=self.device)
         return build.call(torch.clamp, build.call(operator.add, first, inside), max=self._last(dim))
-
-
-def _lacks(element: Element, dim: int) -> bool:
-    return depends_only_on(element, {-4, -3, -2, -1} - {dim})
 
 
 def whole_element(build: Builder, element: Element, shape: Sequence[Any], device: torch.device) -> fx.Node:

@@ -34,6 +34,7 @@ class Problem:
         scale: number on the scores (None is SDPA's default; a node of the user's call may hold it).
         scalers: tensors or symbolic numbers that q is multiplied ("mul") or divided ("div") by.
         late_scalers: the same for the scores, after each of the stages.
+        behind: the same for the result; on (batch, heads, q or 1, 1).
         dropout: probability on the weights.
         causal: key j is seen by query i exactly where j <= i, and nothing else hides it.
         terms: what is left of biases and fills, each with its operand on (batch, heads, q, k).
@@ -69,6 +70,7 @@ class Problem:
     out_dims: tuple[int, ...]
     scalers: list[Scaler] = field(default_factory=list)
     late_scalers: list[list[Scaler]] = field(default_factory=list)
+    behind: list[Scaler] = field(default_factory=list)
     attn_mask: fx.Node | None = None
     train: bool = False
     transformed: bool = False

@@ -124,10 +124,11 @@ def recognise(softmax: fx.Node, interpreter: Interpreter, beside: Collection[fx.
 
 
 def _arrangements(rank: int, columns: int) -> Iterator[Arrangement]:
-    """Each dim as that of the queries, the nearest of the dim of the keys first."""
+    """Each dim as that of the queries, the nearest of the dim of the keys first; then none: one query."""
     others = [d for d in range(rank) if d != columns]
     for rows in sorted(others, key=lambda d: (abs(d - columns), d)):
         yield Arrangement.of(rank, rows, columns)
+    yield Arrangement(tuple(sorted(others)), (), (columns,))
 
 
 def _has_broadcast_keys(site: Attention) -> bool:
@@ -143,7 +144,7 @@ def _rank(site: Attention, at: Arrangement, scores: torch.Tensor) -> tuple[int, 
     """How much an arrangement says: masks vary over queries, and there are many of them."""
     terms = [tensor(term.node) for term in site.terms]
     varying = sum(t is not None and t.dim() > 1 and not known_true(t.shape[-2] == 1) for t in terms)
-    return varying, hint(scores.shape[at.rows[0]])
+    return varying, hint(scores.shape[at.rows[0]]) if at.rows else 1
 
 
 def _read(

@@ -84,8 +84,9 @@ class Upwards(Walk):
         def try_side(scores: Any, other: Any) -> Attention:
             # add(x, y, alpha) is x + alpha * y: with the scores second, alpha scales them.
             bias_factor, score_factor = (sign * alpha, 1.0) if second[id(scores)] else (1.0, sign * alpha)
-            if self.shifts_cancel and bias_factor == -1 and self._is_row_maximum(other, scores, at):
-                return self.up(op, scores, factor, scalers, at)
+            of_rows = self.shifts_cancel and bias_factor * score_factor == -1
+            if of_rows and self._is_row_maximum(other, scores, at):
+                return self.up(op, scores, factor * score_factor, scalers, at)
             site = self.up(op, scores, factor * score_factor, scalers, at)
             number = torch_ops.concrete(other)
             if isinstance(number, (int, float)):
@@ -134,6 +135,9 @@ class Upwards(Walk):
                     return False
                 self.beside.update(own)
                 return True
+            if op.name in ("expand", "expand_as", "broadcast_to") and not dropped:
+                current = op.input
+                continue
             if not dropped and at.columns[0] == whole.dim() - 1 and appends_dim(op):
                 dropped, current = True, op.input
                 continue
@@ -175,6 +179,23 @@ class Upwards(Walk):
         if site.sink is not None:
             raise Rejected(Reason.SINK("the scores have two attention sinks"))
         site.sink = Sink(self.term(op, sink, at, factor=factor), before)
+        site.below_sink = len(site.terms)
+        return site
+
+    def _pad(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+        """A sink that is a number, such as the zero of a softmax with 1 in its denominator."""
+        pads, number = op["pad"], self.number(0.0 if op["value"] is None else op["value"])
+        rank = result_of(op).dim()
+        columns = at.columns == (rank - 1,) and isinstance(pads, (list, tuple)) and not any(pads[2:])
+        if not columns or tuple(pads[:2]) not in ((1, 0), (0, 1)) or op["mode"] not in (None, "constant"):
+            raise between(op, result_of(op))
+        if number is None or scalers or not abs(number * factor) <= LARGEST_SCORE:
+            raise Rejected(Reason.SINK("the scores are padded with what is not known to be a score"))
+        site = self.seen(op, op.input, factor, at)
+        if site.sink is not None:
+            raise Rejected(Reason.SINK("the scores have two attention sinks"))
+        column = site.q.then("new_full", (1,) * rank, number)
+        site.sink = Sink(self.term(op, column, at, factor=factor), pads[0] == 1)
         site.below_sink = len(site.terms)
         return site
 

@@ -8,7 +8,7 @@ of a token), as long as none of them is a whole (query, key) matrix: such a mask
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,20 +22,22 @@ from .masks import (
     Affine,
     And,
     Bool,
-    Element,
     Interpreter,
     NonNegative,
     Not,
     Or,
-    Unknown,
     classify,
     conjunction,
+    dims,
+    elements,
+    is_known,
     may_hide_rows,
     negation,
     reduce,
     substitute,
     vanishes_at_own_key,
     visibility,
+    within,
 )
 from .mixed_masks import taken_apart
 from .normal_form import Term
@@ -235,13 +237,11 @@ def _learns(bias: tuple[Term, Operand]) -> bool:
 def is_usable(part: Bool, graph: fx.Graph) -> bool:
     """Whether code can be written for a condition, and says more than a matrix of data would."""
     return (
-        not any(True for _ in _unknowns(part))
-        and all(dim < 0 for dim in _dims(part))
+        is_known(part)
+        and all(dim < 0 for dim in dims(part))
         and _has_fixed_slopes(part)
         and all(
-            element.node.graph is graph
-            and not (_depends_on(element, QUERY) and _depends_on(element, KEY))
-            and not (_depends_on(element, HEAD))
+            element.node.graph is graph and not {QUERY, KEY} <= dims(element) and HEAD not in dims(element)
             for element in elements(part)
         )
     )
@@ -249,50 +249,13 @@ def is_usable(part: Bool, graph: fx.Graph) -> bool:
 
 def _has_fixed_slopes(part: Any) -> bool:
     return all(
-        isinstance(c, int) for each in _within(part) if isinstance(each, Affine) for _, c in each.coeffs
+        isinstance(c, int) for each in within(part) if isinstance(each, Affine) for _, c in each.coeffs
     )
 
 
-def elements(part: Any) -> Iterator[Element]:
-    """Every element of a tensor in a value."""
-    return (each for each in _within(part) if isinstance(each, Element))
-
-
-def _unknowns(part: Any) -> Iterator[Unknown]:
-    return (each for each in _within(part) if isinstance(each, Unknown))
-
-
-def _dims(part: Any) -> Iterator[int]:
-    """The dims whose index a value depends on."""
-    affine = (each for each in _within(part) if isinstance(each, Affine))
-    return (atom for each in affine for atom, _ in each.coeffs if isinstance(atom, int))
-
-
-def _within(part: Any) -> Iterator[Any]:
-    """A value and every value in it."""
-    yield part
-    inner: Iterable[Any] = ()
-    if isinstance(part, Element):
-        inner = part.index
-    elif isinstance(part, Affine):
-        inner = part.elements
-    elif isinstance(part, NonNegative):
-        inner = (part.value,)
-    elif isinstance(part, Not):
-        inner = (part.operand,)
-    elif isinstance(part, (And, Or)):
-        inner = part.operands
-    for each in inner:
-        yield from _within(each)
-
-
-def _depends_on(part: Any, dim: int) -> bool:
-    return dim in _dims(part)
-
-
-def depends_only_on(part: Any, dims: set[int]) -> bool:
+def depends_only_on(part: Any, indices: set[int]) -> bool:
     """Whether a value depends on the indices of these dims alone."""
-    return set(_dims(part)) <= dims
+    return dims(part) <= indices
 
 
 def _erases(terms: Terms, place: int, bias: int) -> bool:

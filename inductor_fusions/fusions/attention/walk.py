@@ -20,7 +20,7 @@ from ...graph.torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, Op, dropout_p, re
 from ...liveness import readers
 from ...reasons import Reason
 from . import einsum
-from .arrangement import Arrangement, Misplaced, permuted, through
+from .arrangement import Arrangement, Misplaced, is_view, permuted
 from .assigned import Region, condition, region
 from .masks import Affine, Interpreter, is_fill
 from .normal_form import Attention, Stage, Term
@@ -121,7 +121,7 @@ class Walk:
             step = self._through
         elif step is None and op.name in VIEWS:
             step = self._view
-        elif step is None and through(op) is not None:
+        elif step is None and torch_ops.permutation(op) is not None:
             step = self._permutation
         if step is None:
             raise between(op, scores)
@@ -168,6 +168,8 @@ class Walk:
     def _getitem(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         """A part of the scores that is read in order to be written."""
         reading = self.regions[-1] if self.regions else None
+        if reading is None and is_view(op):
+            return self._view(op, at, factor, scalers)
         if reading is None or not reading.part.is_of(op.input, op["index"]):
             raise between(op, result_of(op))
         if factor != reading.factor or scalers:
@@ -264,7 +266,7 @@ class Walk:
         return self.up(op, op.input, factor, scalers, at)
 
     def _permutation(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
-        dims = through(op)
+        dims = torch_ops.permutation(op)
         assert dims is not None
         return self.up(op, op.input, factor, scalers, at.above(dims))
 

@@ -17,7 +17,7 @@ from torch import fx
 from ... import config, tables
 from ...decisions import Query, decide
 from ...derivatives import check_operation
-from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
+from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Reported, Scope
 from ...graph.builder import Builder
 from ...graph.torch_ops import spellings
 from ...liveness import erase_dead_readers, readers
@@ -36,28 +36,17 @@ if TYPE_CHECKING:
 __all__ = ["FUSION"]
 
 
-class OtherPairs(Candidate):
+def _other_pairs(read: fx.Node, how: str) -> Candidate:
     """Products of features that are read in a way for which there is no kernel.
 
     Args:
         read: what reads them.
         how: in words.
     """
-
-    def __init__(self, read: fx.Node, how: str) -> None:
-        self.anchor, self.how = read, how
-
-    def describe(self) -> dict[str, str]:
-        return {"products": text(tensor(self.anchor))}
-
-    def guard(self) -> None:
-        raise Rejected(
-            Reason.PAIRS(f"{self.how}, not by indices of the matrix of products"),
-            "z[:, i, j] with vectors of indices",
-        )
-
-    def rewrite(self) -> str:
-        raise AssertionError("it is never fused")
+    why = Rejected(
+        Reason.PAIRS(f"{how}, not by indices of the matrix of products"), "z[:, i, j] with vectors of indices"
+    )
+    return Reported(read, why, {"products": text(tensor(read))})
 
 
 class DotInteraction(Candidate):
@@ -191,7 +180,7 @@ def read(scope: Scope, match: Match) -> Candidate | None:
     if site is not None:
         return DotInteraction(scope.graph, site)
     how = recognise.unread(node)
-    return OtherPairs(node, how) if how else None
+    return _other_pairs(node, how) if how else None
 
 
 @FUSION.anchor(lambda: spellings(*recognise.FLATTENS))
@@ -200,4 +189,4 @@ def read_flattened(scope: Scope, match: Match) -> Candidate | None:
     node = match.output_node()
     if not recognise.is_flattened(node) or any(map(recognise.site, node.users)):
         return None
-    return OtherPairs(node, "all products are read, those of both triangles")
+    return _other_pairs(node, "all products are read, those of both triangles")

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...problems import padded
 from .op import pair_count
 
 #: The most features, the most pairs of a tensor, and the widest features, that a thread block holds.
@@ -165,8 +166,8 @@ def interaction(
     held = t if dense is None else dense
     wrap(interaction_kernel)[(_blocks(samples, per_block),)](
         t, held, out, samples, *t.stride(), held.stride(0), held.stride(-1), out.shape[1],
-        F=f, D=d, X=x, UPPER=upper, DIAGONAL=diagonal, BLOCK_F=_power(f), BLOCK_D=_power(d),
-        BLOCK_X=_power(x), SAMPLES=per_block, num_warps=warps,
+        F=f, D=d, X=x, UPPER=upper, DIAGONAL=diagonal, BLOCK_F=padded(f), BLOCK_D=padded(d),
+        BLOCK_X=padded(x), SAMPLES=per_block, num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -183,7 +184,7 @@ def gradient(
     *_, per_block, warps = tiles or default_tiles(f, d)
     wrap(gradient_kernel)[(_blocks(samples, per_block),)](
         dy, t, dt, samples, *dy.stride(), *t.stride(),
-        F=f, D=d, X=x, UPPER=upper, DIAGONAL=diagonal, BLOCK_F=_power(f), BLOCK_D=_power(d),
+        F=f, D=d, X=x, UPPER=upper, DIAGONAL=diagonal, BLOCK_F=padded(f), BLOCK_D=padded(d),
         SAMPLES=per_block, num_warps=warps,
     )  # fmt: skip
     return dt
@@ -202,8 +203,8 @@ def pairs(
     held = t if dense is None else dense
     wrap(pairs_kernel)[(_blocks(samples, per_block),)](
         t, held, cells.contiguous(), out, samples, *t.stride(), held.stride(0), held.stride(-1), out.shape[1],
-        F=f, D=d, X=x, P=count, BLOCK_F=_power(f), BLOCK_D=_power(d), BLOCK_X=_power(x),
-        BLOCK_P=_power(count), SAMPLES=per_block, num_warps=warps,
+        F=f, D=d, X=x, P=count, BLOCK_F=padded(f), BLOCK_D=padded(d), BLOCK_X=padded(x),
+        BLOCK_P=padded(count), SAMPLES=per_block, num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -224,20 +225,15 @@ def pairs_gradient(
     before, last = (torch.where(mask, p, -1).amax(1).to(torch.int32) for mask in (earlier, of_cell))
     wrap(pairs_gradient_kernel)[(_blocks(samples, per_block),)](
         dy, t, last, before, dt, samples, *dy.stride(), *t.stride(),
-        F=f, D=d, X=x, BLOCK_F=_power(f), BLOCK_D=_power(d), SAMPLES=per_block, num_warps=warps,
+        F=f, D=d, X=x, BLOCK_F=padded(f), BLOCK_D=padded(d), SAMPLES=per_block, num_warps=warps,
     )  # fmt: skip
     return dt
 
 
 def default_tiles(features: int, width: int) -> tuple[int, int, int, int]:
     """Samples of a thread block and its warps, forward and backward, where no table says more."""
-    warps = min(4, max(1, _power(features) * _power(width) // 2048))
+    warps = min(4, max(1, padded(features) * padded(width) // 2048))
     return 1, warps, 1, warps
-
-
-def _power(size: int) -> int:
-    """The tile of a size: a power of two, and enough for a matrix product."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 def _blocks(size: Any, block: int) -> Any:

@@ -20,7 +20,7 @@ from torch import fx
 
 from ...fusion import Rejected
 from ...graph.einsum import equation
-from ...graph.torch_ops import TRANSPOSES, Op, permutation, read, transposed_attribute
+from ...graph.torch_ops import Op, permuted_by, read
 from ...liveness import readers
 from ...operands import tensor
 
@@ -177,7 +177,8 @@ def _squared(z: fx.Node) -> fx.Node | None:
     value = tensor(first)
     if value is None or value.dim() != 3:
         return None
-    return first if _transposed(second) is first or _transposed(first) is second else None
+    turned = [0, 2, 1]
+    return first if permuted_by(second, turned) is first or permuted_by(first, turned) is second else None
 
 
 def _of_einsum(op: Op) -> fx.Node | None:
@@ -191,15 +192,6 @@ def _of_einsum(op: Op) -> fx.Node | None:
     b, i, d, j = (*found.first, found.second[1])
     same = found.second == b + j + d and len({b, i, d, j}) == 4
     return found.left if same and found.result in (b + i + j, b + j + i) else None
-
-
-def _transposed(node: Any) -> fx.Node | None:
-    """What a node is the transpose of, over its last two of three dims."""
-    op = read(node)
-    if op is None or op.inplace or op.name not in TRANSPOSES | {"getattr"}:
-        return None
-    dims = transposed_attribute(op) if op.name == "getattr" else permutation(op)
-    return op.input if dims == [0, 2, 1] and isinstance(op.input, fx.Node) else None
 
 
 def _cat(pairs: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:

@@ -17,7 +17,7 @@ from ... import config, tables
 from ..._inductor import hint, is_body_of_dynamo, known_true
 from ...decisions import Query, Span, decide, decide_for_all
 from ...derivatives import check_operation
-from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
+from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Reported, Scope
 from ...graph.torch_ops import CASTS, VIEWS, read, reads_metadata
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
@@ -34,19 +34,6 @@ __all__ = ["FUSION"]
 
 #: Bytes of logits that are never too many.
 SMALL = 128 * 2**20
-
-
-class UnreadLoss(Candidate):
-    """A loss whose logits are not read."""
-
-    def __init__(self, found: Unread) -> None:
-        self.anchor, self.why = found.loss, found.why
-
-    def guard(self) -> None:
-        raise self.why
-
-    def rewrite(self) -> str:
-        raise AssertionError("it is never fused")
 
 
 class LossHead(Candidate):
@@ -230,5 +217,5 @@ def look(scope: Scope, match: Match) -> Candidate | None:
     """A loss behind a linear."""
     found: Any = recognise.site(match.output_node())
     if isinstance(found, Unread):
-        return UnreadLoss(found)
+        return Reported(found.loss, found.why)
     return None if found is None else LossHead(scope.graph, found)

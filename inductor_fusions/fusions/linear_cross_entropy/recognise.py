@@ -21,14 +21,12 @@ from ...fusion import Rejected
 from ...graph.torch_ops import (
     CASTS,
     COPIES,
-    TRANSPOSES,
     VIEWS,
     Op,
     linear_of,
     permutation,
     read,
     spellings,
-    transposed_attribute,
 )
 from ...operands import holds, tensor
 from ...reasons import Reason
@@ -229,7 +227,7 @@ def _classes_last(node: fx.Node, path: list[fx.Node]) -> fx.Node:
         op = read(node)
     value = tensor(node)
     wanted = [0, value.dim() - 1, *range(1, value.dim() - 1)] if value is not None else []
-    dims = None if op is None or op.inplace else _permuted(op)
+    dims = None if op is None or op.inplace else permutation(op)
     if op is None or dims != wanted:
         raise Rejected(
             Reason.LOSS("the classes are not the last dim of a linear's result"),
@@ -238,10 +236,6 @@ def _classes_last(node: fx.Node, path: list[fx.Node]) -> fx.Node:
     path.append(node)
     assert isinstance(op.input, fx.Node)
     return op.input
-
-
-def _permuted(op: Op) -> list[int] | None:
-    return permutation(op) if op.name in TRANSPOSES else transposed_attribute(op)
 
 
 def _walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> _Logits:
@@ -331,7 +325,7 @@ def _keeps_classes(op: Op) -> bool:
     last = before.dim() - 1
     if op.name in VIEWS:
         return True
-    if (dims := _permuted(op)) is not None:
+    if (dims := permutation(op)) is not None:
         return dims[-1] == last
     if op.name in _SELECTS:
         return isinstance(op["dim"], int) and op["dim"] % before.dim() != last

@@ -11,9 +11,11 @@ is done before autograd.
 
 from __future__ import annotations
 
+from ..._inductor import register_lowering_when_loaded
 from ...fusion import Fusion
 from ...graph.torch_ops import spellings
-from . import accumulate_kernel, decode, inputs, lowering, merged, op, split
+from ...lowering import lower_by
+from . import accumulate, accumulate_kernel, decode, inputs, lowering, merged, op, split
 from .sites import ANCHORS, candidates
 
 FUSION = Fusion(
@@ -28,7 +30,16 @@ FUSION.group(lambda: ANCHORS)(candidates)
 INPUTS = inputs.FUSION
 INPUTS.anchor(lambda: spellings("linear"))(merged.merged_weight)
 
-lowering.register()
-decode.register()
-split.register()
-accumulate_kernel.register()
+lower_by(op.NARROW_MM, "narrow_mm", lowering.kernel, lowering.one_by_one)
+lower_by(
+    op.LORA_LINEAR,
+    "lora_linear",
+    lambda *given: decode.Call(*given).kernels(),
+    lambda *given: decode.Call(*given).one_by_one(),
+)
+lower_by(split.LORA_SPLIT, "lora_split", split.kernel)
+lower_by(
+    accumulate.LORA_ACCUMULATE, "lora_accumulate", accumulate_kernel.kernel, accumulate_kernel.one_by_one
+)
+# Where the fusion of adapters has not read the graph, and taken the mark out.
+register_lowering_when_loaded(op.ROUNDED, lambda y: y)

@@ -16,25 +16,6 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 
-@torch.library.custom_op("inductor_fusions::lora_accumulate", mutates_args=())
-def _accumulate(
-    base: Tensor,
-    a: list[Tensor],
-    b: list[Tensor],
-    scales: list[float],
-    kept: list[Tensor],
-    kept_products: list[int],
-    dtype: torch.dtype,
-) -> Tensor:
-    """See `composite`."""
-    check(base, a, b, scales, kept, kept_products)
-    return composite(base, a, b, scales, kept, kept_products, dtype)
-
-
-#: What graphs call.
-LORA_ACCUMULATE: Any = torch.ops.inductor_fusions.lora_accumulate.default
-
-
 def check(
     base: Tensor,
     a: Sequence[Tensor],
@@ -71,16 +52,17 @@ def check(
         torch._check(mask.shape[1] == base.shape[1], lambda: "a mask in kept has other columns than base")
 
 
-def composite(
+@torch.library.custom_op("inductor_fusions::lora_accumulate", mutates_args=())
+def _accumulate(
     base: Tensor,
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scales: Sequence[float],
-    kept: Sequence[Tensor],
-    kept_products: Sequence[int],
+    a: list[Tensor],
+    b: list[Tensor],
+    scales: list[float],
+    kept: list[Tensor],
+    kept_products: list[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """The same by the operations of torch.
+    """See the module.
 
     Args:
         base: shape (M, N), any strides.
@@ -94,6 +76,7 @@ def composite(
     Returns:
         The sum, shape (M, N), row-major, computed in float32 (float64 where an operand is).
     """
+    check(base, a, b, scales, kept, kept_products)
     wide = _wide(base, a[0])
     masks = dict(zip(kept_products, kept, strict=True))
     total = base.to(wide)
@@ -110,17 +93,14 @@ def _wide(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
+#: What graphs call.
+LORA_ACCUMULATE: Any = torch.ops.inductor_fusions.lora_accumulate.default
+
+
 @_accumulate.register_fake
-def _fake(
-    base: Tensor,
-    a: list[Tensor],
-    b: list[Tensor],
-    scales: list[float],
-    kept: list[Tensor],
-    kept_products: list[int],
-    dtype: torch.dtype,
-) -> Tensor:
-    check(base, a, b, scales, kept, kept_products)
+def _fake(base: Tensor, *products: Any) -> Tensor:
+    *operands, dtype = products
+    check(base, *operands)
     return base.new_empty((base.shape[0], base.shape[1]), dtype=dtype)
 
 

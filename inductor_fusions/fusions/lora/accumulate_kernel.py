@@ -12,11 +12,9 @@ from ... import _inductor, tables
 from ...block_mm.lowering import check_factors, scaled_product
 from ...decisions import Query, configured, some, tiles
 from ...fusion import Rejected
-from ...lowering import kernel_or
 from ...operands import known_size
 from ...problems import Row
 from . import lowering
-from .accumulate import LORA_ACCUMULATE
 from .elements import render
 from .narrow import padded
 
@@ -113,13 +111,7 @@ def _fits_registers(choice: Config, shape: Shape) -> bool:
 
 def key(shape: Shape) -> dict[str, Any]:
     """What a row of a table must agree in; its tokens are the rows."""
-    return {
-        "columns": shape.columns,
-        "inner": list(shape.inner),
-        "masks": shape.masks,
-        "dtype": tables.dtype_name(shape.dtype),
-        "narrow": tables.dtype_name(shape.narrow),
-    }
+    return tables.columns_of(shape, "rows")
 
 
 def measured(shape: Shape, device: torch.device) -> Config | None:
@@ -143,29 +135,16 @@ def choose(shape: Shape, device: torch.device) -> Config:
 # -- lowering -------------------------------------------------------------------------------------
 
 
-def register() -> None:
-    """Tell Inductor of the lowering, now or as soon as it is imported."""
-    _inductor.register_lowering_when_loaded(LORA_ACCUMULATE, lower)
-
-
-def lower(
-    base: Any,
-    a: Sequence[Any],
-    b: Sequence[Any],
-    scales: Sequence[float],
-    kept: Sequence[Any],
-    kept_products: Sequence[int],
+def kernel(
+    base: Any, a: list[Any], b: list[Any], scales: list[float], kept: list[Any], kept_products: list[int],
     dtype: torch.dtype,
-) -> Any:
-    """The result, as Inductor's value."""
+) -> Any:  # fmt: skip
+    """The result of one kernel; the arguments are those of the operation.
+
+    Raises:
+        Rejected: there is no kernel for it.
+    """
     masks = dict(zip(kept_products, kept, strict=True))
-    arguments = base, list(a), list(b), list(scales), masks, dtype
-    return kernel_or("lora_accumulate", lambda: _kernel(*arguments), lambda: _one_by_one(*arguments))
-
-
-def _kernel(
-    base: Any, a: list[Any], b: list[Any], scales: list[float], masks: dict[int, Any], dtype: torch.dtype
-) -> Any:
     device = base.get_device()
     lowering.check_device(device)
     check_factors(scales)
@@ -205,10 +184,12 @@ def _kernel(
     return _inductor.cast(total, dtype)
 
 
-def _one_by_one(
-    base: Any, a: list[Any], b: list[Any], scales: list[float], masks: dict[int, Any], dtype: torch.dtype
-) -> Any:
+def one_by_one(
+    base: Any, a: list[Any], b: list[Any], scales: list[float], kept: list[Any], kept_products: list[int],
+    dtype: torch.dtype,
+) -> Any:  # fmt: skip
     """The products as stock lowers them, each by itself."""
+    masks = dict(zip(kept_products, kept, strict=True))
     call = _inductor.call_lowering
     wide = torch.float64 if torch.float64 in (base.get_dtype(), a[0].get_dtype()) else torch.float32
     total = _inductor.cast(base, wide)

@@ -87,7 +87,7 @@ class Accumulated(Candidate):
         self._check_writes()
         self.sizes = emit.sizes_of(self.sum.root, adapters[0].up.node, self.sum.inner)
         self.downs = downs.narrow_products(a.down for a in adapters)
-        self.kernel = profit.accumulate_kernel(self._shape(), root.device)
+        self.kernel = profit.kernel(self._shape(), root.device)
 
     def _check_adapters(self, adapters: Sequence[Adapter]) -> None:
         kinds = {value(x).dtype for a in adapters for x in (a.up.b, a.down.b)}

@@ -65,7 +65,9 @@ class Adapter:
         up: the product with B.
         down: the product with A.
         scale: its factor.
-        factor: a tensor of one element by which it is multiplied as well, or None.
+        factor: a tensor of one element by which it is multiplied as well, or None; with `over`, one of a
+            number for each row (its last dim has size 1), or for each column.
+        over: the leading sizes of the result where it is multiplied by that.
         middle: what B multiplies, where f is computed between both: a mask, a vector, an activation; or None.
         pad: how many columns of the result are before and behind those of the product: there it adds nothing.
     """
@@ -76,11 +78,12 @@ class Adapter:
     factor: fx.Node | None
     middle: fx.Node | None = None
     pad: tuple[int, int] = (0, 0)
+    over: tuple[int, ...] = ()
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is between A and B, and it has every column of the result."""
-        return self.middle is None and self.pad == (0, 0)
+        """Whether nothing is between A and B, it has every column of the result, and is times no vector."""
+        return self.middle is None and self.pad == (0, 0) and not self.over
 
     @property
     def read(self) -> fx.Node:
@@ -254,6 +257,54 @@ def times_tensor(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         if isinstance(x, fx.Node) and isinstance(by, fx.Node) and has_size_of(x, node) and _is_number(by):
             # One of shape (1,) may widen what it multiplies.
             return (x, by) if value(x).dtype == value(node).dtype else None
+    return None
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """`scale * vector * product`, of a number for each row (gates, masks), or for each column (VeRA).
+
+    Attributes:
+        up: the product with B of an adapter.
+        scale: its factor.
+        vector: the numbers, as they are broadcast.
+        over: the leading sizes of what they multiply.
+        inner: the nodes from the product on.
+    """
+
+    up: Product
+    scale: float
+    vector: fx.Node
+    over: tuple[int, ...]
+    inner: tuple[fx.Node, ...]
+
+
+def weighted(node: fx.Node) -> Weighted | None:
+    """An adapter that a node multiplies by a vector."""
+    if node.target not in MUL or len(node.args) != 2 or node.kwargs:
+        return None
+    *over, columns = value(node).shape
+    for x, by in (node.args, node.args[::-1]):
+        found, whole = tensor(by), tensor(x)
+        if found is None or whole is None or not isinstance(by, fx.Node) or not has_size_of(x, node):
+            continue
+        if found.dim() == 0 or not found.is_floating_point() or whole.dtype != value(node).dtype:
+            continue
+        inner, core, scale = [node], x, 1.0
+        while product(core) is None and isinstance(core, fx.Node) and len(core.users) == 1:
+            step = scaled(core)
+            if step is None and core.target not in RESHAPES and core.target not in CASTS:
+                break
+            inner.append(core)
+            core, scale = (step[0], scale * step[1]) if step is not None else (core.args[0], scale)
+        up = product(core)
+        if up is None or up.bias is not None or len(up.node.users) != 1 or adapter_of(up) is None:
+            continue
+        own = tuple(found.shape)
+        if columns != value(up.node).shape[1] or not all(isinstance(size, int) for size in (*over, *own)):
+            continue
+        if own[-1] == 1 or own[-1] == columns == found.numel():
+            return Weighted(up, scale, by, tuple(over), tuple(inner))
     return None
 
 

@@ -7,7 +7,6 @@ launch it early, it waits for the first one only there.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,11 +21,9 @@ from ...block_mm.lowering import check_factors, scaled_product
 from ...block_mm.op import dtypes
 from ...decisions import Query, configured, tiles
 from ...fusion import Rejected
-from ...lowering import kernel_or
 from ...operands import may_use_tf32
 from ...problems import SINGLE_ROWS, Row
 from . import elements, lowering, narrow, narrow_kernel
-from .op import LORA_LINEAR
 
 aten = torch.ops.aten
 
@@ -87,13 +84,7 @@ class Shape:
     @property
     def key(self) -> dict[str, Any]:
         """What a row of a table must agree in."""
-        return {
-            "inner": self.inner,
-            "columns": list(self.columns),
-            "ranks": list(self.ranks),
-            "dtype": tables.dtype_name(self.dtype),
-            "adapters": tables.dtype_name(self.adapters),
-        }
+        return tables.columns_of(self, "rows", "along")
 
 
 def block_m(rows: int) -> int:
@@ -213,17 +204,6 @@ def choose(shape: Shape, device: torch.device) -> Config:
     query = Query("lora_decode", {**shape.key, "tokens": shape.rows})
     usual = tiles(query, device, fits) or default(shape, arch)
     return configured("lora_decode", query.row, usual, lambda: candidates(shape, arch))
-
-
-def register() -> None:
-    """Tell Inductor of the lowering, now or as soon as it is imported."""
-    _inductor.register_lowering_when_loaded(LORA_LINEAR, lower)
-
-
-def lower(x: Any, w: Sequence[Any], *arguments: Any) -> list[Any]:
-    """The outputs, as Inductor's values."""
-    call = functools.partial(Call, x, w, *arguments)
-    return kernel_or("lora_linear", lambda: call().kernels(), lambda: call().one_by_one())
 
 
 class Call:

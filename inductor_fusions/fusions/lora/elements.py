@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from ... import _inductor, tables
-from ...block_mm.template import environment
+from ...block_mm import template
 from ...fusion import Rejected
 
+#: The text that Inductor's templates take, of one of ours by its name.
+render = functools.partial(template.render, Path(__file__).parent / "templates")
 #: Elements of a thread block.
 ELEMENTS = 1024
 
@@ -84,14 +86,3 @@ def by_elements(
     if found is None:
         raise Rejected("Inductor took no template")
     return found
-
-
-def render(template: str, **structure: Any) -> str:
-    """The text that Inductor's templates take."""
-    text: str = _environment().get_template(template).render(**structure)
-    return text
-
-
-@functools.cache
-def _environment() -> Any:
-    return environment(Path(__file__).parent / "templates")

@@ -43,11 +43,20 @@ class Emitter(Builder):
         transposed: bool,
         kept: Sequence[fx.Node],
     ) -> list[fx.Node]:
-        """A narrow product: its outputs, as `op.composite` has them."""
+        """A narrow product: its outputs, as the operation has them."""
         return self.parts(NARROW_MM, x, list(right), list(scales), list(further), transposed, list(kept))
 
+    def weighted(
+        self, left: fx.Node, right: fx.Node, vector: fx.Node, over: Sequence[int]
+    ) -> tuple[fx.Node, fx.Node]:
+        """Both operands of an up-projection of which each row, or each column, is times a number."""
+        if value(vector).shape[-1] != 1:
+            return left, self.times(right, self.call(aten.reshape.default, vector, [1, -1]))
+        rows = self.call(aten.expand.default, vector, [*over, 1])
+        return self.times(left, self.call(aten.reshape.default, rows, [-1, 1])), right
+
     def times(self, left: fx.Node, factor: fx.Node) -> fx.Node:
-        """A small matrix times a tensor of one element, in the dtype of the matrix."""
+        """A small matrix times a tensor of one element, a row or a column, in the dtype of the matrix."""
         return self.to(self.call(aten.mul.Tensor, left, factor), value(left).dtype)
 
     def bias(self, linear: Linear) -> fx.Node | None:

@@ -34,12 +34,10 @@ from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
 from ...graph.builder import Builder
 from ...graph.torch_ops import (
     CASTS,
-    TRANSPOSES,
     dropout_p,
-    permutation,
+    permuted_by,
     read,
     spellings,
-    transposed_attribute,
 )
 from ...inplace import overwritten
 from ...keeping import Keeping
@@ -155,17 +153,8 @@ def _linear(node: Any, biased: bool = False) -> tuple[Any, Any] | None:
     if op is None or op.name != "matmul":
         return None
     x, other = op.only("input", "other")
-    weight = _transposed(other)
+    weight = permuted_by(other, [1, 0])
     return None if weight is None else (x, weight)
-
-
-def _transposed(node: Any) -> fx.Node | None:
-    """The matrix that a node is the transpose of."""
-    op = read(node)
-    if op is None or op.inplace or op.name not in TRANSPOSES | {"getattr"}:
-        return None
-    dims = transposed_attribute(op) if op.name == "getattr" else permutation(op)
-    return op.input if dims == [1, 0] and isinstance(op.input, fx.Node) else None
 
 
 def _reads(node: fx.Node, x: fx.Node) -> bool:
@@ -271,7 +260,7 @@ class AdapterInput(Candidate):
         outer = tensor(_ups(site.linear)[0])
         assert outer is not None
         problem = profit.Dropped(tokens_of(tokens), inner, int(outer.shape[-1]), rank, x.dtype, out.dtype)
-        self.kernel = profit.dropped_kernel(problem, x.device)
+        self.kernel = profit.kernel(problem, x.device)
 
     def _check_dropout(self, drop: fx.Node) -> None:
         if readers(drop) != [self.site.linear]:

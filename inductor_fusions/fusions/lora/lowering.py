@@ -13,34 +13,12 @@ from ...block_mm.heuristics import capability
 from ...block_mm.lowering import check_factors, scaled_product
 from ...decisions import configured, some
 from ...fusion import Rejected
-from ...lowering import kernel_or
 from ...operands import known_size
 from . import narrow
 from .elements import by_elements, elements_of
 from .narrow_kernel import ahead, variant
-from .op import NARROW_MM, ROUNDED
 
 aten = torch.ops.aten
-
-
-def register() -> None:
-    """Tell Inductor of the lowering, now or as soon as it is imported."""
-    _inductor.register_lowering_when_loaded(NARROW_MM, lower)
-    # Where the fusion of adapters has not read the graph, and taken the mark out.
-    _inductor.register_lowering_when_loaded(ROUNDED, lambda y: y)
-
-
-def lower(
-    x: Any,
-    b: Sequence[Any],
-    scales: Sequence[float],
-    further: Sequence[float],
-    transposed: bool,
-    kept: Sequence[Any],
-) -> list[Any]:
-    """The outputs, as Inductor's values."""
-    arguments = x, b, scales, further, transposed, kept
-    return kernel_or("narrow_mm", lambda: _kernel(*arguments), lambda: _one_by_one(*arguments))
 
 
 def check_device(device: torch.device) -> None:
@@ -55,7 +33,7 @@ def check_device(device: torch.device) -> None:
         raise Rejected("there is no kernel for this device")
 
 
-def _kernel(
+def kernel(
     x: Any,
     b: Sequence[Any],
     scales: Sequence[float],
@@ -63,6 +41,11 @@ def _kernel(
     transposed: bool,
     kept: Sequence[Any],
 ) -> list[Any]:
+    """The outputs of one kernel; the arguments are those of the operation.
+
+    Raises:
+        Rejected: there is no kernel for it.
+    """
     device = x.get_device()
     check_device(device)
     check_factors([*scales, *further])
@@ -202,7 +185,7 @@ def parts(y: Any, dtype: torch.dtype) -> Any:
     return _inductor.cast(_inductor.beside([high, high, low]), dtype)
 
 
-def _one_by_one(
+def one_by_one(
     x: Any,
     b: Sequence[Any],
     scales: Sequence[float],

@@ -116,14 +116,8 @@ def default(shape: Shape) -> Config:
 
 def key(shape: Shape) -> dict[str, Any]:
     """What a row of a table must agree in; its tokens are the rows of x, or its K where x is transposed."""
-    return {
-        "width": shape.inner if shape.layout == "n" else shape.rows,
-        "ranks": list(shape.ranks),
-        "layout": shape.layout,
-        "dtype": tables.dtype_name(shape.dtype),
-        "narrow": tables.dtype_name(shape.narrow),
-        "masks": shape.masks,
-    }
+    width = shape.inner if shape.layout == "n" else shape.rows
+    return {"width": width, **tables.columns_of(shape, "rows", "inner", "made")}
 
 
 def problem(shape: Shape) -> dict[str, Any] | None:

@@ -26,24 +26,6 @@ from torch.utils.flop_counter import register_flop_formula
 from ...block_mm.op import dtypes, exact_dtype
 
 
-@torch.library.custom_op("inductor_fusions::lora_narrow_mm", mutates_args=())
-def _narrow_mm(
-    x: Tensor,
-    b: list[Tensor],
-    scales: list[float],
-    further: list[float],
-    transposed: bool,
-    kept: list[Tensor],
-) -> list[Tensor]:
-    """See `composite`."""
-    check(x, b, scales, further, kept)
-    return composite(x, b, scales, further, transposed, kept)
-
-
-#: What graphs call.
-NARROW_MM: Any = torch.ops.inductor_fusions.lora_narrow_mm.default
-
-
 def check(
     x: Tensor,
     b: Sequence[Tensor],
@@ -79,15 +61,16 @@ def check(
         torch._check(mask.shape[1] == x.shape[1], lambda: "a mask in kept has other columns than x")
 
 
-def composite(
+@torch.library.custom_op("inductor_fusions::lora_narrow_mm", mutates_args=())
+def _narrow_mm(
     x: Tensor,
-    b: Sequence[Tensor],
-    scales: Sequence[float],
-    further: Sequence[float],
+    b: list[Tensor],
+    scales: list[float],
+    further: list[float],
     transposed: bool,
-    kept: Sequence[Tensor],
+    kept: list[Tensor],
 ) -> list[Tensor]:
-    """The same by the operations of torch.
+    """See the module.
 
     Args:
         x: shape (M, K), any strides.
@@ -103,6 +86,7 @@ def composite(
     Returns:
         Every product, shape (M, r) and row-major, then the further forms: `parts`.
     """
+    check(x, b, scales, further, kept)
     b = [right.float().sum(0) if right.dim() == 3 else right for right in b]
     read = [x * mask for mask in kept] or [x] * len(b)
     outputs = [_product(left, right, scale) for left, right, scale in zip(read, b, scales, strict=True)]
@@ -112,6 +96,10 @@ def composite(
         if factor
     ]
     return [(y.t() if transposed else y).contiguous() for y in outputs] + forms
+
+
+#: What graphs call.
+NARROW_MM: Any = torch.ops.inductor_fusions.lora_narrow_mm.default
 
 
 def _product(x: Tensor, right: Tensor, scale: float) -> Tensor:

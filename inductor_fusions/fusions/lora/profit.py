@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,8 +18,36 @@ from . import narrow
 from .decode import MOST_ROWS
 
 
+class Known:
+    """What a table knows adapters by: the columns of a row, and text for reports.
+
+    Attributes:
+        section: of the tables.
+        kernels: what they are computed by.
+        tokens: rows; None where it is not known.
+        dtype, adapters: of the base, or of the sum, and of the adapters.
+    """
+
+    section: ClassVar[str]
+    kernels: ClassVar[str]
+    tokens: int | Span | None
+    dtype: torch.dtype
+    adapters: torch.dtype
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What a row of a table must agree in."""
+        return tables.columns_of(self, "tokens")
+
+    def text(self, sizes: str, ranks: str, adapters: str = "adapters") -> str:
+        """In words, for reports: "128 x (64 -> 48), rank 16, bfloat16, adapters float32"."""
+        tokens = "?" if self.tokens is None else self.tokens
+        own, narrow = (tables.dtype_name(dtype) for dtype in (self.dtype, self.adapters))
+        return f"{tokens} x ({sizes}), rank {ranks}, {own}, {adapters} {narrow}"
+
+
 @dataclass(frozen=True)
-class Shape:
+class Shape(Known):
     """What a table knows linears with adapters by.
 
     Attributes:
@@ -31,6 +59,7 @@ class Shape:
         layout: how the weights lie: "t" forward, "n" backward.
     """
 
+    section, kernels = "lora", "narrow_mm and block_mm"
     tokens: int | Span | None
     inner: tuple[int, ...]
     outer: tuple[int, ...]
@@ -39,28 +68,14 @@ class Shape:
     adapters: torch.dtype
     layout: str
 
-    @property
-    def key(self) -> dict[str, Any]:
-        """What a row of a table must agree in."""
-        return {
-            "inner": list(self.inner),
-            "outer": list(self.outer),
-            "ranks": [list(ranks) for ranks in self.ranks],
-            "dtype": tables.dtype_name(self.dtype),
-            "adapters": tables.dtype_name(self.adapters),
-            "layout": self.layout,
-        }
-
     def __str__(self) -> str:
         inner, outer = (" + ".join(map(str, sizes)) for sizes in (self.inner, self.outer))
         ranks = " + ".join(str(r) for ranks in self.ranks for r in ranks)
-        tokens = "?" if self.tokens is None else self.tokens
-        names = f"{tables.dtype_name(self.dtype)}, adapters {tables.dtype_name(self.adapters)}"
-        return f"{tokens} x ({inner} -> {outer}), rank {ranks}, {names}"
+        return self.text(f"{inner} -> {outer}", ranks)
 
 
 @dataclass(frozen=True)
-class Accumulated:
+class Accumulated(Known):
     """What a table knows a sum of adapters and what is in memory by.
 
     Attributes:
@@ -72,6 +87,7 @@ class Accumulated:
         dtype, adapters: of the sum and of the adapters.
     """
 
+    section, kernels = "lora_sums", "narrow_mm and lora_accumulate"
     tokens: int | Span | None
     inner: tuple[int, ...]
     columns: int
@@ -80,28 +96,14 @@ class Accumulated:
     dtype: torch.dtype
     adapters: torch.dtype
 
-    @property
-    def key(self) -> dict[str, Any]:
-        """What a row of a table must agree in."""
-        return {
-            "inner": list(self.inner),
-            "columns": self.columns,
-            "ranks": list(self.ranks),
-            "masks": self.masks,
-            "dtype": tables.dtype_name(self.dtype),
-            "adapters": tables.dtype_name(self.adapters),
-        }
-
     def __str__(self) -> str:
         inner, ranks = (" + ".join(map(str, sizes)) for sizes in (self.inner, self.ranks))
-        tokens = "?" if self.tokens is None else self.tokens
         masks = f", {self.masks} mask{'s' * (self.masks > 1)}" if self.masks else ""
-        names = f"{tables.dtype_name(self.dtype)}, adapters {tables.dtype_name(self.adapters)}"
-        return f"{tokens} x ({inner} -> {self.columns}), rank {ranks}{masks}, {names}"
+        return self.text(f"{inner} -> {self.columns}", ranks + masks)
 
 
 @dataclass(frozen=True)
-class Dropped:
+class Dropped(Known):
     """What a table knows a linear by whose adapter is behind a dropout: forward and backward together.
 
     Attributes:
@@ -109,40 +111,33 @@ class Dropped:
         inner, outer: K and N of the linear.
         rank: of the adapter.
         dtype, adapters: of the base and of the adapter.
+        masks: 1, or 0 where the narrow product reads what the dropout has left in memory.
     """
 
+    section, kernels = "lora_dropout", "narrow_mm with a mask"
     tokens: int | Span | None
     inner: int
     outer: int
     rank: int
     dtype: torch.dtype
     adapters: torch.dtype
-
-    @property
-    def key(self) -> dict[str, Any]:
-        """What a row of a table must agree in."""
-        return {
-            "inner": self.inner,
-            "outer": self.outer,
-            "rank": self.rank,
-            "dtype": tables.dtype_name(self.dtype),
-            "adapters": tables.dtype_name(self.adapters),
-        }
+    masks: int = 1
 
     def __str__(self) -> str:
-        tokens = "?" if self.tokens is None else self.tokens
-        names = f"{tables.dtype_name(self.dtype)}, adapter {tables.dtype_name(self.adapters)}"
-        return f"{tokens} x ({self.inner} -> {self.outer}), rank {self.rank} behind a dropout, {names}"
+        return self.text(f"{self.inner} -> {self.outer}", f"{self.rank} behind a dropout", "adapter")
 
 
-def dropped_kernel(shape: Dropped, device: torch.device) -> str:
-    """The kernels of a linear whose adapter is behind a dropout, for the report.
+def kernel(shape: Known, device: torch.device) -> str:
+    """The kernels of linears with adapters, or of a sum with them, for the report.
 
     Raises:
         LeftToStock: they are not expected to pay, and the policy asks for that.
     """
-    query = _query("lora_dropout", {**shape.key, "masks": 1}, str(shape))
-    return f"narrow_mm with a mask, {shape}{_pays(query, shape.tokens, device)}"
+    return f"{shape.kernels}, {shape}{_expected(shape, device)}"
+
+
+def _expected(shape: Known, device: torch.device) -> str:
+    return _pays(_query(shape.section, shape.key, str(shape)), shape.tokens, device)
 
 
 def check_dropped(shape: Dropped, device: torch.device) -> None:
@@ -152,19 +147,9 @@ def check_dropped(shape: Dropped, device: torch.device) -> None:
         LeftToStock: it is not expected to, and the policy asks for that.
     """
     try:
-        _pays(_query("lora_dropout", {**shape.key, "masks": 0}, str(shape)), shape.tokens, device)
+        _expected(replace(shape, masks=0), device)
     except LeftToStock as miss:
         raise LeftToStock(like(miss.reason, f"behind a dropout: {miss}")) from None
-
-
-def kernel(shape: Shape, device: torch.device) -> str:
-    """The kernels of linears with adapters, for the report.
-
-    Raises:
-        LeftToStock: they are not expected to pay, and the policy asks for that.
-    """
-    pays = _pays(_query("lora", shape.key, str(shape)), shape.tokens, device)
-    return f"narrow_mm and block_mm, {shape}{pays}"
 
 
 def check_few_rows(tokens: int | Span | None, plain: bool) -> None:
@@ -178,16 +163,6 @@ def check_few_rows(tokens: int | Span | None, plain: bool) -> None:
         raise LeftToStock(
             Reason.NOT_MEASURED(f"for {MOST_ROWS} rows at most with something between A and B, or behind B")
         )
-
-
-def accumulate_kernel(shape: Accumulated, device: torch.device) -> str:
-    """The kernels of a sum of adapters and what is in memory, for the report.
-
-    Raises:
-        LeftToStock: they are not expected to pay, and the policy asks for that.
-    """
-    pays = _pays(_query("lora_sums", shape.key, str(shape)), shape.tokens, device)
-    return f"narrow_mm and lora_accumulate, {shape}{pays}"
 
 
 def narrow_kernel(shape: narrow.Shape, tokens: int | Span | None, device: torch.device) -> str:

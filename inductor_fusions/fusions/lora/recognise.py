@@ -34,7 +34,7 @@ from ...graph.products import (
 )
 from ...operands import holds
 from ...reasons import Reason, Said
-from .adapters import Adapter, adapter_of, has_size_of, times_tensor
+from .adapters import Adapter, adapter_of, has_size_of, times_tensor, weighted
 from .columns import parts_of
 
 aten = torch.ops.aten
@@ -195,7 +195,7 @@ class _Reader:
         elif _two_biases(linear):
             linear.problem = linear.problem or Reason.TERMS("a bias and another term")
         # One order for all sums of the same products: tables know them by it.
-        linear.bases.sort(key=_inner, reverse=True)
+        linear.bases.sort(key=lambda p: p.inner, reverse=True)
         return linear
 
     def _add(self, node: fx.Node, scale: float) -> None:
@@ -238,6 +238,12 @@ class _Reader:
                 linear.inner.append(node)
                 self._one_tensor(factor)
                 return self._visit(by[0], scale, by[1])
+            vector = weighted(node) if factor is None else None
+            if vector is not None:
+                linear.inner.extend(vector.inner)
+                self._product(vector.up, scale * vector.scale, vector.vector)
+                linear.adapters[-1] = replace(linear.adapters[-1], over=vector.over)
+                return None
         return self._rest(node, scale, factor)
 
     def _product(self, found: Product, scale: float, factor: fx.Node | None) -> None:
@@ -296,15 +302,12 @@ def _two_biases(linear: Linear) -> bool:
     return (linear.rest is not None and bool(biases or others)) or (bool(matrices) and others > 0)
 
 
-def _inner(p: Product) -> int:
-    size = value(p.a).shape[1]
-    return size if isinstance(size, int) else 0
-
-
 def _leads_to_products(node: fx.Node) -> bool:
     """Whether there is a product or a sum behind casts, reshapes and factors."""
     while node.op == "call_function" and product(node) is None and not summands(node) and not parts_of(node):
         by = scaled(node) or times_tensor(node)
+        if by is None and weighted(node) is not None:
+            return True
         if node.target in RESHAPES or node.target in CASTS:
             step = node.args[0]
         elif by is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ..._inductor import was_erased
-from ...block_mm import emit, guards
+from ...block_mm import emit, guards, units
 from ...block_mm.lowering import MOST_PRODUCTS
 from ...fusion import Candidate, LeftToStock, Rejected, Scope, nodes_of
 from ...graph.builder import Builder, substitute
@@ -48,6 +48,7 @@ def candidates(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
         matches: of `ANCHORS`.
     """
     graph, nodes = scope.graph, nodes_of(matches)
+    yield from units.candidates(graph)
     yield from unread.candidates([node for node in nodes if node.target in unread.BASES])
     products = products_of(node for node in nodes if node.target in PRODUCTS)
     yield from norms.candidates(products)
@@ -352,9 +353,13 @@ class Adapted(Candidate):
             found[0] = replace(found[0], bias=rest)
         for a in linear.adapters:
             (left, form), scale = ups[a.down.node] if a.middle is None else (a.middle, None), a.scale
-            right, dtype = make.padded(a.up.b, a.pad), value(linear.bases[0].a).dtype
-            if a.factor is not None:
+            right, dtype = a.up.b, value(linear.bases[0].a).dtype
+            if a.factor is not None and a.over:
+                left, right = make.weighted(left, right, a.factor, a.over)
+                form = None
+            elif a.factor is not None:
                 left, form = make.times(left, a.factor), None
+            right = make.padded(right, a.pad)
             if form is not None:
                 left = form
                 scale = a.scale / self.factors[a.down.node]

@@ -15,7 +15,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ... import _inductor
 from ...fusion import Rejected
-from ...lowering import kernel_or
 from . import elements, lowering
 
 #: The bits of a float32 that a bfloat16 has as well.
@@ -109,29 +108,14 @@ def flops(*args: Any, **kwargs: Any) -> int:
 # -- the kernel -----------------------------------------------------------------------------------
 
 
-def register() -> None:
-    """Tell Inductor of the lowering, now or as soon as it is imported."""
-    _inductor.register_lowering_when_loaded(LORA_SPLIT, lower)
-
-
-def lower(
-    matrices: Sequence[Any],
-    summands: Sequence[int],
-    along: Sequence[int],
-    sizes: Sequence[int],
-    dtype: torch.dtype,
-) -> list[Any]:
-    """The outputs, as Inductor's values."""
-    arguments = list(matrices), list(summands), list(along), list(sizes), dtype
-    # In a loop of its own Inductor drops a cast to 16 bits and back: so not by its operations.
-    return kernel_or(
-        "lora_split", lambda: _kernel(*arguments), lambda: _inductor.call_eagerly(LORA_SPLIT, *arguments)
-    )
-
-
-def _kernel(
+def kernel(
     matrices: list[Any], summands: list[int], along: list[int], sizes: list[int], dtype: torch.dtype
 ) -> list[Any]:
+    """The outputs of one kernel.
+
+    In its place the operation is called as it is: of a cast to 16 bits and back in one loop Inductor keeps
+    nothing.
+    """
     lowering.check_device(matrices[0].get_device())
     matrices = _inductor.realize(matrices)
     factors: list[dict[str, Any]] = []

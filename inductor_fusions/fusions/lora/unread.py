@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ...block_mm import guards
-from ...fusion import Candidate, LeftToStock
+from ...fusion import Candidate, LeftToStock, Reported
 from ...graph.products import CASTS, RESHAPES, product, scaled, tensor, through, value
 from ...reasons import Reason
 from .adapters import MOST_RANK, times_tensor
@@ -36,7 +36,8 @@ def candidates(bases: Sequence[fx.Node]) -> Iterator[Candidate]:
         for base, up in (terms, terms[::-1]):
             reason = _reason(base, up)
             if reason:
-                yield Unread(node, base, up, reason)
+                details = {"base": guards.text(base), "adapter": guards.text(up)}
+                yield Reported(node, LeftToStock(reason), details)
                 break
 
 
@@ -54,28 +55,6 @@ def _sums_of(bases: Sequence[fx.Node]) -> list[fx.Node]:
             elif user.target in RESHAPES or user.target in CASTS or scaled(user) or times_tensor(user):
                 waiting.append(user)
     return sorted(found)
-
-
-class Unread(Candidate):
-    """An adapter that is not fused.
-
-    Args:
-        anchor: the sum.
-        base, up: what is added up, without casts, reshapes and factors.
-        reason: why it is not fused.
-    """
-
-    def __init__(self, anchor: fx.Node, base: fx.Node, up: fx.Node, reason: str) -> None:
-        self.anchor, self.base, self.up, self.reason = anchor, base, up, reason
-
-    def describe(self) -> dict[str, str]:
-        return {"base": guards.text(self.base), "adapter": guards.text(self.up)}
-
-    def guard(self) -> None:
-        raise LeftToStock(self.reason)
-
-    def rewrite(self) -> str:
-        raise AssertionError("is never fused")
 
 
 def _core(node: Any) -> Any:

@@ -37,11 +37,13 @@ from ..._inductor import (
     patterns_take_tensors_for_numbers,
 )
 from ...fusion import Candidate, Fusion, Scope
+from ...graph.torch_ops import spellings
+from ...inplace import inputs, readers
 from .permutations import permuted, permuted_for
 from .reductions import REDUCTIONS, Softmax, Sum, reduction_of
 from .returned import returned
 from .scores import Alpha, divided
-from .walk import between, inputs_of, name_of, nearest_product, spellings, users_of
+from .walk import between, name_of, nearest_product
 
 if TYPE_CHECKING:
     from ..._inductor import Match
@@ -68,11 +70,11 @@ def read(scope: Scope, match: Match) -> Iterator[Candidate]:
     if found is None:
         return
     source, dims, rank = found
-    product, output = nearest_product(node, inputs_of), nearest_product(node, users_of)
+    product, output = nearest_product(node, inputs), nearest_product(node, readers)
     if product is None or output is None:
         return
     for each in between(node, product):
-        if name_of(each) in ("add", "iadd") and each.kwargs.get("alpha", 1) != 1:
+        if name_of(each) == "add" and each.kwargs.get("alpha", 1) != 1:
             yield Alpha(each, None)
     divisions, ignored = [], patterns_ignore_the_scale()
     if ignored or patterns_take_tensors_for_numbers():

@@ -10,13 +10,14 @@ from torch import fx
 
 from ..._inductor import ATTRIBUTES, known_true
 from ...fusion import Candidate
+from ...graph.torch_ops import TRANSPOSES, read
 from ...operands import tensor
 from .respelling import Respelled
-from .walk import argument, factors, name_of
+from .walk import factors, name_of
 
 #: What may stand between a permutation and the product that reads it, and leaves its dims where they are.
-_TRANSPARENT = {"contiguous", "clone", "expand", "to", "float", "half", "bfloat16", "mul", "truediv", "div"}
-_PERMUTES = {"transpose", "permute", "swapaxes", "swapdims", "t", "movedim", "moveaxis", "getattr"}
+_TRANSPARENT = {"contiguous", "clone", "expand", "to", "float", "half", "bfloat16", "mul", "div"}
+_PERMUTES = TRANSPOSES | {"movedim", "moveaxis", "getattr"}
 #: The dims that stock's patterns take every permutation to have: heads brought forward, k transposed.
 _HEADS = (0, 2, 1, 3)
 
@@ -38,24 +39,24 @@ class Permutation(Respelled):
 
 def permutation_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]] | None:
     """(input, dims) of a transpose or permute of any spelling: result dim i is input dim `dims[i]`."""
-    name = name_of(node)
-    source = argument(node, 0) if name in {*_PERMUTES, *ATTRIBUTES} else None
-    if not isinstance(source, fx.Node):
+    op = read(node)
+    source = op.input if op is not None and op.name in _PERMUTES else None
+    if op is None or not isinstance(source, fx.Node):
         return None
     before, result = tensor(source), tensor(node)
     if before is None or result is None or before.dim() != result.dim():
         return None
-    attribute = str(node.args[1]) if name == "getattr" else ATTRIBUTES.get(name)
-    if name == "getattr" and attribute not in ATTRIBUTES.values():
+    if op.name == "getattr" and op["name"] not in ATTRIBUTES.values():
         return None
     # Asked of a tensor whose sizes tell its dims apart.
     probe = torch.empty(tuple(range(2, 2 + before.dim())), device="meta")
     try:
-        turned: Any = getattr(probe, attribute) if attribute is not None else None
-        if turned is None:
-            function: Any = getattr(torch.Tensor, name)
+        turned: Any
+        if op.name == "getattr":
+            turned = getattr(probe, op["name"])
+        else:
             rest = {key: value for key, value in node.kwargs.items() if key != "input"}
-            turned = function(probe, *node.args[1:], **rest)
+            turned = getattr(torch.Tensor, op.name)(probe, *node.args[1:], **rest)
     except (TypeError, RuntimeError, AttributeError):
         return None
     return source, tuple(size - 2 for size in turned.shape)
@@ -82,13 +83,12 @@ def permutations_of(
     """
     node = operand
     while isinstance(node, fx.Node) and permutation_of(node) is None:
-        below = argument(node, 0)
-        if name_of(node) == "mul" and tensor(below) is None:
-            below = argument(node, 1, "other")
+        op = read(node)
+        if op is None or op.name not in _TRANSPARENT:
+            return None
+        below = op["other"] if op.name == "mul" and tensor(op.input) is None else op.input
         before, after = tensor(below), tensor(node)
         if before is None or after is None or before.dim() != after.dim():
-            return None
-        if name_of(node) not in _TRANSPARENT:
             return None
         if not copied and not all(map(_same, before.stride(), after.stride())):
             return None
@@ -125,8 +125,10 @@ def permuted_for(call: fx.Node) -> Iterator[Candidate]:
 
     A copy is left: no pattern has one in front of what SDPA is decomposed to.
     """
-    for index, name in enumerate(("query", "key", "value")):
-        operand = argument(call, index, name)
+    op = read(call)
+    assert op is not None
+    for name in ("query", "key", "value"):
+        operand = op[name]
         result = tensor(operand)
         if result is not None and result.dim() == 4:
             yield from respelled(operand, transposed=False, copied=False)

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...graph.torch_ops import read
 from ...leaving import settle
 from ...operands import tensor
 from .respelling import Respelled
-from .walk import argument, name_of
+from .walk import name_of
 
 #: A softmax, and what is the sum of one that is written out.
-REDUCTIONS = ("softmax", "special_softmax", "sum")
+REDUCTIONS = ("softmax", "_softmax", "sum")
 
 
 class Softmax(Respelled):
@@ -49,18 +50,15 @@ class Sum(Respelled):
 
 def reduction_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...], int] | None:
     """(input, dims, rank) of a softmax, or of the sum of one that is written out."""
-    name = name_of(node)
-    if name not in REDUCTIONS:
+    op = read(node)
+    if op is None or op.name not in REDUCTIONS:
         return None
-    source = argument(node, 0)
+    source, given = op.input, op["dim"]
     before = tensor(source)
     if not isinstance(source, fx.Node) or before is None or before.dim() < 3 or tensor(node) is None:
         return None
-    given = argument(node, 1, "dim")
-    if name == "sum":
-        keeps = argument(node, 2, "keepdim")
-        if name_of(source) != "exp" or keeps is not True:
-            return None
+    if op.name == "sum" and (name_of(source) != "exp" or op["keepdim"] is not True):
+        return None
     dims = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     if not dims or not all(isinstance(dim, int) for dim in dims):
         return None

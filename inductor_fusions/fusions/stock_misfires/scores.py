@@ -11,11 +11,12 @@ from torch import fx
 
 from ...fusion import Candidate, Rejected
 from ...graph.facts import change
+from ...graph.torch_ops import read
 from ...inplace import readers
 from ...operands import tensor
 from ...reasons import Reason
 from .respelling import Respelled
-from .walk import PRODUCTS, argument, between, factors, name_of
+from .walk import PRODUCTS, between, factors, name_of
 
 
 class Alpha(Respelled):
@@ -27,7 +28,9 @@ class Alpha(Respelled):
             raise Rejected(Reason.NOT_A_TENSOR("the operands of the addition are not known"))
 
     def _operands(self) -> tuple[Any, Any]:
-        return argument(self.anchor, 0), argument(self.anchor, 1, "other")
+        op = read(self.anchor)
+        assert op is not None
+        return op.input, op["other"]
 
     def rewrite(self) -> str:
         node = self.anchor
@@ -48,17 +51,17 @@ class Divisor(Respelled):
 
     def guard(self) -> None:
         super().guard()
-        self.source = argument(self.anchor, 0)  # those before may have replaced it
-        self.by = argument(self.anchor, 1, "other")
+        op = read(self.anchor)
+        assert op is not None
+        self.source, self.by = op.input, op["other"]  # those before may have replaced it
         if not isinstance(self.source, fx.Node) or self.by is None:
             raise Rejected(Reason.NOT_A_TENSOR("the operands of the division are not known"))
         if self.anchor.kwargs.get("rounding_mode") is not None:
             raise Rejected(Reason.NOT_A_TENSOR("a division with rounding, which no pattern has"))
-        if name_of(self.anchor) == "itruediv" or str(self.anchor.target).endswith("_"):
-            if len(readers(self.source)) > 1 or name_of(self.source) not in PRODUCTS:
-                raise Rejected(
-                    Reason.OVERWRITTEN("the scores are divided in place, and something else may read them")
-                )
+        if op.inplace and (len(readers(self.source)) > 1 or name_of(self.source) not in PRODUCTS):
+            raise Rejected(
+                Reason.OVERWRITTEN("the scores are divided in place, and something else may read them")
+            )
 
     def rewrite(self) -> str:
         turned = self.call(operator.neg, self.source)
@@ -76,13 +79,13 @@ def divided(softmax: fx.Node, product: fx.Node, ignored: bool) -> Iterator[Candi
             raise (pytorch#191203, before torch 2.15): there it is divisions by tensors alone.
     """
     q, _ = factors(product)
-    read = tensor(q)
-    size = read.shape[-1] if read is not None else None
+    operand = tensor(q)
+    size = operand.shape[-1] if operand is not None else None
     for node in (*between(softmax, product), q):
-        if name_of(node) not in ("div", "truediv", "itruediv", "true_divide", "divide"):
+        op = read(node)
+        if op is None or op.name != "div":
             continue
-        assert isinstance(node, fx.Node)
-        by = argument(node, 1, "other")
+        by = op["other"]
         if isinstance(by, fx.Node) and tensor(by) is None:
             continue  # a symbolic number, which no pattern has
         if not ignored:

@@ -2,57 +2,34 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import fx
 
-from ...inplace import arguments, inputs, readers
+from ...graph.torch_ops import read
+from ...inplace import inputs
 
 #: How far from a softmax its two products are looked for.
 REACH = 24
-#: Matrix products, with the names of their two operands and the place of the first one.
+#: Matrix products, with the names of their two operands; those of an einsum have none.
 PRODUCTS = {
-    "matmul": (0, "input", "other"), "bmm": (0, "input", "mat2"), "mm": (0, "input", "mat2"),
-    "baddbmm": (1, "batch1", "batch2"), "einsum": (1, "", ""),
+    "matmul": ("input", "other"), "bmm": ("input", "other"), "baddbmm": ("batch1", "batch2"), "einsum": (),
 }  # fmt: skip
 
 
 def name_of(node: Any) -> str:
     """The operation of a call node, in whatever spelling, or ""."""
-    if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
-        return ""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name.split("::")[1]
-    else:
-        name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return name.strip("_")
-
-
-def spellings(*names: str) -> list[Any]:
-    """Every function, method and operator of torch that `name_of` gives one of these names."""
-    found: list[Any] = []
-    for name in (*names, *(f"_{name}" for name in names)):
-        for container in (torch, F, torch.special, torch._C._nn, operator, torch.Tensor, torch.ops.aten):
-            found += [getattr(container, name)] if hasattr(container, name) else []
-        found += [name] if hasattr(torch.Tensor, name) else []
-    return found
-
-
-def argument(node: fx.Node, index: int, name: str = "input") -> Any:
-    """An argument of a call, by its place or by its name; None where it is not given."""
-    args, kwargs = arguments(node)
-    return args[index] if len(args) > index else kwargs.get(name)
+    op = read(node)
+    return "" if op is None else op.name
 
 
 def factors(product: fx.Node) -> tuple[Any, Any]:
     """The two operands of a matrix product."""
-    start, first, second = PRODUCTS[name_of(product)]
-    return argument(product, start, first), argument(product, start + 1, second)
+    op = read(product)
+    assert op is not None
+    first, second, *_ = *(op[name] for name in PRODUCTS[op.name]), *op.rest, None, None
+    return first, second
 
 
 def nearest_product(node: fx.Node, neighbours: Callable[[fx.Node], Sequence[fx.Node]]) -> fx.Node | None:
@@ -69,16 +46,6 @@ def nearest_product(node: fx.Node, neighbours: Callable[[fx.Node], Sequence[fx.N
                     following.append(other)
         edge = following
     return None
-
-
-def inputs_of(node: fx.Node) -> list[fx.Node]:
-    """The neighbours upwards."""
-    return inputs(node)
-
-
-def users_of(node: fx.Node) -> list[fx.Node]:
-    """The neighbours downwards."""
-    return readers(node)
 
 
 def between(node: fx.Node, product: fx.Node) -> list[fx.Node]:

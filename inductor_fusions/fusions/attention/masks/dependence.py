@@ -14,7 +14,7 @@ from ....writes import storage
 from ..aliasing import written
 from .interpreter import Interpreter, adds_dims_in_front
 from .proofs import LARGEST_FILL
-from .values import Affine, And, Choice, Element, NonNegative, Not, Or, Value, identity, substitute
+from .values import Affine, dims, identity, is_known, substitute
 
 _POINTWISE = (
     "add sub rsub mul div neg eq ne lt le gt ge bitwise_and bitwise_or bitwise_not logical_and logical_or "
@@ -31,7 +31,8 @@ def constant_over(node: Any, dim: int, interpreter: Interpreter) -> bool:
     tensor = torch_ops.tensor(node)
     if tensor is None or -dim > tensor.dim() or known_true(tensor.shape[dim] == 1):
         return True
-    if _lacks(interpreter.read(node), dim):
+    known = interpreter.read(node)
+    if is_known(known) and dim not in dims(known):
         return True
     if isinstance(node, torch_ops.Seen):
         return _seen_constant(node, dim, interpreter)
@@ -66,8 +67,8 @@ def _made_constant(op: torch_ops.Op, tensor: torch.Tensor, dim: int, interpreter
     if name in ("expand", "expand_as", "broadcast_to"):
         return constant_over(op.input, dim, interpreter)
     if name in torch_ops.TRANSPOSES:
-        dims = torch_ops.permutation(op)
-        return dims is not None and constant_over(op.input, dims[dim % rank] - source.dim(), interpreter)
+        order = torch_ops.permutation(op)
+        return order is not None and constant_over(op.input, order[dim % rank] - source.dim(), interpreter)
     if name == "unsqueeze" and isinstance(op["dim"], int):
         position = dim % rank
         new = op["dim"] % rank
@@ -76,25 +77,6 @@ def _made_constant(op: torch_ops.Op, tensor: torch.Tensor, dim: int, interpreter
         return constant_over(op.input, (position - (position > new)) - source.dim(), interpreter)
     if name == "getitem":
         return _indexed_constant(op, source, tensor, dim, interpreter)
-    return False
-
-
-def _lacks(value: Value, dim: int) -> bool:
-    """Whether a value that was read does not depend on the index of `dim`."""
-    if isinstance(value, bool):
-        return True
-    if isinstance(value, Affine):
-        return all(d != dim for d, _ in value.coeffs) and all(_lacks(e, dim) for e in value.elements)
-    if isinstance(value, Element):
-        return all(_lacks(i, dim) for i in value.index)
-    if isinstance(value, NonNegative):
-        return _lacks(value.value, dim)
-    if isinstance(value, Not):
-        return _lacks(value.operand, dim)
-    if isinstance(value, (And, Or)):
-        return all(_lacks(part, dim) for part in value.operands)
-    if isinstance(value, Choice):
-        return all(_lacks(part, dim) for part in (value.condition, value.then, value.otherwise))
     return False
 
 

@@ -14,7 +14,7 @@ but it is equal to itself, which is what makes "the same document" a class.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
@@ -153,6 +153,43 @@ BOOL = (bool, NonNegative, Not, And, Or, Element, Unknown)
 def is_condition(value: Value) -> TypeGuard[Bool]:
     """Whether a value was read, as a condition."""
     return isinstance(value, BOOL)
+
+
+def within(value: Any) -> Iterator[Any]:
+    """A value, and every value in it."""
+    yield value
+    inner: Iterable[Any] = ()
+    match value:
+        case Element():
+            inner = value.index
+        case Affine():
+            inner = value.elements
+        case NonNegative():
+            inner = (value.value,)
+        case Not():
+            inner = (value.operand,)
+        case And() | Or():
+            inner = value.operands
+        case Choice():
+            inner = (value.condition, value.then, value.otherwise)
+    for each in inner:
+        yield from within(each)
+
+
+def elements(value: Value) -> Iterator[Element]:
+    """Every element of a tensor in a value."""
+    return (each for each in within(value) if isinstance(each, Element))
+
+
+def dims(value: Value) -> set[int]:
+    """The dims whose index a value depends on."""
+    found = (each for each in within(value) if isinstance(each, Affine))
+    return {atom for each in found for atom, _ in each.coeffs if isinstance(atom, int)}
+
+
+def is_known(value: Value) -> bool:
+    """Whether a value was read, and nothing in it is unknown."""
+    return value is not None and not any(isinstance(each, Unknown) for each in within(value))
 
 
 def size(value: Value) -> int:

@@ -15,7 +15,7 @@ from .values import Affine, Value, affine, identity, renamed, substitute
 
 @rule(*torch_ops.TRANSPOSES, "getattr")
 def _transpose(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    dims = torch_ops.transposed_attribute(op) if op.name == "getattr" else torch_ops.permutation(op)
+    dims = torch_ops.permutation(op)
     if dims is None:
         return None
     rank = len(dims)

@@ -14,6 +14,8 @@ follows it.
 
 from __future__ import annotations
 
-from .lowering import register
+from ....lowering import lower_by
+from . import lowering, op
 
-register()
+lower_by(op.SHORT_ATTENTION, "short_attention", lowering.forward)
+lower_by(op.SHORT_ATTENTION_BACKWARD, "the backward of short_attention", lowering.backward)

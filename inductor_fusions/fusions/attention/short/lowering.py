@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,47 +10,31 @@ from typing import Any
 import torch
 
 from .... import _inductor
-from ....block_mm.template import environment
+from ....block_mm import template
 from ....fusion import Rejected
-from ....lowering import kernel_or
 from ....operands import may_use_tf32
+from ....problems import padded
 from . import op, plan
 
+TEMPLATES = Path(__file__).parent / "templates"
 #: Dtypes of q, k and v that the kernels take.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 #: Masks that the kernels add up at most.
 MOST_MASKS = 8
 
 
-def register() -> None:
-    """Tell Inductor of the lowerings, now or as soon as it is imported."""
-    _inductor.register_lowering_when_loaded(op.SHORT_ATTENTION, lower)
-    _inductor.register_lowering_when_loaded(op.SHORT_ATTENTION_BACKWARD, lower_backward)
+def forward(*given: Any) -> Any:
+    """The result of one kernel; the arguments are those of the operation.
+
+    Raises:
+        Rejected: there is no kernel for it.
+    """
+    return Call(*given).forward()[0]
 
 
-def lower(
-    q: Any, k: Any, v: Any, masks: Sequence[Any], numbers: Sequence[float], scale: float, causal: bool
-) -> Any:
-    """The result, as Inductor's value."""
-    arguments = q, k, v, list(masks), list(numbers), scale, causal
-    return kernel_or(
-        "short_attention",
-        lambda: Call(*arguments).forward()[0],
-        lambda: _inductor.call_eagerly(op.SHORT_ATTENTION, *arguments),
-    )
-
-
-def lower_backward(
-    grad: Any, q: Any, k: Any, v: Any, masks: Sequence[Any], numbers: Sequence[float], scale: float,
-    causal: bool, windows: int,
-) -> Any:  # fmt: skip
-    """The gradients, as Inductor's values."""
-    arguments = q, k, v, list(masks), list(numbers), scale, causal
-    return kernel_or(
-        "the backward of short_attention",
-        lambda: Call(*arguments).backward(grad, windows),
-        lambda: _inductor.call_eagerly(op.SHORT_ATTENTION_BACKWARD, grad, *arguments, windows),
-    )
+def backward(grad: Any, *given: Any) -> list[Any]:
+    """The gradients, likewise."""
+    return Call(*given[:-1]).backward(grad, given[-1])
 
 
 class Call:
@@ -168,7 +151,7 @@ class Call:
         self, name: str, inputs: list[tuple[str, Any]], outputs: list[_inductor.Output], chosen: plan.Plan,
         blocks: int, change: bool = False,
     ) -> str:  # fmt: skip
-        block_d, block_e = plan.padded(self.shape[3]), plan.padded(self.v_dim)
+        block_d, block_e = padded(self.shape[3]), padded(self.v_dim)
         sizes = {"i": self.shape[2], "j": self.kv_len, "d": self.shape[3], "e": self.v_dim}
         tiles = {"i": blocks * chosen.block_m, "j": chosen.block_n, "d": block_d, "e": block_e}
         ragged = {axis: sizes[axis] != tiles[axis] for axis in sizes}
@@ -176,10 +159,9 @@ class Call:
             self._term(f"MASK{i}", mask, number, ragged)
             for i, (mask, number) in enumerate(zip(self.masks, self.numbers, strict=True))
         ]
-        template = _templates().get_template(
-            "backward.py.jinja" if name == "backward" else "forward.py.jinja"
-        )
-        text: str = template.render(
+        return template.render(
+            TEMPLATES,
+            "backward.py.jinja" if name == "backward" else "forward.py.jinja",
             names=[*(n for n, _ in inputs), *(out.name for out in outputs[1:])],
             terms=terms,
             fills=any(term["boolean"] for term in terms),
@@ -198,7 +180,6 @@ class Call:
             ragged=ragged,
             change=change,
         )
-        return text
 
     def _period_text(self) -> str:
         if isinstance(self.period, int):
@@ -240,11 +221,6 @@ def _literal(number: float) -> str:
 def _precision() -> str:
     """How float32 is multiplied: as torch is told to."""
     return '"tf32"' if may_use_tf32() else '"ieee"'
-
-
-@functools.cache
-def _templates() -> Any:
-    return environment(Path(__file__).parent / "templates")
 
 
 def _programs(batch: Any, period: Any, meta: dict[str, Any], *, cdiv: Any, min: Any) -> tuple[Any, int, int]:

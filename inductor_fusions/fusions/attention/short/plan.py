@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ....problems import padded
+
 #: Keys (and queries) of a head that one program holds at most.
 MOST_KEYS = 128
 #: Head dims that a kernel holds at most, by the size of an element in bytes.
@@ -37,11 +39,6 @@ class Plan:
     windows: int
     num_warps: int
     num_stages: int
-
-
-def padded(size: int) -> int:
-    """The side of a tile that holds `size`."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 def windows_of(q_shape: Sequence[Any], kv_len: int, period: Any) -> int:

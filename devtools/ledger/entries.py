@@ -10,7 +10,7 @@ import torch
 
 from bench import model_cases, models_lora, recommendation
 from bench.common import Json
-from bench.ledger.rows import series
+from devtools.ledger.rows import series
 
 DTYPES = ("bfloat16", "float32")
 HEADS = 4

@@ -18,9 +18,10 @@ import torch
 from torch import fx
 
 import inductor_fusions
-from bench import cuda_codegen, model_cases
+from bench import model_cases
 from bench.common import Json, one_line
-from bench.ledger.entries import Entry, narrow
+from devtools import cuda_codegen
+from devtools.ledger.entries import Entry, narrow
 from inductor_fusions import reporting
 from inductor_fusions.fusions.attention import flex
 

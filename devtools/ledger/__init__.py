@@ -1,4 +1,4 @@
-"""What torch.compile makes of each model, counted without a GPU: the ledger `bench/ledger.json`.
+"""What torch.compile makes of each model, counted without a GPU: the ledger `devtools/ledger.json`.
 
 A row stands for a model of `configs/models` with its layers, heads and widths cut down, plain or with PEFT's
 adapters on every linear, or for a model of recommendation; in inference or in training, in one dtype,
@@ -10,18 +10,19 @@ compiled by one version of torch for one device. It holds
     bytes     read and written by all of them, as Inductor counts them
 
 `INDUCTOR_FUSIONS_POLICY=always`: what is proved is fused, whatever a table of measurements says, so that a
-row changes with the code and with torch alone. CUDA is a device that does not exist (`bench.cuda_codegen`):
-attention is decided as on a CPU, because that is settled before the graph is moved there, and attention
-calls are counted under one name, since which kernel SDPA takes is not known without a GPU. Fusions before
-autograd that have kernels for CUDA alone are decided as if there were some for the CPU (`ON_A_GPU`).
+row changes with the code and with torch alone. CUDA is a device that does not exist
+(`devtools.cuda_codegen`): attention is decided as on a CPU, because that is settled before the graph is moved
+there, and attention calls are counted under one name, since which kernel SDPA takes is not known without a
+GPU. Fusions before autograd that have kernels for CUDA alone are decided as if there were some for the CPU
+(`ON_A_GPU`).
 
 A row is worse where a fusion has fewer sites, or where there are more kernels, extern calls or bytes.
 Rewriting the file accepts that, and the diff is what is reviewed.
 
-    python -m bench.ledger                  # rewrite the rows of this torch: make ledger
-    python -m bench.ledger --missing        # only add those of new models
-    python -m bench.ledger --check          # exit 1, with the rows named, where one is worse
-    python -m bench.ledger --check --quick  # one dtype, the models of QUICK: what the tests run
+    python -m devtools.ledger                  # rewrite the rows of this torch: make ledger
+    python -m devtools.ledger --missing        # only add those of new models
+    python -m devtools.ledger --check          # exit 1, with the rows named, where one is worse
+    python -m devtools.ledger --check --quick  # one dtype, the models of QUICK: what the tests run
 
 `entries` has the models, `compiling` compiles and counts, and `rows` reads, writes and compares the file.
 """

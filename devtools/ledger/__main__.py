@@ -9,20 +9,20 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import ledger
 from bench.common import Json, Progress
-from bench.ledger.compiling import DEVICES, work
-from bench.ledger.entries import QUICK, Entry, entries
-from bench.ledger.rows import PATH, Change, compare, key, read, save, series, unlike, versions
 from bench.pool import run_tasks
+from devtools import ledger
+from devtools.ledger.compiling import DEVICES, work
+from devtools.ledger.entries import QUICK, Entry, entries
+from devtools.ledger.rows import PATH, Change, compare, key, read, save, series, unlike, versions
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.ledger", description=(ledger.__doc__ or "").split("\n\n")[0]
+        prog="python -m devtools.ledger", description=(ledger.__doc__ or "").split("\n\n")[0]
     )
-    parser.add_argument("--file", type=Path, default=PATH, help="the ledger; default: bench/ledger.json")
+    parser.add_argument("--file", type=Path, default=PATH, help="the ledger; default: devtools/ledger.json")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a row is worse")
     parser.add_argument("--quick", action="store_true", help=f"one dtype of {', '.join(QUICK)}")
     parser.add_argument("--only", type=re.compile, help="only models whose name matches this expression")
@@ -39,7 +39,7 @@ def main() -> None:
         return
     different = unlike(known)
     if different and options.check:
-        raise SystemExit(f"{different}: run python -m bench.ledger with this torch first")
+        raise SystemExit(f"{different}: run python -m devtools.ledger with this torch first")
     whole = not (options.quick or options.only or options.missing)
     if different and not whole and series() in known:
         raise SystemExit(f"{different}: rewrite all rows of torch {series()}")

@@ -1,4 +1,4 @@
-"""One compile of a graph with some of its sites: what `recovery` and the passes share."""
+"""One compile of a graph with a subset of its sites, shared by `recovery` and the passes."""
 
 from __future__ import annotations
 

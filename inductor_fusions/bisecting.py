@@ -1,4 +1,4 @@
-"""Finding the fused site that changes what a script does."""
+"""Bisection over fused sites: finds the one that changes the behaviour of a script."""
 
 from __future__ import annotations
 
@@ -94,15 +94,15 @@ def bisect(
     say(f"no site fused: exit code {reference.code}")
     if not right(reference):
         raise Nothing(
-            f"the script fails without any fusion (exit code {reference.code}): no site is to blame"
+            f"the script fails without fusions too (exit code {reference.code}), so no site is the cause"
         )
     whole = _run(script, arguments, sys.maxsize)
     total = len(whole.fused)
     say(f"{total} sites fused: {'right' if right(whole) else 'wrong'}")
     if right(whole):
-        raise Nothing(f"the result is right with all {total} sites fused: there is nothing to find")
+        raise Nothing(f"the result is right with all {total} sites fused, so there is nothing to find")
     if total == 0:
-        raise Nothing("the result differs although nothing was fused: it is not the fusions")
+        raise Nothing("the result differs although nothing was fused, so no fusion is the cause")
     low, high, last = 0, total, whole  # right with `low` sites, wrong with `high`
     while high - low > 1:
         middle = (low + high) // 2
@@ -114,7 +114,7 @@ def bisect(
         else:
             high, last = middle, run
     if len(last.fused) < high:
-        raise Nothing("the script does not fuse the same sites in each run: make it deterministic")
+        raise Nothing("the script fuses different sites in each run: make it deterministic")
     return Found(high, total, last.fused[high - 1])
 
 

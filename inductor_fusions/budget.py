@@ -1,4 +1,4 @@
-"""The error budget: what a fused result may differ from float64, measured by what the unfused one does."""
+"""The error budget: the allowed error of a fused result against float64, relative to stock's."""
 
 from __future__ import annotations
 
@@ -146,12 +146,14 @@ def _paired(ours: Any, stock: Any, true: Any) -> list[tuple[str, torch.Tensor, t
     """(name, ours, stock, reference) of every output and gradient."""
     outputs = ours.tensors, stock.tensors, true.tensors
     if len({len(tensors) for tensors in outputs}) != 1:
-        raise AssertionError(f"different numbers of outputs: {[len(tensors) for tensors in outputs]}")
+        raise AssertionError(
+            f"the runs have different numbers of outputs: {[len(tensors) for tensors in outputs]}"
+        )
     found = []
     for i, (x, y, z) in enumerate(zip(*outputs, strict=True)):
         if x.shape != y.shape or x.dtype != y.dtype:
             raise AssertionError(
-                f"output {i} is {x.dtype} {tuple(x.shape)}, of stock {y.dtype} {tuple(y.shape)}"
+                f"output {i} is {x.dtype} {tuple(x.shape)}, but {y.dtype} {tuple(y.shape)} in stock"
             )
         found.append((f"output[{i}]", x, y, z))
     for name in ours.grads:

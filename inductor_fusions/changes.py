@@ -1,4 +1,4 @@
-"""What may change a graph, and how a change that was begun is undone."""
+"""Guards against graph changes outside a rewrite, and rollback of unfinished changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def reading(fusion: Fusion, graph: fx.Graph) -> Iterator[None]:
     before = _whole(graph) if config.strict else None
     yield
     if before is not None and _whole(graph) != before:
-        raise RuntimeError(f"{fusion.name} changes the graph outside of a rewrite")
+        raise RuntimeError(f"{fusion.name} changed the graph outside its rewrite")
 
 
 def _whole(graph: fx.Graph) -> list[tuple[Any, ...]]:

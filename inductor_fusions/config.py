@@ -112,7 +112,7 @@ def check_policy(given: str) -> str:
     """
     takes = variables()["INDUCTOR_FUSIONS_POLICY"]
     if given not in takes:
-        raise ValueError(f"policy takes {' or '.join(takes)}, not {given!r}")
+        raise ValueError(f"policy must be {' or '.join(takes)}, not {given!r}")
     return given
 
 

@@ -1,4 +1,4 @@
-"""Fusions of other packages: where their source is, and how what they break is undone."""
+"""Fusions of other packages: their source, validation of their graphs, and rollback."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Copy:
             except Exception as error:
                 return f"{type(error).__name__}: {' '.join(str(error).split())}"
         if [node.name for node in self.graph.nodes if node.op == "placeholder"] != self.inputs:
-            return "its inputs are not those from before"
+            return "the inputs of the graph changed"
         return self._wrong_value() or ("" if _outputs(self.graph) == self.outputs else "its outputs differ")
 
     def _wrong_value(self) -> str:

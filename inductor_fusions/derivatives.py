@@ -1,4 +1,4 @@
-"""Which derivatives a graph of Dynamo's takes of its own values: more than one in reverse, or one forward.
+"""Derivatives taken inside a Dynamo graph: forward mode, batched or higher-order.
 
 A fused kernel has a gradient, which is an operation without one, and no tangent. Both may be asked for
 inside of a compiled function: by the transforms of torch.func, by `torch.autograd.grad` where Dynamo traces
@@ -70,15 +70,13 @@ class Derivatives:
         if self.outer:
             return self.outer
         if self.modes.at(node).within(*FORWARD):
-            return (
-                "a forward-mode derivative is taken of it (torch.func.jvp), which the fused operation has not"
-            )
+            return "a forward-mode derivative (torch.func.jvp), which the fused operation does not support"
         return self._reasons.get(node, "")
 
     def refused_operation(self, node: fx.Node) -> str:
         """The same for an operation of this package, for which torch.func has no rule either."""
         if self.modes.at(node).within(*REVERSE):
-            return "inside of torch.func.grad, which the operation has no rule for"
+            return "inside torch.func.grad, which the fused operation does not support"
         return self.refused(node)
 
     def check(self, nodes: Iterable[fx.Node]) -> None:
@@ -97,9 +95,9 @@ def _beyond_a_gradient(node: fx.Node) -> str:
     several = node.kwargs.get("is_grads_batched") or node.args[_BATCHED : _BATCHED + 1] == (True,)
     results = value_of(node)
     if several or any(map(is_batched, results if isinstance(results, (tuple, list)) else (results,))):
-        return "several gradients of it are taken at once, which the fused operation has no rule for"
+        return "batched gradients (is_grads_batched), which the fused operation does not support"
     if _is_differentiated(node):
-        return "a gradient of its gradient is taken, which the fused operation has not"
+        return "a second derivative, which the fused operation does not support"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""What a fusion is.
+"""The contract of a fusion: `Fusion`, `Candidate`, `Rejected`, `LeftToStock`.
 
 A `Fusion` says where it looks (`stage`) and for what: patterns of torch's pattern matcher. What a pattern
 matches is an anchor, around which a reader finds a `Candidate`; or all matches of a graph are a group, in
@@ -231,7 +231,8 @@ class Fusion:
     def __post_init__(self) -> None:
         if self.recognise is not None:
             warnings.warn(
-                f"{self.name}: `recognise` goes with the next release: `anchor`, `group` or `replacement`",
+                f"{self.name}: `recognise` will be removed in the next release; use `anchor`, `group` or "
+                "`replacement`",
                 DeprecationWarning,
                 stacklevel=3,  # whoever makes the fusion
             )

@@ -1,4 +1,4 @@
-"""Which node a name stands for where operations in place write over a value.
+"""Maps a node to the one that holds its current value after in-place writes.
 
 Dynamo's graph is not functional: behind `s.masked_fill_(m, x)` others read `s`, and mean the result, which is
 the same tensor. Here each of them is seen to read the last operation before it that wrote over the value, as

@@ -1,4 +1,4 @@
-"""What an operation keeps for its backward, where what it replaced kept something else, or nothing.
+"""Tensors that a fused operation saves for its backward, compared with what it replaces.
 
 Autograd raises where a tensor that is kept was written to. A matrix product keeps an operand only where the
 other one takes a gradient, and often a copy of it; an addition keeps nothing. So an operand of a fused

@@ -1,4 +1,4 @@
-"""The first call of what was compiled: where it raises, the call is made again with other code.
+"""The first call of compiled code: if it raises, the graph is recompiled and called again.
 
 Kernels refuse what they do not support when they are first called. From the first call that returns on, one
 Python call is all that is left of this.

@@ -1,4 +1,4 @@
-"""What leaves a graph, after a fusion has changed it, keeps the strides and the memory that it had.
+"""Outputs of a changed graph keep their strides and their aliasing.
 
 An operation that stands for others may lay its result out otherwise, and what is computed from the result
 follows. AOTAutograd takes the strides that it traces for those that the caller sees. So where such a value

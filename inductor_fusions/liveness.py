@@ -1,4 +1,4 @@
-"""Who reads a value in Dynamo's graph: a pure operation that nobody uses is no reader.
+"""Readers of a value in Dynamo's graph, without pure operations whose result is unused.
 
 Dynamo writes down what the user's code computes, also where nobody looks at the result. Autograd's tracing
 leaves that out, so that it reads nothing in what is run.

@@ -30,11 +30,11 @@ def kernel_or(name: str, kernel: Callable[[], T | None], instead: Callable[[], T
         if found is not None:
             return found
     except Rejected as miss:
-        log.info("%s is computed without its kernel: %s", name, miss.reason)
+        log.info("%s runs without its fused kernel: %s", name, miss.reason)
     except Exception as error:
         if config.strict:
             raise
-        log.warning("the kernel of %s raised %r; it is computed without it", name, error)
+        log.warning("the fused kernel of %s raised %r; the operation runs without it", name, error)
         log.info("traceback", exc_info=True)
     return instead()
 

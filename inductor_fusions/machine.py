@@ -1,4 +1,4 @@
-"""What was measured on this machine: a file of rows for each device, torch, Triton and driver.
+"""Measurements of this machine: a file of rows for each device, torch, Triton and driver.
 
 It is a table like those of `tables`, checked alike, and written by this package alone. It lies beside no
 cache that is thrown away with the code, in a folder that only its owner can write to.
@@ -146,7 +146,10 @@ def _found(company: Company) -> dict[str, str]:
         agreed = json.loads(_inductor.first_to_say("inductor_fusions/measured", json.dumps(files)))
         return {str(name): str(text) for name, text in agreed.items()}
     except (AttributeError, RuntimeError, ValueError) as error:
-        log.warning("what was measured on this machine is left out: the processes cannot agree (%s)", error)
+        log.warning(
+            "the measurements of this machine are ignored, because the processes cannot exchange them: %s",
+            error,
+        )
         return {}
 
 
@@ -160,7 +163,7 @@ def _read(path: Path) -> str:
         found = os.fstat(file.fileno())
         mine = not hasattr(os, "getuid") or found.st_uid == os.getuid()
         if not (mine and stat.S_ISREG(found.st_mode) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
-            log.warning("%s is left alone: others than its owner can write to it", path)
+            log.warning("%s is ignored: other users can write to it", path)
             raise PermissionError(path)
         return file.read()
 
@@ -175,7 +178,7 @@ def _parsed(text: str, path: Path, device: str) -> Table | None:
     """The table in a file; None, with a warning, where it is none of this machine."""
     table = tables.parse(text, path, device)
     if table is not None and not all(isinstance(table.get(name), str) for name in HEADER):
-        log.warning("the table %s is not usable (%s) and is left out", path, "its header is not complete")
+        log.warning("the table %s is invalid and ignored: %s", path, "its header is incomplete")
         return None
     return table
 
@@ -191,10 +194,10 @@ def prepare() -> str:
         for path in (here.parent, here):
             path.mkdir(mode=0o700, exist_ok=True)
             if not tables.is_private(path):
-                return f"others than its owner can write to {path}"
+                return f"other users can write to {path}"
     except OSError as error:
-        return f"{here} cannot be made: {error.strerror}"
-    return "" if os.access(here, os.W_OK) else f"{here} cannot be written to"
+        return f"cannot create {here}: {error.strerror}"
+    return "" if os.access(here, os.W_OK) else f"cannot write to {here}"
 
 
 @contextlib.contextmanager

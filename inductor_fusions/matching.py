@@ -1,4 +1,4 @@
-"""The candidates of a graph: what the patterns of a fusion match, read in graph order.
+"""Finds the candidates of a fusion: matches of its patterns, in graph order.
 
 Each fusion has a `PatternMatcherPass` of its own. It is applied once to a graph, and files every match; then
 the matches are read one after another, each in the graph as the sites before it have left it. What torch
@@ -142,8 +142,8 @@ class Replaced(Candidate):
             if not check(match):
                 raise Rejected(
                     Reason.NEAR_MISS(
-                        f"at {self.anchor.name}: with these shapes, dtypes and constants the search "
-                        "function is another graph"
+                        f"at {self.anchor.name}: for these shapes, dtypes and constants the search function "
+                        "traces to another graph"
                     )
                 )
         self._check_results()
@@ -159,12 +159,14 @@ class Replaced(Candidate):
                 continue
             if _kind(old) != _kind(new):
                 raise Rejected(
-                    Reason.NEAR_MISS(f"at {old.name}: the replacement gives {_kind(new)}, not {_kind(old)}")
+                    Reason.NEAR_MISS(
+                        f"at {old.name}: the replacement returns {_kind(new)} instead of {_kind(old)}"
+                    )
                 )
             if any(user.target is torch.ops.aten.as_strided.default for user in old.users):
                 raise Rejected(
                     Reason.NEAR_MISS(
-                        f"{old.name} is read by its strides, which its replacement need not have"
+                        f"as_strided reads {old.name}, and its replacement may have other strides"
                     )
                 )
 

@@ -1,4 +1,4 @@
-"""What holds where a node of Dynamo's graph runs: modes that are entered and left, and the caller's settings.
+"""Grad mode, autocast, transforms and SDPA backends at each node of Dynamo's graph.
 
 Dynamo writes `with torch.autocast(...)`, `torch.no_grad()`, `sdpa_kernel(...)` and the transforms of
 torch.func into its graph as calls, and what is ambient while it compiles holds where the graph begins. Two

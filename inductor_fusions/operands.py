@@ -1,4 +1,4 @@
-"""The tensors that a fusion reads: their fake values, and whether kernels take them."""
+"""Operands of a fusion: their fake values, and whether kernels support them."""
 
 from __future__ import annotations
 
@@ -74,11 +74,15 @@ def check_kind(*values: Any) -> None:
     """
     for value in values:
         if is_batched(value):
-            raise Rejected(Reason.TRANSFORM("inside torch.vmap, whose values have a hidden dim"))
+            raise Rejected(
+                Reason.TRANSFORM("the site is inside torch.vmap, whose tensors have a hidden batch dim")
+            )
         if is_wrapper(value):
             raise LeftToStock(
-                Reason.SUBCLASS(f"on a {type(value).__name__}, for which a fused kernel may not be defined"),
-                "let it see local tensors, as ColwiseParallel gives them by default",
+                Reason.SUBCLASS(
+                    f"an operand is a {type(value).__name__}, for which a fused kernel may not be defined"
+                ),
+                "pass local tensors, as ColwiseParallel does by default",
             )
 
 
@@ -94,13 +98,11 @@ def check_device(value: torch.Tensor, dtypes: Collection[torch.dtype] | None = N
     """
     device = value.device
     if device.type == "cpu":
-        raise LeftToStock(
-            Reason.DEVICE("on the CPU, where the library's matrix products are left as they are")
-        )
+        raise LeftToStock(Reason.DEVICE("runs on the CPU, where the library's GEMM is used"))
     if device.type != "cuda" or torch.version.hip is not None:
-        raise LeftToStock(Reason.DEVICE(f"there is no kernel for devices of type {device.type}"))
+        raise LeftToStock(Reason.DEVICE(f"no kernel supports devices of type {device.type}"))
     if dtypes is not None and value.dtype not in dtypes:
         raise LeftToStock(
-            Reason.DTYPE(f"there is no kernel for {dtype_name(value.dtype)}"),
+            Reason.DTYPE(f"no kernel supports {dtype_name(value.dtype)}"),
             f"use {' or '.join(map(dtype_name, dtypes))}",
         )

@@ -231,7 +231,7 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
     except Exception as error:
         if config.strict or (copy is None and isinstance(error, Unfinished)):
             raise
-        log.warning("%s: recognising raised %r; the rest of this graph is left as it is", fusion.name, error)
+        log.warning("%s: matching raised %r; the rest of this graph is not fused", fusion.name, error)
         log.info("traceback", exc_info=True)
         if copy is not None:
             broken = str(error) if isinstance(error, Unfinished) else copy.problem()
@@ -244,7 +244,7 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
             if site.verdict == "fused":
                 _inductor.count_match(fusion.name, replaced)
     if broken and config.strict:
-        raise RuntimeError(f"{fusion.name} broke the graph: {broken}")
+        raise RuntimeError(f"{fusion.name} made the graph invalid: {broken}")
     return sites
 
 
@@ -267,7 +267,7 @@ def _pin(graph: fx.Graph) -> None:
     except Exception as error:
         if config.strict:
             raise
-        log.warning("what flex attention captures is left as it is: %r", error)
+        log.warning("the tensors that flex attention captures are not changed: %r", error)
         log.info("traceback", exc_info=True)
 
 
@@ -286,7 +286,7 @@ def _undo(fusion: Fusion, sites: list[Site], broken: str) -> None:
         site.kernel, site.saved = "", {}
     if broken:
         log.warning(
-            "%s broke a graph (%s); all that it did there is undone, at %d sites",
+            "%s made a graph invalid (%s); its changes at %d sites of this graph are undone",
             fusion.name,
             broken,
             len(undone),
@@ -339,15 +339,15 @@ def _fuse_recorded(
     try:
         site.details = candidate.describe()
         if _inductor.eager_bits_are_wanted() and not (fusion.exact or fusion.protects):
-            raise LeftToStock(Reason.EAGER_BITS("torch._inductor.config.numerics asks for the bits of eager"))
+            raise LeftToStock(
+                Reason.EAGER_BITS("torch._inductor.config.numerics asks for eager's results bit for bit")
+            )
         with changes.reading(fusion, graph):
             candidate.guard()
         if attempt is not None and key in attempt.without.sites:
             return attempt.failed(site)
         if not _wanted(site):
-            raise LeftToStock(
-                Reason.LEFT_OUT("it is not among the first sites: INDUCTOR_FUSIONS_MAX, or torch's bisector")
-            )
+            raise LeftToStock(Reason.LEFT_OUT("excluded by INDUCTOR_FUSIONS_MAX or by torch's bisector"))
         site.saved = candidate.savings()
         if fusion.stage == "pre_grad" and graph not in named:
             inplace.rename(graph)
@@ -361,16 +361,14 @@ def _fuse_recorded(
         # A rewrite that rejects may have begun to change the graph as well.
         undone = changes.put_back(graph, journal)
         if not undone and not containment.is_foreign(fusion):
-            raise Unfinished(f"{fusion.name} raised {error!r} in the middle of a change") from error
+            raise Unfinished(f"{fusion.name} raised {error!r} during a rewrite") from error
         site.saved = {}
         if isinstance(error, Rejected) and undone:
             site.verdict = "left to stock" if isinstance(error, LeftToStock) else "rejected"
             site.reason, site.hint, site.code = str(error.reason), error.hint, error.code
             return site
         site.verdict, site.reason, site.code = "failed", repr(error), Reason.RAISED.code
-        log.warning(
-            "%s raised %r at %s; the site is left as it was", fusion.name, error, site.source or site.node
-        )
+        log.warning("%s raised %r at %s; the site runs unfused", fusion.name, error, site.source or site.node)
         log.info("traceback", exc_info=True)
     else:
         if candidate.reported:

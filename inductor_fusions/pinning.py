@@ -1,4 +1,4 @@
-"""What flex attention captures is put into memory where Inductor cannot lower it otherwise.
+"""Materialises tensors captured by flex attention that Inductor cannot lower otherwise.
 
 Inductor writes what leads to a captured tensor into the body of the kernel, element by element. Where that
 reads a buffer whose strides are not settled yet (a cumulative sum, a matrix product, whatever has several

@@ -1,4 +1,4 @@
-"""The kinds of problems that tables have rows of: their columns, what rows must agree in, and their sizes.
+"""Sections of the tables: columns, keys and sizes of each kind of problem.
 
 One definition of each section is used by whoever checks a table, reads it, estimates between its rows, and
 reports. A row is a JSON object; a problem that is asked for is one with the same columns, but for what was
@@ -192,16 +192,16 @@ class Section:
 
     def _check(self, row: Any, measured: Mapping[str, Check], needed: tuple[str, ...]) -> None:
         if type(row) is not dict:
-            raise ValueError(f"{row!r} is no object")
+            raise ValueError(f"{row!r} is not an object")
         known = {**self.columns, **{n: c for n, (c, _) in self.may.items()}, **measured}
         for name in (*self.columns, *needed):
             if name not in row:
                 raise ValueError(f"{name} is missing")
         for name, value in row.items():
             if name not in known:
-                raise ValueError(f"there is no column {name}")
+                raise ValueError(f"unknown column {name}")
             if not known[name](value):
-                raise ValueError(f"{name} = {value!r}")
+                raise ValueError(f"{name} = {value!r} is invalid")
 
     def value(self, row: Row, name: str) -> Any:
         """What a row has in a column, or means by leaving it out."""

@@ -1,4 +1,4 @@
-"""A compile that raises with our fusions is made again with fewer of them, down to none.
+"""If a compile raises with fusions, it is repeated with fewer of them, down to none.
 
 What each attempt does to the graph, to the records and to the state of the process is undone before the next,
 so that stock Inductor compiles what it would have been given without this package. Where that raises too, the

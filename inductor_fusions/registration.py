@@ -1,4 +1,4 @@
-"""enable() and disable(): the only writers of Inductor's state."""
+"""enable() and disable(): the only code that changes Inductor's state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every fusion there is: those of the package, and those of other packages."""
+"""The registry of fusions: the package's own, and those of other packages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _loaded(skipped: frozenset[str]) -> tuple[Foreign, ...]:
             if config.strict:
                 raise
             problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            log.warning("the fusion %s of %s is not loaded: %s", entry.name, package, problem)
+            log.warning("the fusion %s of %s was not loaded: %s", entry.name, package, problem)
             log.info("traceback", exc_info=True)
             found.append(Foreign(entry.name, package, problem=problem))
             continue
@@ -73,9 +73,9 @@ def _checked(loaded: Any, taken: set[str]) -> tuple[Fusion, ...]:
         if not isinstance(fusion, Fusion):
             raise TypeError(f"it is a {type(fusion).__name__}, not a Fusion")
         if fusion.stage not in get_args(Stage):
-            raise ValueError(f"stage {fusion.stage!r} is none of {', '.join(get_args(Stage))}")
+            raise ValueError(f"stage {fusion.stage!r} is not one of {', '.join(get_args(Stage))}")
         if fusion.name in taken or config.toggle_of(fusion.name):
-            raise ValueError(f"there is a fusion, or an entry of config, of the name {fusion.name!r} already")
+            raise ValueError(f"the name {fusion.name!r} is already that of a fusion or of an entry of config")
     return given
 
 
@@ -104,7 +104,7 @@ def ordered(given: Iterable[Fusion]) -> list[Fusion]:
         TopologicalSorter(earlier).prepare()
     except CycleError as error:
         log.warning(
-            "these fusions want to run before each other, and run as they are listed: %s", error.args[1]
+            "these fusions each ask to run before the other, and run in the order listed: %s", error.args[1]
         )
         return list(known.values())
     found: list[Fusion] = []

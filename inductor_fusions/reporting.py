@@ -1,4 +1,4 @@
-"""The sites of this process: recorded by the passes, and found again where a cache served the code."""
+"""Records the sites of this process, and reads them back when a cache serves the code."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ def _write(sites: Sequence[Site]) -> None:
             file.write(Report(list(sites)).to_json())
         os.replace(file.name, path)
     except OSError as error:
-        log.debug("the records of a graph are not kept: %s", error)
+        log.debug("the records of a graph were not saved: %s", error)
 
 
 def _read(key: str) -> list[Site] | None:

@@ -1,4 +1,4 @@
-"""Running a function once, with and without gradients, without a trace in its arguments."""
+"""Runs a function once, with or without gradients, without changing its arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of one candidate (`Site`), and of all of them (`Report`)."""
+"""The outcome of one candidate (`Site`), and of all of them (`Report`)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Site:
             ValueError: the verdict is none.
         """
         if values.get("verdict") not in get_args(Verdict):
-            raise ValueError(f"{values.get('verdict')!r} is no verdict")
+            raise ValueError(f"{values.get('verdict')!r} is not a verdict")
         known = {f.name for f in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 
@@ -114,7 +114,7 @@ class Report:
         said = [f"{count} {verdict}" for verdict, count in verdicts.items()]
         if self.unknown:
             said.append(f"{self.unknown} graphs from a cache that does not say")
-        return ", ".join(said) or "no candidate was seen"
+        return ", ".join(said) or "no candidate was found"
 
     def __rich__(self) -> Table:
         return table(self.sites)

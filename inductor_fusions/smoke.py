@@ -1,4 +1,4 @@
-"""A torch newer than those tested: tried once, before the first graph is changed."""
+"""Self-test with a torch newer than those tested, before the first graph is changed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _attempt(fusions: tuple[Fusion, ...]) -> str:
         module.graph.lint()
         fused = fx.GraphModule(module, module.graph)(*inputs)
         if not torch.allclose(fused, expected, rtol=1e-4, atol=1e-5):
-            return "a fused attention gave other numbers than the unfused one"
+            return "a fused attention differs from the unfused one"
     return ""
 
 

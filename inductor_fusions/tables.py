@@ -1,4 +1,4 @@
-"""Tables of measurements: `devices/<device>.json`, one a device, from the package and from its user.
+"""Tables of measurements, `devices/<device>.json`, from the package and from the user.
 
 Whether a fusion pays is decided from them, in `decisions`; here they are found, checked and read.
 """
@@ -64,7 +64,7 @@ def is_private(path: Path) -> bool:
         return False
     mine = not hasattr(os, "getuid") or found.st_uid == os.getuid()
     if stat.S_ISDIR(found.st_mode) and not (mine and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
-        log.warning("%s is left alone: others than its owner can write to it", path)
+        log.warning("%s is ignored: other users can write to it", path)
         return False
     return stat.S_ISDIR(found.st_mode)
 
@@ -189,7 +189,7 @@ def _read(entry: Any, name: str) -> Table | None:
     try:
         content = entry.read_text("utf-8")
     except (OSError, ValueError) as error:
-        log.warning("the table %s is not usable (%s) and is left out", entry, error)
+        log.warning("the table %s is invalid and ignored: %s", entry, error)
         return None
     return parse(content, entry, name)
 
@@ -207,7 +207,7 @@ def parse(content: str, entry: Any, name: str) -> Table | None:
         check(table, name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"{error} is missing" if isinstance(error, KeyError) else error
-        log.warning("the table %s is not usable (%s) and is left out", entry, why)
+        log.warning("the table %s is invalid and ignored: %s", entry, why)
         return None
     return Table(table)
 
@@ -260,9 +260,9 @@ def check(table: Any, name: str) -> None:
         if section in ("schema", "device", "torch", "triton", "driver", "date"):
             continue
         if section not in SECTIONS:
-            raise ValueError(f"there is no section {section}")
+            raise ValueError(f"the section {section} is missing")
         if not isinstance(rows, list):
-            raise ValueError(f"{section} is no list")
+            raise ValueError(f"{section} is not a list")
         for number, row in enumerate(rows):
             try:
                 SECTIONS[section].check(row)

@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 
 from . import _inductor, budget, config, reporting
+from .reasons import Reason
 from .reporting import Report, Site
 from .runs import Inputs, cast, exact, near, run, split
 from .sites import table, text
@@ -233,7 +234,7 @@ def check(
         fn: a function or a module.
         inputs: its arguments, positional (a sequence) or by keyword (a mapping).
         fused: number of sites to be fused; None does not count them.
-        reason: text within the reason of at least one site that was not fused.
+        reason: a code of docs/reasons.md, or a part of the message, of at least one site that was not fused.
         kernel: text within the kernel of every fused site.
         train: differentiate with respect to the inputs and parameters that require a gradient.
         dtype: what the floating inputs and the module are cast to first; None leaves them.
@@ -376,11 +377,16 @@ def _site_problems(
     found = [f"a fusion raised: {site.reason}" for site in sites if site.verdict == "failed"]
     if fused is not None and len(ours) != fused:
         found.append(f"{len(ours)} sites were fused, expected {fused}")
-    if reason is not None and not any(reason in s.reason for s in sites if s.verdict != "fused"):
+    if reason is not None and not any(says(s, reason) for s in sites if s.verdict != "fused"):
         found.append(f"no site was left with the reason {reason!r}")
     if kernel is not None and not all(kernel in site.kernel for site in ours):
         found.append(f"a fused site has a kernel without {kernel!r}")
     return found
+
+
+def says(site: Site, reason: str) -> bool:
+    """Whether a site has this code or, if it is not a code, these words in its message."""
+    return site.code == reason if reason in {each.code for each in Reason} else reason in site.reason
 
 
 @functools.lru_cache

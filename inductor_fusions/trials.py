@@ -1,4 +1,4 @@
-"""Compiling one graph with some of its sites, and undoing that, until a form is found that does not raise."""
+"""Compiles a graph with subsets of its sites until one does not raise."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class Trials:
             kept = self._stock(reason)
         except Exception as stock:
             self._put_back(*of_first)
-            log.debug("the compile raises without any fusion as well: %r", stock)
+            log.debug("the compile also raises without fusions: %r", stock)
             raise
         for made in self._with_sites(reason):
             if made is not None and len(made.attempt.fused) > len(kept.attempt.fused):
@@ -261,7 +261,7 @@ class Trials:
         where = list(dict.fromkeys(f"{site.fusion} at {site.source or site.node}" for site in left))
         more = f" and {len(where) - 3} more" if len(where) > 3 else ""
         log.warning(
-            "%s was raised. The graph was compiled again without %s%s: stock's code is used there",
+            "%s was raised. The graph was compiled again with stock's code for %s%s",
             line(error), "; ".join(where[:3]), more,
         )  # fmt: skip
         log.info("traceback", exc_info=error)

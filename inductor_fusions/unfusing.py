@@ -1,4 +1,4 @@
-"""The backward of a fused attention as matrix products, for where its kernel is refused.
+"""The backward of a fused attention as matrix products, if its kernel fails to compile.
 
 They are of the size of the scores: no part of a compile that does not fail.
 """
@@ -53,7 +53,7 @@ def _write(node: fx.Node) -> None:
         **{_NAMES.get(k, k): v for k, v in node.kwargs.items()},
     }
     if given.get("dropout"):
-        raise ValueError("its dropout is drawn by the kernel that was refused")
+        raise ValueError("the refused kernel draws its dropout")
     held = [given.get(name) for name in ("grad", "q", "k", "v", "bias")]
     present = [each for each in held if isinstance(each, fx.Node)]
     scale, causal = given.get("scale"), bool(given.get("causal"))

@@ -1,4 +1,4 @@
-"""The environment variables of the package: which there are, what each takes, and what is set.
+"""The environment variables of the package: names, valid values, current values.
 
 Each is declared once, in `config`.
 """
@@ -74,9 +74,9 @@ def check() -> None:
         if name.startswith("INDUCTOR_FUSIONS") and name not in _takes:
             near = difflib.get_close_matches(name, _takes, n=1, cutoff=0.0)
             warnings.warn(
-                f"{name} is not a variable of inductor_fusions; the nearest is {near[0]}", stacklevel=3
+                f"{name} is not a variable of inductor_fusions; did you mean {near[0]}?", stacklevel=3
             )
 
 
 def _refused(name: str, value: str) -> ValueError:
-    return ValueError(f"{name} takes {' or '.join(_takes[name])}, not {value!r}")
+    return ValueError(f"{name} must be {' or '.join(_takes[name])}, not {value!r}")

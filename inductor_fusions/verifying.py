@@ -94,7 +94,7 @@ class Verification:
         if not self.ok:
             return f"{self.title}: WRONG, {sum(len(row.problems) for row in self.rows)} problems"
         if not any(row.fused for row in self.rows):
-            return f"{self.title}: nothing was fused, so there is nothing to be wrong"
+            return f"{self.title}: nothing was fused, so there is nothing to check"
         return f"{self.title}: ok, {self.rows[0].fused} sites fused"
 
     def __rich__(self) -> Table:
@@ -196,8 +196,8 @@ def _refuse_random(fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
         drawn = not all(map(torch.equal, before, _random_state()))
     if drawn:
         raise ValueError(
-            "the model draws random numbers, so no two runs are alike: without dropout, after model.eval(), "
-            "its outputs and gradients can be compared"
+            "the model draws random numbers, so its runs cannot be compared: call model.eval() to disable "
+            "dropout"
         )
 
 

@@ -1,4 +1,4 @@
-"""Who looks at the graphs while the passes run: `explain()`. Nobody does in a normal compile."""
+"""Observers of the passes, which only `explain()` installs."""
 
 from __future__ import annotations
 

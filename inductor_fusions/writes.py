@@ -1,4 +1,4 @@
-"""What is overwritten in Dynamo's torch-level graph, which is not functional.
+"""In-place writes in Dynamo's torch-level graph, which is not functional.
 
 A node says that it writes by its name, its schema, an argument, or the graphs that it runs. One that says
 nothing about itself may write to all that it is given.
@@ -279,7 +279,7 @@ def check_between(
         value, state = tensor(node), modes.at(node)
         differs = (state.gradients, state.inference) != (end.gradients, end.inference)
         if differs and value is not None and value.is_floating_point():
-            raise Rejected(Reason.MODE(f"gradients are switched on or off between {where}"))
+            raise Rejected(Reason.MODE(f"grad mode changes between {where}"))
     for node in effects(last.graph) if known is None else known:
         if not node < last:
             return
@@ -309,7 +309,7 @@ def check_kept(operands: Collection[fx.Node], last: fx.Node, known: Sequence[fx.
     for node in effects(last.graph) if known is None else known:
         if last < node and any(may_alias(storage(other), each) for other in written(node) for each in kept):
             raise Rejected(
-                Reason.OVERWRITTEN(f"{node.name} overwrites an operand, which is kept for the backward")
+                Reason.OVERWRITTEN(f"{node.name} overwrites an operand that is saved for the backward")
             )
 
 

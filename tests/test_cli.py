@@ -340,7 +340,7 @@ def test_no_cuda_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_bad_environment_is_one_line() -> None:
     done = start("-m", "inductor_fusions", "list", INDUCTOR_FUSIONS_ATTENTION="maybe")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "inductor-fusions: INDUCTOR_FUSIONS_ATTENTION takes 0 or 1, not 'maybe'\n"
+    assert done.stderr == "inductor-fusions: INDUCTOR_FUSIONS_ATTENTION must be 0 or 1, not 'maybe'\n"
 
 
 def test_module_runs_the_command_line() -> None:

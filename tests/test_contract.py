@@ -225,7 +225,7 @@ class Reads(Candidate):
 
 
 def test_readers_that_change_a_graph() -> None:
-    with config.patch(strict=True), pytest.raises(RuntimeError, match="outside of a rewrite"):
+    with config.patch(strict=True), pytest.raises(RuntimeError, match="outside its rewrite"):
         apply(relu_graph(), Reads)
 
 

@@ -14,7 +14,7 @@ from torch import fx
 from inductor_fusions import derivatives, modes, testing
 from inductor_fusions.fusion import Rejected
 
-REVERSE = "inside of torch.func.grad"
+REVERSE = "inside torch.func.grad"
 FORWARD = "forward-mode derivative"
 
 
@@ -126,7 +126,7 @@ def test_pairs_of_features() -> None:
     ):
         first = testing.check(interact, (t,), backend=testing.EAGER_AFTER_PASSES, fused=1)
         testing.check(
-            penalty, (t,), backend=testing.EAGER_AFTER_PASSES, fused=0, reason="gradient of its gradient",
+            penalty, (t,), backend=testing.EAGER_AFTER_PASSES, fused=0, reason="a second derivative",
             slack=16.0,
         )  # fmt: skip
     assert first.sites[0].fusion == "dot_interaction"

@@ -251,7 +251,7 @@ def test_text() -> None:
 def test_no_candidate() -> None:
     found = explain(torch.relu, torch.randn(3))
     assert found.sites == [] and found.graphs == []
-    assert "no candidate was seen" in str(found)
+    assert "no candidate was found" in str(found)
     assert "No candidate was seen" in found.to_html()
 
 

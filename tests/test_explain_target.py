@@ -93,7 +93,7 @@ def test_a_model_may_have_a_target():
 
 
 def test_an_unknown_target_lists_those_known():
-    with pytest.raises(ValueError, match=r"nothing is known of a device 'h201'; known are a100, .*h200"):
+    with pytest.raises(ValueError, match=r"unknown device 'h201'; known devices: a100, .*h200"):
         explain(attention, *inputs(128, 2), gpu="h201")
 
 
@@ -111,9 +111,9 @@ def test_every_known_device_is_a_target(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--target", "h201"], "nothing is known of a device"),
-        (["--target", "h200", "--device", "cpu"], "leave out --device"),
-        (["--target", "h200", "--train"], "needs a GPU here"),
+        (["--target", "h201"], "unknown device"),
+        (["--target", "h200", "--device", "cpu"], "exclude each other"),
+        (["--target", "h200", "--train"], "needs a GPU in this machine"),
     ],
 )
 def test_mistakes_on_the_command_line(arguments, message):

@@ -37,9 +37,9 @@ def test_text() -> None:
 @pytest.mark.parametrize(
     ("device", "dtype", "reason", "hint"),
     [
-        ("cpu", torch.bfloat16, "on the CPU, where the library's matrix products are left as they are", ""),
-        ("meta", torch.bfloat16, "there is no kernel for devices of type meta", ""),
-        ("cuda", torch.float32, "there is no kernel for float32", "use bfloat16 or float16"),
+        ("cpu", torch.bfloat16, "runs on the CPU, where the library's GEMM is used", ""),
+        ("meta", torch.bfloat16, "no kernel supports devices of type meta", ""),
+        ("cuda", torch.float32, "no kernel supports float32", "use bfloat16 or float16"),
     ],
 )
 def test_no_kernel(device: str, dtype: torch.dtype, reason: str, hint: str) -> None:
@@ -52,7 +52,7 @@ def test_kind() -> None:
     """Not among the values of vmap, and not a tensor around others, whichever operand it is."""
     plain = torch.ones(2, 3)
     operands.check_kind(plain, None)
-    with pytest.raises(LeftToStock, match="on a TwoTensor, for which"):
+    with pytest.raises(LeftToStock, match="an operand is a TwoTensor, for which"):
         operands.check_kind(plain, TwoTensor(plain, plain))
     with pytest.raises(Rejected, match=r"inside torch\.vmap"):
         torch.vmap(lambda x: operands.check_kind(plain, x))(plain)

@@ -333,7 +333,7 @@ def test_backward_that_draws_cannot_be_written_out() -> None:
 
 
 def _refuse(graph: torch.fx.Graph) -> None:
-    raise ValueError("its dropout is drawn by the kernel that was refused")
+    raise ValueError("the refused kernel draws its dropout")
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -63,7 +63,7 @@ def test_site() -> None:
     assert fused.source.startswith(f"{__file__}:{line} in attention: return torch.softmax(")
     assert fused.kernel.startswith("sdpa") and not fused.reason
     assert "[1, 2, 5, 5]" in fused.details["scores"]
-    assert "mul stands between" in rejected.reason and not rejected.kernel
+    assert "mul is between" in rejected.reason and not rejected.kernel
     assert "of_doubled_weights" in str(rejected) and "rejected" in str(rejected)
 
 

@@ -118,11 +118,11 @@ def test_under_torchrun(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["run", "no_such.py"], "there is no file no_such.py"),
-        (["run", "-m", "no_such_module"], "there is no module no_such_module"),
+        (["run", "no_such.py"], "no such file: no_such.py"),
+        (["run", "-m", "no_such_module"], "no module named no_such_module"),
         (["run"], "SCRIPT"),
-        (["run", "--json", "no/such/r.json", "train.py"], "--json: there is no folder no/such"),
-        (["bisect", "no_such.py"], "there is no file no_such.py"),
+        (["run", "--json", "no/such/r.json", "train.py"], "--json: the folder no/such does not exist"),
+        (["bisect", "no_such.py"], "no such file: no_such.py"),
         (["bisect", "--by", "magic", "train.py"], "magic"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -224,7 +224,7 @@ def test_by_output(simulated: Callable) -> None:
 @pytest.mark.parametrize(
     ("total", "run", "says"),
     [
-        (3, lambda count: (1, ""), "fails without any fusion"),
+        (3, lambda count: (1, ""), "fails without fusions too"),
         (3, lambda count: (0, ""), "right with all 3 sites"),
     ],
 )

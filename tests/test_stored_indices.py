@@ -67,7 +67,7 @@ def test_one_operation_that_reads_it_twice() -> None:
 def test_few_elements_are_left_to_stock() -> None:
     """An index as large as what it gathers is not worth the memory."""
     (site,) = sites(layers, torch.randn(1, S, 24))
-    assert site.verdict == "left to stock" and "for each of the index" in site.reason
+    assert site.verdict == "left to stock" and "for each of its own" in site.reason
 
 
 def test_cheap_indices_are_left_alone() -> None:

@@ -121,7 +121,7 @@ def test_broken_table_is_a_warning(text: str, own_tables: Path, caplog: pytest.L
     with caplog.at_level(logging.WARNING, "inductor_fusions"):
         assert tables.load(NAME) is None
     (record,) = caplog.records
-    assert f"{NAME}.json is not usable" in record.getMessage() and "\n" not in record.getMessage()
+    assert f"{NAME}.json is invalid" in record.getMessage() and "\n" not in record.getMessage()
 
 
 def test_unreadable_table(own_tables: Path, caplog: pytest.LogCaptureFixture) -> None:

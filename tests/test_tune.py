@@ -71,17 +71,17 @@ def test_a_script_runs_with_measuring_on_and_its_own_arguments(
 def test_nothing_was_measured(home: Path) -> None:
     script = home / "train.py"
     script.write_text("")
-    assert "nothing was measured" in tune("run", str(script))
+    assert "no measurements of this machine" in tune("run", str(script))
 
 
 def test_run_wants_a_script_and_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "takes a script" in tune("run", code=2)
+    assert "needs a script" in tune("run", code=2)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert "measure nothing" in tune("run", "train.py", code=2)
+    assert "do not measure" in tune("run", "train.py", code=2)
 
 
 def test_rows_are_exported_as_a_table_that_is_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "nothing was measured" in tune("export", code=2)
+    assert "no measurements of this machine" in tune("export", code=2)
     measure()
     folder = home / "tables"
     folder.mkdir()

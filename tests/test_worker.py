@@ -134,8 +134,8 @@ def test_an_attention_is_measured(mask: str, fresh_cache: None) -> None:
 
 
 def test_what_cannot_be_written_out_is_said() -> None:
-    assert "not known" in ask(row={**ATTENTION, "mask": "softplus causal"})["unable"]
-    assert "no column" in ask(row={**ATTENTION, "musk": 1})["error"]
+    assert "not described" in ask(row={**ATTENTION, "mask": "softplus causal"})["unable"]
+    assert "unknown column" in ask(row={**ATTENTION, "musk": 1})["error"]
     row = {"inner": 64, "outer": 64, "rank": 8, "dtype": "bfloat16", "adapters": "bfloat16", "masks": 1,
            "tokens": 8}  # fmt: skip
     assert "lora_dropout" in ask(section="lora_dropout", row=row)["unable"]

@@ -1,4 +1,4 @@
-"""The only modules that import private torch names; differences between torch versions live here.
+"""All uses of private torch names, and all differences between torch versions.
 
 | torch | a config hook holds | a pre-grad pass is in the cache key by |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""A CUDA device that is not in this machine: what answers in its place, and tensors that are on it."""
+"""A stand-in for a CUDA device that is not in this machine, with fake tensors on it."""
 
 from __future__ import annotations
 

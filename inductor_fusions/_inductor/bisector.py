@@ -1,4 +1,4 @@
-"""torch's compiler bisector, and our part in it."""
+"""Sites as a subsystem of torch's compiler bisector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiling for tests, and beside the caller without a trace."""
+"""Compiles for tests, and isolated compiles that leave the caller's state unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flex attention: its operations, and what stands for a block mask."""
+"""Flex attention: its higher-order operations and block masks."""
 
 from __future__ import annotations
 

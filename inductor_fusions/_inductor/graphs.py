@@ -1,4 +1,4 @@
-"""Graphs: what they are of, names in them, and graphs traced anew."""
+"""FX graphs: their kind, names in them, and retracing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inductor's config hooks: what they hold, and how it is changed for every thread."""
+"""Inductor's config hooks for custom passes: read and set for all threads."""
 
 from __future__ import annotations
 

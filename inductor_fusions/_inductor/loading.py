@@ -1,4 +1,4 @@
-"""What waits until Inductor is imported, and its config."""
+"""Callbacks that run once Inductor is imported, and Inductor's config."""
 
 from __future__ import annotations
 

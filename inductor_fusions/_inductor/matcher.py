@@ -281,7 +281,7 @@ def undeclared(match: Match) -> str:
         if isinstance(pattern, _torch()._TargetArgsExpr) and isinstance(node, fx.Node):
             for name, given in node.kwargs.items():
                 if name not in pattern.kwargs and not _is_default(node, name, given):
-                    return f"at {node.name}: {name}={given} is no part of the pattern"
+                    return f"at {node.name}: the pattern has no {name}={given}"
     return ""
 
 
@@ -310,23 +310,23 @@ def _differs(pattern: Any, node: Any, agreed: list[int], last: bool, bound: dict
     matcher = _torch()
     if isinstance(pattern, matcher.KeywordArg):
         if bound.setdefault(pattern.name, node) is not node and isinstance(node, fx.Node):
-            return f"{node.name} and {bound[pattern.name]} should be one tensor"
+            return f"the pattern expects {node.name} and {bound[pattern.name]} to be the same tensor"
         return ""
     if not isinstance(pattern, matcher._TargetArgsExpr):
         if isinstance(pattern, matcher.PatternExpr) or isinstance(node, fx.Node) or pattern == node:
             return ""
-        return f"{pattern} was expected instead of {node}"
+        return f"expected {pattern}, got {node}"
     wanted = pattern.fns_repr()
     if not isinstance(node, fx.Node):
-        return f"{wanted} was expected instead of {node}"
+        return f"expected {wanted}, got {node}"
     if node.op != pattern.op or node.target not in pattern.fns_set:
-        return f"at {node.name}: {wanted} was expected"
+        return f"at {node.name}: expected {wanted}"
     agreed[0] += 1
     for name, given in node.kwargs.items():
         if name not in pattern.kwargs and not _is_default(node, name, given):
-            return f"at {node.name}: {name}={given} is no part of the pattern"
+            return f"at {node.name}: the pattern has no {name}={given}"
     if len(node.args) != len(pattern.args):
-        return f"at {node.name}: {wanted} with {len(pattern.args)} arguments was expected"
+        return f"at {node.name}: expected {wanted} with {len(pattern.args)} arguments"
     for inner, argument in zip(pattern.args, node.args, strict=True):
         for part, given in zip(*_flat(inner, argument), strict=False):
             found = _differs(part, given, agreed, False, bound)
@@ -334,7 +334,7 @@ def _differs(pattern: Any, node: Any, agreed: list[int], last: bool, bound: dict
                 return found if found.startswith("at ") else f"at {node.name}: {found}"
     if not last and pattern.users is not matcher.MULTIPLE and len(node.users) != pattern.users:
         users = ", ".join(user.name for user in node.users)
-        return f"at {node.name}: {pattern.users} user(s) were expected, it has {len(node.users)}: {users}"
+        return f"at {node.name}: expected {pattern.users} user(s), got {len(node.users)}: {users}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Around every compile of Inductor: where it begins, what it raises, what it returns, what caches keep."""
+"""Wraps each Inductor compile: its start, exceptions, result and cache entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a torch newer than those tested is tried with."""
+"""Checks of private torch functions, for a torch newer than those tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs that several processes run together: what one of them does to its code, all must do."""
+"""Agreement between ranks: if one rank recompiles a graph, all have to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reports are made of: counters, traces, logs, and the folder of the caches."""
+"""Counters, traces, logs and the cache folder, which reports read and write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that write over one of their inputs, where nothing reads it afterwards."""
+"""Buffer reuse: kernels that overwrite an input which nothing reads afterwards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _over(make: Callable[..., Any], template: Any, value: Any) -> Callable[..., 
             may = _may_write(template, value)
         except Exception as error:
             # A torch of other names than these: memory of its own is right as well.
-            log.warning("whether a kernel may write over its input could not be told: %r", error)
+            log.warning("cannot determine whether a kernel may overwrite its input: %r", error)
             may = False
         if may:
             _rename(kernel, value.get_name(), template.get_name())

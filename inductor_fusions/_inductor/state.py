@@ -1,4 +1,4 @@
-"""What a compile that raises may leave behind in this process, and putting it back.
+"""Saves and restores the process state that a failing compile may change.
 
 A graph switches modes on and off by calls (`sdpa_kernel`, autocast, gradients, `torch.func`): where its
 tracing ends in the middle, the second call is never made.

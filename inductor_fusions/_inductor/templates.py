@@ -1,4 +1,4 @@
-"""Kernel templates, and whether what they make is chosen by measuring."""
+"""Kernel templates, and autotuning among them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The version of torch in use, and what depends on it alone."""
+"""The version of torch, and facts that depend only on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def torch_version() -> tuple[int, int]:
 def version_problem() -> str | None:
     """Why nothing can be registered with this torch, or None."""
     if torch_version() < OLDEST:
-        return f"torch {torch.__version__} is older than {OLDEST[0]}.{OLDEST[1]}; no fusion is registered"
+        return f"torch {torch.__version__} is older than {OLDEST[0]}.{OLDEST[1]}; no fusion is installed"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Linears as one block GEMM: some groups of columns, each a sum of products, then an epilogue.
+"""The grouped GEMM: groups of output columns, each a sum of products with an epilogue.
 
     Y_g = activation_g(sum_i scale_gi * A_gi @ B_gi + bias_g)
 

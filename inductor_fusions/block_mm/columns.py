@@ -1,4 +1,4 @@
-"""Columns of a product, which are a product with columns of its weight.
+"""Slices of a product's columns, as products with slices of its weight.
 
 A gate and what it multiplies are often one linear, whose result is taken apart again: by `chunk` or `split`,
 by slices, every second column, or as rows of a view.

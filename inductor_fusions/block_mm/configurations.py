@@ -1,4 +1,4 @@
-"""The configurations of the kernels: which fit a problem, and which are worth measuring."""
+"""Kernel configurations: which are valid for a problem, and which are candidates for tuning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pointwise expressions over the products of a graph, in a form that does not depend on spelling."""
+"""Canonical pointwise expressions over the products of a graph."""
 
 from __future__ import annotations
 

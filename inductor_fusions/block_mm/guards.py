@@ -1,4 +1,4 @@
-"""Whether products may become a block GEMM, and whether it pays."""
+"""Guards of the grouped GEMM: correctness and profitability."""
 
 from __future__ import annotations
 
@@ -44,18 +44,21 @@ def check_operands(nodes: Sequence[fx.Node]) -> None:
     for node in nodes:
         found = value(node)
         if found.dtype not in DTYPES:
-            raise Rejected(Reason.DTYPE(f"matrices of dtype {dtype_name(found.dtype)}"))
+            raise Rejected(
+                Reason.DTYPE(f"the matrices have dtype {dtype_name(found.dtype)}, which no kernel supports")
+            )
         if found.dtype != first.dtype:
             raise Rejected(
                 Reason.MIXED_DTYPES(
-                    f"matrices of dtypes {dtype_name(first.dtype)} and {dtype_name(found.dtype)}"
+                    f"the matrices have different dtypes, {dtype_name(first.dtype)} and "
+                    f"{dtype_name(found.dtype)}"
                 )
             )
         if found.device != first.device:
-            raise Rejected(Reason.MIXED_DTYPES("matrices on two devices"))
+            raise Rejected(Reason.MIXED_DTYPES("the matrices are on different devices"))
     if first.dtype == torch.float32 and not operands.may_use_tf32():
         raise LeftToStock(
-            Reason.TF32("float32 without TF32: the products of the library are as fast"),
+            Reason.TF32("the operands are float32 and TF32 is off, where the library is as fast"),
             'torch.set_float32_matmul_precision("high")',
         )
     for node in nodes:
@@ -67,14 +70,12 @@ def _check_layout(matrix: torch.Tensor) -> None:
     rows, columns = matrix.shape
     along, across = (1, 0) if known_true(matrix.stride(1) == 1) else (0, 1)
     if not known_true(matrix.stride(along) == 1):
-        raise Rejected(
-            Reason.LAYOUT("a matrix whose elements are not next to each other in either direction")
-        )
+        raise Rejected(Reason.LAYOUT("a matrix has no dim of stride 1"))
     size, stride = (rows, columns)[along], matrix.stride(across)
     for what, number in (("size", size), ("stride", stride), ("offset", matrix.storage_offset())):
         if not known_true(number % per_load == 0):
             raise Rejected(
-                Reason.LAYOUT(f"a matrix with the {what} {number}, which is not a multiple of {per_load}"),
+                Reason.LAYOUT(f"the {what} of a matrix, {number}, is not a multiple of {per_load}"),
                 f"pad it to a multiple of {per_load}",
             )
 
@@ -87,9 +88,11 @@ def check_result(node: fx.Node, product: fx.Node) -> None:
     """
     found = value(node)
     if found.dtype not in DTYPES:
-        raise Rejected(Reason.DTYPE(f"a result of dtype {dtype_name(found.dtype)}"))
+        raise Rejected(
+            Reason.DTYPE(f"the result has dtype {dtype_name(found.dtype)}, which no kernel supports")
+        )
     if str(found.numel()) != str(value(product).numel()):
-        raise Rejected(Reason.SHAPES("the linear is broadcast by what follows it"))
+        raise Rejected(Reason.SHAPES("the result of the linear is broadcast"))
 
 
 def text(node: fx.Node) -> str:
@@ -111,14 +114,16 @@ def check_products(products: Sequence[Product]) -> None:
         found = value(p.node)
         per_load = ALIGNMENT // found.dtype.itemsize
         if found.dtype not in DTYPES:
-            raise Rejected(Reason.DTYPE(f"a product of dtype {dtype_name(found.dtype)}"))
+            raise Rejected(
+                Reason.DTYPE(f"a product has dtype {dtype_name(found.dtype)}, which no kernel supports")
+            )
         if not known_true(found.shape[1] % per_load == 0):
             raise Rejected(
-                Reason.LAYOUT(f"{found.shape[1]} columns, which is not a multiple of {per_load}"),
+                Reason.LAYOUT(f"the number of columns, {found.shape[1]}, is not a multiple of {per_load}"),
                 f"pad the weight to a multiple of {per_load}",
             )
         if p.bias is not None and not value(p.bias).is_floating_point():
-            raise Rejected(Reason.DTYPE("a bias that is not floating point"))
+            raise Rejected(Reason.DTYPE("a bias is not floating point"))
 
 
 def problem(groups: Sequence[Sequence[Product]], gated: bool = False, activation: str = "") -> Problem:

@@ -1,4 +1,4 @@
-"""Which kernel a block GEMM gets on a device, and whether it is expected to pay."""
+"""Chooses the kernel of a grouped GEMM on a device, and whether it is profitable."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ def decided(problem: Problem, device: torch.device, span: Span | None = None) ->
     _check_capability(device)
     if problem.tokens is None and (span is None or problem.kind == "shared_b"):
         raise LeftToStock(
-            Reason.SYMBOLIC("the number of rows is symbolic: what pays for one may not pay for another")
+            Reason.SYMBOLIC(
+                "the number of rows is symbolic, and no kernel is known to be faster for all its values"
+            )
         )
     if not _has_sizes(problem):
-        raise LeftToStock(Reason.SYMBOLIC("a size beside the number of rows is symbolic"))
+        raise LeftToStock(Reason.SYMBOLIC("a size other than the number of rows is symbolic"))
     if problem.tokens is not None:
         decision = decide(_query(problem, problem.tokens), device)
     else:

@@ -31,7 +31,7 @@ def check_factors(factors: Sequence[float]) -> None:
         Rejected: there is one.
     """
     if not all(abs(factor) <= LARGEST_FACTOR for factor in factors):
-        raise Rejected(f"a product that is multiplied by more than {LARGEST_FACTOR:g}, or by no number")
+        raise Rejected(f"a product has a scale that is NaN or larger than {LARGEST_FACTOR:g}")
 
 
 def scaled_product(a: Any, b: Any, scale: float) -> Any:
@@ -81,18 +81,18 @@ class Call:
             Rejected: there is no kernel for it.
         """
         if not _inductor.passes_installed():
-            raise Rejected("the passes are not installed, so caches would not know of the kernel")
+            raise Rejected("the passes are not installed, so the cache key would not cover the kernel")
         device = self.a[0].get_device()
         if device.type != "cuda":
-            raise Rejected(f"there is no kernel for devices of type {device.type}")
+            raise Rejected(f"no kernel supports devices of type {device.type}")
         if len(self.groups) > MOST_PRODUCTS or 0.0 in self.scales:
-            raise Rejected(f"more than {MOST_PRODUCTS} products, or one that is multiplied by 0")
+            raise Rejected(f"there are more than {MOST_PRODUCTS} products, or one has the scale 0")
         # The accumulator is kept in units of them.
         check_factors([*self.scales, *(1 / scale for scale in self.scales)])
         self._check_dtypes()
         operands, structure = self._structure()
         if self.gated and not template.can_gate(structure):
-            raise Rejected("the two sides of the gate are computed differently")
+            raise Rejected("the two products of the gated pair have different structures")
         left, right = (
             [(_inductor.sizes(x), _inductor.strides(x)) for x in side] for side in (self.left, self.right)
         )
@@ -114,9 +114,7 @@ class Call:
         if not all(_aligned(x) for x in (*self.left, *self.right)):
             configs = [chosen for chosen in configs if chosen.template != "persistent"]
         if not configs:
-            raise Rejected(
-                "bulk copies need strides that are multiples of 16 bytes, and sizes that are known"
-            )
+            raise Rejected("TMA needs static sizes and strides that are multiples of 16 bytes")
         shapes = [(left[p][0][0], right[p][0][1]) for p in self._first()]
         return _inductor.lower_to_template(
             name="block_mm",
@@ -133,12 +131,12 @@ class Call:
         first = self.a[0].get_dtype()
         for p, left in enumerate(self.a):
             if left.get_dtype() not in guards.DTYPES:
-                raise Rejected(f"matrices of dtype {left.get_dtype()}")
+                raise Rejected(f"no kernel supports matrices of dtype {left.get_dtype()}")
             inner = _inductor.static(left.get_size()[1])
             if left.get_dtype() != first and not (
                 _repeats(self.groups, p) and _small(inner, left.get_dtype())
             ):
-                raise Rejected("products of another dtype that are not adapters of a small rank")
+                raise Rejected("a product has another dtype and is not a low-rank adapter")
 
     def one_by_one(self) -> list[Any]:
         """The products as stock lowers them, each by itself."""
@@ -301,7 +299,7 @@ def _inner(x: Any, dim: int) -> bool:
     if strides[dim] == 1:
         return True
     if strides[other] != 1:
-        raise Rejected("a matrix whose elements are not next to each other in either direction")
+        raise Rejected("a matrix has no dim of stride 1")
     return False
 
 
@@ -313,7 +311,7 @@ def _variant(
     problem: Problem,
 ) -> _inductor.Variant:
     if chosen.template == "persistent" and arch < 90:
-        raise Rejected("the device has no bulk tensor copies")
+        raise Rejected("the device has no TMA")
     rows = (problem.rows[0] or 0) if len(set(problem.rows)) == 1 else 0
     row = chosen.template == "row"
     # In a graph the launch of a short kernel is prepared while the one in front runs; outside of one, such

@@ -80,30 +80,30 @@ def check(
     """
     if not (len(a) == len(b) == len(groups) == len(scales)) or not a:
         raise ValueError(
-            "block_mm needs one a, b, group and scale for each product, and a product: it got "
-            f"{len(a)} in a, {len(b)} in b, {len(groups)} in groups, {len(scales)} in scales"
+            f"block_mm needs at least one product, and an a, b, group and scale for each: got {len(a)} in a, "
+            f"{len(b)} in b, {len(groups)} in groups, {len(scales)} in scales"
         )
     if list(groups) != sorted(groups) or set(groups) != set(range(groups[-1] + 1)):
-        raise ValueError(f"the groups of block_mm must be 0, 1, ... in order, not {list(groups)}")
+        raise ValueError(f"groups of block_mm must be 0, 1, ... in ascending order, not {list(groups)}")
     count = groups[-1] + 1
     if len(activations) != count:
-        raise ValueError(f"activations of block_mm: it needs one activation for each of its {count} groups")
+        raise ValueError(f"block_mm needs one activation for each of its {count} groups")
     if len(bias) != len(bias_groups) or not set(bias_groups) <= set(groups):
         raise ValueError("block_mm needs a group for each bias")
     if len(set(bias_groups)) != len(bias_groups):
-        raise ValueError("a group of block_mm has one bias")
+        raise ValueError("a group of block_mm can have only one bias")
     if gated and count != 2:
-        raise ValueError(f"a gated block_mm has two groups, not {count}")
+        raise ValueError(f"a gated block_mm needs two groups, not {count}")
     unknown = set(activations) - set(ACTIVATIONS)
     if unknown:
-        raise ValueError(f"block_mm has no activation {unknown.pop()!r}; there are {sorted(ACTIVATIONS)}")
+        raise ValueError(f"block_mm has no activation {unknown.pop()!r}; it supports {sorted(ACTIVATIONS)}")
     for p, (left, right) in enumerate(zip(a, b, strict=True)):
         for name, operand in (("a", left), ("b", right)):
             if operand.dim() != 2:
-                raise ValueError(f"{name}[{p}] of block_mm is a matrix, not {operand.dim()}-D")
+                raise ValueError(f"{name}[{p}] of block_mm must be a matrix, not {operand.dim()}-D")
         if not (left.is_floating_point() and left.dtype == right.dtype):
             raise ValueError(
-                f"a[{p}] and b[{p}] of block_mm have one floating dtype, not {left.dtype} and {right.dtype}"
+                f"a[{p}] and b[{p}] of block_mm need one floating dtype, not {left.dtype} and {right.dtype}"
             )
         _check_size(f"b[{p}]", "rows", right.shape[0], left.shape[1], f"a[{p}] has columns")
     # Kernels read as many rows and columns everywhere as the first product of a group has.
@@ -114,7 +114,7 @@ def check(
     for offset, group in zip(bias, bias_groups, strict=True):
         first = list(groups).index(group)
         if offset.dim() not in (1, 2):
-            raise ValueError(f"bias[{group}] of block_mm is a vector or a matrix, not {offset.dim()}-D")
+            raise ValueError(f"bias[{group}] of block_mm must be a vector or a matrix, not {offset.dim()}-D")
         _check_size(f"bias[{group}]", "columns", offset.shape[-1], b[first].shape[1], f"b[{first}] has")
         if offset.dim() == 2:
             _check_size(f"bias[{group}]", "rows", offset.shape[0], a[first].shape[0], f"a[{first}] has")

@@ -1,4 +1,4 @@
-"""What a block GEMM computes, as its kernels are chosen by: sizes, layouts and the dtype."""
+"""The problem of a grouped GEMM, by which kernels are chosen: sizes, layouts and dtype."""
 
 from __future__ import annotations
 

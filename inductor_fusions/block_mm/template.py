@@ -1,4 +1,4 @@
-"""Renders the kernel templates for the structure of one block GEMM."""
+"""Renders the kernel templates for the structure of one grouped GEMM."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from .common import EXIT_CODES, PROG, one_line
 
 app = typer.Typer(
     name=PROG,
-    help="Fused kernels for stock torch.compile: what is installed, what it does to a model and why, scripts "
-    "with the fusions on, and a demo.",
-    epilog=EXIT_CODES.replace("; 2", "; 1 what was asked for did not hold (see each command); 2"),
+    help="Fused kernels for stock torch.compile: show what is installed, explain what is fused in a "
+    "model and why, run scripts with the fusions, and measure.",
+    epilog=EXIT_CODES.replace("; 2", "; 1 the check of the command failed (see each command); 2"),
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # paragraphs of docstrings are filled anew
@@ -45,7 +45,7 @@ def main() -> None:
 @app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if version:
         print(__version__)

@@ -25,13 +25,13 @@ def load(name: str) -> Any:
     """
     if not is_checkout(ROOT):
         raise UserError(
-            "the benchmarks are not in the installed package: clone the repository, and run this there after "
-            "pip install -e '.[models,bench]'"
+            "the installed package has no benchmarks: clone the repository, pip install -e "
+            "'.[models,bench]', and run this there"
         )
     with imports_from(ROOT):
         found = importlib.import_module(f"bench.{name}")
     if not Path(str(found.__file__)).is_relative_to(ROOT):
-        raise UserError(f"another package is named bench as well: {found.__file__}")
+        raise UserError(f"another package named bench is imported first: {found.__file__}")
     return found
 
 
@@ -74,9 +74,9 @@ class _Tune(TyperCommand):
 
 @app.command(
     cls=_Tune,
-    epilog="Exit codes: 0 measured as far as the time allowed; 1 a row failed; 2 a wrong argument; of run "
-    "those of the script. Run it again until no row is left. Only in a checkout, but for run, export and "
-    "--why.",
+    epilog="Exit codes: 0 measured until the budget ended; 1 a row failed; 2 a wrong argument; for "
+    "run: that of the script. Repeat it until no row is left. Needs a checkout, except for run, "
+    "export and --why.",
 )
 def tune(
     context: typer.Context,
@@ -84,41 +84,46 @@ def tune(
         str,
         typer.Argument(
             metavar="KIND",
-            help="What to tune: attention, flex, lora or projections. With --why: a section of a table. Or "
-            "run SCRIPT [ARGS]: run a script and measure what it compiles; or export [FILE]: write what was "
-            "measured on this machine as a table.",
+            help="What to tune: attention, flex, lora or projections; with --why, a section of a "
+            "table. Or run SCRIPT [ARGS]: run a script and measure what it compiles. Or export "
+            "[FILE]: write the measurements of this machine as a table.",
         ),
     ],
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Results; rows that it has are not measured again. Default: bench/results/KIND_DEVICE.json.",
+            help="The results file. Rows that it already has are not measured again. Default: "
+            "bench/results/KIND_DEVICE.json.",
         ),
     ] = None,
-    only: Annotated[str, typer.Option(metavar="REGEX", help="Only rows whose name matches this.")] = "",
+    only: Annotated[
+        str, typer.Option(metavar="REGEX", help="Only rows whose name matches this regular expression.")
+    ] = "",
     quick: Annotated[
-        bool, typer.Option("--quick", help="Short blocks: to try it; times mean nothing.")
+        bool, typer.Option("--quick", help="Short blocks, for a trial run; the times are not valid.")
     ] = False,
-    device: Annotated[Device, typer.Option(help="Where; auto takes a GPU if there is one.")] = Device.auto,
+    device: Annotated[Device, typer.Option(help="The device; auto: a GPU if there is one.")] = Device.auto,
     budget: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Start no row after this time.")
     ] = None,
     write_table: Annotated[
         bool,
-        typer.Option("--table", help="Measure nothing: write configs/devices/DEVICE.json from the results."),
+        typer.Option(
+            "--table", help="Write configs/devices/DEVICE.json from the results, without measuring."
+        ),
     ] = False,
-    list_only: Annotated[bool, typer.Option("--list", help="Name the rows and stop.")] = False,
+    list_only: Annotated[bool, typer.Option("--list", help="Print the names of the rows and exit.")] = False,
     why: Annotated[
         str | None,
         typer.Option(
             metavar="PROBLEM",
-            help="Measure nothing: say what is decided for a problem, a row of a table as JSON without what "
-            "was measured, and from which rows. Not only in a checkout.",
+            help="Print the decision for a problem and the rows behind it, without measuring. The "
+            "problem is a row of a table as JSON, without the measured columns. Needs no checkout.",
         ),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(metavar="GPU", help="With --why: a GPU that need not be in this machine.")
+        str | None, typer.Option(metavar="GPU", help="With --why: a GPU, which need not be in this machine.")
     ] = None,
 ) -> None:
     """Measure every kernel on this device, and write the table from which fusions are decided.

@@ -1,4 +1,4 @@
-"""What the commands share: options, mistakes of the user's, and how things are printed."""
+"""Shared by all commands: options, user errors and output."""
 
 from __future__ import annotations
 
@@ -111,4 +111,4 @@ def writable(path: os.PathLike[str] | None, option: str) -> None:
     """
     folder = os.path.dirname(os.path.abspath(path)) if path is not None else ""
     if path is not None and not os.path.isdir(folder):
-        raise UserError(f"{option}: there is no folder {os.path.dirname(path)}")
+        raise UserError(f"{option}: the folder {os.path.dirname(path)} does not exist")

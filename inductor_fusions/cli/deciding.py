@@ -1,4 +1,4 @@
-"""`tune --why`: what is decided for one problem, and from which rows."""
+"""`tune --why`: the decision for one problem, and the rows behind it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def show_decision(section: str, problem: str, target: str | None, device: Device
     """
     known = [name for name, each in SECTIONS.items() if each.gains]
     if section not in known:
-        raise UserError(f"no gains of a kind {section} are in tables; there are: {', '.join(known)}")
+        raise UserError(f"tables have no section {section}; valid sections: {', '.join(known)}")
     row = _read(section, problem)
     with contextlib.ExitStack() as stack:
         where = find_device(device) if target is None else torch.device("cuda", 0)
@@ -66,6 +66,6 @@ def _read(section: str, problem: str) -> dict[str, Any]:
         SECTIONS[section].check_problem(row)
     except ValueError as error:
         columns = ", ".join((*SECTIONS[section].columns, *SECTIONS[section].may))
-        raise UserError(f"--why: {error}; a problem of {section} has {columns}") from None
+        raise UserError(f"--why: {error}; the columns of {section} are {columns}") from None
     found: dict[str, Any] = row
     return found

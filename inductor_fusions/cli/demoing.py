@@ -15,16 +15,18 @@ from .models import need_transformers
 
 @app.command(
     "demo",
-    epilog="Exit codes: 0 every attention was fused, but those that no fused kernel is measured to be faster "
-    "for on this device, and every error is within its budget, whatever the times; 1 not so; 2 a wrong "
-    "argument or environment variable.",
+    epilog="Exit codes: 0 every attention that is expected to be faster was fused, and every error "
+    "is within its budget, whatever the times; 1 otherwise; 2 a wrong argument or environment "
+    "variable.",
 )
 def run_demo(
-    device: Annotated[Device, typer.Option(help="Where; auto takes a GPU if there is one.")] = Device.auto,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny models: times mean nothing.")] = False,
-    only: Annotated[str, typer.Option(metavar="TEXT", help="Only models whose title contains this.")] = "",
+    device: Annotated[Device, typer.Option(help="The device; auto: a GPU if there is one.")] = Device.auto,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny models; the times are not valid.")] = False,
+    only: Annotated[
+        str, typer.Option(metavar="TEXT", help="Only models whose title contains this text.")
+    ] = "",
     as_json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON as well.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the rows as JSON.")
     ] = None,
 ) -> None:
     """Compile four whole models, stock and fused, and compare times and errors.
@@ -42,7 +44,7 @@ def run_demo(
     writable(as_json, "--json")
     titles = [case.title for case in demo.cases("tiny")]
     if not any(only.lower() in title.lower() for title in titles):
-        raise UserError(f"--only: no model's title contains {only!r}; there are: {'; '.join(titles)}")
+        raise UserError(f"--only: no title contains {only!r}; the titles are: {'; '.join(titles)}")
     result = demo.run(where, quick=quick, only=only, console=Console(stderr=True))
     if as_json is not None:
         as_json.write_text(json.dumps(result.to_dict(), indent=1) + "\n", "utf-8")

@@ -1,4 +1,4 @@
-"""`env` and `list`: what there is."""
+"""`env` and `list`: versions, devices, hooks, settings and tables; all fusions."""
 
 from __future__ import annotations
 

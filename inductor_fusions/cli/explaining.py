@@ -1,4 +1,4 @@
-"""`explain`: what becomes of a model, and why."""
+"""`explain`: what is fused in a model, what is not, and why."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from .models import Attention, Precision, from_callable, from_hugging_face, to_d
 
 
 @app.command(
-    epilog="Exit codes: 0 explained, whatever was fused; 1 the model does not run; 2 a wrong argument, "
-    "environment variable or model. Mistakes are said in one line on stderr."
+    epilog="Exit codes: 0 explained, whatever was fused; 1 the model does not run; 2 a wrong "
+    "argument, environment variable or model, with one line on stderr."
 )
 def explain(
     model: Annotated[
@@ -44,15 +44,19 @@ def explain(
         ),
     ],
     attn: Annotated[
-        Attention | None, typer.Option(help="Attention of a Hugging Face model; default: the model's own.")
+        Attention | None,
+        typer.Option(help="attn_implementation of a Hugging Face model; default: the model's own."),
     ] = None,
-    train: Annotated[bool, typer.Option("--train", help="A training step: forward and backward.")] = False,
+    train: Annotated[
+        bool, typer.Option("--train", help="Explain a training step: forward and backward.")
+    ] = False,
     dtype: Annotated[
-        Precision | None, typer.Option(help="Dtype of the weights; default: bfloat16 on a GPU, else float32.")
+        Precision | None,
+        typer.Option(help="Dtype of the weights; default: bfloat16 on a GPU, otherwise float32."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Samples of a Hugging Face model's input.")] = 2,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens of a Hugging Face model's input.")] = 128,
-    padded: Annotated[bool, typer.Option("--padded", help="Give a padding mask.")] = False,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size of a Hugging Face model's input.")] = 2,
+    seq: Annotated[int, typer.Option(min=1, help="Sequence length of a Hugging Face model's input.")] = 128,
+    padded: Annotated[bool, typer.Option("--padded", help="Pass a padding mask.")] = False,
     no_cache: Annotated[
         bool,
         typer.Option("--no-cache", help="Call a decoder with use_cache=False; default: the model's own."),
@@ -60,19 +64,19 @@ def explain(
     dynamic: Annotated[bool, typer.Option("--dynamic", help="Compile with dynamic=True.")] = False,
     layers: Annotated[
         int | None,
-        typer.Option(min=1, help="At most this many layers in each stack of a Hugging Face model."),
+        typer.Option(min=1, help="Limit each stack of a Hugging Face model to this number of layers."),
     ] = None,
-    device: Annotated[Device, typer.Option(help="Where; auto takes a GPU if there is one.")] = Device.auto,
+    device: Annotated[Device, typer.Option(help="The device; auto: a GPU if there is one.")] = Device.auto,
     target: Annotated[
         str | None,
         typer.Option(
             metavar="GPU",
-            help="Say it for a GPU that need not be in this machine: nvidia_h200.",
+            help="Explain for a GPU that need not be in this machine, such as nvidia_h200.",
         ),
     ] = None,
     html: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write a page with the graphs before and after as well."),
+        typer.Option(metavar="FILE", help="Also write an HTML page with the graphs before and after."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -120,9 +124,9 @@ def _check_target(target: str, train: bool, device: Device) -> None:
     """
     absent_gpu(target)
     if device is not Device.auto:
-        raise UserError("--target says where: leave out --device")
+        raise UserError("--target and --device exclude each other")
     if train and not torch.cuda.is_available():
-        raise UserError("--target with --train: a training step for another device needs a GPU here")
+        raise UserError("--target with --train needs a GPU in this machine")
 
 
 def _explained(
@@ -131,7 +135,7 @@ def _explained(
     reserved = ("train", "dynamic", "gpu", "fn")
     given = {name: value for name, value in kwargs.items() if name in reserved}
     if given:
-        raise UserError(f"an argument of the model must not be called {next(iter(given))}")
+        raise UserError(f"an argument of the model has the reserved name {next(iter(given))}")
     try:
         return explain_model(model, train=train, dynamic=True if dynamic else None, gpu=target, **kwargs)
     except Exception as error:

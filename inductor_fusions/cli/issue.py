@@ -1,4 +1,4 @@
-"""What a report of a problem needs, in one file: `inductor-fusions run --issue FILE SCRIPT`."""
+"""`run --issue FILE SCRIPT`: environment, report, graphs and traceback in one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models to look at: by the name of a configuration, with random weights, or as `module:callable`."""
+"""Models for the commands: a Hugging Face configuration with random weights, or `module:callable`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def from_hugging_face(
             shrink(model_config, layers)
         limit = getattr(model_config, "max_position_embeddings", None)
         if isinstance(limit, int) and seq > limit > 0:
-            raise UserError(f"--seq {seq}: {name} takes at most {limit} tokens")
+            raise UserError(f"--seq {seq}: {name} supports at most {limit} tokens")
         options = {"attn_implementation": attn.value} if attn is not None else {}
         _check_size(transformers, model_config, name)
         torch.manual_seed(0)
@@ -175,7 +175,7 @@ def hugging_face_inputs(model: Any, batch: int, seq: int, padded: bool) -> dict[
     if getattr(model_config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = torch.randint(3, text.vocab_size, (batch, seq))
     if not inputs:
-        raise UserError(f"inputs of kind {name} are not known here: use module:callable")
+        raise UserError(f"{name} needs inputs that this command cannot create: use module:callable")
     return inputs
 
 

@@ -1,4 +1,4 @@
-"""`run` and `bisect`: scripts of the user's, unchanged."""
+"""`run` and `bisect`: run the user's script unchanged."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ REST = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_intersp
 
 @app.command(
     context_settings=REST,
-    epilog="Under a launcher: torchrun -m inductor_fusions run train.py, accelerate launch "
-    "-m inductor_fusions run train.py. Exit codes: those of the script; 1 it raised; 2 a wrong argument.",
+    epilog="Under a launcher: torchrun -m inductor_fusions run train.py, accelerate launch -m "
+    "inductor_fusions run train.py. Exit codes: that of the script; 1 it raised; 2 a wrong argument.",
 )
 def run(
     context: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or with -m a module.")],
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
     report: Annotated[
-        bool, typer.Option("--report", help="Say on stderr at the end what became of each candidate.")
+        bool, typer.Option("--report", help="Print the report of all sites to stderr at the end.")
     ] = False,
     as_json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the same as JSON at the end.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the report as JSON to this file at the end."),
     ] = None,
     issue: Annotated[
         Path | None,
         typer.Option(
             "--issue",
             metavar="FILE",
-            help="Write what a report of a problem needs, as JSON: environment, report, the first graphs "
-            "with a candidate, and what was raised.",
+            help="Write a JSON file to attach to an issue: environment, report, the first graphs "
+            "with candidates, and the traceback.",
         ),
     ] = None,
 ) -> None:
@@ -56,7 +57,7 @@ def run(
     writable(as_json, "--json")
     writable(issue, "--issue")
     if not module and not Path(script).is_file():
-        raise UserError(f"there is no file {script}")
+        raise UserError(f"no such file: {script}")
     collector, raised = Collector(), ""
     sys.argv = [script, *context.args]
     sys.path[0] = os.getcwd() if module else str(Path(script).resolve().parent)
@@ -89,9 +90,9 @@ def _check_module(name: str) -> None:
     try:
         found = importlib.util.find_spec(name)
     except (ImportError, ValueError) as error:
-        raise UserError(f"there is no module {name}: {error}") from error
+        raise UserError(f"no module named {name}: {error}") from error
     if found is None:
-        raise UserError(f"there is no module {name}")
+        raise UserError(f"no module named {name}")
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
@@ -107,8 +108,8 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
 
 @app.command(
     context_settings=REST,
-    epilog="Exit codes: 0 the site is found; 1 there is none: the script does the same with every fusion and "
-    "with none; 2 a wrong argument.",
+    epilog="Exit codes: 0 the site was found; 1 there is none, because the script does the same with "
+    "and without fusions; 2 a wrong argument.",
 )
 def bisect(
     context: typer.Context,
@@ -117,11 +118,11 @@ def bisect(
     by: Annotated[
         bisecting.By,
         typer.Option(
-            help="What tells a wrong run: 'exit' a code other than 0; 'output' numbers on stdout that are "
-            "not those of a run without fusions."
+            help="When a run counts as wrong. 'exit': its exit code is not 0. 'output': numbers on "
+            "stdout differ from a run without fusions."
         ),
     ] = bisecting.By.exit,
-    rtol: Annotated[float, typer.Option(min=0.0, help="How far numbers may be apart, relatively.")] = 1e-2,
+    rtol: Annotated[float, typer.Option(min=0.0, help="Allowed relative difference of the numbers.")] = 1e-2,
     as_json: JsonFlag = False,
 ) -> None:
     """Find the fused site that changes what a script does.
@@ -130,7 +131,7 @@ def bisect(
     halves the range each time. What follows SCRIPT is passed to it.
     """
     if not module and not Path(script).is_file():
-        raise UserError(f"there is no file {script}")
+        raise UserError(f"no such file: {script}")
 
     def say(line: str) -> None:
         print(f"{PROG}: {line}", file=sys.stderr)

@@ -34,9 +34,12 @@ def run_script(given: Sequence[str], device: torch.device) -> int:
         UserError: there is no script, or nothing can be kept.
     """
     if not given:
-        raise UserError("tune run takes a script: tune run train.py [ARGS]")
+        raise UserError("tune run needs a script: tune run train.py [ARGS]")
     if machine.company() != "alone":
-        raise UserError("several processes decide alike, so they measure nothing: run it as one process")
+        raise UserError(
+            "distributed jobs do not measure, because their processes have to decide alike: run it as one "
+            "process"
+        )
     if why := machine.prepare():
         raise UserError(why)
     before = dict(_problems(device))
@@ -86,10 +89,10 @@ def export(given: Sequence[str], device: torch.device) -> None:
         UserError: there are none, or the file cannot be written.
     """
     if len(given) > 1:
-        raise UserError("tune export takes a file or a folder")
+        raise UserError("tune export takes at most one file or folder")
     found, name = machine.load(device), tables.device_name(device)
     if found is None:
-        raise UserError(f"nothing was measured on this machine for {name}: {PROG} tune run SCRIPT measures")
+        raise UserError(f"no measurements of this machine for {name}: measure with {PROG} tune run SCRIPT")
     path = Path(given[0]) if given else tables.user_folder() / "devices"
     if not given:
         path.mkdir(parents=True, exist_ok=True)
@@ -99,7 +102,7 @@ def export(given: Sequence[str], device: torch.device) -> None:
     if path.is_file():
         there = tables.parse(path.read_text("utf-8"), path, name)
         if there is None:
-            raise UserError(f"{path} is there already, and no table of {name}")
+            raise UserError(f"{path} exists and is not a table of {name}")
         new = tables.merged(new, there)
     path.write_text(tables.text(new), "utf-8")
     count = sum(len(rows) for rows in new.values() if isinstance(rows, list))

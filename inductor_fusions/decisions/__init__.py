@@ -1,4 +1,4 @@
-"""One answer to one question: which kernel for this problem on this device, and how do we know?
+"""Profitability: which kernel a problem gets on a device, and from which measurements.
 
 The only reader of the gains and of the tiles in the tables.
 """

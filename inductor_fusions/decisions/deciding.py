@@ -1,4 +1,4 @@
-"""Which kernel a problem gets on a device, how much faster than stock it is, and how that is known."""
+"""The decision for a problem on a device: kernel, expected speedup and source."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def _from_tables(query: Query, device: torch.device) -> Decision:
 
 def _unknown(query: Query, device: torch.device) -> str:
     name, text = tables.device_name(device), query.text and f": {query.text}"
-    return Reason.NOT_MEASURED(f"not measured on {name}, nor near it{text}")
+    return Reason.NOT_MEASURED(f"not measured on {name}, and no measured shape is close{text}")
 
 
 def decide_for_all(query: Query, tokens: Span, device: torch.device) -> Decision:
@@ -203,7 +203,12 @@ def decide_for_all(query: Query, tokens: Span, device: torch.device) -> Decision
     """
     low, hint, high = max(tokens.low, FEW_ROWS + 1), tokens.hint, tokens.high
     if hint < low:
-        return Decision(None, reason=Reason.SYMBOLIC(f"the number of rows is symbolic, and small: {hint}"))
+        return Decision(
+            None,
+            reason=Reason.SYMBOLIC(
+                f"the number of rows is symbolic, and kernels for as few as {hint} need a static size"
+            ),
+        )
     decision = decide(query.at(hint), device)
     if decision.kernel is None:
         return decision
@@ -214,7 +219,7 @@ def decide_for_all(query: Query, tokens: Span, device: torch.device) -> Decision
         other = decide(query.at(some), device, may_measure=False)
         if other.kernel != decision.kernel:
             reason = Reason.SYMBOLIC(
-                f"the number of rows is symbolic, and {some} rows would be left to stock"
+                f"the number of rows is symbolic, and this kernel is not faster for {some} rows"
             )
             return Decision(None, reason=reason)
         if other.lower < decision.lower:
@@ -274,7 +279,7 @@ def _measured(query: Query, source: Source) -> Decision | None:
     how: Literal["measured", "this machine"] = "this machine" if source.is_here else "measured"
     if gains[best] < section.margin:
         where = "this machine" if source.is_here else source.name
-        reason = Reason.NOT_FASTER(f"not measured to be faster than stock on {where} at this shape")
+        reason = Reason.NOT_FASTER(f"measured on {where} to be no faster than stock at this shape")
         return Decision(None, how, gains[best], gains[best], shown, reason=reason, near=0.0)
     return Decision(best, how, gains[best], gains[best], shown, near=0.0)
 

@@ -1,4 +1,4 @@
-"""Whose measurements count for a device: its own, and what carries over from others."""
+"""Which measurements count for a device: its own, and those transferred from others."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def target(name: str) -> tuple[str, Hardware]:
         if what is not None:
             return found, what
     names = ", ".join(sorted(start.removeprefix("nvidia_") for start in KNOWN))
-    raise ValueError(f"nothing is known of a device {name!r}; known are {names}")
+    raise ValueError(f"unknown device {name!r}; known devices: {names}")
 
 
 def hardware(device: torch.device) -> Hardware | None:

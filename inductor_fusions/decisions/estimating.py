@@ -1,4 +1,4 @@
-"""What is measured near a problem says of it: an expected gain, and how sure that is."""
+"""Estimates the speedup of a problem, with a deviation, from nearby measurements."""
 
 from __future__ import annotations
 

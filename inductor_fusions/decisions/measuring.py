@@ -1,4 +1,4 @@
-"""Measuring on this machine: when it is allowed, what comes first, and the process that does it.
+"""Measurements on this machine: when they are allowed, their order, and the worker process.
 
 A problem is measured in a process of its own (`inductor_fusions.worker`), so that neither the compile that
 asks nor the memory of its process is touched, whatever happens there.
@@ -81,7 +81,7 @@ class Worker:
             answer = json.loads(self._line(time.monotonic() + seconds))
         except (BrokenPipeError, ValueError) as error:
             self.end()
-            raise Unanswered("the process that measures has died") from error
+            raise Unanswered("the measuring process died") from error
         except Unanswered:
             self.end()
             raise
@@ -93,11 +93,11 @@ class Worker:
         while not found.endswith(b"\n"):
             left = until - time.monotonic()
             if left <= 0:
-                raise Unanswered("it took too long")
+                raise Unanswered("the measurement timed out")
             if select.select([pipe], [], [], min(left, 0.5))[0]:
                 some = os.read(pipe, 1 << 16)
                 if not some:
-                    raise Unanswered("the process that measures has died")
+                    raise Unanswered("the measuring process died")
                 found += some
         return found
 
@@ -168,15 +168,15 @@ class Measurer:
     def forbidden(self, device: torch.device) -> str:
         """Why nothing is measured here, or ""."""
         if device.type not in ("cpu", "cuda") or os.name != "posix" or not sys.executable:
-            return "there is no process to measure in"
+            return "no worker process is available"
         if _inductor.is_absent():
             return "the device is not in this machine"
         if torch.are_deterministic_algorithms_enabled() or _inductor.is_deterministic():
-            return "deterministic algorithms are asked for"
+            return "deterministic algorithms are enabled"
         if machine.company() != "alone":
-            return "several processes work together, and must decide alike"
+            return "the processes of a distributed job have to decide alike"
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return "a CUDA graph is captured"
+            return "a CUDA graph is being captured"
         return ""
 
     # -- what comes first -------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class Measurer:
                     raise OSError(why)
                 with machine.lock(device) as mine:
                     if not mine:
-                        raise Unanswered("another process measures on this machine")
+                        raise Unanswered("another process is measuring on this machine")
                     with _progress(len(todo), self._budget() - self.spent) as done:
                         for number, problem in enumerate(todo):
                             done[0] = number
@@ -268,7 +268,7 @@ class Measurer:
             machine.add(device, _checked(answer["rows"], problem))
             self.measured.append(problem)
         elif "unable" in answer:
-            log.info("%s is not measured: %s", problem, answer["unable"])
+            log.info("%s was not measured: %s", problem, answer["unable"])
         else:
             self._say(f"{problem[0]} {json.dumps(problem[1])} is left to stock: {answer.get('error')}")
 
@@ -302,7 +302,7 @@ def _checked(rows: Any, problem: Problem) -> Rows:
         kind.key(each) == kind.key(row) and each.get(kind.along) == row.get(kind.along)
         for each in rows.get(section, ())
     ):
-        raise ValueError("what was measured is another problem")
+        raise ValueError("the measurement is for another problem")
     return dict(rows)
 
 

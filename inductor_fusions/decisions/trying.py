@@ -1,4 +1,4 @@
-"""Configurations that are measured: in the process that measures, kernels get one after another."""
+"""Trials of kernel configurations in the measuring process."""
 
 from __future__ import annotations
 

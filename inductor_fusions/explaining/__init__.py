@@ -1,4 +1,4 @@
-"""`explain()`: what the fusions make of a model, and why, without compiling it for real."""
+"""`explain()`: runs all passes on a model without code generation, and reports the sites."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def explain(
         return _explained(fn, args, kwargs, train, dynamic)
     device = absent(gpu)
     if train and not torch.cuda.is_available():
-        raise ValueError("a training step for another device can only be explained where there is a GPU")
+        raise ValueError("explaining a training step for another device needs a GPU in this machine")
     with (
         _inductor.absent_device(device),
         _inductor.on_absent_device(fn, args, kwargs) as (moved, moved_args, moved_kwargs),

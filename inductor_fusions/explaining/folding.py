@@ -1,4 +1,4 @@
-"""Lines of a graph as a tree of layers, in which layers that are alike are shown once."""
+"""Folds the lines of a graph into a tree of layers that shows equal layers once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a graph looked like before and after the fusions, as plain lines that outlive it."""
+"""Snapshots of a graph before and after the fusions, as lines of text."""
 
 from __future__ import annotations
 

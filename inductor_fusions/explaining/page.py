@@ -1,4 +1,4 @@
-"""The page of an explanation: self-contained HTML, without a script or style from elsewhere."""
+"""The HTML page of an explanation: self-contained, without external scripts or styles."""
 
 from __future__ import annotations
 

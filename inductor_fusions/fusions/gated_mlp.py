@@ -1,4 +1,4 @@
-"""`act(x @ Wg) * (x @ Wu)` as one block GEMM with two accumulators.
+"""`act(x @ Wg) * (x @ Wu)` as one grouped GEMM with two accumulators.
 
 Both weights may be columns of one.
 """
@@ -87,20 +87,22 @@ class GatedPair(Candidate):
         gate, up = self.pair
         guards.check_products(self.pair)
         if identity(gate.a) != identity(up.a):
-            raise Rejected(Reason.INPUTS("the gate and what it multiplies are linears of different inputs"))
+            raise Rejected(Reason.INPUTS("the gate and the up projection are linears of different inputs"))
         if not same_sizes(value(gate.node).shape, value(up.node).shape):
-            raise Rejected(Reason.SHAPES("the gate is broadcast over what it multiplies"))
+            raise Rejected(Reason.SHAPES("the gate is broadcast over the up projection"))
         if not same_sizes(value(gate.b).stride(), value(up.b).stride()):
-            raise Rejected(Reason.LAYOUT("the two weights lie in memory differently"))
+            raise Rejected(Reason.LAYOUT("the two weights have different strides"))
         guards.check_result(self.anchor, gate.node)
         if str(value(self.anchor).shape[-1]) != str(value(gate.node).shape[1]):
-            raise Rejected(Reason.SHAPES("the result has other columns than the linears"))
+            raise Rejected(
+                Reason.SHAPES("the number of columns of the result differs from that of the linears")
+            )
         stored = [x.base if isinstance(x, Columns) else x for x in self.linears]
         inside = between(self.anchor, {p.node for p in stored})
         if any(user not in inside for node in inside - {self.anchor} for user in node.users):
             raise Rejected(
-                Reason.USED_ELSEWHERE("the linears are used elsewhere as well: a backward needs them"),
-                "in training, the two linears become one operation (see qkv)",
+                Reason.USED_ELSEWHERE("the backward also needs the results of the two linears"),
+                "in training, qkv fuses the two linears instead",
             )
         self.sizes = emit.sizes_of(self.anchor, gate.node, inside)
         facts(self.graph).memory.check(stored, self.place.before, [self.anchor])
@@ -120,8 +122,8 @@ class GatedPair(Candidate):
         if config.policy != "always" and not (isinstance(rows, int) and rows <= FEW_ROWS):
             raise LeftToStock(
                 Reason.NOT_FASTER(
-                    "gate and up are one linear, which stock computes at once: as fast for more than "
-                    f"{FEW_ROWS} rows"
+                    f"gate and up are one linear: for more than {FEW_ROWS} rows stock's single GEMM is as "
+                    "fast"
                 )
             )
 
@@ -213,7 +215,7 @@ def _other(root: fx.Node) -> tuple[frozenset[fx.Node], Said] | None:
 FUSION = Fusion(
     name="gated_mlp",
     stage="post_grad",
-    summary="act(x @ Wg) * (x @ Wu) to one kernel, for silu, gelu, relu and sigmoid",
+    summary="act(x @ Wg) * (x @ Wu) to one kernel, with silu, gelu, relu or sigmoid",
 )
 
 

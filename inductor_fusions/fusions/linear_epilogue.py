@@ -143,10 +143,10 @@ class LinearEpilogue(Candidate):
             found = tensor(user)
             if not is_pointwise(user):
                 raise Rejected(
-                    Reason.USED_ELSEWHERE("something that is not pointwise reads the linear as well")
+                    Reason.USED_ELSEWHERE("an operation that is not pointwise also reads the linear")
                 )
             if found is None or str(found.numel()) != str(count):
-                raise Rejected(Reason.SHAPES("the linear is broadcast by what follows it"))
+                raise Rejected(Reason.SHAPES("the result of the linear is broadcast"))
         self.kernel = guards.kernel([[self.product]])
 
     def rewrite(self) -> str:
@@ -182,7 +182,7 @@ class Activated(LinearEpilogue):
 FUSION = Fusion(
     name="linear_epilogue",
     stage="post_grad",
-    summary="a linear and the activation behind it to one kernel",
+    summary="a linear and the activation after it to one kernel",
 )
 
 

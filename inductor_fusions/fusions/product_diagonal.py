@@ -1,4 +1,4 @@
-"""The diagonal of a matrix product, without the product.
+"""The diagonal of a matrix product as dot products.
 
 `torch.diagonal(a @ b)` is a row of dot products: n * k multiplications, where the product has n * n * k and
 writes n * n numbers. The scores of pairs (`torch.diag(queries @ documents.T)`) and traces of products are
@@ -44,15 +44,15 @@ def check(match: Match) -> None:
     """
     a, b = tensor(match.kwargs["a"]), tensor(match.kwargs["b"])
     if a is None or b is None or not a.is_floating_point():
-        raise Rejected(Reason.DTYPE("the diagonal of a product that is not of floating point"))
+        raise Rejected(Reason.DTYPE("the product is not floating point"))
     if not known_true(a.shape[-2] == b.shape[-1]):
-        raise Rejected(Reason.SHAPES("the product is not square, or may not be"))
+        raise Rejected(Reason.SHAPES("the product is not proved to be square"))
 
 
 FUSION = Fusion(
     name="product_diagonal",
     stage="post_grad",
-    summary="the diagonal of a matrix product to dot products, without the product",
+    summary="the diagonal of a matrix product to dot products, without the other elements",
 )
 FUSION.replacement(
     of_product, dot_products, inputs=lambda: [torch.empty(4, 8), torch.empty(8, 4)], check=check

@@ -1,4 +1,4 @@
-"""Linears that share an operand, and sums of linears, as one block GEMM.
+"""Linears that share an operand, and sums of linears, as one grouped GEMM.
 
 Forward: the projections of one input (QKV, gate and up, the keys and values of all decoder layers).
 Backward: the gradient of that input, a sum of products; and those of the weights, which share the input.
@@ -125,14 +125,14 @@ class SumOfProducts(Candidate):
         guards.check_products(terms)
         guards.check_result(root, terms[0].node)
         if len(terms) > MOST_PRODUCTS:
-            raise Rejected(Reason.LIMIT(f"a sum of more than {MOST_PRODUCTS} products"))
+            raise Rejected(Reason.LIMIT(f"the sum has more than {MOST_PRODUCTS} products"))
         first = value(terms[0].node).shape
         if not all(same_sizes(value(p.node).shape, first) for p in terms):
-            raise Rejected(Reason.SHAPES("terms of different shapes"))
+            raise Rejected(Reason.SHAPES("the terms of the sum have different shapes"))
         if str(value(root).shape[-1]) != str(first[1]):
-            raise Rejected(Reason.SHAPES("the sum has other columns than its terms"))
+            raise Rejected(Reason.SHAPES("the number of columns of the sum differs from that of its terms"))
         if self.sum.rest is not None and any(not isinstance(size, int) for size in first):
-            raise Rejected(Reason.SYMBOLIC("a sum of symbolic size that has a term which is no product"))
+            raise Rejected(Reason.SYMBOLIC("the sum has a symbolic size and a term that is not a product"))
         self.sizes = emit.sizes_of(root, terms[0].node, self.sum.inner)
         # As early as can be: the operands of a sum are larger than the sum, as a rule.
         operands = [x for p in terms for x in (p.a, p.b, p.bias) if x is not None]
@@ -156,7 +156,7 @@ class SumOfProducts(Candidate):
 FUSION = Fusion(
     name="qkv",
     stage="post_grad",
-    summary="linears that share an input, and their gradients, to one block GEMM",
+    summary="linears that share an input, and their gradients, to one grouped GEMM",
 )
 
 

@@ -108,7 +108,9 @@ class StoredIndices(Candidate):
         gathered = sum(hint(value(reader).numel()) for reader in self.readers)
         if gathered < REUSE * own:
             raise LeftToStock(
-                Reason.GATHERED(f"{gathered // max(own, 1)} elements are gathered for each of the index")
+                Reason.GATHERED(
+                    f"the index is read for only {gathered // max(own, 1)} elements for each of its own"
+                )
             )
 
     def savings(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""How fusions read a graph, and what is known of a whole graph.
+"""Readers and builders of FX graphs, shared by all fusions.
 
 `torch_ops` reads the operations of Dynamo's graph, in every spelling.
 `products` reads views, casts, factors and matrix products of an aten graph; `placement` finds where one

@@ -139,7 +139,7 @@ class Builder:
         if kind == "symbol":
             return self._of_symbol(wanted)
         if kind not in _COMBINE:
-            raise Rejected(Reason.SYMBOLIC(f"the symbolic size {wanted} is held by no input of the graph"))
+            raise Rejected(Reason.SYMBOLIC(f"no input of the graph has the symbolic size {wanted}"))
         combine = _COMBINE[kind]
         total = self._of_expression(parts[0])
         for part in parts[1:]:
@@ -165,7 +165,7 @@ class Builder:
                         made.op, made.target = "call_method", "size"
                     made.meta[self.key] = size
                     return made
-        raise Rejected(Reason.SYMBOLIC(f"the symbolic size {symbol} is held by no input of the graph"))
+        raise Rejected(Reason.SYMBOLIC(f"no input of the graph has the symbolic size {symbol}"))
 
 
 _CONVERT: Any = torch.ops.prims.convert_element_type.default
@@ -176,7 +176,7 @@ def _value(node: Any) -> Any:
     if not isinstance(node, fx.Node):
         return node
     if was_erased(node):
-        raise RuntimeError(f"{node} was replaced by another fusion, and is in no graph")
+        raise RuntimeError(f"{node} was replaced by another fusion and is no longer in the graph")
     return node.meta.get("example_value", node.meta.get("val"))
 
 

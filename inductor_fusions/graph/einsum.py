@@ -47,9 +47,9 @@ def equation(op: Op) -> Equation:
     if not operands and isinstance(op.args.get("tensors"), (list, tuple)):
         operands = tuple(op.args["tensors"])
     if not isinstance(equation, str):
-        raise Rejected(Reason.NOT_A_TENSOR("an einsum whose dims are given as numbers is not read"))
+        raise Rejected(Reason.NOT_A_TENSOR("an einsum with its dims given as numbers is not supported"))
     if len(operands) != 2 or not all(tensor(node) is not None for node in operands):
-        raise Rejected(Reason.NO_PRODUCT(f"einsum {equation!r} is no product of two tensors"))
+        raise Rejected(Reason.NO_PRODUCT(f"einsum {equation!r} is not a product of two tensors"))
     inputs, arrow, result = equation.replace(" ", "").partition("->")
     parts = inputs.split(",")
     if not arrow:
@@ -64,7 +64,7 @@ def equation(op: Op) -> Equation:
         for part, count in zip((*parts, result), (*extra, most), strict=True)
     )
     if any(len(set(part)) != len(part) for part in (first, second, result)):
-        raise Rejected(Reason.SHAPES(f"einsum {equation!r} repeats an index"))
+        raise Rejected(Reason.SHAPES(f"einsum {equation!r} repeats an index in one operand"))
     if [len(first), len(second)] != ranks:
-        raise Rejected(Reason.SHAPES("an operand of an einsum has other dims than its letters"))
+        raise Rejected(Reason.SHAPES("an operand of an einsum has another number of dims than letters"))
     return Equation(equation, first, second, result, operands[0], operands[1])

@@ -1,4 +1,4 @@
-"""What is known of a whole graph while a fusion works on it: computed once, and kept up to date."""
+"""Facts about a whole graph, computed once for each fusion and kept up to date."""
 
 from __future__ import annotations
 

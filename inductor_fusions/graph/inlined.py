@@ -1,4 +1,4 @@
-"""A function put into an aten graph, in the place of one of its nodes."""
+"""Inlines a function into an aten graph in place of a node."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def put_in_place(
         elif each.op == "output":
             outputs = [places[one] for one in each.args[0]]
         elif each.op == "get_attr":
-            raise Rejected(Reason.IN_BETWEEN("a score_mod that holds a constant tensor"))
+            raise Rejected(Reason.IN_BETWEEN("a score_mod contains a constant tensor"))
         else:
             with graph.inserting_before(node):
                 places[each] = graph.node_copy(each, places.__getitem__)

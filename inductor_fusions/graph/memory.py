@@ -1,4 +1,4 @@
-"""When the values of a graph are in memory, and whether its peak allows that some live longer.
+"""Lifetimes of a graph's values, and whether longer ones raise its peak memory.
 
 All of it is computed once, and then kept up to date: a node that is made, erased, moved, or that gets other
 inputs changes what is known of the values around it, and nothing else.
@@ -149,9 +149,7 @@ class Memory:
         ]
         peak = self._profile.peak()
         if self._profile.peak(before, after) > peak + min(peak * SLACK, ROUNDING):
-            raise Rejected(
-                Reason.MEMORY("all results at once would need more memory than one after the other")
-            )
+            raise Rejected(Reason.MEMORY("computing all results at once would raise peak memory"))
 
     def intervals(self) -> dict[fx.Node, Interval]:
         """Each value that is in memory."""

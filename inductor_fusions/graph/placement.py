@@ -85,8 +85,8 @@ def find(
     users = [user for p in products for user in readers(p.node)]
     if earliest is not None and users and min(users) < earliest:
         raise Rejected(
-            Reason.ORDER("the result of one product is used before the operands of another are there"),
-            "compute the linears on one input next to each other",
+            Reason.ORDER("the result of one product is used before the operands of another are computed"),
+            "compute the linears that share an input directly after one another",
         )
     position = min(members) if earliest is None else max(min(members), earliest)
     position = min([position, *users])

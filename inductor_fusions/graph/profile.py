@@ -1,4 +1,4 @@
-"""How many bytes are in memory over the nodes of a graph, and the most at once."""
+"""Live bytes at each node of a graph, and their peak."""
 
 from __future__ import annotations
 

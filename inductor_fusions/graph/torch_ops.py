@@ -390,7 +390,7 @@ def dropout_p(op: Op) -> float:
     if not training:
         return 0.0
     if not isinstance(p, (int, float)) or not isinstance(training, bool):
-        raise Rejected(Reason.NOT_A_TENSOR("dropout with a probability that is not a number"))
+        raise Rejected(Reason.NOT_A_TENSOR("the probability of a dropout is not a constant"))
     return float(p)
 
 

@@ -47,7 +47,7 @@ def block_mm(
     if bias is not None:
         _check_tensors("bias", bias, or_none=True)
     if isinstance(activations, str):
-        raise TypeError(f"activations of block_mm is a list of strings, not {activations!r}")
+        raise TypeError(f"activations of block_mm must be a list of strings, not {activations!r}")
     if not a:
         raise ValueError("block_mm needs at least one product")
     # Dynamo may have made them symbolic.
@@ -55,7 +55,7 @@ def block_mm(
     count = groups[-1] + 1 if groups else 0
     given = {} if bias is None else {g: t for g, t in enumerate(bias) if t is not None}
     if bias is not None and len(bias) != count:
-        raise ValueError(f"block_mm takes one bias (or None) for each of its {count} groups, not {len(bias)}")
+        raise ValueError(f"block_mm needs one bias (or None) for each of its {count} groups, not {len(bias)}")
     return list(
         BLOCK_MM(
             list(a),
@@ -76,9 +76,9 @@ def _check_tensors(name: str, found: object, or_none: bool = False) -> None:
     """Refuse what is no list of tensors, such as a tensor."""
     kinds = "tensors or None" if or_none else "tensors"
     if not isinstance(found, (list, tuple)):
-        raise TypeError(f"{name} of block_mm is a list of {kinds}, not a {type(found).__name__}")
+        raise TypeError(f"{name} of block_mm must be a list of {kinds}, not a {type(found).__name__}")
     for i, element in enumerate(found):
         if not isinstance(element, torch.Tensor) and not (or_none and element is None):
             raise TypeError(
-                f"{name} of block_mm is a list of {kinds}; {name}[{i}] is a {type(element).__name__}"
+                f"{name} of block_mm must be a list of {kinds}; {name}[{i}] is a {type(element).__name__}"
             )

@@ -46,7 +46,7 @@ def attention(
     named |= {f"masks[{i}]": mask for i, mask in enumerate(masks)}
     for name, tensor in named.items():
         if not isinstance(tensor, DTensor):
-            raise ValueError(f"{name} of short_attention is no DTensor, as the others are")
+            raise ValueError(f"{name} of short_attention is not a DTensor, but other operands are")
         if tensor.device_mesh != named["q"].device_mesh:
             raise ValueError(f"{name} of short_attention is on another mesh than q")
     mesh = named["q"].device_mesh

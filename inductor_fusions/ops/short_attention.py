@@ -80,6 +80,7 @@ def _groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
         return 1
     if q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"the heads of k of short_attention, {k.shape[1]}, do not divide those of q, {q.shape[1]}"
+            f"the number of heads of k, {k.shape[1]}, does not divide that of q, {q.shape[1]} "
+            "(short_attention)"
         )
     return q.shape[1] // k.shape[1]

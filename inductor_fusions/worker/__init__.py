@@ -1,4 +1,4 @@
-"""The process that measures problems on this machine: one a line on stdin as JSON, one answer a line."""
+"""The measuring process: a JSON problem on each line of stdin, an answer on each line of stdout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attentions written out as models do it, from what a table knows of them."""
+"""Builds a hand-written attention from a row of a table."""
 
 from __future__ import annotations
 
@@ -100,9 +100,9 @@ def case(given: Row, device: str) -> Case:
     row = types.SimpleNamespace(**{**given, "mask": kind, "kv_heads": given["heads"], "window": window})
     names = set(kind.replace("+", " ").split())
     if kind not in (*DENSE, "none") and not names <= STRUCTURED:
-        raise UnableError(f"a mask {given['mask']} is not known well enough to be written out")
+        raise UnableError(f"the mask {given['mask']} is not described well enough to build a test case")
     if "alibi" in names and row.heads == 1:
-        raise UnableError("how many heads the biases are of is not known")
+        raise UnableError("the number of heads of the biases is not known")
     normal = generator(device, getattr(torch, row.dtype))
     sizes = row.batch, row.heads, row.q_len, row.kv_len
     q = normal(row.batch, row.q_len, row.heads, row.head_dim)

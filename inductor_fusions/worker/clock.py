@@ -1,4 +1,4 @@
-"""Times of calls, side by side: medians over blocks that take turns."""
+"""Times calls in interleaved blocks, and takes medians."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linears and adapters written out as autograd and PEFT leave them, from what a table knows of them."""
+"""Builds linears and adapters, as autograd and PEFT produce them, from a row of a table."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def products(row: Row, device: str) -> Case:
     """
     kind, count = row["kind"], len(row["layout"])
     if kind == "mixed" or has_adapters(row):
-        raise UnableError(f"which operands the products share is not known: {kind}")
+        raise UnableError(f"the operands that the products share are not known: {kind}")
     normal = generator(device, getattr(torch, row["dtype"]))
 
     def matrix(rows: int, columns: int, letter: str, inner: int) -> torch.Tensor:
@@ -80,7 +80,7 @@ def adapted(row: Row, device: str) -> Case:
     varied = "lora_decode" if row["tokens"] <= FEW_ROWS else "block_mm"
     forward = row["layout"] == "t"
     if forward != (len(row["inner"]) == 1) and len(row["outer"]) != 1:
-        raise UnableError("linears that are neither a forward nor a gradient")
+        raise UnableError("the linears are neither a forward nor a gradient")
     x = [normal(row["tokens"], width) for width in row["inner"]]
     if forward:
         (inner,) = row["inner"]
@@ -126,7 +126,7 @@ def added(row: Row, device: str) -> Case:
     normal, tokens, columns = generator(device, base), row["tokens"], row["columns"]
     masks = row["masks"]
     if masks not in (0, len(row["inner"])):
-        raise UnableError("some of the adapters are behind a mask")
+        raise UnableError("some of the adapters have a dropout mask")
     x = [normal(tokens, width) for width in row["inner"]]
     down = [[normal(k, r, scale=k**-0.5, dtype=own)] for k, r in zip(row["inner"], row["ranks"], strict=True)]
     up = [[normal(r, columns, scale=r**-0.5, dtype=own)] for r in row["ranks"]]

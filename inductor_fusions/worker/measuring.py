@@ -1,4 +1,4 @@
-"""Stock's own code for a problem against the kernels that take it: compiled, checked and timed."""
+"""Compiles, checks and times stock's code and each supported kernel for a problem."""
 
 from __future__ import annotations
 

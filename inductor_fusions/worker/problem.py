@@ -30,10 +30,10 @@ def rows_of(section: str, row: Row, kernels: Sequence[str], device: str) -> dict
     if section == "attention":
         by_kernel = gains(attention.case(row, device), kernels, device)
         if not by_kernel:
-            raise UnableError(f"none of {', '.join(kernels)} takes it")
+            raise UnableError(f"none of {', '.join(kernels)} supports it")
         return {section: [{**row, "gain": by_kernel}]}
     if section not in CASES:
-        raise UnableError(f"nothing of {section} is written out yet")
+        raise UnableError(f"{section} has no test cases")
     gain, made_of = best(CASES[section](row, device), device)
     # A block GEMM of a linear with adapters has no gain of its own, but a place for it.
     needed = {"block_mm": {"gain": gain}}

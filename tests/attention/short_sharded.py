@@ -69,7 +69,7 @@ def main() -> None:
     compare(mesh, "heads", 2, compiled=True)
     q, k, v, *masks = inputs(4)
     q, k, v = (distribute_tensor(x.detach(), mesh, [Shard(0)]) for x in (q, k, v))
-    with pytest.raises(ValueError, match=r"masks\[0\] of short_attention is no DTensor"):
+    with pytest.raises(ValueError, match=r"masks\[0\] of short_attention is not a DTensor"):
         ops.short_attention(q, k, v, masks)
     dist.destroy_process_group()
 

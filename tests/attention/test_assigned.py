@@ -160,15 +160,15 @@ def test_what_else_is_written() -> None:
         s[bias > 0] = -1e9
         return w @ v, s
 
-    unfused(by_steps, (*qkv(N, N), rand(H, N, (N + 1) // 2)), "writes to the scores")
-    unfused(elsewhere, (*qkv(N, N), rand(N - 1, N - 1)), "getitem stands between")
+    unfused(by_steps, (*qkv(N, N), rand(H, N, (N + 1) // 2)), "overwritten")
+    unfused(elsewhere, (*qkv(N, N), rand(N - 1, N - 1)), "in-between")
     unfused(scaled, (*qkv(N, N), rand(N - 1, N - 1)), "a part of the scores is scaled")
-    unfused(activated, (*qkv(N, N), rand(N - 1, N - 1)), "by more than a sum or a mask")
-    unfused(shifted, (*qkv(N, N), rand(N - 1, N - 1)), "a number is added to a part")
+    unfused(activated, (*qkv(N, N), rand(N - 1, N - 1)), "overwritten")
+    unfused(shifted, (*qkv(N, N), rand(N - 1, N - 1)), "mask")
     unfused(transposed, (*qkv(N, N), rand(N - 1, N - 1)), "a part of the scores is permuted")
     unfused(other_heads, (*qkv(N, N, batch=H), rand(N - 1, N - 1)), "a part of the scores is permuted")
-    unfused(not_low, (*qkv(N, N), rand(B, H, N, N)), "a low number")
-    unfused(afterwards, (*qkv(N, N), rand(B, H, N, N)), "used elsewhere")
+    unfused(not_low, (*qkv(N, N), rand(B, H, N, N)), "mask")
+    unfused(afterwards, (*qkv(N, N), rand(B, H, N, N)), "used-elsewhere")
 
 
 def test_two_softmaxes_behind_a_write() -> None:

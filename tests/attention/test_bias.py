@@ -128,10 +128,10 @@ def test_scores_that_are_subtracted(case) -> None:
 
 
 NOT_A_BIAS = {
-    "the weights": (lambda s, b: s, lambda w, b: w + b, "add stands between the softmax"),
+    "the weights": (lambda s, b: s, lambda w, b: w + b, "in-between"),
     "wider": (lambda s, b: s + b[None, None], None, ""),
-    "of the scores": (lambda s, b: s + s.mean(-1, keepdim=True), None, "used elsewhere"),
-    "product with the scores": (lambda s, b: torch.addcmul(s, b, b), None, "addcmul stands between"),
+    "of the scores": (lambda s, b: s + s.mean(-1, keepdim=True), None, "used-elsewhere"),
+    "product with the scores": (lambda s, b: torch.addcmul(s, b, b), None, "in-between"),
     "after which comes relu": (lambda s, b: torch.relu(s + b), None, FLEX),
     "dropped": (lambda s, b: nn.functional.dropout(s + b, 0.0, training=True) * b, None, FLEX),
 }

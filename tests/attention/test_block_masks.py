@@ -175,7 +175,7 @@ def test_rows_that_see_no_key_hold_the_right_mean(how: str, fill: float) -> None
 @pytest.mark.parametrize("fill", [LOWEST, -1e4])
 def test_bias_on_a_row_of_fills(fill: float) -> None:
     """It drowns in the least number, but not in -10000."""
-    inputs, reason = (*qkv(S, S, heads=H), segments()), "not low enough"
+    inputs, reason = (*qkv(S, S, heads=H), segments()), "too small to cancel it"
     fn = added("fill", "fill", fill, bias=True)
     with flex_everywhere("flex"):
         if fill == LOWEST:

@@ -92,7 +92,7 @@ def test_what_hides(dtype: torch.dtype) -> None:
         (lambda a: {**a, "k": a["k"][:, :, :, :8]}, "heads"),
         (lambda a: {**a, "q": a["q"][0]}, "4-D"),
         (lambda a: {**a, "v": a["v"].double()}, "dtype"),
-        (lambda a: {**a, "causal": True}, "not both"),
+        (lambda a: {**a, "causal": True}, "either a mask or is_causal"),
         (lambda a: {**a, "mask": a["mask"].int()}, "boolean or floating"),
         (lambda a: {**a, "mask": a["mask"][..., :5]}, "one column"),
     ],

@@ -100,7 +100,7 @@ NOT_READ = {
     "twice": (lambda w: F.dropout(F.dropout(w, 0.1), 0.2), "two dropouts"),
     "of channels": (lambda w: F.dropout2d(w, 0.1), ""),
     "alpha": (lambda w: F.alpha_dropout(w, 0.1), ""),
-    "other noise": (lambda w: w * torch.bernoulli(torch.ones(w.shape)), "mul stands between the softmax"),
+    "other noise": (lambda w: w * torch.bernoulli(torch.ones(w.shape)), "mul is between the softmax"),
 }
 
 

@@ -59,7 +59,7 @@ def test_masked_upcast(fill: float, dtype: torch.dtype) -> None:
         return weights.to(v.dtype) @ v
 
     q, k, v = qkv(dtype=dtype)
-    unfused(fn, (q, k, v, mask), "a bias of float32")
+    unfused(fn, (q, k, v, mask), "a bias of dtype float32")
     seen = visible(BATCH, 1, Q_LEN, KV_LEN)
     check(lambda q, k, v, seen: fn(q, k, v, torch.where(seen, 0.0, fill)), (q, k, v, seen))
 

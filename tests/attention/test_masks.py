@@ -138,17 +138,17 @@ NOT_A_MASK = {
     "-1": (lambda s, m: s.masked_fill(~m, -1.0), FLEX),
     "0": (lambda s, m: s * m, FLEX),
     "zero fill": (lambda s, m: torch.where(m, s, 0.0), FLEX),
-    "positive": (lambda s, m: s.masked_fill(~m, 1e9), "others drown"),
+    "positive": (lambda s, m: s.masked_fill(~m, 1e9), "range"),
     "scaled away": (lambda s, m: s.masked_fill(~m, -1e4) / 100.0, FLEX),
-    "negated": (lambda s, m: -s.masked_fill(~m, -1e9), "others drown"),
-    "NaN": (lambda s, m: s.masked_fill(m.all(), float("nan")), "replaced by nan, in which"),
-    "tensor": (lambda s, m: torch.where(m, s, m.float().sum(-1, keepdim=True)), "not a known number"),
+    "negated": (lambda s, m: -s.masked_fill(~m, -1e9), "range"),
+    "NaN": (lambda s, m: s.masked_fill(m.all(), float("nan")), "range"),
+    "tensor": (lambda s, m: torch.where(m, s, m.float().sum(-1, keepdim=True)), "mask"),
     "other scores": (lambda s, m: torch.where(m, s, s - 2.0), ""),
-    "of the scores": (lambda s, m: torch.where(s > 0.0, s, LOWEST), "used elsewhere"),
-    "top k": (lambda s, m: s.masked_fill(s < s.topk(3).values[..., -1:], LOWEST), "used elsewhere"),
+    "of the scores": (lambda s, m: torch.where(s > 0.0, s, LOWEST), "used-elsewhere"),
+    "top k": (lambda s, m: s.masked_fill(s < s.topk(3).values[..., -1:], LOWEST), "used-elsewhere"),
     "clamped": (lambda s, m: s.clamp(min=-1.0), FLEX),
     "clamped above": (lambda s, m: s.clamp(max=1.0), FLEX),
-    "clamp of a mask": (lambda s, m: s.masked_fill(~m, -INF).clamp(min=-50.0), "masked before clamp"),
+    "clamp of a mask": (lambda s, m: s.masked_fill(~m, -INF).clamp(min=-50.0), "mask"),
 }
 
 
@@ -161,15 +161,15 @@ def test_not_a_mask(case) -> None:
 
 
 AFTER = {
-    "masked elsewhere": (lambda w, m: w.masked_fill(m, 0.0), "set to 0 at other keys"),
+    "masked elsewhere": (lambda w, m: w.masked_fill(m, 0.0), "mask"),
     "masked by another number": (
         lambda w, m: w.masked_fill(~m, 0.5),
-        "masked_fill stands between the softmax",
+        "in-between",
     ),
-    "multiplied": (lambda w, m: w * m, "mul stands between the softmax"),
-    "normalised": (lambda w, m: w / w.sum(-1, keepdim=True), "used elsewhere"),
-    "nan_to_num": (lambda w, m: torch.nan_to_num(w), "nan_to_num stands between the softmax"),
-    "nan_to_num, method": (lambda w, m: w.nan_to_num(0.0), "nan_to_num stands between the softmax"),
+    "multiplied": (lambda w, m: w * m, "in-between"),
+    "normalised": (lambda w, m: w / w.sum(-1, keepdim=True), "used-elsewhere"),
+    "nan_to_num": (lambda w, m: torch.nan_to_num(w), "in-between"),
+    "nan_to_num, method": (lambda w, m: w.nan_to_num(0.0), "in-between"),
 }
 
 

@@ -73,7 +73,7 @@ def test_scale_on_another_device(case: Any, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("device")
 def test_bias_on_another_device() -> None:
     _, (site,) = on_a_gpu(added, [*QKV, ((), torch.float32, "cpu")])
-    assert site.reason == "a mask or a bias is a number on another device"
+    assert site.reason == "a mask or a bias is a scalar tensor on another device"
     _, (site,) = on_a_gpu(added, [*QKV, ((1, 1, 32, 32), torch.bfloat16, "cuda")])
     assert site.verdict == "fused"
 
@@ -92,7 +92,7 @@ def test_weights_of_another_dtype_than_values() -> None:
         _, (site,) = on_a_gpu(mixed, QKV)
     except RuntimeError:
         pytest.skip("fake tensors of this torch refuse it")
-    assert site.reason == "the weights and the values have different dtypes"
+    assert site.reason == "the attention weights and the values have different dtypes"
     _, (site,) = on_a_gpu(cast, QKV)
     assert site.verdict == "fused"
 

@@ -210,7 +210,7 @@ def test_softmax_over_another_dim(dim: int) -> None:
     def fn(q, k, v):
         return torch.softmax(q @ k.transpose(-2, -1), dim=dim) @ v
 
-    unfused(fn, qkv(4, 4, batch=4, heads=4, dim=4), "not over the keys")
+    unfused(fn, qkv(4, 4, batch=4, heads=4, dim=4), "no-product")
 
 
 @pytest.mark.parametrize("equation", ["bhqk,bhkd->bqd", "bhqk,bhqd->bhkd"])

@@ -225,11 +225,11 @@ def test_used_twice() -> None:
     """One product of the scores for two softmaxes, and one softmax for two products."""
     check(
         lambda q, k, v: (lambda s: torch.softmax(s, -1) @ v + torch.softmax(-s, -1) @ v)(q @ k.mT),
-        qkv(), fused=0, reason="used elsewhere",
+        qkv(), fused=0, reason="used-elsewhere",
     )  # fmt: skip
     check(
         lambda q, k, v: (lambda w: torch.cat([w @ v, w @ v.flip(-1)]))(torch.softmax(q @ k.mT, -1)),
-        qkv(), fused=0, reason="used elsewhere",
+        qkv(), fused=0, reason="used-elsewhere",
     )  # fmt: skip
 
 
@@ -248,7 +248,7 @@ RETURNED = {
 
 @cases(RETURNED)
 def test_returned(case) -> None:
-    check(case, qkv(), fused=0, reason="used elsewhere")
+    check(case, qkv(), fused=0, reason="used-elsewhere")
 
 
 def test_shape_of_the_scores() -> None:

@@ -92,7 +92,7 @@ def test_not_a_sink(case) -> None:
     inputs = (*qkv(13, 13, grad=False), rand(HEADS, grad=False))
     run = testing.capture(case, *inputs, policy="always", backend=testing.EAGER_AFTER_PASSES)
     assert [s.verdict for s in run.sites] == ["rejected"], run.sites
-    assert "the scores are used elsewhere, by" in run.sites[0].reason
+    assert "the scores are also used by" in run.sites[0].reason
     torch.testing.assert_close(run.outputs, case(*inputs))
 
 

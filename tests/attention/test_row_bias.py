@@ -188,21 +188,21 @@ def distances() -> torch.Tensor:
 OTHERS = {
     "a gradient": (
         lambda q, k, v, pad: spelled(q, k, v, seen(pad), q.mean((0, 2, 3))[:, None, None].expand(H, 1, S)),
-        "takes a gradient",
+        "requires a gradient",
     ),
     "a bias of each pair": (
         lambda q, k, v, pad: spelled(q, k, v, seen(pad), distances()),
-        "its bias differs from query to query",
+        "its bias varies over queries",
     ),
     "a window": (
         lambda q, k, v, pad: spelled(q, k, v, seen(pad) & ~causal(S).tril(-5)),
-        "beside causal differs from query to query",
+        "its other mask varies over queries",
     ),
     "padding alone": (
         lambda q, k, v, pad: spelled(q, k, v, (pad != 0)[:, None, None].expand(B, 1, S, S)),
         "is not causal",
     ),
-    "causal alone": (lambda q, k, v, pad: spelled(q, k, v, causal(S)), "not causal and something else"),
+    "causal alone": (lambda q, k, v, pad: spelled(q, k, v, causal(S)), "only causal"),
     "a length": (
         lambda q, k, v, pad: spelled(q[:, :, 1:], k[:, :, 1:], v[:, :, 1:], seen(pad[:, 1:])),
         "multiple of 8",
@@ -244,7 +244,7 @@ def test_a_bias_with_more_digits_than_the_kernel() -> None:
     with everywhere():
         run = testing.capture(fn, *inputs, train=True, backend=testing.EAGER_AFTER_PASSES)
     (site,) = run.sites
-    assert site.verdict == "rejected" and "which SDPA takes as bfloat16" in site.reason
+    assert site.verdict == "rejected" and "which SDPA would round to bfloat16" in site.reason
 
 
 @pytest.mark.parametrize("gain", [0.0, 9.0])

@@ -214,9 +214,9 @@ PADDED = "already an SDPA call; its mask is causal+pad, and flex attention "
         (lambda q, k, v, m: sdpa_of(q, k, v, m).tanh(), {}, f"{PADDED}on a CPU cannot be followed"),
         (lambda q, k, v, m: sdpa_of(q, k, v, m, dropout_p=0.1), {}, f"{PADDED}has no dropout"),
         (lambda q, k, v, m: sdpa_of(q, k, v, m), {"train": True}, f"{PADDED}has no backward on a CPU"),
-        (lambda q, k, v, m: sdpa_of(q, k, v, m), {"attention_kernel": "sdpa"}, f"{PADDED}is not asked for"),
+        (lambda q, k, v, m: sdpa_of(q, k, v, m), {"attention_kernel": "sdpa"}, f"{PADDED}is not selected"),
         (lambda q, k, v, m: sdpa_of(q, k, v, None), {}, "already an SDPA call without a mask"),
-        (lambda q, k, v, m: sdpa_of(q, k, v, rand(S, S)), {}, "nothing was proved of its mask"),
+        (lambda q, k, v, m: sdpa_of(q, k, v, rand(S, S)), {}, "nothing is proved about its mask"),
     ],
 )
 def test_reason(call: Any, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:

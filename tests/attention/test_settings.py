@@ -30,8 +30,8 @@ EFFICIENT, FLASH, MATH = (
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.MATH,
 )
-FORBIDDEN = "allows no backend of SDPA"
-CHOSEN = "backends are chosen by the caller"
+FORBIDDEN = "no enabled SDPA backend"
+CHOSEN = "the caller selects its backends"
 
 
 @pytest.fixture(autouse=True)
@@ -192,7 +192,7 @@ def test_bits_of_eager() -> None:
     for value, fused in (("strict", 0), ("strict_reduction", 0), ("default", 1)):
         config_of_2_15 = mock.Mock(wraps=asked(), numerics=value)
         with mock.patch.object(_inductor.loading, "inductor_config", lambda found=config_of_2_15: found):
-            check(biased, inputs, fused=fused, reason=None if fused else "the bits of eager")
+            check(biased, inputs, fused=fused, reason=None if fused else "eager-bits")
     check(biased, inputs)
 
 

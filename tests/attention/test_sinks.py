@@ -78,30 +78,30 @@ def test_spelling(case) -> None:
 NOT_A_SINK = {
     "the second part of a split": (
         attention(drop=lambda w: w.split([1, w.shape[-1] - 1], -1)[1]),
-        "stands between",
+        "is between",
     ),
     "the first part of a split": (
         attention(join=lambda s, c: torch.cat((c, s), -1), drop=lambda w: w.split([13, 1], -1)[0]),
-        "stands between",
+        "is between",
     ),
     "the split-off column is read": (
         attention(drop=lambda w: (lambda a, b: a + b)(*w.split([13, 1], -1))),
-        "stands between",
+        "is between",
     ),
-    "the first key is dropped": (attention(drop=lambda w: w[..., 1:]), "stands between the softmax"),
-    "the last key is dropped": (attention(join=lambda s, c: torch.cat((c, s), -1)), "stands between"),
+    "the first key is dropped": (attention(drop=lambda w: w[..., 1:]), "is between the softmax"),
+    "the last key is dropped": (attention(join=lambda s, c: torch.cat((c, s), -1)), "is between"),
     "of two columns": (
         attention(join=lambda s, c: torch.cat([s, c, c], -1), drop=lambda w: w[..., :-2]),
         "more than one",
     ),
     "masked as well": (
         attention(change=lambda s: s.masked_fill(torch.ones(s.shape[-1]).cumsum(0) > 9, LOWEST)),
-        "added to an attention sink as well",
+        "added to the attention sink",
     ),
     "capped as well": (attention(change=lambda s: torch.tanh(s)), "applied to an attention sink"),
     "over the queries": (
         attention(join=lambda s, c: torch.cat([s, s[..., :1, :]], -2), drop=lambda w: w[..., :-1, :]),
-        "another dim than the keys",
+        "a dim other than the keys",
     ),
 }
 

@@ -11,7 +11,7 @@ import torch
 from inductor_fusions import config, testing
 from tests.attention.support import check, flex_everywhere, qkv
 
-REASON = "a bias of float32, which SDPA takes as bfloat16"
+REASON = "a bias of dtype float32, which SDPA would round to bfloat16"
 
 
 def attention(q: Any, k: Any, v: Any, bias: Any) -> Any:

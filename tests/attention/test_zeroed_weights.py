@@ -17,7 +17,7 @@ from tests.attention.support import cases, check, flex_everywhere, qkv, rand, sh
 B, H, S = 3, 2, 9
 LOWEST = torch.finfo(torch.float32).min
 INF = float("inf")
-REASON = "the weights are set to 0 at other keys"
+REASON = "the weights are set to 0 at keys other than"
 
 TRAIN = pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 
@@ -148,7 +148,7 @@ def test_bias(train: bool) -> None:
 
     inputs = (*qkv(S, S, batch=B, heads=H), padding())
     check(relative, (*inputs, rand(H, S, inputs[0].shape[-1])), train=train)
-    unfused(fn, (*inputs, rand(H, S, S, grad=False)), "one more mask perhaps", train=train)
+    unfused(fn, (*inputs, rand(H, S, S, grad=False)), "mask", train=train)
 
 
 @TRAIN
@@ -243,7 +243,7 @@ def test_other_keys(case, train: bool) -> None:
 @TRAIN
 @cases(ONE_MORE)
 def test_one_more_mask(case, train: bool) -> None:
-    unfused(case, (*qkv(S, S, batch=B, heads=H), padding()), "one more mask perhaps", train=train)
+    unfused(case, (*qkv(S, S, batch=B, heads=H), padding()), "mask", train=train)
 
 
 NO_ZEROS = {

@@ -148,13 +148,13 @@ def test_lowering_is_registered_whatever_is_imported_first(first: str) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"groups": [0, 2]}, "in order"),
-        ({"groups": [1, 0]}, "in order"),
-        ({"groups": [0]}, "for each product"),
+        ({"groups": [0, 2]}, "in ascending order"),
+        ({"groups": [1, 0]}, "in ascending order"),
+        ({"groups": [0]}, "for each: got"),
         ({"activations": ["softmax", ""]}, "no activation 'softmax'"),
         ({"activations": ["relu"]}, "one activation for each"),
         ({"bias": [None]}, "one bias"),
-        ({"gated": True, "groups": [0, 0]}, "has two groups"),
+        ({"gated": True, "groups": [0, 0]}, "needs two groups"),
         ({"a": [], "b": []}, "at least one product"),
         ({"b": [torch.randn(8, 6), torch.randn(7, 6)]}, r"b\[1\] .* has 7 rows, not the 8 that a\[1\]"),
         ({"b": [torch.randn(8, 6), torch.randn(8)]}, r"b\[1\] .* is a matrix, not 1-D"),
@@ -173,11 +173,11 @@ def test_arguments_that_do_not_fit(change: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"a": torch.randn(5, 8)}, "a of block_mm is a list of tensors, not a Tensor"),
-        ({"b": torch.randn(8, 6)}, "b of block_mm is a list of tensors, not a Tensor"),
-        ({"bias": torch.randn(6)}, "bias of block_mm is a list of tensors or None, not a Tensor"),
+        ({"a": torch.randn(5, 8)}, "a of block_mm must be a list of tensors, not a Tensor"),
+        ({"b": torch.randn(8, 6)}, "b of block_mm must be a list of tensors, not a Tensor"),
+        ({"bias": torch.randn(6)}, "bias of block_mm must be a list of tensors or None, not a Tensor"),
         ({"a": [torch.randn(5, 8), None]}, r"a\[1\] is a NoneType"),
-        ({"activations": "relu"}, "activations of block_mm is a list of strings, not 'relu'"),
+        ({"activations": "relu"}, "activations of block_mm must be a list of strings, not 'relu'"),
     ],
 )
 def test_arguments_of_other_types(change: dict[str, Any], says: str) -> None:

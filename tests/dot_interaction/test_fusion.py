@@ -219,8 +219,8 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     "summed over the pairs": (lambda x, t: (t[:, LI] * t[:, LJ]).sum(1), None),
     "summed, a dim kept": (lambda x, t: (t[:, LI] * t[:, LJ]).sum(-1, keepdim=True), None),
     "summed in another dtype": (lambda x, t: (t[:, LI] * t[:, LJ]).sum(-1, dtype=torch.float64), None),
-    "used elsewhere": (two_readers, "used elsewhere"),
-    "overwritten index": (overwritten_index, "in place"),
+    "used elsewhere": (two_readers, "used-elsewhere"),
+    "overwritten index": (overwritten_index, "overwritten"),
     "another second operand": (lambda x, t: torch.bmm(t, (t + 1).mT)[:, LI, LJ], None),
     "another transpose": (lambda x, t: (t @ t.transpose(0, 1).transpose(0, 2))[:, [1], [0]], None),
     "permuted": (lambda x, t: torch.bmm(t, t.permute(0, 1, 2))[:, [1, 2], [0, 0]], None),
@@ -278,7 +278,7 @@ def test_autocast() -> None:
     """The products are made in another dtype than the features have."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         run = testing.capture(SPELLINGS["lists"], *operands(), backend=testing.EAGER_AFTER_PASSES)
-    assert [site.reason for site in run.sites] == ["operands of several dtypes, or under autocast"]
+    assert [site.reason for site in run.sites] == ["the operands have different dtypes, or autocast is on"]
 
 
 def test_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def lycoris_module_scale(x: Any, w: Any, a: Any, b: Any, scalar: Any) -> Any:
     return F.linear(x, w) + F.linear(F.linear(x, a) * scalar, b)
 
 
-@form(*LORA, (8,), (1,), left=(1, 1), reasons=("divided by a tensor", "kept for a backward"))
+@form(*LORA, (8,), (1,), left=(1, 1), reasons=("divided by a tensor", "used-elsewhere"))
 def adalora(x: Any, w: Any, a: Any, b: Any, e: Any, ranknum: Any) -> Any:
     """Singular values between both, a count of ranks below."""
     return F.linear(x, w) + (x @ (a * e[:, None]).T @ b.T) * 16 / (ranknum.abs() + 1e-5)
@@ -116,7 +116,7 @@ def adapter_activation(x: Any, w: Any, a: Any, b: Any) -> Any:
     return F.linear(x, w) + F.linear(F.relu(F.linear(x, a)), b) * 4.0
 
 
-@form(*LORA, (1,), left=(0, 1), reasons=("", "kept for a backward"))
+@form(*LORA, (1,), left=(0, 1), reasons=("", "used-elsewhere"))
 def adapterhub_gate(x: Any, w: Any, a: Any, b: Any, gate: Any) -> Any:
     """A factor of shape (1,)."""
     return F.linear(x, w) + F.linear(F.linear(x, a), b) * 2.0 * gate
@@ -139,14 +139,14 @@ def dora_scale(w: Any, a: Any, b: Any, m: Any) -> Any:
     return m / torch.linalg.norm(w + 0.5 * (b @ a), dim=1).detach()
 
 
-@form(*LORA, (128,), left=(1, 2), reasons=("", "kept for a backward"))
+@form(*LORA, (128,), left=(1, 2), reasons=("", "used-elsewhere"))
 def dora_torchtune(x: Any, w: Any, a: Any, b: Any, m: Any) -> Any:
     base, lora = F.linear(x, w), F.linear(F.linear(x, a), b) * 0.5
     scale = dora_scale(w, a, b, m)
     return (scale - 1) * base + scale * lora + base
 
 
-@form(*LORA, (128,), left=(1, 2), reasons=("", "kept for a backward"))
+@form(*LORA, (128,), left=(1, 2), reasons=("", "used-elsewhere"))
 def dora_peft(x: Any, w: Any, a: Any, b: Any, m: Any) -> Any:
     """With a bias that is taken away first."""
     result = F.linear(x, w)
@@ -154,7 +154,7 @@ def dora_peft(x: Any, w: Any, a: Any, b: Any, m: Any) -> Any:
     return result + ((scale - 1) * result + scale * F.linear(F.linear(x, a), b) * 0.5)
 
 
-@form(*LORA, (128,), left=(1, 2), reasons=("", "kept for a backward"))
+@form(*LORA, (128,), left=(1, 2), reasons=("", "used-elsewhere"))
 def dora_nvlabs(x: Any, w: Any, a: Any, b: Any, m: Any) -> Any:
     scale = dora_scale(w, a, b, m).view(1, -1)
     org = F.linear(x, w)

@@ -22,7 +22,7 @@ class Form:
         made: the function, or the class of the module.
         specs: its arguments.
         fused: attentions that become one operation where everything that is proved is fused.
-        reasons: what the other sites say, one text within the reason of each, in any order.
+        reasons: of the other sites, a code or a part of the message of each, in order.
     """
 
     name: str

@@ -294,7 +294,7 @@ def weights_kept_and_dropped(q: Any, k: Any, v: Any) -> Any:
     return out if kept else None
 
 
-@form(*QKV, fused=0, reasons=("the attention weights are used elsewhere",))
+@form(*QKV, fused=0, reasons=("weights",))
 def weights_returned(q: Any, k: Any, v: Any) -> Any:
     w = (q @ k.mT * 8**-0.5).softmax(-1)
     return w @ v, w
@@ -340,7 +340,7 @@ def relu_squared(q: Any, k: Any, v: Any) -> Any:
     return (F.relu(q @ k.mT) / 9) ** 2 @ v
 
 
-@form(*QKV, fused=0, reasons=("the scores are used elsewhere",))
+@form(*QKV, fused=0, reasons=("used-elsewhere",))
 def topk_kept(q: Any, k: Any, v: Any) -> Any:
     """All but the largest scores of each row are masked."""
     s = q @ k.mT * 8**-0.5
@@ -389,7 +389,7 @@ class StaticCache(nn.Module):
         return merged(s.softmax(-1) @ v)
 
 
-@form((2, 9, 32), (2, 4, 6, 8), (2, 4, 6, 8), fused=0, reasons=("a function of the scores (mul)",))
+@form((2, 9, 32), (2, 4, 6, 8), (2, 4, 6, 8), fused=0, reasons=("in-between",))
 class GrowingCache(nn.Module):
     """Past and present keys; a mask that is right aligned."""
 
@@ -507,7 +507,7 @@ def everything_at_once(q: Any, k: Any, v: Any, pad: Any, bias: Any) -> Any:
     return torch.matmul(torch.dropout(s.softmax(dim=-1), 0.1, False), v)
 
 
-@form((2, 9, 32), lambda: torch.rand(2, 9) > 0.4, fused=0, reasons=("calls SDPA already",))
+@form((2, 9, 32), lambda: torch.rand(2, 9) > 0.4, fused=0, reasons=("chosen",))
 class FixedWindowsOfLong(nn.Module):
     """multi_head_attention of torch with both masks, weights not asked for."""
 

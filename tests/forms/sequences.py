@@ -72,7 +72,7 @@ def queries_that_matter(q: Any, k: Any, v: Any) -> Any:
     (2, 4, 9, 8),
     (2, 4, 9, 9),
     fused=0,
-    reasons=("the scores are used elsewhere",),
+    reasons=("used-elsewhere",),
 )
 def scores_of_the_last_layer(q: Any, k: Any, v: Any, prev: Any) -> Any:
     """Residual scores: returned for the next layer."""
@@ -172,7 +172,7 @@ class RelativeKeys(nn.Module):
     (2, 4, 9, 8),
     (9, 9, 8),
     fused=0,
-    reasons=("the attention weights are used elsewhere",),
+    reasons=("weights",),
 )
 def relative_values(q: Any, k: Any, v: Any, table: Any) -> Any:
     """Values for each distance too: the weights are needed twice."""
@@ -291,7 +291,7 @@ class GraphBias(nn.Module):
         return (F.softmax(scores, dim=-1) @ v).transpose(1, 2).flatten(2)
 
 
-@form((9, 16), lambda: torch.rand(9, 9) > 0.4, fused=0, reasons=("no product of queries and keys",))
+@form((9, 16), lambda: torch.rand(9, 9) > 0.4, fused=0, reasons=("no-product",))
 class GraphByPairs(nn.Module):
     """Additive attention of graphs: leaky relu of a sum, where with -9e15."""
 
@@ -306,7 +306,7 @@ class GraphByPairs(nn.Module):
         return F.elu(F.softmax(attention, dim=1) @ wh)
 
 
-@form((2, 9, 16), (2, 9, 9, 16), fused=0, reasons=("no product of queries and keys",))
+@form((2, 9, 16), (2, 9, 9, 16), fused=0, reasons=("no-product",))
 class EdgesInTheScores(nn.Module):
     """Edges multiply the products of single channels: no product of matrices."""
 
@@ -382,7 +382,7 @@ class TableColumns(nn.Module):
     (2, 5, 1),
     lambda: torch.tensor([[0.0, 0, 1, 1, 1], [1.0] * 5]),
     fused=0,
-    reasons=("may hide a row together",),
+    reasons=("range",),
 )
 class Trajectories(nn.Module):
     """Returns, states and actions of a trajectory interleaved; padding and a causal mask."""
@@ -421,7 +421,7 @@ class PointerScores(nn.Module):
         return torch.matmul(torch.softmax(compatibility, dim=-1), v)
 
 
-@form((2, 9, 16), fused=0, reasons=("the attention weights are used elsewhere",))
+@form((2, 9, 16), fused=0, reasons=("weights",))
 class HardAttention(nn.Module):
     """Straight through: the forward is one-hot, the gradient that of the softmax."""
 
@@ -432,7 +432,7 @@ class HardAttention(nn.Module):
         return (hard - soft.detach() + soft) @ x
 
 
-@form((2, 9, 16), fused=0, reasons=("stands between the softmax and the product with v",))
+@form((2, 9, 16), fused=0, reasons=("in-between",))
 class Renormalised(nn.Module):
     """Weights times a mask, and divided by their sum."""
 
@@ -442,14 +442,14 @@ class Renormalised(nn.Module):
         return (w / (w.sum(-1, keepdim=True) + 1e-13)) @ x
 
 
-@form((2, 9, 16), (2, 9), fused=0, reasons=("stands between the softmax and the product with v",))
+@form((2, 9, 16), (2, 9), fused=0, reasons=("in-between",))
 def gated_weights(x: Any, gate: Any) -> Any:
     """Weights times a factor of each key."""
     w = (x @ x.transpose(1, 2) * 0.25).softmax(-1)
     return (w * torch.sigmoid(gate)[:, None, :]) @ x
 
 
-@form((2, 9, 16), fused=0, reasons=("stands between the softmax and the product with v",))
+@form((2, 9, 16), fused=0, reasons=("in-between",))
 class ConvolvedWeights(nn.Module):
     """A convolution over the weights of neighbouring tokens."""
 
@@ -462,7 +462,7 @@ class ConvolvedWeights(nn.Module):
         return self.conv(w.unsqueeze(1)).squeeze(1) @ x
 
 
-@form((2, 9, 16), fused=0, reasons=("is not with a matrix of values",))
+@form((2, 9, 16), fused=0, reasons=("no-product",))
 def powers_of_weights(x: Any) -> Any:
     """Two steps of a walk: the product of weights with themselves."""
     w = (x @ x.transpose(1, 2) * 0.25).softmax(-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from inductor_fusions.testing import says
 from tests.attention.support import check
 from tests.forms import FORMS, Form
 
@@ -13,7 +14,7 @@ from tests.forms import FORMS, Form
 def test_form(form: Form, train: bool) -> None:
     function, inputs = form.build()
     seen = check(function, inputs, fused=form.fused, train=train, slack=8.0)
-    left = [site.reason for site in seen.sites if site.verdict != "fused"]
+    left = [site for site in seen.sites if site.verdict != "fused"]
     assert len(left) == len(form.reasons), left
-    for reason, text in zip(left, form.reasons, strict=True):
-        assert text in reason
+    for site, reason in zip(left, form.reasons, strict=True):
+        assert says(site, reason), site

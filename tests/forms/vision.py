@@ -117,7 +117,7 @@ class SelfAttentionGan(nn.Module):
         return (self.gamma * torch.bmm(h, beta) + x).view(*size).contiguous()
 
 
-@form((2, 16, 4, 5), fused=0, reasons=("no product of queries and keys", "no product of queries and keys"))
+@form((2, 16, 4, 5), fused=0, reasons=("no-product", "no-product"))
 class LinearAttentionBlock(nn.Module):
     """softmax of k over the tokens: a context first, no scores."""
 
@@ -373,8 +373,8 @@ def matching_channels_first(query: Any, key: Any, value: Any) -> Any:
     (2, 24, 16),
     fused=0,
     reasons=(
-        "stands between the softmax and the product with v",
-        "stands between the softmax and the product with v",
+        "in-between",
+        "in-between",
     ),
 )
 def dual_softmax(a: Any, b: Any) -> Any:
@@ -389,8 +389,8 @@ def dual_softmax(a: Any, b: Any) -> Any:
     (2, 20, 16),
     fused=0,
     reasons=(
-        "stands between the softmax and the product with v",
-        "stands between the softmax and the product with v",
+        "in-between",
+        "in-between",
     ),
 )
 class Slots(nn.Module):
@@ -405,7 +405,7 @@ class Slots(nn.Module):
         return slots
 
 
-@form((2, 16, 4, 5), fused=0, reasons=("calls SDPA already",))
+@form((2, 16, 4, 5), fused=0, reasons=("chosen",))
 class AttentionPool(nn.Module):
     """CLIP's pool: the mean token queries all; one query."""
 
@@ -459,7 +459,7 @@ class ClassTokenOnly(nn.Module):
         return (attn @ v).transpose(1, 2).reshape(b, 1, c)
 
 
-@form((2, 10, 16), fused=0, reasons=("stands between the product of q and k and the softmax",))
+@form((2, 10, 16), fused=0, reasons=("in-between",))
 class TalkingHeads(nn.Module):
     """Heads are mixed before and after the softmax."""
 
@@ -476,7 +476,7 @@ class TalkingHeads(nn.Module):
         return (attn @ v).transpose(1, 2).reshape(b, n, c)
 
 
-@form((2, 10, 16), fused=0, reasons=("stands between the softmax and the product with v",))
+@form((2, 10, 16), fused=0, reasons=("in-between",))
 class ReAttention(nn.Module):
     """DeepViT: heads of the weights mixed by einsum, and a norm."""
 
@@ -534,7 +534,7 @@ class NeighbourhoodByUnfold(nn.Module):
         return (attn @ k).squeeze(3).transpose(1, 2).reshape(b, n, c)
 
 
-@form((2, 4, 8, 8), fused=0, reasons=("no product of queries and keys",))
+@form((2, 4, 8, 8), fused=0, reasons=("no-product",))
 class LowRankGlobalContext(nn.Module):
     """Global context: one weight for each pixel, from a 1x1 convolution."""
 

@@ -30,24 +30,24 @@ def narrow_bias_scaled_with_the_scores(q: Any, k: Any, v: Any) -> Any:
     return (scores + causal).softmax(-1) @ v
 
 
-@form(*QKV, fused=0, reasons=("rounded to bfloat16 on their way",))
+@form(*QKV, fused=0, reasons=("rounded",))
 def scores_rounded_with_the_bias(q: Any, k: Any, v: Any) -> Any:
     scores = ((q @ k.mT).bfloat16() + slopes(torch.bfloat16)[None, :, None]) * 8**-0.5
     return scores.float().softmax(-1) @ v
 
 
-@form(*QKV, (4, 4), fused=0, reasons=("matmul stands between the product of q and k and the softmax",))
+@form(*QKV, (4, 4), fused=0, reasons=("in-between",))
 def scores_of_mixed_heads(q: Any, k: Any, v: Any, mix: Any) -> Any:
     scores = ((q @ k.mT * 8**-0.5).permute(0, 2, 3, 1) @ mix).permute(0, 3, 1, 2)
     return scores.softmax(-1) @ v
 
 
-@form(*QKV, (4, 4), fused=0, reasons=("einsum stands between the product of q and k and the softmax",))
+@form(*QKV, (4, 4), fused=0, reasons=("in-between",))
 def scores_mixed_by_einsum(q: Any, k: Any, v: Any, mix: Any) -> Any:
     return einsum("bhij,hg->bgij", scored(q, k), mix).softmax(-1) @ v
 
 
-@form((2, 2, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8), fused=1, reasons=("no product of queries and keys",))
+@form((2, 2, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8), fused=1, reasons=("no-product",))
 def distances_behind_an_attention(q: Any, k: Any, v: Any) -> Any:
     """The product of the attention in front is none of the second softmax."""
     x = scored(q, k).softmax(-1) @ v
@@ -93,44 +93,44 @@ def exponential_beside_logsumexp(q: Any, k: Any, v: Any) -> Any:
     return torch.exp(s - torch.logsumexp(s, dim=-1, keepdim=True)) @ v
 
 
-@form(*QKV, fused=0, reasons=("the largest score is not subtracted",))
+@form(*QKV, fused=0, reasons=("range",))
 def exponentials_as_they_are(q: Any, k: Any, v: Any) -> Any:
     e = scored(q, k).exp()
     return (e / e.sum(-1, keepdim=True)) @ v
 
 
-@form(*QKV, fused=0, reasons=("the largest score is not subtracted",))
+@form(*QKV, fused=0, reasons=("range",))
 def exponentials_less_the_largest_of_queries(q: Any, k: Any, v: Any) -> Any:
     s = scored(q, k)
     e = (s - s.amax(-2, keepdim=True)).exp()
     return (e / e.sum(-1, keepdim=True)) @ v
 
 
-@form(*QKV, fused=0, reasons=("not divided by their sum alone, but by add",))
+@form(*QKV, fused=0, reasons=("in-between",))
 def exponentials_over_more_than_their_sum(q: Any, k: Any, v: Any) -> Any:
     e = exponentials(q, k)
     return (e / (e.sum(-1, keepdim=True) + 0.1)) @ v
 
 
-@form(*QKV, fused=0, reasons=("mul stands between the exponentials",))
+@form(*QKV, fused=0, reasons=("in-between",))
 def exponentials_times_a_mask(q: Any, k: Any, v: Any) -> Any:
     e = exponentials(q, k) * torch.ones(9, 9).tril()
     return (e / (e.sum(-1, keepdim=True) + 1e-6)) @ v
 
 
-@form(*QKV, fused=0, reasons=("behind the product with v",))
+@form(*QKV, fused=0, reasons=("in-between",))
 def exponentials_divided_behind_the_product(q: Any, k: Any, v: Any) -> Any:
     e = exponentials(q, k)
     return (e @ v) / e.sum(-1, keepdim=True)
 
 
-@form(*QKV, fused=0, reasons=("the exponentials are used elsewhere",))
+@form(*QKV, fused=0, reasons=("weights",))
 def exponentials_that_are_returned(q: Any, k: Any, v: Any) -> Any:
     e = exponentials(q, k)
     return (e / e.sum(-1, keepdim=True)) @ v, e
 
 
-@form(*QKV, fused=0, reasons=("not over the keys",))
+@form(*QKV, fused=0, reasons=("no-product",))
 def exponentials_over_the_queries(q: Any, k: Any, v: Any) -> Any:
     s = scored(q, k)
     e = (s - s.amax(-2, keepdim=True)).exp()
@@ -155,17 +155,17 @@ def no_key_and_weights_times_the_mask(q: Any, k: Any, v: Any, seen: Any) -> Any:
     return (padded(q, k, seen) * seen[:, None, None].to(q.dtype)) @ v
 
 
-@form(*QKV, some, fused=0, reasons=("a row that sees no key is NaN",))
+@form(*QKV, some, fused=0, reasons=("empty-rows",))
 def infinite_fill_times_the_mask(q: Any, k: Any, v: Any, seen: Any) -> Any:
     return (padded(q, k, seen, -float("inf")) * seen[:, None, None].to(q.dtype)) @ v
 
 
-@form(*QKV, some, fused=0, reasons=("set to 0 at other keys",))
+@form(*QKV, some, fused=0, reasons=("mask",))
 def weights_times_another_mask(q: Any, k: Any, v: Any, seen: Any) -> Any:
     return (scored(q, k).softmax(-1) * seen[:, None, None].float()) @ v
 
 
-@form(*QKV, lambda: torch.tensor([[2] * 9, [1] * 5 + [0] * 4]), fused=0, reasons=("mul stands between",))
+@form(*QKV, lambda: torch.tensor([[2] * 9, [1] * 5 + [0] * 4]), fused=0, reasons=("in-between",))
 def weights_times_counts(q: Any, k: Any, v: Any, count: Any) -> Any:
     return (padded(q, k, count > 0) * count[:, None, None].float()) @ v
 
@@ -186,7 +186,7 @@ def difference_of_results(q1: Any, k1: Any, q2: Any, k2: Any, v: Any, factor: An
     return scored(q1, k1).softmax(-1) @ v - factor * (scored(q2, k2).softmax(-1) @ v)
 
 
-@form(*QKV, fused=0, reasons=("element by element",))
+@form(*QKV, fused=0, reasons=("no-product",))
 def weights_and_values_by_elements(q: Any, k: Any, v: Any) -> Any:
     return (scored(q, k).softmax(-1).unsqueeze(-1) * v.unsqueeze(2)).sum(3)
 

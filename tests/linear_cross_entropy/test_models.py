@@ -102,4 +102,4 @@ def test_returned_logits() -> None:
             found = self.model(input_ids=ids, labels=labels, **self.options)
             return found.loss, found.logits
 
-    check(Both(causal("llama"), use_cache=False), fused=0, reason="leave the graph")
+    check(Both(causal("llama"), use_cache=False), fused=0, reason="used-elsewhere")

@@ -202,7 +202,7 @@ def test_float16() -> None:
     seen = check(extern, args, budget=2.0)
     assert seen.fused("lora") == 1
     seen = check(extern, (*args[:2], *(t.float() for t in args[2:])), budget=2.0)
-    assert seen.reasons("lora") == ["float32 adapters on a base of float16"]
+    assert seen.reasons("lora") == ["the adapters are float32 and the base is float16"]
 
 
 def test_odd_rank_of_float32() -> None:

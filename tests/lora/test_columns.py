@@ -71,7 +71,7 @@ def test_few_rows() -> None:
     few = (x[:, :2].detach(), *rest)
     assert check(by_cat, few, budget=2.0).calls()
     (reason, *_) = run(by_cat, few, policy="profitable").reasons("lora")
-    assert "behind B" in reason
+    assert "after B" in reason
 
 
 def read_elsewhere(x: Any, w: Any, a: Any, b: Any, c: Any, d: Any) -> Any:

@@ -204,7 +204,7 @@ def test_autocast_to_another_dtype() -> None:
     with torch.autocast("cpu", torch.float16):
         seen = run(Adapted(), (rand(24, IN),), train=True, policy="always")
     (site,) = [site for site in seen.sites if site.fusion == "lora_input"]
-    assert site.verdict == "rejected" and "several dtypes" in site.reason
+    assert site.verdict == "rejected" and "different dtypes" in site.reason
 
 
 def test_autocast_that_ends_before_the_linear() -> None:

@@ -221,8 +221,8 @@ def written(change: Change | None = None, later: Change | None = None, no_grad: 
         (written(overwritten), "mul_ writes in place between the cast and the linear"),
         (written(wide_overwritten), "setitem writes in place"),
         (written(wide_activated), "elu writes in place"),
-        (written(later=overwritten), "overwrites an operand, which is kept"),
-        (written(no_grad=True), "gradients are switched on or off"),
+        (written(later=overwritten), "overwrites an operand that is saved"),
+        (written(no_grad=True), "grad mode changes"),
     ],
 )
 def test_input_that_is_not_what_was_widened(fn: Any, reason: str) -> None:

@@ -47,12 +47,12 @@ def test_form(name: str) -> None:
 
 
 def test_it_is_not_measured() -> None:
-    check(FORMS["loralib"], policy="profitable", fused=0, reason="are not measured")
+    check(FORMS["loralib"], policy="profitable", fused=0, reason="not-measured")
 
 
 def test_inference() -> None:
     """Merging is one small product, and two products may take longer: it is left."""
-    check(FORMS["loralib"], train=False, fused=0, reason="are not measured")
+    check(FORMS["loralib"], train=False, fused=0, reason="not-measured")
 
 
 def test_the_weight_changes_before_the_backward() -> None:

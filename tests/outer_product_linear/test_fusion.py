@@ -100,7 +100,7 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
         lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :] * u[:, :, None]).flatten(1), w, b), None,
     ),
     "used elsewhere": (
-        lambda u, v, w, b: both((u[:, :, None] * v[:, None, :]).flatten(1), w, b), "used elsewhere",
+        lambda u, v, w, b: both((u[:, :, None] * v[:, None, :]).flatten(1), w, b), "used-elsewhere",
     ),
 }  # fmt: skip
 
@@ -128,7 +128,7 @@ def test_autocast() -> None:
     """The product is made in another dtype than the linear multiplies in."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         run = testing.capture(SPELLINGS["index"], *operands(), backend=testing.EAGER_AFTER_PASSES)
-    assert [site.reason for site in run.sites] == ["operands of several dtypes, or under autocast"]
+    assert [site.reason for site in run.sites] == ["the operands have different dtypes, or autocast is on"]
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_float32_needs_tf32(tf32: None) -> None:
     check_kernel(whole)
     torch.set_float32_matmul_precision("highest")
     check_kernel(half)
-    with pytest.raises(LeftToStock, match="without TF32") as left:
+    with pytest.raises(LeftToStock, match="TF32 is off") as left:
         check_kernel(whole)
     assert "set_float32_matmul_precision" in left.value.hint
     with pytest.raises(LeftToStock, match="on the CPU"):

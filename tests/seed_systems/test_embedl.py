@@ -104,7 +104,7 @@ def test_E1_weights_are_asked_for(device: torch.device) -> None:
     """need_weights: unfused, with that reason."""
     run = check(MHA(weights=True), sequences(), device, fused=0, backend=QUICK, slack=4.0)
     (site,) = run.sites
-    assert site.reason == "the attention weights are used elsewhere" and site.hint == "need_weights=False"
+    assert site.reason == "the attention weights are also used" and site.hint == "need_weights=False"
 
 
 # -- E2: shifted windows ---------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_E6_reasons(caplog: pytest.LogCaptureFixture, device: torch.device) -> N
         weights = torch.softmax(q @ k.transpose(-1, -2), -1)
         return weights @ v, weights
 
-    check(fn, qkv(), device, fused=0, reason="the attention weights are used elsewhere", backend=QUICK)
+    check(fn, qkv(), device, fused=0, reason="weights", backend=QUICK)
     inductor_fusions.clear()
     with config.patch(policy="always"), caplog.at_level("INFO", logger="inductor_fusions"):
         torch.compile(fn, backend=testing._AfterPasses([]))(*on(device, qkv()))

@@ -1,4 +1,4 @@
-"""Attention, hand-written or SDPA, to the cheapest kernel that means the same.
+"""Fuses attention, hand-written or SDPA, to the fastest equivalent kernel.
 
 `recognise` reads the attention around a softmax into its `normal_form`, `masks` proves what its mask says,
 `problem` brings it to (batch, heads, length, dim), `kernels` picks a kernel, `emit` writes it.
@@ -18,7 +18,7 @@ from .written_out import SOFTMAXES
 FUSION = Fusion(
     name="attention",
     stage="pre_grad",
-    summary="softmax(q @ k^T) @ v and SDPA calls to flash, efficient or cuDNN attention",
+    summary="softmax(q @ k^T) @ v and SDPA calls to the fastest fused attention kernel",
     scope=scope_of,
 )
 FUSION.anchor(lambda: spellings(*SOFTMAXES), is_in_attention)(sites.hand_written)

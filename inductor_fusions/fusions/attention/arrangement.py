@@ -1,4 +1,4 @@
-"""Which dims of a tensor are the queries of an attention, which its keys, and how the others stand.
+"""The roles of the dims of a score tensor: queries, keys, batch and heads, under views.
 
 People write the scores as (batch, heads, queries, keys), as (queries, keys, batch, heads), as (batch,
 queries, heads, keys), or with the dims of an image apart. A reader goes from operation to operation with an

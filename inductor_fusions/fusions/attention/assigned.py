@@ -1,4 +1,4 @@
-"""Scores that are written in part: `scores[mask] = number`, `scores[..., 1:, 1:] += bias`."""
+"""Partial in-place writes to scores: `scores[mask] = number`, `scores[..., 1:, 1:] += bias`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,11 @@ class Region:
         assert scores is not None
         single = at.single(scores.shape)
         if operand is None or single is None or term.floor is not None or not term.hides:
-            raise Rejected(Reason.OVERWRITTEN("the scores are written in part, by more than a sum or a mask"))
+            raise Rejected(
+                Reason.OVERWRITTEN(
+                    "a part of the scores is overwritten by something other than a sum or a masked fill"
+                )
+            )
         operand = operand.padded(len(self.places))
         sizes, pads = list(operand.shape), []
         for place, dim in enumerate(single.order):

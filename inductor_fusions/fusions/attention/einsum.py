@@ -30,7 +30,7 @@ def queries_and_keys(op: Op, at: Arrangement) -> tuple[Operand, Operand]:
         or not _are_of(columns, found.second, found.first)
         or set(found.first + found.second) - set(found.result + summed)
     ):
-        raise Misplaced(Reason.NO_PRODUCT(f"einsum {found.text!r} is no product of queries and keys"))
+        raise Misplaced(Reason.NO_PRODUCT(f"einsum {found.text!r} is not a product of queries and keys"))
     _check_sizes(found, summed)
     return (
         _arranged(found.left, found.first, (lead, rows, summed)),
@@ -42,12 +42,12 @@ def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[An
     """The values of an einsum with the weights, and its result: as (*lead, *queries, *dim), and permuted."""
     found = equation(op)
     if found.left is found.right:
-        raise Rejected(Reason.NO_PRODUCT("the attention weights are multiplied with themselves"))
+        raise Rejected(Reason.NO_PRODUCT("the attention weights are multiplied by themselves"))
     if found.left is not weights:
         found = found.turned()
     if all(found.first[d] in found.result for d in (*at.rows, *at.columns)):
         raise Rejected(
-            Reason.IN_BETWEEN(f"einsum {found.text!r} stands between the softmax and the product with v")
+            Reason.IN_BETWEEN(f"einsum {found.text!r} is between the softmax and the product with v")
         )
     lead, rows, columns = ("".join(found.first[d] for d in dims) for dims in (at.lead, at.rows, at.columns))
     free = "".join(c for c in found.second if c not in found.first)
@@ -59,7 +59,7 @@ def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[An
         or set(rows) & set(found.second)
         or set(found.result) != set(natural)
     ):
-        raise Misplaced(Reason.NO_PRODUCT(f"einsum {found.text!r} is no product of weights and values"))
+        raise Misplaced(Reason.NO_PRODUCT(f"einsum {found.text!r} is not a product of weights and values"))
     _check_sizes(found, columns)
     whole, held = tensor(weights), tensor(found.right)
     assert whole is not None and held is not None

@@ -102,7 +102,9 @@ class Body:
             return self.capture(node)
         found = [index[d] for d in kept]
         if not all(isinstance(i, fx.Node) for i in found):
-            raise Rejected(Reason.MASK("a mask reads one fixed element of a tensor"))
+            raise Rejected(
+                Reason.MASK("the mask indexes a tensor by a constant, which flex attention does not support")
+            )
         return self.call(operator.getitem, self.capture(node), tuple(found))
 
     def load_score(self, node: fx.Node) -> Any:
@@ -400,32 +402,32 @@ def takes(problem: Problem) -> str:
     if problem.dropout > 0:
         return "flex attention has no dropout"
     if problem.transformed:
-        return "flex attention has no rule for torch.func.grad"
+        return "flex attention does not support torch.func.grad"
     if device not in ("cpu", "cuda"):
         return f"flex attention has no kernel for {device}"
     if device in LIMITED:
         if problem.train:
             return "flex attention has no backward on a CPU"
         if not flex_on_cpu():
-            return "flex attention needs a CPU with vector instructions that Inductor writes"
+            return "flex attention needs a CPU whose vector instructions Inductor supports"
         if problem.sink is not None:
-            return "flex attention gives no logsumexp on a CPU"
+            return "flex attention returns no logsumexp on a CPU"
         if not all(_lies_in_four_dims(each.node) for each in (problem.q, problem.k)):
-            return "flex attention on a CPU takes views of tensors of four dims alone"
+            return "flex attention on a CPU supports only views of 4-D tensors"
         if not problem.bare_output:
             return "flex attention on a CPU cannot be followed by pointwise operations"
     if not all(isinstance(dim, int) and dim >= 16 for dim in dims):
-        return "flex attention takes head dims from 16 on"
+        return "flex attention needs head dims of at least 16"
     if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"flex attention does not take {problem.dtype}"
+        return f"flex attention does not support {problem.dtype}"
     if counts_in_32_bits() and any(hint(node.numel()) >= 2**31 for node in _read(problem)):
-        return "flex attention of this torch reads at most 2^31 elements of a tensor"
+        return "flex attention of this torch supports at most 2^31 elements in a tensor"
     if not isinstance(problem.first_scale, (int, float)):
-        return "flex attention takes a scale that is a number"
+        return "flex attention needs a constant scale"
     if problem.train and _learns(problem) and torch.are_deterministic_algorithms_enabled():
         return "flex attention's gradient of a bias is not deterministic"  # it is added up atomically
     if problem.train and _learns(problem) and not _is_static(problem):
-        return "Inductor does not lower flex attention's gradient of a bias where sizes are symbolic"
+        return "Inductor does not lower flex attention's gradient of a bias with symbolic sizes"
     return ""
 
 

@@ -112,19 +112,23 @@ class FlexBackward(Candidate):
         q, k, v = (value(t) for t in (given.q, given.k, given.v))
         if not all(isinstance(size, int) for t in (q, k, v) for size in t.shape):
             raise LeftToStock(
-                Reason.SYMBOLIC("its sizes are symbolic, and chunks are cut when it is compiled")
+                Reason.SYMBOLIC("the sizes are symbolic, and the chunked backward needs static ones")
             )
         if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
-            raise LeftToStock(Reason.NOT_FASTER("the template of flex attention, which is as fast there"))
+            raise LeftToStock(
+                Reason.NOT_FASTER("Inductor's flex attention template is as fast for this device and dtype")
+            )
         if q.shape[0] != k.shape[0]:
-            raise Rejected(Reason.SHAPES("keys that the samples of a batch share"))
+            raise Rejected(Reason.SHAPES("the samples of the batch share their keys"))
         _, joint, mask = self.mods
         gradients = next(iter(reversed(joint.graph.nodes))).args[0]
         if any(g is not None for g in gradients[1:]):
-            raise LeftToStock(Reason.NOT_FASTER("a captured tensor that needs a gradient"))
+            raise LeftToStock(Reason.NOT_FASTER("a captured tensor requires a gradient"))
         if any("index" in str(node.target) for node in mask.graph.nodes):
             raise LeftToStock(
-                Reason.NOT_FASTER("what its mask hides is data, which the template reads block by block")
+                Reason.NOT_FASTER(
+                    "the mask depends on data, and Inductor's template can skip the blocks that it hides"
+                )
             )
         self.chunk = decisions.flex_backward(
             device=q.device,
@@ -137,7 +141,9 @@ class FlexBackward(Candidate):
         )
         if not self.chunk:
             raise LeftToStock(
-                Reason.NOT_FASTER("the template of flex attention: nothing is measured to be faster there")
+                Reason.NOT_FASTER(
+                    "Inductor's flex attention template is at least as fast at this shape, as measured"
+                )
             )
 
     def _visible(self) -> float:
@@ -270,7 +276,7 @@ class FlexBackward(Candidate):
 FUSION = Fusion(
     name="flex_backward",
     stage="post_grad",
-    summary="the backward of flex attention to products of the library, for wide heads",
+    summary="the backward of flex attention to library GEMMs, for wide heads",
 )
 
 

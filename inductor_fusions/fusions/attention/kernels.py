@@ -1,4 +1,4 @@
-"""Which kernel an attention should become: what each takes, and what it is measured to cost."""
+"""Chooses the kernel of an attention: what each supports, and which is measured to be fastest."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .short import terms as short
 from .structure import Structure
 
 CALL = "already an SDPA call"
-CHOSEN = f"{CALL}, and its backends are chosen by the caller"
-FORBIDDEN = "the caller allows no backend of SDPA that takes this attention (sdpa_kernel, enable_flash_sdp)"
+CHOSEN = f"{CALL}, and the caller selects its backends"
+FORBIDDEN = "no enabled SDPA backend supports this attention (sdpa_kernel, enable_flash_sdp)"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def choose(problem: Problem) -> Choice:
         unable = flex.takes(problem)
         if unable:
             raise LeftToStock(
-                Reason.IN_BETWEEN(f"a function of the scores ({problem.stages[-1][0].function}): {unable}")
+                Reason.IN_BETWEEN(f"the scores pass through {problem.stages[-1][0].function}, and {unable}")
             )
     if flexible and config.attention_kernel == "flex":
         return _choice("flex", problem)
@@ -83,7 +83,9 @@ def choose(problem: Problem) -> Choice:
             raise LeftToStock(Reason.NO_KERNEL(FORBIDDEN))
         return _choice(kernel, problem)
     if not fits:
-        raise LeftToStock(Reason.NO_KERNEL(f"no fused kernel takes this attention ({_why_math(problem)})"))
+        raise LeftToStock(
+            Reason.NO_KERNEL(f"no fused kernel supports this attention, because of {_why_math(problem)}")
+        )
     verdict = _measured(problem, fits)
     if verdict.kernel is None:
         raise LeftToStock(verdict.reason, "INDUCTOR_FUSIONS_POLICY=always fuses whatever is proved")
@@ -138,7 +140,7 @@ def _as_a_call(problem: Problem, changed: bool) -> Choice:
         raise LeftToStock(Reason.CHOSEN(CHOSEN))
     choice = _choice("sdpa", problem)
     if not _may_call(problem, available(problem, choice.grouped)):
-        raise LeftToStock(Reason.NO_KERNEL(f"{CHOSEN}; none of them takes what it would become"))
+        raise LeftToStock(Reason.NO_KERNEL(f"{CHOSEN}; none of them supports the rewritten call"))
     return choice
 
 
@@ -164,13 +166,13 @@ def why_as_it_is(problem: Problem, structure: Structure | None) -> str:
     if problem.attn_mask is None:
         return f"{CALL} without a mask"
     if structure is None:
-        return f"{CALL}; nothing was proved of its mask"
+        return f"{CALL}, and nothing is proved about its mask"
     unable = flex.takes(problem)
     if not unable and problem.structure is None:
-        unable = "what rows that see no key need cannot follow flex attention on a CPU"
+        unable = "on a CPU flex attention cannot be followed by the correction of fully masked rows"
     if not unable:
         asked = config.attention_kernel
-        unable = f"flex attention is not asked for (INDUCTOR_FUSIONS_ATTENTION_KERNEL={asked})"
+        unable = f"flex attention is not selected (INDUCTOR_FUSIONS_ATTENTION_KERNEL={asked})"
     return f"{CALL}; its mask is {structure.kind}, and {unable}"
 
 
@@ -349,17 +351,17 @@ def _copies_pay(problem: Problem, grouped: bool) -> bool:
 def _why_math(problem: Problem) -> str:
     if problem.rounded_bias is not None:
         wide, narrow = (tables.dtype_name(each) for each in (problem.rounded_bias, problem.dtype))
-        return f"a bias of {wide}, which SDPA takes as {narrow}"
+        return f"a bias of dtype {wide}, which SDPA would round to {narrow}"
     if modes.is_restricted():
-        return "its dtype, head dim or strides, or the backends of SDPA that the caller allows"
+        return "its dtype, head dim or strides, or the SDPA backends that are enabled"
     if problem.dropout > 0 and problem.q.value.device.type == "cpu":
         return "dropout on a CPU"
     if _mask_needs_grad(problem):
-        return "a bias that needs a gradient"
+        return "a bias that requires a gradient"
     if not known_true(problem.q.shape[-1] == problem.v.shape[-1]):
-        return "head dims of q and v differ"
+        return "different head dims of q and v"
     if problem.q.value.device.type == "cuda" and not _copies_pay(problem, grouped=False):
-        return "its head dim is not the last one in memory, and copies would cost more than the scores"
+        return "its head dim, which is not contiguous: copies would move more than the scores"
     return "its dtype, head dim or strides"
 
 

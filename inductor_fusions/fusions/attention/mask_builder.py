@@ -1,4 +1,4 @@
-"""Builds the mask of a fused attention, and keeps the value of rows that see no key.
+"""Builds the mask of a fused attention, and preserves the values of fully masked rows.
 
 A query may see no key: left padding under a causal mask, a padded query of DeBERTa. With a finite fill
 its unfused scores all become the fill, so that its weights are equal and its result is the mean of the
@@ -160,7 +160,10 @@ def check_empty_rows(problem: Problem) -> None:
         for term, _ in problem.terms:
             if term.floor is not None and term.floor > lowest:
                 raise Rejected(
-                    Reason.RANGE(f"scores are clamped to {term.floor:g}, in which scores of masked rows show")
+                    Reason.RANGE(
+                        f"scores are clamped to {term.floor:g}, which is too large: a fully masked row would "
+                        "not be uniform"
+                    )
                 )
         shallow = False  # whether a number that does not drown a bias has filled scores
         for term, _ in problem.terms:
@@ -169,7 +172,7 @@ def check_empty_rows(problem: Problem) -> None:
             elif shallow and not may_hide_rows(term.node):
                 raise Rejected(
                     Reason.RANGE(
-                        "a bias is added to masked scores, whose number is not low enough to drown it"
+                        "a bias is added to masked scores, and their fill value is too small to cancel it"
                     )
                 )
         terms = [term for term, _ in problem.terms]
@@ -177,8 +180,8 @@ def check_empty_rows(problem: Problem) -> None:
         if any(f > lowest for f in fills) and any(t.fill is None and _is_shallow(t, lowest) for t in terms):
             raise Rejected(
                 Reason.RANGE(
-                    "a fill and a mask that is added may hide a row together, and scores do not drown in the"
-                    " number"
+                    "a masked fill and an additive mask may together mask a row fully, and the fill value "
+                    "is too small to cancel the scores"
                 ),
                 "fill with torch.finfo(dtype).min",
             )
@@ -197,10 +200,8 @@ def check_empty_rows(problem: Problem) -> None:
             term.fill is None and may_hide_rows(term.node)
         ):
             raise LeftToStock(
-                Reason.EMPTY_ROWS(
-                    "rows that see no key cannot be ruled out, and INDUCTOR_FUSIONS_EMPTY_ROWS=stock"
-                ),
-                "INDUCTOR_FUSIONS_EMPTY_ROWS=keep fuses and keeps their values",
+                Reason.EMPTY_ROWS("a row may be fully masked, and INDUCTOR_FUSIONS_EMPTY_ROWS=stock"),
+                "INDUCTOR_FUSIONS_EMPTY_ROWS=keep fuses, and keeps the values of such rows",
             )
 
 

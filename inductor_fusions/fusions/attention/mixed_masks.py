@@ -1,4 +1,4 @@
-"""A bias and a mask in one tensor, taken apart: `bias.masked_fill(hidden, -inf)`, `bias + mask`.
+"""Splits a tensor into bias and mask: `bias.masked_fill(hidden, -inf)`, `bias + mask`.
 
 As one tensor it varies over all dims, and says nothing of blocks to skip. Apart, the mask may be a predicate,
 and the bias a row or a number for each head.

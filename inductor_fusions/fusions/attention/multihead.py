@@ -67,28 +67,30 @@ class MultiheadForward(Candidate):
         query, key = (torch_ops.tensor(self.arguments[name]) for name in ("query", "key"))
         output = self.anchor.meta.get("example_value")
         if query is None or key is None or not isinstance(output, tuple):
-            raise Rejected(Reason.NOT_A_TENSOR("an argument of multi_head_attention_forward is no tensor"))
+            raise Rejected(Reason.NOT_A_TENSOR("an argument of multi_head_attention_forward is not a tensor"))
         check_kind(query)
         self.derivatives.check([self.anchor])
         if "MATH" not in self.derivatives.modes.at(self.anchor).backends:
             raise LeftToStock(
-                Reason.NO_KERNEL("SDPA may not take the math backend here, which alone takes every attention")
+                Reason.NO_KERNEL("SDPA's math backend is disabled, and only it supports every attention")
             )
         if not self.arguments["need_weights"]:
             raise LeftToStock(
-                Reason.CHOSEN("multi_head_attention_forward without weights calls SDPA already")
+                Reason.CHOSEN("multi_head_attention_forward without attention weights already calls SDPA")
             )
         for user in self.anchor.users:
             if user.target is not operator.getitem or user.args[1] not in (0, 1):
-                raise Rejected(Reason.NOT_A_TENSOR("the pair of output and weights is used as a whole"))
+                raise Rejected(
+                    Reason.NOT_A_TENSOR("the tuple of output and weights is used without unpacking")
+                )
             if user.args[1] == 1 and readers(user):
                 raise Rejected(
-                    Reason.WEIGHTS("the attention weights are used elsewhere"), "need_weights=False"
+                    Reason.WEIGHTS("the attention weights are also used elsewhere"), "need_weights=False"
                 )
         if self.arguments["training"] and self.arguments["dropout_p"] >= 1:
-            raise Rejected(Reason.DROPOUT("a dropout of 1 leaves no weight"))
+            raise Rejected(Reason.DROPOUT("dropout with p = 1 sets all weights to 0"))
         if not all(holds_now(size >= 1) for size in (*query.shape, *key.shape)):
-            raise Rejected(Reason.EMPTY("an operand is empty, or may be"))
+            raise Rejected(Reason.EMPTY("an operand is empty or may be empty"))
         kind = self._mask(query, key)
         if config.policy == "profitable":
             batch = query.shape[1] if query.dim() == 3 else 1
@@ -112,7 +114,7 @@ class MultiheadForward(Candidate):
             return "none" if padding is None else "pad"
         found = torch_ops.tensor(mask)
         if found is None:
-            raise Rejected(Reason.NOT_A_TENSOR("the mask of multi_head_attention_forward is no tensor"))
+            raise Rejected(Reason.NOT_A_TENSOR("the mask of multi_head_attention_forward is not a tensor"))
         hidden = mask if found.dtype == torch.bool else _hidden(mask)
         shape = (1, 1, query.shape[0], key.shape[0])
         more = ("bias_k", "bias_v", "static_k", "static_v")  # keys that are not those of `key`
@@ -120,9 +122,7 @@ class MultiheadForward(Candidate):
         proved = plain and found.dim() == 2 and self._is_causal(mask if hidden is None else hidden, shape)
         self.causal = proved and padding is None
         if not proved and hidden is None:
-            raise LeftToStock(
-                Reason.EMPTY_ROWS("rows that see no key cannot be ruled out"), "give a boolean mask"
-            )
+            raise LeftToStock(Reason.EMPTY_ROWS("a row may be fully masked"), "pass a boolean mask")
         if self.causal:
             return "causal"
         return "bias_batch" if found.dim() == 2 and padding is None else "bias_full"

@@ -1,4 +1,4 @@
-"""The normal form of an attention: what a softmax and its surroundings are read into.
+"""The normal form that a softmax and its surroundings are parsed into.
 
     out = dropout(softmax(scale * q @ k^T + sum(biases), where fills do not hide)) @ v
 

@@ -48,13 +48,13 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
         site.readers.extend(u for u in read_by if reads_metadata(u, node))
         if any(map(_is_difference, users)):
             raise Rejected(
-                _DIFFERENCE, "subtract the results of two attentions, where their rounding will do"
+                _DIFFERENCE, "subtract the results of two attentions, if their rounding is acceptable"
             )
         if len(users) != 1:
             other = next((u for u in users if (op := read(u)) is None or op.name not in PRODUCTS), users[-1])
             raise Rejected(
-                Reason.WEIGHTS(f"the attention weights are used elsewhere, by {other.name}"),
-                "do not ask for the weights (output_attentions=False, need_weights=False)"
+                Reason.WEIGHTS(f"the attention weights are also used by {other.name}"),
+                "do not request the weights: output_attentions=False, need_weights=False"
                 if any(map(_is_returned, users))
                 else "",
             )
@@ -75,7 +75,7 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
         zeroed = _zeroed(op, node, number, at)
         if zeroed is not None:
             if site.zeroed is not None:
-                raise Rejected(Reason.MASK("the weights are set to 0 twice"))
+                raise Rejected(Reason.MASK("weights are set to 0 twice after the softmax"))
             site.zeroed, site.keeps_nan = zeroed, op.name == "mul"
             site.chain.append(user)
             node = user
@@ -98,7 +98,7 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
         elif is_view(op):
             below = None if before is None or after is None else at.viewed(before.shape, after.shape)
             if below is None:
-                raise Misplaced(Reason.IN_BETWEEN(f"{op.name} changes the query or key dim of the weights"))
+                raise Misplaced(Reason.IN_BETWEEN(f"{op.name} reshapes the query or key dim of the weights"))
             at = below
         elif (dims := permutation(op)) is not None:
             at = at.below(dims)
@@ -113,7 +113,9 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
         site.chain.append(user)
         node = user
     if site.sink is not None and not dropped:
-        raise Rejected(Reason.SINK("the scores are concatenated with a column that stays among the weights"))
+        raise Rejected(
+            Reason.SINK("the column that is concatenated to the scores is not dropped after the softmax")
+        )
     site.output = user
     if op.node.kwargs.get("out") is not None:
         raise Rejected(Reason.OVERWRITTEN("the product with v writes to a given tensor (out=)"))
@@ -125,12 +127,12 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
     else:
         _matrices(site, op, node, at)
     if not known_true(product(result.shape) == product(site.out_shape)):
-        raise Rejected(Reason.SHAPES("the product with v broadcasts the weights"))
+        raise Rejected(Reason.SHAPES("the weights are broadcast in the product with v"))
 
 
 _DIFFERENCE = Reason.IN_BETWEEN(
-    "the weights of two softmaxes are subtracted or added (differential attention): fused attentions would"
-    " round both results before that, and lose digits where they are nearly the same"
+    "the weights of two softmaxes are subtracted or added (differential attention): fused, both results "
+    "would be rounded before the subtraction, which cancels digits"
 )
 
 
@@ -158,8 +160,8 @@ def _between(op: Op, weights: fx.Node) -> Rejected:
     """Why weights cannot be read further down than an operation."""
     before, after = tensor(weights), tensor(op.node)
     if op.name == "mul" and not (before is None or after is None or same_shape(before.shape, after.shape)):
-        return Rejected(Reason.NO_PRODUCT("the weights are multiplied element by element, not by a product"))
-    return Rejected(Reason.IN_BETWEEN(f"{op.name} stands between the softmax and the product with v"))
+        return Rejected(Reason.NO_PRODUCT("the weights are multiplied elementwise, not by a matrix product"))
+    return Rejected(Reason.IN_BETWEEN(f"{op.name} is between the softmax and the product with v"))
 
 
 def _is_returned(node: fx.Node, steps: int = 8) -> bool:
@@ -179,14 +181,14 @@ def _matrices(site: Attention, op: Op, node: fx.Node, at: Arrangement) -> None:
     other = op["other"] if is_left else op.input
     operand = Operand.of(other) if isinstance(other, fx.Node) else None
     if operand is None or operand.value.dim() < 2 or op.input is op["other"]:
-        raise Rejected(Reason.NO_PRODUCT("the product of the weights is not with a matrix of values"))
+        raise Rejected(Reason.NO_PRODUCT("the weights are not multiplied by a matrix of values"))
     assert weights is not None and result is not None
     if result.dim() != weights.dim():
-        raise Rejected(Reason.SHAPES("the product with v broadcasts the weights"))
+        raise Rejected(Reason.SHAPES("the weights are broadcast in the product with v"))
     rank, single = weights.dim(), at.single(weights.shape)
     last = (rank - 2, rank - 1) if is_left else (rank - 1, rank - 2)
     if single is None or (single.rows[0], single.columns[0]) != last:
-        raise Misplaced(Reason.NO_PRODUCT("the product behind the softmax is not over the keys"))
+        raise Misplaced(Reason.NO_PRODUCT("the product after the softmax does not sum over the keys"))
     site.v = permuted(operand, (*single.lead, *last))
     lengths = weights.shape[single.rows[0]], operand.shape[-1 if is_left else -2]
     site.out_lead = single.sizes(weights.shape)

@@ -1,4 +1,4 @@
-"""From the normal form of an attention to the problem that a kernel takes.
+"""Canonicalises the normal form of an attention to a kernel's problem.
 
 `Attention` keeps the leading dims that the user wrote (one, two or three of them, merged and split along
 the way). Here they become (batch, heads), repeated keys and values are looked through, dtypes are
@@ -46,7 +46,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
     assert site.v is not None and site.output is not None
     q, k, v = site.q, site.k, site.v
     if not known_true(q.shape[-1] == k.shape[-1]) or not known_true(k.shape[-2] == v.shape[-2]):
-        raise Rejected(Reason.SHAPES("q, k and v do not have the sizes of an attention"))
+        raise Rejected(Reason.SHAPES("the sizes of q, k and v do not match"))
     result, output = torch_ops.tensor(site.product), torch_ops.tensor(site.output)
     assert result is not None and output is not None
     dtype = result.dtype
@@ -59,7 +59,9 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
             continue
         if not holds(rounded.dtype, dtype, output.dtype):
             raise Rejected(
-                Reason.ROUNDED(f"scores or weights are rounded to {dtype_name(rounded.dtype)} on their way")
+                Reason.ROUNDED(
+                    f"the scores or the weights are rounded to {dtype_name(rounded.dtype)} in between"
+                )
             )
     lead, grouped = _batch_and_heads(site)
     target = (*lead[:-2], product(lead[-2:])) if grouped else lead
@@ -109,7 +111,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         version=interpreter.mutations.last,
     )
     if any(value.device != q.value.device for value in _added(problem)):
-        raise Rejected(Reason.MASK("a mask or a bias is a number on another device"))
+        raise Rejected(Reason.MASK("a mask or a bias is a scalar tensor on another device"))
     return problem
 
 
@@ -141,7 +143,7 @@ def _stage(
     stage: Stage, target: Sequence[Any], interpreter: Interpreter
 ) -> tuple[Stage, list[tuple[float, Operand]], Operand | None]:
     if any(term.fill is not None or term.floor is not None for term in stage.terms):
-        raise Rejected(Reason.MASK(f"scores are masked before {stage.function}"))
+        raise Rejected(Reason.MASK(f"the scores are masked before {stage.function}"))
     biases = [(term.factor, _term_operand(term, target, interpreter)) for term in stage.terms]
     operand = None if stage.operand is None else _term_operand(stage.operand, target, interpreter)
     return stage, biases, operand
@@ -248,7 +250,7 @@ def _moved(operand: Operand, lead: Sequence[Any], target: Sequence[Any]) -> Oper
     else:
         found = regroup(operand, lead, target)
     if found is None:
-        raise Rejected(Reason.SHAPES("the leading dims of the operands do not line up"))
+        raise Rejected(Reason.SHAPES("the batch and head dims of the operands do not match"))
     return found
 
 
@@ -291,7 +293,7 @@ def _term_operand(term: Term, target: Sequence[Any], interpreter: Interpreter) -
     """The mask or bias on (batch, heads, q, k); one row of it where all queries have the same."""
     operand = Operand.of(term.node)
     if operand is None:
-        raise Rejected(Reason.NOT_A_TENSOR("a mask or a bias is no tensor"))
+        raise Rejected(Reason.NOT_A_TENSOR("a mask or a bias is not a tensor"))
     operand = _moved(operand, term.lead, target)
     rows = operand.shape[-2]
     if not known_true(rows <= 1) and constant_over(term.node, -2, interpreter):

@@ -1,4 +1,4 @@
-"""An attention as four-dimensional tensors: what every kernel takes. `posing` makes one of a normal form."""
+"""The problem that all attention kernels take, in 4-D tensors. `posing` builds it."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def check_sizes(problem: Problem) -> None:
         Rejected: a size is 0 or may be, or each weight is dropped.
     """
     if problem.dropout >= 1:
-        raise Rejected(Reason.DROPOUT("a dropout of 1 leaves no weight"))
+        raise Rejected(Reason.DROPOUT("dropout with p = 1 sets all weights to 0"))
     check_not_empty(problem)
     for size in _sizes(problem):
         if not holds_now(size >= 1):

@@ -106,9 +106,9 @@ def recognise(softmax: fx.Node, interpreter: Interpreter, beside: Collection[fx.
     written = softmax_at(softmax)
     scores, dim = tensor(written.scores), written.dim
     if scores is None or not isinstance(dim, int):
-        raise Rejected(Reason.SHAPES("the softmax has no fixed dim"))
+        raise Rejected(Reason.SHAPES("the dim of the softmax is not a constant"))
     if scores.dim() < 2:
-        raise Rejected(Reason.SHAPES("the scores have one dim"))
+        raise Rejected(Reason.SHAPES("the scores have only one dim"))
     found: list[tuple[Attention, Arrangement]] = []
     misses: list[Rejected] = []
     for at in _arrangements(scores.dim(), dim % scores.dim()):
@@ -162,13 +162,13 @@ def _read(
     site.chain.append(softmax)
     site.chain.extend(upwards.beside)
     if site.sink is not None and len(site.terms) > site.below_sink:
-        raise Rejected(Reason.SINK("a mask or a bias is added to an attention sink as well"))
+        raise Rejected(Reason.SINK("a mask or a bias is also added to the attention sink"))
     downwards(site, upwards.number, at)
     if logsumexp is not None:
         read_sink(site, logsumexp)
     for reader in upwards.others:
         partner = _softmax_behind(reader)
-        elsewhere = Reason.USED_ELSEWHERE(f"the scores are used elsewhere, by {reader.name}")
+        elsewhere = Reason.USED_ELSEWHERE(f"the scores are also used by {reader.name}")
         if partner is None or partner is softmax:
             raise Rejected(elsewhere)
         if partner not in beside:

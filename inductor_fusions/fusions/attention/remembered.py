@@ -1,4 +1,4 @@
-"""What eager autograd keeps of an attention that is written out."""
+"""Tensors that eager autograd saves for a hand-written attention."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def read_sink(site: Attention, logsumexp: fx.Node) -> None:
     output = site.output
     op = read(logsumexp)
     assert output is not None and op is not None
-    elsewhere = Rejected(Reason.USED_ELSEWHERE(f"the scores are used elsewhere, by {logsumexp.name}"))
+    elsewhere = Rejected(Reason.USED_ELSEWHERE(f"the scores are also used by {logsumexp.name}"))
     if site.sink is not None or site.zeroed is not None:
         raise elsewhere
     node, has_column, gated = logsumexp, bool(op["keepdim"]), False

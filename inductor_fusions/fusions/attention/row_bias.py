@@ -42,15 +42,15 @@ def refused(problem: Problem) -> str:
     """Why the kernel does not take a problem; empty where it does."""
     structure = problem.structure
     if structure is None or structure.visible is True or problem.causal:
-        return "its mask is not causal and something else"
+        return "its mask is not a causal mask combined with another"
     if problem.stages or problem.sink is not None:
-        return "cuDNN has no functions of scores"
+        return "cuDNN supports no functions of the scores"
     if not any(is_causal(part) for part in structure.conjuncts):
         return "its mask is not causal"
     if not all(is_causal(part) or depends_only_on(part, {BATCH, KEY}) for part in structure.conjuncts):
-        return "its mask beside causal differs from query to query"
+        return "its other mask varies over queries"
     if not structure.biases and len(structure.conjuncts) == 1:
-        return "its mask is causal and nothing else"
+        return "its mask is only causal"
     if problem.q.value.device.type not in DEVICES or problem.dtype not in HIDDEN:
         return f"cuDNN has no kernel for {problem.dtype} on {problem.q.value.device.type}"
     q_len, kv_len = problem.q.shape[2], problem.k.shape[2]
@@ -59,7 +59,7 @@ def refused(problem: Problem) -> str:
     if problem.dropout > 0:
         return "it has dropout"
     if problem.scale is not None and not (isinstance(problem.scale, (int, float)) and problem.scale > 0):
-        return "its scale is no positive number"
+        return "its scale is not a positive constant"
     if problem.train and torch.are_deterministic_algorithms_enabled():
         return "its backward is not deterministic"
     if len(structure.biases) > 1:
@@ -70,9 +70,9 @@ def refused(problem: Problem) -> str:
 def _refused_bias(problem: Problem, term: Term, operand: Operand) -> str:
     tensor = torch_ops.tensor(term.node)
     if not known_true(operand.shape[-2] == 1):
-        return "its bias differs from query to query"
+        return "its bias varies over queries"
     if tensor is None or tensor.requires_grad:
-        return "its bias takes a gradient, which cuDNN does not give"
+        return "its bias requires a gradient, which cuDNN does not compute"
     if tensor.dtype != problem.dtype or abs(math.frexp(term.factor)[0]) != 0.5:
         return f"its bias would be rounded to {problem.dtype}"
     return ""

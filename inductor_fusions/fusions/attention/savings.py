@@ -1,4 +1,4 @@
-"""What a fused attention need not do, estimated from its shapes."""
+"""Estimates the bytes and FLOPs that a fused attention saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a graph, or of a body in it, while its attentions are tried; and what is done last."""
+"""Facts about a graph or a nested graph while its attentions are matched, and final fix-ups."""
 
 from __future__ import annotations
 
@@ -136,14 +136,14 @@ class Settled(Candidate):
 
     def guard(self) -> None:
         if not self.scope.changed and not _is_changed(self.scope.graph):
-            raise Rejected("nothing was fused here")
+            raise Rejected("nothing was fused in this graph")
 
     def rewrite(self) -> str:
         graph = self.scope.graph
         self.outputs = settle(graph, self.scope.changed, self.inlined)
         if graph is not self.scope.root and graph.owning_module is not None:
             graph.owning_module.recompile()
-        return "strides of what leaves the graph are kept"
+        return "the outputs of the graph keep their strides"
 
 
 class Branches(Candidate):
@@ -158,7 +158,7 @@ class Branches(Candidate):
 
     def guard(self) -> None:
         if not any(_is_changed(module.graph) for module in self.modules):
-            raise Rejected("nothing was fused here")
+            raise Rejected("nothing was fused in this graph")
 
     def rewrite(self) -> str:
         for module in self.modules:

@@ -1,4 +1,4 @@
-"""What each operation between the product of queries and keys and the softmax does to the scores."""
+"""The effect of each operation between the product of queries and keys and the softmax."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Upwards(Walk):
             if own is not None and any(not known_true(size == 1) for size in own.shape[-2:]):
                 return self.stage(op, scores, op.name, (), varying, factor, scalers, at)
             if not scale.is_floating_point() and scale.dim() > 0:
-                raise Rejected(Reason.MIXED_DTYPES("the scores are scaled by a tensor of integers"))
+                raise Rejected(Reason.MIXED_DTYPES("the scores are scaled by an integer tensor"))
             return self.up(op, scores, factor, [*scalers, self.scaler(op, other, at)], at)
 
         return self.either(op, sides, try_side)
@@ -78,7 +78,7 @@ class Upwards(Walk):
     ) -> Attention:
         alpha = torch_ops.concrete(op["alpha"]) if op["alpha"] is not None else 1
         if not isinstance(alpha, (int, float)):
-            raise Rejected(Reason.NOT_A_TENSOR("the bias is added with a symbolic alpha"))
+            raise Rejected(Reason.NOT_A_TENSOR("the bias is added with an alpha that is not a constant"))
         second = {id(scores): which for scores, _, which in sides}
 
         def try_side(scores: Any, other: Any) -> Attention:
@@ -91,20 +91,26 @@ class Upwards(Walk):
             number = torch_ops.concrete(other)
             if isinstance(number, (int, float)):
                 if self.regions:
-                    raise Rejected(Reason.MASK("a number is added to a part of the scores"))
+                    raise Rejected(Reason.MASK("a constant is added to a part of the scores"))
                 if not self.shifts_cancel:
                     raise Rejected(
                         Reason.IN_BETWEEN(
-                            "a number is added before a function of the scores, or before a sink"
+                            "a constant is added to the scores before a function of them, or before a sink"
                         )
                     )
                 if not abs(number * bias_factor * factor) <= LARGEST_SCORE:
-                    raise Rejected(Reason.RANGE(f"{number:g} is added to the scores, which drown in it"))
+                    raise Rejected(
+                        Reason.RANGE(f"{number:g} is added to the scores, which rounds their digits away")
+                    )
                 return site  # the softmax does not see what is added everywhere
             if scalers:
-                raise Rejected(Reason.SCALE("a tensor scale is applied after a bias"))
+                raise Rejected(Reason.SCALE("the scores are scaled by a tensor after a bias"))
             if tensor(other) is None:
-                raise Rejected(Reason.NOT_A_TENSOR("what is added to the scores is no tensor"))
+                raise Rejected(
+                    Reason.NOT_A_TENSOR(
+                        "something that is neither a number nor a tensor is added to the scores"
+                    )
+                )
             site.terms.append(self.term(op, other, at, factor=factor * bias_factor))
             return site
 
@@ -164,11 +170,11 @@ class Upwards(Walk):
         if not isinstance(parts, (list, tuple)) or len(parts) != 2 or result is None:
             raise Rejected(Reason.SINK("the scores are concatenated with more than one tensor"))
         if not isinstance(dim, int) or at.columns != (dim % result.dim(),) or scalers:
-            raise Rejected(Reason.SINK("the scores are concatenated over another dim than the keys"))
+            raise Rejected(Reason.SINK("the scores are concatenated along a dim other than the keys"))
         first, second = (tensor(part) for part in parts)
         if first is None or second is None:
             raise Rejected(
-                Reason.NOT_A_TENSOR("the scores are concatenated with something that is no tensor")
+                Reason.NOT_A_TENSOR("the scores are concatenated with something that is not a tensor")
             )
         before = known_true(first.shape[dim] == 1) and not known_true(second.shape[dim] == 1)
         scores, sink = (parts[1], parts[0]) if before else (parts[0], parts[1])
@@ -177,7 +183,7 @@ class Upwards(Walk):
             raise Rejected(Reason.SINK("the scores are concatenated with more than one column"))
         site = self.seen(op, scores, factor, at)
         if site.sink is not None:
-            raise Rejected(Reason.SINK("the scores have two attention sinks"))
+            raise Rejected(Reason.SINK("the attention has two sinks"))
         site.sink = Sink(self.term(op, sink, at, factor=factor), before)
         site.below_sink = len(site.terms)
         return site
@@ -201,7 +207,7 @@ class Upwards(Walk):
 
     def _where(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         if op["other"] is None:
-            raise Rejected(Reason.NOT_A_TENSOR("where with one argument"))
+            raise Rejected(Reason.NOT_A_TENSOR("where is called with one argument"))
 
         def try_side(scores: Any, other: Any) -> Attention:
             hides = scores is op["other"]
@@ -225,20 +231,20 @@ class Upwards(Walk):
     ) -> Attention:
         number = self.number(fill)
         if number is None:
-            raise Rejected(Reason.MASK("masked scores are replaced by a tensor that is not a known number"))
+            raise Rejected(Reason.MASK("masked scores are replaced by a tensor whose value is not known"))
         mask = tensor(condition)
         if mask is None or mask.dtype != torch.bool:
-            raise Rejected(Reason.NOT_A_TENSOR("the condition of a mask is no boolean tensor"))
+            raise Rejected(Reason.NOT_A_TENSOR("the condition of a mask is not a boolean tensor"))
         if not is_fill(number * factor) and not abs(number * factor) <= LARGEST_SCORE:
             raise Rejected(
-                Reason.RANGE(f"masked scores are replaced by {number * factor:g}, in which others drown")
+                Reason.RANGE(f"masked scores are replaced by {number * factor:g}, a large positive number")
             )
         if not is_fill(number * factor):
             function = "where" if hides else "where_not"
             where = self.term(op, condition, at)
             return self.stage(op, scores, function, (number,), where, factor, scalers, at)
         if scalers:
-            raise Rejected(Reason.SCALE("a tensor scale is applied after a mask"))
+            raise Rejected(Reason.SCALE("the scores are scaled by a tensor after a mask"))
         site = self.up(op, scores, factor, scalers, at)
         site.terms.append(self.term(op, condition, at, fill=number * factor, hides=hides))
         return site
@@ -246,7 +252,7 @@ class Upwards(Walk):
     def _clamp(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         floor, ceiling = (None if op[name] is None else self.number(op[name]) for name in ("min", "max"))
         if (floor is None) != (op["min"] is None) or (ceiling is None) != (op["max"] is None):
-            raise Rejected(Reason.MASK("the scores are clamped to tensors"))
+            raise Rejected(Reason.MASK("the bounds of a clamp of the scores are tensors"))
         if ceiling is not None or floor is None or not is_fill(floor * factor):
             return self.stage(op, op.input, "clamp", (floor, ceiling), None, factor, scalers, at)
         return self._floored(op, op.input, floor, factor, scalers, at)
@@ -255,13 +261,13 @@ class Upwards(Walk):
         bounds = ((op["min_val"], -1.0), (op["max_val"], 1.0))
         numbers = tuple(self.number(default if given is None else given) for given, default in bounds)
         if None in numbers:
-            raise Rejected(Reason.MASK("the scores are clamped to tensors"))
+            raise Rejected(Reason.MASK("the bounds of a clamp of the scores are tensors"))
         return self.stage(op, op.input, "clamp", numbers, None, factor, scalers, at)
 
     def _maximum(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         floor = self.number(op["other"])
         if floor is None:
-            raise Rejected(Reason.MASK("the scores are clamped to a tensor"))
+            raise Rejected(Reason.MASK("the bound of a clamp of the scores is a tensor"))
         if not is_fill(floor * factor):
             return self.stage(op, op.input, "clamp", (floor, None), None, factor, scalers, at)
         return self._floored(op, op.input, floor, factor, scalers, at)

@@ -96,19 +96,19 @@ class HandWritten(Candidate):
                     if target not in own:
                         raise Rejected(
                             Reason.OVERWRITTEN(
-                                f"the scores, or what is made of them, are written over {target.name}"
+                                f"the scores, or a value computed from them, overwrite {target.name}"
                             )
                         )
             for node in inputs:
                 if self.scope.mutations.between(node, site.product, site.output, ignore=own):
                     raise Rejected(
-                        Reason.OVERWRITTEN(f"{node.name} is overwritten before the attention has used it")
+                        Reason.OVERWRITTEN(f"{node.name} is overwritten before the attention reads it")
                     )
             with self.scope.interpreter.reading(site.output):
                 problem = self.problem = pose(site, self.scope.interpreter)
             check_not_empty(problem)
             if not same_problem_shapes(problem):
-                raise Rejected(Reason.SHAPES("q, k and v do not have the shapes of an attention"))
+                raise Rejected(Reason.SHAPES("the shapes of q, k and v do not match"))
             if dict(state.autocast).get(problem.q.value.device.type) is None:
                 self._check_dtypes(site)
             problem.transformed = state.within(*REVERSE)
@@ -124,14 +124,14 @@ class HandWritten(Candidate):
         try:
             HandWritten(self.scope, softmax, (*self.beside, self.anchor)).guard()
         except Rejected as miss:
-            raise type(miss)(f"another softmax reads the scores as well: {miss.reason}", miss.hint) from None
+            raise type(miss)(f"another softmax also reads the scores: {miss.reason}", miss.hint) from None
 
     def _check_dtypes(self, site: Attention) -> None:
         """A product of two dtypes raises in eager mode; fake tensors may allow it."""
         assert site.output is not None
         both = (torch_ops.tensor(node) for node in inputs(site.output))
         if len({each.dtype for each in both if each is not None}) > 1:
-            raise Rejected(Reason.MIXED_DTYPES("the weights and the values have different dtypes"))
+            raise Rejected(Reason.MIXED_DTYPES("the attention weights and the values have different dtypes"))
 
     def savings(self) -> dict[str, int]:
         assert self.site is not None and self.problem is not None
@@ -190,23 +190,21 @@ class SdpaCall(Candidate):
         )
         out = torch_ops.tensor(self.anchor)
         if q is None or k is None or v is None or out is None:
-            raise Rejected(Reason.NOT_A_TENSOR("an argument of scaled_dot_product_attention is no tensor"))
+            raise Rejected(Reason.NOT_A_TENSOR("an argument of scaled_dot_product_attention is not a tensor"))
         if q.value.dim() != 4 or k.value.dim() != 4 or v.value.dim() != 4:
-            raise LeftToStock(
-                Reason.NO_KERNEL("scaled_dot_product_attention on tensors that are not four-dimensional")
-            )
+            raise LeftToStock(Reason.NO_KERNEL("the operands of scaled_dot_product_attention are not 4-D"))
         for own in (k.shape, v.shape):
             fit = [known_true(own[d] == 1) or known_true(own[d] == q.shape[d]) for d in (0, 1)]
             if not fit[0] or not (fit[1] or op["enable_gqa"]):
                 raise LeftToStock(
-                    Reason.NO_KERNEL("an SDPA call with more samples or heads of keys than of queries")
+                    Reason.NO_KERNEL("an SDPA call has more samples or heads of keys than of queries")
                 )
         dropout, causal = (
             0 if op[n] is None else torch_ops.concrete(op[n]) for n in ("dropout_p", "is_causal")
         )
         scale = op["scale"]
         if not isinstance(dropout, (int, float)) or not isinstance(causal, (bool, int)):
-            raise Rejected(Reason.NOT_A_TENSOR("dropout_p or is_causal is no number"))
+            raise Rejected(Reason.NOT_A_TENSOR("dropout_p or is_causal is not a constant"))
         mask, causal = op["attn_mask"], bool(causal)
         shape = (*q.shape[:-1], k.shape[-2])
         term = _term(mask, shape)

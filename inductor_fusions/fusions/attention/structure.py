@@ -1,4 +1,4 @@
-"""Masks that are known as predicates: what a kernel that skips blocks, or knows windows, can be told.
+"""Masks as predicates, for kernels that skip blocks or support windows.
 
 The terms of an attention are brought together into one predicate over (batch, head, query, key), where
 all of them can be read. The predicate may hold elements of tensors (the padding of a batch, the document

@@ -1,4 +1,4 @@
-"""What a tensor that is subtracted from the scores does to them, as its graph shows."""
+"""Sign analysis of tensors that are subtracted from the scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The walk from a softmax up to the product of queries and keys: its steps, and where it ends.
+"""Walks from a softmax up to the product of queries and keys.
 
 What the operations in between do to the scores is in `scores`.
 """
@@ -26,7 +26,7 @@ from .masks import Affine, Interpreter, is_fill
 from .normal_form import Attention, Stage, Term
 from .operands import Operand, same_shape
 
-NO_PRODUCT = Reason.NO_PRODUCT("no product of queries and keys was found above the softmax")
+NO_PRODUCT = Reason.NO_PRODUCT("no product of queries and keys precedes the softmax")
 #: How far it is looked for, in nodes.
 REACH = 64
 #: How many nodes are tried on the way up: where an operation reads the scores twice, both sides are.
@@ -99,7 +99,7 @@ class Walk:
         self._steps += 1
         if self._steps > MOST_STEPS:
             raise Rejected(
-                Reason.IN_BETWEEN("too many operations stand between the product of q and k and the softmax")
+                Reason.IN_BETWEEN("too many operations are between the product of q and k and the softmax")
             )
         writer = self.interpreter.mutations.last(node, user)
         if writer is not None and _writes_into(writer, node):
@@ -137,12 +137,17 @@ class Walk:
         scores, masked = tensor(node), condition(writer, node)
         assert scores is not None
         if scalers:
-            raise Rejected(Reason.SCALE("a tensor scale is applied after scores are written in part"))
+            raise Rejected(
+                Reason.SCALE("the scores are scaled by a tensor after a part of them is overwritten")
+            )
         if masked is not None:
             number = self.number(masked[1])
             if number is None or not is_fill(number * factor):
                 raise Rejected(
-                    Reason.MASK("masked scores are replaced by what is not known to be a low number")
+                    Reason.MASK(
+                        "masked scores are replaced by a value that is not known to be a large negative "
+                        "number"
+                    )
                 )
             site = self.walk(node, writer, factor, scalers, at)
             mask = at.seen(masked[0], scores.shape)
@@ -150,7 +155,7 @@ class Walk:
         else:
             part = region(writer, node)
             if part is None:
-                raise Rejected(Reason.OVERWRITTEN(f"{writer.name} writes to the scores"))
+                raise Rejected(Reason.OVERWRITTEN(f"{writer.name} overwrites the scores"))
             self.regions.append(Reading(part, at, factor, self.shifts_cancel))
             self.shifts_cancel = False
             site = self.walk(part.written, writer if part.written is not writer else user, factor, [], at)
@@ -159,7 +164,9 @@ class Walk:
             count = len(reading.terms)
             if site.stages or site.sink is not None or tuple(site.terms[:count]) != reading.terms:
                 raise Rejected(
-                    Reason.OVERWRITTEN("a part of the scores is written, by more than a sum or a mask")
+                    Reason.OVERWRITTEN(
+                        "a part of the scores is overwritten by something other than a sum or a masked fill"
+                    )
                 )
             site.terms[count:] = [part.padded(term, at) for term in site.terms[count:]]
         site.chain.append(writer)
@@ -182,7 +189,7 @@ class Walk:
         site = self.up(op, op.input, factor, scalers, at)
         self.shifts_cancel = inside
         if site.stages or site.sink is not None:
-            raise Rejected(Reason.IN_BETWEEN("a function of the scores is written in part"))
+            raise Rejected(Reason.IN_BETWEEN("a part of the scores is overwritten after a function of them"))
         self.regions.append(replace(reading, terms=tuple(site.terms)))
         return site
 
@@ -215,7 +222,7 @@ class Walk:
         """The attention above `op`, a function of the scores: what stands before it becomes a `Stage`."""
         if scalers and function in ("where", "where_not"):
             raise Rejected(
-                Reason.SCALE("a tensor scale is applied after a mask")
+                Reason.SCALE("the scores are scaled by a tensor after a mask")
             )  # whose number it may lower to a fill
         site = self.seen(op, scores, 1.0, at)
         if site.sink is not None:
@@ -273,17 +280,19 @@ class Walk:
     def _view(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         before, after = tensor(op.input), tensor(op.node)
         if before is None or after is None or before.dim() < 2:
-            raise Rejected(Reason.NO_PRODUCT(f"{op.name} makes scores of what is no matrix"))
+            raise Rejected(
+                Reason.NO_PRODUCT(f"an operand of {op.name}, which computes the scores, is not a matrix")
+            )
         above = at.viewed(after.shape, before.shape)
         if above is None:
             if not _has_product(op.node, after):
                 raise Rejected(NO_PRODUCT)
-            raise Misplaced(Reason.IN_BETWEEN(f"{op.name} changes the query or key dim of the scores"))
+            raise Misplaced(Reason.IN_BETWEEN(f"{op.name} reshapes the query or key dim of the scores"))
         return self.up(op, op.input, factor, scalers, above)
 
     def _dropout(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         if dropout_p(op) != 0.0:
-            raise Rejected(Reason.DROPOUT("dropout is applied to the scores, before the softmax"))
+            raise Rejected(Reason.DROPOUT("dropout is applied to the scores before the softmax"))
         return self.up(op, op.input, factor, scalers, at)
 
     def _baddbmm(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
@@ -291,9 +300,9 @@ class Walk:
             torch_ops.concrete(op[name]) if op[name] is not None else 1 for name in ("beta", "alpha")
         )
         if not isinstance(beta, (int, float)) or not isinstance(alpha, (int, float)):
-            raise Rejected(Reason.NOT_A_TENSOR("baddbmm with a symbolic alpha or beta"))
+            raise Rejected(Reason.NOT_A_TENSOR("alpha or beta of baddbmm is not a constant"))
         if scalers and beta != 0:
-            raise Rejected(Reason.SCALE("a tensor scale is applied after a bias"))
+            raise Rejected(Reason.SCALE("the scores are scaled by a tensor after a bias"))
         site = self._operands(op, op["batch1"], op["batch2"], at, factor * alpha, scalers)
         if beta != 0:
             site.terms.append(self.term(op, op.input, at, factor=factor * beta))
@@ -321,14 +330,14 @@ class Walk:
         """The attention of a product of matrices: q and k, or k and q where the scores are transposed."""
         first, second = (Operand.of(n) if isinstance(n, fx.Node) else None for n in (left, right))
         if first is None or second is None or first.value.dim() < 2 or second.value.dim() < 2:
-            raise Rejected(Reason.NO_PRODUCT("an operand of the product of q and k is no matrix"))
+            raise Rejected(Reason.NO_PRODUCT("an operand of the product of q and k is not a matrix"))
         shape = _shape(op)
         single, rank = at.single(shape), len(shape)
         both = None if single is None else (single.rows[0], single.columns[0])
         if single is None or both not in ((rank - 2, rank - 1), (rank - 1, rank - 2)):
             if any(_has_product(each.node, result_of(op)) for each in (first, second)):
                 raise Misplaced(_stands_between(op))
-            raise Misplaced(Reason.NO_PRODUCT("the softmax is not over the keys of the product above it"))
+            raise Misplaced(Reason.NO_PRODUCT("the softmax is not over the keys"))
         q, k = (
             permuted(first, (*single.lead, rank - 2, rank - 1)),
             permuted(second, (*single.lead, rank - 1, rank - 2)),
@@ -352,7 +361,7 @@ def between(op: Op, scores: torch.Tensor) -> Rejected:
 
 
 def _stands_between(op: Op) -> str:
-    return Reason.IN_BETWEEN(f"{op.name} stands between the product of q and k and the softmax")
+    return Reason.IN_BETWEEN(f"{op.name} is between the product of q and k and the softmax")
 
 
 def _has_product(node: fx.Node, scores: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Softmaxes, and those that are written out: exponentials divided by their sum.
+"""Matches softmax, also written out as exponentials divided by their sum.
 
     e = exp(s - s.amax(-1, keepdim=True));  e / e.sum(-1, keepdim=True)
     exp(s - s.logsumexp(-1, keepdim=True)),  exp(log_softmax(s, -1))
@@ -56,8 +56,8 @@ class Softmax:
 
 
 _OVERFLOWS = Reason.RANGE(
-    "the largest score is not subtracted right in front of the exponential, which may overflow, or be 0 for"
-    " all keys, where a softmax is not"
+    "the row maximum is not subtracted directly before exp: exp may overflow, or underflow for all keys, "
+    "where softmax does not"
 )
 _HINT = "torch.softmax"
 
@@ -100,31 +100,33 @@ def _of_logarithms(weights: fx.Node) -> Softmax | None:
 def _divided(op: Op) -> Softmax:
     """Exponentials divided by their sum."""
     if op.name != "div" or op["rounding_mode"] is not None:
-        raise Rejected(Reason.IN_BETWEEN(f"exponentials are normed by {op.name}, not by their sum"))
+        raise Rejected(
+            Reason.IN_BETWEEN(f"the exponentials are normalised by {op.name}, not divided by their sum")
+        )
     if op.inplace:
-        raise Rejected(Reason.OVERWRITTEN("exponentials are overwritten by their quotient"))
+        raise Rejected(Reason.OVERWRITTEN("the division by the sum overwrites the exponentials"))
     exp, total = read(op.input), read(op["other"])
     inside, keeps = [op.input, op["other"]], True
     if exp is not None and exp.name in PRODUCTS:
-        raise Rejected(Reason.IN_BETWEEN("the weights are divided by their sum behind the product with v"))
+        raise Rejected(Reason.IN_BETWEEN("the division by the sum follows the product with v"))
     if exp is None or exp.name != "exp" or exp.inplace:
         name = "nothing" if exp is None else exp.name
-        raise Rejected(Reason.IN_BETWEEN(f"{name} stands between the exponentials and their quotient"))
+        raise Rejected(Reason.IN_BETWEEN(f"{name} is between the exponentials and the division by their sum"))
     if total is not None and appends_dim(total):
         total, keeps = read(total.input), False
         inside += [] if total is None else [total.node]
     if total is None or total.name != "sum" or total.input is not exp.node or total["dtype"] is not None:
         name = "nothing" if total is None else total.name
-        raise Rejected(Reason.IN_BETWEEN(f"exponentials are not divided by their sum alone, but by {name}"))
+        raise Rejected(Reason.IN_BETWEEN(f"the exponentials are divided by {name}, not by their plain sum"))
     dim, whole = _only(total["dim"]), tensor(exp.node)
     last = whole is not None and isinstance(dim, int) and dim % whole.dim() == whole.dim() - 1
     if bool(total["keepdim"]) is not keeps or not (keeps or last):
-        raise Rejected(Reason.SHAPES("exponentials are divided by sums over another dim"))
+        raise Rejected(Reason.SHAPES("the exponentials are divided by sums over another dim"))
     outside = {exp.node: {op.node, total.node}}
     for node in inside:
         other = set(readers(node)) - outside.get(node, {op.node, op["other"]})
         if other:
-            raise Rejected(Reason.WEIGHTS(f"the exponentials are used elsewhere, by {min(other).name}"))
+            raise Rejected(Reason.WEIGHTS(f"the exponentials are also used by {min(other).name}"))
     shifted = read(exp.input)
     if shifted is None or shifted.name != "sub" or shifted["alpha"] is not None:
         raise Rejected(_OVERFLOWS, _HINT)

@@ -1,4 +1,4 @@
-"""Weights that are set to 0 after the softmax, where the scores are masked before it."""
+"""Weights set to 0 after the softmax at keys that were masked before it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ def zeroed_fill(site: Attention, interpreter: Interpreter) -> Term | None:
         return None
     hiding = [t for t in site.terms if t.fill is not None or t.floor is not None or may_hide_rows(t.node)]
     if not any(_same_keys(term, site.zeroed, interpreter) for term in hiding):
-        raise Rejected(
-            Reason.MASK("the weights are set to 0 at other keys than those that the scores are masked at")
-        )
+        raise Rejected(Reason.MASK("the weights are set to 0 at keys other than those masked in the scores"))
     if len(hiding) > 1 or site.sink is not None:
         raise Rejected(
             Reason.MASK(
-                "the weights are set to 0 after the softmax, and there is a sink, or one more mask perhaps"
+                "the weights are set to 0 after the softmax, and the attention has a sink or may have "
+                "another mask"
             )
         )
     if site.keeps_nan and not math.isfinite(hiding[0].fill or 0.0):
-        raise Rejected(Reason.EMPTY_ROWS("a row that sees no key is NaN, also where it is multiplied by 0"))
+        raise Rejected(
+            Reason.EMPTY_ROWS("a fully masked row is NaN in eager, even after a multiplication by 0")
+        )
     return hiding[0]
 
 

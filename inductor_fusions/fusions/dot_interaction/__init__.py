@@ -1,4 +1,4 @@
-"""The pairwise dot products of features, without writing the matrix of all of them.
+"""Fuses pairwise dot products of features without materialising all of them.
 
 The interaction of a DLRM: of the products of a sample's feature vectors with each other some pairs are read,
 behind the dense features. It becomes `inductor_fusions::dot_interaction` (`op`), whose kernel reads the
@@ -79,17 +79,17 @@ class DotInteraction(Candidate):
         inside = {*site.between, site.pairs}
         if any(reader not in inside for node in site.between for reader in readers(node)):
             raise Rejected(
-                Reason.USED_ELSEWHERE("the matrix of all products is used elsewhere as well"),
-                "let the pairs alone be read of it",
+                Reason.USED_ELSEWHERE("the matrix of all products is also used elsewhere"),
+                "read only the selected pairs of the matrix",
             )
         values = [tensor(node) for node in (*site.between, site.pairs)]
         if any(value is None or value.dtype != t.dtype for value in values):
-            raise Rejected(Reason.MIXED_DTYPES("operands of several dtypes, or under autocast"))
+            raise Rejected(Reason.MIXED_DTYPES("the operands have different dtypes, or autocast is on"))
         if not all(isinstance(size, int) for size in t.shape[1:]):
-            raise Rejected(Reason.SYMBOLIC("the number of features, or their width, is symbolic"))
+            raise Rejected(Reason.SYMBOLIC("the number or the width of the features is symbolic"))
         self.triangle = recognise.triangle(site, int(t.shape[1]))
         if self.triangle is None and not takes(pairs.shape[1]):
-            raise Rejected(Reason.LIMIT("more pairs than a thread block holds, or a symbolic number of them"))
+            raise Rejected(Reason.LIMIT("the number of pairs is symbolic, or too large for one thread block"))
         check_between(site.sources, site.last, "the features and the pairs", Modes(self.graph))
         check_kept([site.t], site.last)
         check_operation([*site.sources, site.last])
@@ -134,7 +134,7 @@ def check_kernel(t: torch.Tensor) -> None:
     """
     check_device(t, DTYPES)
     if not fits(t.shape[1], t.shape[2]):
-        raise LeftToStock(Reason.LIMIT("the features of a sample do not fit into a thread block"))
+        raise LeftToStock(Reason.LIMIT("the features of a sample do not fit into one thread block"))
 
 
 def measured(t: torch.Tensor, site: Site, pairs: str) -> tuple[str, list[int]]:
@@ -168,7 +168,7 @@ def measured(t: torch.Tensor, site: Site, pairs: str) -> tuple[str, list[int]]:
 FUSION = Fusion(
     name="dot_interaction",
     stage="pre_grad",
-    summary="the pairwise dot products of features, without writing the matrix of all of them",
+    summary="pairwise dot products of features, without materialising all of them",
 )
 
 

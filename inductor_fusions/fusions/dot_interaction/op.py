@@ -28,10 +28,10 @@ def check_features(name: str, t: Tensor, dense: Tensor | None) -> None:
         RuntimeError: they have different numbers of samples.
     """
     if t.dim() != 3 or not t.is_floating_point():
-        raise ValueError(f"{name} takes floating features (samples, features, width)")
+        raise ValueError(f"{name} needs floating features of shape (samples, features, width)")
     if dense is not None:
         if dense.dim() != 2 or dense.dtype != t.dtype:
-            raise ValueError("dense is a matrix of the dtype of the features")
+            raise ValueError("dense must be a matrix with the dtype of the features")
         torch._check(dense.shape[0] == t.shape[0], lambda: "t and dense have different numbers of samples")
 
 

@@ -21,7 +21,7 @@ from .op import as_it_is, check_features, count_flops, has_kernel, traced
 def _check(t: Tensor, dense: Tensor | None, cells: Tensor) -> None:
     check_features("dot_pairs", t, dense)
     if cells.dim() != 1 or cells.dtype != torch.int64:
-        raise ValueError("dot_pairs takes a vector of int64 cells")
+        raise ValueError("cells of dot_pairs must be an int64 vector")
 
 
 def takes(pairs: Any) -> bool:

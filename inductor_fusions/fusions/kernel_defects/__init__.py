@@ -264,7 +264,7 @@ def _value(node: Any) -> torch.Tensor:
 FUSION = Fusion(
     name="kernel_defects",
     stage="post_grad",
-    summary="calls of kernels that are known to be wrong, to ones that are not",
+    summary="calls of kernels with known bugs to calls that are correct",
     protects=True,
 )
 

@@ -1,4 +1,4 @@
-"""A loss and the linear that makes its logits, without having all logits in memory.
+"""Fuses a loss with the linear that computes its logits, without materialising all logits.
 
 The head of a language model: logits of every token and every entry of the vocabulary, of which a loss reads
 one and the logsumexp of each token. It becomes `inductor_fusions::linear_cross_entropy`, which makes a chunk
@@ -94,21 +94,23 @@ class LossHead(Candidate):
         operands = [node for node in (site.h, site.w, site.bias, site.labels, site.weights) if node]
         values = [tensor(node) for node in operands]
         if any(value is None for value in values):
-            raise Rejected(Reason.NOT_A_TENSOR("an operand of the loss is no tensor"))
+            raise Rejected(Reason.NOT_A_TENSOR("an operand of the loss is not a tensor"))
         check_kind(tensor(site.loss), *values)
         logits = self._logits
         if len({value.device for value in values if value is not None}) > 1:
-            raise Rejected(Reason.DEVICE("operands of the loss are on several devices"))
+            raise Rejected(Reason.DEVICE("the operands of the loss are on different devices"))
         weight = tensor(site.w)
         if weight is None or not all(isinstance(size, int) for size in weight.shape):
-            raise Rejected(Reason.SYMBOLIC("the number of classes, or the width of the linear, is symbolic"))
+            raise Rejected(Reason.SYMBOLIC("the number of classes or the width of the linear is symbolic"))
         if not known_true(logits.shape[-1] > 0):
-            raise Rejected(Reason.EMPTY("there are no classes"))
+            raise Rejected(Reason.EMPTY("the number of classes is 0, or may be"))
         mixed = any(value.dtype != logits.dtype for value in values[:2] if value is not None)
         if mixed and not dict(modes.at(site.linear).autocast) and not _autocasts(logits.device.type):
-            raise Rejected(Reason.MIXED_DTYPES("operands of several dtypes"))
+            raise Rejected(Reason.MIXED_DTYPES("the operands have different dtypes"))
         if site.smoothing and not self.in_one_pass and site.reduction == "none" and site.weights is not None:
-            raise Rejected(Reason.LOSS("one loss for each row, with weights of classes and label smoothing"))
+            raise Rejected(
+                Reason.LOSS('reduction="none" with both class weights and label smoothing is not supported')
+            )
         self._check_readers()
         held = [node for node in (site.h, site.w, site.bias, *site.path) if node]
         check_between(site.path, site.loss, "the linear and the loss", modes, read=held)
@@ -132,14 +134,16 @@ class LossHead(Candidate):
                 continue
             if any(user.op == "output" for user in others):
                 raise Rejected(
-                    Reason.USED_ELSEWHERE("the logits leave the graph, and may be differentiated outside"),
-                    "return the loss alone: torch.compile(lambda *args: model(*args).loss); or "
-                    "INDUCTOR_FUSIONS_RETURNED_LOGITS=detached, where nobody differentiates them",
+                    Reason.USED_ELSEWHERE(
+                        "the graph returns the logits, which may be differentiated outside"
+                    ),
+                    "return only the loss: torch.compile(lambda *args: model(*args).loss). If the logits "
+                    "need no gradient: INDUCTOR_FUSIONS_RETURNED_LOGITS=detached",
                 )
             if others:
                 raise Rejected(
-                    Reason.USED_ELSEWHERE(f"the logits are read by {others[0].name} as well"),
-                    "let the loss alone read the logits",
+                    Reason.USED_ELSEWHERE(f"the logits are also read by {others[0].name}"),
+                    "let only the loss read the logits",
                 )
 
     def _measured(self) -> str:
@@ -153,14 +157,19 @@ class LossHead(Candidate):
         assert h is not None and w is not None
         rows, size = logits.numel() // w.shape[0 if site.by_rows else 1], hint(logits.numel())
         if size * logits.itemsize < SMALL:
-            raise LeftToStock(Reason.NOT_FASTER("the logits are small, and stock keeps them"))
+            raise LeftToStock(Reason.NOT_FASTER("the logits are small, so fusing would save little memory"))
         if self.trains and is_body_of_dynamo(self.graph):
-            raise LeftToStock(Reason.NOT_FASTER("a body that may be run again for its backward"))
+            raise LeftToStock(
+                Reason.NOT_FASTER(
+                    "the loss is in a nested graph, such as a checkpoint, which may run again for the "
+                    "backward"
+                )
+            )
         kept = (hint(h.numel()) if wants_h else 0) + (w.numel() if wants_w else 0)
         if self.trains and self.in_one_pass and kept > size:
             raise LeftToStock(
-                Reason.MEMORY("its gradients, which the forward makes, are larger than the logits"),
-                "one loss of all tokens in place of several of some",
+                Reason.MEMORY("the gradients that the fused forward saves are larger than the logits"),
+                "compute one loss of all tokens instead of several losses",
             )
         wanted = {
             "dtype": tables.dtype_name(logits.dtype), "train": self.trains, "frozen": not wants_w,
@@ -168,7 +177,7 @@ class LossHead(Candidate):
         }  # fmt: skip
         tokens = tokens_of(rows)
         if tokens is None:
-            raise LeftToStock(Reason.SYMBOLIC("the number of tokens is symbolic, and has no value"))
+            raise LeftToStock(Reason.SYMBOLIC("the number of tokens is symbolic and has no hint"))
         if isinstance(tokens, Span):
             query = Query("linear_cross_entropy", {**wanted, "tokens": tokens.hint})
             decision = decide_for_all(query, tokens, logits.device)
@@ -208,7 +217,7 @@ def _autocasts(device: str) -> bool:
 FUSION = Fusion(
     name="linear_cross_entropy",
     stage="pre_grad",
-    summary="a loss and the linear that makes its logits, some logits at a time",
+    summary="a loss and the linear that computes its logits, in chunks of rows",
 )
 
 

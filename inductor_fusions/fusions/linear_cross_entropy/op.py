@@ -22,11 +22,11 @@ from .chunks import Head, Pulls, walk, wide_dtype
 
 def _check(h: Tensor, w: Tensor, bias: Tensor | None, labels: Tensor) -> None:
     if h.dim() != 2 or w.dim() != 2 or labels.dim() != 1:
-        raise ValueError("a loss head takes h (rows, H), w (V, H) and labels (rows,)")
+        raise ValueError("a loss head needs h (rows, H), w (V, H) and labels (rows,)")
     if not (h.is_floating_point() and h.dtype == w.dtype) or labels.dtype != torch.int64:
-        raise ValueError("h and w of a loss head have one floating dtype, and labels are int64")
+        raise ValueError("h and w of a loss head need one floating dtype, and labels int64")
     if bias is not None and (bias.dtype != h.dtype or bias.dim() != 1):
-        raise ValueError("the bias of a loss head is a vector of the dtype of h")
+        raise ValueError("the bias of a loss head must be a vector with the dtype of h")
     torch._check(h.shape[0] == labels.shape[0], lambda: "h and labels have different numbers of rows")
     torch._check(h.shape[1] == w.shape[1], lambda: "h and w have different numbers of columns")
 

@@ -114,18 +114,18 @@ def _loss(op: Op) -> Site:
     given = op.only(*known, "label_smoothing")
     logits, labels, weights, average, ignored, reduce, reduction, smoothing = given
     if not isinstance(logits, fx.Node) or not isinstance(labels, fx.Node):
-        raise Rejected(Reason.NOT_A_TENSOR("the loss is not called with tensors"))
+        raise Rejected(Reason.NOT_A_TENSOR("an argument of the loss is not a tensor"))
     if average is not None or reduce is not None:
-        raise Rejected(Reason.LOSS("the loss has arguments that are deprecated: size_average, reduce"))
+        raise Rejected(Reason.LOSS("the loss has the deprecated arguments size_average or reduce"))
     ignored, smoothing = -100 if ignored is None else ignored, smoothing or 0.0
     reduction = "mean" if reduction is None else reduction
     if type(ignored) is not int or not isinstance(smoothing, (int, float)):
-        raise Rejected(Reason.NOT_A_TENSOR("ignore_index or label_smoothing is not a number"))
+        raise Rejected(Reason.NOT_A_TENSOR("ignore_index or label_smoothing is not a constant"))
     if not 0.0 <= smoothing <= 1.0 or reduction not in ("none", "mean", "sum"):
-        raise Rejected(Reason.LOSS("label_smoothing or reduction is none that there is"))
+        raise Rejected(Reason.LOSS("label_smoothing or reduction is invalid"))
     value = tensor(logits)
     if value is None or value.dim() < 2:
-        raise Rejected(Reason.SHAPES("the logits are no matrix"))
+        raise Rejected(Reason.SHAPES("the logits are not a matrix"))
     path: list[fx.Node] = []
     replayed: list[fx.Node] = []
     if op.name == "nll_loss":
@@ -149,7 +149,7 @@ def _gather(op: Op) -> Site | None:
     found = _walk(_log_softmax(source, True, path, replayed), path, replayed)
     same = zip(labels.shape[:-1], value.shape[:-1], strict=True)
     if not all(known_true(a == b) for a, b in same):  # some rows alone are gathered from
-        raise Rejected(Reason.SHAPES("the index has other rows than the log-probabilities"))
+        raise Rejected(Reason.SHAPES("the index and the log-probabilities have different numbers of rows"))
     return _site(op, found, index, None, True)
 
 
@@ -170,8 +170,8 @@ def _site(
     value = tensor(labels)
     if value is None or value.dtype != torch.int64:
         raise Rejected(
-            Reason.LOSS("the labels are no int64 numbers of classes"),
-            "give numbers of classes in place of probabilities",
+            Reason.LOSS("the labels are not int64 class indices"),
+            "pass class indices instead of probabilities",
         )
     return Site(
         op.node, found.linear, h, w, bias, by_rows, found.path, found.replayed, found.bend, labels, weights,
@@ -198,14 +198,14 @@ def _log_softmax(node: fx.Node, last: bool, path: list[fx.Node], replayed: list[
         path.append(node)
         node = op.input
     if op is None or op.name != "log_softmax":
-        raise Rejected(Reason.LOSS("what the loss reads is no log_softmax"))
+        raise Rejected(Reason.LOSS("the input of the loss is not a log_softmax"))
     logits, dim, dtype = op.only("input", "dim", "dtype")
     before = tensor(logits)
     wanted = before.dim() - 1 if before is not None and last else 1
     if before is None or not isinstance(dim, int) or dim % before.dim() != wanted:
-        raise Rejected(Reason.LOSS("the log_softmax is not over the classes"))
+        raise Rejected(Reason.LOSS("the log_softmax is not over the class dim"))
     if dtype is not None and not holds(dtype, before.dtype):
-        raise Rejected(Reason.ROUNDED("the logits are rounded in front of the loss"))
+        raise Rejected(Reason.ROUNDED("the logits are rounded before the loss"))
     path.append(node)
     assert isinstance(logits, fx.Node)
     return logits
@@ -230,8 +230,8 @@ def _classes_last(node: fx.Node, path: list[fx.Node]) -> fx.Node:
     dims = None if op is None or op.inplace else permutation(op)
     if op is None or dims != wanted:
         raise Rejected(
-            Reason.LOSS("the classes are not the last dim of a linear's result"),
-            "give the loss logits.transpose(1, 2), or a matrix of logits and a vector of labels",
+            Reason.LOSS("the class dim is not the last dim of a linear's result"),
+            "pass logits.transpose(1, 2), or a matrix of logits and a vector of labels",
         )
     path.append(node)
     assert isinstance(op.input, fx.Node)
@@ -261,7 +261,9 @@ def _walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> _Logit
             pointwise.append(("tanh", 0.0))
         elif op.name in CASTS | COPIES:
             if not _is_as_wide(op):
-                raise Rejected(Reason.ROUNDED(f"{node.name} rounds the logits, or moves them"))
+                raise Rejected(
+                    Reason.ROUNDED(f"{node.name} rounds the logits or moves them to another device")
+                )
         elif _keeps_classes(op):
             replayed.append(node)
         else:
@@ -276,8 +278,8 @@ def _walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> _Logit
 
 def _no_linear(node: fx.Node) -> Rejected:
     return Rejected(
-        Reason.LOSS(f"the logits are not a linear's, seen from {node.name}"),
-        "compute the linear in the same graph, and only scale, bound, cast, slice and view its result",
+        Reason.LOSS(f"{node.name} is between the logits and a linear, or no linear computes them"),
+        "compute the linear in the same graph, and only scale, softcap, cast, slice or view its result",
     )
 
 
@@ -287,11 +289,11 @@ def _bent(pointwise: list[tuple[str, float]]) -> Bend:
         if name == "mul":
             bend = bend.times(factor)
         elif bend.cap:
-            raise Rejected(Reason.LOSS("two tanh are between the linear and the loss"))
+            raise Rejected(Reason.LOSS("there are two tanh between the linear and the loss"))
         else:
             bend = Bend(bend.scale, 1.0)
     if not (math.isfinite(bend.scale) and math.isfinite(bend.cap)) or not bend.scale:
-        raise Rejected(Reason.RANGE("the logits are scaled by a number that is not finite, or by 0"))
+        raise Rejected(Reason.RANGE("the logits are scaled by 0, inf or NaN"))
     return bend
 
 

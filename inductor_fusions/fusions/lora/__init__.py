@@ -21,7 +21,7 @@ from .sites import ANCHORS, candidates
 FUSION = Fusion(
     name="lora",
     stage="post_grad",
-    summary="linears with low-rank adapters, and their gradients, to a narrow product and a block GEMM",
+    summary="linears with low-rank adapters, and their gradients, to a skinny GEMM and a grouped GEMM",
     marks=(op.ROUNDED,),
 )
 FUSION.group(lambda: ANCHORS)(candidates)

@@ -1,4 +1,4 @@
-"""`inductor_fusions::lora_accumulate`: adapters added to what is in memory.
+"""`inductor_fusions::lora_accumulate`: adds low-rank products to a matrix in memory.
 
     out = base + sum over i of scale_i * kept_i * (a_i @ b_i)
 
@@ -30,24 +30,24 @@ def check(
         ValueError: says which.
     """
     if base.dim() != 2 or not base.is_floating_point():
-        raise ValueError("base of lora_accumulate is a matrix of floating dtype")
+        raise ValueError("base of lora_accumulate must be a matrix of floating dtype")
     if not a or not (len(a) == len(b) == len(scales)):
-        raise ValueError("lora_accumulate needs a product, and an a, a b and a scale for each")
+        raise ValueError("lora_accumulate needs at least one product, and an a, b and scale for each")
     if any(x.dim() != 2 for x in (*a, *b)):
-        raise ValueError("the operands a and b of lora_accumulate are matrices")
+        raise ValueError("the operands a and b of lora_accumulate must be matrices")
     if len({x.dtype for x in (*a, *b)}) > 1 or not a[0].is_floating_point():
-        raise ValueError("the operands a and b of lora_accumulate have one floating dtype")
+        raise ValueError("the operands a and b of lora_accumulate need one floating dtype")
     for left, right in zip(a, b, strict=True):
         torch._check(left.shape[1] == right.shape[0], lambda: "inner sizes of a and b differ")
         torch._check(left.shape[0] == base.shape[0], lambda: "a has other rows than base")
         torch._check(right.shape[1] == base.shape[1], lambda: "b has other columns than base")
     if len(kept) != len(kept_products) or len(set(kept_products)) != len(kept_products):
-        raise ValueError("kept_products of lora_accumulate names one product for each mask")
+        raise ValueError("kept_products of lora_accumulate needs one product for each mask")
     if any(not 0 <= p < len(a) for p in kept_products):
-        raise ValueError("kept_products of lora_accumulate names a product that there is not")
+        raise ValueError("kept_products of lora_accumulate names a product that does not exist")
     for mask in kept:
         if mask.dim() != 2 or mask.dtype != torch.bool:
-            raise ValueError("kept of lora_accumulate are matrices of bool")
+            raise ValueError("kept of lora_accumulate must be bool matrices")
         torch._check(mask.shape[0] == base.shape[0], lambda: "a mask in kept has other rows than base")
         torch._check(mask.shape[1] == base.shape[1], lambda: "a mask in kept has other columns than base")
 

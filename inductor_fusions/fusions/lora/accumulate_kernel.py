@@ -149,14 +149,14 @@ def kernel(
     lowering.check_device(device)
     check_factors(scales)
     if len(a) > MOST_PRODUCTS:
-        raise Rejected(f"more than {MOST_PRODUCTS} products")
+        raise Rejected(f"there are more than {MOST_PRODUCTS} products")
     if not {base.get_dtype(), a[0].get_dtype(), dtype} <= set(DTYPES):
-        raise Rejected("matrices of a dtype that the kernel does not take")
+        raise Rejected("the kernel does not support the dtype of the matrices")
     a, b = _inductor.realize(a), _inductor.realize(b)
     inner = [_inductor.sizes(left)[1] for left in a]
     rows, columns = _inductor.sizes(a[0])[0], _inductor.sizes(b[0])[1]
     if not all(isinstance(k, int) and 0 < k <= MOST_INNER for k in inner) or not isinstance(columns, int):
-        raise Rejected("matrices that the kernel does not take")
+        raise Rejected("the kernel does not support the layout or dtype of the matrices")
     shape = Shape(known_size(rows), columns, tuple(inner), len(masks), base.get_dtype(), a[0].get_dtype())
     inputs: dict[str, Any] = {}
     # What is computed in a loop is not stored for the kernel: the loop becomes the kernel's last step.
@@ -177,7 +177,7 @@ def kernel(
         over="BASE" if stored else "",
     )
     if found is None:
-        raise Rejected("Inductor took no template")
+        raise Rejected("Inductor accepted no template")
     if stored:
         return found[0]
     total = _inductor.call_lowering(aten.add.Tensor, found[0], _inductor.cast(base, torch.float32))

@@ -1,4 +1,4 @@
-"""Adapters that are added to what is in memory: sums that are no block GEMM become one operation."""
+"""Adapters whose sum is no grouped GEMM, as `lora_accumulate` on the base in memory."""
 
 from __future__ import annotations
 
@@ -71,16 +71,23 @@ class Accumulated(Candidate):
         guards.check_device(self.anchor)
         root, adapters = value(self.sum.root), self._adapters()
         if len(adapters) > accumulate_kernel.MOST_PRODUCTS:
-            raise Rejected(Reason.LIMIT(f"more than {accumulate_kernel.MOST_PRODUCTS} adapters in one sum"))
+            raise Rejected(
+                Reason.LIMIT(f"there are more than {accumulate_kernel.MOST_PRODUCTS} adapters in one sum")
+            )
         for node in (self.sum.root, *(term.node for term in self.sum.terms)):
             if value(node).dtype not in guards.DTYPES:
-                raise Rejected(Reason.DTYPE(f"a sum with a term of dtype {dtype_name(value(node).dtype)}"))
+                raise Rejected(
+                    Reason.DTYPE(
+                        f"a term of the sum has dtype {dtype_name(value(node).dtype)}, which no kernel "
+                        "supports"
+                    )
+                )
         first = value(adapters[0].up.node)
         columns = first.shape[1]
         if any(not same_sizes(value(a.up.node).shape, first.shape) for a in adapters):
-            raise Rejected(Reason.SHAPES("terms of different shapes"))
+            raise Rejected(Reason.SHAPES("the terms of the sum have different shapes"))
         if not isinstance(columns, int) or str(root.shape[-1]) != str(columns):
-            raise Rejected(Reason.SHAPES("the sum has other columns than its terms"))
+            raise Rejected(Reason.SHAPES("the number of columns of the sum differs from that of its terms"))
         if not is_row_major(root):
             raise Rejected(Reason.LAYOUT("the result is not row-major"))
         self._check_adapters(adapters)
@@ -92,28 +99,31 @@ class Accumulated(Candidate):
     def _check_adapters(self, adapters: Sequence[Adapter]) -> None:
         kinds = {value(x).dtype for a in adapters for x in (a.up.b, a.down.b)}
         if len(kinds) > 1 or not kinds <= set(guards.DTYPES):
-            raise Rejected(Reason.MIXED_DTYPES("adapters of several dtypes, or of one without a kernel"))
+            raise Rejected(
+                Reason.MIXED_DTYPES("the adapters have different dtypes, or one that no kernel supports")
+            )
         (kind,) = kinds
         read = {value(source(a.down.a).base).dtype for a in adapters}
         around = {value(self.sum.root).dtype, *(value(term.node).dtype for term in self.sum.terms)}
         self.halves = kind == torch.float32 and torch.bfloat16 in read | around
         if kind == torch.float32 and torch.float16 in read | around:
-            raise LeftToStock(Reason.MIXED_DTYPES("float32 adapters on a base of float16"))
+            raise LeftToStock(Reason.MIXED_DTYPES("the adapters are float32 and the base is float16"))
         if kind != torch.float32 and not read <= {kind}:
-            raise Rejected(Reason.MIXED_DTYPES("adapters of another dtype than their input and float32"))
+            raise Rejected(
+                Reason.MIXED_DTYPES("the adapters have neither the dtype of their input nor float32")
+            )
         for a in adapters:
             if a.factor is not None and kind == torch.float16:
                 raise LeftToStock(
                     Reason.RANGE(
-                        "a float16 adapter times a tensor: what A gives may overflow, and the result not"
+                        "a float16 adapter is multiplied by a tensor: x @ A may overflow where the result "
+                        "does not"
                     )
                 )
             if a.middle is not None and not is_row_major(value(a.middle)):
-                raise Rejected(Reason.LAYOUT("what B multiplies is not row-major"))
+                raise Rejected(Reason.LAYOUT("the input of B is not row-major"))
             if 1 not in value(a.down.a).stride():
-                raise Rejected(
-                    Reason.LAYOUT("an input whose elements are not next to each other in either direction")
-                )
+                raise Rejected(Reason.LAYOUT("an input has no dim of stride 1"))
 
     def _check_writes(self) -> None:
         """Nothing is overwritten between the products and the sum, where they are read now."""
@@ -122,7 +132,7 @@ class Accumulated(Candidate):
             if first < node and node < self.sum.root:
                 raise Rejected(
                     Reason.OVERWRITTEN(
-                        f"{node.name} writes in place between the adapter's products and their sum"
+                        f"{node.name} writes in place between the products of the adapter and their sum"
                     )
                 )
 

@@ -245,9 +245,9 @@ class Call:
         sizes = _inductor.sizes(x)
         columns, ranks = ([_inductor.sizes(right)[1] for right in some] for some in (w, a))
         if not all(isinstance(size, int) for size in (*sizes, *columns, *ranks)) or sizes[0] > MOST_ROWS:
-            raise Rejected("sizes that are not known, or too many rows")
+            raise Rejected("a size is not known, or there are too many rows")
         if sum(narrow.padded(r) for r in ranks) > narrow.MOST_TOGETHER or max(ranks) > narrow.MOST_COLUMNS:
-            raise Rejected(f"adapters of more than {narrow.MOST_TOGETHER} columns together")
+            raise Rejected(f"the ranks of the adapters sum to more than {narrow.MOST_TOGETHER}")
         dtypes = x.get_dtype(), a[0].get_dtype()
         along = all(_inductor.strides(right)[0] == 1 for right in w)
         shape = Shape(sizes[0], sizes[1], tuple(columns), tuple(ranks), *dtypes, along)
@@ -271,7 +271,7 @@ class Call:
             grid_sizes=[size for n in columns for size in (1, n)],
         )
         if outputs is None:
-            raise Rejected("Inductor took no template")
+            raise Rejected("Inductor accepted no template")
         return outputs
 
     def _parts(
@@ -293,7 +293,7 @@ class Call:
             grid_sizes=[shape.rows, 1],
         )
         if made is None:
-            raise Rejected("Inductor took no template")
+            raise Rejected("Inductor accepted no template")
         return _inductor.realize(made)
 
     def _variant(self, names: list[str], shape: Shape, config: Config, early: bool) -> _inductor.Variant:

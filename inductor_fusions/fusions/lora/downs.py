@@ -1,4 +1,4 @@
-"""Down-projections of adapters as narrow products: those of one input together."""
+"""Down-projections of adapters as skinny GEMMs, one for each input."""
 
 from __future__ import annotations
 

@@ -84,5 +84,5 @@ def by_elements(
         grid_sizes=[size for f in factors for size in (f["size"], 1)],
     )
     if found is None:
-        raise Rejected("Inductor took no template")
+        raise Rejected("Inductor accepted no template")
     return found

@@ -1,4 +1,4 @@
-"""Puts narrow products, and matrices in two halves, into a graph."""
+"""Emits skinny GEMMs and split matrices into a graph."""
 
 from __future__ import annotations
 

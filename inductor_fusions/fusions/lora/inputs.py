@@ -1,4 +1,4 @@
-"""Down-projections that widen their input, or drop some of it, before autograd.
+"""Down-projections that cast their input to float32 or apply dropout, before autograd.
 
 PEFT's adapters are float32 beside a base of 16 bits. Autograd then keeps the widened input for the gradient
 of A, twice the memory of the input that is there. After autograd it is too late: what is kept is settled. So
@@ -239,9 +239,11 @@ class AdapterInput(Candidate):
         check_kind(x, a, out)
         cast = self.cast = dict(self.modes.at(site.linear).autocast).get(x.device.type)
         if out.dtype != (a.dtype if cast is None else cast) or (cast is not None and x.dtype != cast):
-            raise Rejected(Reason.MIXED_DTYPES("operands of several dtypes"))
+            raise Rejected(Reason.MIXED_DTYPES("the operands have different dtypes"))
         if cast is not None and site.drop is None:
-            raise LeftToStock(Reason.NOT_FASTER("under autocast no input is widened in memory"))
+            raise LeftToStock(
+                Reason.NOT_FASTER("under autocast no input is stored in float32, so there is nothing to save")
+            )
         if site.drop is not None:
             self._check_dropout(site.drop)
         where = "the cast and the linear" if site.drop is None else "the dropout and the linear"
@@ -264,11 +266,12 @@ class AdapterInput(Candidate):
 
     def _check_dropout(self, drop: fx.Node) -> None:
         if readers(drop) != [self.site.linear]:
-            raise Rejected(Reason.USED_ELSEWHERE("what the dropout gives is read elsewhere as well"))
+            raise Rejected(Reason.USED_ELSEWHERE("the result of the dropout is also read elsewhere"))
         if draws_as_eager():
             raise LeftToStock(
                 Reason.RANDOM(
-                    "with torch._inductor.config.fallback_random a dropout has other random numbers"
+                    "torch._inductor.config.fallback_random is set, and the fused dropout draws other "
+                    "random numbers than eager"
                 )
             )
 
@@ -335,7 +338,7 @@ class AdapterInput(Candidate):
 FUSION = Fusion(
     name="lora_input",
     stage="pre_grad",
-    summary="adapters keep the input as it is for their gradient, not widened and not dropped",
+    summary="adapters save their input for the backward without casting it to float32 and without dropout",
     scope=Inputs,
 )
 

@@ -28,9 +28,9 @@ def check_device(device: torch.device) -> None:
         Rejected: another device than CUDA, an old one, or no pass of ours to tell caches of the kernel.
     """
     if not _inductor.passes_installed():
-        raise Rejected("the passes are not installed, so caches would not know of the kernel")
+        raise Rejected("the passes are not installed, so the cache key would not cover the kernel")
     if device.type != "cuda" or capability(device) < 80:
-        raise Rejected("there is no kernel for this device")
+        raise Rejected("no kernel supports this device")
 
 
 def kernel(
@@ -56,9 +56,9 @@ def kernel(
     rows, inner = _inductor.sizes(x)
     strides = _inductor.strides(x)
     if not all(isinstance(r, int) and r <= narrow.MOST_COLUMNS for r in ranks) or 1 not in strides:
-        raise Rejected("matrices that the kernel does not take")
+        raise Rejected("the kernel does not support the layout or dtype of the matrices")
     if sum(narrow.padded(r) for r in ranks) > narrow.MOST_TOGETHER:
-        raise Rejected(f"narrow matrices of more than {narrow.MOST_TOGETHER} columns together")
+        raise Rejected(f"the low-rank matrices have more than {narrow.MOST_TOGETHER} columns together")
     shape = narrow.Shape(
         known_size(rows), known_size(inner),
         tuple(ranks), "n" if strides[1] == 1 else "t", x.get_dtype(), thin, int(made), len(kept),
@@ -85,7 +85,7 @@ def kernel(
         grid_sizes=[rows, 1],
     )
     if outputs is None:
-        raise Rejected("Inductor took no template")
+        raise Rejected("Inductor accepted no template")
     if not whole:
         outputs = _added_up(outputs, shapes, config.splits, x.get_dtype(), thin, further)
     return outputs
@@ -96,7 +96,7 @@ def _firsts(stacks: Sequence[Any]) -> list[Any]:
     for held in _inductor.realize(stacks):
         _, rows, columns = _inductor.sizes(held)
         if _inductor.strides(held) not in ((rows * columns, columns, 1), (rows * columns, 1, rows)):
-            raise Rejected("summands that do not lie one behind the other")
+            raise Rejected("the two halves of a split matrix are not adjacent in memory")
     return [_inductor.call_lowering(aten.select.int, stack, 0, 0) for stack in stacks]
 
 

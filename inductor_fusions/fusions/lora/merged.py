@@ -135,10 +135,10 @@ class MergedWeight(Candidate):
         found = [value for value in values if value is not None]
         check_kind(*found)
         if any(value.dtype != found[0].dtype for value in found):
-            raise Rejected(Reason.MIXED_DTYPES("operands of several dtypes, or under autocast"))
+            raise Rejected(Reason.MIXED_DTYPES("the operands have different dtypes, or autocast is on"))
         for node, reader in zip(site.between, (*site.between[1:], site.linear), strict=True):
             if readers(node) != [reader]:
-                raise Rejected(Reason.USED_ELSEWHERE("the merged weight is used elsewhere as well"))
+                raise Rejected(Reason.USED_ELSEWHERE("the merged weight is also used elsewhere"))
         nodes = [*site.between, site.linear]
         check_between(nodes, site.linear, "the merge and the linear", known.modes, known.effects)
         check_kept([site.x, site.w, site.a, site.b], site.linear, known.effects)
@@ -147,7 +147,10 @@ class MergedWeight(Candidate):
         _, _, a, b, *_, out = found
         if config.policy != "always" or not (out.requires_grad and (a.requires_grad or b.requires_grad)):
             raise LeftToStock(
-                Reason.NOT_MEASURED("an adapter that is merged in each step: two products are not measured"),
+                Reason.NOT_MEASURED(
+                    "the adapter is merged into the weight in each step, and no measurement covers its form "
+                    "as two products"
+                ),
                 "F.linear(x, w) + s * F.linear(F.linear(x, a), b)",
             )
 

@@ -1,4 +1,4 @@
-"""Configurations of the narrow product: how its rows and its K are divided between thread blocks."""
+"""Configurations of the skinny GEMM: tiles and split-K."""
 
 from __future__ import annotations
 
@@ -203,12 +203,17 @@ def candidates(shape: Shape) -> list[Config]:
 def usable(x: torch.Tensor, narrow: Sequence[torch.Tensor]) -> str:
     """Why the kernel does not take these operands, or ""."""
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return Reason.DTYPE(f"a matrix of dtype {str(x.dtype).removeprefix('torch.')}")
+        return Reason.DTYPE(
+            f"a matrix has dtype {str(x.dtype).removeprefix('torch.')}, which no kernel supports"
+        )
     if 1 not in x.stride():
-        return Reason.LAYOUT("a matrix whose elements are not next to each other in either direction")
+        return Reason.LAYOUT("a matrix has no dim of stride 1")
     for right in narrow:
         if right.dtype not in (x.dtype, torch.float32):
-            return Reason.DTYPE(f"a narrow matrix of dtype {str(right.dtype).removeprefix('torch.')}")
+            return Reason.DTYPE(
+                f"a low-rank matrix has dtype {str(right.dtype).removeprefix('torch.')}, which no kernel "
+                "supports"
+            )
         if not isinstance(right.shape[1], int) or right.shape[1] > MOST_COLUMNS:
-            return Reason.LIMIT(f"a rank above {MOST_COLUMNS}")
+            return Reason.LIMIT(f"a rank is above {MOST_COLUMNS}")
     return ""

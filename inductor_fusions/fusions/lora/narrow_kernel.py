@@ -1,4 +1,4 @@
-"""The kernel of narrow products: what its template takes."""
+"""The skinny GEMM kernel and the arguments of its template."""
 
 from __future__ import annotations
 

@@ -39,24 +39,24 @@ def check(
         ValueError: says which.
     """
     if not b or not (len(b) == len(scales) == len(further)):
-        raise ValueError("narrow_mm needs a matrix, and a scale and a form for each")
+        raise ValueError("narrow_mm needs at least one matrix, and a scale and a form for each")
     if x.dim() != 2 or any(right.dim() not in (2, 3) for right in b):
-        raise ValueError("the operands of narrow_mm are matrices")
+        raise ValueError("the operands of narrow_mm must be matrices")
     counts = {int(right.shape[0]) if right.dim() == 3 else 0 for right in b}
     if len(counts) != 1 or counts == {1}:
-        raise ValueError("the narrow matrices of narrow_mm come in summands all alike, or none of them")
+        raise ValueError("either all low-rank matrices of narrow_mm are split into summands, or none")
     for right in b:
         torch._check(right.shape[-2] == x.shape[1], lambda: "inner sizes of narrow_mm differ")
         summands = right.dim() == 3
         if summands and (right.dtype != x.dtype or x.dtype.itemsize != 2):
-            raise ValueError("the summands of narrow_mm have the dtype of x, of 16 bits")
+            raise ValueError("the summands of narrow_mm need the dtype of x, which has to be a 16-bit dtype")
         if right.dtype != x.dtype and right.dtype.itemsize <= x.dtype.itemsize:
             raise ValueError(f"narrow_mm does not multiply {x.dtype} by {right.dtype}")
     if len(kept) not in (0, len(b)):
-        raise ValueError("narrow_mm has a mask for each product, or none")
+        raise ValueError("narrow_mm needs a mask for each product, or none")
     for mask in kept:
         if mask.dim() != 2 or mask.dtype != torch.bool:
-            raise ValueError("kept of narrow_mm are matrices of bool")
+            raise ValueError("kept of narrow_mm must be bool matrices")
         torch._check(mask.shape[0] == x.shape[0], lambda: "a mask in kept has other rows than x")
         torch._check(mask.shape[1] == x.shape[1], lambda: "a mask in kept has other columns than x")
 
@@ -148,9 +148,9 @@ def _fake(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, b, ctx.scales, further, transposed, kept = inputs
     if any(further) or transposed:
-        raise NotImplementedError("lora_narrow_mm has a gradient in its plain form alone")
+        raise NotImplementedError("lora_narrow_mm is differentiable only in its plain form")
     if any(right.dim() == 3 for right in b):
-        raise NotImplementedError("lora_narrow_mm has no gradient of summands")
+        raise NotImplementedError("lora_narrow_mm has no gradient for split matrices")
     ctx.products = len(b)
     # The narrow matrices are read for the gradient of x alone; of all inputs it is the first.
     ctx.save_for_backward(x, *(b if ctx.needs_input_grad[0] else [None] * len(b)), *kept)

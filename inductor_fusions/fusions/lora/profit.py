@@ -1,4 +1,4 @@
-"""Whether linears with adapters are expected to be faster than stock's kernels."""
+"""Profitability of linears with adapters."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def check_dropped(shape: Dropped, device: torch.device) -> None:
     try:
         _expected(replace(shape, masks=0), device)
     except LeftToStock as miss:
-        raise LeftToStock(like(miss.reason, f"behind a dropout: {miss}")) from None
+        raise LeftToStock(like(miss.reason, f"adapter with dropout: {miss}")) from None
 
 
 def check_few_rows(tokens: int | Span | None, plain: bool) -> None:
@@ -161,7 +161,9 @@ def check_few_rows(tokens: int | Span | None, plain: bool) -> None:
     few = tokens if isinstance(tokens, int) else tokens.hint if isinstance(tokens, Span) else None
     if not plain and config.policy != "always" and few is not None and few <= MOST_ROWS:
         raise LeftToStock(
-            Reason.NOT_MEASURED(f"for {MOST_ROWS} rows at most with something between A and B, or behind B")
+            Reason.NOT_MEASURED(
+                f"up to {MOST_ROWS} rows are not measured with an operation between A and B, or after B"
+            )
         )
 
 
@@ -193,7 +195,9 @@ def _pays(query: Query, tokens: int | Span | None, device: torch.device) -> str:
     if capability(device) < 80:
         raise LeftToStock(Reason.DEVICE("the device is older than compute capability 8.0"))
     if tokens is None:
-        reason = Reason.SYMBOLIC("the number of rows is symbolic: what pays for one may not pay for another")
+        reason = Reason.SYMBOLIC(
+            "the number of rows is symbolic, and no kernel is known to be faster for all its values"
+        )
         decision = Decision(None, reason=reason)
     else:
         decision = _decided(query, tokens, device)

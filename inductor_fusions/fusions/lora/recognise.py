@@ -43,7 +43,7 @@ aten = torch.ops.aten
 _PASSED = VIEWS | {*PRODUCTS, aten.constant_pad_nd.default, aten.cat.default}
 
 #: Of a sum without a base: it may be added to what is in memory (`sums`).
-NO_PRODUCT = Reason.NO_BASE("what is added to the adapter is no product that it alone reads")
+NO_PRODUCT = Reason.NO_BASE("the adapter is not added to a product that only this sum reads")
 
 
 @dataclass(frozen=True)
@@ -189,11 +189,11 @@ class _Reader:
         dtypes = [value(node).dtype for node in (linear.root, *(base.node for base in linear.bases))]
         casts = [value(node).dtype for node in linear.inner if node.target in CASTS]
         if not all(holds(cast, *dtypes) for cast in casts):
-            linear.problem = Reason.ROUNDED("the sum is rounded to another dtype on its way")
+            linear.problem = Reason.ROUNDED("a partial sum is rounded to a dtype of lower precision")
         elif not linear.bases:
             linear.problem = NO_PRODUCT
         elif _two_biases(linear):
-            linear.problem = linear.problem or Reason.TERMS("a bias and another term")
+            linear.problem = linear.problem or Reason.TERMS("the sum has both a bias and another term")
         # One order for all sums of the same products: tables know them by it.
         linear.bases.sort(key=lambda p: p.inner, reverse=True)
         return linear
@@ -282,14 +282,12 @@ class _Reader:
         linear = self.linear
         if linear.rest is not None:
             linear.problem = linear.problem or Reason.TERMS(
-                "more than one term that is no product is added to the adapter"
+                "the sum has more than one term that is not a product"
             )
         elif scale != 1 or factor is not None or not isinstance(node, fx.Node):
-            linear.problem = linear.problem or Reason.TERMS("a term that is no product is scaled")
+            linear.problem = linear.problem or Reason.TERMS("a term that is not a product has a scale factor")
         elif not is_floating(node) or str(value(node).numel()) != str(value(linear.root).numel()):
-            linear.problem = linear.problem or Reason.TERMS(
-                "a term that is broadcast is added to the adapter"
-            )
+            linear.problem = linear.problem or Reason.TERMS("a term of the sum is broadcast")
         else:
             linear.rest = restored(node) or node
 
@@ -332,23 +330,29 @@ def alone(up: fx.Node) -> Said:
             return _read_elsewhere(node)
         (user,) = node.users
         if user.op == "output":
-            return Reason.NO_BASE("nothing is added to the adapter in this graph, which returns it")
+            return Reason.NO_BASE(
+                "this graph returns the result of the adapter without adding it to anything"
+            )
         by = _other_factor(user, node)
         if by is not None and times_tensor(user) is None:
             if any(reader.dtype == torch.bool for reader in _sources(by)):
-                return Reason.BEHIND_ADAPTER("a mask is applied to what the adapter gives")
+                return Reason.BEHIND_ADAPTER("a mask is applied to the result of the adapter")
             how = "divided" if user.target in DIV else "multiplied"
             return Reason.BEHIND_ADAPTER(
-                f"what the adapter gives is {how} by a tensor before it is added, as in DoRA"
+                f"the result of the adapter is {how} by a tensor before the addition, as in DoRA"
             )
         if user.target is aten.where.self:
-            return Reason.BEHIND_ADAPTER("the adapter passes a selection, which keeps out what is no number")
+            return Reason.BEHIND_ADAPTER(
+                "the result of the adapter passes through torch.where, which can remove NaN"
+            )
         if summands(user) or added_matrix(product(user)) is node:
             return NO_PRODUCT
         if by is None and user.target not in RESHAPES and user.target not in CASTS and scaled(user) is None:
-            return Reason.NO_BASE(f"{_called(user)} reads what the adapter gives, to which nothing was added")
+            return Reason.NO_BASE(
+                f"{_called(user)} reads the result of the adapter before it is added to a base"
+            )
         node = user
-    return Reason.NO_BASE("nothing is added to the adapter")
+    return Reason.NO_BASE("the result of the adapter is not added to anything")
 
 
 def _read_elsewhere(node: fx.Node) -> Said:
@@ -356,12 +360,14 @@ def _read_elsewhere(node: fx.Node) -> Said:
     kept = any(user.op == "output" for user in node.users)
     if kept and any(_other_factor(user, node) is not None for user in node.users):
         return Reason.USED_ELSEWHERE(
-            "what the adapter gives is returned, or kept for the gradient of what multiplies it"
+            "the result of the adapter is returned, or saved for the gradient of a factor"
         )
     if kept:
-        return Reason.USED_ELSEWHERE("what the adapter gives is returned, or kept for a backward")
+        return Reason.USED_ELSEWHERE("the result of the adapter is returned, or saved for the backward")
     names = sorted({_called(user) for user in node.users})
-    return Reason.USED_ELSEWHERE(f"what the adapter gives is read more than once, by {' and '.join(names)}")
+    return Reason.USED_ELSEWHERE(
+        f"the result of the adapter is read more than once, by {' and '.join(names)}"
+    )
 
 
 def _other_factor(user: fx.Node, node: fx.Node) -> fx.Node | None:

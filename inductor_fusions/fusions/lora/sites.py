@@ -131,12 +131,12 @@ class Adapted(Candidate):
     def _check(self, group: list[Linear]) -> None:
         terms = [p for linear in group for p in (*linear.bases, *(a.up for a in linear.adapters))]
         if len(terms) > MOST_PRODUCTS:
-            raise Rejected(Reason.LIMIT(f"more than {MOST_PRODUCTS} products"))
+            raise Rejected(Reason.LIMIT(f"there are more than {MOST_PRODUCTS} products"))
         guards.check_products([p for linear in group for p in linear.bases])
         for linear in group:
             self._check_linear(linear)
         if len({value(linear.root).dtype for linear in group} - {torch.float32}) > 1:
-            raise Rejected(Reason.MIXED_DTYPES("results of two dtypes of 16 bits"))
+            raise Rejected(Reason.MIXED_DTYPES("the results have two different 16-bit dtypes"))
         for a in (a for linear in group for a in linear.adapters):
             self._check_adapter(a, value(group[0].bases[0].a))
         self.whole = is_whole(group)
@@ -156,38 +156,35 @@ class Adapted(Candidate):
             shapes.append((rows, columns + sum(a.pad)))
         for shape in shapes:
             if not same_sizes(shape, first.shape):
-                raise Rejected(Reason.SHAPES("terms of different shapes"))
+                raise Rejected(Reason.SHAPES("the terms of the sum have different shapes"))
         if linear.adapters and str(value(root).shape[-1]) != str(first.shape[1]):
-            raise Rejected(Reason.SHAPES("the sum has other columns than its terms"))
+            raise Rejected(Reason.SHAPES("the number of columns of the sum differs from that of its terms"))
         if not is_row_major(value(root)):
             raise Rejected(Reason.LAYOUT("the result is not row-major"))
         guards.check_result(root, linear.bases[0].node)
         if linear.rest is not None and not all(isinstance(size, int) for size in first.shape):
-            raise Rejected(Reason.SYMBOLIC("a sum of symbolic size that has a term which is no product"))
+            raise Rejected(Reason.SYMBOLIC("the sum has a symbolic size and a term that is not a product"))
         self.sizes[root] = emit.sizes_of(root, linear.bases[0].node, linear.inner)
 
     def _check_adapter(self, a: Adapter, x: torch.Tensor) -> None:
         right, left = value(a.up.b), value(a.down.b)
         if right.dtype != left.dtype or right.dtype not in (x.dtype, torch.float32):
-            raise Rejected(Reason.MIXED_DTYPES("adapters of another dtype than the base and float32"))
+            raise Rejected(Reason.MIXED_DTYPES("the adapters have neither the dtype of the base nor float32"))
         if right.dtype != x.dtype and x.dtype != torch.bfloat16:
-            raise LeftToStock(Reason.MIXED_DTYPES("float32 adapters on a base of float16"))
+            raise LeftToStock(Reason.MIXED_DTYPES("the adapters are float32 and the base is float16"))
         if a.factor is not None and x.dtype == torch.float16:
             raise LeftToStock(
                 Reason.RANGE(
-                    "a float16 adapter times a tensor: what A gives may overflow, and the result not"
+                    "a float16 adapter is multiplied by a tensor: x @ A may overflow where the result does "
+                    "not"
                 )
             )
         if 1 not in right.stride():
-            raise Rejected(
-                Reason.LAYOUT("an adapter whose elements are not next to each other in either direction")
-            )
+            raise Rejected(Reason.LAYOUT("a matrix of an adapter has no dim of stride 1"))
         if a.middle is not None and not is_row_major(value(a.middle)):
-            raise Rejected(Reason.LAYOUT("what B multiplies is not row-major"))
+            raise Rejected(Reason.LAYOUT("the input of B is not row-major"))
         if 1 not in value(a.down.a).stride():
-            raise Rejected(
-                Reason.LAYOUT("an input whose elements are not next to each other in either direction")
-            )
+            raise Rejected(Reason.LAYOUT("an input has no dim of stride 1"))
 
     def _check_dropouts(self, linear: Linear) -> None:
         """Of adapters that read what a dropout has left in memory."""

@@ -58,12 +58,12 @@ def check(
         ValueError: says which.
     """
     if not matrices or not (len(matrices) == len(summands) == len(along) == len(sizes)):
-        raise ValueError("lora_split needs a matrix, and a form for each")
+        raise ValueError("lora_split needs at least one matrix, and a form for each")
     for matrix, count, dim, size in zip(matrices, summands, along, sizes, strict=True):
         if matrix.dim() != 2 or matrix.dtype != torch.float32:
-            raise ValueError("lora_split takes matrices of float32")
+            raise ValueError("the matrices of lora_split must be float32")
         if count < 0 or dim not in (0, 1) or (not count and size < 3 * matrix.shape[dim]):
-            raise ValueError("lora_split has no such form")
+            raise ValueError("lora_split got an unknown form")
 
 
 def _summands(matrix: Tensor, count: int, dtype: torch.dtype) -> Tensor:
@@ -124,7 +124,7 @@ def kernel(
     for i, (matrix, count, dim, size) in enumerate(zip(matrices, summands, along, sizes, strict=True)):
         found = _inductor.sizes(matrix)
         if not all(isinstance(length, int) for length in found):
-            raise Rejected("sizes that are not known")
+            raise Rejected("a size is not known")
         shapes.append(_shape(found, count, dim, size))
         factor = elements.elements_of(i, matrix, 0)
         if count:

@@ -1,4 +1,4 @@
-"""Sums with adapters that are no block GEMM, read from a post-grad graph.
+"""Matches sums with adapters that are no grouped GEMM, in a post-grad graph.
 
 Either no product is added to the adapters, as with a quantised base, whose operation is its own; or masks are
 between their products and the sum, as in the backward of a dropout in front of each adapter. All terms that
@@ -177,21 +177,23 @@ def sum_at(top: fx.Node) -> Sum:
     inner = [*found.inner, *([top] if root is not top else [])]
     read = Sum(top, root, found.added, found.terms, inner, found.problem)
     if read.added and all(term.is_bias for term in read.terms):
-        read.problem = Reason.NO_BASE("nothing that has the size of the result is added to the adapter")
+        read.problem = Reason.NO_BASE(
+            "the adapter is added only to a bias, not to a term of the shape of the result"
+        )
     if not read.added or read.problem:
         return read
     ups = [one.adapter.up.node for one in read.added]
     size = str(value(root).numel())
     if any(str(value(node).numel()) != size for node in ups):
-        read.problem = Reason.SHAPES("terms of different shapes")
+        read.problem = Reason.SHAPES("the terms of the sum have different shapes")
     elif any(not term.is_bias and str(value(term.node).numel()) != size for term in read.terms):
-        read.problem = Reason.TERMS("a term that is broadcast is added to the adapter")
+        read.problem = Reason.TERMS("a term of the sum is broadcast")
     else:
         # What rounds the sum on its way, to less than its terms have and the result.
         dtypes = [value(node).dtype for node in (root, *ups, *(term.node for term in read.terms))]
         casts = [value(node).dtype for node in inner if node.target in CASTS]
         if not all(holds(cast, *dtypes) for cast in casts):
-            read.problem = Reason.ROUNDED("the sum is rounded to another dtype on its way")
+            read.problem = Reason.ROUNDED("a partial sum is rounded to a dtype of lower precision")
     return read
 
 
@@ -227,9 +229,7 @@ class _Reader:
         part = _Part()
         for argument, sign in summands(node):
             if not has_size_of(argument, node):
-                part = part.with_part(
-                    _Part(problem=Reason.TERMS("a term that is broadcast is added to the adapter"))
-                )
+                part = part.with_part(_Part(problem=Reason.TERMS("a term of the sum is broadcast")))
             else:
                 part = part.with_part(self.visit(argument, scale * sign))
         return part
@@ -276,7 +276,7 @@ class _Reader:
                 node, factor = by
             elif mask is not None:
                 if kept is not None:
-                    problem = problem or Reason.TERMS("the adapter passes two masks")
+                    problem = problem or Reason.TERMS("two masks are applied to the adapter")
                 node, kept, times = mask
                 scale *= times
             elif (node.target in RESHAPES or node.target in CASTS) and is_floating(node.args[0]):
@@ -304,7 +304,7 @@ class _Reader:
         if up.bias is not None:
             part.terms.append(Term(up.bias, scale, factor))
             if kept is not None:
-                part.problem = part.problem or Reason.TERMS("an adapter with a bias passes a mask")
+                part.problem = part.problem or Reason.TERMS("a mask is applied to an adapter with a bias")
         part.added.append(Added(replace(read, scale=scale * read.scale, factor=factor), kept))
         return part
 

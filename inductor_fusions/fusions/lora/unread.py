@@ -1,4 +1,4 @@
-"""Adapters of embeddings and convolutions, which are left to stock: the report says so."""
+"""Reports adapters of embeddings and convolutions, which are unsupported."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ aten = torch.ops.aten
 
 #: Anchors.
 BASES = (aten.embedding.default, aten.convolution.default)
-EMBEDDING = Reason.NO_MATRIX("an adapter of an embedding: its A is looked up, and its base is no product")
-CONVOLUTION = Reason.NO_MATRIX("an adapter of a convolution: its base is no product")
+EMBEDDING = Reason.NO_MATRIX(
+    "the adapter belongs to an embedding, whose base is a look-up and not a matrix product"
+)
+CONVOLUTION = Reason.NO_MATRIX("the adapter belongs to a convolution, whose base is not a matrix product")
 
 
 def candidates(bases: Sequence[fx.Node]) -> Iterator[Candidate]:

@@ -1,4 +1,4 @@
-"""A linear on the flattened outer product of two matrices, without writing the product.
+"""Fuses a linear on a flattened outer product without materialising the outer product.
 
 The interaction of all pairs of features, as in a DLRM with the full outer product: a row of P * Q products
 is read by one linear, and by nothing else. It becomes `inductor_fusions::outer_product_linear`, whose
@@ -62,13 +62,13 @@ class OuterProductLinear(Candidate):
             allowed = {*site.chain, site.linear}
             if set(readers(node)) - allowed:
                 raise Rejected(
-                    Reason.USED_ELSEWHERE("the outer product is used elsewhere as well"),
-                    "let the linear alone read the outer product",
+                    Reason.USED_ELSEWHERE("the outer product is also used elsewhere"),
+                    "let only the linear read the outer product",
                 )
         if any(t is None or t.dtype != out.dtype for t in operands):
-            raise Rejected(Reason.MIXED_DTYPES("operands of several dtypes, or under autocast"))
+            raise Rejected(Reason.MIXED_DTYPES("the operands have different dtypes, or autocast is on"))
         if site.bias is not None and ((bias := tensor(site.bias)) is None or bias.dtype != out.dtype):
-            raise Rejected(Reason.MIXED_DTYPES("operands of several dtypes, or under autocast"))
+            raise Rejected(Reason.MIXED_DTYPES("the operands have different dtypes, or autocast is on"))
         check_between(site.chain, site.linear, "the outer product and the linear", Modes(self.graph))
         check_kept([site.u, site.v, site.w], site.linear)
         check_operation([*site.chain, site.linear])
@@ -111,8 +111,8 @@ def check_kernel(out: torch.Tensor) -> None:
     """
     if out.device.type == "cuda" and out.dtype == torch.float32 and out.dtype not in dtypes():
         raise LeftToStock(
-            Reason.TF32("float32 without TF32, for which there is no kernel"),
-            'torch.set_float32_matmul_precision("high") allows TF32',
+            Reason.TF32("the operands are float32 and TF32 is off, which no kernel supports"),
+            'torch.set_float32_matmul_precision("high")',
         )
     check_device(out, dtypes())
 
@@ -144,7 +144,7 @@ def measured(out: torch.Tensor, operands: list[Any]) -> str:
 FUSION = Fusion(
     name="outer_product_linear",
     stage="pre_grad",
-    summary="a linear on the flattened outer product of two matrices, without writing the product",
+    summary="a linear on the flattened outer product of two matrices, without materialising it",
 )
 
 

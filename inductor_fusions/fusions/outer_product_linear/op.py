@@ -32,9 +32,9 @@ def dtypes() -> tuple[torch.dtype, ...]:
 
 def _check(u: Tensor, v: Tensor, w: Tensor) -> None:
     if u.dim() != 2 or v.dim() != 2 or w.dim() != 2:
-        raise ValueError("outer_product_linear takes matrices")
+        raise ValueError("the operands of outer_product_linear must be matrices")
     if not (u.is_floating_point() and u.dtype == v.dtype == w.dtype):
-        raise ValueError("the operands of outer_product_linear have one floating dtype")
+        raise ValueError("the operands of outer_product_linear need one floating dtype")
     torch._check(u.shape[0] == v.shape[0], lambda: "u and v have different numbers of rows")
     torch._check(w.shape[1] == u.shape[1] * v.shape[1], lambda: "the weight has not one column for each pair")
 

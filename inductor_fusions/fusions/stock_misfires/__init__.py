@@ -1,4 +1,4 @@
-"""Keeps Inductor's own attention patterns from graphs that they read wrongly.
+"""Rewrites graphs that Inductor's own attention patterns misread.
 
 Those patterns ignore some constants of the operations that they match: the dim of a softmax, the order of a
 permutation, `alpha` of an addition, a divisor. A graph that differs from attention in nothing but such a
@@ -54,7 +54,7 @@ _SDPA = "scaled_dot_product_attention"
 FUSION = Fusion(
     name="stock_misfires",
     stage="pre_grad",
-    summary="graphs that stock's attention patterns misread, to equal ones that they do not",
+    summary="graphs that stock's attention patterns misread to equivalent graphs",
     exact=True,
     after=("attention",),
 )

@@ -1,4 +1,4 @@
-"""A candidate that is written in another way, with the nodes and values that this takes."""
+"""A candidate that is rewritten to an equivalent form, with helpers for new nodes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ class Respelled(Candidate):
 
     def guard(self) -> None:
         if is_batched(tensor(self.anchor)):
-            raise Rejected(Reason.TRANSFORM("inside torch.vmap, whose values have a hidden dim"))
+            raise Rejected(
+                Reason.TRANSFORM("the site is inside torch.vmap, whose tensors have a hidden batch dim")
+            )
         if self.anchor.kwargs.get("out") is not None:
-            raise Rejected(Reason.OVERWRITTEN("writes to a given tensor (out=)"))
+            raise Rejected(Reason.OVERWRITTEN("the operation writes to a given tensor (out=)"))
 
     def replace(self, result: fx.Node) -> None:
         """Put `result`, which is the same tensor, in the place of the anchor."""

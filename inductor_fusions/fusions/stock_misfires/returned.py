@@ -1,4 +1,4 @@
-"""Results that leave the graph in training, which what stock's patterns put there keeps for its backward."""
+"""Copies results that stock's patterns save for their backward and the caller may overwrite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done to the scores: additions with a factor, and divisions."""
+"""Additions with alpha, and divisions, of scores."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Alpha(Respelled):
         scaled = self.call(operator.mul, other, alpha) if isinstance(other, fx.Node) else other * alpha
         left = {k: v for k, v in node.kwargs.items() if k not in ("alpha", "input", "other")}
         change(node, args=(first, scaled), kwargs=left)
-        return "alpha multiplied out"
+        return "alpha as a multiplication"
 
 
 class Divisor(Respelled):

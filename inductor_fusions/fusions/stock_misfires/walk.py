@@ -1,4 +1,4 @@
-"""What lies around a softmax: the products of an attention, and the nodes in between."""
+"""The products around a softmax, and the nodes between them."""
 
 from __future__ import annotations
 

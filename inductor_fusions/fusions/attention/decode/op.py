@@ -63,20 +63,20 @@ def _takes(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> None:
     if not q.dim() == k.dim() == v.dim() == 4 or (mask is not None and mask.dim() != 4):
-        raise ValueError("q, k, v and the mask of decode_attention are 4-D")
+        raise ValueError("q, k, v and the mask of decode_attention must be 4-D")
     if not (q.is_floating_point() and q.dtype == k.dtype == v.dtype):
-        raise ValueError("q, k and v of decode_attention have one floating dtype")
+        raise ValueError("q, k and v of decode_attention need one floating dtype")
     if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1] or k.shape[3] != q.shape[3]:
-        raise ValueError("the heads of decode_attention do not fit together")
+        raise ValueError("the numbers of heads of decode_attention do not match")
     torch._check(k.shape[0] == q.shape[0], lambda: "q and k have different batches")
     torch._check(v.shape[0] == q.shape[0], lambda: "q and v have different batches")
     torch._check(v.shape[2] == k.shape[2], lambda: "k and v have different lengths")
     if mask is None:
         return
     if causal:
-        raise ValueError("decode_attention takes a mask or is causal, not both")
+        raise ValueError("decode_attention accepts either a mask or is_causal")
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError("the mask of decode_attention is boolean or floating")
+        raise ValueError("the mask of decode_attention must be boolean or floating")
     torch._check(mask.shape[3] == k.shape[2], lambda: "the mask has not one column for each key")
 
 

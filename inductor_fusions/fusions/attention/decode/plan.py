@@ -131,9 +131,9 @@ def refused(problem: Problem) -> str:
         return f"no kernel for {problem.dtype}"
     sizes = (problem.q.shape[1], problem.k.shape[1], problem.q.shape[3], problem.v.shape[3])
     if not all(isinstance(size, int) for size in sizes) or max(sizes[2:]) > MOST_DIM:
-        return f"symbolic heads or head dims, or more than {MOST_DIM}"
+        return f"heads or head dims are symbolic, or a head dim is above {MOST_DIM}"
     if not 0 < most_queries(problem) <= MOST_QUERIES:
-        return f"more than {MOST_QUERIES} queries, or it may be"
+        return f"there are or may be more than {MOST_QUERIES} queries"
     return _refused_mask(problem)
 
 
@@ -141,11 +141,11 @@ def _refused_mask(problem: Problem) -> str:
     mask = torch_ops.tensor(problem.attn_mask)
     for given in (*(operand.value for _, operand in problem.terms), *(() if mask is None else (mask,))):
         if given.requires_grad:
-            return "a mask that takes a gradient"
+            return "a mask that requires a gradient"
     if problem.attn_mask is None:
         return ""
     if mask is None or mask.dim() > 4 or mask.device != problem.q.value.device:
-        return "a mask of more dims, or on another device"
+        return "a mask with more than 4 dims, or on another device"
     if mask.dtype != torch.bool and mask.dtype not in MASKS:
         return f"a mask of {mask.dtype}"
     return ""

@@ -1,4 +1,4 @@
-"""Mask algebra: what a mask lets through, proved from the graph that makes it.
+"""Mask algebra: proves which keys a mask shows, from the graph that computes it.
 
 A mask is a function of the indices (..., q, k). `Interpreter` reads the subgraph that computes it into
 the values of `values`: numbers that are affine in the indices, conditions on them, and elements of tensors

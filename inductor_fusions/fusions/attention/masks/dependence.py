@@ -1,4 +1,4 @@
-"""What a mask depends on, where its value cannot be read."""
+"""Which dims and inputs an opaque mask depends on."""
 
 from __future__ import annotations
 

@@ -51,21 +51,21 @@ class Call:
         self.device = q.get_device()
         self.dtype = q.get_dtype()
         if not _inductor.passes_installed():
-            raise Rejected("the passes are not installed, so caches would not know of the kernel")
+            raise Rejected("the passes are not installed, so the cache key would not cover the kernel")
         if self.device.type != "cuda":
-            raise Rejected(f"there is no kernel for devices of type {self.device.type}")
+            raise Rejected(f"no kernel supports devices of type {self.device.type}")
         if torch.cuda.get_device_capability(self.device) < (8, 0):
             raise Rejected("the device is older than compute capability 8.0")
         if self.dtype not in DTYPES or len(masks) > MOST_MASKS:
-            raise Rejected(f"{self.dtype}, {len(masks)} masks")
+            raise Rejected(f"no kernel for {self.dtype} with {len(masks)} masks")
         sizes = [_inductor.sizes(x) for x in (q, k, v)]
         if not all(isinstance(n, int) for size in sizes for n in size[1:]):
-            raise Rejected("symbolic lengths, heads or head dims")
+            raise Rejected("lengths, heads or head dims are symbolic")
         if max(sizes[0][3], sizes[2][3]) > plan.MOST_DIM[self.dtype.itemsize]:
-            raise Rejected(f"more than {plan.MOST_DIM[self.dtype.itemsize]} head dims")
+            raise Rejected(f"a head dim is above {plan.MOST_DIM[self.dtype.itemsize]}")
         most = plan.MOST_KEYS_IN_KERNEL[self.dtype.itemsize]
         if max(sizes[0][2], sizes[1][2]) > most:
-            raise Rejected(f"more than {most} queries or keys of {self.dtype}")
+            raise Rejected(f"there are more than {most} queries or keys in {self.dtype}")
         self.q, self.k, self.v, *self.masks = _inductor.realize([q, k, v, *masks])
         self.shape, self.kv_len, self.v_dim = sizes[0], sizes[1][2], sizes[2][3]
         self.numbers, self.scale, self.causal = list(numbers), float(scale), causal
@@ -92,7 +92,7 @@ class Call:
         )
         blocks = math.ceil(self.shape[2] / chosen.block_m)
         if blocks > 1 and chosen.windows > 1:
-            raise Rejected("several blocks of queries, and samples")
+            raise Rejected("a program has several samples and several blocks of queries")
         inputs = [("G", grad), ("Q", self.q), ("K", self.k), ("V", self.v), *self._named_masks()]
         k_shape, v_shape = _inductor.sizes(self.k), _inductor.sizes(self.v)
         outputs = [
@@ -117,7 +117,7 @@ class Call:
         if any(size == self.shape[0] for size in sizes):
             return self.shape[0]
         if not all(isinstance(size, int) for size in sizes):
-            raise Rejected("masks of a symbolic number of samples")
+            raise Rejected("the batch size of a mask is symbolic")
         return max(sizes, default=1)
 
     def _named_masks(self) -> list[tuple[str, Any]]:
@@ -144,7 +144,7 @@ class Call:
             ),
         )
         if made is None:
-            raise Rejected("an output of one number")
+            raise Rejected("an output has a single element")
         return made
 
     def _source(

@@ -32,16 +32,16 @@ def refused(problem: Problem) -> str:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
         return "the device is older than compute capability 8.0"
     if problem.transformed:
-        return "no rule for torch.func.grad"
+        return "torch.func.grad is not supported"
     if problem.stages or problem.sink is not None or problem.dropout > 0:
         return "a function of the scores, a sink or dropout"
     if problem.attn_mask is not None or not isinstance(problem.scale, (int, float, type(None))):
-        return "a mask that is passed on, or a symbolic scale"
+        return "a symbolic scale, or a mask that the call is given"
     if not known_true(problem.k.shape[1] == problem.q.shape[1]):
-        return "heads that share keys"
+        return "GQA"
     sizes = (*problem.q.shape[1:], *problem.k.shape[2:], problem.v.shape[3])
     if not all(isinstance(size, int) for size in sizes):
-        return "symbolic lengths, heads or head dims"
+        return "lengths, heads or head dims are symbolic"
     if problem.dtype not in DTYPES:
         return f"no kernel for {problem.dtype}"
     most = plan.MOST_KEYS_IN_KERNEL[problem.dtype.itemsize]
@@ -50,10 +50,10 @@ def refused(problem: Problem) -> str:
     if max(problem.q.shape[3], problem.v.shape[3]) > plan.MOST_DIM[problem.dtype.itemsize]:
         return f"more than {plan.MOST_DIM[problem.dtype.itemsize]} head dims"
     if len(problem.terms) > MOST_MASKS // 2 or any(term.floor is not None for term, _ in problem.terms):
-        return "many masks, or scores that are clamped"
+        return "too many masks, or clamped scores"
     if any(_is_no_mask(term, operand) for term, operand in problem.terms):
-        return "a mask of integers"
-    return "" if _repeat_together(problem) else "masks that repeat in different ways"
+        return "an integer mask"
+    return "" if _repeat_together(problem) else "masks with different periods over the batch"
 
 
 def masks(problem: Problem) -> list[tuple[Operand, float, bool]]:

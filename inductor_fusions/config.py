@@ -1,4 +1,4 @@
-"""Toggles. Each has an environment variable, which is read when the package is imported.
+"""Settings. Each has an environment variable, which is read when the package is imported.
 
 `enabled` is set by `INDUCTOR_FUSIONS`, each other entry by `INDUCTOR_FUSIONS_` and its name.
 `inductor_fusions.config.patch(attention=False)` changes entries for a region, as with torch's own configs;

@@ -134,8 +134,8 @@ class Backward(Trials):
     def _explained(self, error: Exception) -> Exception:
         where = "; ".join(dict.fromkeys(site.source or site.node for site in self._attentions))
         return RuntimeError(
-            f"the backward of the attention at {where} raises {line(error)}, and the forward has run: "
-            "INDUCTOR_FUSIONS_ATTENTION=0 leaves attentions as they are"
+            f"the backward of the attention at {where} raised {line(error)}, after its forward had run. "
+            "INDUCTOR_FUSIONS_ATTENTION=0 disables the attention fusion"
         )
 
     def _guarded(self, compiled: Any) -> Any:

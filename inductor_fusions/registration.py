@@ -17,8 +17,8 @@ from . import _inductor, config
 log = logging.getLogger(__name__)
 
 _LOST = (
-    "%s was set by somebody else: the fusions that were there do not run any more. "
-    "inductor_fusions.enable() puts them back, beside what is there now"
+    "%s was overwritten, so the fusions there no longer run. "
+    "inductor_fusions.enable() installs them again, in addition to what is there now"
 )
 
 _lock = threading.RLock()

@@ -30,9 +30,9 @@ def problem(stage: str, fusions: tuple[Fusion, ...]) -> str:
     except Exception as error:
         found = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if found:
-        _warn(f"{said}; nothing is fused ({found})")
+        _warn(f"{said}; its self-test failed, so nothing is fused: {found}")
     elif stage == "pre_grad":
-        _warn(f"{said}; a small attention came out right, so the fusions are on")
+        _warn(f"{said}; its self-test passed, so fusions are on")
     return found
 
 

@@ -24,7 +24,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The console entry point: mistakes of the user's are one line on stderr, without a traceback."""
+    """The console entry point: user errors are one line on stderr, without a traceback."""
     try:
         code = app(prog_name=PROG, standalone_mode=False)
     except BrokenPipeError:  # the reader of the output has seen enough

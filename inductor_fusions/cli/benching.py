@@ -126,9 +126,9 @@ def tune(
         str | None, typer.Option(metavar="GPU", help="With --why: a GPU, which need not be in this machine.")
     ] = None,
 ) -> None:
-    """Measure every kernel on this device, and write the table from which fusions are decided.
+    """Measure every kernel on this device, and write the table that decides what is fused.
 
-    A table decides what the package fuses here: measure on an idle device, and commit the results with it.
+    Measure on an idle device, and commit the results with the table.
     """
     if kind == "run":
         raise typer.Exit(run_script(context.meta["given"], find_device(Device.auto)))

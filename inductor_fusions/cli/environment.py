@@ -25,7 +25,7 @@ BLOCK_MM = {"qkv": ("shared_a", "shared_b", "sum"), "gated_mlp": ("gated",), "li
 
 @app.command(epilog=EXIT_CODES)
 def env(as_json: JsonFlag = False) -> None:
-    """Show versions, devices, the hooks really installed, the toggles in force and the tables found."""
+    "Show versions, devices, installed hooks, current settings and the tables found."
     found = environment()
     if as_json:
         print_json(found)
@@ -161,7 +161,7 @@ def _version(package: str) -> str | None:
 
 @app.command("list", epilog=EXIT_CODES)
 def list_fusions(as_json: JsonFlag = False) -> None:
-    """List the fusions: what each matches, its toggle, where it was measured and what it brought there."""
+    "List the fusions: what each matches, its setting, and where it was measured with which speedup."
     found = [_describe_fusion(fusion) for fusion in registry.of()]
     problems = [
         {"name": entry.name, "package": entry.package, "problem": entry.problem}

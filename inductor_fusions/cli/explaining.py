@@ -80,9 +80,9 @@ def explain(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Say of each candidate of a model what became of it and why.
+    """Show for each candidate of a model whether it is fused, and why.
 
-    The model has random weights and nothing is downloaded. All passes of torch.compile run, and no code is
+    The model has random weights, and nothing is downloaded. All passes of torch.compile run, but no code is
     generated.
     """
     if target is not None:

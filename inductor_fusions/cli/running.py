@@ -49,10 +49,10 @@ def run(
         ),
     ] = None,
 ) -> None:
-    """Run a training or inference script as it is, with the fusions on.
+    """Run a training or inference script unchanged, with the fusions on.
 
-    As `python SCRIPT ARGS` and `python -m MODULE ARGS` do it: what follows SCRIPT is passed to it. It needs
-    no line more. Processes that it starts have to import the package themselves.
+    Works like `python SCRIPT ARGS` and `python -m MODULE ARGS`: arguments after SCRIPT are passed to it.
+    Processes that the script starts have to import the package themselves.
     """
     writable(as_json, "--json")
     writable(issue, "--issue")
@@ -127,8 +127,8 @@ def bisect(
 ) -> None:
     """Find the fused site that changes what a script does.
 
-    Runs the script again and again with INDUCTOR_FUSIONS_MAX, so that only the first sites are fused, and
-    halves the range each time. What follows SCRIPT is passed to it.
+    Runs the script repeatedly with INDUCTOR_FUSIONS_MAX, which fuses only the first sites, and halves the
+    range each time. Arguments after SCRIPT are passed to it.
     """
     if not module and not Path(script).is_file():
         raise UserError(f"no such file: {script}")

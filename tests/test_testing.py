@@ -20,7 +20,7 @@ def attention(q, k, v, mask=None):
 
 
 def refused(q, k, v):
-    return torch.softmax(q @ k.transpose(-2, -1), dim=-1) * 2.0 @ v
+    return torch.softmax(q @ k.transpose(-2, -1), dim=-1).square() @ v
 
 
 def inputs(grad: bool = True) -> list[torch.Tensor]:
@@ -118,8 +118,8 @@ def test_assert_fusions() -> None:
     message = str(caught.value)
     assert "expected {'attention': 1}" in message
     (row,) = [line.split() for line in message.splitlines() if "rejected  " in line]
-    assert row[:4] == ["1", "attention", "rejected", "mul"]
-    assert "mul is between" in message
+    assert row[:4] == ["1", "attention", "rejected", "square"]
+    assert "square is between" in message
     assert "in refused" in message
     with pytest.raises(AssertionError, match="expected"):
         testing.assert_fusions(attention, inputs(), {}, **cheap)

@@ -139,7 +139,7 @@ def tune(
         show_decision(kind, why, target, device)
         return
     if target is not None:
-        raise UserError("--target goes with --why: nothing is measured on a device that is not here")
+        raise UserError("--target needs --why: only devices of this machine can be measured")
     bench = load("tune")
     raise typer.Exit(
         bench.measure(kind, find_device(device), out, only, quick, budget, write_table, list_only)

@@ -204,10 +204,13 @@ def _other(root: fx.Node) -> tuple[frozenset[fx.Node], Said] | None:
     many = [_of_many(x) for x in sides]
     if sides[0] is sides[1] or identity(_input(sides[0])) != identity(_input(sides[1])):
         return None
-    reason = Reason.ACTIVATION(f"no kernel has what a gate and its linear pass: {', '.join(sorted(names))}")
+    reason = Reason.ACTIVATION(
+        "the gate, or the linear that it multiplies, passes through an unsupported function: "
+        f"{', '.join(sorted(names))}"
+    )
     if any(many):
         reason = Reason.LIMIT(
-            "gate and up are products of many matrices (experts): a kernel takes one of each"
+            "gate and up are batches of products (experts), and the kernel supports one matrix each"
         )
     return frozenset(sides), reason
 

@@ -29,8 +29,8 @@ def less_a_mask(q: Any, k: Any, v: Any, r: Any) -> Any:
 
 REASONS = {
     "difference": (difference, 2, "differential attention", "two attentions"),
-    "difference to a mask": (less_a_mask, 1, "sub stands between the softmax and the product with v", ""),
-    "returned": (returned, 1, "used elsewhere, by mean", "need_weights=False"),
+    "difference to a mask": (less_a_mask, 1, "in-between", ""),
+    "returned": (returned, 1, "weights", "need_weights=False"),
 }
 
 

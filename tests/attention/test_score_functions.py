@@ -150,7 +150,7 @@ def test_on_a_cpu_without_vector_code(monkeypatch: pytest.MonkeyPatch) -> None:
     unfused(fn, qkv(grad=False), "vector instructions", train=False)
 
 
-@pytest.mark.parametrize("dims, reason", [(3, "takes views of tensors of four dims"), (4, "")])
+@pytest.mark.parametrize("dims, reason", [(3, "only views of 4-D tensors"), (4, "")])
 def test_views_on_a_cpu(dims: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's template reads the sizes of what q is a view of."""
     monkeypatch.setattr(flex, "flex_on_cpu", lambda: True)

@@ -221,7 +221,7 @@ def test_float64() -> None:
 
 def test_float32_without_tf32() -> None:
     seen = check(Linears(64, (64, 64)), (rand(16, 64, dtype=torch.float32),))
-    assert "without TF32" in seen.reasons("qkv")[0]
+    assert "TF32 is off" in seen.reasons("qkv")[0]
 
 
 def test_float32_with_tf32(tf32: None) -> None:

@@ -311,7 +311,7 @@ def test_arguments_that_do_not_fit() -> None:
     for bad in ((t, x[1:]), (t, x.double()), (x, x), (t.long(), None), (t, t)):
         with pytest.raises((ValueError, RuntimeError)):
             DOT_INTERACTION(*bad, False, False, [])
-    with pytest.raises(ValueError, match="int64 cells"):
+    with pytest.raises(ValueError, match="an int64 vector"):
         DOT_PAIRS(t, x, torch.tensor([1.0]), [])
 
 

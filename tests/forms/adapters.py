@@ -91,12 +91,12 @@ def adapter_of_some_samples(x: Any, w: Any, a: Any, b: Any, which: Any) -> Any:
     return F.linear(x, w) + F.linear(F.linear(x, a), b) * (which == 1).to(x.dtype)[:, None, None]
 
 
-@form(*LORA, (48, 128), left=(1, 1), reasons=("multiplied by a tensor", "kept for a"))
+@form(*LORA, (48, 128), left=(1, 1), reasons=("multiplied by a tensor", "used-elsewhere"))
 def adapter_times_a_matrix(x: Any, w: Any, a: Any, b: Any, gate: Any) -> Any:
     return F.linear(x, w) + F.linear(F.linear(x, a), b) * gate
 
 
-@form(*LORA, (4, 1), left=(1, 1), reasons=("multiplied by a tensor", "kept for a"))
+@form(*LORA, (4, 1), left=(1, 1), reasons=("multiplied by a tensor", "used-elsewhere"))
 def adapter_times_gates_of_heads(x: Any, w: Any, a: Any, b: Any, gate: Any) -> Any:
     """Heads are columns viewed apart: a last dim of size 1 is none of rows."""
     up = F.linear(F.linear(x, a), b).view(2, 48, 4, 32) * gate

@@ -248,12 +248,12 @@ def one_more_in_the_sum(q: Any, k: Any, v: Any) -> Any:
     return F.pad(s, (1, 0)).softmax(-1)[..., 1:] @ v
 
 
-@form(*QKV, fused=0, reasons=("pad stands between",))
+@form(*QKV, fused=0, reasons=("in-between",))
 def two_more_in_the_sum(q: Any, k: Any, v: Any) -> Any:
     return F.pad(q @ k.mT * 8**-0.5, (2, 0)).softmax(-1)[..., 2:] @ v
 
 
-@form(*QKV, fused=0, reasons=("not divided by their sum alone",))
+@form(*QKV, fused=0, reasons=("in-between",))
 def off_by_one(q: Any, k: Any, v: Any) -> Any:
     """exp / (1 + sum): a softmax written out, with a zero logit."""
     s = q @ k.mT * 8**-0.5

@@ -518,7 +518,7 @@ def neighbours_of_points(q: Any, k: Any, v: Any) -> Any:
     return einsum("bnk,bnkc->bnc", (einsum("bnd,bnkd->bnk", q, k) * 0.25).softmax(-1), v)
 
 
-@form((2, 7, 16), (2, 7, 16), fused=0, reasons=("no product of queries and keys",))
+@form((2, 7, 16), (2, 7, 16), fused=0, reasons=("no-product",))
 def points_with_themselves(q: Any, k: Any) -> Any:
     """Each row has a query of its own: nothing is shared."""
     return einsum("bn,bnd->bd", (einsum("bnd,bnd->bn", q, k) * 0.25).softmax(-1), k)

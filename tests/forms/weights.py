@@ -204,7 +204,7 @@ def gates_of_heads_that_come_last(q: Any, k: Any, v: Any, gate: Any) -> Any:
     return einsum("bqkh,bkhd->bqhd", weights, v)
 
 
-@form(*QKV, (9,), fused=0, reasons=("mul stands between",))
+@form(*QKV, (9,), fused=0, reasons=("in-between",))
 def weights_times_a_gate_of_keys(q: Any, k: Any, v: Any, gate: Any) -> Any:
     return (scored(q, k).softmax(-1) * gate) @ v
 
@@ -218,7 +218,7 @@ def channels_least_alike(x: Any) -> Any:
     return torch.bmm(torch.softmax(energy, dim=-1), q).view(x.shape)
 
 
-@form((2, 16, 20), fused=0, reasons=("the scores are used elsewhere",))
+@form((2, 16, 20), fused=0, reasons=("used-elsewhere",))
 def channels_less_the_largest_of_columns(q: Any) -> Any:
     energy = torch.bmm(q, q.permute(0, 2, 1))
     return torch.bmm(torch.softmax(energy.amax(-2, keepdim=True) - energy, dim=-1), q)

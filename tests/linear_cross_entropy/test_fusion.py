@@ -295,13 +295,13 @@ def classes_that_are_rows(logits: Any, labels: Any) -> Any:
 
 
 OTHERS: dict[str, tuple[Function, str]] = {
-    "the logits are returned": (returned, "leave the graph"),
-    "the logits are read elsewhere": (read_elsewhere, "are read by"),
-    "probabilities": (probabilities, "int64 numbers of classes"),
-    "a tensor is added": (lambda logits, labels, weights: causal(logits + weights, labels), "not a linear's"),
-    "rounded": (lambda logits, labels: causal(logits.bfloat16(), labels), "rounds the logits"),
-    "capped twice": (lambda logits, labels: causal(logits.tanh().tanh(), labels), "two tanh"),
-    "overwritten": (overwritten, "are read by"),
+    "the logits are returned": (returned, "used-elsewhere"),
+    "the logits are read elsewhere": (read_elsewhere, "used-elsewhere"),
+    "probabilities": (probabilities, "loss"),
+    "a tensor is added": (lambda logits, labels, weights: causal(logits + weights, labels), "loss"),
+    "rounded": (lambda logits, labels: causal(logits.bfloat16(), labels), "rounded"),
+    "capped twice": (lambda logits, labels: causal(logits.tanh().tanh(), labels), "loss"),
+    "overwritten": (overwritten, "used-elsewhere"),
     "gradients are off": (without_gradients, ""),
     "another softmax": (of_another_softmax, "loss"),
     "some classes": (some_classes, "loss"),

@@ -365,7 +365,7 @@ def test_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         with config.patch(estimate=False), pytest.raises(LeftToStock, match="not measured on a device"):
             profit.kernel(other, device)
     row["gain"] = 1.0
-    with pytest.raises(LeftToStock, match="not measured to be faster"):
+    with pytest.raises(LeftToStock, match="no faster than stock"):
         profit.kernel(shape, device)
 
 

@@ -75,7 +75,7 @@ def used_twice(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
 
 OTHERS: dict[str, tuple[Callable[..., Any], str | None]] = {
     "a trained weight": (lambda x, w, a, b, c: F.linear(x, (w * c[:, None]) + b @ a), None),
-    "used twice": (used_twice, "used elsewhere"),
+    "used twice": (used_twice, "also used"),
     "an activation": (lambda x, w, a, b, c: F.linear(x, w + (b @ a).tanh()), None),
     "a difference": (lambda x, w, a, b, c: F.linear(x, w - b @ a), None),
     "a vector": (lambda x, w, a, b, c: F.linear(x, w + (b @ a) * c[:, None]), None),

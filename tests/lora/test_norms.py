@@ -46,7 +46,7 @@ def test_form(name: str, dtype: torch.dtype) -> None:
 def test_training_keeps_both() -> None:
     """The gradient of the vector reads the linear and the adapter."""
     seen = check(adapted(FORMS["torchtune"]), (*operands(), rand(128)), train=True, budget=2.0)
-    assert any("kept for a backward" in reason for reason in seen.reasons("lora"))
+    assert any("saved for the backward" in reason for reason in seen.reasons("lora"))
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -65,7 +65,7 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
         if op.name in PRODUCTS:
             break
         if op.inplace and op.name not in ("dropout", "masked_fill"):
-            raise Rejected(Reason.OVERWRITTEN(f"{op.name}_ changes the attention weights"))
+            raise Rejected(Reason.OVERWRITTEN(f"{op.name}_ overwrites the attention weights"))
         scaler = _scaler(op, node, at)
         if scaler is not None:
             site.behind.append(scaler)

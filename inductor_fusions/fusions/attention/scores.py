@@ -196,10 +196,12 @@ class Upwards(Walk):
         if not columns or tuple(pads[:2]) not in ((1, 0), (0, 1)) or op["mode"] not in (None, "constant"):
             raise between(op, result_of(op))
         if number is None or scalers or not abs(number * factor) <= LARGEST_SCORE:
-            raise Rejected(Reason.SINK("the scores are padded with what is not known to be a score"))
+            raise Rejected(
+                Reason.SINK("the scores are padded with a value that is not known to be a finite score")
+            )
         site = self.seen(op, op.input, factor, at)
         if site.sink is not None:
-            raise Rejected(Reason.SINK("the scores have two attention sinks"))
+            raise Rejected(Reason.SINK("the attention has two sinks"))
         column = site.q.then("new_full", (1,) * rank, number)
         site.sink = Sink(self.term(op, column, at, factor=factor), pads[0] == 1)
         site.below_sink = len(site.terms)

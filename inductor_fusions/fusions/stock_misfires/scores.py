@@ -57,7 +57,7 @@ class Divisor(Respelled):
         if not isinstance(self.source, fx.Node) or self.by is None:
             raise Rejected(Reason.NOT_A_TENSOR("the operands of the division are not known"))
         if self.anchor.kwargs.get("rounding_mode") is not None:
-            raise Rejected(Reason.NOT_A_TENSOR("a division with rounding, which no pattern has"))
+            raise Rejected(Reason.NOT_A_TENSOR("the division rounds its result, which no stock pattern does"))
         if op.inplace and (len(readers(self.source)) > 1 or name_of(self.source) not in PRODUCTS):
             raise Rejected(
                 Reason.OVERWRITTEN("the scores are divided in place, and something else may read them")

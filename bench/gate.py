@@ -126,7 +126,7 @@ def _selected(wanted: Sequence[str] | None, only: str, quick: bool, device: str)
     try:
         pattern = re.compile(only) if only else None
     except re.error as error:
-        raise UserError(f"--only: {only!r} is no regular expression: {error}") from error
+        raise UserError(f"--only: {only!r} is not a regular expression: {error}") from error
     found: list[Any] = suites.select(names, pattern, quick, device)
     if not found:
         raise UserError(f"no case of {', '.join(names)} matches {only!r}: --list names them")

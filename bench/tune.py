@@ -45,7 +45,7 @@ def measure(
         out, only, quick, budget, write_table, list_only: options of the command.
 
     Raises:
-        UserError: there is no such kind, no such file, or `only` is no regular expression.
+        UserError: there is no such kind, no such file, or `only` is not a regular expression.
     """
     if kind not in kinds():
         raise UserError(f"there is nothing called {kind} to tune; there are: {', '.join(kinds())}")
@@ -57,7 +57,7 @@ def measure(
     try:
         re.compile(only)
     except re.error as error:
-        raise UserError(f"--only: {only!r} is no regular expression: {error}") from error
+        raise UserError(f"--only: {only!r} is not a regular expression: {error}") from error
     if write_table:
         return _write_table(kind, name, results)
     command = [f"bench.tune_{kind}", "--out", str(results), "--device", where.type]

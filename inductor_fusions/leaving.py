@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from . import _inductor
-from ._inductor import fake_mode_of, hint, known_true, suppress_guards, value_of
+from ._inductor import fake_mode_of, hint, known_true, range_of, suppress_guards, value_of
 from .graph.builder import Builder
 from .graph.facts import change
 from .operands import tensor
@@ -82,15 +82,23 @@ _inductor.register_lowering_when_loaded(_EVEN, lambda x: x)
 def release(graph: fx.Graph) -> None:
     """Make clones of the copies in a graph behind autograd: Inductor takes out those that nobody needs.
 
-    Where autograd would take the value itself for a view, which the caller may not write to, the copy stays.
+    The copy stays where autograd would take the value itself for a view, which the caller may not write to,
+    and where the strides depend on data: Inductor may lay out such an output as it likes
+    (`GraphLowering.run_node`).
     """
     for node in graph.find_nodes(op="call_function", target=OWN):
-        if _is_a_view_to_autograd(node.args[0]):
+        if _is_a_view_to_autograd(node.args[0]) or _depends_on_data(tensor(node)):
             continue
         node.target = torch.ops.aten.clone.default
         node.kwargs = {"memory_format": torch.contiguous_format}
     for node in graph.find_nodes(op="call_function", target=_EVEN):
         node.target = torch.ops.aten.clone.default
+
+
+def _depends_on_data(value: torch.Tensor | None) -> bool:
+    """Whether strides of a tensor have no value while the graph is compiled."""
+    strides = () if value is None else value.stride()
+    return any(not isinstance(each, int) and range_of(each) is None for each in strides)
 
 
 def _is_a_view_to_autograd(node: Any) -> bool:
@@ -256,8 +264,11 @@ def _settle(graph: fx.Graph, base: _Base, node: fx.Node) -> None:
     if not (base.leaves or base.overwritten):
         return
     how: Any = "contiguous"
+    own = base.returned and not is_transformed(graph)
     if base.kept and (base.returned or base.overwritten):
-        how = OWN if base.returned and not is_transformed(graph) else "clone"
+        how = OWN if own else "clone"
+    elif own and _depends_on_data(tensor(node)):
+        how = OWN
     # A copy that is only for the caller is read by nobody else; what is written to is one value for all.
     ways = base.ways if base.kept and not base.overwritten else set(node.users)
     new = copied(graph, node, node.next, how)

@@ -221,11 +221,11 @@ def test_mistakes(
 ) -> None:
     bench = ("bench", "--device", "cpu")
     assert "no suite opps" in refuse(monkeypatch, capsys, *bench, "--suite", "opps")
-    assert "--list prints all names" in refuse(monkeypatch, capsys, *bench, "--only", "nothing")
+    assert "--list names them" in refuse(monkeypatch, capsys, *bench, "--only", "nothing")
     assert "not a regular expression" in refuse(monkeypatch, capsys, *bench, "--only", "(")
     assert "cannot be read" in refuse(monkeypatch, capsys, *bench, "--compare", str(tmp_path / "none.json"))
     (tmp_path / "other.json").write_text('{"schema": 1}')
-    assert "has no results" in refuse(monkeypatch, capsys, *bench, "--compare", str(tmp_path / "other.json"))
+    assert "no results of" in refuse(monkeypatch, capsys, *bench, "--compare", str(tmp_path / "other.json"))
     (tmp_path / "far.json").write_text(json.dumps(results(row("a"))))
     assert "a device" in refuse(monkeypatch, capsys, *bench, "--compare", str(tmp_path / "far.json"))
     assert "does not exist" in refuse(monkeypatch, capsys, *bench, "--out", str(tmp_path / "no" / "x.json"))

@@ -229,26 +229,32 @@ def test_used_twice() -> None:
     )  # fmt: skip
     check(
         lambda q, k, v: (lambda w: torch.cat([w @ v, w @ v.flip(-1)]))(torch.softmax(q @ k.mT, -1)),
-        qkv(), fused=0, reason="used-elsewhere",
+        qkv(), fused=0, reason="weights",
     )  # fmt: skip
 
 
 RETURNED = {
-    "weights": lambda q, k, v: (lambda w: (w @ v, w))(torch.softmax(q @ k.mT * 0.3, -1)),
     "scores": lambda q, k, v: (lambda s: (torch.softmax(s, -1) @ v, s))(q @ k.mT * 0.3),
     "product": lambda q, k, v: (lambda s: (torch.softmax(s * 0.3, -1) @ v, s))(q @ k.mT),
-    "weights, dropped": lambda q, k, v: (lambda w: (w @ v, w))(
-        nn.functional.dropout(torch.softmax(q @ k.mT * 0.3, -1), 0.0)
-    ),
-    "entropy": lambda q, k, v: (lambda w: (w @ v, (w * w.log()).sum()))(torch.softmax(q @ k.mT * 0.3, -1)),
     "logsumexp": lambda q, k, v: (lambda s: (torch.softmax(s, -1) @ v, s.logsumexp(-1)))(q @ k.mT * 0.3),
-    "view of the weights": lambda q, k, v: (lambda w: (w @ v, w[0]))(torch.softmax(q @ k.mT * 0.3, -1)),
+}
+
+WEIGHTS_RETURNED = {
+    "weights": lambda w, v: (w @ v, w),
+    "weights, dropped": lambda w, v: (lambda w: (w @ v, w))(nn.functional.dropout(w, 0.0)),
+    "entropy": lambda w, v: (w @ v, (w * w.log()).sum()),
+    "view of the weights": lambda w, v: (w @ v, w[0]),
 }
 
 
 @cases(RETURNED)
 def test_returned(case) -> None:
     check(case, qkv(), fused=0, reason="used-elsewhere")
+
+
+@cases(WEIGHTS_RETURNED)
+def test_weights_returned(case) -> None:
+    check(lambda q, k, v: case(torch.softmax(q @ k.mT * 0.3, -1), v), qkv(), fused=0, reason="weights")
 
 
 def test_shape_of_the_scores() -> None:

@@ -202,7 +202,7 @@ OTHERS = {
         lambda q, k, v, pad: spelled(q, k, v, (pad != 0)[:, None, None].expand(B, 1, S, S)),
         "is not causal",
     ),
-    "causal alone": (lambda q, k, v, pad: spelled(q, k, v, causal(S)), "only causal"),
+    "causal alone": (lambda q, k, v, pad: spelled(q, k, v, causal(S)), "not a causal mask combined"),
     "a length": (
         lambda q, k, v, pad: spelled(q[:, :, 1:], k[:, :, 1:], v[:, :, 1:], seen(pad[:, 1:])),
         "multiple of 8",

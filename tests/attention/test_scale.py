@@ -155,7 +155,7 @@ NOT_A_SCALE = {
     "squared": ((), lambda s, t: s**2, FLEX),
     "times itself": ((), lambda s, t: s * s, ""),
     "divides": ((), lambda s, t: t / s.add(100.0), ""),
-    "exponent": ((), lambda s, t: torch.exp(s), "exp stands between"),
+    "exponent": ((), lambda s, t: torch.exp(s), "in-between"),
     "widens the scores": ((2, 1, 1, 1, 1), lambda s, t: s * t, ""),
 }
 
@@ -251,7 +251,7 @@ NOT_THE_MAXIMUM = {
 
 @cases(NOT_THE_MAXIMUM)
 def test_not_the_maximum(case) -> None:
-    unfused(scored(lambda s: s - case(s)), qkv(9, 9), "the scores are used elsewhere, by")
+    unfused(scored(lambda s: s - case(s)), qkv(9, 9), "used-elsewhere")
 
 
 @cases(MAXIMA)
@@ -270,4 +270,4 @@ def test_maximum_that_is_read_elsewhere() -> None:
         highest = scores.amax(-1).unsqueeze(-1)
         return torch.softmax(scores - highest, -1) @ v + highest
 
-    unfused(fn, qkv(), "the scores are used elsewhere, by")
+    unfused(fn, qkv(), "used-elsewhere")

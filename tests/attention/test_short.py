@@ -102,7 +102,7 @@ def test_flops() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"q": torch.ones(4, 2, 3)}, "q of short_attention is .*not 3-D"),
+        ({"q": torch.ones(4, 2, 3)}, "q of short_attention must be .*not 3-D"),
         ({"k": torch.ones(4, 2, 5, 8).half()}, "k is torch.float16"),
         ({"k": torch.ones(4, 1, 5, 8)}, "k of short_attention needs the number of heads of q, 2, not 1"),
         (
@@ -118,7 +118,7 @@ def test_flops() -> None:
             r"masks\[0\] of short_attention has size 4 in dim 3, not 1 or 5",
         ),
         ({"masks": [torch.ones(3, 5)]}, r"masks\[0\] of short_attention must be 4-D, not 2-D"),
-        ({"masks": [torch.ones(3, 1, 3, 5)]}, r"masks\[0\] of short_attention, 3, divides the batch"),
+        ({"masks": [torch.ones(3, 1, 3, 5)]}, r"masks\[0\] of short_attention, 3, must divide the batch"),
         ({"masks": [torch.ones(1, 1, 3, 5)], "numbers": []}, "one number for each of its 1 masks"),
     ],
 )

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from inductor_fusions import config, testing
-from tests.attention.support import cases, check, qkv
+from inductor_fusions._inductor import value_of
+from tests.attention.support import cases, check, qkv, sdpa
 
 B, H, N, D = 2, 3, 32, 16
 
@@ -111,6 +112,34 @@ def through_efficient(graph: fx.Graph) -> None:
             )
         node.replace_all_uses_with(new)
         graph.erase_node(node)
+
+
+def test_odd_strides_of_a_single_query() -> None:
+    """Efficient attention checks the alignment of every stride, also of a dim of size 1."""
+
+    def fn(state: Any, memory: Any) -> Any:
+        scores = (memory @ state.unsqueeze(2)).squeeze(2)
+        return (torch.softmax(scores, 1).unsqueeze(1) @ memory).squeeze(1)
+
+    inputs = (torch.randn(B, D), torch.randn(B, N, D))
+    q = value_of(sdpa(check(fn, inputs).ours).args[0])
+    assert q.shape[-2] == 1 and all(stride % 8 == 0 for stride in q.stride()[:-1])
+
+
+def test_strides_that_depend_on_data() -> None:
+    """Inductor may lay out such an output as it likes, if it computes it itself."""
+
+    def fn(q: Any, k: Any, v: Any, keep: Any) -> Any:
+        rows = keep.nonzero()[:, 0]
+        torch._check(rows.shape[0] >= 1)
+        return torch.softmax(q[:, :, rows] @ k.mT * 0.3, -1) @ v
+
+    inputs = (*qkv(N, N, grad=False), torch.arange(N) % 2 == 0)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run = check(fn, inputs).ours
+    (graph,) = run.graphs
+    (returned,) = next(iter(graph.graph.find_nodes(op="output"))).args[0]
+    assert returned.target is torch.ops.inductor_fusions.own.default
 
 
 #: Biases that flex attention reads in its C++ template, which reads nothing but tensors in memory.

@@ -157,7 +157,7 @@ def test_lowering_is_registered_whatever_is_imported_first(first: str) -> None:
         ({"gated": True, "groups": [0, 0]}, "needs two groups"),
         ({"a": [], "b": []}, "at least one product"),
         ({"b": [torch.randn(8, 6), torch.randn(7, 6)]}, r"b\[1\] .* has 7 rows, not the 8 that a\[1\]"),
-        ({"b": [torch.randn(8, 6), torch.randn(8)]}, r"b\[1\] .* is a matrix, not 1-D"),
+        ({"b": [torch.randn(8, 6), torch.randn(8)]}, r"b\[1\] .* must be a matrix, not 1-D"),
         ({"b": [torch.randn(8, 6), torch.randn(8, 6).double()]}, r"a\[1\] and b\[1\] .* one floating dtype"),
         ({"b": [torch.randn(8, 6)]}, "2 in a, 1 in b"),
         ({"bias": [torch.ones(()), None]}, r"bias\[0\] .* a vector or a matrix"),

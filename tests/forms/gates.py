@@ -53,7 +53,7 @@ def clamped_behind_the_gate(x: Any, w: Any) -> Any:
     return F.silu(gate).clamp(max=7.0) * up.clamp(-7.0, 7.0)
 
 
-@form((4, 48, 64), (4, 64, 256), (4, 256), reasons=("many matrices", "many matrices"))
+@form((4, 48, 64), (4, 64, 256), (4, 256), reasons=("limit", "limit"))
 def packed_experts(x: Any, w: Any, b: Any) -> Any:
     """Experts beside each other, as Llama 4 and GPT-OSS have them."""
     gate, up = (torch.bmm(x, w) + b[:, None]).chunk(2, dim=-1)

@@ -64,7 +64,7 @@ def arguments() -> list[Any]:
         (1, [rand(5, 3), rand(5)], "a and b"),
         (1, [rand(5, 3), rand(5, 4)], "a and b"),
         (1, [rand(5, 3), torch.rand(5, 2)], "a and b"),
-        (2, [rand(3, 6)], "a b"),
+        (2, [rand(3, 6)], "an a, b and scale"),
         (3, [1.0], "scale"),
         (4, [torch.rand(5, 6)], "kept"),
         (4, [torch.rand(5, 1) > 0], "kept"),

@@ -104,7 +104,7 @@ def test_E1_weights_are_asked_for(device: torch.device) -> None:
     """need_weights: unfused, with that reason."""
     run = check(MHA(weights=True), sequences(), device, fused=0, backend=QUICK, slack=4.0)
     (site,) = run.sites
-    assert site.reason == "the attention weights are also used" and site.hint == "need_weights=False"
+    assert site.code == "weights" and site.hint == "need_weights=False"
 
 
 # -- E2: shifted windows ---------------------------------------------------------------------------------

@@ -344,5 +344,16 @@ def _with_positive_scale(build: Builder, problem: Problem, q: fx.Node) -> tuple[
 
 
 def _in_rows(build: Builder, node: fx.Node) -> fx.Node:
-    """The operand with its last dim in order in memory: kernels of SDPA take no other one."""
-    return node if is_in_rows(build.value(node)) else build.call("contiguous", node)
+    """The operand with its last dim in order in memory: kernels of SDPA take no other one.
+
+    A dim of size 1 whose stride is odd gets the one that it has in a contiguous tensor. Efficient attention
+    checks the alignment of each stride, also of those that are not used (aten/src/ATen/native/transformers/
+    cuda/mem_eff_attention/kernel_forward.h, `check_supported`), and Inductor keeps them (`sdpa_constraint`).
+    """
+    if not is_in_rows(build.value(node)):
+        return build.call("contiguous", node)
+    for dim in reversed(range(build.value(node).dim() - 1)):
+        value = build.value(node)
+        if known_true(value.shape[dim] == 1) and not known_true(value.stride(dim) % 8 == 0):
+            node = build.call("unsqueeze", build.call("squeeze", node, dim), dim)
+    return node

@@ -190,7 +190,7 @@ def models_section(data: Json) -> str:
     single = [len(compiles) < 2 for compiles in _compiles(rows)]
     if any(single):
         who = "Each case was" if all(single) else "Some cases were"
-        parts.append(f"{who} compiled once, so its compile time is a single measurement.")
+        parts[-1] += f" {who} compiled once, so its compile time is a single measurement."
     parts += ["### Time", _times(rows), "### Memory and compile time", _resources(rows)]
     parts += ["### Error against float64", _errors(rows), "### Where it loses or ties", _losses(rows)]
     parts += ["### Sites left to stock, and rejected", _left(rows), "### What was emitted", _emitted(rows)]

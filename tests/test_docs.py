@@ -101,8 +101,8 @@ def test_gain_is_over_the_better_stock(tmp_path: Path) -> None:
     assert "| 9.00 | 7.50 | 6.00 | 8.00 | 1.25 ± 0.00 | 0.94 ± 0.00 | 8.00 | 5.00 | 1.40 |" in page
     assert "Slower than stock where both are autotuned (fused / stock): gpt2 eager b16 s1024 (1.07" in page
     assert ">1.25</text>" in written[root / "docs" / "speedups.svg"]
-    older = next(line for line in page.splitlines() if line.startswith("| swin-tiny b64 | 12 of 12"))
-    assert older.count("| - ") > 4 and "1.55" in older
+    rows = [line for line in page.splitlines() if line.startswith("| swin-tiny b64 | 12 of 12")]
+    assert any(row.count("| - ") > 4 and "1.55" in row for row in rows)
 
 
 def drop_variants(root: Path, *names: str) -> None:

@@ -35,7 +35,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import inductor_fusions
-from bench import cases, model_cases, models_lora, recommendation
+from bench import cases, model_cases, models_lora, modules, recommendation
 from bench.common import (
     DTYPES,
     Json,
@@ -54,10 +54,10 @@ from bench.models.variants import AUTOTUNED, BASIC, MARKERS
 from bench.provenance import environment
 from inductor_fusions import reporting
 
-SUITES = ("attention", "projections", "lora", "blocks", "models")
+SUITES = ("attention", "projections", "lora", "blocks", "modules", "models")
 GROUPS = {"ops": ("attention", "projections", "lora"), "all": SUITES}
 #: A call shorter than this is timed on the device alone as well.
-SHORT_CALL = 1.5e-3
+SHORT_CALL = 5e-3
 #: The quick selection of whole models.
 QUICK_MODELS = ("llama-1b sdpa b4 s2048", "bert-base eager padded b32 s512", "bert-base eager b32 s512 train")
 #: Of whole models, these are enough to say what is faster here.
@@ -102,7 +102,7 @@ def entries(device: str) -> list[Entry]:
     """Every case for a device."""
     found = [
         Entry(case.suite, case.name, case.train, case.quick, case.dtype, partial(measure, case), 20.0)
-        for case in (*cases.cases(device), *recommendation.cases(device))
+        for case in (*cases.cases(device), *modules.cases(device), *recommendation.cases(device))
     ]
     seconds = recorded_seconds()
     for adapted in models_lora.CASES if importlib.util.find_spec("peft") else ():

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import cases, common, layers, models_lora, recommendation, suites
+from bench import cases, common, layers, models_lora, modules, recommendation, suites
 from bench.attention import inputs
 from bench.attention.rows import rows_of
 from inductor_fusions import testing
@@ -144,6 +144,18 @@ def test_quick_case_is_right(suite: str) -> None:
     assert len(measured["runs"]) == 2 and measured["noise"] >= 0
     assert measured["flops"] > measured["bytes"] > 0
     assert measured["sites"]["total"] > 0
+
+
+@pytest.mark.parametrize("name", list(modules.MODULES))
+def test_attention_of_a_module_is_fused(name: str) -> None:
+    module = modules.MODULES[name]
+    arguments, shapes = module.small
+    run = testing.capture(
+        module.make(*arguments), *module.draw(shapes), train=True, backend=testing.EAGER_AFTER_PASSES
+    )
+    verdicts = {site.verdict for site in run.sites if site.fusion == "attention"}
+    # The kernel for a CPU takes no tanh of the scores here.
+    assert verdicts == {"left to stock" if name == "capped" else "fused"}
 
 
 def test_wrong_result_is_seen() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from inductor_fusions import testing
+from inductor_fusions.fusions.attention import kernels
 from tests.attention.support import (
     BATCH,
     FLEX,
@@ -245,3 +247,27 @@ def test_one_number_for_all_keys_on_a_gpu(shape: tuple[int, ...], grad: bool, kv
     inputs = [x.detach().cuda().requires_grad_() for x in qkv(kv_len=kv_len)]
     bias = rand(*shape, grad=False).cuda().requires_grad_(grad)
     check(scored(lambda s, b: s * 0.3 + b), (*inputs, bias), slack=16.0)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["with q, k and v", "alone"])
+def test_learned_bias_seen_through_views_on_a_gpu(alone: bool) -> None:
+    """SDPA computes its gradient, but not where nothing else takes one (pytorch#148476)."""
+
+    def fn(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        scores = torch.einsum("bihd,bjhd->bhij", q, k).view(BATCH, HEADS, Q_LEN, 2, -1)
+        weights = (scores + bias).view(BATCH, HEADS, Q_LEN, -1).softmax(-1)
+        return torch.einsum("bhij,bjhd->bihd", weights, v)
+
+    found = []
+
+    def listened(problem: Any, grouped: bool = False) -> tuple[str, ...]:
+        found.append(kernels._on_cuda(problem, grouped))
+        return found[-1]
+
+    names = ("can_use_efficient_attention", "can_use_flash_attention", "can_use_cudnn_attention")
+    takes = mock.patch.multiple(torch.backends.cuda, **dict.fromkeys(names, lambda params: True))
+    q, k, v = (rand(BATCH, length, HEADS, 16) for length in (Q_LEN, 14, 14))
+    inputs = [x.detach() if alone else x for x in (q, k, v)]
+    with takes, mock.patch.object(kernels, "available", listened):
+        testing.capture(fn, *inputs, rand(HEADS, Q_LEN, 2, 7), train=True, backend=testing.EAGER_AFTER_PASSES)
+    assert set(found) == {() if alone else ("sdpa", "efficient")}

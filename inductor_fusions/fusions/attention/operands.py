@@ -28,7 +28,7 @@ class Operand(torch_ops.Seen):
 
     Attributes:
         node: the tensor in the graph.
-        value: its fake tensor after `steps`.
+        value: its fake tensor after `steps`; requires a gradient where that of the node does.
         steps: the operations, in order.
     """
 
@@ -42,12 +42,14 @@ class Operand(torch_ops.Seen):
         if isinstance(node, Operand):
             return node
         value = torch_ops.tensor(node)
-        return None if value is None else cls(node, value.detach())
+        return None if value is None else cls(node, value.detach().requires_grad_(value.requires_grad))
 
     def then(self, method: str | Callable[..., torch.Tensor], *args: Any) -> Operand:
         """The operand after one more operation."""
         value = self.value
-        changed = getattr(value, method)(*args) if isinstance(method, str) else method(value, *args)
+        with torch.no_grad():
+            changed = getattr(value, method)(*args) if isinstance(method, str) else method(value, *args)
+        changed = changed.detach().requires_grad_(value.requires_grad)
         return Operand(self.node, changed, (*self.steps, (method, args)))
 
     def built(self, build: Builder) -> fx.Node:

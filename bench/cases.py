@@ -197,9 +197,10 @@ class ModuleWork:
         self.sets = len(self._inputs)
         self._by_hand = by_hand(self.module) if by_hand is not None else None
         self.hands = ("limit",) if by_hand is not None else ()
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        # The counter looks for the gradient functions of what takes a gradient.
+        with torch.set_grad_enabled(train), FlopCounterMode(display=False) as counter:
             outputs = _tuple(self.module(*inputs[0]))
-        self._cotangents = [torch.randn_like(out) for out in outputs]
+        self._cotangents = [torch.randn_like(out.detach()) for out in outputs]
         self.flops = float(counter.get_total_flops()) * (3 if train else 1)
         self.nbytes = (size + sum(out.nbytes for out in outputs)) * (2 if train else 1)
         self._expected: Tensors | None = None

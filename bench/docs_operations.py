@@ -39,7 +39,9 @@ def bench_section(data: Json) -> str:
 
     times = {"stock": "stock ms", "fused": "fused ms", "limit": "by hand ms"}
     every = {
-        **named("case", "name"), "sites fused": sites, **fixed("median_ms", 3, times), "stock / fused": ratio,
+        **named("case", "name"), "sites fused": sites, **fixed("median_ms", 3, times),
+        **fixed("device_ms", 3, {"stock": "stock ms, device", "fused": "fused ms, device"}),
+        "stock / fused": ratio,
     }  # fmt: skip
     return "\n\n".join([*parts, listing(rows, every)])
 

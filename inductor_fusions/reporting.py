@@ -449,7 +449,8 @@ def module_path(node: fx.Node) -> str:
     if not stack:
         return ""
     path = str(list(stack.values())[-1][0])
-    # L['self'].layers[3].attention, L['self']._modules['layers']._modules['3'], L['fn'].layers.3
-    path = re.sub(r"^[LG]\['[^']*'\]", "", path)
+    # L['self'].layers[3].attention, L['self']._modules['layers']._modules['3'], L['fn'].layers.3,
+    # L['fn'].__dict__._modules.layers.3
+    path = re.sub(r"^[LG]\['[^']*'\]", "", path).replace("__dict__._modules.", "")
     path = re.sub(r"\._modules\['([^']*)'\]|\['?([^'\]]*)'?\]", r".\1\2", path)
     return path.strip(".")

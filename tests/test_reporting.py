@@ -270,6 +270,7 @@ def test_said_by_a_compile(unsaid: None, caplog: pytest.LogCaptureFixture, tmp_p
     [
         ("L['self'].layers.3.attention", "layers.3.attention"),
         ("L['self']._modules['layers']._modules['3'].attention", "layers.3.attention"),
+        ("L['m'].__dict__._modules.base.__dict__._modules.model.layers.3", "base.model.layers.3"),
         ("L['fn'].layers[3].attention", "layers.3.attention"),
         ("L['self']", ""),
         ("G['model'].encoder", "encoder"),

@@ -59,10 +59,10 @@ _cleared: Counter[str] = Counter()
 
 
 def report() -> Report:
-    """Every site of the compiles of this process, in order.
+    """All sites of the compiles of this process since its start or the last `clear()`, in order.
 
-    Where Inductor's cache had the compiled code, no pass ran; the sites are those of the compile that filled
-    it, at the end of the list.
+    If Inductor's cache had the compiled code, no pass ran: the sites of the compile that filled the cache are
+    read from its records, and are at the end of the list.
     """
     with _lock:
         unknown = _restore()

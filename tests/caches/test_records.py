@@ -122,7 +122,7 @@ def test_broken_record(content: str, fresh_cache: None) -> None:
     counters["inductor"][reporting.RECORD + reporting._key(sites)] += 1
     found = inductor_fusions.report()
     assert (len(found), found.unknown) == (0, 1)
-    assert "from a cache that does not say" in str(found)
+    assert "from a cache without records" in str(found)
 
 
 def test_key() -> None:

@@ -26,7 +26,7 @@ def attention(q, k, v):
     return torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1) @ v
 
 def refused(q, k, v):
-    return torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1) * 2.0 @ v
+    return torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1).cumsum(-1) @ v
 
 for fn in attention, refused:
     torch.compile(fn)(*(torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))).sum().backward()

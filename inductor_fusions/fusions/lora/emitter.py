@@ -43,7 +43,7 @@ class Emitter(Builder):
         transposed: bool,
         kept: Sequence[fx.Node],
     ) -> list[fx.Node]:
-        """A skinny GEMM: its outputs, as the operation has them."""
+        """A narrow product: its outputs, as the operation has them."""
         return self.parts(NARROW_MM, x, list(right), list(scales), list(further), transposed, list(kept))
 
     def weighted(

@@ -106,7 +106,7 @@ class Attention:
         sink: a logit of each row that takes weight and has no value.
         below_sink: number of terms that are applied before the sink is there.
         zeroed: a fill of the weights with 0, after the softmax.
-        keeps_nan: whether that is a product with 0, which is NaN in a fully masked row.
+        keeps_nan: whether that is a product with 0, which is NaN where a row sees no key.
         behind: as `scalers`, of the weights; these may vary over queries.
         lead: leading dims of the product; `softmax_lead` and `out_lead` those at the softmax and at
             the product with v.

@@ -60,18 +60,17 @@ All measurements, including the cases that are slower. [measuring.md](measuring.
   graphs. Where both were measured, `stock / fused` uses the faster of stock and autotuned.
 - **device**: the time on the device alone, with all launches queued beforehand. A model of many short
   kernels is limited by the host, however fast its kernels are.
-- **by hand**: Llama: an attention function that calls `scaled_dot_product_attention(is_causal=True,
-  enable_gqa=True)`, with no mask. It ignores padding, so in `padded` cases it is a lower bound, the time of
-  a batch without padding. Windows, documents, softcap and sinks: stock with
-  `attn_implementation="flex_attention"`.
+- **by hand**: Llama with an attention function that calls `scaled_dot_product_attention(is_causal=True,
+  enable_gqa=True)` without a mask: in `padded` cases a lower bound, because it ignores padding. Windows,
+  documents, softcap and sinks: stock with `attn_implementation="flex_attention"`.
 - **without**: stock with each attention replaced by the sum of queries, keys and values. `stock / without`
   is an upper bound for what a fusion of attention can gain.
-- **frozen**: models with adapters: the same model without them, the limit at which adapters cost nothing.
+- **frozen**: the same model without adapters, the limit at which adapters cost nothing.
 - **sdpa path**: for cases with eager attention: stock on the same model with `attn_implementation="sdpa"`.
-- All variants of a case run in one process, in interleaved blocks whose order rotates. Times are medians. The
-  spread after ± is half of both interquartile ranges, added in quadrature.
-- Models have real configurations and random weights. A training case is a forward and a backward without the
-  optimizer. Memory is the peak of a step beyond weights and inputs.
+- All variants of a case run in one process, in interleaved blocks whose order rotates. Times are medians;
+  the spread after ± is half of both interquartile ranges, added in quadrature. Models have real
+  configurations and random weights. A training case is a forward and a backward without the optimizer.
+  Memory is the peak of a step beyond weights and inputs.
 """
 
 
@@ -134,7 +133,7 @@ def performance(results: Path, written: list[tuple[str, Path, str]]) -> str:
             others.append([title, str(rows), file])
     parts.append("\n\n".join(["## Rows of operations", OPERATIONS, table(("what", "rows", "file"), others)]))
     titles = [part.partition("\n")[0].removeprefix("## ") for part in parts]
-    contents = "\n".join(f"- [{title}](#{anchor(title)})" for title in titles)
+    contents = "Sections: " + "; ".join(f"[{title}](#{anchor(title)})" for title in titles) + "."
     plots = docs_plots.shown(results, PLOTTED, "performance.md")
     return "\n\n".join([NOTICE, PREFACE.strip(), contents, *plots, *parts]) + "\n"
 

@@ -1,11 +1,11 @@
-"""Import it, and stock `torch.compile` emits fused kernels.
+"""Import this package, and stock `torch.compile` emits fused kernels.
 
 >>> import inductor_fusions
 >>> compiled = torch.compile(model)
 
-Nothing else is needed. `inductor_fusions.report()` says what was fused and why the rest was not,
-`explain(model, *args)` says it of a model that is not compiled yet, `verify(model, *args)` measures the
-errors; `INDUCTOR_FUSIONS=0` switches it off (see `inductor_fusions.config` for each toggle).
+Nothing else is needed. `inductor_fusions.report()` lists what was fused, and why the rest was not;
+`explain(model, *args)` lists it for a model that was not compiled yet; `verify(model, *args)` measures errors
+against float64. `INDUCTOR_FUSIONS=0` switches the package off; `inductor_fusions.config` has all settings.
 """
 
 import sys

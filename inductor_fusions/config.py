@@ -1,8 +1,8 @@
 """Settings. Each has an environment variable, which is read when the package is imported.
 
 `enabled` is set by `INDUCTOR_FUSIONS`, each other entry by `INDUCTOR_FUSIONS_` and its name.
-`inductor_fusions.config.patch(attention=False)` changes entries for a region, as with torch's own configs;
-as there, a value that is assigned holds for the thread that assigned it.
+`inductor_fusions.config.patch(attention=False)` changes entries in a `with` block or a decorated function.
+As with torch's own configs, an assigned value is local to the thread that assigned it.
 """
 
 import sys
@@ -17,98 +17,98 @@ if typing.TYPE_CHECKING:
     def get_config_copy() -> dict[str, typing.Any]: ...
 
 
-#: Master switch: off, every pass leaves its graph alone.
+#: Master switch. Off: no pass changes a graph.
 enabled: bool = Config(default=switch("INDUCTOR_FUSIONS", True))
 
-#: Attention, hand-written or SDPA, to the cheapest kernel that means the same.
+#: Fuse attention, hand-written or an SDPA call, to the fastest equivalent kernel.
 attention: bool = Config(default=switch("INDUCTOR_FUSIONS_ATTENTION", True))
 
-#: "auto" takes the cheapest kernel that computes an attention; "sdpa", "flex", "short", "row_bias" and
-#: "decode" take that one wherever it can, whatever is measured.
+#: "auto": the kernel that is measured to be the fastest. "sdpa", "flex", "short", "row_bias", "decode": that
+#: kernel wherever it supports the attention, whatever was measured.
 attention_kernel: str = Config(
     default=choice("INDUCTOR_FUSIONS_ATTENTION_KERNEL", "auto", "sdpa", "flex", "short", "row_bias", "decode")
 )
 
-#: Graphs that Inductor's own attention patterns misread are written in a way that they do not.
+#: Rewrite graphs that Inductor's own attention patterns misread to equivalent ones that they do not match.
 stock_misfires: bool = Config(default=switch("INDUCTOR_FUSIONS_STOCK_MISFIRES", True))
 
-#: Calls of kernels of torch and cuDNN that are known to be wrong are made in a way that is right.
+#: Avoid kernels of torch and cuDNN in calls for which they are known to be wrong.
 kernel_defects: bool = Config(default=switch("INDUCTOR_FUSIONS_KERNEL_DEFECTS", True))
 
-#: Linears that share an input, and their gradients, to one matrix product.
+#: Fuse linears that share an input, and their gradients, to one matrix product.
 qkv: bool = Config(default=switch("INDUCTOR_FUSIONS_QKV", True))
 
-#: Linears with low-rank adapters, and their gradients.
+#: Fuse linears with low-rank adapters, and their gradients.
 lora: bool = Config(default=switch("INDUCTOR_FUSIONS_LORA", True))
 
-#: act(x @ Wg) * (x @ Wu) to one kernel.
+#: Fuse act(x @ Wg) * (x @ Wu) to one kernel.
 gated_mlp: bool = Config(default=switch("INDUCTOR_FUSIONS_GATED_MLP", True))
 
-#: A linear and the activation behind it to one kernel.
+#: Fuse a linear and the activation after it to one kernel.
 linear_epilogue: bool = Config(default=switch("INDUCTOR_FUSIONS_LINEAR_EPILOGUE", True))
 
-#: The backward of flex attention to matrix products, for wide heads.
+#: Compute the backward of flex attention by library GEMMs, for wide heads.
 flex_backward: bool = Config(default=switch("INDUCTOR_FUSIONS_FLEX_BACKWARD", True))
 
-#: An index that many gathers read is computed once.
+#: Compute an index that many gathers read once.
 stored_indices: bool = Config(default=switch("INDUCTOR_FUSIONS_STORED_INDICES", True))
 
-#: The diagonal of a matrix product as dot products, without the other elements.
+#: Compute the diagonal of a matrix product as dot products, without the other elements.
 product_diagonal: bool = Config(default=switch("INDUCTOR_FUSIONS_PRODUCT_DIAGONAL", True))
 
-#: A linear on the flattened outer product of two matrices, without writing the product.
+#: Fuse a linear on a flattened outer product of two matrices, without materialising the outer product.
 outer_product_linear: bool = Config(default=switch("INDUCTOR_FUSIONS_OUTER_PRODUCT_LINEAR", True))
 
-#: The pairwise dot products of features, without writing the matrix of all of them.
+#: Compute pairwise dot products of features, without materialising all of them.
 dot_interaction: bool = Config(default=switch("INDUCTOR_FUSIONS_DOT_INTERACTION", True))
 
-#: A loss and the linear that makes its logits, without having all logits in memory.
+#: Fuse a loss with the linear that computes its logits, without materialising all logits.
 linear_cross_entropy: bool = Config(default=switch("INDUCTOR_FUSIONS_LINEAR_CROSS_ENTROPY", True))
 
-#: Logits that a graph returns beside their loss. "differentiable": as in stock, to which the loss is left;
-#: "detached": the caller does not differentiate them, and they take no gradient where the loss is fused.
+#: If a graph returns logits beside their loss: "differentiable": the loss is left to stock. "detached": the
+#: caller declares not to differentiate the logits; the loss is fused, and they get no gradient.
 returned_logits: str = Config(
     default=choice("INDUCTOR_FUSIONS_RETURNED_LOGITS", "differentiable", "detached")
 )
 
-#: "profitable" fuses where a measurement says that it pays; "always" fuses whatever is proved.
+#: "profitable": fuse if measurements show a gain. "always": fuse whatever is proved to be correct.
 policy: str = Config(default=choice("INDUCTOR_FUSIONS_POLICY", "profitable", "always"))
 
-#: What is not measured on a device is estimated from what is measured nearby, and on other devices; off, it
-#: is left to stock.
+#: Estimate the gain of shapes that were not measured on this device, from similar shapes and other devices.
+#: Off: such shapes are left to stock.
 estimate: bool = Config(default=switch("INDUCTOR_FUSIONS_ESTIMATE", True))
 
-#: What is far from everything that was measured is measured on this machine while it is compiled, and kept
-#: for later processes; off, it is left to stock.
+#: During a compile, measure shapes that are far from every measurement, and keep the results for later
+#: processes. Off: such shapes are left to stock.
 measure: bool = Config(default=switch("INDUCTOR_FUSIONS_MEASURE", False))
 
-#: Seconds that a process measures at most.
+#: The most seconds that a process spends on measuring.
 measure_budget: str = Config(default=text("INDUCTOR_FUSIONS_MEASURE_BUDGET", "a number") or "60")
 
-#: Query rows that a finite mask fill hides from every key (left padding). "keep": they get the
-#: value of the unfused model (the mean of v) in a fused kernel; "stock": where such rows cannot be
-#: ruled out in training, the site stays unfused; "ignore": whatever the kernel gives, the fastest.
+#: Fully masked rows under a finite fill (left padding). "keep": a fused kernel gives them the value of the
+#: unfused model, the mean of v. "stock": in training, a site that may have such rows is not fused. "ignore":
+#: their result is undefined, which is the fastest.
 empty_rows: str = Config(default=choice("INDUCTOR_FUSIONS_EMPTY_ROWS", "keep", "stock", "ignore"))
 
-#: An exception in a fusion is raised instead of leaving the site unfused.
+#: Raise an exception of a fusion, instead of leaving its site unfused.
 strict: bool = Config(default=switch("INDUCTOR_FUSIONS_STRICT", False))
 
-#: Names of fusions that are off, with commas; for those of other packages, which have no toggle here. Entry
-#: points of these names are not imported.
+#: Comma-separated names of fusions that are off; needed for those of other packages, which have no entry.
+#: Entry points of these names are not imported.
 skip: str = Config(default=text("INDUCTOR_FUSIONS_SKIP", "names with commas") or "")
 
-#: Fusions of other packages; where it is off, none of their code is imported.
+#: Run fusions of other packages. Off: none of their code is imported.
 plugins: bool = Config(default=switch("INDUCTOR_FUSIONS_PLUGINS", True))
 
-#: Only so many sites of a process are fused, the first ones; None: all. Caches are bypassed.
+#: Fuse only the first so many sites of the process, and bypass caches; None: all.
 max: str | None = Config(default=text("INDUCTOR_FUSIONS_MAX", "a number"))
 
 
 def check_policy(given: str) -> str:
-    """A policy that was given as an argument.
+    """Check a policy that was passed as an argument.
 
     Raises:
-        ValueError: it is none; names those that there are.
+        ValueError: it is not a policy; the message names the valid ones.
     """
     takes = variables()["INDUCTOR_FUSIONS_POLICY"]
     if given not in takes:
@@ -117,13 +117,13 @@ def check_policy(given: str) -> str:
 
 
 def toggle_of(fusion: str) -> str:
-    """The entry that switches a fusion; "" for those of other packages, which `skip` alone switches."""
+    """The entry that switches a fusion; "" for fusions of other packages, which only `skip` switches."""
     name = {"lora_input": "lora"}.get(fusion, fusion)  # one toggle for what is done before and after autograd
     return name if f"INDUCTOR_FUSIONS_{name.upper()}" in variables() else ""
 
 
 def is_on(fusion: str) -> bool:
-    """Whether a fusion runs: neither the master switch, nor its own toggle, nor `skip` has it off."""
+    """Whether a fusion runs: the master switch and its own entry are on, and `skip` does not name it."""
     this = sys.modules[__name__]
     return bool(this.enabled and getattr(this, toggle_of(fusion), True) and fusion not in skipped())
 

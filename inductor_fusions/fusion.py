@@ -1,10 +1,10 @@
 """The contract of a fusion: `Fusion`, `Candidate`, `Rejected`, `LeftToStock`.
 
-A `Fusion` says where it looks (`stage`) and for what: patterns of torch's pattern matcher. What a pattern
-matches is an anchor, around which a reader finds a `Candidate`; or all matches of a graph are a group, in
-which it finds several; or two functions say what is replaced by what. Each candidate proves that it may be
-fused (`guard`) and does it (`rewrite`). `matching` finds the candidates and `passes.FusionPass` drives them,
-so that a fusion contains no error handling, no reporting and no toggles of its own.
+A `Fusion` has a stage, the graph that it reads, and patterns for torch's pattern matcher, declared in one of
+three ways: an anchor with a reader, which makes a `Candidate` of one match; a group with a reader, which
+makes candidates of all matches in a graph; or a replacement of one function by another. Each candidate proves
+that it may be fused (`guard`) and changes the graph (`rewrite`). `matching` finds the candidates and
+`passes.FusionPass` drives them, so a fusion contains no error handling, no reporting and no toggles.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Stage = Literal["pre_grad", "post_grad"]
 
 
 class Rejected(Exception):
-    """The site does not mean what the fused kernel computes, or this could not be proved.
+    """The site is not proved to compute what the fused kernel computes.
 
     Args:
-        reason: the first predicate that failed, in words; one that a member of `reasons.Reason` has made has
-            a code.
-        hint: what the user could change, or "".
+        reason: the first condition that failed, in words. It has a code if a member of `reasons.Reason` made
+            it.
+        hint: what the user can change, or "".
     """
 
     def __init__(self, reason: str, hint: str = "") -> None:
@@ -46,11 +46,11 @@ class Rejected(Exception):
 
 
 class LeftToStock(Rejected):
-    """The site could be fused, and is better off as it is."""
+    """The site could be fused, but is not expected to be faster."""
 
 
 class Unfinished(RuntimeError):
-    """Half of a change is in a graph, which must not be compiled: the compile is made again without it."""
+    """A graph has an unfinished change and must not be compiled: the compile is repeated without the site."""
 
 
 class Candidate(ABC):
@@ -58,28 +58,28 @@ class Candidate(ABC):
 
     #: The node whose source line names the site in reports.
     anchor: fx.Node
-    #: Whether it is a site of the report. What changes nothing that a kernel does is one only where it fails,
-    #: and where sites are counted (INDUCTOR_FUSIONS_MAX).
+    #: Whether the report lists it. A candidate that changes no kernel is listed only if it fails, or if sites
+    #: are counted (INDUCTOR_FUSIONS_MAX).
     reported = True
-    #: Whether it finishes what others have begun in the graph: it is no site and not counted, and what it
-    #: raises undoes them. Its guard rejects where there are none.
+    #: Whether it completes the rewrites of other candidates in the graph: it is not listed or counted, and an
+    #: exception of it undoes them. Its guard rejects it if there are none.
     finishes = False
 
     @abstractmethod
     def guard(self) -> None:
-        """Return if the site may and should be fused. The graph stays as it is.
+        """Return if the site may and should be fused. It must not change the graph.
 
         Raises:
-            Rejected: it may not.
-            LeftToStock: it may, and does not pay.
+            Rejected: it is not proved to be correct.
+            LeftToStock: it is correct, but not expected to be faster.
         """
 
     @abstractmethod
     def rewrite(self) -> str:
-        """Fuse the site and return the name of the kernel that it becomes.
+        """Fuse the site and return the name of the kernel.
 
-        New nodes come first and are put to use by the last step, so that an exception on the way
-        leaves a graph that still computes what it did.
+        Add new nodes first and replace the old ones in the last step, so that an exception before it leaves a
+        graph that still computes the same.
         """
 
     def describe(self) -> dict[str, str]:
@@ -87,15 +87,15 @@ class Candidate(ABC):
         return {}
 
     def savings(self) -> dict[str, int]:
-        """What the fused site need not do, estimated for one forward: "bytes" of memory traffic, "flops".
+        """Estimated savings of one forward: "bytes" of memory traffic, and "flops".
 
-        Asked after `guard`, before `rewrite`.
+        It is called after `guard` and before `rewrite`.
         """
         return {}
 
 
 class Reported(Candidate):
-    """What is never fused, and stands in the report with its reason.
+    """A site that is never fused, and is listed in the report with its reason.
 
     Args:
         anchor: the node.
@@ -117,7 +117,7 @@ class Reported(Candidate):
 
 
 class Scope:
-    """What a fusion knows of one graph while its candidates are tried.
+    """Facts of one graph, shared by the candidates of a fusion.
 
     Args:
         graph: the graph.
@@ -127,33 +127,33 @@ class Scope:
         self.graph = graph
 
     def bodies(self) -> Iterable[Scope]:
-        """The graphs that this one runs, to be read after it."""
+        """Scopes of the nested graphs, which are read after this one."""
         return ()
 
     def finish(self) -> Iterable[Candidate]:
-        """What is done when the graph and its bodies have no other candidate left (`Candidate.finishes`)."""
+        """Candidates that run after all others of the graph and its bodies (`Candidate.finishes`)."""
         return ()
 
 
-#: Patterns of torch's matcher; or functions, operators and names of methods, with whatever arguments.
+#: Patterns of torch's matcher; or functions, operators and names of methods, which match any arguments.
 Patterns: TypeAlias = Callable[[], Iterable[Any]]
 Read: TypeAlias = "Candidate | Iterable[Candidate] | None"
 
 
 def nodes_of(matches: Sequence[Match]) -> list[fx.Node]:
-    """The last node of each match, of those that are still in the graph."""
+    """The last node of each match, without nodes that were erased."""
     found = [match.output_node() for match in matches]
     return [node for node in found if not was_erased(node)]
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """Patterns, and what reads a match of one.
+    """Patterns, and a reader of each match.
 
     Attributes:
-        patterns: called when the first graph is read.
-        read: the candidates around a match, or None.
-        extra_check: whether a match is one to read, asked before anything is changed; None: each.
+        patterns: returns the patterns; called when the first graph is read.
+        read: returns the candidates around a match, or None.
+        extra_check: whether to read a match, called before the graph is changed; None: read each.
     """
 
     patterns: Patterns
@@ -163,11 +163,11 @@ class Anchor:
 
 @dataclass(frozen=True)
 class Group:
-    """Patterns, and what reads all of their matches in a graph, in its order.
+    """Patterns, and a reader of all their matches in a graph, in graph order.
 
     Attributes:
-        patterns: called when the first graph is read.
-        read: yields the candidates. What it yields next may be read from what the last one became.
+        patterns: returns the patterns; called when the first graph is read.
+        read: yields the candidates. It is resumed after each rewrite, and may read its result.
         extra_check: as that of an anchor.
     """
 
@@ -178,13 +178,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Replacement:
-    """What one function computes, by another one.
+    """One function to find, and one to replace it.
 
     Attributes:
         search, replace: functions of the same tensors.
-        inputs: makes examples of them.
-        check: raises `Rejected` where a match may not be replaced.
-        near: patterns of what is reported where it is nearly a match; None: what ends alike.
+        inputs: makes example tensors.
+        check: raises `Rejected` if a match must not be replaced.
+        near: patterns of near misses to report; None: made from the last operation of `search`.
     """
 
     search: Callable[..., Any]
@@ -196,24 +196,24 @@ class Replacement:
 
 @dataclass(frozen=True, eq=False)
 class Fusion:
-    """A rewrite that `torch.compile` gains.
+    """A set of rewrites with one name, stage and toggle.
 
     Attributes:
-        name: what the toggle and the reports call it, such as "attention".
-        stage: which graph it reads.
-        summary: one line on what it turns into what.
-        recognise: yields the candidates of one graph, in graph order; the graph stays as it is. Deprecated:
-            the loop over the graph is the matcher's, by `anchor`, `group` and `replacement`.
-        before, after: names of fusions of the same stage that run later or earlier than this one. Names that
-            do not exist are ignored.
-        protects: whether it only keeps a graph from a kernel that is wrong: tests that count what is fused do
-            not count it, unless they name it.
-        marks: operations that rewrites of an earlier stage put around a value, and that stand for their
-            operand in this stage: they are taken out before the fusion reads the graph.
-        exact: whether what it makes has the bits of what it replaces. Others, but for those that protect, do
-            nothing where the bits of eager are asked for (`torch._inductor.config.numerics`, torch 2.15).
-        scope: makes what readers know of a graph; None where it is not to be read.
-        patterns: what was declared, in order.
+        name: used by the toggle and in reports, such as "attention".
+        stage: the graph that it reads: "pre_grad" or "post_grad".
+        summary: one line: what is rewritten to what.
+        recognise: yields the candidates of a graph, in graph order, without changing it. Deprecated: use
+            `anchor`, `group` or `replacement`.
+        before, after: names of fusions of the same stage that run later or earlier than this one. Unknown
+            names are ignored.
+        protects: whether it only avoids a wrong kernel. Tests that count fused sites do not count it, unless
+            they name it.
+        marks: operations that rewrites of an earlier stage put around a value. They are removed before the
+            fusion reads the graph.
+        exact: whether its results equal eager's bit for bit. Other fusions, except those that protect, are
+            off if `torch._inductor.config.numerics` (torch 2.15) asks for eager's bits.
+        scope: makes the `Scope` of a graph; returns None if the graph is not to be read.
+        patterns: the declared anchors, groups and replacements, in order.
     """
 
     name: str
@@ -240,13 +240,14 @@ class Fusion:
     def anchor(
         self, patterns: Patterns, extra_check: Callable[[Match], bool] | None = None
     ) -> Callable[[Callable[[Any, Match], Read]], Any]:
-        """Decorate a reader: `(scope, match)` to a candidate, several of them, or None.
+        """Decorate a reader that maps `(scope, match)` to a candidate, several candidates, or None.
 
-        Matches are read in graph order, each when those before it are fused or rejected.
+        Matches are read in graph order, each after those before it were fused or rejected.
 
         Args:
-            patterns: called when the first graph is read, since importing the matcher takes seconds.
-            extra_check: whether a match is one to read, asked before anything in the graph is changed.
+            patterns: returns the patterns; called when the first graph is read, because importing the matcher
+                takes seconds.
+            extra_check: whether to read a match, called before the graph is changed.
         """
 
         def declare(read: Callable[[Any, Match], Read]) -> Any:
@@ -258,7 +259,7 @@ class Fusion:
     def group(
         self, patterns: Patterns, extra_check: Callable[[Match], bool] | None = None
     ) -> Callable[[Callable[[Any, Sequence[Match]], Any]], Any]:
-        """Decorate a reader of all matches of a graph: `(scope, matches)` to candidates.
+        """Decorate a reader that maps `(scope, matches)`, all matches of a graph, to candidates.
 
         Args:
             patterns: as those of `anchor`.
@@ -282,27 +283,27 @@ class Fusion:
     ) -> None:
         """Replace what `search` computes by `replace`, in the graphs after autograd.
 
-        Both are traced, as Inductor's own patterns are: to operators of aten, with the shapes and constants
-        of the match.
+        Both are traced to aten operations, as Inductor's own patterns are, with the shapes and constants of
+        the match.
 
         Args:
-            search: a function of tensors: what is looked for.
-            replace: a function of the same tensors, with the same names: what is put in its place.
-            inputs: makes examples of them, under fake tensors, at the first graph.
-            check: takes the match and raises `Rejected` where it may not be replaced: dtypes, devices and
-                sizes that were not thought of. `match.kwargs` has the arguments by name.
-            near: patterns of what is reported where it is nearly a match, with what was expected; by default
-                what has the last operation of `search`, and at least half of the others.
+            search: a function of tensors: the form to find.
+            replace: a function of the same tensors, with the same names: the replacement.
+            inputs: makes example tensors; called under fake tensors at the first graph.
+            check: takes the match and raises `Rejected` if it must not be replaced, for example because of
+                dtypes, devices or sizes. `match.kwargs` has the arguments by name.
+            near: patterns of near misses to report, with what was expected. By default, graphs with the last
+                operation of `search` and at least half of the others.
 
         Raises:
-            ValueError: the fusion reads graphs before autograd, which are not in operators of aten.
+            ValueError: the stage is not "post_grad": graphs before autograd have no aten operations.
         """
         if self.stage != "post_grad":
             raise ValueError(f"{self.name}: a replacement by functions needs stage='post_grad'")
         self.patterns.append(Replacement(search, replace, inputs, check, near))
 
     def functions(self) -> list[Callable[..., Any]]:
-        """What the fusion is made of, for those who look for its source."""
+        """The functions of the fusion, whose source files are part of cache keys."""
         found: list[Any] = [self.recognise] if self.recognise is not None else []
         for each in self.patterns:
             if isinstance(each, Replacement):

@@ -100,7 +100,8 @@ def check_device(value: torch.Tensor, dtypes: Collection[torch.dtype] | None = N
     if device.type == "cpu":
         raise LeftToStock(Reason.DEVICE("runs on the CPU, where the library's GEMM is used"))
     if device.type != "cuda" or torch.version.hip is not None:
-        raise LeftToStock(Reason.DEVICE(f"no kernel supports devices of type {device.type}"))
+        which = "AMD GPUs" if torch.version.hip is not None else f"devices of type {device.type}"
+        raise LeftToStock(Reason.DEVICE(f"no kernel supports {which}"))
     if dtypes is not None and value.dtype not in dtypes:
         raise LeftToStock(
             Reason.DTYPE(f"no kernel supports {dtype_name(value.dtype)}"),

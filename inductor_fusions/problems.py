@@ -248,13 +248,13 @@ def _attention_doubt(row: Row) -> float:
 
 
 def _adapter_products(row: Row) -> list[int]:
-    """The K of the products of a block GEMM that are those of adapters: much shorter than the others."""
+    """The K of the products of a grouped GEMM that are those of adapters: much shorter than the others."""
     inner = row["k"] or []
     return [k for k in inner if k <= 3 * 128 and 4 * k <= max(inner)]
 
 
 def has_adapters(row: Row) -> bool:
-    """Whether a block GEMM has products of adapters: what it gains is a row of "lora"."""
+    """Whether a grouped GEMM has products of adapters: what it gains is a row of "lora"."""
     return bool(_adapter_products(row))
 
 

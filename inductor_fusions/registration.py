@@ -29,10 +29,10 @@ _watching = False
 
 
 def enable() -> None:
-    """Install the passes in Inductor's config hooks, after whatever is there.
+    """Install the passes in Inductor's config hooks, after the passes that are there.
 
-    Idempotent, thread-safe, and cheap: where Inductor is not imported yet, they are installed as
-    soon as it is.
+    Idempotent and thread-safe. It does not import Inductor: if Inductor is not imported yet, the passes are
+    installed as soon as it is.
     """
     global _wanted, _waiting
     problem = _inductor.version_problem()
@@ -49,7 +49,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Take the passes out of Inductor's hooks again; what others installed stays."""
+    """Remove the passes from Inductor's hooks; passes of others stay."""
     global _wanted
     with _lock:
         _wanted = False
@@ -59,7 +59,7 @@ def disable() -> None:
 
 
 def enabled() -> bool:
-    """Whether `torch.compile` runs the fusions now."""
+    """Whether `torch.compile` currently runs the fusions."""
     with _lock:
         return _wanted and config.enabled
 

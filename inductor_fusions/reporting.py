@@ -59,10 +59,10 @@ _cleared: Counter[str] = Counter()
 
 
 def report() -> Report:
-    """Every site of the compiles of this process, in order.
+    """All sites of the compiles of this process since its start or the last `clear()`, in order.
 
-    Where Inductor's cache had the compiled code, no pass ran; the sites are those of the compile that filled
-    it, at the end of the list.
+    If Inductor's cache had the compiled code, no pass ran: the sites of the compile that filled the cache are
+    read from its records, and are at the end of the list.
     """
     with _lock:
         unknown = _restore()
@@ -449,7 +449,8 @@ def module_path(node: fx.Node) -> str:
     if not stack:
         return ""
     path = str(list(stack.values())[-1][0])
-    # L['self'].layers[3].attention, L['self']._modules['layers']._modules['3'], L['fn'].layers.3
-    path = re.sub(r"^[LG]\['[^']*'\]", "", path)
+    # L['self'].layers[3].attention, L['self']._modules['layers']._modules['3'], L['fn'].layers.3,
+    # L['fn'].__dict__._modules.layers.3
+    path = re.sub(r"^[LG]\['[^']*'\]", "", path).replace("__dict__._modules.", "")
     path = re.sub(r"\._modules\['([^']*)'\]|\['?([^'\]]*)'?\]", r".\1\2", path)
     return path.strip(".")

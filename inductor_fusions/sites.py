@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Verdict = Literal["fused", "rejected", "left to stock", "failed"]
 
-#: Version of the JSON form. Fields may be added to it; none changes its meaning or goes.
+#: Version of the JSON form. Within a version, fields may be added; none is removed or changes its meaning.
 SCHEMA = 1
 
 _COLORS = {"fused": "green", "left to stock": "cyan", "rejected": "yellow", "failed": "red"}
@@ -26,20 +26,19 @@ class Site:
 
     Attributes:
         fusion: name of the fusion.
-        verdict: "fused"; "rejected" (a predicate failed); "left to stock" (it would not pay);
-            "failed" (the fusion raised, the graph was left as it was).
-        reason: why it was not fused, in words; "" where it was.
+        verdict: "fused"; "rejected" (not proved to be correct); "left to stock" (not expected to be faster);
+            "failed" (the fusion raised an exception, and the site runs unfused).
+        reason: why it was not fused, in words; "" if it was.
         hint: what to change, or "".
-        kernel: what a fused site became.
+        kernel: the kernel of a fused site.
         source: the user's line, as "file:line in function: text".
         node: name of the node in Dynamo's graph.
         details: shapes and dtypes, name -> text.
-        module: path of the module that it belongs to, such as "encoder.layer.3.attention"; "" outside one.
-        backend: the operation that Inductor got for it, such as "flash" or "cudnn"; "" where that is not
-            known, or nothing was fused.
-        saved: estimates for one forward of a fused site: "bytes" of memory traffic and "flops" that it need
-            not do.
-        code: of the reason, from the closed list in docs/reasons.md; "" where it was fused.
+        module: path of its module, such as "encoder.layer.3.attention"; "" outside a module.
+        backend: the operation that Inductor got for it, such as "flash" or "cudnn"; "" if that is unknown
+            or nothing was fused.
+        saved: for a fused site, estimates for one forward: saved "bytes" of memory traffic, and "flops".
+        code: of the reason, from the closed list in docs/reasons.md; "" if it was fused.
     """
 
     fusion: str
@@ -67,10 +66,10 @@ class Site:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Site:
-        """The site of `asdict`; fields of a later version are left out.
+        """The inverse of `asdict`. Fields of later versions are ignored.
 
         Raises:
-            ValueError: the verdict is none.
+            ValueError: the verdict is invalid.
         """
         if values.get("verdict") not in get_args(Verdict):
             raise ValueError(f"{values.get('verdict')!r} is not a verdict")
@@ -84,7 +83,7 @@ class Report:
 
     Attributes:
         sites: the candidates, in the order in which they were met.
-        unknown: graphs that were served from a cache to which no records belong any more.
+        unknown: number of graphs whose code came from a cache that has no records of their sites.
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -97,7 +96,7 @@ class Report:
         return iter(self.sites)
 
     def count(self, verdict: Verdict = "fused", fusion: str | None = None) -> int:
-        """Number of sites with this verdict, of one fusion or of all."""
+        """The number of sites with this verdict, of one fusion or of all."""
         return sum(s.verdict == verdict and fusion in (None, s.fusion) for s in self.sites)
 
     def to_dict(self) -> dict[str, object]:
@@ -113,7 +112,7 @@ class Report:
         verdicts = Counter(site.verdict for site in self.sites)
         said = [f"{count} {verdict}" for verdict, count in verdicts.items()]
         if self.unknown:
-            said.append(f"{self.unknown} graphs from a cache that does not say")
+            said.append(f"{self.unknown} graphs from a cache without records")
         return ", ".join(said) or "no candidate was found"
 
     def __rich__(self) -> Table:

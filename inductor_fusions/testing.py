@@ -4,7 +4,7 @@
 >>> testing.assert_fusions(model, (ids,), expected={"attention": 12})
 >>> testing.check(attention, (q, k, v), fused=1, kernel="is_causal")
 
-Everything here compiles anew: no cache is read or written, and no compiled code is kept.
+Everything here compiles from scratch: no cache is read or written, and no compiled code is kept.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ SAMPLES = 4
 
 @dataclass(frozen=True)
 class Capture(budget.Values):
-    """What one compile and run gave.
+    """The result of one compile and run.
 
     Attributes:
         outputs: what the function returned.
-        grads: gradient of each differentiated tensor, None where it has none: inputs by position
-            ("0", "1.key") or by keyword, parameters of a module by their name. Empty in inference.
-        sites: the candidates that this compile met, in order.
+        grads: the gradient, or None, of each differentiated tensor: inputs by position ("0", "1.key") or by
+            keyword, parameters of a module by name. Empty in inference.
+        sites: the candidates of this compile, in order.
         graphs: the graphs after the passes; only with `EAGER_AFTER_PASSES`.
-        cotangents: what the floating outputs that require a gradient were differentiated with.
+        cotangents: the cotangents of the floating outputs that require a gradient.
     """
 
     outputs: Any
@@ -82,7 +82,7 @@ class Capture(budget.Values):
 
 @dataclass(frozen=True)
 class Checked:
-    """What `check` saw.
+    """The result of `check`.
 
     Attributes:
         ours: the run with the fusions.
@@ -97,7 +97,7 @@ class Checked:
 
     @property
     def sites(self) -> list[Site]:
-        """The candidates that the compile with the fusions met."""
+        """The candidates of the compile with the fusions."""
         return self.ours.sites
 
 
@@ -111,18 +111,18 @@ def capture(
     cotangents: Sequence[torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> Capture:
-    """Compile `fn` in isolation, run it once, and tell what the fusions made of it.
+    """Compile `fn` in isolation, run it once, and collect its sites.
 
-    Compiles of other threads meanwhile would be counted as well.
+    Do not compile in other threads meanwhile: their sites would be collected too.
 
     Args:
         fn: a function or a module.
         args: its arguments. Tensors are copied first (same strides), so `fn` may overwrite them.
-        train: differentiate as well, with random cotangents (the same at each call) for every floating
-            output that requires a gradient, with respect to the floating inputs and the parameters that
-            require one. Else everything runs without gradients.
+        train: also differentiate every floating output that requires a gradient, with random cotangents (the
+            same at each call), with respect to the floating inputs and parameters that require a gradient.
+            If False, everything runs without gradients.
         dynamic: as in `torch.compile`.
-        policy: "always" fuses whatever is proved, "profitable" what is measured to pay.
+        policy: "always" fuses whatever is proved to be correct, "profitable" what is expected to be faster.
         backend: "inductor", any other name that `torch.compile` takes, or `EAGER_AFTER_PASSES`.
         cotangents: one for each floating output that requires a gradient, instead of the random ones.
         kwargs: keyword arguments of `fn`.
@@ -131,7 +131,7 @@ def capture(
         Outputs, gradients and sites.
 
     Raises:
-        ValueError: there is no such policy.
+        ValueError: the policy is unknown.
     """
     config.check_policy(policy)
     graphs: list[fx.GraphModule] = []
@@ -157,8 +157,8 @@ def assert_fusions(
     Args:
         fn: a function or a module.
         args: its arguments, positional (a sequence) or by keyword (a mapping).
-        expected: fusion -> number of fused sites, default one attention; a fusion that is not named
-            must fuse nothing.
+        expected: fusion -> number of fused sites; by default one attention. A fusion that is not named must
+            fuse nothing.
         train: as in `capture`.
         dynamic: as in `capture`.
         policy: as in `capture`.
@@ -180,9 +180,9 @@ def assert_fusions(
 
 
 def assert_counts(sites: Sequence[Site], expected: Mapping[str, int]) -> None:
-    """Assert how many of these sites each fusion fused; one that is not named must have fused nothing.
+    """Assert how many of these sites each fusion fused. A fusion that is not named must have fused nothing.
 
-    What only protects (`Fusion.protects`) counts where it is named.
+    Fusions that only avoid wrong kernels (`Fusion.protects`) are counted only if they are named.
 
     Raises:
         AssertionError: with every site, its verdict and its reason.
@@ -213,22 +213,21 @@ def check(
 ) -> Checked:
     """Assert that `fn` compiled with the fusions is about as exact as compiled without them.
 
-    The reference is `fn` on double copies of the inputs (of the module, where `fn` is one), run eagerly;
-    where `fn` asks for another floating dtype it gets double all the same. Every floating output and every
-    gradient `x` must satisfy
+    The reference is `fn` run eagerly on copies of the inputs (and of the module) in float64; if `fn` asks for
+    another floating dtype, it gets float64 too. Every floating output and every gradient `x` must satisfy
 
         ||x - ref|| / ||ref||  <=  factor * (the same for stock)  +  slack * eps(dtype of x)
 
     where stock is the same compile under `config.patch(enabled=False)`. All runs get the same cotangents.
-    A gradient that vanishes in exact arithmetic (that of a key's bias, say), below 1e-6 of the largest one,
-    is nothing but rounding in every run: its error is taken relative to the largest gradient, and its budget
-    is the one of the least exact tensor.
+    A gradient that is zero in exact arithmetic, such as that of a bias of the keys, is only rounding: if it
+    is below 1e-6 of the largest gradient, its error is relative to the largest one, and its budget is that of
+    the least exact tensor.
 
-    An error that is over budget may be chance, of few numbers above all: then the root mean squares of this
-    run and of three more count, on inputs that differ by a thousandth.
+    An error over budget may be chance, above all with few elements. It is judged again by the root mean
+    square of this run and three more, on inputs that differ by a thousandth.
 
-    Outputs that are not floating point must be those of stock, and no fusion may raise. `fn` must not draw
-    random numbers, and tensors that it closes over are not doubled: pass them as inputs.
+    Outputs that are not floating point must equal stock's, and no fusion may raise. `fn` must not draw random
+    numbers. Tensors that it closes over are not converted to float64: pass them as inputs.
 
     Args:
         fn: a function or a module.
@@ -237,14 +236,14 @@ def check(
         reason: a code of docs/reasons.md, or a part of the message, of at least one site that was not fused.
         kernel: text within the kernel of every fused site.
         train: differentiate with respect to the inputs and parameters that require a gradient.
-        dtype: what the floating inputs and the module are cast to first; None leaves them.
+        dtype: cast the floating inputs and the module to this dtype first; None: do not cast.
         factor: of the budget above.
-        slack: of the budget above. One eps is for rounding the result itself: where stock is exact by luck,
+        slack: of the budget above. One eps allows for rounding the result itself: if stock is exact by luck,
             no factor would be enough.
         dynamic: as in `capture`.
         policy: as in `capture`.
         backend: as in `capture`. With `EAGER_AFTER_PASSES`, stock is `fn` itself.
-        reference: what is run in double instead of `fn`, on the same inputs.
+        reference: the function to run in float64 instead of `fn`, on the same inputs.
 
     Returns:
         Both runs and their errors.
@@ -297,14 +296,15 @@ def assert_close_to_eager(
 ) -> Capture:
     """Assert that `fn` compiled with the fusions is about as exact as `fn` run eagerly.
 
-    As in `check`, with eager in the place of stock, and a wider budget: a compile rounds elsewhere.
+    As in `check`, but relative to eager instead of stock, with a wider budget, because compiled code rounds
+    at other places.
 
     Args:
-        fn: a function or a module, which draws no random numbers.
+        fn: a function or a module that draws no random numbers.
         args: its arguments, positional (a sequence) or by keyword (a mapping).
-        train: gradients as well.
-        factor: an error may be so many times that of eager,
-        slack: plus so many eps of its dtype.
+        train: also compare gradients.
+        factor: allowed multiple of eager's error.
+        slack: allowed number of eps of the dtype in addition.
         dynamic: as in `capture`.
         policy: as in `capture`.
         keywords: keyword arguments beside positional ones.

@@ -56,11 +56,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found: print it, or ask whether it is `ok`.
+    """The result of `verify`: print it, or check `ok`.
 
     Attributes:
         title: name of the function or of the module's class.
-        rows: with every fusion, and where more than one fused something, with each alone.
+        rows: one with every fusion; if more than one fused something, also one with each alone.
     """
 
     title: str
@@ -68,7 +68,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether everything is within its budget and no fusion raised. Also where nothing was fused."""
+        """Whether all errors are within their budgets and no fusion raised. True if nothing was fused."""
         return not any(row.problems for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,21 +129,21 @@ def verify(
     dynamic: bool | None = None,
     **kwargs: Any,
 ) -> Verification:
-    """Measure the errors of a model with the fusions and without, against float64.
+    """Measure the errors of a model against float64, with and without the fusions.
 
-    The model is compiled without the fusions, with all of them, and where more than one fused something with
-    each alone; and a copy of it runs in float64, eagerly. Each error may be `factor` times that of the
-    unfused compile plus `slack` eps of its dtype; of a gradient, plus `slack` times four eps of float32 as
-    well. Compiled code, caches, counters and buffers of the caller stay as they are.
+    The model is compiled without the fusions and with all of them; if more than one fused something, also
+    with each alone. The reference is a copy that runs eagerly in float64. The relative error of an output may
+    be `factor` times that of the unfused compile plus `slack` eps of its dtype; a gradient may have `slack`
+    times four eps of float32 more. The caller's compiled code, caches, counters and buffers do not change.
 
     Args:
         fn: a function or a module. It must not draw random numbers: with dropout, call `eval()` first, which
-            leaves the gradients.
-        args: its arguments; tensors are copied first.
-        train: gradients as well, of the inputs and parameters that require one.
+            does not disable gradients.
+        args: its arguments. Tensors are copied first.
+        train: also compare gradients, of the inputs and parameters that require one.
         policy: "always" or "profitable"; None: that of `inductor_fusions.config`.
-        factor: how many times stock's error is allowed.
-        slack: how many eps of the dtype are allowed beside it.
+        factor: allowed multiple of stock's error.
+        slack: allowed number of eps in addition.
         dynamic: as in `torch.compile`.
         kwargs: keyword arguments of `fn`.
 
@@ -151,7 +151,7 @@ def verify(
         Errors, sites and verdict.
 
     Raises:
-        ValueError: `fn` draws random numbers, or there is no such policy.
+        ValueError: `fn` draws random numbers, or the policy is unknown.
     """
     chosen = config.check_policy(config.policy if policy is None else policy)
     fn = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))

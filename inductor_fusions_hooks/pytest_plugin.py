@@ -133,6 +133,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if path is None:
         return
     if not path.absolute().parent.is_dir():
-        raise pytest.UsageError(f"--fusions-report: there is no folder {path.parent}")
+        raise pytest.UsageError(f"--fusions-report: the folder {path.parent} does not exist")
     config.stash[_KEY] = _Collector(path)
     config.pluginmanager.register(config.stash[_KEY], "inductor_fusions_report")

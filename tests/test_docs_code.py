@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("explain.md", "adding_a_fusion.md", "supporting_a_new_model.md")
+PAGES = ("explain.md", "one_fusion.md", "adding_a_fusion.md", "supporting_a_new_model.md")
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

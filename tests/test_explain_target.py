@@ -102,6 +102,7 @@ def test_every_known_device_is_a_target(name):
     table, found = target(name)
     assert table == name
     assert target(name.removeprefix("nvidia_").replace("_", " ").upper()) == (table, found)
+    assert target(name.removeprefix("nvidia_").removeprefix("geforce_rtx_")) == (table, found)
     assert found.shared_bytes // 1024 == {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}[
         10 * found.capability[0] + found.capability[1]
     ]  # fmt: skip

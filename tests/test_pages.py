@@ -27,6 +27,7 @@ def test_first_screen() -> None:
     assert screen.index("make test") < screen.index(docs.BEGIN) < screen.index("docs/speedups.svg")
     assert len(re.findall(r"^\| --- \|", screen, re.M)) == 1 and len(re.findall(r"!\[", text)) == 1
     assert len(screen.splitlines()) <= 50, "more than a screen"
+    assert len(text.splitlines()) <= 100, "more than two screens"
     rows = json.loads((ROOT / "bench" / "results" / docs.README_RESULTS).read_text())["rows"]
     for train, mode in ((False, "inference"), (True, "training")):
         gains = [docs_models.gain(row) or 0.0 for row in rows if row["train"] is train]
@@ -34,6 +35,8 @@ def test_first_screen() -> None:
         (shown,) = re.findall(
             rf"^\| \*\*all {len(gains)} {mode} cases\*\*.* \*\*([\d.]+)\*\* \|$", screen, re.M
         )
+        best = [r for row in rows if row["train"] is train and (r := docs_models.over_best(row))]
+        assert f"| {math.prod(best) ** (1 / len(best)):.2f} ({len(best)} cases) |" in screen
         assert float(shown) == pytest.approx(mean, abs=0.006)
     assert "Trainer(" in rest and "get_peft_model(" in rest
 

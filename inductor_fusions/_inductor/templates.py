@@ -241,7 +241,7 @@ def _symbolic_grid(grid: Callable[..., Any]) -> Any:
 
 
 def _tiles(*sizes_and_meta: Any, cdiv: Any, min: Any) -> tuple[Any, int, int]:
-    """The grid of a block GEMM."""
+    """The grid of a grouped GEMM."""
     *sizes, meta = sizes_and_meta
     pairs = list(zip(sizes[::2], sizes[1::2], strict=True))
     if meta.get("ACROSS"):  # the columns of all outputs are numbered through

@@ -127,7 +127,7 @@ def check_products(products: Sequence[Product]) -> None:
 
 
 def problem(groups: Sequence[Sequence[Product]], gated: bool = False, activation: str = "") -> Problem:
-    """The sizes of a block GEMM of these products, with the activation of the first group."""
+    """The sizes of a grouped GEMM of these products, with the activation of the first group."""
     flat = [(index, p) for index, group in enumerate(groups) for p in group]
 
     def shape(node: fx.Node) -> tuple[tuple[object, ...], tuple[object, ...]]:

@@ -17,7 +17,7 @@ MOST_SINGLE_ROWS = 4
 
 @dataclass(frozen=True)
 class Problem:
-    """The sizes of a block GEMM.
+    """The sizes of a grouped GEMM.
 
     Attributes:
         rows: M of each group; None where it is symbolic.

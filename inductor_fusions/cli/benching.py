@@ -1,4 +1,4 @@
-"""`bench` and `tune`: what a checkout has beside the package, and what was measured on this machine."""
+"""`bench` and `tune`: the benchmarks of a checkout, and the measurements of this machine."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def load(name: str) -> Any:
-    """A module of `bench`, which is in a checkout and not in the installed package.
+    """Import a module of `bench`, which is in a checkout and not in the installed package.
 
     Raises:
-        UserError: this is no checkout.
+        UserError: this is not a checkout.
     """
     if not is_checkout(ROOT):
         raise UserError(
@@ -46,7 +46,7 @@ def is_checkout(folder: Path) -> bool:
 # -- bench ----------------------------------------------------------------------------------------
 
 
-#: All that follows is read by the command of the checkout, `--help` too.
+#: All arguments, `--help` too, are passed on to the command of the checkout.
 FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -64,7 +64,7 @@ def bench(context: typer.Context) -> None:
 
 
 class _Tune(TyperCommand):
-    """What follows `run` and `export` is not looked at."""
+    """Arguments after `run` and `export` are passed on unparsed."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args[:1] in (["run"], ["export"]):
@@ -105,7 +105,10 @@ def tune(
     ] = False,
     device: Annotated[Device, typer.Option(help="The device; auto: a GPU if there is one.")] = Device.auto,
     budget: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Start no row after this time.")
+        float | None,
+        typer.Option(
+            metavar="SECONDS", help="Stop after this many seconds. A row that has begun is finished."
+        ),
     ] = None,
     write_table: Annotated[
         bool,

@@ -73,12 +73,14 @@ def target(name: str) -> tuple[str, Hardware]:
     """A device that need not be in this machine: the name of its table, and what it is.
 
     Args:
-        name: as that of a table, or as the driver has it: "nvidia_h200", "NVIDIA H200", "h200".
+        name: that of a table or of the driver, or the end of it: "nvidia_h200", "NVIDIA H200", "h200",
+            "RTX 4090", "4090".
 
     Raises:
-        ValueError: nothing is known of it; names those that are known.
+        ValueError: the device is unknown; the message names the known ones.
     """
-    for found in (tables.slug(name), f"nvidia_{tables.slug(name)}"):
+    short = tables.slug(name)
+    for found in (short, f"nvidia_{short}", f"nvidia_geforce_{short}", f"nvidia_geforce_rtx_{short}"):
         what = known(found)
         if what is not None:
             return found, what

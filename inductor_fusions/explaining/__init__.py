@@ -20,11 +20,11 @@ __all__ = ["Explanation", "Line", "Pair", "explain"]
 
 @dataclass
 class Explanation(Report):
-    """What became of every candidate of a model: print it, or open its page.
+    """All candidates of a model and their verdicts: print it, or write an HTML page.
 
     Attributes:
         sites: each candidate, in the order of the graphs.
-        unknown: always 0: no cache is read.
+        unknown: always 0, because no cache is read.
         title: name of the function or of the module's class.
         train: whether the backward was compiled as well.
         facts: versions, device and policy, name -> text.
@@ -59,10 +59,10 @@ class Explanation(Report):
         }
 
     def to_html(self, path: str | Path | None = None) -> str:
-        """One page that needs nothing else: the sites, and the graphs before and after.
+        """One self-contained HTML page: the sites, and the graphs before and after.
 
         Args:
-            path: where it is written as well.
+            path: also write the page to this file.
 
         Returns:
             The page.
@@ -83,27 +83,27 @@ def explain(
     gpu: str | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """Say of every candidate of a model what `torch.compile` makes of it, and why.
+    """List every candidate of a model: whether it is fused, and why.
 
-    All passes of Inductor run, and the model runs once; no code is generated, because no decision depends on
-    it. The caller's compiled code, caches, counters, random state, reports and buffers stay as they are.
+    All passes of Inductor run, and the model runs once. No code is generated, because no decision depends on
+    it. The caller's compiled code, caches, counters, random state, reports and buffers do not change.
 
     Args:
-        fn: a function or a module; not compiled.
-        args: its arguments; tensors are copied first.
-        train: the backward as well, of every floating output that requires a gradient.
+        fn: a function or a module, compiled or not.
+        args: its arguments. Tensors are copied first.
+        train: also compile the backward, for every floating output that requires a gradient.
         dynamic: as in `torch.compile`.
-        gpu: one that need not be in this machine, such as "nvidia_h200": what would be fused there.
-            Nothing is computed then: `fn` must not look at values, and its tensors are arguments, parameters
-            and buffers.
+        gpu: name of a GPU, such as "nvidia_h200", that need not be in this machine: list what would be fused
+            there. Nothing is computed: `fn` must not read values of tensors, and its tensors must be
+            arguments, parameters or buffers.
         kwargs: keyword arguments of `fn`.
 
     Returns:
-        The sites, and the graphs.
+        The sites, and the graphs before and after.
 
     Raises:
-        ValueError: nothing is known of the GPU; or a training step is asked for where there is no GPU at
-            all, which torch's autograd needs to differentiate on one.
+        ValueError: the GPU is unknown; or `train` with `gpu` on a machine without any GPU, which torch's
+            autograd needs.
         Exception: whatever `fn` raises.
     """
     fn = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))  # of a compiled one

@@ -1,6 +1,6 @@
 """A linear and the pointwise operations that follow it, as one kernel.
 
-The linear becomes a block GEMM of one group. An activation that is all that reads it goes into the kernel
+The linear becomes a grouped GEMM of one group. An activation that is all that reads it goes into the kernel
 (`gelu(x @ W + b)`). Whatever else follows stays in the graph, and Inductor's scheduler fuses it into the
 kernel's epilogue (`sigmoid(x @ W + m * y + bias)`, or an activation beside a value that a backward needs).
 """

@@ -1,7 +1,6 @@
 """Operations of the package, for direct use: `inductor_fusions.ops.block_mm`, `short_attention`.
 
-The fusions put them into graphs; code of yours may call them as well, in eager mode and under
-`torch.compile`.
+The fusions emit them; your code may call them too, in eager mode and under `torch.compile`.
 """
 
 from __future__ import annotations

@@ -32,15 +32,15 @@ def block_mm(
         scales: factor of each product. Default 1.
         activations: one for each group: "", "relu", "sigmoid", "silu", "gelu" (erf) or "gelu_tanh".
             Default: none.
-        gated: two groups of the same shape give one output, y[0] * y[1].
+        gated: multiply two groups of the same shape to one output, y[0] * y[1].
         dtype: floating dtype of the outputs. Default: that of the first operand.
 
     Returns:
-        The outputs, row-major: one for each group; one alone where `gated`.
+        The outputs, shape (M, N), row-major: one for each group, or a single one if `gated`.
 
     Raises:
-        TypeError: a, b or bias is no list of tensors, or activations no list; says which.
-        ValueError: the arguments do not fit together; says which.
+        TypeError: a, b or bias is not a list of tensors, or activations is not a list.
+        ValueError: shapes, dtypes or lengths do not match. The message names the arguments.
     """
     _check_tensors("a", a)
     _check_tensors("b", b)

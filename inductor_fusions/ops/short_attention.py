@@ -22,37 +22,37 @@ def short_attention(
     scale: float | None = None,
     causal: bool = False,
 ) -> torch.Tensor:
-    """softmax(scale * q @ k^T, masked) @ v, where the keys of a head are few.
+    """softmax(scale * q @ k^T, masked) @ v, for up to 128 queries and keys.
 
-    Compiled for a CUDA device of compute capability 8.0 or later, it is one Triton kernel, and its backward
-    another: for float16 and bfloat16 with head dims up to 128, and for float32 with up to 64 keys and head
-    dims. Elsewhere it is computed by operations of torch.
+    Compiled for a CUDA device of compute capability 8.0 or later, forward and backward are one Triton kernel
+    each: in float16 and bfloat16 for head dims up to 128, in float32 for up to 64 keys and head dims up to
+    64. Otherwise it is computed by torch operations.
 
     Args:
         q: queries, shape (B, H, Sq, D), any strides; Sq is at most 128.
-        k: keys, shape (B, Hk, Sk, D), in the dtype of q; Sk is at most 128. Hk divides H; where it is less,
-            H / Hk heads of q in a row share one of k, which is repeated for them.
+        k: keys, shape (B, Hk, Sk, D), in the dtype of q; Sk is at most 128. Hk divides H: each head of k
+            serves H / Hk consecutive heads of q.
         v: values, shape (B, Hk, Sk, Dv), in the dtype of q.
         masks: applied to the scores one after the other, in float32. Each is 4-D and broadcastable to
             (B, H, Sq, Sk), except that its first size may be any n that divides B: sample b has the mask b %
-            n, as windows of an image have. Where several have an n of their own, the largest is a multiple of
-            the others. A floating mask is added. A boolean one replaces the scores where it is False.
-            Floating ones may take gradients, which are computed in the same order at each call.
-        numbers: one for each mask: the factor of a floating one, and what a boolean one puts in the place of
-            a score. Default: 1 and -inf.
+            n, as windows of an image have. If several masks have different n, the largest is a multiple of
+            the others. A floating-point mask is added. A boolean mask replaces the scores where it is False.
+            A floating-point mask may require a gradient, which is deterministic.
+        numbers: one for each mask: the factor of a floating-point mask, or the fill of a boolean mask.
+            Default: 1 and -inf.
         scale: default D ** -0.5.
         causal: query i sees the keys j <= i only.
 
-    All of q, k, v and the masks may be DTensors instead, on one mesh: where q is sharded over the batch or
-    the heads (which its ranks divide), every rank computes its part; other placements are replicated first.
+    All of q, k, v and the masks may be DTensors on one mesh. If q is sharded evenly over the batch or the
+    heads, every rank computes its part; other placements are replicated first.
 
     Returns:
-        Shape (B, H, Sq, Dv) in the dtype of q, laid out (B, Sq, H, Dv): `.transpose(1, 2).flatten(2)` is a
-        view. A row whose scores are all -inf is NaN, as after `torch.softmax`; one whose scores are all one
-        finite number is the mean of v.
+        Shape (B, H, Sq, Dv) in the dtype of q, in memory as (B, Sq, H, Dv): `.transpose(1, 2).flatten(2)` is
+        a view. A fully masked row is NaN if the fill is -inf, as after `torch.softmax`, and the mean of v if
+        the fill is finite.
 
     Raises:
-        ValueError: the arguments do not fit together; says which.
+        ValueError: shapes, dtypes or lengths do not match. The message names the arguments.
     """
     if numbers is None:
         numbers = [-math.inf if mask.dtype == torch.bool else 1.0 for mask in masks]

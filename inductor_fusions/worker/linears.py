@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def products(row: Row, device: str) -> Case:
-    """Matrix products as one block GEMM.
+    """Matrix products as one grouped GEMM.
 
     Raises:
         UnableError: which operands its products share is not known.

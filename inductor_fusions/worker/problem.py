@@ -35,7 +35,7 @@ def rows_of(section: str, row: Row, kernels: Sequence[str], device: str) -> dict
     if section not in CASES:
         raise UnableError(f"{section} has no test cases")
     gain, made_of = best(CASES[section](row, device), device)
-    # A block GEMM of a linear with adapters has no gain of its own, but a place for it.
+    # A grouped GEMM of a linear with adapters has no gain of its own, but a place for it.
     needed = {"block_mm": {"gain": gain}}
     found: dict[str, list[Row]] = {
         name: [{**each, **needed.get(name, {})} for each in some] for name, some in made_of.items()

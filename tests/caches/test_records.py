@@ -26,7 +26,7 @@ def attention(q, k, v):
     return torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1) @ v
 
 def refused(q, k, v):
-    return torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1) * 2.0 @ v
+    return torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1).cumsum(-1) @ v
 
 for fn in attention, refused:
     torch.compile(fn)(*(torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))).sum().backward()
@@ -122,7 +122,7 @@ def test_broken_record(content: str, fresh_cache: None) -> None:
     counters["inductor"][reporting.RECORD + reporting._key(sites)] += 1
     found = inductor_fusions.report()
     assert (len(found), found.unknown) == (0, 1)
-    assert "from a cache that does not say" in str(found)
+    assert "from a cache without records" in str(found)
 
 
 def test_key() -> None:

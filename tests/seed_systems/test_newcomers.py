@@ -40,6 +40,7 @@ SCRIPTS = {
     "trainer.py": ("transformers", "profitable", ""),
     "accelerate_loop.py": ("accelerate", "always", ""),
     "peft_lora.py": ("peft", "always", "lora"),
+    "trl_dpo.py": ("peft", "always", "linear_cross_entropy"),
     "adapters_by_hand.py": ("torch", "always", "lora"),
     "generate.py": ("transformers", "always", "qkv"),
     "timm_vit.py": ("timm", "always", ""),

@@ -103,7 +103,7 @@ class Emitter:
         output.replace_all_uses_with(result)
 
     def _short(self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node) -> fx.Node:
-        """The masks one by one, in the order of the unfused graph: rows that see no key come out as there."""
+        """The masks one by one, in the order of the unfused graph: fully masked rows come out as there."""
         masks, numbers = [], []
         for operand, number, negated in terms.masks(problem):
             mask = operand.built(build)
@@ -187,7 +187,7 @@ class Emitter:
         self, build: Builder, problem: Problem, structure: Structure, q: fx.Node, k: fx.Node, v: fx.Node,
         result: fx.Node,
     ) -> fx.Node:  # fmt: skip
-        """Rows that see no key hold the mean of the values, as equal weights give it."""
+        """Fully masked rows hold the mean of the values, as equal weights give it."""
         empty = self.memo.empty_rows(build, problem, structure, self.region)
         mean = build.call(torch.mean, v, -2, True)
         heads, shared = problem.q.shape[1], build.value(v).shape[1]
@@ -205,7 +205,7 @@ class Emitter:
     def _empty_rows_gradient(
         self, build: Builder, problem: Problem, hidden: fx.Node, k: fx.Node, v: fx.Node
     ) -> fx.Node:
-        """Zeros of the result's shape, whose gradient into k is that of the rows that see no key.
+        """Zeros of the result's shape, whose gradient into k is that of the fully masked rows.
 
         With equal weights 1 / n, the result of such a row changes with its scores s by
         sum_j (s_j / n) (v_j - mean(v)): linear in k, so one small matrix (k^T @ centred v) holds it

@@ -1,13 +1,14 @@
 """Builds the mask of a fused attention, and preserves the values of fully masked rows.
 
-A query may see no key: left padding under a causal mask, a padded query of DeBERTa. With a finite fill
-its unfused scores all become the fill, so that its weights are equal and its result is the mean of the
-values. A fused kernel gets such a row wrong: its exponent has log2(e) in it and overflows on the least
-number of a dtype, and its backward takes a logsumexp in which log(kv_len) has drowned.
+A row is fully masked if its query sees no key: left padding under a causal mask, a padded query of DeBERTa.
+With a finite fill all unfused scores of the row become the fill, so its weights are equal and its result is
+the mean of the values. A fused kernel gets such a row wrong: it multiplies scores by log2(e), which overflows
+for the lowest number of a dtype, and its backward reads a logsumexp, in which fill + log(kv_len) rounds to
+the fill.
 
 So these rows are found (one reduction of the mask, shared by all layers) and given equal scores again:
 
-    inference   the highest entries of the row become -1e30, in which float32 scores drown, too
+    inference   the highest entries of the row become -1e30 too: score - 1e30 rounds to -1e30
     training    the highest entries become 0, and the query is zeroed
 """
 
@@ -33,7 +34,7 @@ from .masks import may_hide_rows
 from .normal_form import Term
 from .operands import Operand
 from .problem import Problem
-from .structure import DROWNED, EMPTY_BELOW, Structure
+from .structure import EMPTY_BELOW, MASK_FILL, Structure
 from .subtracted import Signs
 
 #: A row whose highest bias is below this is shifted by it: a softmax does not see that, rounding does.
@@ -113,7 +114,7 @@ class MaskMemo:
         return self.empty[key]
 
     def empty_rows(self, build: Builder, problem: Problem, structure: Structure, region: object) -> fx.Node:
-        """Which queries see no key, as (batch or 1, 1, q_len, 1)."""
+        """Which rows are fully masked, as (batch or 1, 1, q_len, 1)."""
         shape = (*problem.q.shape[:3], problem.k.shape[2])
         key = (repr(structure.visible), repr(shape), region)
         if key not in self.empty:
@@ -151,9 +152,9 @@ def check_empty_rows(problem: Problem) -> None:
 
     Raises:
         LeftToStock: under INDUCTOR_FUSIONS_EMPTY_ROWS=stock, where such rows cannot be ruled out.
-        Rejected: a mask that may hold low numbers is subtracted: where other scores drown in those that it
-            raises, the gradient into k is lost; or a bias is added to a row of fills, or scores are clamped,
-            and do not drown in the number.
+        Rejected: a mask that may hold low numbers is subtracted, so that the raised keys absorb the other
+            scores and the gradient into k is lost; or a bias is added to a row of fills, or scores are
+            clamped, and the number is not low enough to absorb them (number + score rounds to number).
     """
     if config.empty_rows != "ignore" and not (problem.structure and problem.structure.never_empty):
         lowest = torch.finfo(torch.float16).min if problem.dtype == torch.float16 else EMPTY_BELOW
@@ -165,7 +166,7 @@ def check_empty_rows(problem: Problem) -> None:
                         "not be uniform"
                     )
                 )
-        shallow = False  # whether a number that does not drown a bias has filled scores
+        shallow = False  # whether scores are filled with a number that does not absorb a bias
         for term, _ in problem.terms:
             if term.fill is not None:
                 shallow |= math.isfinite(term.fill) and term.fill > EMPTY_BELOW
@@ -206,7 +207,7 @@ def check_empty_rows(problem: Problem) -> None:
 
 
 def _is_shallow(term: Term, lowest: float) -> bool:
-    """Whether a mask that is added may hold numbers that hide a key and in which scores do not drown."""
+    """Whether a mask that is added may hold numbers that hide a key without absorbing its score."""
     return may_hide_rows(term.node) and (term.depth is None or lowest < term.depth < 0)
 
 
@@ -217,7 +218,7 @@ class _Terms:
         self.build, self.problem = build, problem
         # What may not be rounded has no kernel but those that read float32, as flex attention does.
         self.dtype = problem.dtype if problem.rounded_bias is None else torch.float32
-        # With a sink, a row that sees no key gives all its weight to the sink.
+        # With a sink, a fully masked row gives all its weight to the sink.
         self.finite = problem.sink is None and (config.empty_rows != "ignore" or problem.zeros is not None)
         self.keep: fx.Node | None = None  # what no fill hides
         self.hiding: fx.Node | None = None  # sum of what may hide a whole row, fills written in
@@ -249,7 +250,7 @@ class _Terms:
     def _two_valued(self) -> Mask | None:
         """The mask where all that hides keys is one number, finite and low: the common case.
 
-        Then every row that sees no key holds that number alone, and needs no search for its highest entry.
+        Then every fully masked row holds that number alone, and needs no search for its highest entry.
         """
         build, terms = self.build, self.problem.terms
         fills = [t for t, _ in terms if t.fill is not None]
@@ -262,7 +263,7 @@ class _Terms:
         if not low or any(t.floor is not None for t, _ in terms) or self.problem.dtype == torch.float16:
             return None
         assert number is not None
-        if not fills and not self.problem.train and number > DROWNED:
+        if not fills and not self.problem.train and number > MASK_FILL:
             return None
         for term, operand in terms:
             node = self._built(operand)
@@ -281,16 +282,16 @@ class _Terms:
             return self._filled(self.keep, plain)
         assert self.hiding is not None
         if not self.problem.train:
-            return Mask(self._sum(build.call(torch.clamp, self.hiding, DROWNED), plain))
+            return Mask(self._sum(build.call(torch.clamp, self.hiding, MASK_FILL), plain))
         empty = build.call(torch.le, build.call(torch.amax, self.hiding, -1, True), EMPTY_BELOW)
         opened = build.call(torch.where, empty, 0.0, self.hiding)
-        return Mask(self._sum(opened, *self._drowned(empty)), empty, self._one_row(self.hiding))
+        return Mask(self._sum(opened, *self._absorbed(empty)), empty, self._one_row(self.hiding))
 
     def _filled(self, keep: fx.Node, plain: fx.Node | None) -> Mask:
-        """Scores that were replaced by a number; a bias that was added to that number drowns in it."""
+        """Scores that were replaced by a number; a bias that was added to that number is absorbed."""
         base: Any = 0.0 if plain is None else self.build.to(plain, self.dtype)
         if not self.problem.train:
-            least = self.build.call("new_full", self.problem.q.node, (), DROWNED, dtype=self.dtype)
+            least = self.build.call("new_full", self.problem.q.node, (), MASK_FILL, dtype=self.dtype)
             return Mask(self._sum(self.build.call(torch.where, keep, base, least)))
         empty = self.build.call(torch.logical_not, self.build.call(torch.any, keep, -1, True))
         hidden = self.build.call("new_full", self.problem.q.node, (), -math.inf, dtype=self.dtype)
@@ -301,7 +302,7 @@ class _Terms:
             return self._general()
         return Mask(self._sum(filled), empty, True)
 
-    def _drowned(self, empty: fx.Node) -> list[fx.Node]:
+    def _absorbed(self, empty: fx.Node) -> list[fx.Node]:
         """The plain biases, without value in empty rows; with the gradient that the unfused graph has."""
         parts = []
         for bias, filled_after in self.plain:
@@ -368,7 +369,7 @@ class _Terms:
         build, hiding, dtype = self.build, self.hiding, self.problem.dtype
         assert hiding is not None
         highest = build.call(torch.amax, hiding, -1, True)
-        size = build.call(torch.abs, highest)  # scores drown in a large positive number as well
+        size = build.call(torch.abs, highest)  # a large positive number absorbs scores as well
         empty = build.call(torch.ge, size, -EMPTY_BELOW)
         half = dtype == torch.float16
         if half or any(f > EMPTY_BELOW for f in self.fills):
@@ -383,10 +384,11 @@ class _Terms:
         blocked = bool(self.fills) or self._one_row(hiding)
         if not self.problem.train and not half:
             beaten = build.call(torch.lt, hiding, SHIFT_BELOW)
-            raised = build.call(torch.where, beaten, 2 * DROWNED, build.call("new_full", hiding, (), DROWNED))
+            fill = build.call("new_full", hiding, (), MASK_FILL)
+            raised = build.call(torch.where, beaten, 2 * MASK_FILL, fill)
             hiding = build.call(torch.where, empty, raised, hiding)
             return Mask(self._sum(hiding, self._plain_sum()))
-        return Mask(self._sum(hiding, *self._drowned(empty)), empty, blocked)
+        return Mask(self._sum(hiding, *self._absorbed(empty)), empty, blocked)
 
     def _built(self, operand: Operand) -> fx.Node:
         """A term; a bias narrower than the scores in their dtype, in which it is scaled and added up."""

@@ -118,7 +118,7 @@ def bias(build: Builder, problem: Problem) -> fx.Node:
 
 
 def emit(build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node, row: fx.Node) -> fx.Node:
-    """The call; rows that see no key hold some finite number.
+    """The call; fully masked rows hold some finite number.
 
     Args:
         build: adds the nodes.

@@ -32,7 +32,7 @@ from .recognise import recognise
 from .remembered import remembered, storage_of
 from .scope import Scope
 from .short import terms as short
-from .structure import DROWNED, Structure
+from .structure import MASK_FILL, Structure
 from .written_out import weights_of
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ class SdpaCall(Candidate):
                 problem,
                 attn_mask=None,
                 zeros=(operand, False) if boolean else None,
-                terms=[(replace(term, fill=DROWNED) if boolean else term, operand)],
+                terms=[(replace(term, fill=MASK_FILL) if boolean else term, operand)],
                 structure=None,
                 overwritten=self.scope.mutations.touch,
                 version=self.scope.mutations.last,

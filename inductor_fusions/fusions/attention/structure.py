@@ -45,10 +45,11 @@ from .operands import Operand, same_shape
 
 BATCH, HEAD, QUERY, KEY = -4, -3, -2, -1
 
-#: A row whose highest bias is below this sees no key: float32 scores drown in it.
+#: A row whose highest bias is below this is fully masked: in float32, -1e8 + score rounds to -1e8 if the
+#: score is less than 4 in size.
 EMPTY_BELOW = -1e8
-#: Added where a query sees no key: scores drown in it, and exp2(x * log2(e)) does not overflow.
-DROWNED = -1e30
+#: Added where a key is masked: it absorbs any score, and exp2(x * log2(e)) does not overflow.
+MASK_FILL = -1e30
 
 Terms = list[tuple[Term, Operand]]
 
@@ -59,7 +60,7 @@ class Structure:
 
     Attributes:
         visible: whether a query sees a key, over the dims (BATCH, HEAD, QUERY, KEY).
-        number: what hidden scores are, or become by an addition; None for -inf, where a row that sees no key
+        number: what hidden scores are, or become by an addition; None for -inf, where a fully masked row
             is zero.
         replaced: whether hidden scores are replaced by `number`, so that no gradient flows into them.
         biases: what else is added to the scores.
@@ -212,11 +213,11 @@ def find(
         return None
     number, never_empty = numbers.pop(), _never_empty(visible, shape)
     if math.isfinite(number) and not never_empty:
-        # The scores of a row that sees no key must all be equal, or drown.
+        # The scores of a fully masked row must all be equal, or absorbed by the number.
         half = all((t := torch_ops.tensor(term.node)) is not None and t.dtype == torch.float16
                    for term, _ in terms if term.fill is None or term.adds)  # fmt: skip
-        drowned = number <= (torch.finfo(torch.float16).min if added and half else EMPTY_BELOW)
-        if (added and (len(parts) > 1 or not drowned)) or (after and not drowned):
+        absorbs = number <= (torch.finfo(torch.float16).min if added and half else EMPTY_BELOW)
+        if (added and (len(parts) > 1 or not absorbs)) or (after and not absorbs):
             return None
         if (added or after) and config.empty_rows != "ignore" and any(map(_learns, biases)):
             return None  # in such a row a gradient flows into what is added to the number

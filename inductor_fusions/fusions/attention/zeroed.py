@@ -10,13 +10,13 @@ from ...reasons import Reason
 from .masks import Interpreter, may_hide_rows, negation
 from .normal_form import Attention, Term
 from .operands import same_shape
-from .structure import DROWNED
+from .structure import MASK_FILL
 
 
 def zeroed_fill(site: Attention, interpreter: Interpreter) -> Term | None:
     """The fill at whose keys the weights are set to 0 after the softmax, too.
 
-    They are 0 there already, but in rows that see no key: those become zero.
+    They are 0 there already, but in fully masked rows: those become zero.
 
     Raises:
         Rejected: they are set to 0 elsewhere, or something else hides keys as well.
@@ -57,4 +57,4 @@ def _same_keys(first: Term, second: Term, interpreter: Interpreter) -> bool:
 def finite(term: Term) -> Term:
     """A fill of which no row becomes NaN."""
     assert term.fill is not None
-    return term if math.isfinite(term.fill) else replace(term, fill=DROWNED)
+    return term if math.isfinite(term.fill) else replace(term, fill=MASK_FILL)

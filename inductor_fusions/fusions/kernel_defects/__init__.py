@@ -221,8 +221,8 @@ class _Backward:
     def _shifted(self, logsumexp: fx.Node, bias: fx.Node) -> tuple[fx.Node, fx.Node]:
         """The logsumexp and the mask with what is low taken off both: their difference is what counts.
 
-        The shift is a number of the mask's dtype, so that the mask of the keys that matter stays exact. A row
-        that sees no key has weights of 0 beside any logsumexp.
+        The shift is a number of the mask's dtype, so that the mask of the keys that matter stays exact. A
+        fully masked row has weights of 0 with any logsumexp.
         """
         dtype = _value(bias).dtype
         rounded = self.build.to(self.build.to(logsumexp, dtype), torch.float32)

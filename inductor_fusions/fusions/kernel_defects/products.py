@@ -57,7 +57,7 @@ def gradients(
     if causal:
         rows = torch.arange(q.shape[2], device=q.device)[:, None]
         scores = torch.where(torch.arange(k.shape[2], device=q.device)[None] <= rows, scores, -math.inf)
-    # A row that sees no key gives nothing to any gradient.
+    # A fully masked row gives nothing to any gradient.
     most = scores.amax(-1, keepdim=True)
     powers = torch.exp(scores - torch.where(most == -math.inf, 0.0, most))
     total = powers.sum(-1, keepdim=True)

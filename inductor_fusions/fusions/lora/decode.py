@@ -27,7 +27,7 @@ from . import elements, lowering, narrow, narrow_kernel
 
 aten = torch.ops.aten
 
-#: Most rows: with more, the tile of a weight is used often enough for a block GEMM.
+#: Most rows: with more, the tile of a weight is used often enough for a grouped GEMM.
 MOST_ROWS = 64
 #: Up to so many rows there are kernels without tensor cores: with more, arithmetic takes longer than memory.
 MOST_SINGLE_ROWS = 8
@@ -281,7 +281,7 @@ class Call:
         posed = narrow.Shape(shape.rows, shape.inner, shape.ranks, "n", shape.dtype, shape.adapters)
         warps = 4
         chosen = narrow.fitted(narrow.Config(block_m(shape.rows), 128, config.splits, warps, 3), posed)
-        waits = early and _inductor.captures_graphs()  # as short kernels of the block GEMM
+        waits = early and _inductor.captures_graphs()  # as short kernels of the grouped GEMM
         made = _inductor.lower_to_template(
             name="lora_narrow_mm",
             inputs=[("X", x), *lowering.narrow_inputs(a, posed)],

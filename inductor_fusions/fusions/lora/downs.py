@@ -22,7 +22,7 @@ from .masks import drawing, mask_of, masks_of
 
 @dataclass(frozen=True)
 class Down:
-    """One narrow product to emit.
+    """One skinny GEMM to emit.
 
     Attributes:
         members: the down-projections of one input: all of them of what a mask keeps of it, or none.
@@ -51,7 +51,7 @@ class Made:
 
 
 def narrow_products(downs: Iterable[Product]) -> list[Down]:
-    """The narrow products of down-projections: one for each input, as far as one place does for several.
+    """The skinny GEMMs of down-projections: one for each input, as far as one place does for several.
 
     Raises:
         Rejected: there is no place for one.
@@ -90,7 +90,7 @@ def marked(graph: fx.Graph, place: Place) -> Place:
 def insert(
     graph: fx.Graph, down: Down, moved: set[fx.Node], further: Callable[[Product, fx.Node], float]
 ) -> dict[fx.Node, Made]:
-    """Add one narrow product to a graph: its results by down-projection.
+    """Add one skinny GEMM to a graph: its results by down-projection.
 
     Args:
         graph: the graph.
@@ -116,6 +116,6 @@ def insert(
 
 
 def replace_one(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    """Let a narrow product stand for a down-projection that others read as well."""
+    """Let a skinny GEMM stand for a down-projection that others read as well."""
     if not was_erased(old):
         substitute(old, new)

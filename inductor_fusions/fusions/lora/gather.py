@@ -37,8 +37,8 @@ class _Wanted:
     """A matrix that is read in parts.
 
     Attributes:
-        reader: a narrow product, or a call of the operation for this matrix alone.
-        index: of the matrix in the narrow product, or of the output.
+        reader: a skinny GEMM, or a call of the operation for this matrix alone.
+        index: of the matrix in the skinny GEMM, or of the output.
         matrix: as it lies in memory, but for `turned`.
         turned: whether it is transposed there.
         form: what the operation takes for it.
@@ -178,7 +178,7 @@ def _wanted(graph: fx.Graph) -> Iterator[_Wanted]:
 
 
 def _summands(x: torch.Tensor, right: Sequence[torch.Tensor]) -> int:
-    """How many summands of its narrow matrices a narrow product has made in front; 1: none."""
+    """How many summands of its narrow matrices a skinny GEMM has made in front; 1: none."""
     if any(b.dim() != 2 or b.dtype != torch.float32 for b in right):
         return 1
     rows, inner = map(known_size, x.shape)

@@ -31,11 +31,11 @@ class Narrow:
     """A product with a narrow matrix: `scale * x @ b`, or the same transposed.
 
     Attributes:
-        node: the mm, or the result of a narrow product.
+        node: the mm, or the result of a skinny GEMM.
         x: the large operand, shape (M, K); of an mm that is transposed, its transpose.
         b: the narrow one, shape (K, r), likewise.
         transposed: whether `node` is the transposed product.
-        scale: factor of a narrow product.
+        scale: factor of a skinny GEMM.
         kept: the mask that one has of x, or None.
     """
 
@@ -48,7 +48,7 @@ class Narrow:
 
     @property
     def call(self) -> fx.Node | None:
-        """The narrow product, where it is one already."""
+        """The skinny GEMM, where it is one already."""
         made = self.node.args[0] if self.node.target is operator.getitem else None
         return made if isinstance(made, fx.Node) else None
 
@@ -84,7 +84,7 @@ def read(products: Sequence[Product], downs: set[fx.Node], middles: Sequence[fx.
 
 
 def made_before(graph: fx.Graph) -> list[Narrow]:
-    """The gradients of A that were made narrow products before autograd: several may read one input."""
+    """The gradients of A that were made skinny GEMMs before autograd: several may read one input."""
     found = []
     for call in graph.find_nodes(op="call_function", target=NARROW_MM):
         arguments: tuple[Any, ...] = call.args
@@ -134,7 +134,7 @@ def _plain(node: Any) -> Any:
 
 
 def candidates(graph: fx.Graph, narrows: Sequence[Narrow]) -> Iterator[Candidate]:
-    """Those that read one matrix together; none for one that is a narrow product as it is."""
+    """Those that read one matrix together; none for one that is a skinny GEMM as it is."""
     groups: dict[Any, list[Narrow]] = {}
     for n in narrows:
         groups.setdefault(_key(n), []).append(n)
@@ -152,7 +152,7 @@ def _key(n: Narrow) -> tuple[Any, ...]:
 
 
 class Gradients(Candidate):
-    """Narrow products that are in no sum: gradients of adapters that read one large matrix."""
+    """Skinny GEMMs that are in no sum: gradients of adapters that read one large matrix."""
 
     def __init__(self, graph: fx.Graph, members: Sequence[Narrow]) -> None:
         self.graph, self.members = graph, list(members)
@@ -183,7 +183,7 @@ class Gradients(Candidate):
                 raise Rejected(Reason.MIXED_DTYPES("the matrices have two different 16-bit dtypes"))
         reason = None
         everything = self.members
-        # What is a narrow product already gains nothing by itself.
+        # What is a skinny GEMM already gains nothing by itself.
         fewest = 1 if everything[0].call is None else 2
         for count in range(len(everything), fewest - 1, -1):
             self.members, self.left_over = everything[:count], everything[count:]

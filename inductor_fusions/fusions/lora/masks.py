@@ -32,7 +32,7 @@ _SEEDS = ("prims.inductor_lookup_seed.default",)
 
 @dataclass(frozen=True)
 class Masked(Product):
-    """`scale * (kept * a) @ b`, one result of a narrow product.
+    """`scale * (kept * a) @ b`, one result of a skinny GEMM.
 
     Attributes:
         kept: the mask, a bool matrix of the shape of a; or None.
@@ -42,7 +42,7 @@ class Masked(Product):
 
 
 def narrow_product(node: fx.Node) -> Masked | None:
-    """Read one result of a narrow product, in its plain form."""
+    """Read one result of a skinny GEMM, in its plain form."""
     if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
         return None
     call, index = node.args[0], node.args[1]

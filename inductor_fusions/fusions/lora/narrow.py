@@ -27,7 +27,7 @@ SHARED_BUDGET = 98304
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a narrow product.
+    """The sizes of a skinny GEMM.
 
     Attributes:
         rows: M; None where it is symbolic.

@@ -157,7 +157,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    """The gradients of the narrow matrices are narrow products as well: x is kept, and read, as it is."""
+    """The gradients of the narrow matrices are skinny GEMMs as well: x is kept, and read, as it is."""
     x, *others = ctx.saved_tensors
     b, kept = others[: ctx.products], others[ctx.products :]
     dx: Tensor | None = None

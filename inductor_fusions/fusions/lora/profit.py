@@ -111,7 +111,7 @@ class Dropped(Known):
         inner, outer: K and N of the linear.
         rank: of the adapter.
         dtype, adapters: of the base and of the adapter.
-        masks: 1, or 0 where the narrow product reads what the dropout has left in memory.
+        masks: 1, or 0 where the skinny GEMM reads what the dropout has left in memory.
     """
 
     section, kernels = "lora_dropout", "narrow_mm with a mask"
@@ -168,7 +168,7 @@ def check_few_rows(tokens: int | Span | None, plain: bool) -> None:
 
 
 def narrow_kernel(shape: narrow.Shape, tokens: int | Span | None, device: torch.device) -> str:
-    """The kernel of a narrow product that stands alone, for the report.
+    """The kernel of a skinny GEMM that stands alone, for the report.
 
     Args:
         shape: its sizes.

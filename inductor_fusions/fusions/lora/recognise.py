@@ -72,7 +72,7 @@ class Linear:
         offsets: vectors that are added beside the bias of the bases.
         rest: what else is added; or None.
         inner: the nodes between the products and the root.
-        problem: why it is not a block GEMM, or "".
+        problem: why it is not a grouped GEMM, or "".
     """
 
     root: fx.Node

@@ -200,7 +200,7 @@ class Adapted(Candidate):
 
     def _place(self, group: list[Linear]) -> Place:
         memory = facts(self.graph).memory
-        # The block GEMM reads what is behind casts and views, which are made anew.
+        # The grouped GEMM reads what is behind casts and views, which are made anew.
         terms: list[Product] = []
         for linear in group:
             terms += [replace(p, a=unrounded(p.a).base) for p in linear.bases]
@@ -216,7 +216,7 @@ class Adapted(Candidate):
         others += [x for linear in group for x in self.sizes[linear.root] if isinstance(x, fx.Node)]
         roots = {p.node: linear.root for linear in group for p in linear.bases}
         roots |= {a.up.node: linear.root for linear in group for a in linear.adapters}
-        # Behind the narrow products, which stand where their own operands are there.
+        # Behind the skinny GEMMs, which stand where their own operands are there.
         after = max((down.place.before for down in self.downs), default=None)
         outputs = [linear.root for linear in group]
         if len(group) > 1:
@@ -303,7 +303,7 @@ class Adapted(Candidate):
     def _emit_down(
         self, down: downs.Down, moved: set[fx.Node], finish: list[Callable[[], None]]
     ) -> dict[fx.Node, tuple[fx.Node, fx.Node | None]]:
-        """Adds one narrow product; returns its results by down-projection: as they are, and as the block
+        """Adds one skinny GEMM; returns its results by down-projection: as they are, and as the block
         GEMM reads them, with the factor of the adapter, where that differs."""
         dtype = value(self.group[0].bases[0].a).dtype
         scales = {a.down.node: a.scale for x in self.group for a in x.adapters if a.middle is None}
@@ -319,7 +319,7 @@ class Adapted(Candidate):
         return {node: (one.output, one.form) for node, one in made.items()}
 
     def _form(self, down: Product, scale: float, read: torch.dtype, base: torch.dtype) -> float:
-        """The factor of the further form of a down-projection, or 0 where the block GEMM reads it as it is.
+        """The factor of the further form of a down-projection, or 0 where the grouped GEMM reads it as it is.
 
         A float32 one is read in halves. Elsewhere the factor of the adapter is the reason: with it the
         up-projection is one more step of the loop of the base product. float16 has too few exponents for it:

@@ -89,7 +89,7 @@ class Sum:
 
     @property
     def is_of_functions(self) -> bool:
-        """Whether nothing but functions of narrow products is added up: as in the backward of a small MLP."""
+        """Whether nothing but functions of skinny GEMMs is added up: as in the backward of a small MLP."""
         return bool(self.problem) and all(one.adapter.middle is not None for one in self.added)
 
 

@@ -187,7 +187,7 @@ def join_kernel(
     part = tl.load(acc + at[:, None] * E + e[None, :], mask=read, other=0.0)
     whole = tl.sum(amount * share, 0)
     result = tl.sum(part * share[:, None], 0) / whole
-    # A row that sees no key is zero, as SDPA has it.
+    # A fully masked row is zero, as SDPA has it.
     result = tl.where(whole == 0, 0.0, result)
     b, head, i = pid // (heads * queries), pid // queries % heads, pid % queries
     to = out + ((b * queries + i) * heads + head) * E + e

@@ -210,7 +210,7 @@ def decode_attention(
         tiles: keys of a tile, parts of the keys, warps and stages.
 
     Returns:
-        Shape (B, H, Q, E) in the dtype of q. A row that sees no key is zero.
+        Shape (B, H, Q, E) in the dtype of q. A fully masked row is zero.
     """
     lowest = None if mask is None or mask.dtype == torch.bool else lowest_of(mask, mask.dtype)
     listed = None if mask is None else DECODE_TILES(mask, lowest, k.shape[1], tiles[0])

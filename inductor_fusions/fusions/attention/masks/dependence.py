@@ -154,9 +154,9 @@ def keeps_indices(op: torch_ops.Op) -> bool:
 
 
 def may_hide_rows(node: Any) -> bool:
-    """Whether a bias may add a finite number so low that scores drown in it.
+    """Whether a bias may add a finite number so low that it absorbs the scores (number + score = number).
 
-    Only then can a query that sees no key have a finite result: the mean of the values. A learned bias
+    Only then can a fully masked row have a finite result: the mean of the values. A learned bias
     or a relative-position table holds no such number; a mask given by the user may.
     """
     seen: set[fx.Node] = set()

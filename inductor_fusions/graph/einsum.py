@@ -1,4 +1,4 @@
-"""Reads einsums of two tensors."""
+"""Reads einsums of two tensors, and other products as the einsums that they are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Equation:
     """An einsum of two operands, with a letter for each dim.
 
     Attributes:
-        text: as it was written, for reasons.
+        text: as it was written, for reasons; the name of another product.
         first, second, result: the letters of both operands and of the result.
         left, right: the operands.
     """
@@ -35,11 +35,13 @@ class Equation:
 
 
 def equation(op: Op) -> Equation:
-    """The equation of an einsum.
+    """The equation of an einsum, a tensordot, or a linear without its bias.
 
     Raises:
         Rejected: it is no product of two tensors with a letter for each dim.
     """
+    if op.name != "einsum":
+        return _of_dims(op)
     equation = op["equation"]
     operands = op.rest
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
@@ -67,4 +69,26 @@ def equation(op: Op) -> Equation:
         raise Rejected(Reason.SHAPES(f"einsum {equation!r} repeats an index in one operand"))
     if [len(first), len(second)] != ranks:
         raise Rejected(Reason.SHAPES("an operand of an einsum has another number of dims than letters"))
-    return Equation(equation, first, second, result, operands[0], operands[1])
+    return Equation(f"einsum {equation!r}", first, second, result, operands[0], operands[1])
+
+
+def _of_dims(op: Op) -> Equation:
+    """The equation of a product that is told the dims that it sums over."""
+    left, right = op.input, op["weight"] if op.name == "linear" else op["other"]
+    one, other = tensor(left), tensor(right)
+    dims = ([-1], [-1]) if op.name == "linear" else op["dims"]
+    if one is None or other is None:
+        raise Rejected(Reason.NO_PRODUCT(f"{op.name} is not a product of two tensors"))
+    if dims is None or isinstance(dims, int):
+        count = 2 if dims is None else dims
+        dims = (range(one.dim() - count, one.dim()), range(count))
+    if not isinstance(dims, (list, tuple)) or len(dims) != 2 or any(isinstance(d, fx.Node) for d in dims):
+        raise Rejected(Reason.NOT_A_TENSOR(f"the dims of {op.name} are not constants"))
+    pairs = [[d] if isinstance(d, int) else list(d) for d in dims]
+    first = list(string.ascii_letters[: one.dim()])
+    second = list(string.ascii_letters[one.dim() : one.dim() + other.dim()])
+    for mine, theirs in zip(*pairs, strict=True):
+        second[theirs] = first[mine]
+    summed = {first[d] for d in pairs[0]}
+    result = "".join(c for c in (*first, *second) if c not in summed)
+    return Equation(op.name, "".join(first), "".join(second), result, left, right)

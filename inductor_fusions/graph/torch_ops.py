@@ -34,7 +34,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "div": ("input", "other"),
     "neg": ("input",),
     "tanh": ("input",), "sigmoid": ("input",), "relu": ("input",), "abs": ("input",), "exp": ("input",),
-    "log": ("input",),
+    "exp2": ("input",), "log": ("input",), "sqrt": ("input",),
     "pow": ("input", "exponent"),
     "min": ("input", "other"),
     "max": ("input", "other"),
@@ -49,13 +49,13 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "matmul": ("input", "other"),
     "bmm": ("input", "other"),
     "baddbmm": ("input", "batch1", "batch2"),
-    "addmm": ("input", "mat1", "other"),
+    "addmm": ("input", "mat1", "other"), "addbmm": ("input", "batch1", "batch2"),
     "linear": ("input", "weight", "bias"),
-    "einsum": ("equation",),
+    "einsum": ("equation",), "tensordot": ("input", "other", "dims"),
     # attention
     "softmax": ("input", "dim", "dtype"),
     "_softmax": ("input", "dim", "half_to_float"), "log_softmax": ("input", "dim", "dtype"),
-    "dropout": ("input", "p", "training", "inplace"),
+    "dropout": ("input", "p", "training", "inplace"), "nan_to_num": ("input", "nan", "posinf", "neginf"),
     "scaled_dot_product_attention": (
         "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa",
     ),
@@ -138,9 +138,12 @@ CASTS = frozenset(
 )
 COPIES = frozenset("contiguous clone alias lift_fresh_copy lift_fresh".split())
 #: The scores of an attention are one of these, and so is its output.
-PRODUCTS = frozenset({"matmul", "bmm", "einsum"})
+EQUATIONS = frozenset({"einsum", "tensordot", "linear"})  #: products that `einsum.equation` reads
+PRODUCTS = frozenset({"matmul", "bmm"}) | EQUATIONS
+#: Products to which a tensor is added.
+ADDING = frozenset({"baddbmm", "addmm", "addbmm"})
 #: Operations of an attention whose operands autocast rounds.
-CASTED = PRODUCTS | {"baddbmm"}
+CASTED = PRODUCTS | ADDING
 #: Operations that read only the shape, dtype and device of their first argument.
 _LIKE = frozenset("full_like zeros_like ones_like empty_like new_full new_zeros new_ones new_tensor".split())
 

@@ -168,8 +168,7 @@ AFTER = {
     ),
     "multiplied": (lambda w, m: w * m, "in-between"),
     "normalised": (lambda w, m: w / w.sum(-1, keepdim=True), "weights"),
-    "nan_to_num": (lambda w, m: torch.nan_to_num(w), "in-between"),
-    "nan_to_num, method": (lambda w, m: w.nan_to_num(0.0), "in-between"),
+    "nan_to_num of another number": (lambda w, m: w.nan_to_num(0.5), "in-between"),
 }
 
 

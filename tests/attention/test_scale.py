@@ -105,6 +105,7 @@ TENSORS = {
     "per head, 4-d": (1, HEADS, 1, 1),
     "per batch": (BATCH, 1, 1, 1),
     "per batch and head": (BATCH, HEADS, 1, 1),
+    "per query": (Q_LEN, 1),
 }
 
 
@@ -147,7 +148,7 @@ def test_constant_after_bias() -> None:
 
 
 NOT_A_SCALE = {
-    "per query": ((Q_LEN, 1), lambda s, t: s * t, FLEX),
+    "per query, after a bias": ((Q_LEN, 1), lambda s, t: (s + torch.ones(KV_LEN).cumsum(0)) * t, FLEX),
     "per key": ((KV_LEN,), lambda s, t: s * t, FLEX),
     "per score": ((Q_LEN, KV_LEN), lambda s, t: s / t, FLEX),
     "after a bias": ((HEADS, 1, 1), lambda s, t: (s + torch.ones(KV_LEN).cumsum(0)) * t, "after a bias"),

@@ -522,3 +522,95 @@ def neighbours_of_points(q: Any, k: Any, v: Any) -> Any:
 def points_with_themselves(q: Any, k: Any) -> Any:
     """Each row has a query of its own: nothing is shared."""
     return einsum("bn,bnd->bd", (einsum("bnd,bnd->bn", q, k) * 0.25).softmax(-1), k)
+
+
+@form((2, 9, 16), (2, 1, 16))
+class AdditiveAttention(nn.Module):
+    """Bahdanau: a linear of one output is the query of all keys; a softmax does not see its bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.state, self.score = nn.Linear(16, 8), nn.Linear(16, 8), nn.Linear(8, 1)
+
+    def forward(self, memory: Any, state: Any) -> Any:
+        scores = self.score(torch.tanh(self.keys(memory) + self.state(state))).squeeze(-1)
+        return torch.bmm(F.softmax(scores, dim=-1).unsqueeze(1), memory).squeeze(1)
+
+
+@form((20, 16))
+class PoolingOfInstances(nn.Module):
+    """Gated pooling of a bag of instances, by three queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.gate, self.score = nn.Linear(16, 8), nn.Linear(16, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Any) -> Any:
+        scores = self.score(torch.tanh(self.value(x)) * torch.sigmoid(self.gate(x)))
+        return torch.mm(F.softmax(torch.transpose(scores, 1, 0), dim=1), x)
+
+
+@form((2, 9, 16), (4, 16, 8), fused=0, reasons=("no-product",))
+class ChoiceOfExperts(nn.Module):
+    """Each token weighs experts of its own: nothing is shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+
+    def forward(self, x: Any, experts: Any) -> Any:
+        return einsum("bne,bnef->bnf", self.router(x).softmax(-1), einsum("bnd,edf->bnef", x, experts))
+
+
+class Memory(nn.Module):
+    """Keys and values of a memory are the weights of two linears."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.keys, self.values = nn.Linear(16, 12), nn.Linear(12, 16, bias=bias)
+
+    def forward(self, x: Any) -> Any:
+        return self.values(F.softmax(self.keys(x) * 0.5, dim=-1))
+
+
+form((2, 9, 16))(type("MemoryOfLinears", (Memory,), {}))
+form((2, 9, 16), fused=0, reasons=("in-between",))(
+    type("MemoryWithABias", (Memory,), {"__init__": lambda self: Memory.__init__(self, bias=True)})
+)
+
+
+@form((9, 16), (13, 16), (13, 8))
+def product_by_tensordot(q: Any, k: Any, v: Any) -> Any:
+    weights = torch.softmax(torch.tensordot(q, k, dims=([1], [1])) * 0.25, dim=1)
+    return torch.tensordot(weights, v, dims=1)
+
+
+@form((9, 16), (13, 16), (13, 8), (9, 13))
+def bias_by_addmm(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    return torch.mm(torch.addmm(bias, q, k.t(), alpha=0.25).softmax(1), v)
+
+
+@form((9, 16), (13, 16), (13, 8), (9, 8), fused=0, reasons=("in-between",))
+def residual_by_addmm(q: Any, k: Any, v: Any, x: Any) -> Any:
+    return torch.addmm(x, (q @ k.t() * 0.25).softmax(1), v)
+
+
+@form((2, 9, 16), (2, 13, 16), fused=0, reasons=("elementwise",))
+def products_by_elements(q: Any, k: Any) -> Any:
+    return ((q[:, :, None] * k[:, None]).sum(-1) * 0.25).softmax(-1) @ k
+
+
+@form((2, 9, 16), (2, 3, 16), lambda: torch.tensor([0, 1, 1, 1, 1, 2, 2, 3, 3]))
+def media_in_front(x: Any, media: Any, count: Any) -> Any:
+    """Each token attends to the medium before it; what stands in front of the first one gets nothing."""
+    sim = einsum("bid,bjd->bij", x, media) * 0.25
+    sim = sim.masked_fill(count[:, None] != torch.arange(1, 4), -torch.finfo(sim.dtype).max)
+    sim = sim - sim.amax(dim=-1, keepdim=True).detach()
+    return sim.softmax(-1).masked_fill((count == 0)[:, None], 0.0) @ media
+
+
+@form((2, 9, 16), (2, 3, 16), lambda: torch.zeros(9, 3), fused=0, reasons=("empty-rows",))
+def rows_that_a_mask_may_hide(x: Any, media: Any, mask: Any) -> Any:
+    """It is not known whether the mask holds -inf, and the gradient of a kernel be NaN."""
+    weights = (einsum("bid,bjd->bij", x, media) + mask).softmax(-1)
+    return weights.masked_fill((torch.arange(9) < 2)[:, None], 0.0) @ media

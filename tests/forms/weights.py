@@ -222,3 +222,79 @@ def channels_least_alike(x: Any) -> Any:
 def channels_less_the_largest_of_columns(q: Any) -> Any:
     energy = torch.bmm(q, q.permute(0, 2, 1))
     return torch.bmm(torch.softmax(energy.amax(-2, keepdim=True) - energy, dim=-1), q)
+
+
+@form(*QKV, (2, 4, 9, 1))
+def temperatures_of_queries(q: Any, k: Any, v: Any, temperature: Any) -> Any:
+    return (q @ k.mT * temperature).softmax(-1) @ v
+
+
+@form(*QKV, (2, 4, 1, 9), fused=0, reasons=("flex attention",))
+def temperatures_of_keys(q: Any, k: Any, v: Any, temperature: Any) -> Any:
+    return (q @ k.mT * temperature).softmax(-1) @ v
+
+
+@form(*QKV, (2, 4, 9, 1), (4, 9, 9), fused=0, reasons=("flex attention",))
+def temperatures_of_biased_queries(q: Any, k: Any, v: Any, temperature: Any, bias: Any) -> Any:
+    return ((q @ k.mT + bias) * temperature).softmax(-1) @ v
+
+
+@form(*QKV, (4, 9, 1))
+def bias_of_queries(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    """The softmax does not see it, and its gradient is zero."""
+    return (scored(q, k) + bias).softmax(-1) @ v
+
+
+@form(*QKV)
+def mask_of_queries(q: Any, k: Any, v: Any) -> Any:
+    """The scores drown in it."""
+    return (scored(q, k) + torch.where(torch.arange(9) < 3, -1e9, 0.0)[:, None]).softmax(-1) @ v
+
+
+@form(*QKV)
+def mask_before_a_scale_of_tensors(q: Any, k: Any, v: Any) -> Any:
+    """The square root of a number is a number, and a mask may come before it."""
+    scores = torch.where(torch.ones(9, 9).tril().bool(), q @ k.mT, torch.finfo(q.dtype).min)
+    return (scores / torch.sqrt(torch.tensor(8.0))).softmax(-1) @ v
+
+
+@form(*QKV)
+def powers_of_two(q: Any, k: Any, v: Any) -> Any:
+    scores = q @ k.mT * (8**-0.5 * 1.4426950408889634)
+    powers = torch.exp2(scores - scores.amax(-1, keepdim=True))
+    return (powers / powers.sum(-1, keepdim=True)) @ v
+
+
+@form(*QKV, fused=0, reasons=("range",))
+def powers_of_two_as_they_are(q: Any, k: Any, v: Any) -> Any:
+    powers = torch.exp2(scored(q, k))
+    return (powers / powers.sum(-1, keepdim=True)) @ v
+
+
+def some_row_masked() -> torch.Tensor:
+    mask = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(0)) > 0.6
+    mask[..., 0] = False
+    mask[1, 0, 3] = True
+    return mask
+
+
+@form(*QKV, some_row_masked)
+def nan_of_masked_rows_is_zero(q: Any, k: Any, v: Any, hidden: Any) -> Any:
+    return torch.nan_to_num(scored(q, k).masked_fill(hidden, float("-inf")).softmax(-1)) @ v
+
+
+@form(*QKV, some_row_masked)
+def no_row_is_nan(q: Any, k: Any, v: Any, hidden: Any) -> Any:
+    return scored(q, k).masked_fill(hidden, -1e9).softmax(-1).nan_to_num(0.0) @ v
+
+
+@form(*QKV, some_row_masked, fused=0, reasons=("in-between",))
+def nan_of_masked_rows_is_one(q: Any, k: Any, v: Any, hidden: Any) -> Any:
+    return torch.nan_to_num(scored(q, k).masked_fill(hidden, float("-inf")).softmax(-1), nan=1.0) @ v
+
+
+@form(
+    *QKV, some_row_masked, lambda: torch.tensor([0.0] * 8 + [float("-inf")]), fused=0, reasons=("empty-rows",)
+)
+def nan_of_rows_of_two_masks(q: Any, k: Any, v: Any, hidden: Any, mask: Any) -> Any:
+    return torch.nan_to_num((scored(q, k).masked_fill(hidden, float("-inf")) + mask).softmax(-1)) @ v

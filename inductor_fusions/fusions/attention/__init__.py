@@ -13,7 +13,7 @@ from ...graph.torch_ops import spellings
 from . import sites
 from .recognise import is_in_attention, is_written_out
 from .scope import scope_of
-from .written_out import SOFTMAXES
+from .written_out import EXPONENTIALS, SOFTMAXES
 
 FUSION = Fusion(
     name="attention",
@@ -22,6 +22,6 @@ FUSION = Fusion(
     scope=scope_of,
 )
 FUSION.anchor(lambda: spellings(*SOFTMAXES), is_in_attention)(sites.hand_written)
-FUSION.anchor(lambda: spellings("exp"), is_written_out)(sites.written_out)
+FUSION.anchor(lambda: spellings(*EXPONENTIALS), is_written_out)(sites.written_out)
 FUSION.anchor(lambda: spellings("scaled_dot_product_attention"))(sites.sdpa_call)
 FUSION.anchor(lambda: [F.multi_head_attention_forward])(sites.multihead_call)

@@ -1,4 +1,4 @@
-"""The two products of an attention where they are spelled as an einsum."""
+"""The two products of an attention where they are spelled as an einsum, a tensordot or a linear."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def queries_and_keys(op: Op, at: Arrangement) -> tuple[Operand, Operand]:
         or not _are_of(columns, found.second, found.first)
         or set(found.first + found.second) - set(found.result + summed)
     ):
-        raise Misplaced(Reason.NO_PRODUCT(f"einsum {found.text!r} is not a product of queries and keys"))
+        raise Misplaced(Reason.NO_PRODUCT(f"{found.text} is not a product of queries and keys"))
     _check_sizes(found, summed)
     return (
         _arranged(found.left, found.first, (lead, rows, summed)),
@@ -41,14 +41,14 @@ def queries_and_keys(op: Op, at: Arrangement) -> tuple[Operand, Operand]:
 def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[Any, ...], tuple[int, ...]]:
     """The values of an einsum with the weights, and its result: as (*lead, *queries, *dim), and permuted."""
     found = equation(op)
+    if op["bias"] is not None:
+        raise Rejected(Reason.IN_BETWEEN("a bias is added to the product with v by linear"))
     if found.left is found.right:
         raise Rejected(Reason.NO_PRODUCT("the attention weights are multiplied by themselves"))
     if found.left is not weights:
         found = found.turned()
     if all(found.first[d] in found.result for d in (*at.rows, *at.columns)):
-        raise Rejected(
-            Reason.IN_BETWEEN(f"einsum {found.text!r} is between the softmax and the product with v")
-        )
+        raise Rejected(Reason.IN_BETWEEN(f"{found.text} is between the softmax and the product with v"))
     lead, rows, columns = ("".join(found.first[d] for d in dims) for dims in (at.lead, at.rows, at.columns))
     free = "".join(c for c in found.second if c not in found.first)
     natural = lead + rows + free
@@ -59,7 +59,7 @@ def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[An
         or set(rows) & set(found.second)
         or set(found.result) != set(natural)
     ):
-        raise Misplaced(Reason.NO_PRODUCT(f"einsum {found.text!r} is not a product of weights and values"))
+        raise Misplaced(Reason.NO_PRODUCT(f"{found.text} is not a product of weights and values"))
     _check_sizes(found, columns)
     whole, held = tensor(weights), tensor(found.right)
     assert whole is not None and held is not None
@@ -80,7 +80,7 @@ def _check_sizes(found: Equation, letters: str) -> None:
     assert left is not None and right is not None
     for c in letters:
         if not known_true(left.shape[found.first.index(c)] == right.shape[found.second.index(c)]):
-            raise Rejected(Reason.SHAPES(f"einsum {found.text!r} broadcasts a dim that it sums over"))
+            raise Rejected(Reason.SHAPES(f"{found.text} broadcasts a dim that it sums over"))
 
 
 def _arranged(node: fx.Node, letters: str, groups: Groups) -> Operand:

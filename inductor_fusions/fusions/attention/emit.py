@@ -318,6 +318,10 @@ def _is_kernels(result: fx.Node) -> bool:
 def _scaled(build: Builder, node: fx.Node, scaler: Scaler) -> fx.Node:
     kind, operand = scaler
     by = operand.built(build) if isinstance(operand, Operand) else operand
+    if kind in ("hide", "show"):
+        return build.call(torch.where, by, *((0.0, node) if kind == "hide" else (node, 0.0)))
+    if kind == "shift":
+        return build.call(torch.add, node, build.call(torch.mul, by, 0.0))
     return build.call(torch.div if kind == "div" else torch.mul, node, by)
 
 

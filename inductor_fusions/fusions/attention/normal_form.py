@@ -107,6 +107,7 @@ class Attention:
         below_sink: number of terms that are applied before the sink is there.
         zeroed: a fill of the weights with 0, after the softmax.
         keeps_nan: whether that is a product with 0, which is NaN where a row sees no key.
+        drops_nan: whether weights that are NaN are set to 0.
         behind: as `scalers`, of the weights; these may vary over queries.
         lead: leading dims of the product; `softmax_lead` and `out_lead` those at the softmax and at
             the product with v.
@@ -130,6 +131,7 @@ class Attention:
     below_sink: int = 0
     zeroed: Term | None = None
     keeps_nan: bool = False
+    drops_nan: bool = False
     behind: list[tuple[str, Any, tuple[Any, ...]]] = field(default_factory=list)
     dropout: float = 0.0
     v: Operand | None = None

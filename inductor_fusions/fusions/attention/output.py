@@ -12,8 +12,10 @@ from torch import fx
 from ..._inductor import known_true
 from ...fusion import Rejected
 from ...graph.torch_ops import (
+    ADDING,
     CASTS,
     COPIES,
+    EQUATIONS,
     PRODUCTS,
     Op,
     concrete,
@@ -73,6 +75,12 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
             node = user
             continue
         zeroed = _zeroed(op, node, number, at)
+        condition = None if zeroed is None else tensor(zeroed.node)
+        if zeroed is not None and condition is not None and known_true(condition.shape[-1] == 1):
+            site.behind.append(("hide" if zeroed.hides else "show", zeroed.node, zeroed.lead))
+            site.chain.append(user)
+            node = user
+            continue
         if zeroed is not None:
             if site.zeroed is not None:
                 raise Rejected(Reason.MASK("weights are set to 0 twice after the softmax"))
@@ -90,7 +98,11 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
             node = rest
             continue
         before, after = tensor(node), tensor(user)
-        if op.name == "dropout":
+        if op.name == "nan_to_num":
+            if op["nan"] is not None and number(op["nan"]) != 0.0:
+                raise _between(op, node)
+            site.drops_nan = True
+        elif op.name == "dropout":
             p = dropout_p(op)
             if p and site.dropout:
                 raise Rejected(Reason.DROPOUT("two dropouts follow the softmax"))
@@ -122,7 +134,7 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
     weights, result = tensor(node), tensor(user)
     assert weights is not None and result is not None
     site.out_lead = at.sizes(weights.shape)
-    if op.name == "einsum":
+    if op.name in EQUATIONS:
         site.v, site.out_shape, site.out_dims = einsum.values(op, node, at)
     else:
         _matrices(site, op, node, at)
@@ -161,6 +173,8 @@ def _between(op: Op, weights: fx.Node) -> Rejected:
     before, after = tensor(weights), tensor(op.node)
     if op.name == "mul" and not (before is None or after is None or same_shape(before.shape, after.shape)):
         return Rejected(Reason.NO_PRODUCT("the weights are multiplied elementwise, not by a matrix product"))
+    if op.name in ADDING:
+        return Rejected(Reason.IN_BETWEEN(f"{op.name} also adds a tensor to the product with v"), "torch.bmm")
     return Rejected(Reason.IN_BETWEEN(f"{op.name} is between the softmax and the product with v"))
 
 

@@ -28,7 +28,7 @@ from .normal_form import Attention, Stage, Term
 from .operands import Operand, alignment, product, regroup, unrepeated
 from .problem import Problem, Scaler, is_number
 from .structure import Structure
-from .zeroed import finite, zeroed_fill
+from .zeroed import check_hidden_rows, finite, zeroed_fill
 
 
 def is_autocast(site: Attention) -> bool:
@@ -77,6 +77,9 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         full_k, full_v = _whole(k, target), _whole(v, target)
         short_k, short_v = few_heads(k, v, target, interpreter.mutations, site.output)
     zeroed = zeroed_fill(site, interpreter)
+    hides_rows = any(kind in ("hide", "show") for kind, _, _ in site.behind)
+    if hides_rows:
+        check_hidden_rows(site)
     lengths = (q.shape[-2], k.shape[-2])
     left = structure.remaining(site.terms, lengths, interpreter, site.sink is None)
     causal = left is None
@@ -94,7 +97,10 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         scale=site.scale,
         dropout=site.dropout,
         causal=causal,
-        terms=[(finite(t) if t is zeroed else t, operand) for t, operand in terms],
+        terms=[
+            (finite(t) if t is zeroed or (hides_rows and t.fill is not None) else t, operand)
+            for t, operand in terms
+        ],
         dtype=dtype,
         out_shape=site.out_shape,
         out_dims=site.out_dims,

@@ -20,7 +20,8 @@ from .normal_form import Stage, Term
 from .operands import Operand, same_shape
 from .structure import Structure
 
-#: "mul" or "div", and by what: a tensor on (batch, heads, 1, 1), or the node of a symbolic number.
+#: "mul" or "div", and by what: a tensor on (batch, heads, q or 1, 1), or the node of a symbolic number.
+#: "shift" adds zero times the tensor; "hide" and "show" set the rows where it is true, or false, to 0.
 Scaler = tuple[str, Operand | fx.Node]
 
 

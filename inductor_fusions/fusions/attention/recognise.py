@@ -19,7 +19,7 @@ from torch import fx
 from ..._inductor import hint, known_true
 from ...fusion import Rejected
 from ...graph import torch_ops
-from ...graph.torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, read, tensor
+from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, VIEWS, read, tensor
 from ...liveness import readers
 from ...reasons import Reason
 from .arrangement import Arrangement, Misplaced
@@ -70,7 +70,7 @@ def _reaches_product(start: fx.Node, limit: int = 64) -> bool:
             op = read(user)
             if op is None or user in seen:
                 continue
-            if op.name in PRODUCTS or (op.name == "sum" and _is_wider(node, start)):
+            if op.name in PRODUCTS | ADDING or (op.name == "sum" and _is_wider(node, start)):
                 return True
             if op.name in _BETWEEN or _keeps_shape(node, user):
                 seen.add(user)
@@ -156,7 +156,7 @@ def _read(
     logsumexp = logsumexp_of(written.scores) if at.is_plain and not written.inside else None
     upwards = Upwards(interpreter, logsumexp)
     upwards.beside.update(written.inside)
-    site = upwards.walk(written.scores, written.reader, 1.0, [], at)
+    site = upwards.walk(written.scores, written.reader, written.factor, [], at)
     written.check(upwards.beside)
     site = replace(site, softmax=softmax, softmax_lead=at.sizes(weights.shape), readers=upwards.readers)
     site.chain.append(softmax)

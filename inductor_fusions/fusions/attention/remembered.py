@@ -44,6 +44,8 @@ def _kept(op: Op) -> Iterator[object]:
 
 def _of_product(op: Op) -> Iterator[object]:
     """The operands, as the product of batches reads them, of which the other one takes a gradient."""
+    if op.name == "tensordot":
+        return
     if op.name == "einsum":
         given = op.rest[0] if op.rest and isinstance(op.rest[0], (tuple, list)) else op.rest
         subscripts = op["equation"]
@@ -51,7 +53,7 @@ def _of_product(op: Op) -> Iterator[object]:
             return
         read = _permuted(subscripts, *(torch_ops.tensor(x) for x in given))
     else:
-        given = (op.input, op["other"]) if op.name != "baddbmm" else (op["batch1"], op["batch2"])
+        given = (op.input, op["weight"] if op.name == "linear" else op["other"])
         read = tuple(_in_one_batch(torch_ops.tensor(x), torch_ops.tensor(op.node)) for x in given)
     for i, kept in enumerate(read):
         if kept is not None and _trained(given[1 - i]):

@@ -17,7 +17,7 @@ from ...liveness import readers
 from ...reasons import Reason
 from .arrangement import Arrangement
 from .masks import is_fill
-from .normal_form import Attention, Sink
+from .normal_form import Attention, Sink, Term
 from .walk import Walk, between, result_of
 
 #: A backward computes weights anew from the logsumexp, which must not lose the digits of the scores.
@@ -54,14 +54,29 @@ class Upwards(Walk):
             if scale is None:
                 raise Rejected(Reason.NOT_A_TENSOR("the scale is neither a number nor a tensor"))
             varying = self.term(op, other, at)
-            own = tensor(varying.node)
-            if own is not None and any(not known_true(size == 1) for size in own.shape[-2:]):
+            of_keys, of_queries = self._varies(varying)
+            if of_keys:
                 return self.stage(op, scores, op.name, (), varying, factor, scalers, at)
             if not scale.is_floating_point() and scale.dim() > 0:
                 raise Rejected(Reason.MIXED_DTYPES("the scores are scaled by an integer tensor"))
-            return self.up(op, scores, factor, [*scalers, self.scaler(op, other, at)], at)
+            longer = [*scalers, self.scaler(op, other, at)]
+            if not of_queries:
+                return self.up(op, scores, factor, longer, at)
+            before = self.state()
+            try:
+                return self.up(op, scores, factor, longer, at)
+            except Rejected:  # q cannot be scaled where something was added before
+                self.restore(before)
+                return self.stage(op, scores, op.name, (), varying, factor, scalers, at)
 
         return self.either(op, sides, try_side)
+
+    @staticmethod
+    def _varies(term: Term) -> tuple[bool, bool]:
+        """Whether a tensor is not known to be the same for all keys, and for all queries."""
+        own = tensor(term.node)
+        sizes = [1, 1, *(() if own is None else own.shape)]
+        return not known_true(sizes[-1] == 1), not known_true(sizes[-2] == 1)
 
     def _add(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         return self._biased(
@@ -103,15 +118,13 @@ class Upwards(Walk):
                         Reason.RANGE(f"{number:g} is added to the scores, which rounds their digits away")
                     )
                 return site  # the softmax does not see what is added everywhere
-            if scalers:
-                raise Rejected(Reason.SCALE("the scores are scaled by a tensor after a bias"))
             if tensor(other) is None:
                 raise Rejected(
                     Reason.NOT_A_TENSOR(
                         "something that is neither a number nor a tensor is added to the scores"
                     )
                 )
-            site.terms.append(self.term(op, other, at, factor=factor * bias_factor))
+            self.add(site, op, other, at, factor * bias_factor, scalers)
             return site
 
         return self.either(op, [(scores, other) for scores, other, _ in sides], try_side)

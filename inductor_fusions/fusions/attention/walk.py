@@ -13,20 +13,33 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import hint
+from ..._inductor import hint, known_true
 from ...fusion import Rejected
 from ...graph import torch_ops
-from ...graph.torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, Op, dropout_p, read, reads_metadata, tensor
+from ...graph.torch_ops import (
+    ADDING,
+    CASTS,
+    COPIES,
+    EQUATIONS,
+    PRODUCTS,
+    VIEWS,
+    Op,
+    dropout_p,
+    read,
+    reads_metadata,
+    tensor,
+)
 from ...liveness import readers
 from ...reasons import Reason
 from . import einsum
 from .arrangement import Arrangement, Misplaced, is_view, permuted
 from .assigned import Region, condition, region
-from .masks import Affine, Interpreter, is_fill
+from .masks import Affine, Interpreter, is_fill, may_hide_rows
 from .normal_form import Attention, Stage, Term
 from .operands import Operand, same_shape
 
 NO_PRODUCT = Reason.NO_PRODUCT("no product of queries and keys precedes the softmax")
+ELEMENTWISE = Reason.NO_PRODUCT("the scores are sums of elementwise products, not a matrix product")
 #: How far it is looked for, in nodes.
 REACH = 64
 #: How many nodes are tried on the way up: where an operation reads the scores twice, both sides are.
@@ -210,6 +223,23 @@ class Walk:
         shape = _shape(op)
         return Term(at.seen(node, shape), at.sizes(shape), **how)
 
+    def add(self, site: Attention, op: Op, node: Any, at: Arrangement, factor: float, scalers: Any) -> None:
+        """Let a tensor that `op` adds to the scores act on them.
+
+        A softmax does not see what is the same for all keys, if the scores do not drown in it: q takes zero
+        times that, for its gradient, which is zero.
+        """
+        term = self.term(op, node, at, factor=factor)
+        added = tensor(term.node)
+        constant = added is not None and (added.dim() == 0 or known_true(added.shape[-1] == 1))
+        apart = constant and self.shifts_cancel and not self.regions and not site.stages
+        if apart and not may_hide_rows(term.node):
+            site.scalers.append(("shift", term.node, term.lead))
+        elif scalers:
+            raise Rejected(Reason.SCALE("the scores are scaled by a tensor after a bias"))
+        else:
+            site.terms.append(term)
+
     def scaler(self, op: Op, node: Any, at: Arrangement) -> tuple[str, Any, tuple[Any, ...]]:
         """What `op` multiplies or divides the scores by."""
         shape = _shape(op)
@@ -244,6 +274,14 @@ class Walk:
             return float(known.const)
         return None
 
+    def state(self) -> tuple[Any, ...]:
+        """What has been read, to `restore` after an attempt that failed."""
+        lists = list(self.regions), list(self.readers), list(self.others)
+        return *lists, set(self.writing), self.shifts_cancel
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        self.regions, self.readers, self.others, self.writing, self.shifts_cancel = state
+
     def either(
         self, op: Op, sides: list[tuple[Any, Any]], attempt: Callable[[Any, Any], Attention]
     ) -> Attention:
@@ -256,15 +294,15 @@ class Walk:
             value = tensor(scores)
             if value is None or result is None or not same_shape(value.shape, result.shape):
                 continue
-            state = list(self.regions), list(self.readers), list(self.others), set(self.writing)
-            shifts_cancel = self.shifts_cancel
+            before = self.state()
             try:
                 return attempt(scores, other)
             except Rejected as miss:
-                misses.append(miss if _has_product(scores, value) else Rejected(NO_PRODUCT))
-                self.regions, self.readers, self.others, self.writing = state
-                self.shifts_cancel = shifts_cancel
-        found = [m for m in misses if m.reason != NO_PRODUCT]
+                kept = _has_product(scores, value) or miss.reason == ELEMENTWISE
+                misses.append(miss if kept else Rejected(NO_PRODUCT))
+                self.restore(before)
+        found = [m for m in misses if m.reason not in (NO_PRODUCT, ELEMENTWISE)]
+        misses.sort(key=lambda m: m.reason != ELEMENTWISE)
         raise (
             found or misses or [Rejected(Reason.SHAPES("the scores are broadcast by an operation on them"))]
         )[0]
@@ -300,18 +338,23 @@ class Walk:
             torch_ops.concrete(op[name]) if op[name] is not None else 1 for name in ("beta", "alpha")
         )
         if not isinstance(beta, (int, float)) or not isinstance(alpha, (int, float)):
-            raise Rejected(Reason.NOT_A_TENSOR("alpha or beta of baddbmm is not a constant"))
+            raise Rejected(Reason.NOT_A_TENSOR(f"alpha or beta of {op.name} is not a constant"))
         if scalers and beta != 0:
             raise Rejected(Reason.SCALE("the scores are scaled by a tensor after a bias"))
-        site = self._operands(op, op["batch1"], op["batch2"], at, factor * alpha, scalers)
+        left, right = (op["batch1"], op["batch2"]) if op.name == "baddbmm" else (op["mat1"], op["other"])
+        site = self._operands(op, left, right, at, factor * alpha, scalers)
         if beta != 0:
             site.terms.append(self.term(op, op.input, at, factor=factor * beta))
         return site
 
+    _addmm = _baddbmm
+
     def _product(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         if op.node.kwargs.get("out") is not None:
             raise Rejected(Reason.OVERWRITTEN("the product writes to a given tensor (out=)"))
-        if op.name == "einsum":
+        if op.name in EQUATIONS:
+            if op.name == "linear" and not at.rows:  # a choice of experts, by one query for each token
+                raise Misplaced(NO_PRODUCT)
             try:
                 q, k = einsum.queries_and_keys(op, at)
             except Misplaced:
@@ -319,6 +362,8 @@ class Walk:
                     raise Misplaced(_stands_between(op)) from None
                 raise
             site = self._site(op, q, k, at, factor, scalers)
+            if op["bias"] is not None:
+                self.add(site, op, op["bias"], at, factor, scalers)
         else:
             site = self._operands(op, op.input, op["other"], at, factor, scalers)
         site.chain.append(op.node)
@@ -357,6 +402,9 @@ class Walk:
 
 def between(op: Op, scores: torch.Tensor) -> Rejected:
     """Why what holds `scores`, the result of `op`, cannot be read further up."""
+    source = read(op.input) if op.name == "sum" else None
+    if source is not None and source.name == "mul":
+        return Rejected(ELEMENTWISE)
     return Rejected(_stands_between(op) if _has_product(op.node, scores) else NO_PRODUCT)
 
 
@@ -374,7 +422,8 @@ def _has_product(node: fx.Node, scores: torch.Tensor) -> bool:
     while frontier and len(seen) < REACH:
         current = frontier.pop(0)
         op, value = read(current), tensor(current)
-        if op is not None and value is not None and (op.name in PRODUCTS or op.name == "baddbmm"):
+        # The matrix of a linear is seldom one of keys.
+        if op is not None and value is not None and op.name in (PRODUCTS | ADDING) - {"linear"}:
             if {hint(size) for size in value.shape[-2:]} <= sizes:
                 return True
             continue

@@ -1,6 +1,7 @@
 """Matches softmax, also written out as exponentials divided by their sum.
 
     e = exp(s - s.amax(-1, keepdim=True));  e / e.sum(-1, keepdim=True)
+    exp2(s - s.amax(-1, keepdim=True)) in the place of exp, which scales the scores by log(2)
     exp(s - s.logsumexp(-1, keepdim=True)),  exp(log_softmax(s, -1))
 
 All of them are what a softmax computes, in the same range. Exponentials of scores whose largest is not
@@ -9,6 +10,7 @@ subtracted overflow where it does not; whatever is done to exponentials or to th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from ..._inductor import Match
 
 SOFTMAXES = ("softmax", "_softmax")
+#: By what the exponent of each is multiplied, to be one of e.
+EXPONENTIALS = {"exp": 1.0, "exp2": math.log(2.0)}
 #: What people do to exponentials and their sum before they divide.
 _STEPS = CASTS | COPIES | VIEWS | PRODUCTS | frozenset(
     "mul add where masked_fill clamp clamp_min clamp_max maximum max sum getitem dropout nan_to_num".split()
@@ -40,6 +44,7 @@ class Softmax:
         dim: over which dim.
         inside: nodes between the scores and the weights.
         maximum: what the scores have had subtracted, which has to be the largest of each row; or None.
+        factor: what the scores are multiplied by.
     """
 
     weights: fx.Node
@@ -48,6 +53,7 @@ class Softmax:
     dim: Any
     inside: tuple[fx.Node, ...] = ()
     maximum: Any = None
+    factor: float = 1.0
 
     def check(self, row_maxima: set[fx.Node]) -> None:
         """Refuse exponentials of scores of which something else than one of these nodes is subtracted."""
@@ -109,7 +115,7 @@ def _divided(op: Op) -> Softmax:
     inside, keeps = [op.input, op["other"]], True
     if exp is not None and exp.name in PRODUCTS:
         raise Rejected(Reason.IN_BETWEEN("the division by the sum follows the product with v"))
-    if exp is None or exp.name != "exp" or exp.inplace:
+    if exp is None or exp.name not in EXPONENTIALS or exp.inplace:
         name = "nothing" if exp is None else exp.name
         raise Rejected(Reason.IN_BETWEEN(f"{name} is between the exponentials and the division by their sum"))
     if total is not None and appends_dim(total):
@@ -130,7 +136,8 @@ def _divided(op: Op) -> Softmax:
     shifted = read(exp.input)
     if shifted is None or shifted.name != "sub" or shifted["alpha"] is not None:
         raise Rejected(_OVERFLOWS, _HINT)
-    return Softmax(op.node, exp.input, exp.node, dim, tuple(inside), shifted["other"])
+    factor = EXPONENTIALS[exp.name]
+    return Softmax(op.node, exp.input, exp.node, dim, tuple(inside), shifted["other"], factor)
 
 
 def _only(dim: Any) -> Any:

@@ -97,6 +97,17 @@ def _log(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     return map_parts(interpreter.read(op.input), logarithm)
 
 
+@rule("sqrt")
+def _sqrt(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    """Of a number, as in `scores / torch.sqrt(torch.tensor(d))`."""
+
+    def root(x: Affine) -> Affine | None:
+        known = x.is_constant and isinstance(x.const, (int, float)) and x.const >= 0
+        return Affine(math.sqrt(x.const)) if known else None
+
+    return map_parts(interpreter.read(op.input), root)
+
+
 @rule("mul")
 def _mul(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     left, right = _promoted(interpreter, op)

@@ -23,6 +23,7 @@ from . import _inductor
 from ._inductor import fake_mode_of, hint, known_true, range_of, suppress_guards, value_of
 from .graph.builder import Builder
 from .graph.facts import change
+from .lowering import define
 from .operands import tensor
 from .writes import is_opaque, may_alias, memory, name_of, written
 
@@ -44,21 +45,17 @@ _STRIDED = frozenset(
 )
 
 
-@torch.library.custom_op("inductor_fusions::own", mutates_args=())
 def _own(x: torch.Tensor) -> torch.Tensor:
     """x in memory of its own, contiguous. A clone would be taken out before it is settled what is kept."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
 #: What graphs call before they are partitioned; `release` makes clones of most.
-OWN: Any = torch.ops.inductor_fusions.own.default
-_own.register_fake(lambda x: x.new_empty(x.shape))
-_own.register_autograd(lambda ctx, dy: dy)
+OWN = define("own", _own, lambda x: x.new_empty(x.shape), backward=lambda ctx, dy: dy)
 # A copy that Inductor makes itself it may write over x.
 _inductor.register_lowering_when_loaded(OWN, lambda x: _inductor.call_eagerly(OWN, x))
 
 
-@torch.library.custom_op("inductor_fusions::even", mutates_args=())
 def _even(x: torch.Tensor) -> torch.Tensor:
     """x, whose gradient has the strides of x."""
     return x.clone()
@@ -73,9 +70,7 @@ def _even_gradient(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
     return dy.permute(ctx.order).contiguous().permute(back)
 
 
-_EVEN: Any = torch.ops.inductor_fusions.even.default
-_even.register_fake(torch.empty_like)
-_even.register_autograd(_even_gradient, setup_context=_even_setup)
+_EVEN = define("even", _even, torch.empty_like, setup=_even_setup, backward=_even_gradient)
 _inductor.register_lowering_when_loaded(_EVEN, lambda x: x)
 
 

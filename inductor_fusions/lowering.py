@@ -1,4 +1,4 @@
-"""How operations with a kernel are lowered, and what is done where the kernel cannot be had."""
+"""How operations of the package are defined and lowered, and what is done where a kernel cannot be had."""
 
 from __future__ import annotations
 
@@ -7,12 +7,56 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
 from . import _inductor, config
 from .fusion import Rejected
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+def define(
+    name: str,
+    compute: Callable[..., Any],
+    empty: Callable[..., Any],
+    *,
+    flops: Callable[..., Any] | None = None,
+    setup: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+    traced: Callable[..., Any] | None = None,
+    schema: str | None = None,
+) -> Any:
+    """Define the operation `inductor_fusions::NAME`, which changes none of its operands.
+
+    Args:
+        name: of it.
+        compute: its kernel in eager mode, and its reference.
+        empty: takes the same, and gives results of these dtypes, sizes and strides: its fake kernel.
+        flops: takes the same, with shapes for tensors.
+        setup, backward: its gradient, as `register_autograd` takes it; None: it has none.
+        traced: what AOTAutograd traces in its place, as `decompose_in_graphs` takes it; None: the operation.
+        schema: as torch.library.custom_op takes it; None: as the annotations of `compute` say.
+
+    Returns:
+        What graphs call.
+    """
+    operation = torch.library.custom_op(f"inductor_fusions::{name}", compute, mutates_args=(), schema=schema)
+    operation.register_fake(empty)
+    if backward is not None:
+        operation.register_autograd(backward, setup_context=setup)
+    if traced is not None:
+        _inductor.decompose_in_graphs(operation, traced)
+    packet = getattr(torch.ops.inductor_fusions, name)
+    if flops is not None:
+
+        @register_flop_formula(packet)
+        def count(*shapes: Any, out_shape: Any = None, **named: Any) -> Any:
+            return flops(*shapes, **named)
+
+    return packet.default
 
 
 def kernel_or(name: str, kernel: Callable[[], T | None], instead: Callable[[], T]) -> T:

@@ -49,7 +49,7 @@ LAYERS = {
     "writes": {"fusion", "modes", "operands", "reasons", "_inductor"},
     "inplace": {"operands", "writes"},
     "liveness": {"inplace", "writes", "_inductor"},
-    "leaving": {"graph", "operands", "writes", "_inductor"},
+    "leaving": {"graph", "lowering", "operands", "writes", "_inductor"},
     "keeping": {"graph", "leaving", "modes", "operands", "writes", "_inductor"},
     "modes": set(),
     "derivatives": {"fusion", "modes", "reasons", "writes", "_inductor"},

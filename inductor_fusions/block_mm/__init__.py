@@ -10,7 +10,12 @@ fusions `qkv`, `gated_mlp` and `linear_epilogue` say which products they want.
 from __future__ import annotations
 
 from ..lowering import lower_by
-from .lowering import Call
+from .lowering import Lowering
 from .op import BLOCK_MM
 
-lower_by(BLOCK_MM, "block_mm", lambda *given: Call(*given).kernel(), lambda *given: Call(*given).one_by_one())
+lower_by(
+    BLOCK_MM,
+    "block_mm",
+    lambda *given: Lowering(*given).kernel(),
+    lambda *given: Lowering(*given).one_by_one(),
+)

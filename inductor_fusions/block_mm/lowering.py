@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from .. import _inductor, config
 from ..fusion import Rejected
 from ..operands import known_size, may_use_tf32
 from . import configurations, guards, heuristics, template
-from .op import dtypes, exact_dtype
+from .op import Call, exact_dtype
 from .problem import Problem, of_operands
 
 #: Bulk copies know strides below this, in bytes.
@@ -42,37 +43,16 @@ def scaled_product(a: Any, b: Any, scale: float) -> Any:
     return y if scale == 1 else _inductor.cast(call(aten.mul.Tensor, y, scale), b.get_dtype())
 
 
-class Call:
-    """One call of the operation while it is lowered.
+@dataclass
+class Lowering(Call):
+    """A call while it is lowered, with Inductor's values for tensors.
 
-    Args:
-        a, b, bias, bias_groups, groups, scales, activations, gated, dtype, wide, decided: as in `op`, with
-            Inductor's values for tensors.
+    Attributes:
+        left, right: the operands in memory, for a kernel.
     """
 
-    def __init__(
-        self,
-        a: Sequence[Any],
-        b: Sequence[Any],
-        bias: Sequence[Any],
-        bias_groups: Sequence[int],
-        groups: Sequence[int],
-        scales: Sequence[float],
-        activations: str,
-        gated: bool,
-        dtype: torch.dtype,
-        wide: str = "",
-        decided: int = 0,
-    ) -> None:
-        self.decided = decided
-        self.a, self.b = list(a), list(b)
-        self.bias = dict(zip(bias_groups, bias, strict=True))
-        self.groups, self.scales = list(groups), list(scales)
-        self.activations, self.gated, self.dtype = activations.split(","), gated, dtype
-        self.dtypes = dtypes(1 if gated else len(self.activations), dtype, wide)
-        # The operands in memory, for a kernel.
-        self.left: list[Any] = []
-        self.right: list[Any] = []
+    left: list[Any] = field(default_factory=list)
+    right: list[Any] = field(default_factory=list)
 
     def kernel(self) -> list[Any] | None:
         """One kernel; None where stock's own are measured to be faster, or nothing may be measured.
@@ -98,7 +78,7 @@ class Call:
         )
         problem = of_operands(
             left, right, self.groups, self.gated, self.a[0].get_dtype(),
-            [(f.a.name, f.b.name) for f in structure.factors], self.activations[0],
+            [(f.a.name, f.b.name) for f in structure.factors], self.names[0],
         )  # fmt: skip
         arch = heuristics.capability(device)
         autotune = _inductor.max_autotune()
@@ -115,7 +95,7 @@ class Call:
             configs = [chosen for chosen in configs if chosen.template != "persistent"]
         if not configs:
             raise Rejected("TMA needs static sizes and strides that are multiples of 16 bytes")
-        shapes = [(left[p][0][0], right[p][0][1]) for p in self._first()]
+        shapes = [(left[p][0][0], right[p][0][1]) for p in self.first()]
         return _inductor.lower_to_template(
             name="block_mm",
             inputs=operands,
@@ -142,10 +122,10 @@ class Call:
         """The products as stock lowers them, each by itself."""
         aten = torch.ops.aten
         call = _inductor.call_lowering
-        outputs = []
-        for group, activation in enumerate(self.activations):
+        outputs, offsets = [], self.offsets()
+        for group, activation in enumerate(self.names):
             total: Any = None
-            offset: Any = self.bias.get(group)
+            offset: Any = offsets.get(group)
             members = [p for p, owner in enumerate(self.groups) if owner == group]
             plain = len(members) == 1 and self.scales[members[0]] == 1 and offset is not None
             if plain and self.a[members[0]].get_dtype() == offset.get_dtype() == self.dtypes[group]:
@@ -166,9 +146,6 @@ class Call:
 
     def _wide(self, x: Any) -> Any:
         return x if x.get_dtype() == torch.float64 else _inductor.cast(x, torch.float32)
-
-    def _first(self) -> list[int]:
-        return [self.groups.index(group) for group in range(self.groups[-1] + 1)]
 
     def _structure(self) -> tuple[list[tuple[str, Any]], template.Structure]:
         """The distinct inputs of the kernel by name, and what it computes."""
@@ -197,22 +174,22 @@ class Call:
                     str(left.get_dtype()),
                 )
             )
-        biases: list[tuple[str, bool] | None] = [None] * len(self.activations)
-        for group, offset in self.bias.items():
+        biases: list[tuple[str, bool] | None] = [None] * len(self.names)
+        for group, offset in self.offsets().items():
             (held,) = _inductor.realize([offset])
             biases[group] = (name("C", held), len(held.get_size()) == 2)
-        outputs = () if self.gated else tuple(f"Y{g}" for g in range(1, len(self.activations)))
+        outputs = () if self.gated else tuple(f"Y{g}" for g in range(1, len(self.names)))
         kinds = self.dtypes * 2 if self.gated else self.dtypes
         structure = template.Structure(
             (*(n for n, _ in inputs), *outputs), tuple(factors), tuple(biases),
-            tuple(map(_rendered, self.activations, kinds)), outputs, self.gated,
+            tuple(map(_rendered, self.names, kinds)), outputs, self.gated,
             pair=self.gated and self._is_pair(factors),
         )  # fmt: skip
         return inputs, structure
 
     def _is_pair(self, factors: Sequence[template.Factor]) -> bool:
         """Whether the first products of a gated pair have one input, and weights of one layout."""
-        i, j = self._first()
+        i, j = self.first()
         alike = _inductor.strides(self.right[i]) == _inductor.strides(self.right[j])
         return alike and factors[i].a == factors[j].a and factors[i].b.name != factors[j].b.name
 

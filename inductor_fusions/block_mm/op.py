@@ -8,12 +8,14 @@ used, which for a value that is saved for the backward costs more than the unfus
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+
+from ..lowering import define
 
 #: Activations by name; each is computed in float32.
 ACTIVATIONS: dict[str, Any] = {
@@ -37,47 +39,55 @@ _BACKWARDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@torch.library.custom_op("inductor_fusions::block_mm", mutates_args=())
-def _block_mm(
-    a: list[Tensor],
-    b: list[Tensor],
-    bias: list[Tensor],
-    bias_groups: list[int],
-    groups: list[int],
-    scales: list[float],
-    activations: str,
-    gated: bool,
-    dtype: torch.dtype,
-    wide: str,
-    decided: int = 0,
-) -> list[Tensor]:
-    names = activations.split(",")
-    check(a, b, bias, bias_groups, groups, scales, names, gated)
-    return composite(a, b, bias, bias_groups, groups, scales, names, gated, dtype, wide)
+@dataclass
+class Call:
+    """One call of the operation, with tensors, or with Inductor's values for them.
+
+    Attributes:
+        a, b: the operands of each product, matrices.
+        bias, bias_groups: vectors or matrices, and the group of each.
+        groups, scales: the group of each product, 0, 1, ... in order, and its factor.
+        activations: the name of that of each group, with commas between: a schema has no list of strings.
+        gated: whether the two groups are multiplied, and are one output.
+        dtype: of the outputs.
+        wide: the numbers of the outputs that are float32 instead, with commas between.
+        decided: for how many rows a kernel was decided on, whose gain is not asked for again; 0: it was not.
+    """
+
+    a: Sequence[Any]
+    b: Sequence[Any]
+    bias: Sequence[Any]
+    bias_groups: Sequence[int]
+    groups: Sequence[int]
+    scales: Sequence[float]
+    activations: str
+    gated: bool
+    dtype: torch.dtype
+    wide: str = ""
+    decided: int = 0
+
+    def __post_init__(self) -> None:
+        self.names = self.activations.split(",")
+        self.dtypes = dtypes(1 if self.gated else len(self.names), self.dtype, self.wide)
+
+    def offsets(self) -> dict[int, Any]:
+        """The bias of each group that has one."""
+        return dict(zip(self.bias_groups, self.bias, strict=True))
+
+    def first(self) -> list[int]:
+        """The first product of each group."""
+        return [self.groups.index(group) for group in range(self.groups[-1] + 1)]
 
 
-#: What graphs call. Its activations are one string, with commas between: a schema has no list of strings.
-#: So are the numbers of the outputs that are float32 whatever `dtype` the others have, `wide`. Where a kernel
-#: was decided on, `decided` is for how many rows, and its gain is not asked for again; else it is 0.
-BLOCK_MM: Any = torch.ops.inductor_fusions.block_mm.default
-
-
-def check(
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    bias: Sequence[Tensor],
-    bias_groups: Sequence[int],
-    groups: Sequence[int],
-    scales: Sequence[float],
-    activations: Sequence[str],
-    gated: bool,
-) -> None:
+def check(call: Call) -> None:
     """Refuse arguments that do not fit together.
 
     Raises:
         ValueError: says which.
         RuntimeError: says which, of symbolic sizes.
     """
+    a, b, bias, bias_groups, groups = call.a, call.b, call.bias, call.bias_groups, call.groups
+    scales, activations, gated = call.scales, call.names, call.gated
     if not (len(a) == len(b) == len(groups) == len(scales)) or not a:
         raise ValueError(
             f"block_mm needs at least one product, and an a, b, group and scale for each: got {len(a)} in a, "
@@ -131,28 +141,17 @@ def _check_size(name: str, what: str, size: Any, wanted: Any, other: str) -> Non
         torch._check(size == wanted, lambda: says)
 
 
-def composite(
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    bias: Sequence[Tensor],
-    bias_groups: Sequence[int],
-    groups: Sequence[int],
-    scales: Sequence[float],
-    activations: Sequence[str],
-    gated: bool,
-    dtype: torch.dtype,
-    wide: str = "",
-) -> list[Tensor]:
+def composite(call: Call) -> list[Tensor]:
     """The same by the operations of torch.
 
     As many roundings as those have in the graph: a product and its bias are one `addmm`.
     """
-    outputs, kinds = [], dtypes(len(activations), dtype, wide)
-    offsets = dict(zip(bias_groups, bias, strict=True))
-    for group, activation in enumerate(activations):
+    outputs, kinds = [], dtypes(len(call.names), call.dtype, call.wide)
+    offsets = call.offsets()
+    for group, activation in enumerate(call.names):
         total: Tensor | None = None
         offset = offsets.get(group)
-        for left, right, owner, scale in zip(a, b, groups, scales, strict=True):
+        for left, right, owner, scale in zip(call.a, call.b, call.groups, call.scales, strict=True):
             if owner != group:
                 continue
             kind = exact_dtype(torch.promote_types(kinds[group], left.dtype), scale)
@@ -166,10 +165,10 @@ def composite(
         assert total is not None
         if offset is not None:
             total = _wide(total) + _wide(offset)
-        if activation or gated:
+        if activation or call.gated:
             total = ACTIVATIONS[activation](_wide(total))
         outputs.append(total)
-    if gated:
+    if call.gated:
         outputs = [outputs[0] * outputs[1]]
     return [y.to(kind).contiguous() for y, kind in zip(outputs, kinds, strict=False)]
 
@@ -192,26 +191,18 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-@_block_mm.register_fake
-def _fake(
-    a: list[Tensor],
-    b: list[Tensor],
-    bias: list[Tensor],
-    bias_groups: list[int],
-    groups: list[int],
-    scales: list[float],
-    activations: str,
-    gated: bool,
-    dtype: torch.dtype,
-    wide: str,
-    decided: int = 0,
-) -> list[Tensor]:
-    check(a, b, bias, bias_groups, groups, scales, activations.split(","), gated)
-    first = [groups.index(group) for group in range(groups[-1] + 1)]
-    shapes = [(a[p].shape[0], b[p].shape[1]) for p in first]
-    shapes = shapes[:1] if gated else shapes
-    kinds = dtypes(len(shapes), dtype, wide)
-    return [a[0].new_empty(shape, dtype=kind) for shape, kind in zip(shapes, kinds, strict=True)]
+def _compute(*given: Any) -> list[Tensor]:
+    call = Call(*given)
+    check(call)
+    return composite(call)
+
+
+def _empty(*given: Any) -> list[Tensor]:
+    call = Call(*given)
+    check(call)
+    shapes = [(call.a[p].shape[0], call.b[p].shape[1]) for p in call.first()]
+    # A gated pair is one output.
+    return [call.a[0].new_empty(shape, dtype=kind) for shape, kind in zip(shapes, call.dtypes, strict=False)]
 
 
 # -- gradient -------------------------------------------------------------------------------------
@@ -271,13 +262,13 @@ def _outer_grads(
     ]
 
 
-_block_mm.register_autograd(_backward, setup_context=_setup)
-
-
-# -- FLOPs ----------------------------------------------------------------------------------------
-
-
-@register_flop_formula(torch.ops.inductor_fusions.block_mm)
-def flops(a_shapes: Any, b_shapes: Any, *args: Any, **kwargs: Any) -> int:
+def _flops(a: Any, b: Any, *_: Any) -> int:
     """Two for each multiplication and addition of the products."""
-    return sum(2 * left[0] * left[1] * right[1] for left, right in zip(a_shapes, b_shapes, strict=True))
+    return sum(2 * left[0] * left[1] * right[1] for left, right in zip(a, b, strict=True))
+
+
+BLOCK_MM = define(
+    "block_mm", _compute, _empty, flops=_flops, setup=_setup, backward=_backward,
+    schema="(Tensor[] a, Tensor[] b, Tensor[] bias, SymInt[] bias_groups, SymInt[] groups, float[] scales, "
+    "str activations, bool gated, ScalarType dtype, str wide, SymInt decided=0) -> Tensor[]",
+)  # fmt: skip

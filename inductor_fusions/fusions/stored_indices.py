@@ -19,6 +19,7 @@ from .._inductor import hint
 from ..fusion import Candidate, Fusion, LeftToStock, Scope, nodes_of
 from ..graph.builder import Builder
 from ..graph.products import CASTS, VIEWS, is_pointwise, tensor, value
+from ..lowering import define
 from ..operands import text
 from ..reasons import Reason
 
@@ -42,18 +43,12 @@ _COSTLY = frozenset(
 REUSE = 8
 
 
-@torch.library.custom_op("inductor_fusions::stored", mutates_args=())
 def _stored(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-@_stored.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
 #: A copy that Inductor puts into memory instead of computing it again for each reader.
-STORED: Any = torch.ops.inductor_fusions.stored.default
+STORED = define("stored", _stored, torch.empty_like)
 
 
 def _lower(x: Any) -> Any:

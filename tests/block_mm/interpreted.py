@@ -12,7 +12,7 @@ import torch._inductor.config
 from devtools import cuda_codegen
 from inductor_fusions import config
 from inductor_fusions.block_mm import configurations, lowering
-from inductor_fusions.block_mm.op import BLOCK_MM, composite
+from inductor_fusions.block_mm.op import BLOCK_MM, Call, composite
 
 TILED = configurations.Config("tiled", 16, 32, 32, 4, 2, group_m=2)
 PERSISTENT = configurations.Config("persistent", 32, 32, 32, 4, 2, group_m=2)
@@ -208,9 +208,9 @@ def errors(name: str) -> float:
     scales = list(case.scales) * count if len(case.scales) == len(case.inner) else [1.0] * len(a)
     activations = list(case.activations) or [""] * count
 
+    offsets, names = list(range(len(bias))), ",".join(activations)
+
     def fn(a: Any, b: Any, bias: Any) -> Any:
-        offsets = list(range(len(bias)))
-        names = ",".join(activations)
         found = BLOCK_MM(a, b, bias, offsets, groups, scales, names, case.gated, a[0].dtype, case.wide)
         return [torch.relu(y) * 2 + 1 for y in found] if case.tail else found
 
@@ -225,7 +225,7 @@ def errors(name: str) -> float:
     assert not module.extern_calls
     assert case.dynamic == ("ks0" in module.kernels[0].source)
     wide = [[t.double() for t in tensors] for tensors in (a, b, bias)]
-    exact = composite(*wide, list(range(len(bias))), groups, scales, activations, case.gated, torch.float64)
+    exact = composite(Call(*wide, offsets, groups, scales, names, case.gated, torch.float64))
     exact = [torch.relu(y) * 2 + 1 for y in exact] if case.tail else exact
     assert [y.shape for y in made.outputs] == [y.shape for y in exact]
     return max(float((x.double() - y).norm() / y.norm()) for x, y in zip(made.outputs, exact, strict=True))

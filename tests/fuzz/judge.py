@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -227,19 +228,15 @@ def check_products(
     return fused.sites
 
 
-def as_kernels(
-    composite: Callable[..., list[torch.Tensor]],
-    a: Sequence[torch.Tensor],
-    b: Sequence[torch.Tensor],
-    bias: Sequence[torch.Tensor],
-    *others: Any,
-) -> list[torch.Tensor]:
+def as_kernels(composite: Callable[[op.Call], list[torch.Tensor]], call: op.Call) -> list[torch.Tensor]:
     """What `block_mm` computes on a GPU, which rounds results alone: operations of torch round products."""
-    *structure, dtype, wide = others
-    kinds = op.dtypes(len(structure[3]), dtype, wide)
-    single = [[x if x.dtype == torch.float64 else x.float() for x in tensors] for tensors in (a, b, bias)]
-    made = composite(*single, *structure, torch.promote_types(dtype, torch.float32), "")
-    return [y.to(kind) for y, kind in zip(made, kinds, strict=False)]
+    single = {
+        name: [x if x.dtype == torch.float64 else x.float() for x in getattr(call, name)]
+        for name in ("a", "b", "bias")
+    }
+    dtype = torch.promote_types(call.dtype, torch.float32)
+    made = composite(dataclasses.replace(call, **single, dtype=dtype, wide=""))
+    return [y.to(kind) for y, kind in zip(made, call.dtypes, strict=True)]
 
 
 def is_rounding(

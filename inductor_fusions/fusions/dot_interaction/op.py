@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from ... import _inductor
+from ...lowering import define
 
 #: Dtypes that the kernels multiply.
 DTYPES = (torch.bfloat16, torch.float16)
@@ -89,7 +88,6 @@ def as_it_is(kernel: Any) -> Any:
     return kernel
 
 
-@torch.library.custom_op("inductor_fusions::dot_interaction", mutates_args=())
 def _dot_interaction(
     t: Tensor, dense: Tensor | None, upper: bool, diagonal: bool, tiles: list[int]
 ) -> Tensor:
@@ -99,36 +97,26 @@ def _dot_interaction(
         return _interact(t, dense, upper, diagonal, tiles, as_it_is)
 
 
-@torch.library.custom_op("inductor_fusions::dot_interaction_gradient", mutates_args=())
 def _gradient(dy: Tensor, t: Tensor, x: int, upper: bool, diagonal: bool, tiles: list[int]) -> Tensor:
     """The gradient of t; dense has x columns."""
     with torch.cuda.device_of(t):
         return _differentiate(dy, t, x, upper, diagonal, tiles, as_it_is)
 
 
-@_dot_interaction.register_fake
-def _(t: Tensor, dense: Tensor | None, upper: bool, diagonal: bool, tiles: list[int]) -> Tensor:
+def _empty(t: Tensor, dense: Tensor | None, upper: bool, diagonal: bool, tiles: list[int]) -> Tensor:
     check_features("dot_interaction", t, dense)
     columns = 0 if dense is None else dense.shape[1]
     return t.new_empty((t.shape[0], columns + pair_count(t.shape[1], diagonal)))
 
 
-@_gradient.register_fake
-def _(dy: Tensor, t: Tensor, x: int, upper: bool, diagonal: bool, tiles: list[int]) -> Tensor:
+def empty_gradient(dy: Tensor, t: Tensor, *_: Any) -> Tensor:
+    """The fake kernel of the gradient of t."""
     return t.new_empty(t.shape)
 
 
 def traced(fn: Any) -> Any:
     """`fn` with kernels that a graph can hold."""
     return lambda *args: fn(*args, torch.library.wrap_triton)
-
-
-_inductor.decompose_in_graphs(_dot_interaction, traced(_interact))
-_inductor.decompose_in_graphs(_gradient, traced(_differentiate))
-
-#: What graphs call.
-DOT_INTERACTION: Any = torch.ops.inductor_fusions.dot_interaction.default
-GRADIENT: Any = torch.ops.inductor_fusions.dot_interaction_gradient.default
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -145,22 +133,17 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dt, ddense, None, None, None
 
 
-_dot_interaction.register_autograd(_backward, setup_context=_setup)
-
-
 def count_flops(t_shape: Any) -> int:
-    """Two for each multiplication and addition of all products of the features of a sample."""
+    """Two for each multiplication and addition of all products, as the matrix product has them."""
     samples, features, width = t_shape
     return int(2 * samples * features * features * width)
 
 
-@register_flop_formula(torch.ops.inductor_fusions.dot_interaction)
-def flops(t_shape: Any, *args: Any, **kwargs: Any) -> int:
-    """Two for each multiplication and addition of all products, as the matrix product has them."""
-    return count_flops(t_shape)
-
-
-@register_flop_formula(torch.ops.inductor_fusions.dot_interaction_gradient)
-def gradient_flops(dy_shape: Any, t_shape: Any, *args: Any, **kwargs: Any) -> int:
-    """As forward."""
-    return count_flops(t_shape)
+GRADIENT = define(
+    "dot_interaction_gradient", _gradient, empty_gradient, flops=lambda dy, t, *_: count_flops(t),
+    traced=traced(_differentiate),
+)  # fmt: skip
+DOT_INTERACTION = define(
+    "dot_interaction", _dot_interaction, _empty, flops=lambda t, *_: count_flops(t), setup=_setup,
+    backward=_backward, traced=traced(_interact),
+)  # fmt: skip

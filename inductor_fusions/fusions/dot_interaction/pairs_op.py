@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from ... import _inductor
-from .op import as_it_is, check_features, count_flops, has_kernel, traced
+from ...lowering import define
+from .op import as_it_is, check_features, count_flops, empty_gradient, has_kernel, traced
 
 
 def _check(t: Tensor, dense: Tensor | None, cells: Tensor) -> None:
@@ -55,7 +54,6 @@ def _differentiate(dy: Tensor, t: Tensor, x: int, cells: Tensor, tiles: list[int
     return torch.bmm(g + g.transpose(1, 2), t)
 
 
-@torch.library.custom_op("inductor_fusions::dot_pairs", mutates_args=())
 def _dot_pairs(t: Tensor, dense: Tensor | None, cells: Tensor, tiles: list[int]) -> Tensor:
     """`tiles` as in `dot_interaction`."""
     _check(t, dense, cells)
@@ -63,30 +61,15 @@ def _dot_pairs(t: Tensor, dense: Tensor | None, cells: Tensor, tiles: list[int])
         return _pairs(t, dense, cells, tiles, as_it_is)
 
 
-@torch.library.custom_op("inductor_fusions::dot_pairs_gradient", mutates_args=())
 def _gradient(dy: Tensor, t: Tensor, x: int, cells: Tensor, tiles: list[int]) -> Tensor:
     """The gradient of t; dense has x columns."""
     with torch.cuda.device_of(t):
         return _differentiate(dy, t, x, cells, tiles, as_it_is)
 
 
-@_dot_pairs.register_fake
-def _(t: Tensor, dense: Tensor | None, cells: Tensor, tiles: list[int]) -> Tensor:
+def _empty(t: Tensor, dense: Tensor | None, cells: Tensor, tiles: list[int]) -> Tensor:
     _check(t, dense, cells)
     return t.new_empty((t.shape[0], (0 if dense is None else dense.shape[1]) + cells.shape[0]))
-
-
-@_gradient.register_fake
-def _(dy: Tensor, t: Tensor, x: int, cells: Tensor, tiles: list[int]) -> Tensor:
-    return t.new_empty(t.shape)
-
-
-_inductor.decompose_in_graphs(_dot_pairs, traced(_pairs))
-_inductor.decompose_in_graphs(_gradient, traced(_differentiate))
-
-#: What graphs call.
-DOT_PAIRS: Any = torch.ops.inductor_fusions.dot_pairs.default
-PAIRS_GRADIENT: Any = torch.ops.inductor_fusions.dot_pairs_gradient.default
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -103,16 +86,11 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dt, ddense, None, None
 
 
-_dot_pairs.register_autograd(_backward, setup_context=_setup)
-
-
-@register_flop_formula(torch.ops.inductor_fusions.dot_pairs)
-def flops(t_shape: Any, *args: Any, **kwargs: Any) -> int:
-    """Those of all products."""
-    return count_flops(t_shape)
-
-
-@register_flop_formula(torch.ops.inductor_fusions.dot_pairs_gradient)
-def gradient_flops(dy_shape: Any, t_shape: Any, *args: Any, **kwargs: Any) -> int:
-    """As forward."""
-    return count_flops(t_shape)
+PAIRS_GRADIENT = define(
+    "dot_pairs_gradient", _gradient, empty_gradient, flops=lambda dy, t, *_: count_flops(t),
+    traced=traced(_differentiate),
+)  # fmt: skip
+DOT_PAIRS = define(
+    "dot_pairs", _dot_pairs, _empty, flops=lambda t, *_: count_flops(t), setup=_setup, backward=_backward,
+    traced=traced(_pairs),
+)  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import _inductor
+from ...lowering import define
 
 aten = torch.ops.aten
 
@@ -22,7 +23,6 @@ GRADIENT, OUTPUT = 0, 4
 _QUERY = 1
 
 
-@torch.library.custom_op("inductor_fusions::cudnn_attention_backward", mutates_args=())
 def _backward(
     grad: Tensor,
     q: Tensor,
@@ -49,13 +49,12 @@ def _backward(
     return found
 
 
-@_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _empty(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 #: What graphs call. Arguments are those of aten's operation, its scale the last one.
-CUDNN_BACKWARD: Any = torch.ops.inductor_fusions.cudnn_attention_backward.default
+CUDNN_BACKWARD = define("cudnn_attention_backward", _backward, _empty)
 
 
 def outer_to_inner(strides: Sequence[int]) -> list[int]:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ... import _inductor
+from ...lowering import define
 from .chunks import Head, Pulls, walk, wide_dtype
 
 
@@ -37,21 +37,10 @@ def _within(labels: Tensor, ignored: Tensor | bool, columns: int) -> None:
     _inductor.assert_on_device(fits.all(), "a label is out of bounds")
 
 
-@torch.library.custom_op("inductor_fusions::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
-    h: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    weights: Tensor | None,
-    logits: Tensor | None,
-    scale: float,
-    cap: float,
-    ignore_index: int,
-    smoothing: float,
-    mean: bool,
-    wants: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    h: Tensor, w: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None, logits: Tensor | None,
+    scale: float, cap: float, ignore_index: int, smoothing: float, mean: bool, wants: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """F.cross_entropy of scale * (h @ w.T + bias), or of cap * tanh(of that) where cap is not 0.
 
     Args:
@@ -97,17 +86,10 @@ def _linear_cross_entropy(
     return loss / divisor, found.dh, found.dw, found.db
 
 
-@torch.library.custom_op("inductor_fusions::linear_softmax_rows", mutates_args=())
 def _rows(
-    h: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    weights: Tensor | None,
-    scale: float,
-    cap: float,
-    totals: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    h: Tensor, w: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None, scale: float,
+    cap: float, totals: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Of each row of y = scale * (h @ w.T + bias), or cap * tanh(of that): y[label], the logsumexp, the sum.
 
     Args:
@@ -125,21 +107,10 @@ def _rows(
     return found.picked.clone(), found.lse.clone(), found.total.clone()
 
 
-@torch.library.custom_op("inductor_fusions::linear_softmax_rows_gradient", mutates_args=())
 def _gradient(
-    d_picked: Tensor,
-    d_lse: Tensor,
-    d_total: Tensor,
-    h: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    weights: Tensor | None,
-    scale: float,
-    cap: float,
-    totals: bool,
-    wants: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+    d_picked: Tensor, d_lse: Tensor, d_total: Tensor, h: Tensor, w: Tensor, bias: Tensor | None,
+    labels: Tensor, weights: Tensor | None, scale: float, cap: float, totals: bool, wants: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of h, w and bias, empty where they are not wanted."""
     there = labels >= 0
     wide = wide_dtype(h.dtype)
@@ -152,12 +123,6 @@ def _gradient(
     return found.dh, found.dw, found.db
 
 
-#: What graphs call.
-LINEAR_CROSS_ENTROPY: Any = torch.ops.inductor_fusions.linear_cross_entropy.default
-SOFTMAX_ROWS: Any = torch.ops.inductor_fusions.linear_softmax_rows.default
-GRADIENT: Any = torch.ops.inductor_fusions.linear_softmax_rows_gradient.default
-
-
 def _empty_gradients(h: Tensor, w: Tensor, bias: Tensor | None, wants: list[bool]) -> tuple[Tensor, ...]:
     operands = (h, w, bias)
     return tuple(
@@ -166,33 +131,19 @@ def _empty_gradients(h: Tensor, w: Tensor, bias: Tensor | None, wants: list[bool
     )
 
 
-@_linear_cross_entropy.register_fake
-def _(
-    h: Tensor, w: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None,
-    logits: Tensor | None, scale: float, cap: float, ignore_index: int, smoothing: float, mean: bool,
-    wants: list[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _empty_loss(
+    h: Tensor, w: Tensor, bias: Tensor | None, labels: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
     _check(h, w, bias, labels)
-    return h.new_empty((), dtype=wide_dtype(h.dtype)), *_empty_gradients(h, w, bias, wants)
+    return h.new_empty((), dtype=wide_dtype(h.dtype)), *_empty_gradients(h, w, bias, others[-1])
 
 
-@_rows.register_fake
-def _(
-    h: Tensor, w: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None, scale: float,
-    cap: float, totals: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _empty_rows(
+    h: Tensor, w: Tensor, bias: Tensor | None, labels: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
     _check(h, w, bias, labels)
-    wide = wide_dtype(h.dtype)
-    one = (h.shape[0],)
-    return (*(h.new_empty(one, dtype=wide) for _ in range(2)), h.new_empty(one if totals else 0, dtype=wide))
-
-
-@_gradient.register_fake
-def _(
-    d_picked: Tensor, d_lse: Tensor, d_total: Tensor, h: Tensor, w: Tensor, bias: Tensor | None,
-    labels: Tensor, weights: Tensor | None, scale: float, cap: float, totals: bool, wants: list[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return _empty_gradients(h, w, bias, wants)
+    sizes = h.shape[0], h.shape[0], h.shape[0] if others[-1] else 0
+    return tuple(h.new_empty(size, dtype=wide_dtype(h.dtype)) for size in sizes)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -223,31 +174,21 @@ def _backward_rows(ctx: Any, d_picked: Tensor, d_lse: Tensor, d_total: Tensor) -
     return (*found, *(None,) * 5)
 
 
-_linear_cross_entropy.register_autograd(_backward, setup_context=_setup)
-_rows.register_autograd(_backward_rows, setup_context=_setup_rows)
-
-
-def _count(h_shape: Any, w_shape: Any, products: int) -> int:
-    return int(2 * products * h_shape[0] * w_shape[0] * w_shape[1])
-
-
-@register_flop_formula(torch.ops.inductor_fusions.linear_cross_entropy)
-def flops(h_shape: Any, w_shape: Any, *args: Any, **kwargs: Any) -> int:
+def _flops(h: Any, w: Any, wants: Any = ()) -> int:
     """Two for each multiplication and addition of the logits, and of each gradient that is made with them."""
-    wants = kwargs.get("wants", args[-1])
-    return _count(h_shape, w_shape, 1 + sum(wants[:2]))
+    return int(2 * (1 + sum(wants[:2])) * h[0] * w[0] * w[1])
 
 
-@register_flop_formula(torch.ops.inductor_fusions.linear_softmax_rows)
-def rows_flops(h_shape: Any, w_shape: Any, *args: Any, **kwargs: Any) -> int:
-    """Those of the logits."""
-    return _count(h_shape, w_shape, 1)
-
-
-@register_flop_formula(torch.ops.inductor_fusions.linear_softmax_rows_gradient)
-def gradient_flops(
-    d_picked: Any, d_lse: Any, d_total: Any, h_shape: Any, w_shape: Any, *args: Any, **kwargs: Any
-) -> int:
-    """Those of the logits, which are made again, and of each gradient."""
-    wants = kwargs.get("wants", args[-1])
-    return _count(h_shape, w_shape, 1 + sum(wants[:2]))
+LINEAR_CROSS_ENTROPY = define(
+    "linear_cross_entropy", _linear_cross_entropy, _empty_loss,
+    flops=lambda h, w, *others: _flops(h, w, others[-1]), setup=_setup, backward=_backward,
+)  # fmt: skip
+GRADIENT = define(
+    "linear_softmax_rows_gradient", _gradient,
+    lambda d_picked, d_lse, d_total, h, w, bias, *others: _empty_gradients(h, w, bias, others[-1]),
+    flops=lambda d_picked, d_lse, d_total, h, w, *others: _flops(h, w, others[-1]),
+)  # fmt: skip
+SOFTMAX_ROWS = define(
+    "linear_softmax_rows", _rows, _empty_rows, flops=lambda h, w, *_: _flops(h, w),
+    setup=_setup_rows, backward=_backward_rows,
+)  # fmt: skip

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+
+from ...lowering import define
 
 
 def check(
@@ -52,7 +53,6 @@ def check(
         torch._check(mask.shape[1] == base.shape[1], lambda: "a mask in kept has other columns than base")
 
 
-@torch.library.custom_op("inductor_fusions::lora_accumulate", mutates_args=())
 def _accumulate(
     base: Tensor,
     a: list[Tensor],
@@ -93,12 +93,7 @@ def _wide(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-#: What graphs call.
-LORA_ACCUMULATE: Any = torch.ops.inductor_fusions.lora_accumulate.default
-
-
-@_accumulate.register_fake
-def _fake(base: Tensor, *products: Any) -> Tensor:
+def _empty(base: Tensor, *products: Any) -> Tensor:
     *operands, dtype = products
     check(base, *operands)
     return base.new_empty((base.shape[0], base.shape[1]), dtype=dtype)
@@ -130,13 +125,11 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return dy.to(ctx.base), da, db, None, [None] * len(kept), None, None
 
 
-_accumulate.register_autograd(_backward, setup_context=_setup)
-
-
-# -- FLOPs ----------------------------------------------------------------------------------------
-
-
-@register_flop_formula(torch.ops.inductor_fusions.lora_accumulate)
-def flops(base_shape: Any, a_shapes: Any, *args: Any, **kwargs: Any) -> int:
+def _flops(base: Any, a: Any, *_: Any) -> int:
     """Two for each multiplication and addition of the products."""
-    return sum(2 * base_shape[0] * base_shape[1] * left[1] for left in a_shapes)
+    return sum(2 * base[0] * base[1] * left[1] for left in a)
+
+
+LORA_ACCUMULATE = define(
+    "lora_accumulate", _accumulate, _empty, flops=_flops, setup=_setup, backward=_backward
+)  # fmt: skip

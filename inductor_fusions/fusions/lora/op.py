@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ...block_mm.op import dtypes, exact_dtype
+from ...lowering import define
 
 
 def check(
@@ -61,7 +61,6 @@ def check(
         torch._check(mask.shape[1] == x.shape[1], lambda: "a mask in kept has other columns than x")
 
 
-@torch.library.custom_op("inductor_fusions::lora_narrow_mm", mutates_args=())
 def _narrow_mm(
     x: Tensor,
     b: list[Tensor],
@@ -98,10 +97,6 @@ def _narrow_mm(
     return [(y.t() if transposed else y).contiguous() for y in outputs] + forms
 
 
-#: What graphs call.
-NARROW_MM: Any = torch.ops.inductor_fusions.lora_narrow_mm.default
-
-
 def _product(x: Tensor, right: Tensor, scale: float) -> Tensor:
     dtype = exact_dtype(right.dtype, scale)
     y = x.to(dtype) @ right.to(dtype)
@@ -120,8 +115,7 @@ def parts(y: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat([high, high, (y - high.to(y.dtype)).to(dtype)], dim=1)
 
 
-@_narrow_mm.register_fake
-def _fake(
+def _empty(
     x: Tensor,
     b: list[Tensor],
     scales: list[float],
@@ -176,7 +170,10 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return None if dx is None else dx.to(x.dtype), db, None, None, None, [None] * len(kept)
 
 
-_narrow_mm.register_autograd(_backward, setup_context=_setup)
+NARROW_MM = define(
+    "lora_narrow_mm", _narrow_mm, _empty, setup=_setup, backward=_backward,
+    flops=lambda x, b, *_: sum(2 * x[0] * right[-2] * right[-1] for right in b),
+)  # fmt: skip
 
 _library = torch.library.Library("inductor_fusions", "FRAGMENT")
 _library.define("lora_down(Tensor x, Tensor a) -> Tensor")
@@ -204,44 +201,21 @@ LORA_DOWN: Any = torch.ops.inductor_fusions.lora_down.default
 LORA_DROPPED_DOWN: Any = torch.ops.inductor_fusions.lora_dropped_down.default
 
 
-@torch.library.custom_op("inductor_fusions::lora_rounded", mutates_args=())
 def _rounded(y: Tensor) -> Tensor:
     """y. Casts on both sides of it, and on both sides of its gradient, are not simplified together."""
     return y.clone()
 
 
-#: What graphs call.
-ROUNDED: Any = torch.ops.inductor_fusions.lora_rounded.default
-_rounded.register_fake(torch.empty_like)
-_rounded.register_autograd(lambda ctx, dy: ROUNDED(dy))
-
-
-# -- FLOPs ----------------------------------------------------------------------------------------
-
-
-@register_flop_formula(torch.ops.inductor_fusions.lora_narrow_mm)
-def flops(x_shape: Any, b_shapes: Any, *args: Any, **kwargs: Any) -> int:
-    """Two for each multiplication and addition."""
-    return sum(2 * x_shape[0] * right[-2] * right[-1] for right in b_shapes)
+ROUNDED: Any = define("lora_rounded", _rounded, torch.empty_like, backward=lambda ctx, dy: ROUNDED(dy))
 
 
 # -- whole linears ----------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("inductor_fusions::lora_linear", mutates_args=())
 def _lora_linear(
-    x: Tensor,
-    w: list[Tensor],
-    bias: list[Tensor],
-    bias_groups: list[int],
-    a: list[Tensor],
-    b: list[Tensor],
-    groups: list[int],
-    scales: list[float],
-    early: bool,
-    dtype: torch.dtype,
-    wide: str = "",
-) -> list[Tensor]:
+    x: Tensor, w: list[Tensor], bias: list[Tensor], bias_groups: list[int], a: list[Tensor], b: list[Tensor],
+    groups: list[int], scales: list[float], early: bool, dtype: torch.dtype, wide: str = "",
+) -> list[Tensor]:  # fmt: skip
     """See the module.
 
     Args:
@@ -265,33 +239,17 @@ def _lora_linear(
     return [y.to(kind).contiguous() for y, kind in zip(outputs, dtypes(len(w), dtype, wide), strict=True)]
 
 
-#: What graphs call.
-LORA_LINEAR: Any = torch.ops.inductor_fusions.lora_linear.default
-
-
-@_lora_linear.register_fake
-def _fake_linear(
-    x: Tensor,
-    w: list[Tensor],
-    bias: list[Tensor],
-    bias_groups: list[int],
-    a: list[Tensor],
-    b: list[Tensor],
-    groups: list[int],
-    scales: list[float],
-    early: bool,
-    dtype: torch.dtype,
-    wide: str = "",
-) -> list[Tensor]:
+def _empty_linear(
+    x: Tensor, w: list[Tensor], bias: Any, bias_groups: Any, a: Any, b: Any, groups: Any, scales: Any,
+    early: bool, dtype: torch.dtype, wide: str = "",
+) -> list[Tensor]:  # fmt: skip
     kinds = dtypes(len(w), dtype, wide)
     return [
         x.new_empty((x.shape[0], right.shape[1]), dtype=kind) for right, kind in zip(w, kinds, strict=True)
     ]
 
 
-@register_flop_formula(torch.ops.inductor_fusions.lora_linear)
-def flops_linear(
-    x_shape: Any, w: Any, bias: Any, bias_groups: Any, a: Any, b: Any, *args: Any, **kwargs: Any
-) -> int:
-    """Two for each multiplication and addition of the products."""
-    return sum(2 * x_shape[0] * right[0] * right[1] for right in (*w, *a, *b))
+LORA_LINEAR = define(
+    "lora_linear", _lora_linear, _empty_linear,
+    flops=lambda x, w, bias, bias_groups, a, b, *_: sum(2 * x[0] * y[0] * y[1] for y in (*w, *a, *b)),
+)  # fmt: skip

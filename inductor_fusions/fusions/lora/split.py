@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ... import _inductor
 from ...fusion import Rejected
+from ...lowering import define
 from . import elements, lowering
 
 #: The bits of a float32 that a bfloat16 has as well.
 HIGH_BITS = -(1 << 16)
 
 
-@torch.library.custom_op("inductor_fusions::lora_split", mutates_args=())
 def _split(
     matrices: list[Tensor], summands: list[int], along: list[int], sizes: list[int], dtype: torch.dtype
 ) -> list[Tensor]:
@@ -43,10 +42,6 @@ def _split(
         _summands(matrix, count, dtype) if count else _halves(matrix, dim, size, dtype)
         for matrix, count, dim, size in zip(matrices, summands, along, sizes, strict=True)
     ]
-
-
-#: What graphs call.
-LORA_SPLIT: Any = torch.ops.inductor_fusions.lora_split.default
 
 
 def check(
@@ -82,8 +77,7 @@ def _halves(matrix: Tensor, dim: int, size: int, dtype: torch.dtype) -> Tensor:
     return torch.cat([high, low, high, high.new_zeros(shape)], dim).contiguous()
 
 
-@_split.register_fake
-def _fake(
+def _empty(
     matrices: list[Tensor], summands: list[int], along: list[int], sizes: list[int], dtype: torch.dtype
 ) -> list[Tensor]:
     check(matrices, summands, along, sizes)
@@ -99,10 +93,7 @@ def _shape(shape: Sequence[Any], count: int, dim: int, size: int) -> list[Any]:
     return [size if d == dim else length for d, length in enumerate(shape)]
 
 
-@register_flop_formula(torch.ops.inductor_fusions.lora_split)
-def flops(*args: Any, **kwargs: Any) -> int:
-    """It multiplies nothing."""
-    return 0
+LORA_SPLIT = define("lora_split", _split, _empty, flops=lambda *_: 0)
 
 
 # -- the kernel -----------------------------------------------------------------------------------

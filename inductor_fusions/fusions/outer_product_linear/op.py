@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from ... import _inductor
+from ...lowering import define
 from ...operands import may_use_tf32
 
 #: Bytes of products of u and v, or of their gradients, that a gradient has in memory at a time.
@@ -44,7 +43,6 @@ def _has_kernel(u: Tensor) -> bool:
     return u.is_cuda and torch.version.hip is None and u.dtype in dtypes()
 
 
-@torch.library.custom_op("inductor_fusions::outer_product_linear", mutates_args=())
 def _outer_product_linear(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
     _check(u, v, w)
     if _has_kernel(u):
@@ -84,10 +82,6 @@ def _chunks(u: Tensor, v: Tensor) -> Iterator[tuple[slice, slice]]:
         yield slice(first, last), slice(first * count, last * count)
 
 
-_factors = torch.library.custom_op("inductor_fusions::outer_product_linear_factors", factors, mutates_args=())
-_weight = torch.library.custom_op("inductor_fusions::outer_product_linear_weight", weight, mutates_args=())
-
-
 def pairs(u: Tensor, v: Tensor) -> Tensor:
     """(rows, P * Q): each product of an element of u and one of v, written out."""
     return (u[:, :, None] * v[:, None, :]).flatten(1)
@@ -103,28 +97,9 @@ def _traced(u: Tensor, v: Tensor, w: Tensor) -> Any:
     return launch.linear(u, v, w, traced=True)
 
 
-_inductor.decompose_in_graphs(_outer_product_linear, _traced)
-
-#: What graphs call.
-OUTER_PRODUCT_LINEAR: Any = torch.ops.inductor_fusions.outer_product_linear.default
-FACTORS: Any = torch.ops.inductor_fusions.outer_product_linear_factors.default
-WEIGHT: Any = torch.ops.inductor_fusions.outer_product_linear_weight.default
-
-
-@_outer_product_linear.register_fake
-def _(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
+def _empty(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
     _check(u, v, w)
     return u.new_empty((u.shape[0], w.shape[0]))
-
-
-@_factors.register_fake
-def _(dy: Tensor, u: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    return u.new_empty(u.shape), v.new_empty(v.shape)
-
-
-@_weight.register_fake
-def _(dy: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    return u.new_empty((dy.shape[1], u.shape[1] * v.shape[1]))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -142,26 +117,17 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
     return du, dv, dw
 
 
-_outer_product_linear.register_autograd(_backward, setup_context=_setup)
-
-
-def _count(rows: int, out: int, pair_count: int) -> int:
-    return 2 * rows * out * pair_count
-
-
-@register_flop_formula(torch.ops.inductor_fusions.outer_product_linear)
-def flops(u_shape: Any, v_shape: Any, w_shape: Any, *args: Any, **kwargs: Any) -> int:
-    """Two for each multiplication and addition of the product with the weight."""
-    return _count(u_shape[0], w_shape[0], w_shape[1])
-
-
-@register_flop_formula(torch.ops.inductor_fusions.outer_product_linear_factors)
-def factor_flops(dy_shape: Any, u_shape: Any, v_shape: Any, w_shape: Any, *args: Any, **kwargs: Any) -> int:
-    """As forward."""
-    return _count(u_shape[0], w_shape[0], w_shape[1])
-
-
-@register_flop_formula(torch.ops.inductor_fusions.outer_product_linear_weight)
-def weight_flops(dy_shape: Any, u_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> int:
-    """As forward."""
-    return _count(u_shape[0], dy_shape[1], u_shape[1] * v_shape[1])
+# FLOPs: two for each multiplication and addition of the product with the weight, in the gradients too.
+FACTORS = define(
+    "outer_product_linear_factors", factors, lambda dy, u, v, w: (u.new_empty(u.shape), v.new_empty(v.shape)),
+    flops=lambda dy, u, v, w: 2 * u[0] * w[0] * w[1],
+)  # fmt: skip
+WEIGHT = define(
+    "outer_product_linear_weight", weight,
+    lambda dy, u, v: u.new_empty((dy.shape[1], u.shape[1] * v.shape[1])),
+    flops=lambda dy, u, v: 2 * u[0] * dy[1] * u[1] * v[1],
+)  # fmt: skip
+OUTER_PRODUCT_LINEAR = define(
+    "outer_product_linear", _outer_product_linear, _empty, flops=lambda u, v, w: 2 * u[0] * w[0] * w[1],
+    setup=_setup, backward=_backward, traced=_traced,
+)  # fmt: skip

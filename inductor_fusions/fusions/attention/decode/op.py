@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from .... import _inductor
+from ....lowering import define
 
 #: Dtypes of q, k and v that the kernels take.
 DTYPES = (torch.bfloat16, torch.float16)
@@ -84,7 +83,9 @@ def _as_it_is(kernel: Any) -> Any:
     return kernel
 
 
-def _tiles(mask: Tensor, lowest: Tensor | None, kv_heads: int, block_n: int, wrap: Any = _as_it_is) -> Tensor:
+def _tiles(
+    mask: Tensor, lowest: Tensor | None, kv_heads: int, block_n: int, *, wrap: Any = _as_it_is
+) -> Tensor:
     if _has_kernel(mask):
         from . import kernels
 
@@ -100,7 +101,7 @@ def _tiles(mask: Tensor, lowest: Tensor | None, kv_heads: int, block_n: int, wra
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lowest: Tensor | None, listed: Tensor | None,
-    scale: float, causal: bool, most_queries: int, tiles: Sequence[int], wrap: Any = _as_it_is,
+    scale: float, causal: bool, most_queries: int, tiles: Sequence[int], *, wrap: Any = _as_it_is,
 ) -> Tensor:  # fmt: skip
     if _has_kernel(q) and _takes(q, v, mask):
         from . import kernels
@@ -129,14 +130,12 @@ def _shown(mask: Tensor, lowest: Tensor | None) -> Tensor:
     return mask if lowest is None else ~(mask <= lowest[..., None])
 
 
-@torch.library.custom_op("inductor_fusions::decode_tiles", mutates_args=())
 def _decode_tiles(mask: Tensor, lowest: Tensor | None, kv_heads: int, block_n: int) -> Tensor:
     """(B or 1, kv_heads or 1, 1 + tiles), int32: how many tiles of keys the mask shows, and which ones."""
     with torch.cuda.device_of(mask):  # Triton launches on the current one
         return _tiles(mask, lowest, kv_heads, block_n)
 
 
-@torch.library.custom_op("inductor_fusions::decode_attention", mutates_args=())
 def _decode_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lowest: Tensor | None, listed: Tensor | None,
     scale: float, causal: bool, most_queries: int, tiles: list[int],
@@ -147,18 +146,16 @@ def _decode_attention(
         return _attention(q, k, v, mask, lowest, listed, scale, causal, most_queries, tiles)
 
 
-@_decode_tiles.register_fake
-def _(mask: Tensor, lowest: Tensor | None, kv_heads: int, block_n: int) -> Tensor:
+def _empty_tiles(mask: Tensor, lowest: Tensor | None, kv_heads: int, block_n: int) -> Tensor:
     heads = 1 if mask.shape[1] == 1 else kv_heads
     return mask.new_empty(
         (mask.shape[0], heads, 1 + (mask.shape[3] + block_n - 1) // block_n), dtype=torch.int32
     )
 
 
-@_decode_attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lowest: Tensor | None, listed: Tensor | None,
-    scale: float, causal: bool, most_queries: int, tiles: list[int],
+def _empty_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lowest: Any, listed: Any, scale: float,
+    causal: bool, *_: Any,
 ) -> Tensor:  # fmt: skip
     _check(q, k, v, mask, causal)
     return _result(q, v)
@@ -169,28 +166,25 @@ def _result(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3])).transpose(1, 2)
 
 
-def _tiles_traced(mask: Tensor, lowest: Tensor | None, kv_heads: int, block_n: int) -> Any:
-    if not _has_kernel(mask):
-        return NotImplemented
-    return _tiles(mask, lowest, kv_heads, block_n, torch.library.wrap_triton)
+def _tiles_traced(mask: Tensor, *others: Any) -> Any:
+    return _tiles(mask, *others, wrap=torch.library.wrap_triton) if _has_kernel(mask) else NotImplemented
 
 
-def _attention_traced(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lowest: Tensor | None, listed: Tensor | None,
-    scale: float, causal: bool, most_queries: int, tiles: Sequence[int],
-) -> Any:  # fmt: skip
+def _attention_traced(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *others: Any) -> Any:
     if not (_has_kernel(q) and _takes(q, v, mask)):
         return NotImplemented
-    wrap = torch.library.wrap_triton
-    return _attention(q, k, v, mask, lowest, listed, scale, causal, most_queries, tiles, wrap)
+    return _attention(q, k, v, mask, *others, wrap=torch.library.wrap_triton)
 
 
-_inductor.decompose_in_graphs(_decode_tiles, _tiles_traced)
-_inductor.decompose_in_graphs(_decode_attention, _attention_traced)
+def _flops(q: Any, k: Any, v: Any, *_: Any) -> int:
+    """Two for each multiplication and addition of the two products, as if each key were seen."""
+    return int(2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3]))
 
-#: What graphs call.
-DECODE_TILES: Any = torch.ops.inductor_fusions.decode_tiles.default
-DECODE_ATTENTION: Any = torch.ops.inductor_fusions.decode_attention.default
+
+DECODE_TILES = define("decode_tiles", _decode_tiles, _empty_tiles, traced=_tiles_traced)
+DECODE_ATTENTION = define(
+    "decode_attention", _decode_attention, _empty_attention, flops=_flops, traced=_attention_traced
+)
 
 
 def decode_attention(
@@ -219,9 +213,3 @@ def decode_attention(
         q, k, v, mask, lowest, listed, scale, causal, int(q.shape[2]), list(tiles)
     )
     return found
-
-
-@register_flop_formula(torch.ops.inductor_fusions.decode_attention)
-def flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> int:
-    """Two for each multiplication and addition of the two products, as if each key were seen."""
-    return int(2 * q_shape[0] * q_shape[1] * q_shape[2] * k_shape[2] * (q_shape[3] + v_shape[3]))

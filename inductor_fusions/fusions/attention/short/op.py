@@ -12,38 +12,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
+from ....lowering import define
 from .plan import MOST_KEYS
 
 
-@torch.library.custom_op("inductor_fusions::short_attention", mutates_args=())
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    masks: list[Tensor],
-    numbers: list[float],
-    scale: float,
-    causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, masks: list[Tensor], numbers: list[float], scale: float, causal: bool
 ) -> Tensor:
     check(q, k, v, masks, numbers)
     weights = _scores(q, k, masks, numbers, scale, causal).softmax(-1)
     return _result(q, v).copy_(weights @ v.to(weights.dtype))
 
 
-@torch.library.custom_op("inductor_fusions::short_attention_backward", mutates_args=())
 def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    masks: list[Tensor],
-    numbers: list[float],
-    scale: float,
-    causal: bool,
-    windows: int,
-) -> list[Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, masks: list[Tensor], numbers: list[float], scale: float,
+    causal: bool, windows: int,
+) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k and v, and of the scores where `windows` is not 0.
 
     The gradient of the scores is (parts, period, heads, queries, keys) in float32: each part is the sum over
@@ -64,11 +49,6 @@ def _backward(
         by_period = change.unflatten(0, (-1, period(masks)))
         made.append(torch.stack([part.sum(0) for part in by_period.split(windows)]).to(_score_dtype(q)))
     return made
-
-
-#: What graphs call.
-SHORT_ATTENTION: Any = torch.ops.inductor_fusions.short_attention.default
-SHORT_ATTENTION_BACKWARD: Any = torch.ops.inductor_fusions.short_attention_backward.default
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Tensor], numbers: Sequence[float]) -> None:
@@ -181,19 +161,17 @@ def _result(q: Tensor, v: Tensor) -> Tensor:
     return _like(q, v.shape[3])
 
 
-@_forward.register_fake
-def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, masks: list[Tensor], numbers: list[float], scale: float, causal: bool
-) -> Tensor:
+def _empty(
+    q: Tensor, k: Tensor, v: Tensor, masks: list[Tensor], numbers: list[float], *_: Any
+) -> Tensor:  # fmt: skip
     check(q, k, v, masks, numbers)
     return _result(q, v)
 
 
-@_backward.register_fake
-def _fake_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, masks: list[Tensor], numbers: list[float], scale: float,
-    causal: bool, windows: int,
-) -> list[Tensor]:  # fmt: skip
+def _empty_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, masks: list[Tensor], *others: Any
+) -> list[Tensor]:
+    windows = others[-1]
     made = [_like(q), _like(k), _like(v)]
     if windows:
         repeats = period(masks)
@@ -240,25 +218,16 @@ def _summed(change: Tensor, shape: Sequence[Any], number: float) -> Tensor:
     return change if number == 1.0 else change * number
 
 
-_forward.register_autograd(_gradient, setup_context=_setup)
+def _flops(q: Any, k: Any, columns: Any) -> int:
+    """Two for each multiplication and addition of products of the scores with this many columns."""
+    return int(2 * q[0] * q[1] * q[2] * k[2] * columns)
 
 
-# -- FLOPs ----------------------------------------------------------------------------------------
-
-
-def _scores_of(q: Any, k: Any) -> int:
-    return int(q[0] * q[1] * q[2] * k[2])
-
-
-@register_flop_formula(torch.ops.inductor_fusions.short_attention)
-def forward_flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> int:
-    """Two for each multiplication and addition of the two products."""
-    return 2 * _scores_of(q_shape, k_shape) * int(q_shape[3] + v_shape[3])
-
-
-@register_flop_formula(torch.ops.inductor_fusions.short_attention_backward)
-def backward_flops(
-    grad_shape: Any, q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any
-) -> int:
-    """Two for each multiplication and addition of the five products."""
-    return 2 * _scores_of(q_shape, k_shape) * int(3 * q_shape[3] + 2 * v_shape[3])
+SHORT_ATTENTION_BACKWARD = define(
+    "short_attention_backward", _backward, _empty_gradients,
+    flops=lambda grad, q, k, v, *_: _flops(q, k, 3 * q[3] + 2 * v[3]),
+)  # fmt: skip
+SHORT_ATTENTION = define(
+    "short_attention", _forward, _empty, flops=lambda q, k, v, *_: _flops(q, k, q[3] + v[3]),
+    setup=_setup, backward=_gradient,
+)  # fmt: skip

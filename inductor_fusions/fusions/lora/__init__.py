@@ -34,8 +34,8 @@ lower_by(op.NARROW_MM, "narrow_mm", lowering.kernel, lowering.one_by_one)
 lower_by(
     op.LORA_LINEAR,
     "lora_linear",
-    lambda *given: decode.Call(*given).kernels(),
-    lambda *given: decode.Call(*given).one_by_one(),
+    lambda *given: decode.Lowering(*given).kernels(),
+    lambda *given: decode.Lowering(*given).one_by_one(),
 )
 lower_by(split.LORA_SPLIT, "lora_split", split.kernel)
 lower_by(

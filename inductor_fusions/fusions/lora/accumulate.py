@@ -9,6 +9,7 @@ adapters have a dropout each. `kept_i` is the mask of the dropout, or nothing. T
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,19 +18,41 @@ from torch import Tensor
 from ...lowering import define
 
 
-def check(
-    base: Tensor,
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scales: Sequence[float],
-    kept: Sequence[Tensor],
-    kept_products: Sequence[int],
-) -> None:
+@dataclass(frozen=True)
+class Sum:
+    """A call of the operation, with tensors, or with Inductor's values for them.
+
+    Attributes:
+        base: shape (M, N), any strides.
+        a: shape (M, K_i) each, all of one dtype with b.
+        b: shape (K_i, N) each.
+        scales: factor of each product.
+        kept: bool, shape (M, N) each: multiplies a product as 0 and 1, so that 0 times NaN is NaN.
+        kept_products: which product each of them belongs to.
+        dtype: of the result.
+    """
+
+    base: Any
+    a: Sequence[Any]
+    b: Sequence[Any]
+    scales: Sequence[float]
+    kept: Sequence[Any]
+    kept_products: Sequence[int]
+    dtype: torch.dtype
+
+    def masks(self) -> dict[int, Any]:
+        """The mask of each product that has one."""
+        return dict(zip(self.kept_products, self.kept, strict=True))
+
+
+def check(call: Sum) -> None:
     """Refuse arguments that do not fit together.
 
     Raises:
         ValueError: says which.
     """
+    base, a, b, scales = call.base, call.a, call.b, call.scales
+    kept, kept_products = call.kept, call.kept_products
     if base.dim() != 2 or not base.is_floating_point():
         raise ValueError("base of lora_accumulate must be a matrix of floating dtype")
     if not a or not (len(a) == len(b) == len(scales)):
@@ -53,50 +76,30 @@ def check(
         torch._check(mask.shape[1] == base.shape[1], lambda: "a mask in kept has other columns than base")
 
 
-def _accumulate(
-    base: Tensor,
-    a: list[Tensor],
-    b: list[Tensor],
-    scales: list[float],
-    kept: list[Tensor],
-    kept_products: list[int],
-    dtype: torch.dtype,
-) -> Tensor:
-    """See the module.
-
-    Args:
-        base: shape (M, N), any strides.
-        a: shape (M, K_i) each, all of one dtype with b.
-        b: shape (K_i, N) each.
-        scales: factor of each product.
-        kept: bool, shape (M, N) each: multiplies a product as 0 and 1, so that 0 times NaN is NaN.
-        kept_products: which product each of them belongs to.
-        dtype: of the result.
-
-    Returns:
-        The sum, shape (M, N), row-major, computed in float32 (float64 where an operand is).
-    """
-    check(base, a, b, scales, kept, kept_products)
-    wide = _wide(base, a[0])
-    masks = dict(zip(kept_products, kept, strict=True))
-    total = base.to(wide)
-    for i, (left, right, scale) in enumerate(zip(a, b, scales, strict=True)):
+def _accumulate(*given: Any) -> Tensor:
+    """The sum, shape (M, N), row-major, computed in float32 (float64 where an operand is)."""
+    call = Sum(*given)
+    check(call)
+    wide, masks = _wide(call.base, call.a[0]), call.masks()
+    total = call.base.to(wide)
+    for i, (left, right, scale) in enumerate(zip(call.a, call.b, call.scales, strict=True)):
         part = left.to(wide) @ right.to(wide)
         if i in masks:
             part = part * masks[i]
         total = total + part * scale
-    found = total.to(dtype).contiguous()
-    return found.clone() if found is base else found
+    found: Tensor = total.to(call.dtype).contiguous()
+    return found.clone() if found is call.base else found
 
 
 def _wide(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-def _empty(base: Tensor, *products: Any) -> Tensor:
-    *operands, dtype = products
-    check(base, *operands)
-    return base.new_empty((base.shape[0], base.shape[1]), dtype=dtype)
+def _empty(*given: Any) -> Tensor:
+    call = Sum(*given)
+    check(call)
+    found: Tensor = call.base.new_empty(call.base.shape, dtype=call.dtype)
+    return found
 
 
 # -- gradient -------------------------------------------------------------------------------------
@@ -131,5 +134,7 @@ def _flops(base: Any, a: Any, *_: Any) -> int:
 
 
 LORA_ACCUMULATE = define(
-    "lora_accumulate", _accumulate, _empty, flops=_flops, setup=_setup, backward=_backward
+    "lora_accumulate", _accumulate, _empty, flops=_flops, setup=_setup, backward=_backward,
+    schema="(Tensor base, Tensor[] a, Tensor[] b, float[] scales, Tensor[] kept, SymInt[] kept_products, "
+    "ScalarType dtype) -> Tensor",
 )  # fmt: skip

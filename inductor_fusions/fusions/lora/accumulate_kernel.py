@@ -15,6 +15,7 @@ from ...fusion import Rejected
 from ...operands import known_size
 from ...problems import Row
 from . import lowering
+from .accumulate import Sum
 from .elements import render
 from .narrow import padded
 
@@ -135,19 +136,17 @@ def choose(shape: Shape, device: torch.device) -> Config:
 # -- lowering -------------------------------------------------------------------------------------
 
 
-def kernel(
-    base: Any, a: list[Any], b: list[Any], scales: list[float], kept: list[Any], kept_products: list[int],
-    dtype: torch.dtype,
-) -> Any:  # fmt: skip
+def kernel(*given: Any) -> Any:
     """The result of one kernel; the arguments are those of the operation.
 
     Raises:
         Rejected: there is no kernel for it.
     """
-    masks = dict(zip(kept_products, kept, strict=True))
+    call = Sum(*given)
+    base, a, b, masks, dtype = call.base, call.a, call.b, call.masks(), call.dtype
     device = base.get_device()
     lowering.check_device(device)
-    check_factors(scales)
+    check_factors(call.scales)
     if len(a) > MOST_PRODUCTS:
         raise Rejected(f"there are more than {MOST_PRODUCTS} products")
     if not {base.get_dtype(), a[0].get_dtype(), dtype} <= set(DTYPES):
@@ -172,7 +171,7 @@ def kernel(
         shapes=[(rows, columns)],
         dtype=dtype if stored else torch.float32,
         device=device,
-        variants=[variant(choose(shape, device), shape, scales, sorted(masks), stored)],
+        variants=[variant(choose(shape, device), shape, call.scales, sorted(masks), stored)],
         stock=None,
         over="BASE" if stored else "",
     )
@@ -184,21 +183,18 @@ def kernel(
     return _inductor.cast(total, dtype)
 
 
-def one_by_one(
-    base: Any, a: list[Any], b: list[Any], scales: list[float], kept: list[Any], kept_products: list[int],
-    dtype: torch.dtype,
-) -> Any:  # fmt: skip
+def one_by_one(*given: Any) -> Any:
     """The products as stock lowers them, each by itself."""
-    masks = dict(zip(kept_products, kept, strict=True))
-    call = _inductor.call_lowering
-    wide = torch.float64 if torch.float64 in (base.get_dtype(), a[0].get_dtype()) else torch.float32
+    asked, call = Sum(*given), _inductor.call_lowering
+    base, masks = asked.base, asked.masks()
+    wide = torch.float64 if torch.float64 in (base.get_dtype(), asked.a[0].get_dtype()) else torch.float32
     total = _inductor.cast(base, wide)
-    for i, (left, right, scale) in enumerate(zip(a, b, scales, strict=True)):
+    for i, (left, right, scale) in enumerate(zip(asked.a, asked.b, asked.scales, strict=True)):
         part = _inductor.cast(scaled_product(left, right, scale), wide)
         if i in masks:
             part = call(aten.mul.Tensor, part, _inductor.cast(masks[i], wide))
         total = call(aten.add.Tensor, total, part)
-    return _inductor.cast(total, dtype)
+    return _inductor.cast(total, asked.dtype)
 
 
 def variant(

@@ -18,12 +18,12 @@ from ... import _inductor, tables
 from ...block_mm.configurations import shared_limit, tall
 from ...block_mm.heuristics import capability
 from ...block_mm.lowering import check_factors, scaled_product
-from ...block_mm.op import dtypes
 from ...decisions import Query, configured, tiles
 from ...fusion import Rejected
 from ...operands import may_use_tf32
 from ...problems import SINGLE_ROWS, Row
 from . import elements, lowering, narrow, narrow_kernel
+from .op import Linears
 
 aten = torch.ops.aten
 
@@ -206,28 +206,8 @@ def choose(shape: Shape, device: torch.device) -> Config:
     return configured("lora_decode", query.row, usual, lambda: candidates(shape, arch))
 
 
-class Call:
-    """One call of the operation while it is lowered; arguments as in `op`."""
-
-    def __init__(
-        self,
-        x: Any,
-        w: Sequence[Any],
-        bias: Sequence[Any],
-        bias_groups: Sequence[int],
-        a: Sequence[Any],
-        b: Sequence[Any],
-        groups: Sequence[int],
-        scales: Sequence[float],
-        early: bool,
-        dtype: torch.dtype,
-        wide: str = "",
-    ) -> None:
-        self.x, self.w, self.a, self.b = x, list(w), list(a), list(b)
-        self.bias = dict(zip(bias_groups, bias, strict=True))
-        self.groups, self.scales = list(groups), list(scales)
-        self.early, self.dtype = early, dtype
-        self.dtypes = dtypes(len(self.w), dtype, wide)
+class Lowering(Linears):
+    """A call of the operation while it is lowered."""
 
     def kernels(self) -> list[Any]:
         """Two kernels.
@@ -254,11 +234,11 @@ class Call:
         config = choose(shape, device)
         early = config.early and self.early and capability(device) >= 90
         parts = self._parts(x, a, shape, config, early, device)
-        bias = dict(zip(self.bias, _inductor.realize(list(self.bias.values())), strict=True))
+        bias = zip(self.bias_groups, _inductor.realize(self.bias), strict=True)
         inputs = [("X", x), *((f"W{g}", right) for g, right in enumerate(w))]
         inputs += [(f"P{i}", part) for i, part in enumerate(parts)]
         inputs += [(f"B{i}", right) for i, right in enumerate(b)]
-        inputs += [(f"C{g}", offset) for g, offset in bias.items()]
+        inputs += [(f"C{g}", offset) for g, offset in bias]
         outputs = _inductor.lower_to_template(
             name="lora_linear",
             inputs=inputs,
@@ -322,7 +302,7 @@ class Call:
                     "size": size,
                     "w": f"W{g}",
                     "adapters": adapters,
-                    "bias": f"C{g}" if g in self.bias else "",
+                    "bias": f"C{g}" if g in self.bias_groups else "",
                     "output": f"Y{g}" if g else "",
                 }
             )
@@ -373,6 +353,6 @@ class Call:
         for down, up, group, scale in zip(self.a, self.b, self.groups, self.scales, strict=True):
             y = scaled_product(scaled_product(self.x, down, 1.0), up, scale)
             outputs[group] = call(aten.add.Tensor, cast(outputs[group], torch.float32), y)
-        for group, offset in self.bias.items():
+        for group, offset in zip(self.bias_groups, self.bias, strict=True):
             outputs[group] = call(aten.add.Tensor, cast(outputs[group], torch.float32), offset)
         return [cast(y, kind) for y, kind in zip(outputs, self.dtypes, strict=True)]

@@ -18,6 +18,7 @@ from .adapters import Source, source
 from .emitter import Emitter
 from .groups import by_width
 from .masks import drawing, mask_of, masks_of
+from .op import NARROW_MM
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def insert(
     x = make.replay(down.origin)
     factors = [further(p, x) for p in down.members]
     scales = [down.origin.scale * p.scale for p in down.members]
-    outputs = make.narrow(x, right, scales, factors, False, masks_of(down.members))
+    outputs = make.parts(NARROW_MM, x, right, scales, factors, False, masks_of(down.members))
     place.sink()
     moved.update(views)
     forms = iter(outputs[len(right) :])

@@ -13,7 +13,6 @@ from ...graph.builder import Builder
 from ...graph.products import value
 from . import gather
 from .adapters import Source
-from .op import NARROW_MM
 from .recognise import Linear, Offset
 from .split import HIGH_BITS, LORA_SPLIT
 
@@ -33,18 +32,6 @@ class Emitter(Builder):
             target = aten.reshape.default if view.target in _VIEWS else view.target
             node = self.call(target, node, *view.args[1:])
         return node
-
-    def narrow(
-        self,
-        x: fx.Node,
-        right: Sequence[fx.Node],
-        scales: Sequence[float],
-        further: Sequence[float],
-        transposed: bool,
-        kept: Sequence[fx.Node],
-    ) -> list[fx.Node]:
-        """A narrow product: its outputs, as the operation has them."""
-        return self.parts(NARROW_MM, x, list(right), list(scales), list(further), transposed, list(kept))
 
     def weighted(
         self, left: fx.Node, right: fx.Node, vector: fx.Node, over: Sequence[int]

@@ -237,7 +237,7 @@ class Gradients(Candidate):
             x = make.call(aten.permute.default, x, [1, 0])
             right = [make.call(aten.permute.default, b, [1, 0]) for b in right]
         scales = [origin.scale * n.scale for origin, n in zip(origins, self.members, strict=True)]
-        outputs = make.narrow(x, right, scales, [0.0] * len(right), first.transposed, self._masks())
+        outputs = make.parts(NARROW_MM, x, right, scales, [0.0] * len(right), first.transposed, self._masks())
         place.sink()
         for n, output in zip(self.members, outputs, strict=True):
             substitute(n.node, output)

@@ -17,6 +17,7 @@ from ...operands import known_size
 from . import narrow
 from .elements import by_elements, elements_of
 from .narrow_kernel import ahead, variant
+from .op import Narrow
 
 aten = torch.ops.aten
 
@@ -33,19 +34,15 @@ def check_device(device: torch.device) -> None:
         raise Rejected("no kernel supports this device")
 
 
-def kernel(
-    x: Any,
-    b: Sequence[Any],
-    scales: Sequence[float],
-    further: Sequence[float],
-    transposed: bool,
-    kept: Sequence[Any],
-) -> list[Any]:
+def kernel(*given: Any) -> list[Any]:
     """The outputs of one kernel; the arguments are those of the operation.
 
     Raises:
         Rejected: there is no kernel for it.
     """
+    call = Narrow(*given)
+    x, b, kept = call.x, call.b, call.kept
+    scales, further, transposed = call.scales, call.further, call.transposed
     device = x.get_device()
     check_device(device)
     check_factors([*scales, *further])
@@ -185,24 +182,17 @@ def parts(y: Any, dtype: torch.dtype) -> Any:
     return _inductor.cast(_inductor.beside([high, high, low]), dtype)
 
 
-def one_by_one(
-    x: Any,
-    b: Sequence[Any],
-    scales: Sequence[float],
-    further: Sequence[float],
-    transposed: bool,
-    kept: Sequence[Any],
-) -> list[Any]:
+def one_by_one(*given: Any) -> list[Any]:
     """The products as stock lowers them, each by itself."""
-    call = _inductor.call_lowering
-    found, forms = [], []
-    read = [call(aten.mul.Tensor, x, mask) for mask in kept] or [x] * len(b)
-    for left, right, scale, factor in zip(read, map(_sum, b), scales, further, strict=True):
+    asked, call = Narrow(*given), _inductor.call_lowering
+    found, forms, x = [], [], asked.x
+    read = [call(aten.mul.Tensor, x, mask) for mask in asked.kept] or [x] * len(asked.b)
+    for left, right, scale, factor in zip(read, map(_sum, asked.b), asked.scales, asked.further, strict=True):
         y = scaled_product(left, right, scale)
-        found.append(call(aten.permute.default, y, [1, 0]) if transposed else y)
+        found.append(call(aten.permute.default, y, [1, 0]) if asked.transposed else y)
         if factor:
             forms.append(_form(y, factor, right.get_dtype(), x.get_dtype()))
-    if transposed:
+    if asked.transposed:
         found = [call(aten.clone.default, y) for y in found]
     return found + forms
 

@@ -17,6 +17,7 @@ is never widened, and never masked, in memory. Its outputs can be had in two mor
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,18 +27,37 @@ from ...block_mm.op import dtypes, exact_dtype
 from ...lowering import define
 
 
-def check(
-    x: Tensor,
-    b: Sequence[Tensor],
-    scales: Sequence[float],
-    further: Sequence[float],
-    kept: Sequence[Tensor],
-) -> None:
+@dataclass(frozen=True)
+class Narrow:
+    """A call of `lora_narrow_mm`, with tensors, or with Inductor's values for them.
+
+    Attributes:
+        x: shape (M, K), any strides.
+        b: shape (K, r) each, of the dtype of x or wider; or each of them as summands of the dtype of x, shape
+            (count, K, r), that stand for their sum in float32.
+        scales: factor of each product.
+        further: for each product, the factor of the form that a product of the dtype of x reads; 0: it is
+            not wanted.
+        transposed: whether the products are returned as (r, M), row-major.
+        kept: bool, shape (M, K), for each product or none: multiplies x as 0 and 1, so that 0 times NaN is
+            NaN.
+    """
+
+    x: Any
+    b: Sequence[Any]
+    scales: Sequence[float]
+    further: Sequence[float]
+    transposed: bool
+    kept: Sequence[Any]
+
+
+def check(call: Narrow) -> None:
     """Refuse arguments that do not fit together.
 
     Raises:
         ValueError: says which.
     """
+    x, b, scales, further, kept = call.x, call.b, call.scales, call.further, call.kept
     if not b or not (len(b) == len(scales) == len(further)):
         raise ValueError("narrow_mm needs at least one matrix, and a scale and a form for each")
     if x.dim() != 2 or any(right.dim() not in (2, 3) for right in b):
@@ -61,40 +81,20 @@ def check(
         torch._check(mask.shape[1] == x.shape[1], lambda: "a mask in kept has other columns than x")
 
 
-def _narrow_mm(
-    x: Tensor,
-    b: list[Tensor],
-    scales: list[float],
-    further: list[float],
-    transposed: bool,
-    kept: list[Tensor],
-) -> list[Tensor]:
-    """See the module.
-
-    Args:
-        x: shape (M, K), any strides.
-        b: shape (K, r) each, of the dtype of x or wider; or each of them as summands of the dtype of x, shape
-            (count, K, r), that stand for their sum in float32.
-        scales: factor of each product.
-        further: for each product, the factor of the form that a product of the dtype of x reads; 0: it is
-            not wanted.
-        transposed: whether the products are returned as (r, M), row-major.
-        kept: bool, shape (M, K), for each product or none: multiplies x as 0 and 1, so that 0 times NaN is
-            NaN.
-
-    Returns:
-        Every product, shape (M, r) and row-major, then the further forms: `parts`.
-    """
-    check(x, b, scales, further, kept)
-    b = [right.float().sum(0) if right.dim() == 3 else right for right in b]
-    read = [x * mask for mask in kept] or [x] * len(b)
+def _narrow_mm(*given: Any) -> list[Tensor]:
+    """Every product, shape (M, r) and row-major, then the further forms: `parts`."""
+    call = Narrow(*given)
+    check(call)
+    x, scales = call.x, call.scales
+    b = [right.float().sum(0) if right.dim() == 3 else right for right in call.b]
+    read = [x * mask for mask in call.kept] or [x] * len(b)
     outputs = [_product(left, right, scale) for left, right, scale in zip(read, b, scales, strict=True)]
     forms = [
         parts(_product(left, right, scale * factor), x.dtype)
-        for left, right, scale, factor in zip(read, b, scales, further, strict=True)
+        for left, right, scale, factor in zip(read, b, scales, call.further, strict=True)
         if factor
     ]
-    return [(y.t() if transposed else y).contiguous() for y in outputs] + forms
+    return [(y.t() if call.transposed else y).contiguous() for y in outputs] + forms
 
 
 def _product(x: Tensor, right: Tensor, scale: float) -> Tensor:
@@ -115,22 +115,17 @@ def parts(y: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat([high, high, (y - high.to(y.dtype)).to(dtype)], dim=1)
 
 
-def _empty(
-    x: Tensor,
-    b: list[Tensor],
-    scales: list[float],
-    further: list[float],
-    transposed: bool,
-    kept: list[Tensor],
-) -> list[Tensor]:
-    check(x, b, scales, further, kept)
+def _empty(*given: Any) -> list[Tensor]:
+    call = Narrow(*given)
+    check(call)
+    x, b = call.x, call.b
     rows = x.shape[0]
-    shapes = [(right.shape[-1], rows) if transposed else (rows, right.shape[-1]) for right in b]
+    shapes = [(right.shape[-1], rows) if call.transposed else (rows, right.shape[-1]) for right in b]
     kinds = [torch.float32 if right.dim() == 3 else right.dtype for right in b]
     found = [x.new_empty(shape, dtype=kind) for shape, kind in zip(shapes, kinds, strict=True)]
     forms = [
         right.shape[-1] * (1 if kind == x.dtype else 3)
-        for right, kind, factor in zip(b, kinds, further, strict=True)
+        for right, kind, factor in zip(b, kinds, call.further, strict=True)
         if factor
     ]
     return found + [x.new_empty((rows, columns)) for columns in forms]
@@ -173,6 +168,8 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 NARROW_MM = define(
     "lora_narrow_mm", _narrow_mm, _empty, setup=_setup, backward=_backward,
     flops=lambda x, b, *_: sum(2 * x[0] * right[-2] * right[-1] for right in b),
+    schema="(Tensor x, Tensor[] b, float[] scales, float[] further, bool transposed, Tensor[] kept) -> "
+    "Tensor[]",
 )  # fmt: skip
 
 _library = torch.library.Library("inductor_fusions", "FRAGMENT")
@@ -212,13 +209,11 @@ ROUNDED: Any = define("lora_rounded", _rounded, torch.empty_like, backward=lambd
 # -- whole linears ----------------------------------------------------------------------------------
 
 
-def _lora_linear(
-    x: Tensor, w: list[Tensor], bias: list[Tensor], bias_groups: list[int], a: list[Tensor], b: list[Tensor],
-    groups: list[int], scales: list[float], early: bool, dtype: torch.dtype, wide: str = "",
-) -> list[Tensor]:  # fmt: skip
-    """See the module.
+@dataclass(frozen=True)
+class Linears:
+    """A call of `lora_linear`, with tensors, or with Inductor's values for them.
 
-    Args:
+    Attributes:
         x: shape (M, K).
         w: shape (K, N_g) for each linear.
         bias: shape (N_g,) each.
@@ -231,25 +226,44 @@ def _lora_linear(
         dtype: of the outputs.
         wide: the numbers of the linears whose output is float32 instead, with commas between.
     """
-    outputs = [x @ right for right in w]
-    for down, up, group, scale in zip(a, b, groups, scales, strict=True):
-        outputs[group] = outputs[group] + _product(_product(x, down, 1.0), up, scale)
-    for offset, group in zip(bias, bias_groups, strict=True):
+
+    x: Any
+    w: Sequence[Any]
+    bias: Sequence[Any]
+    bias_groups: Sequence[int]
+    a: Sequence[Any]
+    b: Sequence[Any]
+    groups: Sequence[int]
+    scales: Sequence[float]
+    early: bool
+    dtype: torch.dtype
+    wide: str = ""
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Of each output."""
+        return dtypes(len(self.w), self.dtype, self.wide)
+
+
+def _lora_linear(*given: Any) -> list[Tensor]:
+    call = Linears(*given)
+    outputs = [call.x @ right for right in call.w]
+    for down, up, group, scale in zip(call.a, call.b, call.groups, call.scales, strict=True):
+        outputs[group] = outputs[group] + _product(_product(call.x, down, 1.0), up, scale)
+    for offset, group in zip(call.bias, call.bias_groups, strict=True):
         outputs[group] = outputs[group] + offset
-    return [y.to(kind).contiguous() for y, kind in zip(outputs, dtypes(len(w), dtype, wide), strict=True)]
+    return [y.to(kind).contiguous() for y, kind in zip(outputs, call.dtypes, strict=True)]
 
 
-def _empty_linear(
-    x: Tensor, w: list[Tensor], bias: Any, bias_groups: Any, a: Any, b: Any, groups: Any, scales: Any,
-    early: bool, dtype: torch.dtype, wide: str = "",
-) -> list[Tensor]:  # fmt: skip
-    kinds = dtypes(len(w), dtype, wide)
-    return [
-        x.new_empty((x.shape[0], right.shape[1]), dtype=kind) for right, kind in zip(w, kinds, strict=True)
-    ]
+def _empty_linear(*given: Any) -> list[Tensor]:
+    call = Linears(*given)
+    shapes = [(call.x.shape[0], right.shape[1]) for right in call.w]
+    return [call.x.new_empty(shape, dtype=kind) for shape, kind in zip(shapes, call.dtypes, strict=True)]
 
 
 LORA_LINEAR = define(
     "lora_linear", _lora_linear, _empty_linear,
     flops=lambda x, w, bias, bias_groups, a, b, *_: sum(2 * x[0] * y[0] * y[1] for y in (*w, *a, *b)),
+    schema="(Tensor x, Tensor[] w, Tensor[] bias, SymInt[] bias_groups, Tensor[] a, Tensor[] b, "
+    'SymInt[] groups, float[] scales, bool early, ScalarType dtype, str wide="") -> Tensor[]',
 )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ._inductor import is_batched, is_wrapper, range_of, value_of
-from .decisions import Span
+from .decisions import Decision, Span
 from .fusion import LeftToStock, Rejected
 from .reasons import Reason
 from .tables import dtype_name
@@ -52,6 +52,17 @@ def tokens_of(size: Any) -> int | Span | None:
 def text(value: torch.Tensor | None) -> str:
     """Dtype and shape for reports, such as "float32[8, 16]"; "" of None."""
     return "" if value is None else f"{dtype_name(value.dtype)}{list(value.shape)}"
+
+
+def profitable(decision: Decision) -> Decision:
+    """The same decision, if it is for a kernel.
+
+    Raises:
+        LeftToStock: it is for stock.
+    """
+    if decision.kernel is None:
+        raise LeftToStock(decision.reason)
+    return decision
 
 
 def may_use_tf32() -> bool:

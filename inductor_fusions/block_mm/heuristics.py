@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..decisions import Decision, Query, Span, configured, decide, decide_for_all, tiles
+from ..decisions import Decision, Query, Span, configured, decide_for_all, tiles
 from ..fusion import LeftToStock
+from ..operands import profitable
 from ..problems import Row
 from ..reasons import Reason
 from . import configurations
@@ -39,14 +40,9 @@ def decided(problem: Problem, device: torch.device, span: Span | None = None) ->
         )
     if not _has_sizes(problem):
         raise LeftToStock(Reason.SYMBOLIC("a size other than the number of rows is symbolic"))
-    if problem.tokens is not None:
-        decision = decide(_query(problem, problem.tokens), device)
-    else:
-        assert span is not None
-        decision = decide_for_all(_query(problem, span.hint), span, device)
-    if decision.kernel is None:
-        raise LeftToStock(decision.reason)
-    return decision
+    tokens = problem.tokens if problem.tokens is not None else span
+    assert tokens is not None
+    return profitable(decide_for_all(_query(problem), tokens, device))
 
 
 def choose(problem: Problem, device: torch.device, tokens: int | None = None) -> Config:
@@ -63,7 +59,7 @@ def choose(problem: Problem, device: torch.device, tokens: int | None = None) ->
     _check_capability(device)
     arch, tokens = capability(device), problem.tokens or tokens
     if tokens is not None and _has_sizes(problem):
-        query = _query(problem, tokens)
+        query = _query(problem).at(tokens)
 
         def fits(row: Row) -> Config | None:
             # The code of another number of products takes other registers.
@@ -87,5 +83,5 @@ def _check_capability(device: torch.device) -> None:
         raise LeftToStock(Reason.DEVICE("the device is older than compute capability 8.0"))
 
 
-def _query(problem: Problem, tokens: int) -> Query:
-    return Query("block_mm", {**problem.key, "tokens": tokens}, text=describe(problem))
+def _query(problem: Problem) -> Query:
+    return Query("block_mm", problem.key, text=describe(problem))

@@ -196,11 +196,13 @@ def _unknown(query: Query, device: torch.device) -> str:
     return Reason.NOT_MEASURED(f"not measured on {name}, and no measured shape is close{text}")
 
 
-def decide_for_all(query: Query, tokens: Span, device: torch.device) -> Decision:
-    """The decision for a symbolic number of tokens, where it is one for all that are likely.
+def decide_for_all(query: Query, tokens: int | Span, device: torch.device) -> Decision:
+    """The decision for a number of tokens; for a symbolic one, where it is one for all that are likely.
 
     Those that are few are left out: the kernels for them know how many there are, and are not emitted.
     """
+    if isinstance(tokens, int):
+        return decide(query.at(tokens), device)
     low, hint, high = max(tokens.low, FEW_ROWS + 1), tokens.hint, tokens.high
     if hint < low:
         return Decision(

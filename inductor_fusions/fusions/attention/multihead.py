@@ -24,7 +24,7 @@ from ...graph.builder import Builder
 from ...inplace import arguments
 from ...keeping import Keeping
 from ...liveness import erase_dead_readers, readers
-from ...operands import check_kind, may_use_tf32, text
+from ...operands import check_kind, may_use_tf32, profitable, text
 from ...reasons import Reason
 from .masks import Interpreter, classify, negation, visibility
 
@@ -103,9 +103,7 @@ class MultiheadForward(Candidate):
                 batch_heads=batch * heads, q_len=sizes[2], kv_len=sizes[3], head_dim=sizes[4] // heads,
                 candidates=("sdpa",), tf32=query.device.type == "cuda" and may_use_tf32(),
             )  # fmt: skip
-            if decision.kernel is None:
-                raise LeftToStock(decision.reason)
-            self.note = f", {decision.note}"
+            self.note = f", {profitable(decision).note}"
 
     def _mask(self, query: torch.Tensor, key: torch.Tensor) -> str:
         """The class of the mask, as tables name it; whether it is proved causal is kept."""

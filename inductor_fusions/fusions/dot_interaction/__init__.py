@@ -22,7 +22,7 @@ from ...graph.builder import Builder
 from ...graph.torch_ops import spellings
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
-from ...operands import check_device, check_kind, tensor, text
+from ...operands import check_device, check_kind, profitable, tensor, text
 from ...reasons import Reason
 from ...writes import check_between, check_kept
 from . import recognise
@@ -156,9 +156,7 @@ def measured(t: torch.Tensor, site: Site, pairs: str) -> tuple[str, list[int]]:
         "dtype": tables.dtype_name(t.dtype), "train": t.requires_grad, "features": features, "width": width,
         "dense": site.dense is not None, "samples": samples, "pairs": pairs,
     }  # fmt: skip
-    decision = decide(Query("dot_interaction", wanted), t.device)
-    if decision.kernel is None:
-        raise LeftToStock(decision.reason)
+    decision = profitable(decide(Query("dot_interaction", wanted), t.device))
     nearest = decision.rows[0]
     # Tiles hold so many features of so many columns.
     fit = (nearest["features"], nearest["width"]) == (features, width)

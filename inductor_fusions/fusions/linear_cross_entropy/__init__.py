@@ -15,13 +15,13 @@ from torch import fx
 
 from ... import config, tables
 from ..._inductor import hint, is_body_of_dynamo, known_true
-from ...decisions import Query, Span, decide, decide_for_all
+from ...decisions import Query, decide_for_all
 from ...derivatives import check_operation
 from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Reported, Scope
 from ...graph.torch_ops import CASTS, VIEWS, read, reads_metadata
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
-from ...operands import check_kind, tensor, text, tokens_of
+from ...operands import check_kind, profitable, tensor, text, tokens_of
 from ...reasons import Reason
 from ...writes import check_between, check_kept
 from . import emit, recognise
@@ -178,14 +178,8 @@ class LossHead(Candidate):
         tokens = tokens_of(rows)
         if tokens is None:
             raise LeftToStock(Reason.SYMBOLIC("the number of tokens is symbolic and has no hint"))
-        if isinstance(tokens, Span):
-            query = Query("linear_cross_entropy", {**wanted, "tokens": tokens.hint})
-            decision = decide_for_all(query, tokens, logits.device)
-        else:
-            decision = decide(Query("linear_cross_entropy", {**wanted, "tokens": tokens}), logits.device)
-        if decision.kernel is None:
-            raise LeftToStock(decision.reason)
-        return f", {decision.note}"
+        query = Query("linear_cross_entropy", wanted)
+        return f", {profitable(decide_for_all(query, tokens, logits.device)).note}"
 
     def rewrite(self) -> str:
         site = self.site

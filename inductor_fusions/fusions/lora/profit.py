@@ -10,7 +10,7 @@ import torch
 from ... import config, tables
 from ...block_mm.heuristics import capability
 from ...block_mm.problem import size_text
-from ...decisions import Decision, Query, Span, decide, decide_for_all
+from ...decisions import Decision, Query, Span, decide_for_all
 from ...fusion import LeftToStock
 from ...operands import may_use_tf32
 from ...reasons import Reason, like
@@ -200,10 +200,10 @@ def _pays(query: Query, tokens: int | Span | None, device: torch.device) -> str:
         )
         decision = Decision(None, reason=reason)
     else:
-        decision = _decided(query, tokens, device)
+        decision = decide_for_all(query, tokens, device)
         if not decision.measured:
             decision = min(
-                (_decided(one, tokens, device) for one in _between(query)),
+                (decide_for_all(one, tokens, device) for one in _between(query)),
                 key=lambda found: found.lower if found.kernel is not None else 0.0,
             )
     if decision.kernel is not None:
@@ -211,12 +211,6 @@ def _pays(query: Query, tokens: int | Span | None, device: torch.device) -> str:
     if config.policy != "always":
         raise LeftToStock(decision.reason)
     return ", not measured"
-
-
-def _decided(query: Query, tokens: int | Span, device: torch.device) -> Decision:
-    if isinstance(tokens, Span):
-        return decide_for_all(query, tokens, device)
-    return decide(query.at(tokens), device)
 
 
 def _between(query: Query) -> list[Query]:

@@ -133,6 +133,7 @@ VIEWS = frozenset(
     "view reshape flatten unflatten view_as reshape_as _unsafe_view squeeze unsqueeze".split()
 )  #: row-major order of elements is kept
 TRANSPOSES = frozenset("transpose swapaxes swapdims permute t".split())
+_MOVES = frozenset({"movedim", "moveaxis"})
 CASTS = frozenset(
     "to type_as type _to_copy convert_element_type float half bfloat16 double bool int long".split()
 )
@@ -398,12 +399,13 @@ def dropout_p(op: Op) -> float:
 
 
 def permutation(op: Op) -> list[int] | None:
-    """The dims of a transpose or permute, `x.T` and `x.mT` too: result dim i is input dim `permutation[i]`.
+    """The dims of a transpose or permute, `movedim`, `x.T` and `x.mT` too: result dim i is input dim
+    `permutation[i]`.
 
     None of any other operation, and where the dims are not known.
     """
     source = tensor(op.input)
-    if source is None or op.name not in TRANSPOSES | {"getattr"}:
+    if source is None or op.name not in TRANSPOSES | _MOVES | {"getattr"}:
         return None
     rank = source.dim()
     dims = list(range(rank))
@@ -414,6 +416,13 @@ def permutation(op: Op) -> list[int] | None:
         if not given or not all(isinstance(d, int) for d in given):
             return None
         return [d % rank for d in given]
+    if op.name in _MOVES:
+        ends = [x if isinstance(x, (list, tuple)) else (x,) for x in (op["source"], op["destination"])]
+        if not all(isinstance(d, int) for each in ends for d in each):
+            return None
+        moved = {to % rank: start % rank for start, to in zip(*ends, strict=True)}
+        rest = iter([d for d in dims if d not in moved.values()])
+        return [moved[d] if d in moved else next(rest) for d in dims]
     if op.name == "t" or (op.name == "getattr" and op["name"] == "T"):
         return dims[::-1]
     if op.name == "getattr":

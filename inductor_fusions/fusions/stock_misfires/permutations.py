@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import fx
 
-from ..._inductor import ATTRIBUTES, known_true
+from ..._inductor import known_true
 from ...fusion import Candidate
-from ...graph.torch_ops import TRANSPOSES, read
+from ...graph.torch_ops import permutation, read
 from ...operands import tensor
 from .respelling import Respelled
 from .walk import factors, name_of
 
 #: What may stand between a permutation and the product that reads it, and leaves its dims where they are.
 _TRANSPARENT = {"contiguous", "clone", "expand", "to", "float", "half", "bfloat16", "mul", "div"}
-_PERMUTES = TRANSPOSES | {"movedim", "moveaxis", "getattr"}
 #: The dims that stock's patterns take every permutation to have: heads brought forward, k transposed.
 _HEADS = (0, 2, 1, 3)
 
@@ -40,26 +38,10 @@ class Permutation(Respelled):
 def permutation_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]] | None:
     """(input, dims) of a transpose or permute of any spelling: result dim i is input dim `dims[i]`."""
     op = read(node)
-    source = op.input if op is not None and op.name in _PERMUTES else None
-    if op is None or not isinstance(source, fx.Node):
+    dims = permutation(op) if op is not None else None
+    if op is None or dims is None or not isinstance(op.input, fx.Node) or tensor(node) is None:
         return None
-    before, result = tensor(source), tensor(node)
-    if before is None or result is None or before.dim() != result.dim():
-        return None
-    if op.name == "getattr" and op["name"] not in ATTRIBUTES.values():
-        return None
-    # Asked of a tensor whose sizes tell its dims apart.
-    probe = torch.empty(tuple(range(2, 2 + before.dim())), device="meta")
-    try:
-        turned: Any
-        if op.name == "getattr":
-            turned = getattr(probe, op["name"])
-        else:
-            rest = {key: value for key, value in node.kwargs.items() if key != "input"}
-            turned = getattr(torch.Tensor, op.name)(probe, *node.args[1:], **rest)
-    except (TypeError, RuntimeError, AttributeError):
-        return None
-    return source, tuple(size - 2 for size in turned.shape)
+    return op.input, tuple(dims)
 
 
 def composed(first: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:

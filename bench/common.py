@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import sys
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+import inductor_fusions
 from inductor_fusions.worker.clock import Call, Timing, interleave, summarize, synchronize
 
 __all__ = ["Timing", "summarize", "synchronize"]
@@ -235,6 +237,22 @@ def error_limit(unfused: float | None, dtype: torch.dtype) -> float:
     """The error that is allowed: 1.5 times that of the unfused compiled form, plus eps of the dtype."""
     eps = torch.finfo(dtype).eps
     return 2 * eps if unfused is None else 1.5 * unfused + eps
+
+
+@contextlib.contextmanager
+def switched(on: bool) -> Iterator[None]:
+    """The fusions on or off, in every thread: on a GPU, a backward is compiled in one of autograd's."""
+    before = inductor_fusions.enabled()
+    (inductor_fusions.enable if on else inductor_fusions.disable)()
+    try:
+        yield
+    finally:
+        (inductor_fusions.enable if before else inductor_fusions.disable)()
+
+
+def own_settings() -> dict[str, str]:
+    """The environment variables of inductor_fusions that are set."""
+    return {k: v for k, v in sorted(os.environ.items()) if k.startswith("INDUCTOR_FUSIONS")}
 
 
 def is_fatal(error: BaseException) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
 import re
 import sys
 import tempfile
@@ -176,7 +175,7 @@ def _measure(
         # The roofline is drawn for operations and blocks.
         dtypes = sorted({entry.dtype for entry in todo if entry.suite != "models"})
         header = suites.header(device, repeat, dtypes)
-        header["settings"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith("INDUCTOR_FUSIONS")}
+        header["settings"] = common.own_settings()
         different = comparing.unlike(header, old) if old is not None else ""
         if different:
             raise UserError(f"--compare: {different}")

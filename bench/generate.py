@@ -37,7 +37,7 @@ import torch
 
 import inductor_fusions
 from bench import model_cases, models_lora, steps, tuning
-from bench.common import Json, one_line, summarize, synchronize
+from bench.common import Json, own_settings, summarize, synchronize
 from bench.pool import FileLock
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -277,16 +277,9 @@ def measure(case: Case, device: str, quick: bool, rounds: int, lock: FileLock | 
     }  # fmt: skip
 
 
-def work(task: tuple[Case, str, bool, int], path: Path) -> tuple[Json, bool]:
+def measure_case(case: Case, options: argparse.Namespace, lock: FileLock) -> Json:
     """Measure one case. Other processes compile beside it, and wait while it is timed."""
-    case, device, quick, rounds = task
-    start = time.monotonic()
-    try:
-        row = measure(case, device, quick, rounds, FileLock(path))
-    except Exception as error:
-        return {"key": case.key, "failed": one_line(error, 300)}, True
-    row["measure_s"] = round(time.monotonic() - start, 1)
-    return {"key": case.key, **asdict(case), **row}, True
+    return measure(case, options.device, options.quick, options.rounds, lock)
 
 
 def describe(row: Json) -> str:
@@ -307,15 +300,11 @@ def main() -> None:
         serve(Case(**options.serve), options.device, options.quick)
         return
     shorter = [replace(case, prompt=min(case.prompt, 8), batch=min(case.batch, 2)) for case in grid()]
-    cases = tuning.select(list(dict.fromkeys(shorter)) if options.quick else grid(), options)
-    jobs = min(tuning.processes(options, most=3), len(cases) or 1)
-    settings = {k: v for k, v in sorted(os.environ.items()) if k.startswith("INDUCTOR_FUSIONS")}
-    _, failed = tuning.measure(
-        "bench.generate", options, [[case] for case in cases], work,
-        lambda group: (group[0], options.device, options.quick, options.rounds),
-        describe, jobs, 20.0 if options.quick else 50.0, header={"settings": settings},
+    tuning.run(
+        "bench.generate", options, list(dict.fromkeys(shorter)) if options.quick else grid(), measure_case,
+        describe, tuning.processes(options, most=3), 20.0 if options.quick else 50.0,
+        {"settings": own_settings()},
     )  # fmt: skip
-    tuning.end(failed)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 import re
 import time
 from contextlib import nullcontext
@@ -43,6 +42,7 @@ from bench.common import (
     interleave,
     is_fatal,
     one_line,
+    own_settings,
     peak_bytes,
     relative_error,
 )
@@ -336,10 +336,9 @@ def main() -> None:
     options = parser.parse_args()
     cases = [replace(case, seq=min(case.seq, 96)) if options.quick else case for case in (*CASES, *WIDTHS)]
     jobs = tuning.processes(options, most=5)
-    settings = {k: v for k, v in sorted(os.environ.items()) if k.startswith("INDUCTOR_FUSIONS")}
     tuning.run(
         "bench.models_lora", options, cases, measure_case, describe, jobs,
-        20.0 if options.quick else 90.0, {"settings": settings, "jobs": jobs},
+        20.0 if options.quick else 90.0, {"settings": own_settings(), "jobs": jobs},
     )  # fmt: skip
 
 

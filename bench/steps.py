@@ -25,20 +25,27 @@ and the norm of its first gradient, must agree with stock's.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 
 from bench import model_cases, models_lora, tuning
-from bench.common import Json, compiled_only, device_milliseconds, interleave, is_fatal, one_line, peak_bytes
+from bench.common import (
+    Json,
+    compiled_only,
+    device_milliseconds,
+    interleave,
+    is_fatal,
+    one_line,
+    own_settings,
+    peak_bytes,
+)
 from bench.models.measure import free, site_counts, static_bytes
 from bench.models.variants import Variant, collect
 from bench.pool import FileLock
@@ -331,20 +338,14 @@ def measure(
     return row
 
 
-def work(task: tuple[Case, str, bool, int, tuple[str, ...]], path: Path) -> tuple[Json, bool]:
+def measure_case(case: Case, options: argparse.Namespace, lock: FileLock) -> Json:
     """Measure one case. Other processes compile beside it, and wait while it is timed."""
-    case, device, quick, rounds, names = task
     torch._dynamo.config.recompile_limit = 64
-    start = time.monotonic()
     try:
-        row = measure(case, device, quick, rounds, names, FileLock(path))
-    except Exception as error:
-        return {"key": case.key, "failed": one_line(error, 300)}, not is_fatal(error)
+        row = measure(case, options.device, options.quick, options.rounds, options.variants, lock)
     finally:
-        free(device)
-    row["compile_s"] = round(sum(each["compile_s"] for each in row["learned"].values()), 1)
-    row["measure_s"] = round(time.monotonic() - start - row["compile_s"], 1)
-    return {"key": case.key, **asdict(case), **row}, True
+        free(options.device)
+    return {**row, "compile_s": round(sum(each["compile_s"] for each in row["learned"].values()), 1)}
 
 
 def describe(row: Json) -> str:
@@ -367,15 +368,10 @@ def main() -> None:
         help=f"of {', '.join(MARKERS)}, with commas",
     )  # fmt: skip
     options = parser.parse_args()
-    cases = tuning.select(grid(), options)
-    jobs = min(tuning.processes(options, most=3), len(cases) or 1)
-    settings = {k: v for k, v in sorted(os.environ.items()) if k.startswith("INDUCTOR_FUSIONS")}
-    _, failed = tuning.measure(
-        "bench.steps", options, [[case] for case in cases], work,
-        lambda group: (group[0], options.device, options.quick, options.rounds, options.variants),
-        describe, jobs, 20.0 if options.quick else 60.0, header={"settings": settings},
+    tuning.run(
+        "bench.steps", options, grid(), measure_case, describe, tuning.processes(options, most=3),
+        20.0 if options.quick else 60.0, {"settings": own_settings()},
     )  # fmt: skip
-    tuning.end(failed)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ of a result out of the error budget are left out.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import math
@@ -47,6 +46,7 @@ from bench.common import (
     interleave,
     one_line,
     peak_bytes,
+    switched,
     synchronize,
 )
 from bench.models import measure as whole_models
@@ -213,7 +213,7 @@ def compiled_variants(
         compiled = _compile(work.function(variant), variant)
         quiet = torch._inductor.config.patch(force_disable_caches=True)
         try:
-            with fresh_cache(), quiet, _switched(variant == "fused"):
+            with fresh_cache(), quiet, switched(variant == "fused"):
                 with reporting.isolated(False) as sites:
                     start = time.monotonic()
                     work.step(variant, compiled, 0)
@@ -231,17 +231,6 @@ def compiled_variants(
             continue
         calls[variant] = _in_turn(work, variant, compiled)
     return calls, facts
-
-
-@contextlib.contextmanager
-def _switched(on: bool) -> Iterator[None]:
-    """The fusions on or off, in every thread: on a GPU, a backward is compiled in one of autograd's."""
-    before = inductor_fusions.enabled()
-    (inductor_fusions.enable if on else inductor_fusions.disable)()
-    try:
-        yield
-    finally:
-        (inductor_fusions.enable if before else inductor_fusions.disable)()
 
 
 def _in_turn(work: cases.Work, variant: str, compiled: Callable[..., Any]) -> Callable[[], Any]:
@@ -354,7 +343,7 @@ def measure_model(case: model_cases.Case, settings: Settings, say: Callable[[str
     wanted = (*basic, *(AUTOTUNED if settings.autotune else ()))
     how = whole_models.Settings(settings.device, small, wanted, rounds)
     rows = []
-    with _switched(inductor_fusions.enabled()):  # bench.models leaves the fusions off
+    with switched(inductor_fusions.enabled()):  # bench.models leaves the fusions off
         for i in range(settings.repeats):
             rows.append(whole_models.measure(case, how, i % 2 == 1, say))
             free(settings.device)
@@ -365,7 +354,7 @@ def measure_adapted(case: models_lora.Case, settings: Settings, say: Callable[[s
     """A row of `bench.models_lora`, whose frozen model is the limit; each repeated run compiles anew."""
     rows = []
     rounds = 8 if settings.quick else 24
-    with _switched(inductor_fusions.enabled()), torch._dynamo.config.patch(recompile_limit=64):
+    with switched(inductor_fusions.enabled()), torch._dynamo.config.patch(recompile_limit=64):
         for _ in range(settings.repeats):
             say("compiling and timing")
             rows.append(models_lora.measure(case, settings.device, settings.device == "cpu", rounds))
@@ -400,7 +389,7 @@ def prepare(todo: Sequence[Entry], device: str) -> None:
     """What a process needs once: for whole models on a GPU, what else the first of them would pay for."""
     whole_models.set_up()
     if device == "cuda" and any(entry.suite == "models" for entry in todo):
-        with _switched(inductor_fusions.enabled()):
+        with switched(inductor_fusions.enabled()):
             whole_models.warm_up(device)
 
 

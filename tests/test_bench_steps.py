@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from bench import docs, generate, steps
+from bench import docs, generate, steps, tuning
 from inductor_fusions import config
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 LLAMA = steps.Case("llama-1b", 2, 32)
+QUICK = argparse.Namespace(device="cpu", quick=True, rounds=1)
 
 
 @pytest.mark.parametrize("grid", [steps.grid, generate.grid])
@@ -129,7 +131,9 @@ def test_comparison() -> None:
 @pytest.mark.slow
 def test_generate_row(tmp_path: Path) -> None:
     """Both processes answer, and only one of them fuses."""
-    row, usable = generate.work((generate.Case("llama-1b", 6, 1), "cpu", True, 1), tmp_path / "lock")
+    row, usable = tuning.each(
+        (generate.measure_case, generate.Case("llama-1b", 6, 1), QUICK), tmp_path / "lock"
+    )
     assert usable and "failed" not in row and row["correct"], row
     assert row["sites"] and row["graphs"] == {"stock": 1, "fused": 1} and len(row["equal"]) == 1
     assert "tokens/s" in generate.describe(row)
@@ -139,7 +143,7 @@ def test_generate_row(tmp_path: Path) -> None:
 def test_process_that_dies(tmp_path: Path) -> None:
     """What it wrote last is the reason."""
     case = generate.Case("no such model", 6, 1)
-    row, usable = generate.work((case, "cpu", True, 1), tmp_path / "lock")
+    row, usable = tuning.each((generate.measure_case, case, QUICK), tmp_path / "lock")
     assert usable and "FileNotFoundError" in row["failed"]
 
 

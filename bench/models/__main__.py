@@ -15,7 +15,7 @@ import torch
 
 import inductor_fusions
 from bench import models
-from bench.common import Budget, Json, Progress, Results, free, is_fatal, one_line
+from bench.common import Budget, Json, Progress, Results, free, is_fatal, one_line, own_settings
 from bench.model_cases import CASES, Case, quick_case
 from bench.models.measure import Settings, measure, set_up, warm_up, work
 from bench.models.report import describe
@@ -192,7 +192,7 @@ def main() -> None:
     header = environment(options.device, "bench.models")
     header["inductor_fusions"] = getattr(inductor_fusions, "__version__", None)
     header["jobs"] = options.jobs
-    header["settings"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith("INDUCTOR_FUSIONS")}
+    header["settings"] = own_settings()
     results = Results(options.out, header, key=lambda row: str(row["name"]))
     failed = run(options, cases, results)
     if failed:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 import inductor_fusions
-from bench.common import Json, collect, fresh_cache, one_line, synchronize
+from bench.common import Json, collect, fresh_cache, one_line, switched, synchronize
 from bench.model_cases import BY_HAND, WITHOUT, Case, build, share_weights, supports_sdpa
 
 MODES = ("default", "reduce-overhead", "max-autotune")
@@ -94,13 +94,9 @@ class Variant:
     @contextlib.contextmanager
     def switched(self) -> Iterator[None]:
         """inductor_fusions on or off, as the name says; afterwards as before."""
-        before = inductor_fusions.enabled()
-        (inductor_fusions.enable if self.fuses else inductor_fusions.disable)()
-        try:
-            with fresh_cache(), torch._inductor.config.patch(force_disable_caches=True):
-                yield
-        finally:
-            (inductor_fusions.enable if before else inductor_fusions.disable)()
+        disabled = torch._inductor.config.patch(force_disable_caches=True)
+        with switched(self.fuses), fresh_cache(), disabled:
+            yield
 
     def first_step(self, device: str) -> float:
         """Compile, from empty caches; the seconds."""

@@ -8,17 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from bench.common import DTYPES, apart
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "": lambda x: x,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-}
+from inductor_fusions.worker.linears import multiplied
 
 Tensors = list[torch.Tensor]
 
@@ -135,16 +127,7 @@ def make(row: Row, device: str, seed: int) -> Operands:
 
 def unfused(row: Row, a: Tensors, b: Tensors) -> Tensors:
     """What the graph of a model has."""
-    products = [x @ w for x, w in zip(a, b, strict=True)]
-    act = ACTIVATIONS[row.activation]
-    if row.kind == "gated":
-        return [act(products[0]) * products[1]]
-    if row.kind == "sum":
-        total = products[0]
-        for product in products[1:]:
-            total = total + product
-        return [total]
-    return [act(y) for y in products]
+    return multiplied(row.kind, row.activation, a, b)
 
 
 def fused(row: Row, a: Tensors, b: Tensors) -> Tensors:

@@ -42,7 +42,7 @@ LAYERS = {
     "tables": {"problems"},
     "machine": {"problems", "tables", "_inductor"},
     "decisions": {"config", "machine", "problems", "reasons", "tables", "_inductor"},
-    "worker": {"budget", "fusions", "ops"} | BASE,
+    "worker": {"block_mm", "budget", "fusions", "ops"} | BASE,
     "fusion": BASE,
     "operands": {"decisions", "fusion", "reasons", "tables", "_inductor"},
     "graph": {"fusion", "inplace", "liveness", "operands", "writes", "reasons", "_inductor"},
@@ -116,7 +116,7 @@ LAYERS = {
         "fusions",
     }
     | BASE,
-    "demo": {"public", "testing", "fusion", "budget"} | BASE,
+    "demo": {"public", "testing", "fusion", "budget", "worker"} | BASE,
     "__main__": {"cli"},
 }
 # The same inside _inductor/. Its __init__ imports them all; the rest of the package imports that alone.

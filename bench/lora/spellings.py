@@ -11,11 +11,7 @@ import torch.nn.functional as F
 from bench.common import DTYPES
 from bench.lora.rows import Row
 from bench.tuning_linears import checked_rows as rows
-
-#: Factor of every adapter: lora_alpha / r.
-SCALE = 2.0
-#: What a dropout keeps.
-KEPT = 0.9
+from inductor_fusions.worker.linears import KEPT, SCALE, behind_masks
 
 Tensors = list[torch.Tensor]
 
@@ -109,14 +105,7 @@ def accumulate(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tens
 
 def dropped(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors:
     """The gradient of the input of linears whose adapters have a dropout each, as autograd spells it."""
-    total: torch.Tensor | None = None
-    for dy, kept, weight, down, up in zip(x[: len(w)], x[len(w) :], w, a, b, strict=True):
-        through = ((dy.to(up.dtype) * SCALE) @ up) @ down
-        through = (through * (kept.to(up.dtype) * (1 / KEPT))).to(dy.dtype)
-        part = dy @ weight
-        total = through + part if total is None else total + through + part
-    assert total is not None
-    return [total]
+    return behind_masks(x, w, b, a)
 
 
 def gradient(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors:

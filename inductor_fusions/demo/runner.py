@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import statistics
+import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .. import _inductor, config, reporting
+from ..worker.clock import Timing, interleave, synchronize
 from .models import Case, build, make_inputs
 from .reference import reference_tokens, run_reference, within_budget
 
 #: Blocks of each that are timed.
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 25
+#: Seconds of a block of short steps.
+BLOCK = 0.02
 
 # Dynamo shares compiled code between equal backends, and backends are equal if their options are. So
 # stock's differ: they empty the hooks that the fusions are installed in, beside the toggle.
@@ -115,10 +118,8 @@ class Runner:
             row.errors = reference.errors(output, gradients)
             del reference, stock_output, stock_gradients, output, gradients
             self.say(PHASES[4])
-            times = interleave(
-                [lambda: self.step(stock), lambda: self.step(fused)], self.device, self.seconds
-            )
-            row.stock_ms, row.fused_ms = (1e3 * t for t in times)
+            times = self._interleaved({"stock": stock, "fused": fused})
+            row.stock_ms, row.fused_ms = (1e3 * times[name].median for name in ("stock", "fused"))
             row.ratio = row.stock_ms / row.fused_ms
         if row.fused + row.left < row.sites:
             row.verdict = f"{row.sites - row.fused - row.left} not fused"
@@ -127,6 +128,18 @@ class Runner:
         elif row.left:
             row.verdict = f"ok, {row.left} left to stock"
         return row
+
+    def _interleaved(self, compiled: dict[str, Any]) -> dict[str, Timing]:
+        """Times of a step of each, in as many rounds as there is time for."""
+        calls = {name: functools.partial(self.step, call) for name, call in compiled.items()}
+        start = time.perf_counter()
+        for call in calls.values():
+            call()
+        synchronize(self.device.type)
+        # A block is one step, or several short ones.
+        seconds = max(time.perf_counter() - start, BLOCK * len(calls))
+        rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, int(self.seconds / seconds)))
+        return interleave(calls, self.device.type, rounds, BLOCK, max_calls=10)
 
     def step(self, compiled: Callable[..., Any]) -> torch.Tensor:
         """One inference, or one training step without an optimizer; the last hidden state."""
@@ -143,7 +156,7 @@ class Runner:
         start = time.perf_counter()
         output = self.step(compiled)
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        synchronize(self.device)
+        synchronize(self.device.type)
         self.model.zero_grad(set_to_none=True)
         return time.perf_counter() - start, output, gradients
 
@@ -164,33 +177,3 @@ class Runner:
         self.row.fused, self.row.left = len(fused), len(left)
         self.row.kernels = sorted({site.kernel for site in fused})
         self.row.missed = dict(Counter(site.reason for site in found if site.verdict != "fused"))
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def interleave(steps: Sequence[Callable[[], object]], device: torch.device, seconds: float) -> list[float]:
-    """Median seconds of each step: one block of each in turn, so that what slows the machine hits all."""
-
-    def block(step: Callable[[], object], count: int) -> float:
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(count):
-            step()
-        synchronize(device)
-        return (time.perf_counter() - start) / count
-
-    count = max(1, min(10, round(0.02 / min(block(step, 1) for step in steps))))
-    samples: list[list[float]] = [[] for _ in steps]
-    order = list(range(len(steps)))
-    start = time.perf_counter()
-    for rounds in range(MOST_ROUNDS):
-        if rounds >= FEWEST_ROUNDS and time.perf_counter() - start > seconds:
-            break
-        for i in order:
-            samples[i].append(block(steps[i], count))
-        order.reverse()
-    return [statistics.median(values) for values in samples]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from ..block_mm.op import ACTIVATIONS
 from ..fusions.lora.op import NARROW_MM
 from ..ops import block_mm
 from ..problems import FEW_ROWS, Row, has_adapters
@@ -17,15 +18,6 @@ from .case import Case, Tensors, UnableError, generator
 SCALE = 2.0
 #: What a dropout keeps.
 KEPT = 0.9
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "": lambda x: x,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "sigmoid": torch.sigmoid,
-}
 
 
 def products(row: Row, device: str) -> Case:
@@ -57,20 +49,25 @@ def products(row: Row, device: str) -> Case:
     activation, gated = row.get("activation", ""), kind == "gated"
 
     def written_out(*given: torch.Tensor) -> Tensors:
-        found = [x @ w for x, w in zip(given[:count], given[count:], strict=True)]
-        if kind == "sum":
-            total = found[0]
-            for product in found[1:]:
-                total = total + product
-            return [total]
-        found[0] = ACTIVATIONS[activation](found[0])
-        return [found[0] * found[1]] if gated else found
+        return multiplied(kind, activation, given[:count], given[count:])
 
     def fused(*given: torch.Tensor) -> Tensors:
         names = [activation, *[""] * groups[-1]]
         return block_mm(given[:count], given[count:], groups=groups, gated=gated, activations=names)
 
     return Case(written_out, [*a, *b], fused=fused, varied="block_mm")
+
+
+def multiplied(kind: str, activation: str, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> Tensors:
+    """The products of a block GEMM as the graph of a model has them, the first with its activation."""
+    found = [x @ w for x, w in zip(a, b, strict=True)]
+    if kind == "sum":
+        total = found[0]
+        for product in found[1:]:
+            total = total + product
+        return [total]
+    found[0] = ACTIVATIONS[activation](found[0])
+    return [found[0] * found[1]] if kind == "gated" else found
 
 
 def adapted(row: Row, device: str) -> Case:
@@ -148,18 +145,28 @@ def added(row: Row, device: str) -> Case:
 
     def dropped(*flat: torch.Tensor) -> Tensors:
         one = given.like(flat)
-        total: torch.Tensor | None = None
-        for dy, kept, weight, (a,), (b,) in zip(
-            one.x[:masks], one.x[masks:], one.w, one.down, one.up, strict=True
-        ):
-            through = ((dy.to(a.dtype) * SCALE) @ a) @ b
-            through = (through * (kept.to(b.dtype) * (1 / KEPT))).to(dy.dtype)
-            part = dy @ weight
-            total = through + part if total is None else total + through + part
-        assert total is not None
-        return [total]
+        down, up = ([only for (only,) in some] for some in (one.down, one.up))
+        return behind_masks(one.x, one.w, down, up)
 
     return Case(dropped, given.flat(), varied="lora_accumulate")
+
+
+def behind_masks(x: Tensors, w: Tensors, down: Tensors, up: Tensors) -> Tensors:
+    """The gradient of the input of linears whose adapters have a dropout each, as autograd spells it.
+
+    Args:
+        x: dY of each linear, then the mask of each adapter.
+        w: weights, shape (out, in).
+        down, up: what dY is multiplied by of each adapter, shapes (out, r) and (r, in).
+    """
+    total: torch.Tensor | None = None
+    for dy, kept, weight, a, b in zip(x[: len(w)], x[len(w) :], w, down, up, strict=True):
+        through = ((dy.to(a.dtype) * SCALE) @ a) @ b
+        through = (through * (kept.to(b.dtype) * (1 / KEPT))).to(dy.dtype)
+        part = dy @ weight
+        total = through + part if total is None else total + through + part
+    assert total is not None
+    return [total]
 
 
 def narrow(row: Row, device: str) -> Case:

@@ -43,14 +43,14 @@ def argument(spec: Spec) -> Any:
     return (torch.randn(spec) * 0.7).requires_grad_() if isinstance(spec, tuple) else spec()
 
 
-def collector(table: dict[str, Form]) -> Callable[..., Callable[[Any], Any]]:
-    """A decorator that adds a function or a class to `table`, under its name."""
+def collector(table: dict[str, Any], kind: Callable[..., Any] = Form) -> Callable[..., Callable[[Any], Any]]:
+    """A decorator that adds a function or a class to `table`, under its name, as a form of this kind."""
 
-    def form(*specs: Spec, **options: Any) -> Callable[[Any], Any]:
+    def form(*specs: Any, **options: Any) -> Callable[[Any], Any]:
         def add(made: Any) -> Any:
             name = made.__name__
             assert name not in table, name
-            table[name] = Form(name, made, specs, **options)
+            table[name] = kind(name, made, specs, **options)
             return made
 
         return add

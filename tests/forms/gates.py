@@ -7,10 +7,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .linear_form import collector
+from .form import collector
+from .linear_form import LinearForm
 
 GATES: dict[str, Any] = {}
-form = collector(GATES)
+form = collector(GATES, LinearForm)
 X = (2, 48, 64)
 PACKED = (X, "frozen 256x64")
 

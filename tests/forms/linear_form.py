@@ -49,21 +49,6 @@ def argument(spec: Spec, dtype: torch.dtype) -> Any:
     return (torch.randn(shape) * 0.5).to(dtype).requires_grad_(not frozen)
 
 
-def collector(table: dict[str, LinearForm]) -> Callable[..., Callable[[Any], Any]]:
-    """A decorator that adds a function or a class to `table`, under its name."""
-
-    def form(*specs: Spec, **options: Any) -> Callable[[Any], Any]:
-        def add(made: Any) -> Any:
-            name = made.__name__
-            assert name not in table, name
-            table[name] = LinearForm(name, made, specs, **options)
-            return made
-
-        return add
-
-    return form
-
-
 def low_rank(width: int, out: int, rank: int) -> tuple[nn.Linear, nn.Linear]:
     """A and B, without biases."""
     return nn.Linear(width, rank, bias=False), nn.Linear(rank, out, bias=False)

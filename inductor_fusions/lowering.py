@@ -59,6 +59,20 @@ def define(
     return packet.default
 
 
+def check_device(device: torch.device) -> None:
+    """Refuse a device that no kernel template of ours is made for.
+
+    Raises:
+        Rejected: another one than CUDA, an old one, or no pass of ours to tell caches of the kernel.
+    """
+    if not _inductor.passes_installed():
+        raise Rejected("the passes are not installed, so the cache key would not cover the kernel")
+    if device.type != "cuda":
+        raise Rejected(f"no kernel supports devices of type {device.type}")
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        raise Rejected("the device is older than compute capability 8.0")
+
+
 def kernel_or(name: str, kernel: Callable[[], T | None], instead: Callable[[], T]) -> T:
     """The values of a kernel; those of `instead` where there is no kernel for a case, or making it raises.
 

@@ -12,6 +12,7 @@ import torch
 
 from .. import _inductor, config
 from ..fusion import Rejected
+from ..lowering import check_device
 from ..operands import known_size, may_use_tf32
 from . import configurations, guards, heuristics, template
 from .op import Call, exact_dtype
@@ -60,11 +61,8 @@ class Lowering(Call):
         Raises:
             Rejected: there is no kernel for it.
         """
-        if not _inductor.passes_installed():
-            raise Rejected("the passes are not installed, so the cache key would not cover the kernel")
         device = self.a[0].get_device()
-        if device.type != "cuda":
-            raise Rejected(f"no kernel supports devices of type {device.type}")
+        check_device(device)
         if len(self.groups) > MOST_PRODUCTS or 0.0 in self.scales:
             raise Rejected(f"there are more than {MOST_PRODUCTS} products, or one has the scale 0")
         # The accumulator is kept in units of them.

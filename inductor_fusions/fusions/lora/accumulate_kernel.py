@@ -12,9 +12,9 @@ from ... import _inductor, tables
 from ...block_mm.lowering import check_factors, scaled_product
 from ...decisions import Query, configured, some, tiles
 from ...fusion import Rejected
+from ...lowering import check_device
 from ...operands import known_size
 from ...problems import Row
-from . import lowering
 from .accumulate import Sum
 from .elements import render
 from .narrow import padded
@@ -145,7 +145,7 @@ def kernel(*given: Any) -> Any:
     call = Sum(*given)
     base, a, b, masks, dtype = call.base, call.a, call.b, call.masks(), call.dtype
     device = base.get_device()
-    lowering.check_device(device)
+    check_device(device)
     check_factors(call.scales)
     if len(a) > MOST_PRODUCTS:
         raise Rejected(f"there are more than {MOST_PRODUCTS} products")

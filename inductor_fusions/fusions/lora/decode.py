@@ -20,6 +20,7 @@ from ...block_mm.heuristics import capability
 from ...block_mm.lowering import check_factors, scaled_product
 from ...decisions import Query, configured, tiles
 from ...fusion import Rejected
+from ...lowering import check_device
 from ...operands import may_use_tf32
 from ...problems import SINGLE_ROWS, Row
 from . import elements, lowering, narrow, narrow_kernel
@@ -216,7 +217,7 @@ class Lowering(Linears):
             Rejected: there are none for it.
         """
         device = self.x.get_device()
-        lowering.check_device(device)
+        check_device(device)
         check_factors(self.scales)
         held = _inductor.realize([self.x, *self.w, *self.a, *self.b])
         count, adapters = len(self.w), len(self.a)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ... import _inductor
-from ...block_mm.heuristics import capability
 from ...block_mm.lowering import check_factors, scaled_product
 from ...decisions import configured, some
 from ...fusion import Rejected
+from ...lowering import check_device
 from ...operands import known_size
 from . import narrow
 from .elements import by_elements, elements_of
@@ -20,18 +20,6 @@ from .narrow_kernel import ahead, variant
 from .op import Narrow
 
 aten = torch.ops.aten
-
-
-def check_device(device: torch.device) -> None:
-    """Refuse what no kernel is made for.
-
-    Raises:
-        Rejected: another device than CUDA, an old one, or no pass of ours to tell caches of the kernel.
-    """
-    if not _inductor.passes_installed():
-        raise Rejected("the passes are not installed, so the cache key would not cover the kernel")
-    if device.type != "cuda" or capability(device) < 80:
-        raise Rejected("no kernel supports this device")
 
 
 def kernel(*given: Any) -> list[Any]:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ... import _inductor
 from ...fusion import Rejected
-from ...lowering import define
-from . import elements, lowering
+from ...lowering import check_device, define
+from . import elements
 
 #: The bits of a float32 that a bfloat16 has as well.
 HIGH_BITS = -(1 << 16)
@@ -107,7 +107,7 @@ def kernel(
     In its place the operation is called as it is: of a cast to 16 bits and back in one loop Inductor keeps
     nothing.
     """
-    lowering.check_device(matrices[0].get_device())
+    check_device(matrices[0].get_device())
     matrices = _inductor.realize(matrices)
     factors: list[dict[str, Any]] = []
     outputs: list[tuple[str, tuple[Any, Any], torch.dtype]] = []

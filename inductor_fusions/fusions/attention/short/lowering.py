@@ -12,6 +12,7 @@ import torch
 from .... import _inductor
 from ....block_mm import template
 from ....fusion import Rejected
+from ....lowering import check_device
 from ....operands import may_use_tf32
 from ....problems import padded
 from . import op, plan
@@ -50,12 +51,7 @@ class Call:
     ) -> None:  # fmt: skip
         self.device = q.get_device()
         self.dtype = q.get_dtype()
-        if not _inductor.passes_installed():
-            raise Rejected("the passes are not installed, so the cache key would not cover the kernel")
-        if self.device.type != "cuda":
-            raise Rejected(f"no kernel supports devices of type {self.device.type}")
-        if torch.cuda.get_device_capability(self.device) < (8, 0):
-            raise Rejected("the device is older than compute capability 8.0")
+        check_device(self.device)
         if self.dtype not in DTYPES or len(masks) > MOST_MASKS:
             raise Rejected(f"no kernel for {self.dtype} with {len(masks)} masks")
         sizes = [_inductor.sizes(x) for x in (q, k, v)]

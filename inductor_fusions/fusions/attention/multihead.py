@@ -17,16 +17,15 @@ from torch import fx
 
 from ... import config, decisions
 from ..._inductor import holds_now, records_gradients
-from ...derivatives import Derivatives
 from ...fusion import Candidate, LeftToStock, Rejected
 from ...graph import torch_ops
 from ...graph.builder import Builder
 from ...inplace import arguments
-from ...keeping import Keeping
 from ...liveness import erase_dead_readers, readers
 from ...operands import check_kind, may_use_tf32, profitable, text
 from ...reasons import Reason
-from .masks import Interpreter, classify, negation, visibility
+from .masks import classify, negation, visibility
+from .scope import Scope
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
@@ -40,19 +39,12 @@ class MultiheadForward(Candidate):
     """A call that may be asked for weights that nothing reads.
 
     Args:
-        graph: the graph.
+        scope: of its graph.
         call: the node.
-        interpreter: reads masks.
-        derivatives: that the graph takes.
-        keeping: what may change in it.
     """
 
-    def __init__(
-        self, graph: fx.Graph, call: fx.Node, interpreter: Interpreter, derivatives: Derivatives,
-        keeping: Keeping,
-    ) -> None:  # fmt: skip
-        self.graph, self.anchor, self.interpreter, self.derivatives = graph, call, interpreter, derivatives
-        self.keeping = keeping
+    def __init__(self, scope: Scope, call: fx.Node) -> None:
+        self.scope, self.anchor = scope, call
         args, kwargs = arguments(call)
         given = _SIGNATURE.bind(*args, **kwargs)
         given.apply_defaults()
@@ -69,8 +61,8 @@ class MultiheadForward(Candidate):
         if query is None or key is None or not isinstance(output, tuple):
             raise Rejected(Reason.NOT_A_TENSOR("an argument of multi_head_attention_forward is not a tensor"))
         check_kind(query)
-        self.derivatives.check([self.anchor])
-        if "MATH" not in self.derivatives.modes.at(self.anchor).backends:
+        self.scope.derivatives.check([self.anchor])
+        if "MATH" not in self.scope.derivatives.modes.at(self.anchor).backends:
             raise LeftToStock(
                 Reason.NO_KERNEL("SDPA's math backend is disabled, and only it supports every attention")
             )
@@ -129,26 +121,26 @@ class MultiheadForward(Candidate):
         """Whether a mask, additive or True where a key is hidden, is proved causal."""
         found = torch_ops.tensor(mask)
         assert found is not None
-        with self.interpreter.reading(self.anchor):
+        with self.scope.interpreter.reading(self.anchor):
             if found.dtype != torch.bool:
-                read = None if found.requires_grad else visibility(self.interpreter.read(mask))
+                read = None if found.requires_grad else visibility(self.scope.interpreter.read(mask))
                 return bool(read is not None and classify(read[0], shape).causal)
-            visible = self.interpreter.boolean(mask)
+            visible = self.scope.interpreter.boolean(mask)
         return bool(visible is not None and classify(negation(visible), shape).causal)
 
     def rewrite(self) -> str:
         arguments = {**self.arguments, "need_weights": False, "is_causal": self.causal}
         mask, out = arguments["attn_mask"], self.anchor.meta["example_value"][0]
         if mask is not None and not self.causal and records_gradients(out):
-            arguments["attn_mask"] = self.keeping.kept(mask, self.anchor)  # an addition keeps none
+            arguments["attn_mask"] = self.scope.keeping.kept(mask, self.anchor)  # an addition keeps none
         build = Builder(self.anchor, kept=tuple(self.anchor.meta))
         new = build.given((out, None), F.multi_head_attention_forward, **arguments)
         for user in list(self.anchor.users):
             if user.args[1] == 1:
                 erase_dead_readers([user])
-                self.graph.erase_node(user)
+                self.scope.graph.erase_node(user)
         self.anchor.replace_all_uses_with(new)
-        self.graph.erase_node(self.anchor)
+        self.scope.graph.erase_node(self.anchor)
         return f"sdpa{', is_causal' if self.causal else ''}, in multi_head_attention_forward{self.note}"
 
 

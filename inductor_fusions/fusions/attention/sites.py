@@ -57,9 +57,7 @@ def sdpa_call(scope: Scope, match: Match) -> Candidate:
 
 def multihead_call(scope: Scope, match: Match) -> Candidate:
     """A call of `F.multi_head_attention_forward`."""
-    return MultiheadForward(
-        scope.graph, match.output_node(), scope.interpreter, scope.derivatives, scope.keeping
-    )
+    return MultiheadForward(scope, match.output_node())
 
 
 class HandWritten(Candidate):

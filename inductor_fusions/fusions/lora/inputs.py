@@ -21,7 +21,6 @@ the rounded sum, until the fusion of adapters reads the graph, prevents it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -210,21 +209,12 @@ class AdapterInput(Candidate):
     """A down-projection of a widened or dropped input.
 
     Args:
-        graph: the graph.
+        scope: of its graph.
         site: what it is.
-        known: the `effects` of the graph.
-        derivatives: that the graph takes.
-        keeping: what may change in it.
-        modes: of its nodes.
     """
 
-    def __init__(
-        self, graph: fx.Graph, site: Site, known: Sequence[fx.Node], derivatives: Derivatives,
-        keeping: Keeping, modes: Modes,
-    ) -> None:  # fmt: skip
-        self.graph, self.site, self.known, self.derivatives = graph, site, known, derivatives
-        self.keeping, self.modes = keeping, modes
-        self.anchor = site.linear
+    def __init__(self, scope: Inputs, site: Site) -> None:
+        self.scope, self.site, self.anchor = scope, site, site.linear
         self.kernel = ""
         self.cast: torch.dtype | None = None  # what autocast rounds operands to, where it is on
 
@@ -233,11 +223,11 @@ class AdapterInput(Candidate):
         return found | ({"dropout": f"{self.site.chance:g}"} if self.site.drop is not None else {})
 
     def guard(self) -> None:
-        site = self.site
+        site, scope = self.site, self.scope
         x, a, out = tensor(site.x), tensor(site.a), tensor(site.linear)
         assert x is not None and a is not None and out is not None
         check_kind(x, a, out)
-        cast = self.cast = dict(self.modes.at(site.linear).autocast).get(x.device.type)
+        cast = self.cast = dict(scope.modes.at(site.linear).autocast).get(x.device.type)
         if out.dtype != (a.dtype if cast is None else cast) or (cast is not None and x.dtype != cast):
             raise Rejected(Reason.MIXED_DTYPES("the operands have different dtypes"))
         if cast is not None and site.drop is None:
@@ -247,9 +237,9 @@ class AdapterInput(Candidate):
         if site.drop is not None:
             self._check_dropout(site.drop)
         where = "the cast and the linear" if site.drop is None else "the dropout and the linear"
-        check_between(site.between, site.linear, where, self.derivatives.modes, self.known)
-        check_kept([site.x, site.a], site.linear, self.known)
-        check_operation([*site.between, site.linear], self.derivatives)
+        check_between(site.between, site.linear, where, scope.derivatives.modes, scope.effects)
+        check_kept([site.x, site.a], site.linear, scope.effects)
+        check_operation([*site.between, site.linear], scope.derivatives)
         check_device(x)
         tokens: Any = 1
         for size in x.shape[:-1]:
@@ -290,7 +280,7 @@ class AdapterInput(Candidate):
         old.replace_all_uses_with(new)
         for node in (old, *reversed(site.between)):
             if not node.users:
-                self.graph.erase_node(node)
+                self.scope.graph.erase_node(node)
         for up in ups if drops_narrow_casts() and self.cast is None else ():
             self._mark(_rounded_sum(up, x.dtype))
         return self.kernel
@@ -304,9 +294,9 @@ class AdapterInput(Candidate):
         source, first = self.site.x, (*self.site.between, self.site.linear)[0]
 
         def reads(user: fx.Node) -> bool:
-            return _reads(user, source) and self.keeping.is_same_at(source, user, first)
+            return _reads(user, source) and self.scope.keeping.is_same_at(source, user, first)
 
-        x = self.keeping.kept(source, min((first, *filter(reads, source.users))))
+        x = self.scope.keeping.kept(source, min((first, *filter(reads, source.users))))
         if x is not source:
             source.replace_all_uses_with(x, delete_user_cb=reads)
         return x
@@ -347,6 +337,4 @@ FUSION = Fusion(
 def down_projection(scope: Inputs, match: Match) -> Candidate | None:
     """A down-projection of a widened or dropped input that is trained."""
     site = _read(match.output_node())
-    if site is None:
-        return None
-    return AdapterInput(scope.graph, site, scope.effects, scope.derivatives, scope.keeping, scope.modes)
+    return AdapterInput(scope, site) if site is not None else None

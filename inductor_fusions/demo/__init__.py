@@ -34,7 +34,7 @@ FULL_SIZE_BYTES = 60 * 2**30
 
 @dataclass
 class Result:
-    """The rows of a run, where it ran, and whether with tiny models, whose times mean nothing."""
+    """The rows of a run, where it ran, and whether with tiny models, whose times are not valid."""
 
     device: str
     dtype: str
@@ -151,7 +151,7 @@ def show(result: Result, console: Console) -> None:
         f"against float64, at most {ERROR_FACTOR} times stock's; {result.seconds:.0f} s in all"
     )
     if result.quick:
-        caption += "; models so tiny that times mean nothing"
+        caption += "; tiny models: the times are not valid"
     table = Table(title="torch.compile, stock and fused", caption=caption, box=SIMPLE_HEAD, padding=0)
     table.add_column("model", overflow="fold")
     for name in ("attention\nsites", "fused", "stock\nms", "fused\nms", "ratio", "error", "stock's\nerror"):

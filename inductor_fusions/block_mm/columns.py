@@ -1,11 +1,12 @@
 """Slices of a product's columns, as products with slices of its weight.
 
 A gate and what it multiplies are often one linear, whose result is taken apart again: by `chunk` or `split`,
-by slices, every second column, or as rows of a view.
+by slices, every second column, as rows of a view, or as parts that an einsum puts in front.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -151,23 +152,56 @@ def _of_rows(node: Any, dim: Any, index: Any, depth: int) -> Columns | None:
     """One row, or one column, of a view of the columns as a matrix."""
     if not isinstance(node, fx.Node) or node.target not in RESHAPES or not isinstance(index, int):
         return None
-    rows, source = value(node).shape[-2:], node.args[0]
-    inside = _columns(source, depth - 1)
-    if inside is None or not isinstance(dim, int) or len(rows) < 2:
+    if not isinstance(dim, int):
         return None
-    if not all(isinstance(size, int) for size in rows):
+    shape = value(node).shape
+    place = dim % len(shape)
+    if place == 0 and len(shape) > 2:
+        return _of_first(node, index, depth)
+    rows = shape[-2:]
+    if len(shape) < 2 or len(shape) - place > 2 or not all(isinstance(size, int) for size in rows):
         return None
-    assert isinstance(source, fx.Node)
-    before = value(source).shape[:-1]
-    if rows[0] * rows[1] != inside.count or not same_sizes(before, value(node).shape[:-2]):
+    inside = _viewed(node, rows[0] * rows[1], depth)
+    if inside is None:
         return None
-    place = dim % value(node).dim() - value(node).dim()
-    if place not in (-1, -2):
-        return None
-    index %= rows[place]
-    start = index * rows[1] if place == -2 else index
-    step, count = (1, rows[1]) if place == -2 else (rows[1], rows[0])
+    index %= shape[place]
+    along = len(shape) - place == 2
+    start = index * rows[1] if along else index
+    step, count = (1, rows[1]) if along else (rows[1], rows[0])
     return _taken(inside, range(start, start + step * (count - 1) + 1, step))
+
+
+def _of_first(node: fx.Node, index: int, depth: int) -> Columns | None:
+    """One of some parts that a permutation has put in front of the rows, as `"bnd,cdf->cbnf"` does."""
+    parts, step = value(node).shape[0], node
+    while step.target in RESHAPES and isinstance(step.args[0], fx.Node):
+        step = step.args[0]
+        if str(value(step).shape[:1]) != str(value(node).shape[:1]):
+            return None
+    if step.target is not aten.permute.default or not isinstance(parts, int) or parts == 1:
+        return None
+    arguments: tuple[Any, ...] = step.args
+    viewed, dims = arguments
+    sizes = value(viewed).shape
+    first, *others = (dim for dim in dims if str(sizes[dim]) != "1")
+    behind = sizes[first + 1 :]
+    if dims[0] != first or others != sorted(others) or not all(isinstance(size, int) for size in behind):
+        return None
+    count = math.prod(behind)
+    inside = _viewed(viewed, parts * count, depth)
+    start = index % parts * count
+    return None if inside is None else _taken(inside, range(start, start + count))
+
+
+def _viewed(node: fx.Node, count: int, depth: int) -> Columns | None:
+    """The columns, so many of them, that a node views as it likes: a view keeps the elements in order."""
+    source: Any = node
+    while isinstance(source, fx.Node) and source.target in RESHAPES and depth:
+        source, depth = source.args[0], depth - 1
+        inside = _columns(source, depth)
+        if inside is not None and inside.count == count:
+            return inside
+    return None
 
 
 def _is_last(dims: Any, source: fx.Node) -> bool:

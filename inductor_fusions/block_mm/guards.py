@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
@@ -11,9 +11,9 @@ from .. import config, operands
 from .._inductor import known_true, max_autotune
 from ..decisions import Span
 from ..fusion import LeftToStock, Rejected
-from ..graph.products import Product, identity, value
+from ..graph.products import VIEWS, Product, identity, product, readers, value
 from ..operands import tokens_of
-from ..reasons import Reason
+from ..reasons import Reason, Said
 from ..tables import dtype_name
 from .heuristics import choose, decided
 from .problem import Problem, describe, of_operands
@@ -99,6 +99,35 @@ def text(node: fx.Node) -> str:
     """Dtype and shape, for reports."""
     found = value(node)
     return f"{dtype_name(found.dtype)}{[int(s) if isinstance(s, int) else str(s) for s in found.shape]}"
+
+
+def called(node: fx.Node) -> str:
+    """What a report calls the operation of a node."""
+    if node.op != "call_function":
+        return "an input of the graph"
+    if product(node) is not None:
+        return "another product"
+    return str(node.target).removeprefix("aten.").removeprefix("prims.").partition(".")[0]
+
+
+def read_elsewhere(what: str, users: Iterable[fx.Node], reason: str = "the backward") -> Said:
+    """What a report says of a value that others read as well.
+
+    Args:
+        what: the value, as the subject of a sentence.
+        users: who reads it beside the site, views looked through.
+        reason: for what it is saved, where the graph returns it.
+    """
+    found = [each for user in users for each in ([user] if user.op == "output" else _behind_views(user))]
+    if any(user.op == "output" for user in found):
+        return Reason.USED_ELSEWHERE(f"{what} is returned, or saved for {reason}")
+    names = sorted({called(user) for user in found})
+    return Reason.USED_ELSEWHERE(f"{what} is read more than once, by {' and '.join(names)}")
+
+
+def _behind_views(node: fx.Node) -> list[fx.Node]:
+    """A node; or what reads it, where it is a view."""
+    return list(readers(node)) if node.target in VIEWS else [node]
 
 
 def check_products(products: Sequence[Product]) -> None:

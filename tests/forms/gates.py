@@ -40,6 +40,38 @@ def interleaved(x: Any, w: Any) -> Any:
     return F.silu(h[..., ::2]) * h[..., 1::2]
 
 
+@form(X, "frozen 2x64x128", left=(0, 1), reasons=("", "used-elsewhere"))
+def parts_in_front(x: Any, w: Any) -> Any:
+    """One weight of both matrices, as Gemma has it in JAX."""
+    gate, up = torch.einsum("bnd,cdf->cbnf", x, w)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+@form(X, "frozen 64x2x128", left=(0, 1), reasons=("", "used-elsewhere"))
+def parts_in_the_middle(x: Any, w: Any) -> Any:
+    h = torch.einsum("bnd,dcf->bncf", x, w)
+    return F.silu(h[..., 0, :]) * h[..., 1, :]
+
+
+@form(X, "frozen 2x64x128", left=(1, 1))
+def parts_in_front_turned(x: Any, w: Any) -> Any:
+    """Columns are in front of the rows."""
+    gate, up = torch.einsum("bnd,cdf->cbfn", x, w)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+@form(*PACKED, left=(1, 1), reasons=("is returned", "is returned"))
+def returned_gate(x: Any, w: Any) -> Any:
+    gate, up = F.linear(x, w).chunk(2, dim=-1)
+    return F.silu(gate) * up, gate
+
+
+@form(*PACKED, left=(1, 1), reasons=("by cumsum", "used-elsewhere"))
+def gate_that_is_summed_up(x: Any, w: Any) -> Any:
+    gate, up = F.linear(x, w).chunk(2, dim=-1)
+    return F.silu(gate) * up + gate.cumsum(1)
+
+
 @form(*PACKED, left=(1, 1), reasons=("clamp_min", "clamp_min"))
 def gpt_oss_clamped(x: Any, w: Any) -> Any:
     """Both are clamped, and the sigmoid has a factor."""

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from ..._inductor import known_true
+from ...block_mm import guards
 from ...graph.products import (
     CASTS,
     DIV,
@@ -349,7 +350,7 @@ def alone(up: fx.Node) -> Said:
             return NO_PRODUCT
         if by is None and user.target not in RESHAPES and user.target not in CASTS and scaled(user) is None:
             return Reason.NO_BASE(
-                f"{_called(user)} reads the result of the adapter before it is added to a base"
+                f"{guards.called(user)} reads the result of the adapter before it is added to a base"
             )
         node = user
     return Reason.NO_BASE("the result of the adapter is not added to anything")
@@ -357,17 +358,9 @@ def alone(up: fx.Node) -> Said:
 
 def _read_elsewhere(node: fx.Node) -> Said:
     """What else there is that reads the result of an adapter."""
-    kept = any(user.op == "output" for user in node.users)
-    if kept and any(_other_factor(user, node) is not None for user in node.users):
-        return Reason.USED_ELSEWHERE(
-            "the result of the adapter is returned, or saved for the gradient of a factor"
-        )
-    if kept:
-        return Reason.USED_ELSEWHERE("the result of the adapter is returned, or saved for the backward")
-    names = sorted({_called(user) for user in node.users})
-    return Reason.USED_ELSEWHERE(
-        f"the result of the adapter is read more than once, by {' and '.join(names)}"
-    )
+    scaled_by = any(_other_factor(user, node) is not None for user in node.users)
+    reason = "the gradient of a factor" if scaled_by else "the backward"
+    return guards.read_elsewhere("the result of the adapter", node.users, reason)
 
 
 def _other_factor(user: fx.Node, node: fx.Node) -> fx.Node | None:
@@ -377,15 +370,6 @@ def _other_factor(user: fx.Node, node: fx.Node) -> fx.Node | None:
     first, second = user.args
     by = second if first is node else first if user.target in MUL else None
     return by if isinstance(by, fx.Node) and tensor(by) is not None else None
-
-
-def _called(node: fx.Node) -> str:
-    """What a report calls the operation of a node."""
-    if node.op != "call_function":
-        return "an input of the graph"
-    if product(node) is not None:
-        return "another product"
-    return str(node.target).removeprefix("aten.").removeprefix("prims.").partition(".")[0]
 
 
 def _sources(node: Any, depth: int = 4) -> Iterator[torch.Tensor]:

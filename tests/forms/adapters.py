@@ -58,13 +58,13 @@ def lycoris_module_scale(x: Any, w: Any, a: Any, b: Any, scalar: Any) -> Any:
     return F.linear(x, w) + F.linear(F.linear(x, a) * scalar, b)
 
 
-@form(*LORA, (8,), (1,), left=(1, 1), reasons=("divided by a tensor", "used-elsewhere"))
+@form(*LORA, (8,), (1,))
 def adalora(x: Any, w: Any, a: Any, b: Any, e: Any, ranknum: Any) -> Any:
     """Singular values between both, a count of ranks below."""
     return F.linear(x, w) + (x @ (a * e[:, None]).T @ b.T) * 16 / (ranknum.abs() + 1e-5)
 
 
-@form(*LORA, (8,), (128,), left=(0, 1))
+@form(*LORA, (8,), (128,))
 def vera(x: Any, w: Any, a: Any, b: Any, d: Any, e: Any) -> Any:
     """Vectors between A and B, and behind B."""
     return F.linear(x, w) + e * F.linear(d * F.linear(x, a), b)
@@ -84,6 +84,13 @@ def mixture_of_adapters(x: Any, w: Any, a: Any, b: Any, c: Any, d: Any, gate: An
     for i, (down, up) in enumerate(((a, b), (c, d))):
         result = result + gate[..., i : i + 1] * F.linear(F.linear(x, down), up) * 2.0
     return result
+
+
+@form(*LORA, (128, 8), (2, 64), left=(1, 1))
+def hydra(x: Any, w: Any, a: Any, b: Any, d: Any, router: Any) -> Any:
+    """One A and several Bs, each with a number for each token."""
+    gates, narrow = F.linear(x, router).softmax(-1), F.linear(x, a)
+    return F.linear(x, w) + gates[:, :, :1] * F.linear(narrow, b) + gates[:, :, 1:] * F.linear(narrow, d)
 
 
 @form(*LORA, lambda: torch.tensor([0, 1]))
@@ -117,7 +124,7 @@ def adapter_activation(x: Any, w: Any, a: Any, b: Any) -> Any:
     return F.linear(x, w) + F.linear(F.relu(F.linear(x, a)), b) * 4.0
 
 
-@form(*LORA, (1,), left=(0, 1), reasons=("", "used-elsewhere"))
+@form(*LORA, (1,))
 def adapterhub_gate(x: Any, w: Any, a: Any, b: Any, gate: Any) -> Any:
     """A factor of shape (1,)."""
     return F.linear(x, w) + F.linear(F.linear(x, a), b) * 2.0 * gate
@@ -140,22 +147,62 @@ def dora_scale(w: Any, a: Any, b: Any, m: Any) -> Any:
     return m / torch.linalg.norm(w + 0.5 * (b @ a), dim=1).detach()
 
 
-@form(*LORA, (128,), left=(1, 2), reasons=("", "used-elsewhere"))
+@form(*LORA, (128,), left=(1, 1))
 def dora_torchtune(x: Any, w: Any, a: Any, b: Any, m: Any) -> Any:
     base, lora = F.linear(x, w), F.linear(F.linear(x, a), b) * 0.5
     scale = dora_scale(w, a, b, m)
     return (scale - 1) * base + scale * lora + base
 
 
-@form(*LORA, (128,), left=(1, 2), reasons=("", "used-elsewhere"))
+@form(*LORA, (128,), left=(1, 1))
 def dora_peft(x: Any, w: Any, a: Any, b: Any, m: Any) -> Any:
-    """With a bias that is taken away first."""
     result = F.linear(x, w)
     scale = dora_scale(w, a, b, m).view(1, -1)
     return result + ((scale - 1) * result + scale * F.linear(F.linear(x, a), b) * 0.5)
 
 
-@form(*LORA, (128,), left=(1, 2), reasons=("", "used-elsewhere"))
+@form(*LORA, (128,), (128,), left=(1, 1))
+def dora_peft_bias(x: Any, w: Any, a: Any, b: Any, m: Any, c: Any) -> Any:
+    """The vector does not multiply the bias, which is taken away first."""
+    result = F.linear(x, w, c)
+    scale = dora_scale(w, a, b, m).view(1, -1)
+    return result + ((scale - 1) * (result - c) + scale * F.linear(F.linear(x, a), b) * 0.5)
+
+
+@form(*LORA, (128,), (128,), left=(1, 1))
+def dora_of_the_bias(x: Any, w: Any, a: Any, b: Any, m: Any, c: Any) -> Any:
+    """The vector multiplies the bias as well."""
+    scale = dora_scale(w, a, b, m)
+    return scale * F.linear(x, w, c) + scale * (F.linear(F.linear(x, a), b) * 0.5)
+
+
+@form(*LORA, (128,), (128,), left=(2, 2))
+def dora_of_half_the_bias(x: Any, w: Any, a: Any, b: Any, m: Any, c: Any) -> Any:
+    result, scale = F.linear(x, w, c), dora_scale(w, a, b, m)
+    return scale * (result - c * 0.5) + scale * F.linear(F.linear(x, a), b)
+
+
+@form(*LORA, (128,), (128,), left=(1, 1))
+def dora_in_place(x: Any, w: Any, a: Any, b: Any, m: Any, c: Any) -> Any:
+    result = F.linear(x, w)
+    scale = dora_scale(w, a, b, m).view(1, -1)
+    result += (scale - 1) * F.linear(x, w)
+    result += (scale * F.linear(F.linear(x, a), b)) * 0.5
+    result += c.view(1, -1).expand_as(result)
+    return result
+
+
+@form(*LORA, (128,), left=(2, 2), reasons=("", "used-elsewhere"))
+def dora_whose_linear_is_overwritten(x: Any, w: Any, a: Any, b: Any, m: Any) -> Any:
+    """By a name that is read again."""
+    result, scale = F.linear(x, w), dora_scale(w, a, b, m)
+    view = result[0]
+    result += (scale - 1) * F.linear(x, w)
+    result += scale * F.linear(F.linear(x, a), b)
+    return result, view.sum()
+
+
+@form(*LORA, (128,), left=(1, 1))
 def dora_nvlabs(x: Any, w: Any, a: Any, b: Any, m: Any) -> Any:
     scale = dora_scale(w, a, b, m).view(1, -1)
     org = F.linear(x, w)

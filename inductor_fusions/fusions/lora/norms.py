@@ -1,159 +1,282 @@
-"""DoRA as libraries spell it, in the form that is one product with its vector: `v * (y + s * l)`.
+"""Vectors that multiply an adapter, before autograd, which then saves no result of the adapter for them.
 
-    (v - 1) * y + v * (s * l) + y        torchtune, NVlabs and PEFT: y is the linear, l its adapter
+    v * (y + s * l)    of `(v - 1) * y + v * (s * l) + y`: DoRA as torchtune, NVlabs and PEFT write it
+    (g * h) B          of `g * (h B)`: g is one number, or one for each row, such as the gates of a router
+    h (B v)            of `v * (h B)`: v has one number for each column, as in VeRA
 
-The sum is collected as a polynomial: `v` times what is added, where no y is left beside it. After that the
-sum inside is a linear with an adapter as any other, and the vector a loop behind it. These are fewer
-operations, so it is no slower where the linear is left to stock.
+Each is fewer operations on large tensors in the backward, and no more in the forward. So it is no slower
+where the linear is left to stock. As a sum inside a vector, and as a product between A and B, the graph after
+autograd has a linear with an adapter as any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+import functools
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
-from ...block_mm import guards
-from ...fusion import Candidate
-from ...graph.builder import Builder, substitute
-from ...graph.products import (
-    CASTS,
-    MUL,
-    RESHAPES,
-    Product,
-    is_factor,
-    product,
-    scaled,
-    tensor,
-    through,
-    value,
-    widens,
-)
-from .adapters import adapter_of, has_size_of
-from .recognise import additions_behind, summands
+from ..._inductor import was_erased
+from ...derivatives import check_operation
+from ...fusion import Candidate, Rejected
+from ...graph.builder import Builder
+from ...graph.torch_ops import CASTS, VIEWS, Op, linear_of, read
+from ...liveness import erase_dead_readers, is_dead, readers
+from ...operands import check_device, check_kind, holds, tensor
+from ...reasons import Reason
+from ...writes import check_between, check_kept
+from .adapters import MOST_RANK
+from .inputs import Inputs
+from .op import LORA_DOWN, LORA_DROPPED_DOWN
 
-aten = torch.ops.aten
+if TYPE_CHECKING:
+    from ..._inductor import Match
+
+#: How far A may be from B, and B from the sum.
+_STEPS = 12
+#: What may be between A and B.
+_POINTWISE = CASTS | frozenset("dropout mul div relu gelu silu tanh sigmoid contiguous".split())
+
+
+def vectors(scope: Inputs, match: Match) -> Candidate | None:
+    """An adapter that a vector multiplies in front of a sum."""
+    up = match.output_node()
+    if not _is_up(up):
+        return None
+    return _normalised(up, scope) or _moved(up, scope)
+
+
+def _is_up(node: fx.Node) -> bool:
+    """Whether a node is the second product of an adapter."""
+    found = linear_of(node)
+    if found is None or found[3] is not None:
+        return False
+    narrow, wide = tensor(found[0]), tensor(node)
+    if narrow is None or wide is None or not wide.is_floating_point():
+        return False
+    rank, columns = narrow.shape[-1], wide.shape[-1]
+    if not isinstance(rank, int) or not isinstance(columns, int) or not 2 * rank <= columns:
+        return False
+    return rank <= MOST_RANK and _has_down(found[0], rank)
+
+
+def _has_down(node: Any, rank: int) -> bool:
+    """Whether a narrow matrix is a function of a product with a wide one."""
+    for _ in range(_STEPS):
+        source = linear_of(node)
+        if source is None and isinstance(node, fx.Node) and node.target in (LORA_DOWN, LORA_DROPPED_DOWN):
+            source = node.args[0], node.args[1], True, None  # type: ignore[assignment]
+        x = tensor(source[0]) if source is not None else None
+        if x is not None:
+            return isinstance(x.shape[-1], int) and x.shape[-1] >= 2 * rank
+        op = read(node)
+        if op is None or op.name not in _POINTWISE:
+            return False
+        sides, out = (op.input, op["other"]), tensor(node)
+        shape = None if out is None else out.shape
+        whole = [x for x in sides if (found := tensor(x)) is not None and found.shape == shape]
+        node = whole[0] if len(whole) == 1 else None
+    return False
+
+
+def _number(op: Op) -> tuple[Any, float] | None:
+    """What an operation multiplies by a number, and the number."""
+    if op.name == "neg":
+        return op.input, -1.0
+    if op.name not in ("mul", "div") or op.rest or set(op.args) - {"input", "other"}:
+        return None
+    x, by = op.input, op["other"]
+    if op.name == "mul" and isinstance(x, (int, float)):
+        x, by = by, x
+    if not isinstance(by, (int, float)) or isinstance(by, bool) or not math.isfinite(by):
+        return None
+    if op.name == "div":
+        return (x, 1 / by) if by else None
+    return x, float(by)
+
+
+def _made(make: Builder, target: str | Callable[..., Any], *args: Any) -> fx.Node:
+    """A new call, which takes a gradient where an argument does."""
+    node = make.call(target, *args)
+    if any((found := tensor(each)) is not None and found.requires_grad for each in args):
+        make.value(node).requires_grad_()
+    return node
+
+
+def _cast(make: Builder, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return node if make.value(node).dtype == dtype else _made(make, "to", node, dtype)
+
+
+def _erase(nodes: list[fx.Node]) -> None:
+    """Remove nodes that nothing reads any more, the last ones first."""
+    erase_dead_readers(nodes)
+    for node in sorted(nodes, reverse=True):
+        if not was_erased(node) and not node.users:
+            node.graph.erase_node(node)
+
+
+# -- a sum inside a vector ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Term:
-    """`(by * v + alone) * node`, where v is a vector.
+    """`(by * v + alone) * node`, where v is the vector.
 
     Attributes:
-        node: what is added, in the shape of the sum.
-        core: the product that it is, without casts and reshapes.
-        vector: v, as it is broadcast; or None, where it is multiplied by numbers alone.
+        node: a product, or a vector that is added to each row.
     """
 
     node: fx.Node
-    core: fx.Node
-    vector: fx.Node | None
     by: float
     alone: float
 
+    def times(self, number: float) -> _Term:
+        return _Term(self.node, self.by * number, self.alone * number)
 
-def candidates(products: Sequence[Product]) -> Iterator[Candidate]:
-    """Every sum of a linear, and of it and its adapter times a vector."""
-    ups = {p.node for p in products if p.bias is None and adapter_of(p) is not None}
-    taken = set[fx.Node]()
-    for top in reversed(additions_behind(ups)):
-        if top in taken:
-            continue
-        terms, inner = _terms(top)
-        found = _read(top, terms, ups, inner) if terms else None
-        if found is not None:
-            taken.update(inner)
-            yield found
+    def plus(self, other: _Term | None) -> _Term:
+        """The sum of two that have equal nodes."""
+        return self if other is None else _Term(self.node, self.by + other.by, self.alone + other.alone)
 
 
-def _terms(top: fx.Node) -> tuple[list[_Term], set[fx.Node]]:
-    """What a tree of additions adds up, and the nodes in between; nothing where a term is none of ours."""
-    found, inner, waiting = list[_Term](), {top}, [(argument, sign, top) for argument, sign in summands(top)]
-    while waiting:
-        node, sign, reader = waiting.pop()
-        if not has_size_of(node, reader):
-            return [], inner
-        if len(node.users) == 1 and summands(node):
-            inner.add(node)
-            waiting += [(argument, sign * by, node) for argument, by in summands(node)]
-            continue
-        term = _term(node, sign, inner)
-        if term is None:
-            return [], inner
-        found.append(term)
-    return found, inner
+#: By what two terms are one: ("up", node), ("base", input, weight) or ("bias", node).
+_Terms = dict[tuple[Any, ...], _Term]
 
 
-def _term(node: fx.Node, scale: float, inner: set[fx.Node]) -> _Term | None:
+@dataclass
+class _Reader:
+    """Reads a tree of sums and products as a polynomial in one vector.
+
+    Attributes:
+        columns: of the result.
+        vector: the node that multiplies, as it is broadcast.
+        key: the vector without views.
+        inner: the operations in between, and the products.
+        early: the operations that compute `v + number`.
+    """
+
+    columns: Any
     vector: fx.Node | None = None
-    by, alone = 0.0, 1.0
-    while product(core := _core(node)) is None:
-        step, times = scaled(node), _times_vector(node)
-        if len(node.users) != 1:
+    key: fx.Node | None = None
+    inner: list[fx.Node] = field(default_factory=list)
+    early: list[fx.Node] = field(default_factory=list)
+
+    def read(self, node: Any, depth: int = _STEPS) -> _Terms | None:
+        """The terms; None where something else is added."""
+        op, found = read(node), tensor(node)
+        if op is None or found is None or not found.is_floating_point() or depth == 0:
             return None
-        inner.add(node)
-        if step is not None:
-            node, scale = step[0], scale * step[1]
-        elif times is not None and vector is None:
-            node, vector, alone = times
-            by = 1.0
-        else:
+        product = linear_of(node)
+        if product is not None:
+            self.inner.append(op.node)
+            return self._product(op.node, *product)
+        terms = self._combined(op, depth - 1)
+        if terms is not None:
+            self.inner.append(op.node)
+        return terms
+
+    def _product(self, node: fx.Node, x: fx.Node, w: fx.Node, rows: bool, bias: Any) -> _Terms | None:
+        if _is_up(node):
+            return {("up", node): _Term(node, 0.0, 1.0)}
+        terms: _Terms = {("base", x, w, rows): _Term(node, 0.0, 1.0)}
+        if bias is not None:
+            if not self._is_vector(bias):
+                return None
+            terms["bias", bias] = _Term(bias, 0.0, 1.0)
+        return terms
+
+    def _combined(self, op: Op, depth: int) -> _Terms | None:
+        scaled = _number(op)
+        if scaled is not None:
+            terms = self.read(scaled[0], depth)
+            return None if terms is None else {key: each.times(scaled[1]) for key, each in terms.items()}
+        if op.name in CASTS and not op.inplace:
+            inside, out = tensor(op.input), tensor(op.node)
+            wider = inside is not None and out is not None and holds(out.dtype, inside.dtype)
+            return self.read(op.input, depth) if wider else None
+        if op.rest or set(op.args) != {"input", "other"}:
             return None
-    return _Term(node, core, vector, by * scale, alone * scale)
+        first, second = op.input, op["other"]
+        if op.name in ("add", "sub"):
+            left, right = (self._vector(x) or self.read(x, depth) for x in (first, second))
+            if left is None or right is None:
+                return None
+            sign = 1.0 if op.name == "add" else -1.0
+            total = dict(left)
+            for key, each in right.items():
+                total[key] = each.times(sign).plus(total.get(key))
+            return total
+        if op.name != "mul":
+            return None
+        for x, by in ((first, second), (second, first)):
+            if self._is_vector(by) and not self._is_vector(x):
+                return self._times(self.read(x, depth), by)
+        return None
+
+    def _vector(self, node: Any) -> _Terms | None:
+        """A vector that is added to each row."""
+        return {("bias", node): _Term(node, 0.0, 1.0)} if self._is_vector(node) else None
+
+    def _is_vector(self, node: Any) -> bool:
+        found = tensor(node)
+        return (
+            found is not None
+            and found.is_floating_point()
+            and found.dim() > 0
+            and found.shape[-1] == found.numel() == self.columns
+        )
+
+    def _times(self, terms: _Terms | None, by: fx.Node) -> _Terms | None:
+        """Terms times `v + number`; None where they are multiplied by v already."""
+        offset, node = 0.0, _viewed(by)
+        op = read(node)
+        shown = [node, by]
+        if op is not None and op.name in ("add", "sub") and not op.inplace:
+            number = op["other"]
+            if set(op.args) == {"input", "other"} and isinstance(number, (int, float)):
+                offset, node = (number if op.name == "add" else -number), _viewed(op.input)
+                shown = [node, op.input]
+                self.early.append(op.node)
+        if terms is None or any(each.by for each in terms.values()):
+            return None
+        vector = next(filter(self._is_vector, shown), None)
+        if vector is None or (self.vector is not None and self.key is not node):
+            return None
+        self.key, self.vector = node, vector
+        return {name: _Term(x.node, x.alone, x.alone * offset) for name, x in terms.items()}
 
 
-def _core(node: Any) -> Any:
-    """What is reshaped, and cast to a wider dtype."""
-    while isinstance(node, fx.Node) and (node.target in RESHAPES or (node.target in CASTS and widens(node))):
-        node = node.args[0]
+def _viewed(node: Any) -> Any:
+    """What a node is a view of."""
+    while (view := read(node)) is not None and view.name in VIEWS and not view.inplace:
+        node = view.input
     return node
 
 
-def _times_vector(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
-    """What a node multiplies by `v + number`, where v is one number for each column; v; and the number."""
-    if node.target not in MUL or len(node.args) != 2 or node.kwargs:
-        return None
-    for x, by in (node.args, node.args[::-1]):
-        if not has_size_of(x, node) or not isinstance(x, fx.Node) or not isinstance(by, fx.Node):
-            continue
-        found = tensor(by)
-        if found is None or found.numel() != value(node).shape[-1] or found.shape[-1] != found.numel():
-            continue
-        offset = 0.0
-        inside: Any = by
-        if by.target in (aten.sub.Tensor, aten.add.Tensor) and not by.kwargs and is_factor(by.args[1]):
-            offset = float(by.args[1]) * (1 if by.target is aten.add.Tensor else -1)
-            inside = by.args[0]
-        return x, inside, offset
-    return None
-
-
-def _read(top: fx.Node, terms: Sequence[_Term], ups: set[fx.Node], inner: set[fx.Node]) -> Normalised | None:
-    """The sum in its other form, where it has one."""
-    vectors = {through(term.vector, RESHAPES) for term in terms if term.vector is not None}
-    bases = {term.core for term in terms} - ups
-    added = [term for term in terms if term.core in ups]
-    if len(vectors) != 1 or len(bases) != 1 or len(added) != 1 or added[0].alone != 0:
-        return None
-    linear = [term for term in terms if term.core in bases]
-    by, alone = sum(term.by for term in linear), sum(term.alone for term in linear)
-    if len(linear) < 2 or alone != 0 or by == 0:
-        return None
-    # The linear is read by this sum alone: else it has to be in memory all the same.
-    (base,) = bases
-    seen, waiting = set[fx.Node](), [base]
-    while waiting:
-        for user in waiting.pop().users:
-            if user in seen or user in inner:
-                continue
-            if user.target not in RESHAPES and user.target not in CASTS:
+def _normalised(up: fx.Node, scope: Inputs) -> Candidate | None:
+    """The smallest sum around an adapter that is a vector times a sum."""
+    node, columns = up, up.meta["example_value"].shape[-1]
+    for _ in range(_STEPS):
+        found = readers(node)
+        op = read(found[0]) if len(found) == 1 else None
+        if op is None:
+            return None
+        node = op.node
+        if op.name not in ("add", "sub"):
+            if op.name not in CASTS | {"mul", "div", "neg"}:
                 return None
-            seen.add(user)
-            waiting.append(user)
-    return Normalised(top, linear[0], by, added[0])
+            continue
+        reader = _Reader(columns)
+        terms = reader.read(node)
+        site = None if terms is None else Normalised.of(node, reader, terms, scope)
+        if site is not None:
+            return site
+    return None
 
 
 class Normalised(Candidate):
@@ -161,29 +284,187 @@ class Normalised(Candidate):
 
     Args:
         top: the sum.
-        linear: one of the terms of the linear.
-        by: how often the vector times the linear is in it.
-        added: the term of the adapter.
+        reader: what is between.
+        base: the term of the linear.
+        up: that of the adapter.
+        inside, outside: the biases that the vector multiplies, and the others.
+        scope: of the graph.
     """
 
     reported = False
 
-    def __init__(self, top: fx.Node, linear: _Term, by: float, added: _Term) -> None:
-        self.anchor, self.linear, self.by, self.added = top, linear, by, added
+    def __init__(
+        self, top: fx.Node, reader: _Reader, base: _Term, up: _Term, inside: list[_Term],
+        outside: list[_Term], scope: Inputs,
+    ) -> None:  # fmt: skip
+        self.anchor, self.reader, self.base, self.up = top, reader, base, up
+        self.inside, self.outside, self.scope = inside, outside, scope
+
+    @classmethod
+    def of(cls, top: fx.Node, reader: _Reader, terms: _Terms, scope: Inputs) -> Candidate | None:
+        """The site of these terms, where it has this form."""
+        bases = [each for key, each in terms.items() if key[0] == "base"]
+        ups = [each for key, each in terms.items() if key[0] == "up"]
+        biases = [each for key, each in terms.items() if key[0] == "bias" and (each.by or each.alone)]
+        if len(bases) != 1 or len(ups) != 1 or any(x.alone or not x.by for x in (*bases, *ups)):
+            return None
+        inside = [each for each in biases if (each.by, each.alone) == (bases[0].by, 0.0)]
+        outside = [each for each in biases if each.by == 0]
+        if len(inside) + len(outside) != len(biases) or len(inside) > 1:
+            return None
+        return cls(top, reader, bases[0], ups[0], inside, outside, scope)
 
     def guard(self) -> None:
-        guards.check_device(self.anchor)
+        top, inner, scope = self.anchor, set(self.reader.inner), self.scope
+        assert self.reader.vector is not None
+        out = top.meta["example_value"]
+        given = [self.base.node, self.up.node, self.reader.vector]
+        given += [each.node for each in (*self.inside, *self.outside)]
+        values = [value for each in given if (value := tensor(each)) is not None]
+        check_kind(*values, out)
+        if out.dtype != functools.reduce(torch.promote_types, [value.dtype for value in values]):
+            raise Rejected(Reason.MIXED_DTYPES("the sum is not in the dtype of its terms"))
+        if any(each.meta["example_value"].shape != out.shape for each in inner):
+            raise Rejected(Reason.SHAPES("a term of the sum is broadcast"))
+        # Also what reads one by the name that it had before a write in place.
+        users = [user for node in inner - {top} for user in node.users if user not in inner]
+        if not all(map(is_dead, users)):
+            raise Rejected(Reason.USED_ELSEWHERE("a term of the sum is also read elsewhere"))
+        known = [node for node in scope.effects if node not in inner]
+        check_between([*inner, *self.reader.early], top, "the linear and the sum", scope.modes, known)
+        check_operation(inner, scope.derivatives)
+        check_device(out)
 
     def rewrite(self) -> str:
-        top = self.anchor
-        make, dtype = Builder(top), value(top).dtype
-        total = make.to(self.linear.node, dtype)
-        added = make.to(self.added.node, dtype)
-        if self.added.by != self.by:
-            added = make.call(aten.mul.Tensor, added, self.added.by / self.by)
-        total = make.call(aten.add.Tensor, total, added)
-        vector = self.added.vector
-        assert vector is not None
-        total = make.call(aten.mul.Tensor, total, vector)
-        substitute(top, total if self.by == 1 else make.call(aten.mul.Tensor, total, self.by))
+        top, vector = self.anchor, self.reader.vector
+        make = Builder(top)
+        found = linear_of(self.base.node)
+        assert found is not None
+        x, w, rows, bias = found
+        wanted = self.inside[0].node if self.inside else None
+        total = self.base.node
+        if bias is not wanted:
+            total = _made(make, F.linear, x, w) if rows else _made(make, torch.matmul, x, w)
+            total = total if wanted is None else _made(make, operator.add, total, wanted)
+        dtype, ratio = make.value(top).dtype, self.up.by / self.base.by
+        total, added = _cast(make, total, dtype), _cast(make, self.up.node, dtype)
+        added = added if ratio == 1 else _made(make, operator.mul, added, ratio)
+        total = _made(make, operator.mul, _made(make, operator.add, total, added), vector)
+        total = total if self.base.by == 1 else _made(make, operator.mul, total, self.base.by)
+        for each in self.outside:
+            term = each.node if each.alone == 1 else _made(make, operator.mul, each.node, each.alone)
+            total = _made(make, operator.add, total, term)
+        gone = list(dict.fromkeys(self.reader.inner))
+        top.replace_all_uses_with(total)
+        _erase(gone)
         return "the vector times the sum"
+
+
+# -- a factor behind the adapter ---------------------------------------------------------------------------
+
+
+def _moved(up: fx.Node, scope: Inputs) -> Candidate | None:
+    """A trained tensor that multiplies an adapter in front of a sum, or any that divides it."""
+    node, between, scale = up, [up], 1.0
+    while True:
+        found = readers(node)
+        op = read(found[0]) if len(found) == 1 else None
+        if op is None or op.inplace:
+            return None
+        between.append(op.node)
+        step = _number(op)
+        if step is None or step[0] is not node:
+            break
+        node, scale = op.node, scale * step[1]
+    if op.name not in ("mul", "div") or op.rest or set(op.args) != {"input", "other"}:
+        return None
+    first, second = op.input, op["other"]
+    by = second if first is node else first if op.name == "mul" else None
+    factor = tensor(by)
+    if not isinstance(by, fx.Node) or factor is None or not factor.is_floating_point():
+        return None
+    if not _is_added(op.node):
+        return None
+    # Without a gradient nothing is saved for it, and factors are read after autograd, but for quotients.
+    out = tensor(op.node)
+    if op.name == "mul" and not (factor.requires_grad and out is not None and out.requires_grad):
+        return None
+    return Moved(up, between, by, scale, op.name, scope)
+
+
+def _is_added(node: fx.Node) -> bool:
+    """Whether a value is part of a sum, perhaps times numbers."""
+    for _ in range(_STEPS):
+        found = readers(node)
+        op = read(found[0]) if len(found) == 1 else None
+        if op is None:
+            return False
+        if op.name in ("add", "sub"):
+            return True
+        if _number(op) is None and op.name not in CASTS:
+            return False
+        node = op.node
+    return False
+
+
+class Moved(Candidate):
+    """An adapter times a tensor, which moves in front of B, or to B.
+
+    Args:
+        up: the product with B.
+        between: the nodes from it to the one that multiplies it, which is the last.
+        by: the tensor.
+        scale: the factor of the numbers in between.
+        how: "mul" or "div".
+        scope: of the graph.
+    """
+
+    reported = False
+
+    def __init__(
+        self, up: fx.Node, between: list[fx.Node], by: fx.Node, scale: float, how: str, scope: Inputs
+    ) -> None:
+        self.up, self.between, self.by, self.scale, self.scope = up, between, by, scale, scope
+        self.anchor = between[-1]
+        self.how = operator.mul if how == "mul" else operator.truediv
+
+    def guard(self) -> None:
+        values = [each.meta["example_value"] for each in (*self.between, *self.up.all_input_nodes)]
+        out, factor = values[0], self.by.meta["example_value"]
+        check_kind(*values, factor)
+        if any(each.dtype != out.dtype for each in (*values, factor)):
+            raise Rejected(Reason.MIXED_DTYPES("the adapter and its factor have different dtypes"))
+        if out.dtype == torch.float16:
+            raise Rejected(Reason.RANGE("x @ A may overflow in float16 where the result does not"))
+        if any(each.meta["example_value"].shape != out.shape for each in self.between):
+            raise Rejected(Reason.SHAPES("the adapter is broadcast"))
+        if not (self._is_of_rows(factor) or self._is_of_columns(factor)):
+            raise Rejected(Reason.BEHIND_ADAPTER("the factor has another number for each element"))
+        check_between(
+            self.between, self.anchor, "the adapter and its factor", self.scope.modes, self.scope.effects
+        )
+        check_kept([*self.up.all_input_nodes, self.by], self.anchor, self.scope.effects)
+        check_operation(self.between, self.scope.derivatives)
+        check_device(out)
+
+    def _is_of_rows(self, factor: torch.Tensor) -> bool:
+        return factor.numel() == 1 or factor.shape[-1] == 1
+
+    def _is_of_columns(self, factor: torch.Tensor) -> bool:
+        return bool(factor.shape[-1] == factor.numel() == self.up.meta["example_value"].shape[-1])
+
+    def rewrite(self) -> str:
+        make, found = Builder(self.anchor), linear_of(self.up)
+        assert found is not None
+        h, b, rows, _ = found
+        factor = make.value(self.by)
+        if self._is_of_rows(factor):
+            h = _made(make, self.how, h, self.by)
+        else:
+            by = _made(make, "reshape", self.by, *((-1, 1) if rows else (1, -1)))
+            b = _made(make, self.how, b, by)
+        out = _made(make, F.linear if rows else torch.matmul, h, b)
+        out = out if self.scale == 1 else _made(make, operator.mul, out, self.scale)
+        self.anchor.replace_all_uses_with(out)
+        _erase(self.between)
+        return "a factor between both products"

@@ -19,7 +19,7 @@ from ...graph.placement import Place, earliest, find
 from ...graph.products import PRODUCTS, Product, products_of, same_sizes, scaled, value
 from ...operands import tokens_of
 from ...reasons import Reason
-from . import accumulate_sites, downs, gather, gradients, norms, profit, round_trips, unread
+from . import accumulate_sites, downs, gather, gradients, profit, round_trips, unread
 from .adapters import Adapter, source, unrounded
 from .emitter import Emitter
 from .groups import current, grouped, is_whole, result_dtypes, shape_of
@@ -51,7 +51,6 @@ def candidates(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     yield from units.candidates(graph)
     yield from unread.candidates([node for node in nodes if node.target in unread.BASES])
     products = products_of(node for node in nodes if node.target in PRODUCTS)
-    yield from norms.candidates(products)
     found = linears(products)
     sums = read_sums(found)
     found = without(found, sums)

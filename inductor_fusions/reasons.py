@@ -206,6 +206,10 @@ class Reason(Enum):
         "The adapter's result is masked or scaled by a tensor before it is added to the base, as in DoRA.",
         "Apply the factor to the whole sum, or to the low-rank result between A and B.",
     )
+    MERGED = (
+        "An adapter is merged into the weight in each step, in a form that two products do not replace.",
+        "Compute `linear(x, w) + scale * linear(linear(x, a), b)`, if the formula allows it.",
+    )
     TERMS = (
         "The sum has an unsupported term or factor beside the base and the adapters.",
         "Add at most one other term. It needs the shape of the result and no scale factor.",

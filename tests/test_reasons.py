@@ -325,6 +325,7 @@ REACHED: dict[Reason, Callable[[], list[Site] | None]] = {
     Reason.BEHIND_ADAPTER: lambda: after(
         lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b) * (x[:, :1] * w[:, 0]), *operands()
     ),
+    Reason.MERGED: lambda: before(lambda x, w, a, b: F.linear(x, w + (b @ a).tanh() * (b @ a)), *operands()),
     Reason.TERMS: lambda: after(
         lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b) * w[0, 0] * w[0, 1], *operands()
     ),

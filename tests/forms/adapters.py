@@ -242,6 +242,38 @@ def sum_with_bias(x: Any, u: Any, c: Any, y: Any, v: Any) -> Any:
     return F.linear(x, u, c) + F.linear(y, v)
 
 
+@form(X, "frozen 128x64", "frozen 8x64", "frozen 128x8", (8, 8), left=(1, 1))
+def lora_xs(x: Any, w: Any, a: Any, b: Any, r: Any) -> Any:
+    """A and B are frozen, and a square matrix between both is trained."""
+    return F.linear(x, w) + F.linear(F.linear(F.linear(x, a), r), b) * 2.0
+
+
+@form(*LORA, (12, 8), (8, 12), left=(2, 2))
+def wider_between(x: Any, w: Any, a: Any, b: Any, r: Any, t: Any) -> Any:
+    """Not square: a small network."""
+    return F.linear(x, w) + F.linear(F.linear(F.linear(F.linear(x, a), r), t), b)
+
+
+@form(*LORA, left=(0, 0), reasons=("no-matrix", "no-matrix"))
+def convolution_as_b(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """loralib's MergedLinear, and litgpt's."""
+    narrow = F.linear(x, a).transpose(-2, -1)
+    return F.linear(x, w) + F.conv1d(narrow, b.unsqueeze(-1)).transpose(-2, -1) * 0.5
+
+
+@form(X, "frozen 128x64", (2, 64, 8), (2, 8, 128), left=(1, 1), reasons=("limit", "limit"))
+def adapter_of_each_sample(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(x, w) + torch.bmm(torch.bmm(x, a), b) * 2.0
+
+
+@form(X, "frozen 128x64", (3, 64, 8), (3, 8, 128), lambda: torch.tensor([2, 0]), left=(1, 1),
+      reasons=("limit", "limit"))  # fmt: skip
+def adapters_by_number(x: Any, w: Any, a: Any, b: Any, which: Any) -> Any:
+    """Samples name their adapters."""
+    narrow = torch.einsum("bnd,bdr->bnr", x, a[which])
+    return F.linear(x, w) + torch.einsum("bnr,bro->bno", narrow, b[which])
+
+
 class Peft(nn.Module):
     """PEFT's LoRA on one linear, in evaluation and training."""
 

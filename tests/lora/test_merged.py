@@ -35,6 +35,9 @@ FORMS: dict[str, Callable[..., Any]] = {
     "loralib": lambda x, w, a, b, c: F.linear(x, w + (b @ a) * 0.5, c),
     "minLoRA": lambda x, w, a, b, c: F.linear(x, w + torch.matmul(b, a).view(w.shape) * 0.25) + c,
     "LyCORIS": lambda x, w, a, b, c: F.linear(x, w + (b @ a).reshape(w.shape) * 2.0 / 4, c),
+    "a difference": lambda x, w, a, b, c: F.linear(x, w - 0.5 * (b @ a)),
+    "addmm": lambda x, w, a, b, c: F.linear(x, torch.addmm(w, b, a, alpha=0.5), c),
+    "by @": lambda x, w, a, b, c: x @ (w.t() + 0.5 * (a.t() @ b.t())),
     "turned": lambda x, w, a, b, c: F.linear(x, b.matmul(a) + w, bias=c),
 }  # fmt: skip
 
@@ -74,12 +77,15 @@ def used_twice(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 OTHERS: dict[str, tuple[Callable[..., Any], str | None]] = {
-    "a trained weight": (lambda x, w, a, b, c: F.linear(x, (w * c[:, None]) + b @ a), None),
+    "a trained weight": (lambda x, w, a, b, c: F.linear(x, (w * c[:, None]) + b @ a), "merged"),
     "used twice": (used_twice, "also used"),
     "an activation": (lambda x, w, a, b, c: F.linear(x, w + (b @ a).tanh()), None),
-    "a difference": (lambda x, w, a, b, c: F.linear(x, w - b @ a), None),
-    "a vector": (lambda x, w, a, b, c: F.linear(x, w + (b @ a) * c[:, None]), None),
-    "another order": (lambda x, w, a, b, c: F.linear(x, w + (a.t() @ b.t()).view(48, 32)), None),
+    "a vector": (lambda x, w, a, b, c: F.linear(x, w + (b @ a) * c[:, None]), "merged"),
+    "LoHa": (lambda x, w, a, b, c: F.linear(x, w + (b @ a) * (b @ a)), "merged"),
+    "LoKr": (lambda x, w, a, b, c: F.linear(x, w + torch.kron(a[:2, :2], b[:24] @ a[:, :16])), "merged"),
+    "DoRA": (lambda x, w, a, b, c: F.linear(x, (m := w + b @ a) / m.norm(dim=1, keepdim=True)), "merged"),
+    "a sum of the weight": (lambda x, w, a, b, c: F.linear(x, (w + b @ a).sum(0, keepdim=True)), None),
+    "another order": (lambda x, w, a, b, c: F.linear(x, w + (a.t() @ b.t()).view(48, 32)), "merged"),
 }
 
 

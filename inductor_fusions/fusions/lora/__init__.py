@@ -28,7 +28,7 @@ FUSION.group(lambda: ANCHORS)(candidates)
 
 #: What is done before autograd; the toggle of `lora` is that of both.
 INPUTS = inputs.FUSION
-INPUTS.anchor(lambda: spellings("linear"))(merged.merged_weight)
+INPUTS.anchor(lambda: spellings("linear", "matmul"))(merged.merged_weight)
 INPUTS.anchor(lambda: spellings("linear", "matmul"))(norms.vectors)
 
 lower_by(op.NARROW_MM, "narrow_mm", lowering.kernel, lowering.one_by_one)

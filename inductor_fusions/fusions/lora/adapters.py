@@ -181,8 +181,8 @@ def _of_padded_columns(node: fx.Node) -> Product | None:
 
 def adapter(up: Product) -> Adapter | None:
     """What a product is of an adapter, where there is another one in front of it that makes it one."""
-    rank = value(up.a).shape[1]
-    if not isinstance(rank, int) or rank > MOST_RANK:
+    rank, columns = value(up.a).shape[1], value(up.b).shape[1]
+    if not isinstance(rank, int) or rank > MOST_RANK or (isinstance(columns, int) and columns <= rank):
         return None
     node: Any = up.a
     scale, factor = up.scale, None
@@ -208,7 +208,7 @@ def adapter(up: Product) -> Adapter | None:
         return None
     inner = value(down.a).shape[1]
     narrow = not isinstance(inner, int) or inner > rank
-    return Adapter(up, down, scale, factor) if narrow else None
+    return Adapter(up, down, scale, factor) if narrow else _around_function(up)
 
 
 def down_projection(node: fx.Node) -> Product | None:
@@ -220,19 +220,21 @@ def down_projection(node: fx.Node) -> Product | None:
 def _around_function(up: Product) -> Adapter | None:
     """An adapter with a function of its narrow result between A and B: what is computed stays as it is."""
     found, seen, waiting = list[Product](), set[fx.Node](), [up.a]
+    rank = value(up.a).shape[1]
     while waiting:
         node = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
         down = down_projection(node) if _is_as_large(node, up.a) else None
-        if down is not None:
+        if down is not None and down.inner == rank:
+            waiting.append(down.a)  # a square matrix between A and B, as in LoRA-XS
+        elif down is not None:
             found.append(down)
         elif len(seen) > _MOST_BETWEEN:
             return None
         elif node.target in RESHAPES or is_pointwise(node):
             waiting += [each for each in node.all_input_nodes if is_floating(each)]
-    rank = value(up.a).shape[1]
     if len(found) != 1 or not is_floating(up.a):
         return None
     (down,) = found

@@ -85,7 +85,7 @@ def _has_down(node: Any, rank: int) -> bool:
     return False
 
 
-def _number(op: Op) -> tuple[Any, float] | None:
+def scaled_by(op: Op) -> tuple[Any, float] | None:
     """What an operation multiplies by a number, and the number."""
     if op.name == "neg":
         return op.input, -1.0
@@ -191,7 +191,7 @@ class _Reader:
         return terms
 
     def _combined(self, op: Op, depth: int) -> _Terms | None:
-        scaled = _number(op)
+        scaled = scaled_by(op)
         if scaled is not None:
             terms = self.read(scaled[0], depth)
             return None if terms is None else {key: each.times(scaled[1]) for key, each in terms.items()}
@@ -372,7 +372,7 @@ def _moved(up: fx.Node, scope: Inputs) -> Candidate | None:
         if op is None or op.inplace:
             return None
         between.append(op.node)
-        step = _number(op)
+        step = scaled_by(op)
         if step is None or step[0] is not node:
             break
         node, scale = op.node, scale * step[1]
@@ -401,7 +401,7 @@ def _is_added(node: fx.Node) -> bool:
             return False
         if op.name in ("add", "sub"):
             return True
-        if _number(op) is None and op.name not in CASTS:
+        if scaled_by(op) is None and op.name not in CASTS:
             return False
         node = op.node
     return False

@@ -1,7 +1,8 @@
-"""Reports adapters of embeddings and convolutions, which are unsupported."""
+"""Reports adapters of which a product is none of matrices: embeddings, convolutions, batches of matrices."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,24 +14,34 @@ from ...fusion import Candidate, LeftToStock, Reported
 from ...graph.products import CASTS, RESHAPES, product, scaled, tensor, through, value
 from ...reasons import Reason
 from .adapters import MOST_RANK, times_tensor
-from .recognise import summands
+from .recognise import additions_behind, summands
 
 aten = torch.ops.aten
 
 #: Anchors.
-BASES = (aten.embedding.default, aten.convolution.default)
+BASES = (aten.embedding.default, aten.convolution.default, aten.bmm.default)
 EMBEDDING = Reason.NO_MATRIX(
     "the adapter belongs to an embedding, whose base is a look-up and not a matrix product"
 )
 CONVOLUTION = Reason.NO_MATRIX("the adapter belongs to a convolution, whose base is not a matrix product")
+UP = Reason.NO_MATRIX("the second product of the adapter is a convolution, and only linears are fused")
+BATCH = Reason.LIMIT(
+    "the adapters are a batch, one for each sample or expert, and the kernels support one matrix each"
+)
+#: What may be between both products: channels in front.
+_TURNED = (aten.permute.default, aten.split.Tensor, aten.split_with_sizes.default, operator.getitem)
 
 
 def candidates(bases: Sequence[fx.Node]) -> Iterator[Candidate]:
-    """Every sum of an embedding or a convolution with its adapter.
+    """Every sum of an embedding or a convolution with its adapter, and every such second product of one.
 
     Args:
-        bases: the embeddings and convolutions of a graph.
+        bases: the matches of `BASES` in a graph.
     """
+    for node in bases:
+        said = _of_up(node)
+        if said:
+            yield Reported(node, LeftToStock(said), {"adapter": guards.text(node)})
     for node in _sums_of(bases):
         terms = [_core(term) for term, _ in summands(node)]
         if len(terms) != 2:
@@ -41,6 +52,34 @@ def candidates(bases: Sequence[fx.Node]) -> Iterator[Candidate]:
                 details = {"base": guards.text(base), "adapter": guards.text(up)}
                 yield Reported(node, LeftToStock(reason), details)
                 break
+
+
+def _of_up(up: fx.Node) -> str:
+    """Why a second product of an adapter is not fused; "" where it is none that is looked for."""
+    if up.target is aten.bmm.default:
+        narrow: Any = up.args[0]
+        first = _turned(_core(narrow))
+        if first.target is not aten.bmm.default:
+            return ""
+        x: Any = first.args[0]
+        rank, inner, columns = value(narrow).shape[2], value(x).shape[2], value(up).shape[2]
+        sizes = all(isinstance(size, int) for size in (rank, inner, columns))
+        fits = sizes and rank <= MOST_RANK and 2 * rank <= min(inner, columns)
+        return BATCH if fits and additions_behind([up]) else ""
+    weight: Any = up.args[1]
+    if not _is_convolution(up) or any(size != 1 for size in value(weight).shape[2:]):
+        return ""
+    found = product(_turned(up.args[0]))
+    if found is None or found.inner < 2 * value(found.node).shape[1]:
+        return ""
+    return UP if _is_narrow(found.node, 1) else ""
+
+
+def _turned(node: Any) -> Any:
+    """What is permuted, reshaped and split."""
+    while node.target in _TURNED or node.target in RESHAPES:
+        node = node.args[0]
+    return node
 
 
 def _sums_of(bases: Sequence[fx.Node]) -> list[fx.Node]:

@@ -1,4 +1,4 @@
-"""Products spelled as an einsum: what follows them moves dims of size 1, which is a reshape."""
+"""Products spelled as an einsum, or of columns: what follows moves dims of size 1, which is a reshape."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import fx
 
 from ..fusion import Candidate
 from ..graph.builder import Builder, substitute
-from ..graph.products import RESHAPES, aten, products, readers, value
+from ..graph.products import RESHAPES, aten, is_pointwise, products, readers, value
 from . import guards
 
 
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
-    """Every permutation of dims of size 1 between a product and a reshape.
+    """Every permutation of dims of size 1 between a product and a reshape, or what is pointwise.
 
     Readers of a product look through reshapes. Each einsum that is a product has one of these behind it.
     """
@@ -27,7 +27,9 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
 
 def _sizes(node: fx.Node) -> list[Any] | None:
     """The sizes of a permutation that keeps the elements in their order, and of which no stride is seen."""
-    if node.target is not aten.permute.default or any(user.target not in RESHAPES for user in node.users):
+    if node.target is not aten.permute.default or not all(
+        user.target in RESHAPES or is_pointwise(user) for user in node.users
+    ):
         return None
     inner, dims = cast(tuple[fx.Node, list[int]], node.args)
     shape: list[Any] = list(value(inner).shape)

@@ -68,7 +68,20 @@ def itself(x: Any, t: Any) -> Any:
     return torch.cat((x, products(t)[:, i, j]), dim=1)
 
 
+def beside(t: Any, dim: int = 1) -> Any:
+    """As DeepCTR's products of features."""
+    features = torch.split(t, 1, dim=dim)
+    pairs = [(i, j) for i in range(len(features) - 1) for j in range(i + 1, len(features))]
+    p, q = (torch.cat([features[pair[side]] for pair in pairs], dim=dim) for side in (0, 1))
+    return torch.sum(p * q, dim=2, keepdim=True)
+
+
 SPELLINGS: dict[str, Function] = {
+    "beside each other": lambda x, t: beside(t),
+    "beside each other, some": lambda x, t: (
+        torch.cat(t.split(1, 1)[:2], 1) * torch.cat(t.split(1, 1)[3:], dim=-2)
+    ).sum(-1),
+    "summed, a dim kept": lambda x, t: (t[:, LI] * t[:, LJ]).sum(-1, keepdim=True) * 2,
     "reference": reference_dlrm,
     "itself": itself,
     "tril_indices": with_indices(lambda: torch.tril_indices(F, F, -1)),
@@ -217,7 +230,15 @@ def test_a_cell_that_is_none() -> None:
 OTHERS: dict[str, tuple[Function, str | None]] = {
     "gathered of two": (lambda x, t: (t[:, LI] * (t + 1)[:, LJ]).sum(-1), None),
     "summed over the pairs": (lambda x, t: (t[:, LI] * t[:, LJ]).sum(1), None),
-    "summed, a dim kept": (lambda x, t: (t[:, LI] * t[:, LJ]).sum(-1, keepdim=True), None),
+    "beside each other, two rows each": (
+        lambda x, t: (torch.cat((h := t.split(2, 1))[:2], 1) * torch.cat(h[:2][::-1], 1)).sum(-1), None
+    ),
+    "beside each other, over samples": (lambda x, t: beside(t, 0), None),
+    "beside each other, of another": (
+        lambda x, t: (torch.cat(t.split(1, 1)[:2], 1) * torch.cat((t + 1).split(1, 1)[1:3], 1)).sum(2), None
+    ),
+    "a triangle of zeros": (lambda x, t: products(t).tril(-1).flatten(1), "through tril"),
+    "a causal mask": (lambda x, t: products(t).tril() @ t, None),
     "summed in another dtype": (lambda x, t: (t[:, LI] * t[:, LJ]).sum(-1, dtype=torch.float64), None),
     "used elsewhere": (two_readers, "used-elsewhere"),
     "overwritten index": (overwritten_index, "overwritten"),

@@ -127,6 +127,13 @@ def torchrec_cross(x0: Any, x: Any, w: Any, b: Any) -> Any:
     return x0 * (F.linear(x, w) + b) + x
 
 
+@form((96, 64), (64, 64), (64, 1), left=(0, 0))
+def cross_of_columns(x: Any, w: Any, b: Any) -> Any:
+    """torchrec's CrossNet: each sample is a column."""
+    x0 = x.unsqueeze(2)
+    return (x0 * (torch.matmul(w, x0) + b) + x0).squeeze(2)
+
+
 @form((96, 64), (96, 64), (64, 64), (96, 1), left=(1, 1))
 def cross_without_the_last_input(x0: Any, x: Any, w: Any, b: Any) -> Any:
     return x0 * (F.linear(x, w) + b) + b

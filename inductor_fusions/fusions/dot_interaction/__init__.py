@@ -102,10 +102,13 @@ class DotInteraction(Candidate):
         site, out = self.site, tensor(self.site.last)
         # Its shape, dtype, and whether it takes a gradient, are those of what it replaces.
         build = Builder(site.last, self.anchor)
+        assert out is not None
+        out = out.squeeze(-1) if site.kept else out
         if self.triangle is None:
             new = build.given(out, DOT_PAIRS, site.t, site.dense, self._cells(), list(self.tiles))
         else:
             new = build.given(out, DOT_INTERACTION, site.t, site.dense, *self.triangle, list(self.tiles))
+        new = build.given(tensor(site.last), torch.unsqueeze, new, -1) if site.kept else new
         gone = [node for node in (site.cat, site.pairs, *site.between[::-1]) if node is not None]
         gone = list(dict.fromkeys(gone))
         erase_dead_readers(gone)
@@ -170,7 +173,7 @@ FUSION = Fusion(
 )
 
 
-@FUSION.anchor(lambda: spellings("getitem", "masked_select", "index_select", "sum"))
+@FUSION.anchor(lambda: spellings("getitem", "masked_select", "index_select", "sum", "tril", "triu"))
 def read(scope: Scope, match: Match) -> Candidate | None:
     """A gather of pairs from products of features with themselves."""
     node = match.output_node()

@@ -3,9 +3,10 @@
     z = torch.bmm(t, t.transpose(1, 2))
     torch.cat([dense, z[:, i, j]], dim=1)
 
-also as `z.flatten(1)[:, k]` and as `(t[:, i] * t[:, j]).sum(-1)`. Which pairs they are may be in the graph,
-as numbers or by `tril_indices` and `triu_indices`: a triangle has a kernel of its own. Contents of buffers
-and inputs are never read: the kernel takes the tensor.
+also as `z.flatten(1)[:, k]` and as `(t[:, i] * t[:, j]).sum(-1)`, or of features that `split` takes apart
+and `cat` puts beside each other. Which pairs they are may be in the graph, as numbers or by `tril_indices`
+and `triu_indices`: a triangle has a kernel of its own. Contents of buffers and inputs are never read: the
+kernel takes the tensor.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Site:
         indices: i and j, or the cells of z in a row, as they are in the graph.
         cat: the concatenation that reads the pairs behind `dense`, or None.
         dense: what stands before the pairs, (samples, columns), or None.
+        kept: whether a last dim of size 1 is behind the pairs.
     """
 
     pairs: fx.Node
@@ -53,6 +55,7 @@ class Site:
     indices: tuple[Any, ...]
     cat: fx.Node | None
     dense: fx.Node | None
+    kept: bool = False
 
     @property
     def gathers(self) -> bool:
@@ -77,7 +80,7 @@ def site(node: fx.Node) -> Site | None:
     if op is None or op.inplace:
         return None
     found = _of_sum(op) if op.name == "sum" else _of_gather(op)
-    return None if found is None else Site(node, *found, *_cat(node))
+    return None if found is None else Site(node, *found, *_cat(node), kept=op["keepdim"] is True)
 
 
 def _of_gather(op: Op) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any, ...]] | None:
@@ -101,17 +104,17 @@ def _of_gather(op: Op) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any, ...]] |
 
 def _of_sum(op: Op) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any, ...]] | None:
     """The same of (t[:, i] * t[:, j]).sum(-1)."""
-    product, dim = op.only("input", "dim")
+    product, dim, _ = op.only("input", "dim", "keepdim")
     dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
     by = read(product)
     if by is None or by.name != "mul" or type(dim) is not int or dim not in (2, -1):
         return None
-    first, second = by.only("input", "other")
-    left, right = _gathered_from(first), _gathered_from(second)
+    sides = by.only("input", "other")
+    (left, i), (right, j) = (_gathered(side) or (None, None) for side in sides)
     value = tensor(product)
     if left is None or left is not right or value is None or value.dim() != 3:
         return None
-    return left, (first, second, product), tuple(gather.args[1][1] for gather in (first, second))
+    return left, (*sides, product), (i, j)
 
 
 def is_flattened(node: fx.Node) -> bool:
@@ -131,6 +134,9 @@ def unread(node: fx.Node) -> str:
     if op is None:
         return ""
     source, index = op.input, op["index"]
+    if op.name in ("tril", "triu"):
+        rows = all((by := read(user)) is not None and by.name in FLATTENS for user in readers(node))
+        return f"all products are read, through {op.name}" if rows and _squared_at(source) else ""
     if op.name == "masked_select":
         return "pairs are selected by a mask" if _squared_at(source) else ""
     if not isinstance(index, tuple) or len(index) != 2 or index[0] != _WHOLE:
@@ -145,16 +151,39 @@ def _squared_at(z: Any) -> bool:
     return isinstance(z, fx.Node) and _squared(z) is not None
 
 
-def _gathered_from(node: Any) -> fx.Node | None:
-    """The features of which a node has some rows of each sample, by indices."""
-    if not isinstance(node, fx.Node) or node.target is not operator.getitem:
+def _gathered(node: Any) -> tuple[fx.Node, Any] | None:
+    """The features of which a node has some rows of each sample, and their indices."""
+    op = read(node)
+    if op is None or op.inplace:
         return None
-    source: Any = node.args[0]
-    index: Any = node.args[1]
+    if op.name == "cat":
+        return _beside(op)
+    if node.target is not operator.getitem:
+        return None
+    source, index = op.input, op["index"]
     found = tensor(source)
     if found is None or found.dim() != 3 or not isinstance(index, tuple) or len(index) != 2:
         return None
-    return source if index[0] == _WHOLE and _is_index(index[1]) else None
+    return (source, index[1]) if index[0] == _WHOLE and _is_index(index[1]) else None
+
+
+def _beside(op: Op) -> tuple[fx.Node, Any] | None:
+    """The same where `split(t, 1, dim=1)` takes the rows apart and `cat` puts some beside each other."""
+    parts, dim = op.only("tensors", "dim")
+    if not isinstance(parts, (list, tuple)) or not parts or dim not in (1, -2):
+        return None
+    taken = [each for part in parts if (each := read(part)) is not None and each.name == "getitem"]
+    rows = [each["index"] for each in taken]
+    split = read(taken[0].input) if taken else None
+    if split is None or split.name != "split" or any(each.input is not split.node for each in taken):
+        return None
+    size, along = split.args.get("sizes", split["split_size_or_sections"]), split["dim"]
+    found = tensor(split.input)
+    if len(rows) != len(parts) or size != 1 or along not in (1, -2) or found is None or found.dim() != 3:
+        return None
+    if not isinstance(split.input, fx.Node) or not all(type(row) is int and row >= 0 for row in rows):
+        return None
+    return split.input, rows
 
 
 def _is_index(index: Any) -> bool:

@@ -274,6 +274,17 @@ def adapters_by_number(x: Any, w: Any, a: Any, b: Any, which: Any) -> Any:
     return F.linear(x, w) + torch.einsum("bnr,bro->bno", narrow, b[which])
 
 
+@form((4, 48, 64), "frozen 4x64x128", (4, 8, 64), (128, 8, 4), left=(0, 0), reasons=("merged", "merged"))
+def adapters_of_experts(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """PEFT's ParamWrapper on a parameter of all experts."""
+    return torch.bmm(x, w + torch.einsum("ore,eri->eio", b, a) * 2.0)
+
+
+@form((4, 48, 64), "frozen 4x64x128", (4, 128, 64))
+def batch_of_sums(x: Any, w: Any, v: Any) -> Any:
+    return torch.bmm(x, w + v.mT)
+
+
 class Peft(nn.Module):
     """PEFT's LoRA on one linear, in evaluation and training."""
 

@@ -28,6 +28,9 @@ UP = Reason.NO_MATRIX("the second product of the adapter is a convolution, and o
 BATCH = Reason.LIMIT(
     "the adapters are a batch, one for each sample or expert, and the kernels support one matrix each"
 )
+MERGED = Reason.MERGED(
+    "the matrices of a batch, one for each expert, are added to products of low rank in each step"
+)
 #: What may be between both products: channels in front.
 _TURNED = (aten.permute.default, aten.split.Tensor, aten.split_with_sizes.default, operator.getitem)
 
@@ -59,8 +62,8 @@ def _of_up(up: fx.Node) -> str:
     if up.target is aten.bmm.default:
         narrow: Any = up.args[0]
         first = _turned(_core(narrow))
-        if first.target is not aten.bmm.default:
-            return ""
+        if not isinstance(first, fx.Node) or first.target is not aten.bmm.default:
+            return MERGED if _is_merged(up.args[1]) else ""
         x: Any = first.args[0]
         rank, inner, columns = value(narrow).shape[2], value(x).shape[2], value(up).shape[2]
         sizes = all(isinstance(size, int) for size in (rank, inner, columns))
@@ -75,9 +78,21 @@ def _of_up(up: fx.Node) -> str:
     return UP if _is_narrow(found.node, 1) else ""
 
 
+def _is_merged(matrices: Any) -> bool:
+    """Whether the right operand of a batch of products has products of low rank in it."""
+    for term, _ in summands(_turned(_core(matrices))):
+        found = _turned(_core(term))
+        if isinstance(found, fx.Node) and found.target is aten.bmm.default:
+            left: Any = found.args[0]
+            rank, *sizes = value(left).shape[2], *value(found).shape[1:]
+            if all(isinstance(size, int) for size in (rank, *sizes)) and rank <= MOST_RANK:
+                return bool(2 * rank <= min(sizes))
+    return False
+
+
 def _turned(node: Any) -> Any:
     """What is permuted, reshaped and split."""
-    while node.target in _TURNED or node.target in RESHAPES:
+    while isinstance(node, fx.Node) and (node.target in _TURNED or node.target in RESHAPES):
         node = node.args[0]
     return node
 

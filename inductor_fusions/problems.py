@@ -274,7 +274,9 @@ def _block_sizes(row: Row) -> tuple[float, ...]:
 
 
 #: Roots of about how many instructions an activation takes.
-_ACTIVATIONS: Mapping[str, float] = {"silu": 1.4, "sigmoid": 1.4, "gelu_tanh": 1.7, "gelu": 2.0}
+_ACTIVATIONS: Mapping[str, float] = {
+    "silu": 1.4, "sigmoid": 1.4, "gelu_quick": 1.4, "gelu_tanh": 1.7, "gelu": 2.0
+}  # fmt: skip
 
 
 def _rows(row: Row) -> tuple[float, float]:

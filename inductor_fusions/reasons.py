@@ -220,7 +220,7 @@ class Reason(Enum):
     )
     ACTIVATION = (
         "The gate, or the linear that it multiplies, passes through a function that no kernel supports.",
-        "Use silu, gelu, relu or sigmoid on the gate and nothing else, not even a clamp.",
+        "Use silu, gelu, relu, its square, or sigmoid on the gate and nothing else, not even a clamp.",
     )
     PAIRS = (
         "The pairwise dot products are not selected by index vectors.",

@@ -11,6 +11,7 @@ from torch import fx
 from ..graph.products import CASTS, MUL, RESHAPES, product, tensor, value
 from ..operands import holds
 from .columns import SPLITS, columns
+from .op import QUICK
 
 aten = torch.ops.aten
 
@@ -159,6 +160,10 @@ def activation(name: str, x: Any) -> Any:
         return sigmoid(x)
     if name == "silu":
         return mul(x, sigmoid(x))
+    if name == "gelu_quick":
+        return mul(x, sigmoid(mul(QUICK, x)))
+    if name == "relu_squared":
+        return mul(("relu", x), ("relu", x))
     if name == "gelu":
         return mul(0.5, x, _flat("add", 1.0, ("erf", mul(0.5**0.5, x))))
     if name == "gelu_tanh":

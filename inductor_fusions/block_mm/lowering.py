@@ -15,7 +15,7 @@ from ..fusion import Rejected
 from ..lowering import check_device
 from ..operands import known_size, may_use_tf32
 from . import configurations, guards, heuristics, template
-from .op import Call, exact_dtype
+from .op import QUICK, Call, exact_dtype
 from .problem import Problem, of_operands
 
 #: Bulk copies know strides below this, in bytes.
@@ -257,8 +257,12 @@ def _activate(name: str, x: Any) -> Any:
         return call(aten.relu.default, x)
     if name == "sigmoid":
         return call(aten.sigmoid.default, x)
-    if name == "silu":
-        return call(aten.mul.Tensor, x, call(aten.sigmoid.default, x))
+    if name in ("silu", "gelu_quick"):
+        inner = x if name == "silu" else call(aten.mul.Tensor, x, QUICK)
+        return call(aten.mul.Tensor, x, call(aten.sigmoid.default, inner))
+    if name == "relu_squared":
+        y = call(aten.relu.default, x)
+        return call(aten.mul.Tensor, y, y)
     half = call(aten.mul.Tensor, x, 0.5)
     if name == "gelu":
         inner = call(aten.erf.default, call(aten.mul.Tensor, x, 0.5**0.5))

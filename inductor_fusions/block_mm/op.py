@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ..lowering import define
 
+#: The slope of the sigmoid in CLIP's GELU.
+QUICK = 1.702
 #: Activations by name; each is computed in float32.
 ACTIVATIONS: dict[str, Any] = {
     "": lambda x: x,
@@ -25,6 +27,8 @@ ACTIVATIONS: dict[str, Any] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_quick": lambda x: x * torch.sigmoid(QUICK * x),
+    "relu_squared": lambda x: F.relu(x).square(),
 }
 
 
@@ -36,6 +40,8 @@ _BACKWARDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": lambda dy, x: torch.ops.aten.silu_backward(dy, x),
     "gelu": lambda dy, x: torch.ops.aten.gelu_backward(dy, x),
     "gelu_tanh": lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh"),
+    "gelu_quick": lambda dy, x: torch.ops.aten.silu_backward(dy, QUICK * x),
+    "relu_squared": lambda dy, x: dy * 2 * F.relu(x),
 }
 
 

@@ -224,7 +224,7 @@ def _other(root: fx.Node) -> tuple[frozenset[fx.Node], Said] | None:
 FUSION = Fusion(
     name="gated_mlp",
     stage="post_grad",
-    summary="act(x @ Wg) * (x @ Wu) to one kernel, with silu, gelu, relu or sigmoid",
+    summary="act(x @ Wg) * (x @ Wu) to one kernel, with silu, gelu, relu, its square, or sigmoid",
 )
 
 

@@ -48,6 +48,7 @@ _NONLINEAR = frozenset(
 #: The last operation of an activation of `op.ACTIVATIONS`, or the rounding of its result.
 _LAST = CASTS | {
     aten.relu.default, aten.sigmoid.default, aten.reciprocal.default, aten.mul.Tensor, aten.div.Tensor,
+    aten.pow.Tensor_Scalar,
 }  # fmt: skip
 #: How far behind the linear it may be.
 _STEPS = 8

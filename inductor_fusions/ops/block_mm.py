@@ -30,7 +30,8 @@ def block_mm(
         bias: one for each group: None, shape (N,), or shape (M, N). Default: none has one.
         groups: group of each product: 0, 1, ..., in order. Default: each product is a group of its own.
         scales: factor of each product. Default 1.
-        activations: one for each group: "", "relu", "sigmoid", "silu", "gelu" (erf) or "gelu_tanh".
+        activations: one for each group: "", "relu", "sigmoid", "silu", "gelu" (erf),
+            "gelu_tanh", "gelu_quick" (x * sigmoid(1.702 x)) or "relu_squared".
             Default: none.
         gated: multiply two groups of the same shape to one output, y[0] * y[1].
         dtype: floating dtype of the outputs. Default: that of the first operand.

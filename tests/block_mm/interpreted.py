@@ -77,7 +77,7 @@ for name, kernel in (("tiled", TILED), ("persistent", PERSISTENT)):
         f"{name} dynamic": replace(base, dynamic=True, tail=True),
         f"{name} tf32": replace(base, dtype=torch.float32, bias="row"),
     }
-    for act in ("silu", "gelu", "gelu_tanh", "relu", "sigmoid"):
+    for act in ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu_squared", "sigmoid"):
         CASES[f"{name} gated {act}"] = replace(base, columns=(40, 40), activations=(act, ""), gated=True)
     CASES[f"{name} gated adapters"] = replace(
         base, columns=(40, 40), inner=(64, 8), scales=(1.0, 0.5), activations=("silu", ""), gated=True

@@ -29,6 +29,9 @@ ACTIVATIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "gelu tanh": ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")),
     "gelu new": ("gelu_tanh", gelu_new),
     "relu": ("relu", F.relu),
+    "quick": ("gelu_quick", lambda x: x * torch.sigmoid(1.702 * x)),
+    "squared": ("relu_squared", lambda x: F.relu(x).square()),
+    "squared by pow": ("relu_squared", lambda x: torch.pow(F.relu(x), 2)),
     "sigmoid": ("sigmoid", torch.sigmoid),
 }
 
@@ -151,11 +154,12 @@ def test_not_packed(name: str) -> None:
 
 #: Near misses: x, w, v -> a value that is not act(x w) * (x v) with an activation that is known.
 NEAR: dict[str, Callable[[Any, Any, Any], Any]] = {
-    "another slope": lambda x, w, v: (x @ w) * torch.sigmoid(1.702 * (x @ w)) * (x @ v),
+    "another slope": lambda x, w, v: (x @ w) * torch.sigmoid(1.6 * (x @ w)) * (x @ v),
     "another constant": lambda x, w, v: 0.5 * (x @ w) * (1 + torch.erf((x @ w) * 0.7)) * (x @ v),
     "half of gelu": lambda x, w, v: (x @ w) * (1 + torch.erf((x @ w) / math.sqrt(2.0))) * (x @ v),
     "a sum": lambda x, w, v: F.silu(x @ w) + (x @ v),
     "tanh": lambda x, w, v: torch.tanh(x @ w) * (x @ v),
+    "cubed": lambda x, w, v: F.relu(x @ w) ** 3 * (x @ v),
     "leaky": lambda x, w, v: F.leaky_relu(x @ w) * (x @ v),
     "both activated": lambda x, w, v: F.silu(x @ w) * F.silu(x @ v),
     "a factor more": lambda x, w, v: 2 * F.silu(x @ w) * (x @ v),

@@ -17,6 +17,8 @@ from tests.support.arguments import named
 
 TAILS: dict[str, Callable[..., Any]] = {
     "relu": lambda x, w, b, y: F.relu(F.linear(x, w, b)),
+    "quick": lambda x, w, b, y: (lambda h: h * torch.sigmoid(1.702 * h))(F.linear(x, w, b)),
+    "squared": lambda x, w, b, y: F.relu(F.linear(x, w, b)).square(),
     "gelu": lambda x, w, b, y: F.gelu(F.linear(x, w)),
     "sigmoid": lambda x, w, b, y: torch.sigmoid(F.linear(x, w) + 0.3 * y + b),
     "tanh": lambda x, w, b, y: torch.tanh(F.linear(x, w, b)),
@@ -30,7 +32,7 @@ TAILS: dict[str, Callable[..., Any]] = {
 #: Those that go into the kernel; the others stay in the graph, for Inductor's scheduler to fuse.
 INSIDE = {
     "relu": "relu", "gelu": "gelu", "silu": "silu", "gelu_tanh": "gelu_tanh", "sigmoid alone": "sigmoid",
-    "heads": "relu",
+    "heads": "relu", "quick": "gelu_quick", "squared": "relu_squared",
 }  # fmt: skip
 
 

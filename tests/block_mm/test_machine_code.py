@@ -172,10 +172,12 @@ def test_launched_early(tokens: int, arch: int, graphs: bool) -> None:
     assert ("griddepcontrol.wait" in found.ptx) == (graphs and arch >= 90 and tokens < 4096)
 
 
+@pytest.mark.parametrize("activation", ["relu", "relu_squared"])
 @pytest.mark.parametrize("tokens", [1, 16, 4096])
-def test_relu_keeps_what_is_no_number(tokens: int) -> None:
+def test_relu_keeps_what_is_no_number(tokens: int, activation: str) -> None:
     """`max.f32` gives the other operand of a NaN."""
-    found = code(replace(problem("linear", tokens), activation="relu"), None, 90)
+    found = code(replace(problem("linear", tokens), activation=activation), None, 90)
+    assert found.fits, found
     assert "max.NaN.f32" in found.ptx and "max.f32" not in found.ptx
 
 

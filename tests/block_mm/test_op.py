@@ -49,11 +49,13 @@ def arguments(kind: str) -> tuple[Any, ...]:
         "sum": ([x, y], [w.t(), v], [leaf(5, 6)], [0], [0, 0], [1.0, 0.5], "relu", False, wide, ""),
         "no bias": ([x], [w.t()], [], [], [0], [1.0], "sigmoid", False, wide, ""),
         "gelu": ([x], [w.t()], [], [], [0], [1.0], "gelu", False, wide, ""),
+        "quick": ([x], [w.t()], [], [], [0], [1.0], "gelu_quick", False, wide, ""),
+        "squared": ([x], [w.t()], [], [], [0], [1.0], "relu_squared", False, wide, ""),
         "rows differ": ([x, y.t()], [w.t(), leaf(5, 2)], [], [], [0, 1], [1.0, 1.0], ",", False, wide, ""),
     }[kind]
 
 
-KINDS = ["two groups", "gated", "sum", "no bias", "gelu", "rows differ"]
+KINDS = ["two groups", "gated", "sum", "no bias", "gelu", "quick", "squared", "rows differ"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -93,7 +93,19 @@ def packed_experts(x: Any, w: Any, b: Any) -> Any:
     return up * F.silu(gate)
 
 
-@form(X, "frozen 128x64", "frozen 128x64", left=(0, 0), reasons=("pow, relu", "pow, relu"))
+@form(X, "frozen 128x64", "frozen 128x64", reasons=("", "used-elsewhere"))
+def quick_gelu(x: Any, w: Any, v: Any) -> Any:
+    """CLIP's, in a gate."""
+    gate = F.linear(x, w)
+    return gate * torch.sigmoid(1.702 * gate) * F.linear(x, v)
+
+
+@form(X, "frozen 128x64", "frozen 128x64", reasons=("pow, relu", "pow, relu"))
+def cubed_relu(x: Any, w: Any, v: Any) -> Any:
+    return F.relu(F.linear(x, w)) ** 3 * F.linear(x, v)
+
+
+@form(X, "frozen 128x64", "frozen 128x64", reasons=("", "used-elsewhere"))
 def squared_relu(x: Any, w: Any, v: Any) -> Any:
     return F.relu(F.linear(x, w)).square() * F.linear(x, v)
 

@@ -226,6 +226,6 @@ def merged_weight(scope: Inputs, match: Match) -> Candidate | None:
         return None
     why = Reason.MERGED(
         f"the weight is computed in each step from a product of rank {rank}, in another form than a frozen "
-        "weight plus a multiple of the product"
+        "weight plus a number times the product"
     )
     return Reported(node, Rejected(why), {"input": text(tensor(node.all_input_nodes[0]))})

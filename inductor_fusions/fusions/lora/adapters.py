@@ -181,8 +181,8 @@ def _of_padded_columns(node: fx.Node) -> Product | None:
 
 def adapter(up: Product) -> Adapter | None:
     """What a product is of an adapter, where there is another one in front of it that makes it one."""
-    rank, columns = value(up.a).shape[1], value(up.b).shape[1]
-    if not isinstance(rank, int) or rank > MOST_RANK or (isinstance(columns, int) and columns <= rank):
+    rank = value(up.a).shape[1]
+    if not isinstance(rank, int) or rank > MOST_RANK:
         return None
     node: Any = up.a
     scale, factor = up.scale, None

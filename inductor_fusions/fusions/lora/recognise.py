@@ -31,6 +31,7 @@ from ...graph.products import (
     restored,
     scaled,
     tensor,
+    through,
     value,
 )
 from ...operands import holds
@@ -92,6 +93,9 @@ def linears(products: Sequence[Product]) -> list[Linear]:
         products: those of the graph.
     """
     adapters = [a for p in products if (a := adapter_of(p)) is not None]
+    # A matrix between A and B is no B.
+    between = {through(a.middle, RESHAPES) for a in adapters if a.middle is not None}
+    adapters = [a for a in adapters if a.up.node not in between]
     found: list[Linear] = []
     taken: set[fx.Node] = set()
     problems: dict[fx.Node, str] = {}
@@ -108,8 +112,10 @@ def linears(products: Sequence[Product]) -> list[Linear]:
     inside = {a.up.node for linear in found for a in linear.adapters}
     for a in adapters:
         node = a.up.node
-        # Two products with a function between them are an adapter only where something is added.
-        if node not in inside and (a.middle is None or additions_behind([node])):
+        # Two products with a function between them are an adapter only where something is added. So are those
+        # with few columns: in a backward they are gradients of A and B.
+        plain = a.middle is None and not known_true(value(node).shape[1] < value(a.up.a).shape[1])
+        if node not in inside and (plain or additions_behind([node])):
             found.append(Linear(node, problem=problems.get(node) or alone(node)))
     return sorted(found, key=lambda linear: linear.root)
 

@@ -21,6 +21,7 @@ from ...graph.products import (
     same_sizes,
     scaled,
     tensor,
+    through,
     value,
     widens,
     zero_padding,
@@ -219,17 +220,15 @@ def down_projection(node: fx.Node) -> Product | None:
 
 def _around_function(up: Product) -> Adapter | None:
     """An adapter with a function of its narrow result between A and B: what is computed stays as it is."""
-    found, seen, waiting = list[Product](), set[fx.Node](), [up.a]
     rank = value(up.a).shape[1]
+    found, seen, waiting = list[Product](), set[fx.Node](), [_in_front_of_squares(up.a, rank)]
     while waiting:
         node = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
         down = down_projection(node) if _is_as_large(node, up.a) else None
-        if down is not None and down.inner == rank:
-            waiting.append(down.a)  # a square matrix between A and B, as in LoRA-XS
-        elif down is not None:
+        if down is not None:
             found.append(down)
         elif len(seen) > _MOST_BETWEEN:
             return None
@@ -243,6 +242,15 @@ def _around_function(up: Product) -> Adapter | None:
     narrow = same_sizes(value(down.node).shape, value(up.a).shape)
     narrow = narrow and (not isinstance(inner, int) or inner >= 2 * rank)
     return Adapter(up, down, up.scale, None, up.a) if narrow else None
+
+
+def _in_front_of_squares(node: fx.Node, rank: int) -> fx.Node:
+    """What is multiplied by square matrices alone, as between A and B of LoRA-XS."""
+    inside = through(node, RESHAPES | CASTS)
+    square = down_projection(inside)
+    if square is None or square.inner != rank:
+        return node
+    return _in_front_of_squares(square.a, rank)
 
 
 def _is_as_large(node: fx.Node, other: fx.Node) -> bool:

@@ -24,7 +24,7 @@ BETWEEN: dict[str, Between] = {
     "fill": lambda h: h.masked_fill(torch.arange(16) % 3 == 0, 0.0),
     "relu": F.relu,
     "gelu": F.gelu,
-    "softmax": lambda h: torch.softmax(h, -1),
+    "normalised": lambda h: F.normalize(h, dim=-1),
     "wider and back": lambda h: (h.float() * 1.5).sin().to(h.dtype),
 }
 

@@ -15,7 +15,7 @@ from ..._inductor import register_lowering_when_loaded
 from ...fusion import Fusion
 from ...graph.torch_ops import spellings
 from ...lowering import lower_by
-from . import accumulate, accumulate_kernel, decode, inputs, lowering, merged, norms, op, split
+from . import accumulate, accumulate_kernel, decode, factors, inputs, lowering, merged, op, split
 from .sites import ANCHORS, candidates
 
 FUSION = Fusion(
@@ -29,7 +29,7 @@ FUSION.group(lambda: ANCHORS)(candidates)
 #: What is done before autograd; the toggle of `lora` is that of both.
 INPUTS = inputs.FUSION
 INPUTS.anchor(lambda: spellings("linear", "matmul"))(merged.merged_weight)
-INPUTS.anchor(lambda: spellings("linear", "matmul"))(norms.vectors)
+INPUTS.anchor(lambda: spellings("linear", "matmul"))(factors.vectors)
 
 lower_by(op.NARROW_MM, "narrow_mm", lowering.kernel, lowering.one_by_one)
 lower_by(

@@ -29,7 +29,7 @@ from ...reasons import Reason
 from ...writes import check_between, check_kept
 from .adapters import MOST_RANK
 from .inputs import Inputs
-from .norms import scaled_by
+from .second_product import scaled_by
 
 if TYPE_CHECKING:
     from ..._inductor import Match

@@ -1,20 +1,16 @@
-"""Vectors that multiply an adapter, before autograd, which then saves no result of the adapter for them.
+"""An adapter inside a sum that a vector multiplies, before autograd: DoRA.
 
-    v * (y + s * l)    of `(v - 1) * y + v * (s * l) + y`: DoRA as torchtune, NVlabs and PEFT write it
-    (g * h) B          of `g * (h B)`: g is one number, or one for each row, such as the gates of a router
-    h (B v)            of `v * (h B)`: v has one number for each column, as in VeRA
+    v * (y + s * l)    of `(v - 1) * y + v * (s * l) + y`, as torchtune, NVlabs and PEFT write it
 
-Each is fewer operations on large tensors in the backward, and no more in the forward. So it is no slower
-where the linear is left to stock. As a sum inside a vector, and as a product between A and B, the graph after
-autograd has a linear with an adapter as any other.
+It is fewer operations on large tensors in the backward, and no more in the forward. So it is no slower where
+the linear is left to stock. Inside the vector, the graph after autograd has a linear with an adapter as any
+other.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,106 +18,19 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ..._inductor import was_erased
 from ...derivatives import check_operation
 from ...fusion import Candidate, Rejected
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, VIEWS, Op, linear_of, read
-from ...liveness import erase_dead_readers, is_dead, readers
+from ...liveness import is_dead, readers
 from ...operands import check_device, check_kind, holds, tensor
 from ...reasons import Reason
-from ...writes import check_between, check_kept
-from .adapters import MOST_RANK
+from ...writes import check_between
 from .inputs import Inputs
-from .op import LORA_DOWN, LORA_DROPPED_DOWN
+from .second_product import MOST_STEPS, cast, erase, is_up, made, scaled_by
 
 if TYPE_CHECKING:
-    from ..._inductor import Match
-
-#: How far A may be from B, and B from the sum.
-_STEPS = 12
-#: What may be between A and B.
-_POINTWISE = CASTS | frozenset("dropout mul div relu gelu silu tanh sigmoid contiguous".split())
-
-
-def vectors(scope: Inputs, match: Match) -> Candidate | None:
-    """An adapter that a vector multiplies in front of a sum."""
-    up = match.output_node()
-    if not _is_up(up):
-        return None
-    return _normalised(up, scope) or _moved(up, scope)
-
-
-def _is_up(node: fx.Node) -> bool:
-    """Whether a node is the second product of an adapter."""
-    found = linear_of(node)
-    if found is None or found[3] is not None:
-        return False
-    narrow, wide = tensor(found[0]), tensor(node)
-    if narrow is None or wide is None or not wide.is_floating_point():
-        return False
-    rank, columns = narrow.shape[-1], wide.shape[-1]
-    if not isinstance(rank, int) or not isinstance(columns, int) or not 2 * rank <= columns:
-        return False
-    return rank <= MOST_RANK and _has_down(found[0], rank)
-
-
-def _has_down(node: Any, rank: int) -> bool:
-    """Whether a narrow matrix is a function of a product with a wide one."""
-    for _ in range(_STEPS):
-        source = linear_of(node)
-        if source is None and isinstance(node, fx.Node) and node.target in (LORA_DOWN, LORA_DROPPED_DOWN):
-            source = node.args[0], node.args[1], True, None  # type: ignore[assignment]
-        x = tensor(source[0]) if source is not None else None
-        if x is not None:
-            return isinstance(x.shape[-1], int) and x.shape[-1] >= 2 * rank
-        op = read(node)
-        if op is None or op.name not in _POINTWISE:
-            return False
-        sides, out = (op.input, op["other"]), tensor(node)
-        shape = None if out is None else out.shape
-        whole = [x for x in sides if (found := tensor(x)) is not None and found.shape == shape]
-        node = whole[0] if len(whole) == 1 else None
-    return False
-
-
-def scaled_by(op: Op) -> tuple[Any, float] | None:
-    """What an operation multiplies by a number, and the number."""
-    if op.name == "neg":
-        return op.input, -1.0
-    if op.name not in ("mul", "div") or op.rest or set(op.args) - {"input", "other"}:
-        return None
-    x, by = op.input, op["other"]
-    if op.name == "mul" and isinstance(x, (int, float)):
-        x, by = by, x
-    if not isinstance(by, (int, float)) or isinstance(by, bool) or not math.isfinite(by):
-        return None
-    if op.name == "div":
-        return (x, 1 / by) if by else None
-    return x, float(by)
-
-
-def _made(make: Builder, target: str | Callable[..., Any], *args: Any) -> fx.Node:
-    """A new call, which takes a gradient where an argument does."""
-    node = make.call(target, *args)
-    if any((found := tensor(each)) is not None and found.requires_grad for each in args):
-        make.value(node).requires_grad_()
-    return node
-
-
-def _cast(make: Builder, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    return node if make.value(node).dtype == dtype else _made(make, "to", node, dtype)
-
-
-def _erase(nodes: list[fx.Node]) -> None:
-    """Remove nodes that nothing reads any more, the last ones first."""
-    erase_dead_readers(nodes)
-    for node in sorted(nodes, reverse=True):
-        if not was_erased(node) and not node.users:
-            node.graph.erase_node(node)
-
-
-# -- a sum inside a vector ---------------------------------------------------------------------------------
+    pass
 
 
 @dataclass(frozen=True)
@@ -166,7 +75,7 @@ class _Reader:
     inner: list[fx.Node] = field(default_factory=list)
     early: list[fx.Node] = field(default_factory=list)
 
-    def read(self, node: Any, depth: int = _STEPS) -> _Terms | None:
+    def read(self, node: Any, depth: int = MOST_STEPS) -> _Terms | None:
         """The terms; None where something else is added."""
         op, found = read(node), tensor(node)
         if op is None or found is None or not found.is_floating_point() or depth == 0:
@@ -181,7 +90,7 @@ class _Reader:
         return terms
 
     def _product(self, node: fx.Node, x: fx.Node, w: fx.Node, rows: bool, bias: Any) -> _Terms | None:
-        if _is_up(node):
+        if is_up(node):
             return {("up", node): _Term(node, 0.0, 1.0)}
         terms: _Terms = {("base", x, w, rows): _Term(node, 0.0, 1.0)}
         if bias is not None:
@@ -258,10 +167,10 @@ def _viewed(node: Any) -> Any:
     return node
 
 
-def _normalised(up: fx.Node, scope: Inputs) -> Candidate | None:
+def normalised(up: fx.Node, scope: Inputs) -> Candidate | None:
     """The smallest sum around an adapter that is a vector times a sum."""
     node, columns = up, up.meta["example_value"].shape[-1]
-    for _ in range(_STEPS):
+    for _ in range(MOST_STEPS):
         found = readers(node)
         op = read(found[0]) if len(found) == 1 else None
         if op is None:
@@ -344,127 +253,17 @@ class Normalised(Candidate):
         wanted = self.inside[0].node if self.inside else None
         total = self.base.node
         if bias is not wanted:
-            total = _made(make, F.linear, x, w) if rows else _made(make, torch.matmul, x, w)
-            total = total if wanted is None else _made(make, operator.add, total, wanted)
+            total = made(make, F.linear, x, w) if rows else made(make, torch.matmul, x, w)
+            total = total if wanted is None else made(make, operator.add, total, wanted)
         dtype, ratio = make.value(top).dtype, self.up.by / self.base.by
-        total, added = _cast(make, total, dtype), _cast(make, self.up.node, dtype)
-        added = added if ratio == 1 else _made(make, operator.mul, added, ratio)
-        total = _made(make, operator.mul, _made(make, operator.add, total, added), vector)
-        total = total if self.base.by == 1 else _made(make, operator.mul, total, self.base.by)
+        total, added = cast(make, total, dtype), cast(make, self.up.node, dtype)
+        added = added if ratio == 1 else made(make, operator.mul, added, ratio)
+        total = made(make, operator.mul, made(make, operator.add, total, added), vector)
+        total = total if self.base.by == 1 else made(make, operator.mul, total, self.base.by)
         for each in self.outside:
-            term = each.node if each.alone == 1 else _made(make, operator.mul, each.node, each.alone)
-            total = _made(make, operator.add, total, term)
+            term = each.node if each.alone == 1 else made(make, operator.mul, each.node, each.alone)
+            total = made(make, operator.add, total, term)
         gone = list(dict.fromkeys(self.reader.inner))
         top.replace_all_uses_with(total)
-        _erase(gone)
+        erase(gone)
         return "the vector times the sum"
-
-
-# -- a factor behind the adapter ---------------------------------------------------------------------------
-
-
-def _moved(up: fx.Node, scope: Inputs) -> Candidate | None:
-    """A trained tensor that multiplies an adapter in front of a sum, or any that divides it."""
-    node, between, scale = up, [up], 1.0
-    while True:
-        found = readers(node)
-        op = read(found[0]) if len(found) == 1 else None
-        if op is None or op.inplace:
-            return None
-        between.append(op.node)
-        step = scaled_by(op)
-        if step is None or step[0] is not node:
-            break
-        node, scale = op.node, scale * step[1]
-    if op.name not in ("mul", "div") or op.rest or set(op.args) != {"input", "other"}:
-        return None
-    first, second = op.input, op["other"]
-    by = second if first is node else first if op.name == "mul" else None
-    factor = tensor(by)
-    if not isinstance(by, fx.Node) or factor is None or not factor.is_floating_point():
-        return None
-    if not _is_added(op.node):
-        return None
-    # Without a gradient nothing is saved for it, and factors are read after autograd, but for quotients.
-    out = tensor(op.node)
-    if op.name == "mul" and not (factor.requires_grad and out is not None and out.requires_grad):
-        return None
-    return Moved(up, between, by, scale, op.name, scope)
-
-
-def _is_added(node: fx.Node) -> bool:
-    """Whether a value is part of a sum, perhaps times numbers."""
-    for _ in range(_STEPS):
-        found = readers(node)
-        op = read(found[0]) if len(found) == 1 else None
-        if op is None:
-            return False
-        if op.name in ("add", "sub"):
-            return True
-        if scaled_by(op) is None and op.name not in CASTS:
-            return False
-        node = op.node
-    return False
-
-
-class Moved(Candidate):
-    """An adapter times a tensor, which moves in front of B, or to B.
-
-    Args:
-        up: the product with B.
-        between: the nodes from it to the one that multiplies it, which is the last.
-        by: the tensor.
-        scale: the factor of the numbers in between.
-        how: "mul" or "div".
-        scope: of the graph.
-    """
-
-    reported = False
-
-    def __init__(
-        self, up: fx.Node, between: list[fx.Node], by: fx.Node, scale: float, how: str, scope: Inputs
-    ) -> None:
-        self.up, self.between, self.by, self.scale, self.scope = up, between, by, scale, scope
-        self.anchor = between[-1]
-        self.how = operator.mul if how == "mul" else operator.truediv
-
-    def guard(self) -> None:
-        values = [each.meta["example_value"] for each in (*self.between, *self.up.all_input_nodes)]
-        out, factor = values[0], self.by.meta["example_value"]
-        check_kind(*values, factor)
-        if any(each.dtype != out.dtype for each in (*values, factor)):
-            raise Rejected(Reason.MIXED_DTYPES("the adapter and its factor have different dtypes"))
-        if out.dtype == torch.float16:
-            raise Rejected(Reason.RANGE("x @ A may overflow in float16 where the result does not"))
-        if any(each.meta["example_value"].shape != out.shape for each in self.between):
-            raise Rejected(Reason.SHAPES("the adapter is broadcast"))
-        if not (self._is_of_rows(factor) or self._is_of_columns(factor)):
-            raise Rejected(Reason.BEHIND_ADAPTER("the factor has another number for each element"))
-        check_between(
-            self.between, self.anchor, "the adapter and its factor", self.scope.modes, self.scope.effects
-        )
-        check_kept([*self.up.all_input_nodes, self.by], self.anchor, self.scope.effects)
-        check_operation(self.between, self.scope.derivatives)
-        check_device(out)
-
-    def _is_of_rows(self, factor: torch.Tensor) -> bool:
-        return factor.numel() == 1 or factor.shape[-1] == 1
-
-    def _is_of_columns(self, factor: torch.Tensor) -> bool:
-        return bool(factor.shape[-1] == factor.numel() == self.up.meta["example_value"].shape[-1])
-
-    def rewrite(self) -> str:
-        make, found = Builder(self.anchor), linear_of(self.up)
-        assert found is not None
-        h, b, rows, _ = found
-        factor = make.value(self.by)
-        if self._is_of_rows(factor):
-            h = _made(make, self.how, h, self.by)
-        else:
-            by = _made(make, "reshape", self.by, *((-1, 1) if rows else (1, -1)))
-            b = _made(make, self.how, b, by)
-        out = _made(make, F.linear if rows else torch.matmul, h, b)
-        out = out if self.scale == 1 else _made(make, operator.mul, out, self.scale)
-        self.anchor.replace_all_uses_with(out)
-        _erase(self.between)
-        return "a factor between both products"

@@ -1,0 +1,146 @@
+"""A factor behind an adapter moves in front of B, or to B, before autograd, which saves nothing wide then.
+
+    (g * h) B    of `g * (h B)`: g is one number, or one for each row, such as the gates of a router
+    h (B v)      of `v * (h B)`: v has one number for each column, as in VeRA
+
+As a product between A and B, or as B, the graph after autograd has a linear with an adapter as any other.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from ...derivatives import check_operation
+from ...fusion import Candidate, Rejected
+from ...graph.builder import Builder
+from ...graph.torch_ops import CASTS, linear_of, read
+from ...liveness import readers
+from ...operands import check_device, check_kind, tensor
+from ...reasons import Reason
+from ...writes import check_between, check_kept
+from .inputs import Inputs
+from .norms import normalised
+from .second_product import MOST_STEPS, erase, is_up, made, scaled_by
+
+if TYPE_CHECKING:
+    from ..._inductor import Match
+
+
+def vectors(scope: Inputs, match: Match) -> Candidate | None:
+    """An adapter that a vector multiplies in front of a sum."""
+    up = match.output_node()
+    if not is_up(up):
+        return None
+    return normalised(up, scope) or _moved(up, scope)
+
+
+def _moved(up: fx.Node, scope: Inputs) -> Candidate | None:
+    """A trained tensor that multiplies an adapter in front of a sum, or any that divides it."""
+    node, between, scale = up, [up], 1.0
+    while True:
+        found = readers(node)
+        op = read(found[0]) if len(found) == 1 else None
+        if op is None or op.inplace:
+            return None
+        between.append(op.node)
+        step = scaled_by(op)
+        if step is None or step[0] is not node:
+            break
+        node, scale = op.node, scale * step[1]
+    if op.name not in ("mul", "div") or op.rest or set(op.args) != {"input", "other"}:
+        return None
+    first, second = op.input, op["other"]
+    by = second if first is node else first if op.name == "mul" else None
+    factor = tensor(by)
+    if not isinstance(by, fx.Node) or factor is None or not factor.is_floating_point():
+        return None
+    if not _is_added(op.node):
+        return None
+    # Without a gradient nothing is saved for it, and factors are read after autograd, but for quotients.
+    out = tensor(op.node)
+    if op.name == "mul" and not (factor.requires_grad and out is not None and out.requires_grad):
+        return None
+    return Moved(up, between, by, scale, op.name, scope)
+
+
+def _is_added(node: fx.Node) -> bool:
+    """Whether a value is part of a sum, perhaps times numbers."""
+    for _ in range(MOST_STEPS):
+        found = readers(node)
+        op = read(found[0]) if len(found) == 1 else None
+        if op is None:
+            return False
+        if op.name in ("add", "sub"):
+            return True
+        if scaled_by(op) is None and op.name not in CASTS:
+            return False
+        node = op.node
+    return False
+
+
+class Moved(Candidate):
+    """An adapter times a tensor, which moves in front of B, or to B.
+
+    Args:
+        up: the product with B.
+        between: the nodes from it to the one that multiplies it, which is the last.
+        by: the tensor.
+        scale: the factor of the numbers in between.
+        how: "mul" or "div".
+        scope: of the graph.
+    """
+
+    reported = False
+
+    def __init__(
+        self, up: fx.Node, between: list[fx.Node], by: fx.Node, scale: float, how: str, scope: Inputs
+    ) -> None:
+        self.up, self.between, self.by, self.scale, self.scope = up, between, by, scale, scope
+        self.anchor = between[-1]
+        self.how = operator.mul if how == "mul" else operator.truediv
+
+    def guard(self) -> None:
+        values = [each.meta["example_value"] for each in (*self.between, *self.up.all_input_nodes)]
+        out, factor = values[0], self.by.meta["example_value"]
+        check_kind(*values, factor)
+        if any(each.dtype != out.dtype for each in (*values, factor)):
+            raise Rejected(Reason.MIXED_DTYPES("the adapter and its factor have different dtypes"))
+        if out.dtype == torch.float16:
+            raise Rejected(Reason.RANGE("x @ A may overflow in float16 where the result does not"))
+        if any(each.meta["example_value"].shape != out.shape for each in self.between):
+            raise Rejected(Reason.SHAPES("the adapter is broadcast"))
+        if not (self._is_of_rows(factor) or self._is_of_columns(factor)):
+            raise Rejected(Reason.BEHIND_ADAPTER("the factor has another number for each element"))
+        check_between(
+            self.between, self.anchor, "the adapter and its factor", self.scope.modes, self.scope.effects
+        )
+        check_kept([*self.up.all_input_nodes, self.by], self.anchor, self.scope.effects)
+        check_operation(self.between, self.scope.derivatives)
+        check_device(out)
+
+    def _is_of_rows(self, factor: torch.Tensor) -> bool:
+        return factor.numel() == 1 or factor.shape[-1] == 1
+
+    def _is_of_columns(self, factor: torch.Tensor) -> bool:
+        return bool(factor.shape[-1] == factor.numel() == self.up.meta["example_value"].shape[-1])
+
+    def rewrite(self) -> str:
+        make, found = Builder(self.anchor), linear_of(self.up)
+        assert found is not None
+        h, b, rows, _ = found
+        factor = make.value(self.by)
+        if self._is_of_rows(factor):
+            h = made(make, self.how, h, self.by)
+        else:
+            by = made(make, "reshape", self.by, *((-1, 1) if rows else (1, -1)))
+            b = made(make, self.how, b, by)
+        out = made(make, F.linear if rows else torch.matmul, h, b)
+        out = out if self.scale == 1 else made(make, operator.mul, out, self.scale)
+        self.anchor.replace_all_uses_with(out)
+        erase(self.between)
+        return "a factor between both products"

@@ -1,0 +1,95 @@
+"""The second product of an adapter, and nodes around it before autograd."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ..._inductor import was_erased
+from ...graph.builder import Builder
+from ...graph.torch_ops import CASTS, Op, linear_of, read
+from ...liveness import erase_dead_readers
+from ...operands import tensor
+from .adapters import MOST_RANK
+from .op import LORA_DOWN, LORA_DROPPED_DOWN
+
+if TYPE_CHECKING:
+    pass
+
+#: How far A may be from B, and B from the sum.
+MOST_STEPS = 12
+#: What may be between A and B.
+_POINTWISE = CASTS | frozenset("dropout mul div relu gelu silu tanh sigmoid contiguous".split())
+
+
+def is_up(node: fx.Node) -> bool:
+    """Whether a node is the second product of an adapter."""
+    found = linear_of(node)
+    if found is None or found[3] is not None:
+        return False
+    narrow, wide = tensor(found[0]), tensor(node)
+    if narrow is None or wide is None or not wide.is_floating_point():
+        return False
+    rank, columns = narrow.shape[-1], wide.shape[-1]
+    if not isinstance(rank, int) or not isinstance(columns, int) or not 2 * rank <= columns:
+        return False
+    return rank <= MOST_RANK and _has_down(found[0], rank)
+
+
+def _has_down(node: Any, rank: int) -> bool:
+    """Whether a narrow matrix is a function of a product with a wide one."""
+    for _ in range(MOST_STEPS):
+        source = linear_of(node)
+        if source is None and isinstance(node, fx.Node) and node.target in (LORA_DOWN, LORA_DROPPED_DOWN):
+            source = node.args[0], node.args[1], True, None  # type: ignore[assignment]
+        x = tensor(source[0]) if source is not None else None
+        if x is not None:
+            return isinstance(x.shape[-1], int) and x.shape[-1] >= 2 * rank
+        op = read(node)
+        if op is None or op.name not in _POINTWISE:
+            return False
+        sides, out = (op.input, op["other"]), tensor(node)
+        shape = None if out is None else out.shape
+        whole = [x for x in sides if (found := tensor(x)) is not None and found.shape == shape]
+        node = whole[0] if len(whole) == 1 else None
+    return False
+
+
+def scaled_by(op: Op) -> tuple[Any, float] | None:
+    """What an operation multiplies by a number, and the number."""
+    if op.name == "neg":
+        return op.input, -1.0
+    if op.name not in ("mul", "div") or op.rest or set(op.args) - {"input", "other"}:
+        return None
+    x, by = op.input, op["other"]
+    if op.name == "mul" and isinstance(x, (int, float)):
+        x, by = by, x
+    if not isinstance(by, (int, float)) or isinstance(by, bool) or not math.isfinite(by):
+        return None
+    if op.name == "div":
+        return (x, 1 / by) if by else None
+    return x, float(by)
+
+
+def made(make: Builder, target: str | Callable[..., Any], *args: Any) -> fx.Node:
+    """A new call, which takes a gradient where an argument does."""
+    node = make.call(target, *args)
+    if any((found := tensor(each)) is not None and found.requires_grad for each in args):
+        make.value(node).requires_grad_()
+    return node
+
+
+def cast(make: Builder, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return node if make.value(node).dtype == dtype else made(make, "to", node, dtype)
+
+
+def erase(nodes: list[fx.Node]) -> None:
+    """Remove nodes that nothing reads any more, the last ones first."""
+    erase_dead_readers(nodes)
+    for node in sorted(nodes, reverse=True):
+        if not was_erased(node) and not node.users:
+            node.graph.erase_node(node)

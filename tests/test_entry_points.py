@@ -226,7 +226,7 @@ def test_nested_body_is_restored(only: Callable) -> None:
 @pytest.mark.parametrize("name", ["attention", "strict"])
 def test_names_that_are_taken(name: str) -> None:
     """By a fusion, or by an entry of config, which would switch it."""
-    with pytest.raises(ValueError, match=f"of the name '{name}'"):
+    with pytest.raises(ValueError, match=f"the name '{name}' is already"):
         registry._checked(fusion(name, lambda graph: ()), {"attention"})
 
 

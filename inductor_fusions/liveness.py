@@ -25,6 +25,17 @@ def readers(node: fx.Node) -> list[fx.Node]:
     return [user for user in inplace.readers(node) if not is_dead(user)]
 
 
+def only_reader(node: fx.Node) -> fx.Node | None:
+    """The only node that reads a result; None if there are several, or none.
+
+    Where nothing else reads it, the reader may be dead: then the result is as well. That saves the search.
+    """
+    found = inplace.readers(node)
+    if len(found) > 1:
+        found = [user for user in found if not is_dead(user)]
+    return found[0] if len(found) == 1 else None
+
+
 def is_dead(node: fx.Node, depth: int = 32) -> bool:
     """Whether a node and all that reads it compute values that nobody uses, and do nothing else."""
     return depth > 0 and _is_pure(node) and all(is_dead(user, depth - 1) for user in node.users)

@@ -32,7 +32,8 @@ FLEX = "flex attention"
 #: What leaves a site to stock on a CPU, in fusions before autograd.
 ON_A_GPU = (
     "fusions.outer_product_linear.check_kernel", "fusions.dot_interaction.check_kernel",
-    "fusions.lora.inputs.AdapterInput.guard",
+    "fusions.lora.inputs.AdapterInput.guard", "fusions.lora.merged.check_device",
+    "fusions.lora.norms.check_device", "fusions.lora.factors.check_device",
 )  # fmt: skip
 
 

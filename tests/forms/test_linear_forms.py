@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inductor_fusions.fusions.lora import norms
+from inductor_fusions.fusions.lora import factors, norms
 from inductor_fusions.testing import says
 from tests.block_mm.support import check, run
 from tests.forms.adapters import ADAPTERS
@@ -16,7 +16,8 @@ from tests.forms.linear_form import LinearForm
 @pytest.fixture(autouse=True)
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, before autograd as well."""
-    monkeypatch.setattr(norms, "check_device", lambda value: None)
+    for module in (norms, factors):
+        monkeypatch.setattr(module, "check_device", lambda value: None)
 
 
 FORMS: dict[str, LinearForm] = {**ADAPTERS, **GATES}

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inductor_fusions.fusions.lora import norms
+from inductor_fusions.fusions.lora import factors, norms
 from tests.block_mm.support import check, rand
 from tests.lora.spellings import WHOLE, operands
 
@@ -17,7 +17,8 @@ from tests.lora.spellings import WHOLE, operands
 @pytest.fixture(autouse=True)
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, before autograd as well."""
-    monkeypatch.setattr(norms, "check_device", lambda value: None)
+    for module in (norms, factors):
+        monkeypatch.setattr(module, "check_device", lambda value: None)
 
 
 #: Of the input, of what the linear and the adapter give, and of the vector.

@@ -24,7 +24,7 @@ def on_a_gpu() -> Iterator[None]:
     from devtools.ledger.compiling import ON_A_GPU
 
     with contextlib.ExitStack() as stack:
-        for check in (*ON_A_GPU, "fusions.lora.merged.check_device"):
+        for check in ON_A_GPU:
             stack.enter_context(mock.patch(f"inductor_fusions.{check}", lambda *_: None))
         yield
 

@@ -19,7 +19,7 @@ from ...derivatives import check_operation
 from ...fusion import Candidate, Rejected
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, linear_of, read
-from ...liveness import readers
+from ...liveness import only_reader
 from ...operands import check_device, check_kind, tensor
 from ...reasons import Reason
 from ...writes import check_between, check_kept
@@ -43,8 +43,7 @@ def _moved(up: fx.Node, scope: Inputs) -> Candidate | None:
     """A trained tensor that multiplies an adapter in front of a sum, or any that divides it."""
     node, between, scale = up, [up], 1.0
     while True:
-        found = readers(node)
-        op = read(found[0]) if len(found) == 1 else None
+        op = read(only_reader(node))
         if op is None or op.inplace:
             return None
         between.append(op.node)
@@ -71,8 +70,7 @@ def _moved(up: fx.Node, scope: Inputs) -> Candidate | None:
 def _is_added(node: fx.Node) -> bool:
     """Whether a value is part of a sum, perhaps times numbers."""
     for _ in range(MOST_STEPS):
-        found = readers(node)
-        op = read(found[0]) if len(found) == 1 else None
+        op = read(only_reader(node))
         if op is None:
             return False
         if op.name in ("add", "sub"):

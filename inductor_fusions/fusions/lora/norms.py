@@ -22,7 +22,7 @@ from ...derivatives import check_operation
 from ...fusion import Candidate, Rejected
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, VIEWS, Op, linear_of, read
-from ...liveness import is_dead, readers
+from ...liveness import is_dead, only_reader
 from ...operands import check_device, check_kind, holds, tensor
 from ...reasons import Reason
 from ...writes import check_between
@@ -171,8 +171,7 @@ def normalised(up: fx.Node, scope: Inputs) -> Candidate | None:
     """The smallest sum around an adapter that is a vector times a sum."""
     node, columns = up, up.meta["example_value"].shape[-1]
     for _ in range(MOST_STEPS):
-        found = readers(node)
-        op = read(found[0]) if len(found) == 1 else None
+        op = read(only_reader(node))
         if op is None:
             return None
         node = op.node

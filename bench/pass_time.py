@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -115,8 +116,19 @@ def compile_case(case: str, layers: int, run: Callable[[Any, fx.Graph], None]) -
 
 
 def measure(case: str, layers: int) -> list[Json]:
-    """One row for each graph of a case: its nodes, sites, and the seconds in all and by fusion."""
+    """One row for each graph of a case: its nodes, sites, and the seconds in all and by fusion.
+
+    Those that Python's garbage collection takes of them are given as well: they grow with the whole process.
+    """
     rows: list[Json] = []
+    collecting = {"since": 0.0, "seconds": 0.0}
+
+    def collection(phase: str, info: Any) -> None:
+        now = time.thread_time()
+        if phase == "stop":
+            collecting["seconds"] += now - collecting["since"]
+        collecting["since"] = now
+
     apply = passes.apply
     by_fusion: dict[str, float] = {}
 
@@ -132,6 +144,7 @@ def measure(case: str, layers: int) -> list[Json]:
     def run(call: Any, graph: fx.Graph) -> None:
         by_fusion.clear()
         fused[0] = 0
+        collecting["seconds"] = 0.0
         nodes = len(graph.nodes)
         start = time.thread_time()
         call(graph)
@@ -139,13 +152,17 @@ def measure(case: str, layers: int) -> list[Json]:
         rows.append(
             {
                 "case": case, "layers": layers, "graph": len(rows), "nodes": nodes, "sites": fused[0],
-                "seconds": round(seconds, 4),
+                "seconds": round(seconds, 4), "collecting": round(collecting["seconds"], 4),
                 "fusions": {name: round(each, 4) for name, each in sorted(by_fusion.items())},
             }
         )  # fmt: skip
 
-    with mock.patch.object(passes, "apply", timed):
-        compile_case(case, layers, run)
+    gc.callbacks.append(collection)
+    try:
+        with mock.patch.object(passes, "apply", timed):
+            compile_case(case, layers, run)
+    finally:
+        gc.callbacks.remove(collection)
     return rows
 
 

@@ -109,7 +109,8 @@ class DecomposedPositions(nn.Module):
         scores = scores + rows[:, :, :, :, None] + columns[:, :, :, None, :]
         weights = scores.view(b * self.heads, n, n).softmax(dim=-1)
         out = (weights @ v).view(b, self.heads, n, dim).permute(0, 2, 1, 3).reshape(b, n, width)
-        return self.out(out)  # type: ignore[no-any-return]
+        result: torch.Tensor = self.out(out)
+        return result
 
 
 class CosineWindows(nn.Module):
@@ -133,7 +134,8 @@ class CosineWindows(nn.Module):
         windows = self.mask.shape[0]
         scores = scores.view(b // windows, windows, self.heads, n, n) + self.mask.unsqueeze(1).unsqueeze(0)
         weights = F.softmax(scores.view(-1, self.heads, n, n), dim=-1)
-        return self.out((weights @ v).transpose(1, 2).reshape(b, n, width))  # type: ignore[no-any-return]
+        result: torch.Tensor = self.out((weights @ v).transpose(1, 2).reshape(b, n, width))
+        return result
 
 
 class PairBias(nn.Module):
@@ -156,7 +158,8 @@ class PairBias(nn.Module):
         scores = scores + self.pair(z).permute(0, 3, 1, 2)[:, None]
         out = torch.matmul(torch.softmax(scores, -1), v).transpose(-2, -3)
         out = out.reshape(*m.shape[:-1], -1) * torch.sigmoid(self.gate(m))
-        return self.out(out)  # type: ignore[no-any-return]
+        result: torch.Tensor = self.out(out)
+        return result
 
 
 class ShiftedPositions(_Projected):
@@ -194,7 +197,8 @@ class KeysFirst(nn.Module):
         hidden = torch.triu(torch.ones(n, n, dtype=torch.bool, device=x.device), 1)
         scores = scores.masked_fill(hidden[:, :, None, None], -1e30)
         out = torch.einsum("ijbn,jbnd->ibnd", F.softmax(scores, dim=1), v)
-        return self.out(out.reshape(n, b, width))  # type: ignore[no-any-return]
+        result: torch.Tensor = self.out(out.reshape(n, b, width))
+        return result
 
 
 class TrilBuffer(nn.Module):
@@ -212,7 +216,8 @@ class TrilBuffer(nn.Module):
         scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
         scores = scores.masked_fill(self.bias[:, :, :n, :n] == 0, float("-inf"))
         out = (F.softmax(scores, dim=-1) @ v).transpose(1, 2).contiguous().view(b, n, width)
-        return self.out(out)  # type: ignore[no-any-return]
+        result: torch.Tensor = self.out(out)
+        return result
 
 
 class Slopes(_Projected):
@@ -274,7 +279,8 @@ class OneKeyHead(nn.Module):
         hidden = torch.ones((n, n), device=x.device, dtype=torch.bool).triu(1)
         weights = scores.masked_fill(hidden, -torch.finfo(scores.dtype).max).softmax(dim=-1)
         out = torch.einsum("bhij,bjd->bhid", weights, v).permute(0, 2, 1, 3).reshape(b, n, width)
-        return self.out(out)  # type: ignore[no-any-return]
+        result: torch.Tensor = self.out(out)
+        return result
 
 
 class HeadsInTheBatch(_Projected):

@@ -60,6 +60,20 @@ def parts_in_front_turned(x: Any, w: Any) -> Any:
     return F.gelu(gate, approximate="tanh") * up
 
 
+@form(X, "frozen 2x64x4x32", left=(1, 1))
+def parts_of_heads(x: Any, w: Any) -> Any:
+    """A row of a part is that of one head, not all columns of the part."""
+    gate, up = torch.einsum("bnd,cdhf->cbnhf", x, w)
+    return F.silu(gate) * up
+
+
+@form(X, "frozen 2x64x4x32", left=(1, 1))
+def columns_of_heads(x: Any, w: Any) -> Any:
+    """The first columns of each head, which are not the first columns of the product."""
+    h = torch.einsum("bnd,cdhf->cbnhf", x, w)[0]
+    return F.silu(h[..., :16]) * h[..., 16:]
+
+
 @form(*PACKED, left=(1, 1), reasons=("is returned", "is returned"))
 def returned_gate(x: Any, w: Any) -> Any:
     gate, up = F.linear(x, w).chunk(2, dim=-1)

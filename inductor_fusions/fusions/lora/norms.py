@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,6 @@ from ...reasons import Reason
 from ...writes import check_between
 from .inputs import Inputs
 from .second_product import MOST_STEPS, cast, erase, is_up, made, scaled_by
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class _Term:
         return self if other is None else _Term(self.node, self.by + other.by, self.alone + other.alone)
 
 
-#: By what two terms are one: ("up", node), ("base", input, weight) or ("bias", node).
+#: By what two terms are one: ("up", node), ("base", input, weight, whether by rows) or ("bias", node).
 _Terms = dict[tuple[Any, ...], _Term]
 
 

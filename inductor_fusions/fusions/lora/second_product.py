@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,9 +16,6 @@ from ...liveness import erase_dead_readers
 from ...operands import tensor
 from .adapters import MOST_RANK
 from .op import LORA_DOWN, LORA_DROPPED_DOWN
-
-if TYPE_CHECKING:
-    pass
 
 #: How far A may be from B, and B from the sum.
 MOST_STEPS = 12
@@ -44,9 +41,8 @@ def _has_down(node: Any, rank: int) -> bool:
     """Whether a narrow matrix is a function of a product with a wide one."""
     for _ in range(MOST_STEPS):
         source = linear_of(node)
-        if source is None and isinstance(node, fx.Node) and node.target in (LORA_DOWN, LORA_DROPPED_DOWN):
-            source = node.args[0], node.args[1], True, None  # type: ignore[assignment]
-        x = tensor(source[0]) if source is not None else None
+        read_before = isinstance(node, fx.Node) and node.target in (LORA_DOWN, LORA_DROPPED_DOWN)
+        x = tensor(source[0] if source is not None else node.args[0] if read_before else None)
         if x is not None:
             return isinstance(x.shape[-1], int) and x.shape[-1] >= 2 * rank
         op = read(node)

@@ -207,7 +207,7 @@ def _after(node: fx.Node, state: State, before: dict[fx.Node, State]) -> State:
         listed: Any = node.args[0]
         names = tuple(map(_backend, listed))
         ordered = bool(node.args[1]) if len(node.args) > 1 else bool(node.kwargs.get("set_priority"))
-        allowed = frozenset(names) & _SWITCHES.keys()
+        allowed = frozenset(name for name in names if name in _SWITCHES)
         return replace(state, backends=allowed, priority=names if ordered else state.priority)
     if name in _DETERMINISTIC and node.args:
         warns = bool(node.kwargs.get("warn_only", state.deterministic[1]))

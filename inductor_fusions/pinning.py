@@ -37,6 +37,9 @@ REUSE = 8
 _READS_BUFFERS = frozenset({"cpu"})
 
 _RESHAPES = frozenset({aten.reshape.default, aten.view.default})
+#: What is computed from its own index, and views that read it at few places.
+_RANGES = frozenset({torch.ops.prims.iota.default, aten.arange.start_step})
+_NARROWING = frozenset({aten.select.int, aten.slice.Tensor})
 #: What is read at an index, in the body of a kernel, beside operations on single elements.
 _INLINED = frozenset(
     {
@@ -113,25 +116,33 @@ def _settle(
 ) -> None:
     """Settle what one captured tensor is computed from, as far as it is written into the kernel.
 
-    What has no more than `least` elements is settled in any case.
+    What has no more than `least` elements is settled in any case. A range of which one place is read is
+    settled as well: Inductor writes that place as a number without the dims of a tile, and then raises, or
+    Triton does (seen on 2.11 and 2.13).
     """
-    waiting, seen = [(first, captured)], {first}
+    waiting, seen = [(first, captured, False)], {(first, False)}
     while waiting:
-        user, node = waiting.pop()
+        user, node, narrowed = waiting.pop()
         if node in settled:
             user.replace_input_with(node, settled[node])
             continue
-        if node.op != "call_function" or not _tensors(node) or _is_settled(node):
-            continue  # an input, or a value that is made of nothing, such as an arange
+        if node.op != "call_function" or _is_settled(node):
+            continue
+        narrowed = narrowed or node.target in _NARROWING
+        if not _tensors(node):
+            if node.target in _RANGES and (narrowed or hint(products.value(node).numel()) == 1):
+                settled[node] = _as_strided(node)
+                user.replace_input_with(node, settled[node])
+            continue
         viewed = _is_view(node) and not (least == math.inf and _may_copy(node))
         if not viewed and (
             not _is_inlined(node) or len(node.users) > 1 or hint(products.value(node).numel()) <= least
         ):
             settled[node] = _as_strided(node)
             user.replace_input_with(node, settled[node])
-        elif node not in seen:
-            seen.add(node)
-            waiting += [(node, each) for each in _tensors(node)]
+        elif (node, narrowed) not in seen:
+            seen.add((node, narrowed))
+            waiting += [(node, each, narrowed) for each in _tensors(node)]
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:

@@ -124,6 +124,35 @@ def test_numbers(case: Any, train: bool) -> None:
         check(case, inputs(torch.float32, train, 48), fused=count, kernel="flex", train=train)
 
 
+#: Masks of keys that read one place of a range.
+ONE_PLACE: dict[str, Callable[[], torch.Tensor]] = {
+    "a range of one": lambda: torch.arange(1)[:, None] >= torch.arange(S),
+    "the last of a range": lambda: torch.arange(S)[-1:, None] > torch.arange(S),
+    "the last row": lambda: torch.ones(S, S).tril(-3)[-1:] > 0,
+    "one element": lambda: torch.arange(S) < torch.arange(S)[S // 2],
+}
+
+
+@pytest.mark.parametrize("q_len", [1, S])
+@cases(ONE_PLACE)
+def test_one_place_of_a_range(case: Any, q_len: int) -> None:
+    """Inductor writes that place as a number without the dims of a tile, and fails to broadcast it."""
+    pytest.importorskip("triton")
+    from devtools import cuda_codegen
+
+    def filled(q: Any, k: Any, v: Any) -> Any:
+        later = torch.arange(S) > torch.arange(q_len)[:, None]
+        return torch.softmax((q @ k.mT).masked_fill(case() | later, -2.0), -1) @ v
+
+    # One head: what many share is computed before the kernel in any case.
+    q, k, v = (torch.randn(1, 1, length, D).bfloat16() for length in (q_len, S, S))
+    with flex_everywhere("flex"), config.patch(strict=True, policy="always"):
+        code = cuda_codegen.generate(filled, (q, k, v), run=False)
+    (kernel,) = [each for each in code.kernels if each.is_template]
+    assert "flex_attention" in kernel.name
+    cuda_codegen.compile_kernel(kernel.source, 90)
+
+
 @pytest.mark.parametrize("q_len", [1, 16, 64, 100])
 @pytest.mark.parametrize("shared", [1, 2, 4])
 def test_few_queries_of_many_heads(q_len: int, shared: int) -> None:

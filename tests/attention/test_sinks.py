@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from inductor_fusions import testing
+from inductor_fusions.fusions.attention.kernels import FORBIDDEN
 from tests.attention.support import BATCH, HEADS, Q_LEN, cases, check, flex_everywhere, qkv, rand, visible
 
 LOWEST = torch.finfo(torch.float32).min
@@ -199,6 +201,15 @@ def test_shift_before_the_sink(case, masked: bool) -> None:
     inputs = [*qkv(Q_LEN, Q_LEN), rand(HEADS)]
     with flex_everywhere():
         check(fn, inputs, fused=None, slack=SLACK)
+
+
+def test_sink_that_learns_is_a_mask_that_learns() -> None:
+    """With a mask that takes a gradient, no backend of SDPA on a CPU is left but that for math."""
+    inputs = [*qkv(Q_LEN, Q_LEN), rand(HEADS)]
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        check(attention(mask=window), inputs, fused=0, reason=FORBIDDEN)
+        fixed = [*inputs[:3], inputs[3].detach()]
+        check(attention(mask=window), fixed, slack=SLACK)
 
 
 def test_only_the_sink_learns() -> None:

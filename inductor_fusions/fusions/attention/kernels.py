@@ -270,7 +270,9 @@ def available(problem: Problem, grouped: bool = False) -> tuple[str, ...]:
 
 def _mask_needs_grad(problem: Problem) -> bool:
     nodes = [t.node for t, _ in problem.terms] + ([problem.attn_mask] if problem.attn_mask else [])
-    return any((t := torch_ops.tensor(n)) is not None and t.requires_grad for n in nodes)
+    if any((t := torch_ops.tensor(n)) is not None and t.requires_grad for n in nodes):
+        return True
+    return problem.sink is not None and problem.sink[0].value.requires_grad
 
 
 def _on_cpu(problem: Problem, grouped: bool) -> bool:

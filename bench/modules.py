@@ -1,7 +1,8 @@
-"""Attention as models outside transformers write it: cases of `python -m inductor_fusions bench`.
+"""Attention and adapters as others write them: cases of `python -m inductor_fusions bench`.
 
-Each module is written as in its field (diffusion, segmentation, proteins, speech, sets, graphs), at sizes of
-that field, and runs in inference and in training. `tests/forms` has more spellings, at sizes of a test.
+Each module is written as in its field (diffusion, segmentation, proteins, speech, sets, graphs, trainers of
+adapters), at sizes of that field, and runs in inference and in training. `tests/forms` has more spellings, at
+sizes of a test.
 
     python -m inductor_fusions bench --suite modules --device cuda --out bench/results/modules_h100.json
 """
@@ -333,6 +334,59 @@ class Resampler(_Projected):
         return self.joined(torch.einsum("...ij,...jd->...id", scores.softmax(dim=-1), v))
 
 
+class Adapted(nn.Module):
+    """A frozen linear of `width` columns from as many, and an adapter of a rank."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width, bias=False).requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(rank, width) * width**-0.5)
+        self.b = nn.Parameter(torch.randn(width, rank) * rank**-0.5)
+
+
+class WeightNorm(Adapted):
+    """DoRA (arXiv:2402.09353): the columns of the sum of base and adapter have learned norms."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__(width, rank)
+        self.columns = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        merged = self.base.weight + 2.0 * (self.b @ self.a)
+        scale = self.columns / torch.linalg.norm(merged, dim=1).detach()
+        low = F.linear(F.linear(x, self.a), self.b)
+        return (scale - 1) * self.base(x) + scale * 2.0 * low + self.base(x)
+
+
+class Vectors(Adapted):
+    """VeRA (arXiv:2310.11454): vectors between both matrices and behind them; only these are trained."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__(width, rank)
+        self.requires_grad_(False)
+        self.columns, self.ranks = (nn.Parameter(torch.rand(n) + 0.5) for n in (width, rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = F.linear(self.ranks * F.linear(x, self.a), self.b)
+        out: torch.Tensor = self.base(x) + self.columns * low
+        return out
+
+
+class Gated(Adapted):
+    """A router's number for each row scales the adapter."""
+
+    def forward(self, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x) + gates.sigmoid() * F.linear(F.linear(x, self.a), self.b)
+        return out
+
+
+class MergedEachStep(Adapted):
+    """A parametrization: the adapter is added to the weight in each step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.base.weight + 2.0 * (self.b @ self.a))
+
+
 @dataclass(frozen=True)
 class Module:
     """A module and the shapes of its inputs, for a GPU and in sizes that a CPU compiles and runs in seconds.
@@ -357,6 +411,9 @@ def _mask(shape: Shape) -> torch.Tensor:
     lengths = torch.randint(shape[-1] * 3 // 4, shape[-1] + 1, (*shape[:-1], 1))
     return (torch.arange(shape[-1]) < lengths).long()
 
+
+#: Arguments and shapes of an adapted linear.
+_ADAPTED = (((4096, 16), [(2, 2048, 4096)]), ((16, 4), [(2, 8, 16)]))
 
 MODULES: dict[str, Module] = {
     "channels first": Module(
@@ -399,6 +456,15 @@ MODULES: dict[str, Module] = {
     ),
     "axial": Module(Axial, ((256, 8), [(4, 128, 128, 256)]), ((16, 2), [(2, 8, 8, 16)])),
     "resampler": Module(Resampler, ((1024, 16, 64), [(16, 1024, 1024)]), ((16, 2, 4), [(2, 16, 16)])),
+    "norm of the weight": Module(WeightNorm, _ADAPTED[0], _ADAPTED[1]),
+    "norm of the weight, few rows": Module(WeightNorm, ((4096, 16), [(16, 4096)]), _ADAPTED[1]),
+    "vectors": Module(Vectors, _ADAPTED[0], _ADAPTED[1]),
+    "vectors, few rows": Module(Vectors, ((4096, 16), [(16, 4096)]), _ADAPTED[1]),
+    "gated adapter": Module(
+        Gated, ((4096, 16), [(2, 2048, 4096), (2, 2048, 1)]), ((16, 4), [(2, 8, 16), (2, 8, 1)])
+    ),
+    "merged each step": Module(MergedEachStep, _ADAPTED[0], _ADAPTED[1]),
+    "merged each step, few rows": Module(MergedEachStep, ((4096, 16), [(16, 4096)]), _ADAPTED[1]),
 }  # fmt: skip
 
 

@@ -115,8 +115,14 @@ def cuda_rows() -> list[Row]:
     rows += rows_of([(32, 12, 384, 64)], ["none", "pad", "bool4d"])
     rows += rows_of([(32, 12, 512, 64), (8, 16, 1024, 64)], ["none", "pad", "bias"], dtype="float16")
     rows += rows_of(
-        [(8, 12, 512, 64), (2, 16, 1024, 64), (8, 12, 128, 64)], ["none", "pad", "bias"], dtype="float32"
+        [(8, 12, 512, 64), (2, 16, 1024, 64), (8, 12, 128, 64)], ["none", "pad", "bias", "causal"], "float32"
     )
+    # The forward alone gains in float32: SDPA's backward is behind two products of the library.
+    wide = [(8, 12, 512, 64), (2, 16, 1024, 64), (8, 12, 128, 64), (1, 16, 2048, 64), (512, 12, 64, 64)]
+    wide += [(8, 8, 1024, 32), (8, 16, 256, 128), (1, 12, 256, 64), (8, 16, 1024, 64)]
+    masks = ["none", "causal", "pad", "bias", "bias_full", "bias_batch", "bool4d"]
+    rows += rows_of(wide, masks, "float32", [False])
+    rows += rows_of([(1, 16, 2048, 64), (8, 8, 1024, 32)], ["causal"], "float32", [True])
     return list(dict.fromkeys(rows))
 
 

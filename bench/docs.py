@@ -30,7 +30,7 @@ from bench.docs_linears import (
     lora_summary,
     projections_section,
 )
-from bench.docs_models import models_section, readme_table
+from bench.docs_models import models_section, readme_table, summary
 from bench.docs_operations import (
     attention_section,
     bench_section,
@@ -155,6 +155,9 @@ def readme(text: str, results: Path) -> str:
     """The README with its table made anew."""
     path = results / README_RESULTS
     made = readme_table(json.loads(path.read_text("utf-8"))) if path.exists() else "Nothing is measured yet."
+    for other in sorted(results.glob("models_*.json")):
+        if other != path:
+            made += f"\n\n{summary(json.loads(other.read_text('utf-8')))}"
     adapters = results / README_ADAPTERS
     if adapters.exists() and (told := lora_summary(json.loads(adapters.read_text("utf-8")))):
         made += f"\n\n{told}"

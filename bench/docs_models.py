@@ -195,6 +195,11 @@ def readme_table(data: Json) -> str:
     return f"{text}{table(columns, body)}\n\n{tally(rows).partition(' The geometric')[0]}"
 
 
+def summary(data: Json) -> str:
+    """Two sentences on the cases of another device, for the README."""
+    return f"{data.get('device', '?')}, {str(data.get('date', '?'))[:10]}: {tally(data['rows'])}"
+
+
 def models_section(data: Json) -> str:
     """Every case of a file of bench.models."""
     rows: list[Json] = data["rows"]

@@ -157,7 +157,7 @@ def readme(text: str, results: Path) -> str:
     made = readme_table(json.loads(path.read_text("utf-8"))) if path.exists() else "Nothing is measured yet."
     for other in sorted(results.glob("models_*.json")):
         if other != path:
-            made += f"\n\n{summary(json.loads(other.read_text('utf-8')))}"
+            made += f" {summary(json.loads(other.read_text('utf-8')))}"
     adapters = results / README_ADAPTERS
     if adapters.exists() and (told := lora_summary(json.loads(adapters.read_text("utf-8")))):
         made += f"\n\n{told}"

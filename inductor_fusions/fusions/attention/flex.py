@@ -26,10 +26,8 @@ from ..._inductor import (
     known_true,
     max_autotune,
 )
-from ...fusion import Rejected
 from ...graph import torch_ops
 from ...graph.builder import Builder
-from ...reasons import Reason
 from .masks import Bool
 from .normal_form import SCORE_FUNCTIONS, Stage
 from .operands import Operand
@@ -93,19 +91,19 @@ class Body:
         return self._held[node]
 
     def load(self, node: fx.Node, index: list[Any]) -> Any:
-        """The element of an outer tensor. A dim of size 1 is dropped: mods index with tensors alone."""
+        """The element of an outer tensor. Mods index with tensors alone: other dims are dropped."""
+        shape = self.outer.value(node).shape
+        for dim in reversed(range(len(shape))):
+            if not isinstance(index[dim], fx.Node) and not known_true(shape[dim] == 1):
+                node = self.outer.call("select", node, dim, index[dim])
+                index = [*index[:dim], *index[dim + 1 :]]
         shape = self.outer.value(node).shape
         kept = [d for d, size in enumerate(shape) if not known_true(size == 1)]
         if len(kept) < len(shape):
             node = self.outer.call("reshape", node, tuple(shape[d] for d in kept))
         if not kept:
             return self.capture(node)
-        found = [index[d] for d in kept]
-        if not all(isinstance(i, fx.Node) for i in found):
-            raise Rejected(
-                Reason.MASK("the mask indexes a tensor by a constant, which flex attention does not support")
-            )
-        return self.call(operator.getitem, self.capture(node), tuple(found))
+        return self.call(operator.getitem, self.capture(node), tuple(index[d] for d in kept))
 
     def load_score(self, node: fx.Node) -> Any:
         """The element of a tensor on (batch, heads, queries, keys) for this score."""

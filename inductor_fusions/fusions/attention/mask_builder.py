@@ -30,12 +30,11 @@ from ...reasons import Reason
 from . import predicates, row_bias
 from .decode.op import DECODE_TILES, lowest_of
 from .flex import BlockMasks
-from .masks import may_hide_rows
+from .masks import may_be_low, may_hide_rows
 from .normal_form import Term
 from .operands import Operand
 from .problem import Problem
 from .structure import EMPTY_BELOW, MASK_FILL, Structure
-from .subtracted import Signs
 
 #: A row whose highest bias is below this is shifted by it: a softmax does not see that, rounding does.
 SHIFT_BELOW = -100.0
@@ -186,11 +185,8 @@ def check_empty_rows(problem: Problem) -> None:
                 ),
                 "fill with torch.finfo(dtype).min",
             )
-    signs = Signs(problem.overwritten)
-    if problem.train and any(
-        t.fill is None and t.factor < 0 and t.depth is None and signs.may_hold(t.node, low=True)
-        for t, _ in problem.terms
-    ):
+    subtracted = [t.node for t, _ in problem.terms if t.fill is None and t.factor < 0 and t.depth is None]
+    if problem.train and any(problem.overwritten(node) or may_be_low(node) for node in subtracted):
         raise Rejected(
             Reason.RANGE("a mask that may hold low numbers is subtracted from the scores, which raises keys")
         )

@@ -124,9 +124,9 @@ class MultiheadForward(Candidate):
         with self.scope.interpreter.reading(self.anchor):
             if found.dtype != torch.bool:
                 read = None if found.requires_grad else visibility(self.scope.interpreter.read(mask))
-                return bool(read is not None and classify(read[0], shape).causal)
+                return read is not None and classify(read[0], shape) == "causal"
             visible = self.scope.interpreter.boolean(mask)
-        return bool(visible is not None and classify(negation(visible), shape).causal)
+        return visible is not None and classify(negation(visible), shape) == "causal"
 
     def rewrite(self) -> str:
         arguments = {**self.arguments, "need_weights": False, "is_causal": self.causal}

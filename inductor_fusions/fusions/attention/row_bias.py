@@ -23,11 +23,11 @@ from ..._inductor import known_true
 from ...graph import torch_ops
 from ...graph.builder import Builder
 from . import predicates
-from .masks import Bool, conjunction
+from .masks import Bool, conjunction, is_causal
 from .normal_form import Term
 from .operands import Operand
 from .problem import Problem
-from .structure import BATCH, KEY, depends_only_on, is_causal
+from .structure import BATCH, KEY, depends_only_on
 
 #: Devices that have the kernel.
 DEVICES = frozenset({"cuda"})

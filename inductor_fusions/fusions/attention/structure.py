@@ -30,12 +30,12 @@ from .masks import (
     conjunction,
     dims,
     elements,
+    is_causal,
     is_known,
     may_hide_rows,
     negation,
     reduce,
     substitute,
-    vanishes_at_own_key,
     visibility,
     within,
 )
@@ -97,11 +97,6 @@ class Structure:
 CAUSAL = NonNegative(Affine(0, ((QUERY, 1), (KEY, -1))))
 
 
-def is_causal(part: Bool) -> bool:
-    """Whether a condition says key <= query."""
-    return part == CAUSAL
-
-
 def window(part: Bool) -> int | None:
     """w where a condition says query - key < w, with a fixed number w."""
     if not isinstance(part, NonNegative) or part.value.coeffs != ((QUERY, -1), (KEY, 1)):
@@ -144,9 +139,9 @@ def remaining(
     for term in terms:
         found = predicate(term, interpreter, cancels)
         kind = classify(None if found is None else found[0], (*term.lead, *lengths))
-        if kind.all_visible:
+        if kind == "visible":
             continue
-        causal += kind.causal
+        causal += kind == "causal"
         left.append(term if found is None or term.fill is not None else replace(term, depth=found[1]))
     return None if left and causal == len(left) else left
 
@@ -184,7 +179,7 @@ def find(
             if term.fill is not None:
                 return None
             if may_hide_rows(term.node):
-                if not vanishes_at_own_key(term.node, interpreter):
+                if not interpreter.vanishes_at_own_key(term.node):
                     return None
                 steep.append(place)
             biases.append((term, operand))

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from ....graph.torch_ops import value as value_of
 from .proofs import bounds
-from .values import Affine, Choice, Element, Number, Value, as_bool, choose, is_integral
+from .values import Affine, Choice, Data, Element, Number, Value, as_bool, choose, is_integral
 
 #: A dim whose size is symbolic is taken to be no longer than this, and an integer of the data no larger.
 LONGEST = 2**20
@@ -24,6 +25,8 @@ def held(value: Value, dtype: torch.dtype, shape: Sequence[Number]) -> Value:
     """
     if dtype == torch.bool:
         return as_bool(value)  # True + True is True
+    if isinstance(value, Data):
+        return value if value_of(value.element.node).dtype == dtype else None
     if isinstance(value, Choice):
         return choose(value.condition, _held(value.then, dtype, shape), _held(value.otherwise, dtype, shape))
     return _held(value, dtype, shape) if isinstance(value, Affine) else value

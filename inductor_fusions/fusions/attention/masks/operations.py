@@ -175,6 +175,8 @@ def _cast(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     if source is None or target is None:
         return None
     found = interpreter.read(op.input)
+    if source.dtype == target.dtype:
+        return found
     if _holds_elements(found) and target.dtype not in (source.dtype, torch.int64):
         return None  # the result of the cast is an element itself, or floating point
     return as_bool(found) if target.dtype == torch.bool else as_number(found)

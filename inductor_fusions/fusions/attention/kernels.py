@@ -9,7 +9,7 @@ import torch
 
 from ... import config, decisions, modes, tables
 from ..._inductor import hint, known_true, sdpa_is_fused
-from ...fusion import LeftToStock, Rejected
+from ...fusion import LeftToStock
 from ...graph import torch_ops
 from ...operands import may_use_tf32
 from ...reasons import Reason
@@ -54,8 +54,8 @@ def choose(problem: Problem) -> Choice:
     if problem.stages:
         unable = flex.takes(problem)
         if unable:
-            raise LeftToStock(
-                Reason.IN_BETWEEN(f"the scores pass through {problem.stages[-1][0].function}, and {unable}")
+            raise Reason.IN_BETWEEN.left_to_stock(
+                f"the scores pass through {problem.stages[-1][0].function}, and {unable}"
             )
     if flexible and config.attention_kernel == "flex":
         return _choice("flex", problem)
@@ -76,15 +76,15 @@ def choose(problem: Problem) -> Choice:
         if is_short:
             fits += ("short",)
     if problem.rounded_bias is not None and not fits:
-        raise Rejected(Reason.NO_KERNEL(_why_math(problem)), "give the bias the dtype of q")
+        raise Reason.NO_KERNEL.rejected(_why_math(problem), "give the bias the dtype of q")
     if config.policy == "always":
         kernel = _proved(problem, fits)
         if kernel == "sdpa" and not _may_call(problem, fits):
-            raise LeftToStock(Reason.NO_KERNEL(FORBIDDEN))
+            raise Reason.NO_KERNEL.left_to_stock(FORBIDDEN)
         return _choice(kernel, problem)
     if not fits:
-        raise LeftToStock(
-            Reason.NO_KERNEL(f"no fused kernel supports this attention, because of {_why_math(problem)}")
+        raise Reason.NO_KERNEL.left_to_stock(
+            f"no fused kernel supports this attention, because of {_why_math(problem)}"
         )
     verdict = _measured(problem, fits)
     if verdict.kernel is None:
@@ -130,17 +130,17 @@ def choose_for_call(problem: Problem, changed: bool, as_short: Problem | None = 
         if verdict.kernel == "short":
             return _choice("short", as_short, _note(verdict))
     if not changed:
-        raise LeftToStock(Reason.CHOSEN(reason or why_as_it_is(problem, structure)))
+        raise Reason.CHOSEN.left_to_stock(reason or why_as_it_is(problem, structure))
     return _choice("sdpa", problem)
 
 
 def _as_a_call(problem: Problem, changed: bool) -> Choice:
     """A call that stays one, because the caller has chosen among the backends of SDPA."""
     if not changed:
-        raise LeftToStock(Reason.CHOSEN(CHOSEN))
+        raise Reason.CHOSEN.left_to_stock(CHOSEN)
     choice = _choice("sdpa", problem)
     if not _may_call(problem, available(problem, choice.grouped)):
-        raise LeftToStock(Reason.NO_KERNEL(f"{CHOSEN}; none of them supports the rewritten call"))
+        raise Reason.NO_KERNEL.left_to_stock(f"{CHOSEN}; none of them supports the rewritten call")
     return choice
 
 

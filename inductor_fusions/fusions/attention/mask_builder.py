@@ -23,7 +23,6 @@ from torch import fx
 
 from ... import config
 from ..._inductor import known_true
-from ...fusion import LeftToStock, Rejected
 from ...graph import torch_ops
 from ...graph.builder import Builder
 from ...reasons import Reason
@@ -159,27 +158,23 @@ def check_empty_rows(problem: Problem) -> None:
         lowest = torch.finfo(torch.float16).min if problem.dtype == torch.float16 else EMPTY_BELOW
         for term, _ in problem.terms:
             if term.floor is not None and term.floor > lowest:
-                raise Rejected(
-                    Reason.RANGE(
-                        f"scores are clamped to {term.floor:g}, which is too large: a fully masked row would "
-                        "not be uniform"
-                    )
+                raise Reason.RANGE.rejected(
+                    f"scores are clamped to {term.floor:g}, which is too large: a fully masked row would "
+                    "not be uniform"
                 )
         shallow = False  # whether scores are filled with a number that does not absorb a bias
         for term, _ in problem.terms:
             if term.fill is not None:
                 shallow |= math.isfinite(term.fill) and term.fill > EMPTY_BELOW
             elif shallow and not may_hide_rows(term.node):
-                raise Rejected(
-                    Reason.RANGE(
-                        "a bias is added to masked scores, and their fill value is too small to cancel it"
-                    )
+                raise Reason.RANGE.rejected(
+                    "a bias is added to masked scores, and their fill value is too small to cancel it"
                 )
         terms = [term for term, _ in problem.terms]
         fills = [t.fill for t in terms if t.fill is not None and math.isfinite(t.fill)]
         if any(f > lowest for f in fills) and any(t.fill is None and _is_shallow(t, lowest) for t in terms):
-            raise Rejected(
-                Reason.RANGE(
+            raise Reason.RANGE.rejected(
+                (
                     "a masked fill and an additive mask may together mask a row fully, and the fill value "
                     "is too small to cancel the scores"
                 ),
@@ -187,8 +182,8 @@ def check_empty_rows(problem: Problem) -> None:
             )
     subtracted = [t.node for t, _ in problem.terms if t.fill is None and t.factor < 0 and t.depth is None]
     if problem.train and any(problem.overwritten(node) or may_be_low(node) for node in subtracted):
-        raise Rejected(
-            Reason.RANGE("a mask that may hold low numbers is subtracted from the scores, which raises keys")
+        raise Reason.RANGE.rejected(
+            "a mask that may hold low numbers is subtracted from the scores, which raises keys"
         )
     if config.empty_rows != "stock" or not problem.train or problem.zeros is not None:
         return
@@ -196,8 +191,8 @@ def check_empty_rows(problem: Problem) -> None:
         if (term.fill is not None and math.isfinite(term.fill)) or (
             term.fill is None and may_hide_rows(term.node)
         ):
-            raise LeftToStock(
-                Reason.EMPTY_ROWS("a row may be fully masked, and INDUCTOR_FUSIONS_EMPTY_ROWS=stock"),
+            raise Reason.EMPTY_ROWS.left_to_stock(
+                "a row may be fully masked, and INDUCTOR_FUSIONS_EMPTY_ROWS=stock",
                 "INDUCTOR_FUSIONS_EMPTY_ROWS=keep fuses, and keeps the values of such rows",
             )
 

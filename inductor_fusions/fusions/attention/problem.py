@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from ..._inductor import holds_now, known_true
-from ...fusion import Rejected
 from ...graph import torch_ops
 from ...liveness import readers
 from ...operands import holds
@@ -152,11 +151,11 @@ def check_sizes(problem: Problem) -> None:
         Rejected: a size is 0 or may be, or each weight is dropped.
     """
     if problem.dropout >= 1:
-        raise Rejected(Reason.DROPOUT("dropout with p = 1 sets all weights to 0"))
+        raise Reason.DROPOUT.rejected("dropout with p = 1 sets all weights to 0")
     check_not_empty(problem)
     for size in _sizes(problem):
         if not holds_now(size >= 1):
-            raise Rejected(Reason.EMPTY(f"the size {size} may be 0"))
+            raise Reason.EMPTY.rejected(f"the size {size} may be 0")
 
 
 def check_not_empty(problem: Problem) -> None:
@@ -166,7 +165,7 @@ def check_not_empty(problem: Problem) -> None:
         Rejected: one is.
     """
     if any(known_true(size == 0) for size in _sizes(problem)):
-        raise Rejected(Reason.EMPTY("an operand is empty"))
+        raise Reason.EMPTY.rejected("an operand is empty")
 
 
 def _sizes(problem: Problem) -> tuple[Any, ...]:

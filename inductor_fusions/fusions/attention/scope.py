@@ -114,7 +114,7 @@ class Scope(fusion.Scope):
             if op is None or op.name not in torch_ops.CASTED:
                 state = replace(state, autocast=first.autocast)
             if differs := first.differs(state):
-                raise Rejected(Reason.MODE(f"{differs} between the two products"))
+                raise Reason.MODE.rejected(f"{differs} between the two products")
 
 
 def scope_of(graph: fx.Graph) -> Scope | None:

@@ -68,6 +68,8 @@ class Emitter:
             hidden = build.call("detach", build.call(torch.where, mask.empty, q, 0.0))
             q = build.call(torch.sub, q, hidden)
             correction = self._empty_rows_gradient(build, problem, hidden, k, v)
+        if kernel != "sdpa":
+            q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
         if kernel == "short":
             result = self._short(build, problem, q, k, v)
         elif kernel == "flex":
@@ -109,24 +111,21 @@ class Emitter:
             mask = operand.built(build)
             masks.append(build.call(torch.logical_not, mask) if negated else mask)
             numbers.append(number)
-        q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
-        scale = float(problem.q.shape[-1]) ** -0.5 if problem.scale is None else float(problem.scale)
-        return build.call(SHORT_ATTENTION, q, k, v, masks, numbers, scale, problem.causal)
+        return build.call(
+            SHORT_ATTENTION, q, k, v, masks, numbers, float(problem.first_scale), problem.causal
+        )  # fmt: skip
 
     def _decode(
         self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None
     ) -> fx.Node:
-        q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
         tiles = decode.tiles(decode.shape_of(problem), problem.q.value.device)
         seen = self.memo.seen(build, problem, mask, build.value(k).shape[1], tiles[0], self.region)
-        scale = float(problem.q.shape[-1]) ** -0.5 if problem.scale is None else float(problem.scale)
-        causal, queries = problem.causal, decode.most_queries(problem)
-        return build.call(DECODE_ATTENTION, q, k, v, *seen, scale, causal, queries, tiles)
+        scale, queries = float(problem.first_scale), decode.most_queries(problem)
+        return build.call(DECODE_ATTENTION, q, k, v, *seen, scale, problem.causal, queries, tiles)
 
     def _flex(
         self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None
     ) -> fx.Node:
-        q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
         sunk = problem.sink is not None
         result, stats = flex.emit(build, problem, self.memo.blocks, self.region, q, k, v, mask, sunk)
         if problem.sink is not None:
@@ -145,7 +144,6 @@ class Emitter:
         return self._with_empty_rows(build, problem, structure, q, k, v, result)
 
     def _row_bias(self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node) -> fx.Node:
-        q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
         structure = problem.structure
         assert structure is not None
         result = row_bias.emit(build, problem, q, k, v, self.memo.row_bias(build, problem, self.region))
@@ -264,7 +262,6 @@ class Emitter:
                     padded = build.call(torch.nn.functional.pad, mask, (0, extra))
                     mask = build.call("narrow", padded, -1, 0, columns)
                 mask = build.call("expand", mask, (*problem.q.shape[:3], columns))
-            q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
             node = build.call(
                 torch.ops.aten._scaled_dot_product_efficient_attention.default,
                 q, k, v, mask, problem.train, problem.dropout, problem.causal, scale=problem.scale,

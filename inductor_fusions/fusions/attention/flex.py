@@ -32,7 +32,7 @@ from .masks import Bool
 from .normal_form import SCORE_FUNCTIONS, Stage
 from .operands import Operand
 from .predicates import BlockWriter, Writer
-from .problem import Problem, is_number
+from .problem import Problem, is_number, takes_gradient
 from .structure import BATCH, HEAD, KEY, QUERY
 
 #: More blocks than any row has.
@@ -291,9 +291,7 @@ _PRODUCTS = {"mul": torch.mul, "div": torch.div}
 
 def _element(body: Body, problem: Problem, operand: Operand) -> Any:
     """The element of a tensor beside q, k and v for this score."""
-    return body.load_score(
-        _indexable(body, problem, operand.built(body.outer), _takes_gradient(operand.node))
-    )
+    return body.load_score(_indexable(body, problem, operand.built(body.outer), takes_gradient(operand.node)))
 
 
 def _factor(body: Body, problem: Problem, by: Operand | fx.Node) -> Any:
@@ -304,7 +302,7 @@ def _factor(body: Body, problem: Problem, by: Operand | fx.Node) -> Any:
     # Mods capture tensors of one device. A product, because AOTAutograd keeps symbolic numbers in these.
     one = build.call(torch.ones, (), dtype=torch.float32, device=problem.q.value.device)
     number = build.call(torch.mul, one, node)
-    return body.load_score(_indexable(body, problem, number, _takes_gradient(node)))
+    return body.load_score(_indexable(body, problem, number, takes_gradient(node)))
 
 
 def _indexable(body: Body, problem: Problem, node: fx.Node, learns: bool) -> fx.Node:
@@ -317,11 +315,6 @@ def _indexable(body: Body, problem: Problem, node: fx.Node, learns: bool) -> fx.
             "expand", body.outer.call("reshape", node, (1, 1, 1, 1)), (*problem.q.shape[:3], 1)
         )
     return node
-
-
-def _takes_gradient(node: fx.Node) -> bool:
-    found = torch_ops.tensor(node)
-    return found is not None and found.requires_grad
 
 
 def _apply(body: Body, problem: Problem, stage: Stage, score: Any, operand: Operand | None) -> Any:
@@ -456,12 +449,8 @@ def _beside(problem: Problem) -> list[Operand]:
 
 def _learns(problem: Problem) -> bool:
     """Whether a tensor that the kernel reads beside q, k and v takes a gradient."""
-    nodes = [operand.node for operand in _beside(problem)]
     late = (by for scalers in problem.late_scalers for _, by in scalers)
-    nodes += [by.node if isinstance(by, Operand) else by for by in late]
-    if problem.attn_mask is not None:
-        nodes.append(problem.attn_mask)
-    return any(map(_takes_gradient, nodes))
+    return any(map(takes_gradient, (*problem.mask_nodes, *(each.node for each in _beside(problem)), *late)))
 
 
 def _is_static(problem: Problem) -> bool:

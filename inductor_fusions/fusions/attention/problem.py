@@ -98,6 +98,17 @@ class Problem:
         return None
 
     @property
+    def mask_nodes(self) -> list[Any]:
+        """The tensors that are added to the scores or hide some of them."""
+        return [term.node for term, _ in self.terms] + ([] if self.attn_mask is None else [self.attn_mask])
+
+    @property
+    def mask_learns(self) -> bool:
+        """Whether any of these, or the sink, takes a gradient."""
+        sink = [] if self.sink is None else [self.sink[0]]
+        return any(map(takes_gradient, (*self.mask_nodes, *sink)))
+
+    @property
     def bare_output(self) -> bool:
         """Whether the result goes into products as it is, with nothing pointwise behind the kernel."""
         found = torch_ops.tensor(self.output)
@@ -170,6 +181,12 @@ def check_not_empty(problem: Problem) -> None:
 
 def _sizes(problem: Problem) -> tuple[Any, ...]:
     return (*problem.q.shape, problem.k.shape[2], problem.v.shape[3])
+
+
+def takes_gradient(node: Any) -> bool:
+    """Whether a tensor of the graph takes a gradient."""
+    found = torch_ops.tensor(node)
+    return found is not None and found.requires_grad
 
 
 def is_in_rows(value: torch.Tensor) -> bool:

@@ -113,6 +113,7 @@ class HandWritten(Candidate):
             problem.autocast = dict(state.autocast).get(problem.q.value.device.type) is not None
             check_empty_rows(problem)
             self.choice = kernels.choose(problem)
+            self.problem = self.choice.problem
         check_sizes(problem)
         for partner in site.partners:
             self._check_partner(partner)
@@ -157,7 +158,6 @@ class SdpaCall(Candidate):
     def __init__(self, scope: Scope, call: fx.Node) -> None:
         self.scope, self.anchor = scope, call
         self.problem: Problem | None = None
-        self.as_short: Problem | None = None
         self.choice: kernels.Choice | None = None
 
     def describe(self) -> dict[str, str]:
@@ -174,9 +174,8 @@ class SdpaCall(Candidate):
         with suppress_guards(self.scope.fake_mode), modes.asking(state), torch.no_grad():
             with self.scope.interpreter.reading(self.anchor):
                 self.problem = self._pose()
-            self.choice = kernels.choose_for_call(self.problem, self.changed, self.as_short)
-            if self.choice.kernel == "short":
-                self.problem = self.as_short
+            self.choice = kernels.choose(self.problem, self.call)
+            self.problem = self.choice.problem
         assert self.problem is not None
         check_sizes(self.problem)
 
@@ -228,10 +227,10 @@ class SdpaCall(Candidate):
         )  # fmt: skip
         check_not_empty(problem)
         self.was_grouped = bool(op["enable_gqa"])
-        self.changed = changed or known_true(few_k.shape[1] != k.shape[1])
-        self.as_short = self._as_short(problem, term)
-        others = self.as_short is None and bool(decode.refused(problem))
-        if not self.changed and problem.structure is None and others:
+        changed = changed or known_true(few_k.shape[1] != k.shape[1])
+        self.call = kernels.Call(changed, self._as_short(problem, term))
+        others = self.call.short is None and bool(decode.refused(problem))
+        if not changed and problem.structure is None and others:
             raise LeftToStock(Reason.CHOSEN(kernels.why_as_it_is(problem, None)))
         return problem
 

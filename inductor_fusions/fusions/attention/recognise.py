@@ -163,7 +163,7 @@ def _read(
     site.chain.extend(upwards.beside)
     if site.sink is not None and len(site.terms) > site.below_sink:
         raise Rejected(Reason.SINK("a mask or a bias is also added to the attention sink"))
-    downwards(site, interpreter.number, at)
+    downwards(site, upwards.number, at)
     if logsumexp is not None:
         read_sink(site, logsumexp)
     for reader in upwards.others:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,32 @@ def multihead_call(scope: Scope, match: Match) -> Candidate:
     return MultiheadForward(scope, match.output_node())
 
 
-class HandWritten(Candidate):
+class _Attention(Candidate):
+    """A site, and the kernel that its guard has chosen."""
+
+    scope: Scope
+    choice: kernels.Choice
+
+    def _replace(
+        self, output: fx.Node, chain: list[fx.Node], kept: Callable[[], set[object]], grouped: bool = False
+    ) -> str:
+        """Emit the kernel in the place of `output`, and erase a chain of nodes.
+
+        Args:
+            kept: gives the memory that eager keeps for the backward of the site.
+            grouped: whether k and v keep their own heads in any case.
+        """
+        choice, known = self.choice, set(self.scope.graph.nodes)
+        emitter = self.scope.emitter(output)
+        with suppress_guards(self.scope.fake_mode), modes.asking(self.scope.modes.at(output)):
+            emitter.emit(choice.problem, output, choice.kernel, choice.grouped or grouped)
+            if choice.problem.train:
+                self.scope.keep(known, kept())
+        emit.erase_chain(self.scope.graph, chain)
+        return choice.text
+
+
+class HandWritten(_Attention):
     """An attention spelled out around a softmax.
 
     Args:
@@ -72,8 +97,6 @@ class HandWritten(Candidate):
     def __init__(self, scope: Scope, softmax: fx.Node, beside: tuple[fx.Node, ...] = ()) -> None:
         self.scope, self.anchor, self.beside = scope, softmax, beside
         self.site: Attention | None = None
-        self.problem: Problem | None = None
-        self.choice: kernels.Choice | None = None
 
     def describe(self) -> dict[str, str]:
         return {"scores": _text(self.anchor)}
@@ -103,7 +126,7 @@ class HandWritten(Candidate):
                         Reason.OVERWRITTEN(f"{node.name} is overwritten before the attention reads it")
                     )
             with self.scope.interpreter.reading(site.output):
-                problem = self.problem = pose(site, self.scope.interpreter)
+                problem = pose(site, self.scope.interpreter)
             check_not_empty(problem)
             if not same_problem_shapes(problem):
                 raise Rejected(Reason.SHAPES("the shapes of q, k and v do not match"))
@@ -113,7 +136,6 @@ class HandWritten(Candidate):
             problem.autocast = dict(state.autocast).get(problem.q.value.device.type) is not None
             check_empty_rows(problem)
             self.choice = kernels.choose(problem)
-            self.problem = self.choice.problem
         check_sizes(problem)
         for partner in site.partners:
             self._check_partner(partner)
@@ -133,32 +155,24 @@ class HandWritten(Candidate):
             raise Rejected(Reason.MIXED_DTYPES("the attention weights and the values have different dtypes"))
 
     def savings(self) -> dict[str, int]:
-        assert self.site is not None and self.problem is not None
-        return savings.of_hand_written(self.problem, self.site.product)
+        assert self.site is not None
+        return savings.of_hand_written(self.choice.problem, self.site.product)
 
     def rewrite(self) -> str:
-        assert self.site is not None and self.problem is not None and self.choice is not None
+        assert self.site is not None and self.site.output is not None
         site, output = self.site, self.site.output
-        assert output is not None
-        emitter = self.scope.emitter(output)
         erase_dead_readers([*site.chain, *site.readers])
-        known = set(self.scope.graph.nodes)
-        with suppress_guards(self.scope.fake_mode), modes.asking(self.scope.modes.at(output)):
-            emitter.emit(self.problem, output, self.choice.kernel, self.choice.grouped)
-            if self.problem.train:
-                nodes = [site.product, *site.chain, output]
-                self.scope.keep(known, remembered(nodes, self.scope.fake_mode))
-        emit.erase_chain(self.scope.graph, [*site.chain, *site.readers, output])
-        return self.choice.text
+        nodes = [site.product, *site.chain, output]
+        return self._replace(
+            output, [*site.chain, *site.readers, output], lambda: remembered(nodes, self.scope.fake_mode)
+        )
 
 
-class SdpaCall(Candidate):
+class SdpaCall(_Attention):
     """A call of scaled_dot_product_attention, whose mask may say less than it costs."""
 
     def __init__(self, scope: Scope, call: fx.Node) -> None:
         self.scope, self.anchor = scope, call
-        self.problem: Problem | None = None
-        self.choice: kernels.Choice | None = None
 
     def describe(self) -> dict[str, str]:
         op = torch_ops.read(self.anchor)
@@ -173,11 +187,9 @@ class SdpaCall(Candidate):
         state = self.scope.modes.at(self.anchor)
         with suppress_guards(self.scope.fake_mode), modes.asking(state), torch.no_grad():
             with self.scope.interpreter.reading(self.anchor):
-                self.problem = self._pose()
-            self.choice = kernels.choose(self.problem, self.call)
-            self.problem = self.choice.problem
-        assert self.problem is not None
-        check_sizes(self.problem)
+                problem = self._pose()
+            self.choice = kernels.choose(problem, self.call)
+        check_sizes(problem)
 
     def _pose(self) -> Problem:
         op = torch_ops.read(self.anchor)
@@ -270,20 +282,14 @@ class SdpaCall(Candidate):
 
     def savings(self) -> dict[str, int]:
         op = torch_ops.read(self.anchor)
-        assert op is not None and self.problem is not None
-        return savings.of_sdpa_call(self.problem, op["attn_mask"])
+        assert op is not None
+        return savings.of_sdpa_call(self.choice.problem, op["attn_mask"])
 
     def rewrite(self) -> str:
-        assert self.problem is not None and self.choice is not None
-        emitter = self.scope.emitter(self.anchor)
-        grouped = self.choice.grouped or self.was_grouped
-        known = set(self.scope.graph.nodes)
-        with suppress_guards(self.scope.fake_mode), modes.asking(self.scope.modes.at(self.anchor)):
-            emitter.emit(self.problem, self.anchor, self.choice.kernel, grouped)
-            if self.problem.train:
-                self.scope.keep(known, {storage_of(node) for node in self.anchor.all_input_nodes})
-        emit.erase_chain(self.scope.graph, [self.anchor])
-        return self.choice.text
+        operands = self.anchor.all_input_nodes
+        return self._replace(
+            self.anchor, [self.anchor], lambda: {*map(storage_of, operands)}, self.was_grouped
+        )
 
 
 def _term(mask: Any, shape: Sequence[Any]) -> Term | None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +42,8 @@ BLOCK = 128
 #: logsumexp, and raises where the scheduler fuses a pointwise operation behind it.
 LIMITED = frozenset({"cpu"})
 
+#: (what makes something, *key): what it gives, or gave for an equal key.
+Once = Callable[..., tuple[fx.Node, ...]]
 #: No blocks of a kind.
 NONE: tuple[Any, Any] = (None, None)
 
@@ -124,31 +125,6 @@ class Body:
         return node, tuple(self.captured)
 
 
-@dataclass
-class BlockMasks:
-    """Block masks already built in a graph: the layers of a model share them."""
-
-    masks: dict[Any, tuple[fx.Node, ...]] = field(default_factory=dict)
-
-    def of(
-        self,
-        build: Builder,
-        visible: Bool,
-        shape: Sequence[Any],
-        device: torch.device,
-        train: bool,
-        region: object,
-    ) -> tuple[fx.Node, ...]:
-        key: Any = (visible, tuple(shape[-2:]), device, train, region)
-        try:
-            hash(key)
-        except TypeError:  # a symbolic size
-            key = (repr(visible), repr(shape[-2:]), device, train, region)
-        if key not in self.masks:
-            self.masks[key] = _block_mask(build, visible, shape, device, train)
-        return self.masks[key]
-
-
 def _block_mask(
     build: Builder, visible: Bool, shape: Sequence[Any], device: torch.device, train: bool
 ) -> tuple[fx.Node, ...]:
@@ -210,15 +186,15 @@ def _dense_strides(build: Builder, node: fx.Node) -> fx.Node:
 
 
 def emit(
-    build: Builder, problem: Problem, memo: BlockMasks, region: object, q: fx.Node, k: fx.Node, v: fx.Node,
-    dense: fx.Node | None, lse: bool,
+    build: Builder, problem: Problem, once: Once, q: fx.Node, k: fx.Node, v: fx.Node, dense: fx.Node | None,
+    lse: bool,
 ) -> tuple[fx.Node, fx.Node | None]:  # fmt: skip
     """The call, as (result, logsumexp of the natural logarithm or None).
 
     Args:
         build: adds the nodes.
         problem: what to compute; its structure is the mask, its stages and biases the score_mod.
-        memo, region: block masks of this graph, and the modes that hold at the site.
+        once: gives a block mask that is made already.
         q, k, v: operands of one dtype, k and v with heads of their own.
         dense: what is left of the mask, as SDPA would take it.
         lse: whether the logsumexp is wanted.
@@ -232,9 +208,13 @@ def emit(
     if problem.structure is None or problem.structure.visible is True:
         seen: Any = mask.call("new_ones", mask.index[BATCH], (), dtype=torch.bool)
     else:
-        seen = Writer(mask, mask.index, mask.load).condition(problem.structure.visible)
+        visible, train = problem.structure.visible, problem.train
+        seen = Writer(mask, mask.index, mask.load).condition(visible)
         shape = (*problem.q.shape[:3], problem.k.shape[2])
-        blocks = memo.of(build, problem.structure.visible, shape, device, problem.train, region)
+        blocks = once(
+            lambda: _block_mask(build, visible, shape, device, train),
+            "blocks", visible, shape[2:], device, train,
+        )  # fmt: skip
     mask_mod, mask_captured = mask.finish(seen, "mask_mod")
     lengths = (build.number(problem.q.shape[2]), build.number(problem.k.shape[2]))
     block_mask = _as_tuple(build, problem, lengths, blocks, mask_mod)

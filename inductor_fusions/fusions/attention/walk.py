@@ -86,7 +86,7 @@ class Walk:
     """
 
     def __init__(self, interpreter: Interpreter, logsumexp: fx.Node | None = None) -> None:
-        self.interpreter, self.number = interpreter, interpreter.number
+        self.interpreter = interpreter
         self.readers: list[fx.Node] = []
         self.others: list[fx.Node] = []
         self.beside: set[fx.Node] = set()
@@ -261,6 +261,10 @@ class Walk:
         site.stages.append(stage)
         site.scale, site.scalers, site.terms = factor, list(scalers), []
         return site
+
+    def number(self, other: Any) -> float | None:
+        """A number, or a tensor that the graph makes from a number; None for anything else."""
+        return self.interpreter.number(other)
 
     def state(self) -> tuple[Any, ...]:
         """What has been read, to `restore` after an attempt that failed."""

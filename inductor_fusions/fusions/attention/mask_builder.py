@@ -269,9 +269,7 @@ class _Terms:
         for term, operand in terms:
             node = self._built(operand)
             if term.fill is not None:
-                seen = build.call(torch.logical_not, node) if term.hides else node
-                self.keep = seen if self.keep is None else build.call(torch.logical_and, self.keep, seen)
-                self.plain = [(bias, True) for bias, _ in self.plain]
+                self._hide(node, term.hides)
             elif term.factor != 1.0:
                 node = build.call(torch.mul, node, term.factor)
             if term in hiding:
@@ -320,16 +318,21 @@ class _Terms:
             self.problem.q.shape[-2] == 1
         )
 
-    def _fill(self, node: fx.Node, fill: float, hides: bool) -> None:
+    def _hide(self, node: fx.Node, hides: bool) -> fx.Node:
+        """Keep only what a condition lets through as well; what it lets through."""
         seen = self.build.call(torch.logical_not, node) if hides else node
-        self.fills.append(fill)
         self.keep = seen if self.keep is None else self.build.call(torch.logical_and, self.keep, seen)
         self.plain = [(bias, True) for bias, _ in self.plain]
+        return seen
+
+    def _fill(self, node: fx.Node, fill: float, hides: bool) -> None:
+        seen = self._hide(node, hides)
+        self.fills.append(fill)
         # Different numbers must stay apart: keys with the larger one win in a row without any other.
         if self.hiding is not None or (self.finite and len(set(self.fills)) > 1):
             before: Any = self.hiding
             if before is None:
-                before = self._with_fill(None, self._least(self.fills[0]), upto=seen)
+                before = self._with_fill(None, self._least(self.fills[0]))
             self.hiding = self.build.call(torch.where, seen, before, self._least(fill))
 
     def _bias(self, node: fx.Node, source: fx.Node, factor: float, floor: float | None) -> None:
@@ -353,7 +356,7 @@ class _Terms:
             return fill
         return max(fill, torch.finfo(self.problem.dtype).min)
 
-    def _with_fill(self, base: fx.Node | None, fill: float, upto: fx.Node | None = None) -> fx.Node:
+    def _with_fill(self, base: fx.Node | None, fill: float) -> fx.Node:
         """`base` (or 0) where a key is kept, `fill` elsewhere."""
         if self.keep is None:
             assert base is not None

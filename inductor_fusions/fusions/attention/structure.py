@@ -39,7 +39,7 @@ from .masks import (
     visibility,
     within,
 )
-from .mixed_masks import taken_apart
+from .mixed_masks import Terms, taken_apart
 from .normal_form import Term
 from .operands import Operand, same_shape
 
@@ -50,8 +50,6 @@ BATCH, HEAD, QUERY, KEY = -4, -3, -2, -1
 EMPTY_BELOW = -1e8
 #: Added where a key is masked: it absorbs any score, and exp2(x * log2(e)) does not overflow.
 MASK_FILL = -1e30
-
-Terms = list[tuple[Term, Operand]]
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class Structure:
             return "causal"
         if window(part) is not None:
             return "window"
-        if depends_only_on(part, {BATCH, KEY}):
+        if dims(part) <= {BATCH, KEY}:
             return "pad"
         return "document" if any(True for _ in elements(part)) else "blocks"
 
@@ -185,7 +183,7 @@ def find(
             biases.append((term, operand))
             after |= bool(parts)
             continue
-        if not same_shape(term.lead, shape[:2]) and not depends_only_on(found[0], {QUERY, KEY}):
+        if not same_shape(term.lead, shape[:2]) and not dims(found[0]) <= {QUERY, KEY}:
             return None  # its batch and heads are counted in another way
         parts.append(found[0])
         hiding.append(place)
@@ -247,11 +245,6 @@ def _has_fixed_slopes(part: Any) -> bool:
     return all(
         isinstance(c, int) for each in within(part) if isinstance(each, Affine) for _, c in each.coeffs
     )
-
-
-def depends_only_on(part: Any, indices: set[int]) -> bool:
-    """Whether a value depends on the indices of these dims alone."""
-    return dims(part) <= indices
 
 
 def _erases(terms: Terms, place: int, bias: int) -> bool:

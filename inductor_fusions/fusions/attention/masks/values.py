@@ -357,22 +357,10 @@ def map_parts(value: Value, function: Callable[[Affine], Affine | None]) -> Valu
 def combine(left: Value, right: Value, function: Callable[[Affine, Affine], Affine | None]) -> Value:
     """Apply a function of two affine values, also where they are choices, if two values come of it."""
     left, right = as_number(left), as_number(right)
-    if isinstance(left, Choice) and isinstance(right, Choice):
-        if right.condition == negation(left.condition):
-            right = Choice(left.condition, right.otherwise, right.then)
-        if right.condition == left.condition:
-            pairs = (left.then, right.then), (left.otherwise, right.otherwise)
-            return choose(left.condition, *(function(*pair) for pair in pairs))
-        then, otherwise = (
-            choose(right.condition, function(branch, right.then), function(branch, right.otherwise))
-            for branch in (left.then, left.otherwise)
-        )
+    if isinstance(left, Choice):
+        then, otherwise = (combine(branch, right, function) for branch in (left.then, left.otherwise))
         return choose(left.condition, then, otherwise)
-    if isinstance(left, Affine):
-        return map_parts(right, lambda r: function(left, r))
-    if isinstance(right, Affine):
-        return map_parts(left, lambda x: function(x, right))
-    return None
+    return map_parts(right, lambda r: function(left, r)) if isinstance(left, Affine) else None
 
 
 def is_integral(value: Affine) -> bool:

@@ -121,10 +121,6 @@ class Problem:
         return float(self.q.shape[-1]) ** -0.5 if scale is None else scale
 
     @property
-    def groups(self) -> Any:
-        return self.q.shape[1] // self.k.shape[1]
-
-    @property
     def flex_kind(self) -> str:
         """Kind of mask as flex attention is told it: the class of its structure, where it has one."""
         if self.stages or self.sink is not None or self.structure is None or self.structure.visible is True:

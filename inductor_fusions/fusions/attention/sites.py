@@ -60,32 +60,7 @@ def multihead_call(scope: Scope, match: Match) -> Candidate:
     return MultiheadForward(scope, match.output_node())
 
 
-class _Attention(Candidate):
-    """A site, and the kernel that its guard has chosen."""
-
-    scope: Scope
-    choice: kernels.Choice
-
-    def _replace(
-        self, output: fx.Node, chain: list[fx.Node], kept: Callable[[], set[object]], grouped: bool = False
-    ) -> str:
-        """Emit the kernel in the place of `output`, and erase a chain of nodes.
-
-        Args:
-            kept: gives the memory that eager keeps for the backward of the site.
-            grouped: whether k and v keep their own heads in any case.
-        """
-        choice, known = self.choice, set(self.scope.graph.nodes)
-        emitter = self.scope.emitter(output)
-        with suppress_guards(self.scope.fake_mode), modes.asking(self.scope.modes.at(output)):
-            emitter.emit(choice.problem, output, choice.kernel, choice.grouped or grouped)
-            if choice.problem.train:
-                self.scope.keep(known, kept())
-        emit.erase_chain(self.scope.graph, chain)
-        return choice.text
-
-
-class HandWritten(_Attention):
+class HandWritten(Candidate):
     """An attention spelled out around a softmax.
 
     Args:
@@ -93,6 +68,8 @@ class HandWritten(_Attention):
         softmax: the node.
         beside: other softmaxes on the same scores, which are asked about already.
     """
+
+    choice: kernels.Choice
 
     def __init__(self, scope: Scope, softmax: fx.Node, beside: tuple[fx.Node, ...] = ()) -> None:
         self.scope, self.anchor, self.beside = scope, softmax, beside
@@ -163,13 +140,16 @@ class HandWritten(_Attention):
         site, output = self.site, self.site.output
         erase_dead_readers([*site.chain, *site.readers])
         nodes = [site.product, *site.chain, output]
-        return self._replace(
-            output, [*site.chain, *site.readers, output], lambda: remembered(nodes, self.scope.fake_mode)
-        )
+        return _replace(
+            self.scope, self.choice, output, [*site.chain, *site.readers, output],
+            lambda: remembered(nodes, self.scope.fake_mode),
+        )  # fmt: skip
 
 
-class SdpaCall(_Attention):
+class SdpaCall(Candidate):
     """A call of scaled_dot_product_attention, whose mask may say less than it costs."""
+
+    choice: kernels.Choice
 
     def __init__(self, scope: Scope, call: fx.Node) -> None:
         self.scope, self.anchor = scope, call
@@ -287,9 +267,29 @@ class SdpaCall(_Attention):
 
     def rewrite(self) -> str:
         operands = self.anchor.all_input_nodes
-        return self._replace(
-            self.anchor, [self.anchor], lambda: {*map(storage_of, operands)}, self.was_grouped
-        )
+        return _replace(
+            self.scope, self.choice, self.anchor, [self.anchor], lambda: {*map(storage_of, operands)},
+            self.was_grouped,
+        )  # fmt: skip
+
+
+def _replace(
+    scope: Scope, choice: kernels.Choice, output: fx.Node, chain: list[fx.Node],
+    kept: Callable[[], set[object]], grouped: bool = False,
+) -> str:  # fmt: skip
+    """Emit a kernel in the place of `output`, and erase a chain of nodes.
+
+    Args:
+        kept: gives the memory that eager keeps for the backward of the site.
+        grouped: whether k and v keep their own heads in any case.
+    """
+    known, emitter = set(scope.graph.nodes), scope.emitter(output)
+    with suppress_guards(scope.fake_mode), modes.asking(scope.modes.at(output)):
+        emitter.emit(choice.problem, output, choice.kernel, choice.grouped or grouped)
+        if choice.problem.train:
+            scope.keep(known, kept())
+    emit.erase_chain(scope.graph, chain)
+    return choice.text
 
 
 def _term(mask: Any, shape: Sequence[Any]) -> Term | None:

@@ -18,35 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from torch import fx
 
 from ._inductor import was_erased
-from .reasons import code_of
+from .reasons import LeftToStock as LeftToStock
+from .reasons import Rejected as Rejected
 
 if TYPE_CHECKING:
     from ._inductor import Match
 
 Stage = Literal["pre_grad", "post_grad"]
-
-
-class Rejected(Exception):
-    """The site is not proved to compute what the fused kernel computes.
-
-    Args:
-        reason: the first condition that failed, in words. It has a code if a member of `reasons.Reason` made
-            it.
-        hint: what the user can change, or "".
-    """
-
-    def __init__(self, reason: str, hint: str = "") -> None:
-        super().__init__(reason)
-        self.reason, self.hint = reason, hint
-
-    @property
-    def code(self) -> str:
-        """The code of the reason."""
-        return code_of(self.reason)
-
-
-class LeftToStock(Rejected):
-    """The site could be fused, but is not expected to be faster."""
 
 
 class Unfinished(RuntimeError):

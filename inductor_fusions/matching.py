@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from . import _inductor
-from .fusion import Anchor, Candidate, Fusion, Group, Rejected, Replacement, Reported, Scope
+from .fusion import Anchor, Candidate, Fusion, Group, Replacement, Reported, Scope
 from .graph.facts import forget
 from .operands import text
 from .reasons import Reason
@@ -100,7 +100,7 @@ class _Matcher:
             told = [(_inductor.difference(p, each.node), p) for p in self.searched.values()]
             (problem, agreed), pattern = max(told, key=lambda one: one[0][1])
             if problem and (asked or agreed >= max(2, _inductor.pattern_size(pattern) // 2)):
-                yield Reported(each.node, Rejected(Reason.NEAR_MISS(problem)))
+                yield Reported(each.node, Reason.NEAR_MISS.rejected(problem))
 
 
 def _around(declared: Anchor, scope: Scope, found: Iterable[_inductor.Found]) -> Iterator[Candidate]:
@@ -135,16 +135,14 @@ class Replaced(Candidate):
         match = self.found.match
         problem = _inductor.undeclared(match)
         if problem:
-            raise Rejected(Reason.NEAR_MISS(problem))
+            raise Reason.NEAR_MISS.rejected(problem)
         check = self.found.check
         assert check is not None
         with _inductor.suppress_guards(_inductor.fake_mode_of(self.anchor.graph)):
             if not check(match):
-                raise Rejected(
-                    Reason.NEAR_MISS(
-                        f"at {self.anchor.name}: for these shapes, dtypes and constants the search function "
-                        "traces to another graph"
-                    )
+                raise Reason.NEAR_MISS.rejected(
+                    f"at {self.anchor.name}: for these shapes, dtypes and constants the search function "
+                    "traces to another graph"
                 )
         self._check_results()
 
@@ -158,16 +156,12 @@ class Replaced(Candidate):
             if old is None:
                 continue
             if _kind(old) != _kind(new):
-                raise Rejected(
-                    Reason.NEAR_MISS(
-                        f"at {old.name}: the replacement returns {_kind(new)} instead of {_kind(old)}"
-                    )
+                raise Reason.NEAR_MISS.rejected(
+                    f"at {old.name}: the replacement returns {_kind(new)} instead of {_kind(old)}"
                 )
             if any(user.target is torch.ops.aten.as_strided.default for user in old.users):
-                raise Rejected(
-                    Reason.NEAR_MISS(
-                        f"as_strided reads {old.name}, and its replacement may have other strides"
-                    )
+                raise Reason.NEAR_MISS.rejected(
+                    f"as_strided reads {old.name}, and its replacement may have other strides"
                 )
 
     def rewrite(self) -> str:

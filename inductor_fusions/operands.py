@@ -10,7 +10,7 @@ from torch import fx
 
 from ._inductor import is_batched, is_wrapper, range_of, value_of
 from .decisions import Decision, Span
-from .fusion import LeftToStock, Rejected
+from .fusion import LeftToStock
 from .reasons import Reason
 from .tables import dtype_name
 
@@ -85,14 +85,12 @@ def check_kind(*values: Any) -> None:
     """
     for value in values:
         if is_batched(value):
-            raise Rejected(
-                Reason.TRANSFORM("the site is inside torch.vmap, whose tensors have a hidden batch dim")
+            raise Reason.TRANSFORM.rejected(
+                "the site is inside torch.vmap, whose tensors have a hidden batch dim"
             )
         if is_wrapper(value):
-            raise LeftToStock(
-                Reason.SUBCLASS(
-                    f"an operand is a {type(value).__name__}, for which a fused kernel may not be defined"
-                ),
+            raise Reason.SUBCLASS.left_to_stock(
+                f"an operand is a {type(value).__name__}, for which a fused kernel may not be defined",
                 "pass local tensors, as ColwiseParallel does by default",
             )
 
@@ -109,12 +107,11 @@ def check_device(value: torch.Tensor, dtypes: Collection[torch.dtype] | None = N
     """
     device = value.device
     if device.type == "cpu":
-        raise LeftToStock(Reason.DEVICE("runs on the CPU, where the library's GEMM is used"))
+        raise Reason.DEVICE.left_to_stock("runs on the CPU, where the library's GEMM is used")
     if device.type != "cuda" or torch.version.hip is not None:
         which = "AMD GPUs" if torch.version.hip is not None else f"devices of type {device.type}"
-        raise LeftToStock(Reason.DEVICE(f"no kernel supports {which}"))
+        raise Reason.DEVICE.left_to_stock(f"no kernel supports {which}")
     if dtypes is not None and value.dtype not in dtypes:
-        raise LeftToStock(
-            Reason.DTYPE(f"no kernel supports {dtype_name(value.dtype)}"),
-            f"use {' or '.join(map(dtype_name, dtypes))}",
+        raise Reason.DTYPE.left_to_stock(
+            f"no kernel supports {dtype_name(value.dtype)}", f"use {' or '.join(map(dtype_name, dtypes))}"
         )

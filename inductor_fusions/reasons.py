@@ -1,7 +1,7 @@
 """The closed list of reasons why a site is not fused: a code, its meaning, and what the user can do.
 
-A guard calls a member with its message: `Rejected(Reason.DTYPE("a result of dtype float64"))`. The call
-returns the message as a str that also carries the reason.
+A guard raises a member with its message: `raise Reason.DTYPE.rejected("a result of dtype float64")`. The
+message is a str that also carries the reason.
 """
 
 from __future__ import annotations
@@ -17,6 +17,28 @@ class Said(str):
     """
 
     reason: Reason
+
+
+class Rejected(Exception):
+    """The site is not proved to compute what the fused kernel computes.
+
+    Args:
+        reason: the first condition that failed, in words. It has a code if a member of `Reason` made it.
+        hint: what the user can change, or "".
+    """
+
+    def __init__(self, reason: str, hint: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.hint = reason, hint
+
+    @property
+    def code(self) -> str:
+        """The code of the reason."""
+        return code_of(self.reason)
+
+
+class LeftToStock(Rejected):
+    """The site could be fused, but is not expected to be faster."""
 
 
 class Reason(Enum):
@@ -248,6 +270,14 @@ class Reason(Enum):
         said = Said(text)
         said.reason = self
         return said
+
+    def rejected(self, text: str, hint: str = "") -> Rejected:
+        """What a guard raises where a site is not proved to be right."""
+        return Rejected(self(text), hint)
+
+    def left_to_stock(self, text: str, hint: str = "") -> LeftToStock:
+        """What a guard raises where a site is not expected to be faster."""
+        return LeftToStock(self(text), hint)
 
 
 def like(other: str, text: str) -> str:

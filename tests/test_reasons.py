@@ -38,6 +38,7 @@ def test_codes_are_distinct_and_plain() -> None:
 def test_text_carries_its_reason() -> None:
     said = Reason.DTYPE("a result of dtype float64")
     assert said == "a result of dtype float64" and isinstance(said, str) and said.reason is Reason.DTYPE
+    assert Reason.DTYPE.rejected("x").code == Reason.DTYPE.left_to_stock("x", "y").code == "dtype"
     assert code_of(said) == "dtype" and Rejected(said).code == LeftToStock(said).code == "dtype"
     assert code_of(like(said, f"behind it: {said}")) == "dtype" and not isinstance(like("a", "b"), Said)
     assert code_of("in words alone") == Rejected("in words alone").code == "other"
@@ -54,9 +55,10 @@ def raised() -> Iterator[tuple[Path, int, ast.expr]]:
     for path in sorted((ROOT / "inductor_fusions").rglob("*.py")):
         if path.name not in UNSAID:
             for node in ast.walk(ast.parse(path.read_text())):
-                name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
-                if isinstance(node, ast.Call) and name in ("Rejected", "LeftToStock"):
+                if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Rejected", "LeftToStock"):
                     yield path, node.lineno, node.args[0]
+                elif isinstance(node, ast.Attribute) and node.attr in ("rejected", "left_to_stock"):
+                    yield path, node.lineno, node.value
 
 
 def test_every_guard_names_one() -> None:

@@ -17,7 +17,7 @@ from .._inductor import was_erased
 from ..block_mm import emit, guards, units
 from ..block_mm.expressions import Expressions, activation, behind, between, leaves, same
 from ..block_mm.op import ACTIVATIONS
-from ..fusion import Candidate, Fusion, Rejected, Scope, nodes_of
+from ..fusion import Candidate, Fusion, Scope, nodes_of
 from ..graph.builder import Builder, substitute
 from ..graph.placement import Place
 from ..graph.products import (
@@ -143,11 +143,11 @@ class LinearEpilogue(Candidate):
                 continue
             found = tensor(user)
             if not is_pointwise(user):
-                raise Rejected(
-                    Reason.USED_ELSEWHERE("an operation that is not pointwise also reads the linear")
+                raise Reason.USED_ELSEWHERE.rejected(
+                    "an operation that is not pointwise also reads the linear"
                 )
             if found is None or str(found.numel()) != str(count):
-                raise Rejected(Reason.SHAPES("the result of the linear is broadcast"))
+                raise Reason.SHAPES.rejected("the result of the linear is broadcast")
         self.kernel = guards.kernel([[self.product]])
 
     def rewrite(self) -> str:

@@ -16,7 +16,7 @@ from torch import fx
 
 from .. import _inductor
 from .._inductor import hint
-from ..fusion import Candidate, Fusion, LeftToStock, Scope, nodes_of
+from ..fusion import Candidate, Fusion, Scope, nodes_of
 from ..graph.builder import Builder
 from ..graph.products import CASTS, VIEWS, is_pointwise, tensor, value
 from ..lowering import define
@@ -102,10 +102,8 @@ class StoredIndices(Candidate):
         own = hint(value(self.anchor).numel())
         gathered = sum(hint(value(reader).numel()) for reader in self.readers)
         if gathered < REUSE * own:
-            raise LeftToStock(
-                Reason.GATHERED(
-                    f"the index is read for only {gathered // max(own, 1)} elements for each of its own"
-                )
+            raise Reason.GATHERED.left_to_stock(
+                f"the index is read for only {gathered // max(own, 1)} elements for each of its own"
             )
 
     def savings(self) -> dict[str, int]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from ..fusion import Rejected
 from ..reasons import Reason
 from .facts import move
 from .products import VIEWS, Product, readers
@@ -80,12 +79,12 @@ def find(
     operands = [x for p in products for x in (p.a, p.b, p.bias) if x is not None] + list(others)
     free, roots = _free(operands, members, movable)
     if members & roots:
-        raise Rejected(Reason.ORDER("one of the products is an operand of another"))
+        raise Reason.ORDER.rejected("one of the products is an operand of another")
     earliest = _first_behind(roots, after)
     users = [user for p in products for user in readers(p.node)]
     if earliest is not None and users and min(users) < earliest:
-        raise Rejected(
-            Reason.ORDER("the result of one product is used before the operands of another are computed"),
+        raise Reason.ORDER.rejected(
+            "the result of one product is used before the operands of another are computed",
             "compute the linears that share an input directly after one another",
         )
     position = min(members) if earliest is None else max(min(members), earliest)

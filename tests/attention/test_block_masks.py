@@ -62,6 +62,37 @@ def test_call_of_sdpa_with_rows_that_see_no_key() -> None:
     assert all(ours < 2e-6 for ours, _ in seen.errors.values())
 
 
+def partly(p: torch.Tensor) -> torch.Tensor:
+    wide = whole(p).clone()
+    wide[:, :, 3] = 1.0
+    return wide > 0.5
+
+
+def whole(p: torch.Tensor) -> torch.Tensor:
+    return p[:, None, None, :].expand(B, 1, S, S)
+
+
+#: Masks of numbers for each key, and whether they vary over the keys alone.
+POINTWISE = {
+    "expanded first": (lambda p: whole(p) > 0.5, True),
+    "scaled and cast": (lambda p: (1.0 - whole(p)).to(torch.bfloat16) * 2 < 1, True),
+    "transposed": (lambda p: p[:, None, :, None].expand(B, 1, S, S).mT > 0.5, True),
+    "indexed": (lambda p: p[torch.arange(B)[:, None], torch.arange(S).flip(0)][:, None, None] > 0.5, True),
+    "of queries, too": (lambda p: whole(p) > torch.arange(S)[:, None] / S, False),
+    "of queries and keys": (lambda p: whole(p) > whole(p).mT, False),
+    "written in part": (partly, False),
+    "moved along the queries": (lambda p: (whole(p) * (1 - torch.eye(S))).roll(1, 2) > 0.5, False),
+}
+
+
+@cases(POINTWISE)
+def test_what_cannot_be_computed_varies_as_its_operands(case) -> None:
+    mask, of_keys = case
+    with flex_everywhere("flex"):
+        seen = check(written(lambda p, n: mask(p), "fill"), (*qkv(S, S, heads=H), rand(B, S, grad=False)))
+    assert ("block mask: pad" in seen.sites[0].kernel) == of_keys, seen.sites
+
+
 def test_layers_share_one_block_mask() -> None:
     """The block mask is built once a forward, whatever the number of layers."""
 

@@ -38,10 +38,6 @@ class Mutations:
         skip, mine = set(ignore), storage(torch_ops.source(node))
         return any(writer not in skip and may_alias(mine, other) for writer, other in self._writes)
 
-    def after(self, node: fx.Node) -> bool:
-        """Whether the storage of `node` is written after it."""
-        return self.last(node, None) is not None
-
     def last(self, node: Any, before: fx.Node | None) -> fx.Node | None:
         """The last node that writes to the storage of `node`, after it and before another (or the end)."""
         if not self._writes:

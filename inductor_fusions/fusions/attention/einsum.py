@@ -7,7 +7,6 @@ from typing import Any
 from torch import fx
 
 from ..._inductor import known_true
-from ...fusion import Rejected
 from ...graph.einsum import Equation, equation
 from ...graph.torch_ops import Op, tensor
 from ...reasons import Reason
@@ -42,13 +41,13 @@ def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[An
     """The values of an einsum with the weights, and its result: as (*lead, *queries, *dim), and permuted."""
     found = equation(op)
     if op["bias"] is not None:
-        raise Rejected(Reason.IN_BETWEEN("a bias is added to the product with v by linear"))
+        raise Reason.IN_BETWEEN.rejected("a bias is added to the product with v by linear")
     if found.left is found.right:
-        raise Rejected(Reason.NO_PRODUCT("the attention weights are multiplied by themselves"))
+        raise Reason.NO_PRODUCT.rejected("the attention weights are multiplied by themselves")
     if found.left is not weights:
         found = found.turned()
     if all(found.first[d] in found.result for d in (*at.rows, *at.columns)):
-        raise Rejected(Reason.IN_BETWEEN(f"{found.text} is between the softmax and the product with v"))
+        raise Reason.IN_BETWEEN.rejected(f"{found.text} is between the softmax and the product with v")
     lead, rows, columns = ("".join(found.first[d] for d in dims) for dims in (at.lead, at.rows, at.columns))
     free = "".join(c for c in found.second if c not in found.first)
     natural = lead + rows + free
@@ -80,7 +79,7 @@ def _check_sizes(found: Equation, letters: str) -> None:
     assert left is not None and right is not None
     for c in letters:
         if not known_true(left.shape[found.first.index(c)] == right.shape[found.second.index(c)]):
-            raise Rejected(Reason.SHAPES(f"{found.text} broadcasts a dim that it sums over"))
+            raise Reason.SHAPES.rejected(f"{found.text} broadcasts a dim that it sums over")
 
 
 def _arranged(node: fx.Node, letters: str, groups: Groups) -> Operand:

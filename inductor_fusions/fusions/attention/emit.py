@@ -15,7 +15,7 @@ from ..._inductor import known_true
 from ...graph import torch_ops
 from ...graph.builder import Builder
 from ...writes import may_alias, storage, written
-from . import flex, row_bias
+from . import flex, mask_builder, row_bias
 from .decode import plan as decode
 from .decode.op import DECODE_ATTENTION
 from .mask_builder import Mask, MaskMemo, build_mask
@@ -32,11 +32,10 @@ class Emitter:
     Args:
         memo: masks built for earlier sites of this graph.
         changed: gets what is put into the graph, as `leaving.settle` takes it.
-        region: the modes that hold at the site: masks are shared where they are the same.
     """
 
-    def __init__(self, memo: MaskMemo, changed: list[tuple[fx.Node, bool]], region: object = None) -> None:
-        self.memo, self.changed, self.region = memo, changed, region
+    def __init__(self, memo: MaskMemo, changed: list[tuple[fx.Node, bool]]) -> None:
+        self.memo, self.changed = memo, changed
 
     def emit(self, problem: Problem, output: fx.Node, kernel: str, grouped: bool) -> None:
         """Insert the fused call and make it the value of `output`.
@@ -52,7 +51,7 @@ class Emitter:
         build = Builder(output)
         mask = Mask(None)
         if kernel not in ("short", "row_bias") and (kernel != "flex" or problem.structure is None):
-            mask = build_mask(build, problem, self.memo, self.region)
+            mask = build_mask(build, problem, self.memo)
         q = problem.q.built(build)
         for scaler in problem.scalers:
             q = build.to(_scaled(build, q, scaler), build.value(q).dtype)
@@ -68,6 +67,8 @@ class Emitter:
             hidden = build.call("detach", build.call(torch.where, mask.empty, q, 0.0))
             q = build.call(torch.sub, q, hidden)
             correction = self._empty_rows_gradient(build, problem, hidden, k, v)
+        if kernel != "sdpa":
+            q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
         if kernel == "short":
             result = self._short(build, problem, q, k, v)
         elif kernel == "flex":
@@ -84,7 +85,7 @@ class Emitter:
             result = build.call(torch.add, result, correction)
         by_predicate = kernel in ("flex", "row_bias") and problem.structure is not None
         if problem.zeros is not None and not by_predicate:
-            seen = self.memo.rows_with_a_key(build, problem, self.region)
+            seen = mask_builder.rows_with_a_key(build, problem, self.memo)
             result = build.call(torch.where, seen, result, 0.0)
         for scaler in problem.behind:
             result = _scaled(build, result, scaler)
@@ -109,26 +110,23 @@ class Emitter:
             mask = operand.built(build)
             masks.append(build.call(torch.logical_not, mask) if negated else mask)
             numbers.append(number)
-        q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
-        scale = float(problem.q.shape[-1]) ** -0.5 if problem.scale is None else float(problem.scale)
-        return build.call(SHORT_ATTENTION, q, k, v, masks, numbers, scale, problem.causal)
+        return build.call(
+            SHORT_ATTENTION, q, k, v, masks, numbers, float(problem.first_scale), problem.causal
+        )  # fmt: skip
 
     def _decode(
         self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None
     ) -> fx.Node:
-        q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
         tiles = decode.tiles(decode.shape_of(problem), problem.q.value.device)
-        seen = self.memo.seen(build, problem, mask, build.value(k).shape[1], tiles[0], self.region)
-        scale = float(problem.q.shape[-1]) ** -0.5 if problem.scale is None else float(problem.scale)
-        causal, queries = problem.causal, decode.most_queries(problem)
-        return build.call(DECODE_ATTENTION, q, k, v, *seen, scale, causal, queries, tiles)
+        seen = mask_builder.seen_tiles(build, problem, self.memo, mask, build.value(k).shape[1], tiles[0])
+        scale, queries = float(problem.first_scale), decode.most_queries(problem)
+        return build.call(DECODE_ATTENTION, q, k, v, *seen, scale, problem.causal, queries, tiles)
 
     def _flex(
         self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None
     ) -> fx.Node:
-        q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
         sunk = problem.sink is not None
-        result, stats = flex.emit(build, problem, self.memo.blocks, self.region, q, k, v, mask, sunk)
+        result, stats = flex.emit(build, problem, self.memo.once, q, k, v, mask, sunk)
         if problem.sink is not None:
             # The sink takes sigmoid(sink - logsumexp) of each row. The rest of the row is not written as
             # sigmoid(logsumexp - sink): that is nearly 1, and what its gradient needs is lost in it.
@@ -145,14 +143,14 @@ class Emitter:
         return self._with_empty_rows(build, problem, structure, q, k, v, result)
 
     def _row_bias(self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node) -> fx.Node:
-        q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
         structure = problem.structure
         assert structure is not None
-        result = row_bias.emit(build, problem, q, k, v, self.memo.row_bias(build, problem, self.region))
+        row = mask_builder.row_of_biases(build, problem, self.memo)
+        result = row_bias.emit(build, problem, q, k, v, row)
         if structure.never_empty or config.empty_rows == "ignore":
             return result
         if structure.number is None:
-            empty = self.memo.empty_rows(build, problem, structure, self.region)
+            empty = mask_builder.empty_rows(build, problem, self.memo, structure)
             return build.call(torch.where, empty, 0.0, result)
         return self._with_empty_rows(build, problem, structure, q, k, v, result)
 
@@ -188,7 +186,7 @@ class Emitter:
         result: fx.Node,
     ) -> fx.Node:  # fmt: skip
         """Fully masked rows hold the mean of the values, as equal weights give it."""
-        empty = self.memo.empty_rows(build, problem, structure, self.region)
+        empty = mask_builder.empty_rows(build, problem, self.memo, structure)
         mean = build.call(torch.mean, v, -2, True)
         heads, shared = problem.q.shape[1], build.value(v).shape[1]
         if not known_true(heads == shared):
@@ -264,7 +262,6 @@ class Emitter:
                     padded = build.call(torch.nn.functional.pad, mask, (0, extra))
                     mask = build.call("narrow", padded, -1, 0, columns)
                 mask = build.call("expand", mask, (*problem.q.shape[:3], columns))
-            q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
             node = build.call(
                 torch.ops.aten._scaled_dot_product_efficient_attention.default,
                 q, k, v, mask, problem.train, problem.dropout, problem.causal, scale=problem.scale,

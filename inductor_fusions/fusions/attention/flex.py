@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,15 +25,13 @@ from ..._inductor import (
     known_true,
     max_autotune,
 )
-from ...fusion import Rejected
 from ...graph import torch_ops
 from ...graph.builder import Builder
-from ...reasons import Reason
 from .masks import Bool
 from .normal_form import SCORE_FUNCTIONS, Stage
 from .operands import Operand
 from .predicates import BlockWriter, Writer
-from .problem import Problem, is_number
+from .problem import Problem, is_number, takes_gradient
 from .structure import BATCH, HEAD, KEY, QUERY
 
 #: More blocks than any row has.
@@ -45,6 +42,8 @@ BLOCK = 128
 #: logsumexp, and raises where the scheduler fuses a pointwise operation behind it.
 LIMITED = frozenset({"cpu"})
 
+#: (what makes something, *key): what it gives, or gave for an equal key.
+Once = Callable[..., tuple[fx.Node, ...]]
 #: No blocks of a kind.
 NONE: tuple[Any, Any] = (None, None)
 
@@ -93,19 +92,19 @@ class Body:
         return self._held[node]
 
     def load(self, node: fx.Node, index: list[Any]) -> Any:
-        """The element of an outer tensor. A dim of size 1 is dropped: mods index with tensors alone."""
+        """The element of an outer tensor. Mods index with tensors alone: other dims are dropped."""
+        shape = self.outer.value(node).shape
+        for dim in reversed(range(len(shape))):
+            if not isinstance(index[dim], fx.Node) and not known_true(shape[dim] == 1):
+                node = self.outer.call("select", node, dim, index[dim])
+                index = [*index[:dim], *index[dim + 1 :]]
         shape = self.outer.value(node).shape
         kept = [d for d, size in enumerate(shape) if not known_true(size == 1)]
         if len(kept) < len(shape):
             node = self.outer.call("reshape", node, tuple(shape[d] for d in kept))
         if not kept:
             return self.capture(node)
-        found = [index[d] for d in kept]
-        if not all(isinstance(i, fx.Node) for i in found):
-            raise Rejected(
-                Reason.MASK("the mask indexes a tensor by a constant, which flex attention does not support")
-            )
-        return self.call(operator.getitem, self.capture(node), tuple(found))
+        return self.call(operator.getitem, self.capture(node), tuple(index[d] for d in kept))
 
     def load_score(self, node: fx.Node) -> Any:
         """The element of a tensor on (batch, heads, queries, keys) for this score."""
@@ -124,31 +123,6 @@ class Body:
         with self.outer.graph.inserting_before(self.outer.before):
             node = self.outer.graph.get_attr(name)
         return node, tuple(self.captured)
-
-
-@dataclass
-class BlockMasks:
-    """Block masks already built in a graph: the layers of a model share them."""
-
-    masks: dict[Any, tuple[fx.Node, ...]] = field(default_factory=dict)
-
-    def of(
-        self,
-        build: Builder,
-        visible: Bool,
-        shape: Sequence[Any],
-        device: torch.device,
-        train: bool,
-        region: object,
-    ) -> tuple[fx.Node, ...]:
-        key: Any = (visible, tuple(shape[-2:]), device, train, region)
-        try:
-            hash(key)
-        except TypeError:  # a symbolic size
-            key = (repr(visible), repr(shape[-2:]), device, train, region)
-        if key not in self.masks:
-            self.masks[key] = _block_mask(build, visible, shape, device, train)
-        return self.masks[key]
 
 
 def _block_mask(
@@ -212,15 +186,15 @@ def _dense_strides(build: Builder, node: fx.Node) -> fx.Node:
 
 
 def emit(
-    build: Builder, problem: Problem, memo: BlockMasks, region: object, q: fx.Node, k: fx.Node, v: fx.Node,
-    dense: fx.Node | None, lse: bool,
+    build: Builder, problem: Problem, once: Once, q: fx.Node, k: fx.Node, v: fx.Node, dense: fx.Node | None,
+    lse: bool,
 ) -> tuple[fx.Node, fx.Node | None]:  # fmt: skip
     """The call, as (result, logsumexp of the natural logarithm or None).
 
     Args:
         build: adds the nodes.
         problem: what to compute; its structure is the mask, its stages and biases the score_mod.
-        memo, region: block masks of this graph, and the modes that hold at the site.
+        once: gives a block mask that is made already.
         q, k, v: operands of one dtype, k and v with heads of their own.
         dense: what is left of the mask, as SDPA would take it.
         lse: whether the logsumexp is wanted.
@@ -234,9 +208,13 @@ def emit(
     if problem.structure is None or problem.structure.visible is True:
         seen: Any = mask.call("new_ones", mask.index[BATCH], (), dtype=torch.bool)
     else:
-        seen = Writer(mask, mask.index, mask.load).condition(problem.structure.visible)
+        visible, train = problem.structure.visible, problem.train
+        seen = Writer(mask, mask.index, mask.load).condition(visible)
         shape = (*problem.q.shape[:3], problem.k.shape[2])
-        blocks = memo.of(build, problem.structure.visible, shape, device, problem.train, region)
+        blocks = once(
+            lambda: _block_mask(build, visible, shape, device, train),
+            "blocks", visible, shape[2:], device, train,
+        )  # fmt: skip
     mask_mod, mask_captured = mask.finish(seen, "mask_mod")
     lengths = (build.number(problem.q.shape[2]), build.number(problem.k.shape[2]))
     block_mask = _as_tuple(build, problem, lengths, blocks, mask_mod)
@@ -293,9 +271,7 @@ _PRODUCTS = {"mul": torch.mul, "div": torch.div}
 
 def _element(body: Body, problem: Problem, operand: Operand) -> Any:
     """The element of a tensor beside q, k and v for this score."""
-    return body.load_score(
-        _indexable(body, problem, operand.built(body.outer), _takes_gradient(operand.node))
-    )
+    return body.load_score(_indexable(body, problem, operand.built(body.outer), takes_gradient(operand.node)))
 
 
 def _factor(body: Body, problem: Problem, by: Operand | fx.Node) -> Any:
@@ -306,7 +282,7 @@ def _factor(body: Body, problem: Problem, by: Operand | fx.Node) -> Any:
     # Mods capture tensors of one device. A product, because AOTAutograd keeps symbolic numbers in these.
     one = build.call(torch.ones, (), dtype=torch.float32, device=problem.q.value.device)
     number = build.call(torch.mul, one, node)
-    return body.load_score(_indexable(body, problem, number, _takes_gradient(node)))
+    return body.load_score(_indexable(body, problem, number, takes_gradient(node)))
 
 
 def _indexable(body: Body, problem: Problem, node: fx.Node, learns: bool) -> fx.Node:
@@ -319,11 +295,6 @@ def _indexable(body: Body, problem: Problem, node: fx.Node, learns: bool) -> fx.
             "expand", body.outer.call("reshape", node, (1, 1, 1, 1)), (*problem.q.shape[:3], 1)
         )
     return node
-
-
-def _takes_gradient(node: fx.Node) -> bool:
-    found = torch_ops.tensor(node)
-    return found is not None and found.requires_grad
 
 
 def _apply(body: Body, problem: Problem, stage: Stage, score: Any, operand: Operand | None) -> Any:
@@ -458,12 +429,8 @@ def _beside(problem: Problem) -> list[Operand]:
 
 def _learns(problem: Problem) -> bool:
     """Whether a tensor that the kernel reads beside q, k and v takes a gradient."""
-    nodes = [operand.node for operand in _beside(problem)]
     late = (by for scalers in problem.late_scalers for _, by in scalers)
-    nodes += [by.node if isinstance(by, Operand) else by for by in late]
-    if problem.attn_mask is not None:
-        nodes.append(problem.attn_mask)
-    return any(map(_takes_gradient, nodes))
+    return any(map(takes_gradient, (*problem.mask_nodes, *(each.node for each in _beside(problem)), *late)))
 
 
 def _is_static(problem: Problem) -> bool:

@@ -27,7 +27,7 @@ from torch import fx
 from ... import decisions
 from ..._inductor import flex_backward_op
 from ...block_mm.guards import text
-from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
+from ...fusion import Candidate, Fusion, Scope
 from ...graph.inlined import put_in_place
 from ...graph.products import value
 from ...reasons import Reason
@@ -111,24 +111,22 @@ class FlexBackward(Candidate):
         given = self.given
         q, k, v = (value(t) for t in (given.q, given.k, given.v))
         if not all(isinstance(size, int) for t in (q, k, v) for size in t.shape):
-            raise LeftToStock(
-                Reason.SYMBOLIC("the sizes are symbolic, and the chunked backward needs static ones")
+            raise Reason.SYMBOLIC.left_to_stock(
+                "the sizes are symbolic, and the chunked backward needs static ones"
             )
         if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
-            raise LeftToStock(
-                Reason.NOT_FASTER("Inductor's flex attention template is as fast for this device and dtype")
+            raise Reason.NOT_FASTER.left_to_stock(
+                "Inductor's flex attention template is as fast for this device and dtype"
             )
         if q.shape[0] != k.shape[0]:
-            raise Rejected(Reason.SHAPES("the samples of the batch share their keys"))
+            raise Reason.SHAPES.rejected("the samples of the batch share their keys")
         _, joint, mask = self.mods
         gradients = next(iter(reversed(joint.graph.nodes))).args[0]
         if any(g is not None for g in gradients[1:]):
-            raise LeftToStock(Reason.NOT_FASTER("a captured tensor requires a gradient"))
+            raise Reason.NOT_FASTER.left_to_stock("a captured tensor requires a gradient")
         if any("index" in str(node.target) for node in mask.graph.nodes):
-            raise LeftToStock(
-                Reason.NOT_FASTER(
-                    "the mask depends on data, and Inductor's template can skip the blocks that it hides"
-                )
+            raise Reason.NOT_FASTER.left_to_stock(
+                "the mask depends on data, and Inductor's template can skip the blocks that it hides"
             )
         self.chunk = decisions.flex_backward(
             device=q.device,
@@ -140,10 +138,8 @@ class FlexBackward(Candidate):
             visible=self._visible(),
         )
         if not self.chunk:
-            raise LeftToStock(
-                Reason.NOT_FASTER(
-                    "Inductor's flex attention template is at least as fast at this shape, as measured"
-                )
+            raise Reason.NOT_FASTER.left_to_stock(
+                "Inductor's flex attention template is at least as fast at this shape, as measured"
             )
 
     def _visible(self) -> float:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ... import config, decisions, modes, tables
 from ..._inductor import hint, known_true, sdpa_is_fused
-from ...fusion import LeftToStock, Rejected
+from ...fusion import LeftToStock
 from ...graph import torch_ops
 from ...operands import may_use_tf32
 from ...reasons import Reason
@@ -30,61 +30,80 @@ class Choice:
 
     Attributes:
         kernel: "sdpa" (its own choice of backend), "efficient", "row_bias", "flex", "short" or "decode".
+        problem: as that kernel takes it.
         grouped: whether k and v keep their own heads.
         text: for reports.
     """
 
     kernel: str
+    problem: Problem
     grouped: bool
     text: str
 
 
-def choose(problem: Problem) -> Choice:
-    """The cheapest kernel for an attention that is spelled out.
+@dataclass(frozen=True)
+class Call:
+    """A call of SDPA, which may stay as it is.
+
+    Attributes:
+        changed: whether its mask or its repeated heads go away, which is never slower.
+        short: the problem with its mask as a term, where the kernel for short attention takes it.
+    """
+
+    changed: bool
+    short: Problem | None
+
+
+def choose(given: Problem, call: Call | None = None) -> Choice:
+    """The kernel of an attention: the one that is asked for where it takes it, else the fastest.
 
     Args:
-        problem: what to compute.
+        given: what to compute.
+        call: that of SDPA; None for an attention that is spelled out.
 
     Raises:
-        LeftToStock: no fused kernel takes it, or none is measured to be faster.
+        LeftToStock: no fused kernel takes it, or stock is the fastest that is known.
         Rejected: those that take it would round a bias.
     """
-    _drop_structure_that_is_limited(problem)
-    flexible = _flexible(problem)
-    if problem.stages:
-        unable = flex.takes(problem)
-        if unable:
-            raise LeftToStock(
-                Reason.IN_BETWEEN(f"the scores pass through {problem.stages[-1][0].function}, and {unable}")
-            )
-    if flexible and config.attention_kernel == "flex":
-        return _choice("flex", problem)
-    if decoding := _decoding(problem):
-        return decoding
-    is_short = config.attention_kernel in ("auto", "short") and not short.refused(problem)
-    if is_short and config.attention_kernel == "short":
-        return _choice("short", problem)
-    if config.attention_kernel == "row_bias" and _has_row_bias(problem):
-        return _choice("row_bias", problem)
-    fits: tuple[str, ...] = ("flex",)
-    if not problem.stages:
-        fits = available(problem)
-        if flexible and _is_sparse(problem) and config.attention_kernel == "auto":
-            fits += ("flex",)
-        if config.attention_kernel == "auto" and _has_row_bias(problem):
-            fits += ("row_bias",)
-        if is_short:
-            fits += ("short",)
+    if call is not None and modes.is_restricted():
+        return _restricted(given, call)
+    asked, problem = config.attention_kernel, _without_limited_structure(given)
+    unable = flex.takes(problem)
+    if problem.stages and unable:
+        function = problem.stages[-1][0].function
+        raise Reason.IN_BETWEEN.left_to_stock(f"the scores pass through {function}, and {unable}")
+    is_sparse = _is_sparse(problem)
+    flexible = not unable and (problem.structure is not None or not problem.mask_nodes)
+    small = call.short if call is not None else None if short.refused(problem) else problem
+    takes = {
+        "flex": flexible and (call is None or is_sparse),
+        "row_bias": not row_bias.refused(problem) and row_bias.takes(problem, grouped=False),
+        "short": small is not None,
+        "decode": not decode.refused(problem),
+    }
+    if takes.get(asked):
+        return _choice(asked, (small or problem) if asked == "short" else problem)
+    if asked == "auto" and takes["decode"]:
+        query = decisions.Query("decode_attention", decode.shape_of(problem).row)
+        verdict = decisions.decide(query, problem.q.value.device, may_measure=False)
+        if verdict.kernel is not None:
+            return _choice("decode", problem, f", {verdict.note}")
+    skipping = [each for each in ("flex", "row_bias") if asked == "auto" and is_sparse and takes[each]]
+    if call is not None:
+        return _of_call(given, problem, call, skipping if flexible else [])
+    fits = ("flex",) if problem.stages else (*available(problem), *skipping)
+    if small is not None and asked == "auto":
+        fits += ("short",)
     if problem.rounded_bias is not None and not fits:
-        raise Rejected(Reason.NO_KERNEL(_why_math(problem)), "give the bias the dtype of q")
+        raise Reason.NO_KERNEL.rejected(_why_math(problem), "give the bias the dtype of q")
     if config.policy == "always":
         kernel = _proved(problem, fits)
         if kernel == "sdpa" and not _may_call(problem, fits):
-            raise LeftToStock(Reason.NO_KERNEL(FORBIDDEN))
+            raise Reason.NO_KERNEL.left_to_stock(FORBIDDEN)
         return _choice(kernel, problem)
     if not fits:
-        raise LeftToStock(
-            Reason.NO_KERNEL(f"no fused kernel supports this attention, because of {_why_math(problem)}")
+        raise Reason.NO_KERNEL.left_to_stock(
+            f"no fused kernel supports this attention, because of {_why_math(problem)}"
         )
     verdict = _measured(problem, fits)
     if verdict.kernel is None:
@@ -92,68 +111,35 @@ def choose(problem: Problem) -> Choice:
     return _choice(verdict.kernel, problem, _note(verdict))
 
 
-def choose_for_call(problem: Problem, changed: bool, as_short: Problem | None = None) -> Choice:
-    """The kernel for a call of SDPA.
-
-    Args:
-        problem: what to compute.
-        changed: whether its mask or its repeated heads go away, which is never slower.
-        as_short: the same with its mask as a term, where the kernel for short attention takes it.
-
-    Raises:
-        LeftToStock: the call as it is is the fastest that is known.
-    """
-    structure = problem.structure
-    if modes.is_restricted():
-        return _as_a_call(problem, changed)
-    _drop_structure_that_is_limited(problem)
-    if decoding := _decoding(problem):
-        return decoding
+def _of_call(given: Problem, problem: Problem, call: Call, skipping: list[str]) -> Choice:
+    """What a call of SDPA becomes if no kernel is asked for; `skipping` take its mask as a predicate."""
+    if skipping and config.policy == "always" and _preferred(problem):
+        return _choice("flex", problem)
     reason = ""
-    by_row: tuple[str, ...] = ("row_bias",) if _has_row_bias(problem) else ()
-    if by_row and config.attention_kernel == "row_bias":
-        return _choice("row_bias", problem)
-    if _is_sparse(problem) and _flexible(problem) and config.attention_kernel != "sdpa":
-        if config.attention_kernel == "flex" or (config.policy == "always" and _preferred(problem)):
-            return _choice("flex", problem)
-        verdict = _measured(problem, ("sdpa", "flex", *by_row))
-        if verdict.kernel in ("flex", "row_bias"):
-            return _choice(verdict.kernel, problem, _note(verdict))
-        assert structure is not None
-        reason = f"{CALL}; flex attention for its mask ({structure.kind}): {verdict.reason}"
-        if verdict.kernel == "sdpa":
-            reason = f"{CALL}, the fastest kernel measured for its mask ({structure.kind})"
-    if as_short is not None and config.attention_kernel == "short":
-        return _choice("short", as_short)
-    if as_short is not None and config.attention_kernel == "auto":
-        verdict = _measured(as_short, ("sdpa", "short"))
-        if verdict.kernel == "short":
-            return _choice("short", as_short, _note(verdict))
-    if not changed:
-        raise LeftToStock(Reason.CHOSEN(reason or why_as_it_is(problem, structure)))
+    for each, kernels in ((problem, skipping), (call.short, ["short"])):
+        if each is None or not kernels or config.attention_kernel != "auto":
+            continue
+        verdict = _measured(each, ("sdpa", *kernels))
+        if verdict.kernel in kernels:
+            return _choice(verdict.kernel, each, _note(verdict))
+        if each is problem and problem.structure is not None:
+            kind = problem.structure.kind
+            reason = f"{CALL}; flex attention for its mask ({kind}): {verdict.reason}"
+            if verdict.kernel == "sdpa":
+                reason = f"{CALL}, the fastest kernel measured for its mask ({kind})"
+    if not call.changed:
+        raise Reason.CHOSEN.left_to_stock(reason or why_as_it_is(problem, given.structure))
     return _choice("sdpa", problem)
 
 
-def _as_a_call(problem: Problem, changed: bool) -> Choice:
+def _restricted(problem: Problem, call: Call) -> Choice:
     """A call that stays one, because the caller has chosen among the backends of SDPA."""
-    if not changed:
-        raise LeftToStock(Reason.CHOSEN(CHOSEN))
+    if not call.changed:
+        raise Reason.CHOSEN.left_to_stock(CHOSEN)
     choice = _choice("sdpa", problem)
     if not _may_call(problem, available(problem, choice.grouped)):
-        raise LeftToStock(Reason.NO_KERNEL(f"{CHOSEN}; none of them supports the rewritten call"))
+        raise Reason.NO_KERNEL.left_to_stock(f"{CHOSEN}; none of them supports the rewritten call")
     return choice
-
-
-def _decoding(problem: Problem) -> Choice | None:
-    """The kernel for a few queries, where it is measured to be faster than SDPA, or asked for."""
-    asked = config.attention_kernel
-    if asked not in ("auto", "decode") or decode.refused(problem):
-        return None
-    if asked == "decode":
-        return _choice("decode", problem)
-    query = decisions.Query("decode_attention", decode.shape_of(problem).row)
-    verdict = decisions.decide(query, problem.q.value.device, may_measure=False)
-    return None if verdict.kernel is None else _choice("decode", problem, f", {verdict.note}")
 
 
 def _may_call(problem: Problem, fits: tuple[str, ...]) -> bool:
@@ -191,12 +177,12 @@ def _choice(kernel: str, problem: Problem, note: str = "") -> Choice:
         grouped = row_bias.takes(problem, grouped=True)
     elif grouped and kernel not in ("flex", "decode"):
         grouped = kernel == "sdpa" and bool(available(problem, grouped=True))
-    return Choice(kernel, grouped, _text(problem, grouped, kernel) + note)
+    return Choice(kernel, problem, grouped, _text(problem, grouped, kernel) + note)
 
 
 def _measured(problem: Problem, candidates: tuple[str, ...]) -> decisions.Decision:
     """What the table of the device says: by the class of the mask, else by its shape."""
-    suffix = "_grad" if _mask_needs_grad(problem) else ""
+    suffix = "_grad" if problem.mask_learns else ""
     biased = problem.structure is not None and bool(problem.structure.biases)
     names = [problem.flex_kind] if _is_sparse(problem) else []
     if biased and names == ["causal"]:
@@ -227,26 +213,12 @@ def _note(decision: decisions.Decision) -> str:
     return f"{by}, {decision.note}"
 
 
-def _has_row_bias(problem: Problem) -> bool:
-    """Whether cuDNN computes it with a causal mask and one row of biases for all queries."""
-    return not row_bias.refused(problem) and row_bias.takes(problem, grouped=False)
-
-
-def _has_mask(problem: Problem) -> bool:
-    return bool(problem.terms) or problem.attn_mask is not None
-
-
-def _drop_structure_that_is_limited(problem: Problem) -> None:
+def _without_limited_structure(problem: Problem) -> Problem:
     """What gives rows without a key their value would stand behind flex attention, where it may not be."""
-    limited = problem.q.value.device.type in flex.LIMITED
-    structure = problem.structure
+    limited, structure = problem.q.value.device.type in flex.LIMITED, problem.structure
     if limited and structure is not None and structure.number is not None and not structure.never_empty:
-        problem.structure = None
-
-
-def _flexible(problem: Problem) -> bool:
-    """Whether flex attention takes a problem whose mask it can be told."""
-    return not flex.takes(problem) and (problem.structure is not None or not _has_mask(problem))
+        return replace(problem, structure=None)
+    return problem
 
 
 def _preferred(problem: Problem) -> bool:
@@ -268,13 +240,6 @@ def available(problem: Problem, grouped: bool = False) -> tuple[str, ...]:
     return ("sdpa",) if _on_cpu(problem, grouped) else ()
 
 
-def _mask_needs_grad(problem: Problem) -> bool:
-    nodes = [t.node for t, _ in problem.terms] + ([problem.attn_mask] if problem.attn_mask else [])
-    if any((t := torch_ops.tensor(n)) is not None and t.requires_grad for n in nodes):
-        return True
-    return problem.sink is not None and problem.sink[0].value.requires_grad
-
-
 def _on_cpu(problem: Problem, grouped: bool) -> bool:
     """Ask SDPA itself, with small tensors of the same kind: sizes do not matter to its choice."""
     if problem.q.value.device.type != "cpu" or problem.dropout > 0:
@@ -286,8 +251,8 @@ def _on_cpu(problem: Problem, grouped: bool) -> bool:
         return torch.empty(1, count, 2, dim, dtype=problem.dtype, requires_grad=False)
 
     mask = None
-    if problem.terms or problem.attn_mask is not None:
-        mask = torch.zeros(1, 1, 2, 2, dtype=problem.dtype, requires_grad=_mask_needs_grad(problem))
+    if problem.mask_nodes:
+        mask = torch.zeros(1, 1, 2, 2, dtype=problem.dtype, requires_grad=problem.mask_learns)
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
         return sdpa_is_fused(
             small(problem.q, heads), small(problem.k, shared), small(problem.v, shared),
@@ -297,24 +262,22 @@ def _on_cpu(problem: Problem, grouped: bool) -> bool:
 
 def _on_cuda(problem: Problem, grouped: bool) -> tuple[str, ...]:
     backends = torch.backends.cuda
-    if _mask_needs_grad(problem) and not any(
-        t.value.requires_grad for t in (problem.q, problem.k, problem.v)
-    ):
+    if problem.mask_learns and not any(t.value.requires_grad for t in (problem.q, problem.k, problem.v)):
         return ()  # SDPA keeps no logsumexp for its backward then, and that reads one (pytorch#148476)
     if not _copies_pay(problem, grouped):
         return ()
     k, v = (problem.k, problem.v) if grouped else (problem.full_k, problem.full_v)
     q = _in_rows(problem.q.value.to(problem.dtype))
     mask = None
-    if problem.terms or problem.attn_mask is not None:
+    if problem.mask_nodes:
         full = (*problem.q.shape[:3], problem.k.shape[2])
         given = [operand.value for _, operand in problem.terms]
         if problem.attn_mask is not None:
             given.append(torch_ops.value(problem.attn_mask))
         own = torch.broadcast_shapes(*(t.shape for t in given))
         # A mask is expanded, as SDPA does it; one that takes a gradient is whole.
-        mask = q.new_empty(full if _mask_needs_grad(problem) else own, dtype=problem.dtype).expand(full)
-        if _mask_needs_grad(problem):
+        mask = q.new_empty(full if problem.mask_learns else own, dtype=problem.dtype).expand(full)
+        if problem.mask_learns:
             mask.requires_grad_()
     params = backends.SDPAParams(
         q,
@@ -358,7 +321,7 @@ def _why_math(problem: Problem) -> str:
         return "its dtype, head dim or strides, or the SDPA backends that are enabled"
     if problem.dropout > 0 and problem.q.value.device.type == "cpu":
         return "dropout on a CPU"
-    if _mask_needs_grad(problem):
+    if problem.mask_learns:
         return "a bias that requires a gradient"
     if not known_true(problem.q.shape[-1] == problem.v.shape[-1]):
         return "different head dims of q and v"
@@ -374,7 +337,7 @@ def _text(problem: Problem, grouped: bool, kernel: str) -> str:
     if kernel == "flex":
         if structure is not None and structure.visible is not True:
             parts.append(f"block mask: {structure.kind}")
-        if structure is None and _has_mask(problem):
+        if structure is None and problem.mask_nodes:
             parts.append("dense mask")
         if structure is not None and structure.biases:
             parts.append("bias in score_mod")
@@ -382,7 +345,7 @@ def _text(problem: Problem, grouped: bool, kernel: str) -> str:
         parts.append("is_causal through cuDNN")
     elif problem.causal:
         parts.append("is_causal")
-    elif _has_mask(problem):
+    elif problem.mask_nodes:
         parts.append(f"mask: {problem.mask_kind}")
     if problem.sink is not None:
         parts.append("sink")

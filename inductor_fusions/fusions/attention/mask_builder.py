@@ -15,27 +15,27 @@ So these rows are found (one reduction of the mask, shared by all layers) and gi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from ... import config
 from ..._inductor import known_true
-from ...fusion import LeftToStock, Rejected
 from ...graph import torch_ops
 from ...graph.builder import Builder
 from ...reasons import Reason
 from . import predicates, row_bias
 from .decode.op import DECODE_TILES, lowest_of
-from .flex import BlockMasks
-from .masks import may_hide_rows
+from .masks import may_be_low, may_hide_rows
 from .normal_form import Term
 from .operands import Operand
 from .problem import Problem
 from .structure import EMPTY_BELOW, MASK_FILL, Structure
-from .subtracted import Signs
+
+T = TypeVar("T")
 
 #: A row whose highest bias is below this is shifted by it: a softmax does not see that, rounding does.
 SHIFT_BELOW = -100.0
@@ -60,91 +60,99 @@ class Mask:
 
 @dataclass
 class MaskMemo:
-    """Masks already built in a graph, so that layers share them."""
+    """What is built in a graph already, so that layers share it.
 
-    masks: dict[Any, Mask] = field(default_factory=dict)
-    blocks: BlockMasks = field(default_factory=BlockMasks)
-    empty: dict[Any, fx.Node] = field(default_factory=dict)
-    rows: dict[Any, fx.Node] = field(default_factory=dict)
-    tiles: dict[Any, tuple[fx.Node | None, ...]] = field(default_factory=dict)
-
-    def row_bias(self, build: Builder, problem: Problem, region: object) -> fx.Node:
-        """The bias of all queries beside a causal mask, as (batch, heads, 1, kv_len)."""
-        assert problem.structure is not None
-        shape = (*problem.q.shape[:3], problem.k.shape[2])
-        biases = [(t.node, t.factor, repr(o.steps)) for t, o in problem.structure.biases]
-        key = (repr(problem.structure.visible), tuple(biases), repr(shape), problem.dtype, region)
-        if key not in self.rows:
-            self.rows[key] = row_bias.bias(build, problem)
-        return self.rows[key]
-
-    def seen(
-        self, build: Builder, problem: Problem, mask: fx.Node | None, kv_heads: int, block_n: int,
-        region: object,
-    ) -> tuple[fx.Node | None, ...]:  # fmt: skip
-        """A mask for `decode_attention`, up to which numbers it hides, and the tiles that it shows."""
-        operand = Operand.of(mask)
-        if operand is None:
-            return None, None, None
-        assert mask is not None
-        operand = operand.padded(4)
-        operand = operand.expand((*operand.shape[:3], problem.k.shape[2]))
-        for dim in range(3):  # what is repeated is read once
-            if known_true(operand.value.stride(dim) == 0) and not known_true(operand.shape[dim] == 1):
-                operand = operand.then("narrow", dim, 0, 1)
-        key = (mask, problem.version(mask, build.before), repr(operand.steps), kv_heads, block_n, region)
-        if key not in self.tiles:
-            built = operand.built(build)
-            built = built if built.op == "placeholder" else build.settled(built)
-            dtype = operand.value.dtype
-            lowest = None if dtype == torch.bool else lowest_of(built, dtype, build.call)
-            self.tiles[key] = built, lowest, build.call(DECODE_TILES, built, lowest, kv_heads, block_n)
-        return self.tiles[key]
-
-    def rows_with_a_key(self, build: Builder, problem: Problem, region: object) -> fx.Node:
-        """Which rows of the mask that makes others zero show a key, with one column."""
-        assert problem.zeros is not None
-        operand, hides = problem.zeros
-        version = problem.version(operand.node, build.before)
-        key = (operand.node, version, repr(operand.steps), hides, region)
-        if key not in self.empty:
-            mask = operand.built(build)
-            seen = build.call(torch.logical_not, mask) if hides else mask
-            self.empty[key] = build.call(torch.any, seen, -1, True)
-        return self.empty[key]
-
-    def empty_rows(self, build: Builder, problem: Problem, structure: Structure, region: object) -> fx.Node:
-        """Which rows are fully masked, as (batch or 1, 1, q_len, 1)."""
-        shape = (*problem.q.shape[:3], problem.k.shape[2])
-        key = (repr(structure.visible), repr(shape), region)
-        if key not in self.empty:
-            seen = predicates.whole(build, structure.visible, shape, problem.q.value.device)
-            self.empty[key] = build.call(torch.logical_not, build.call(torch.any, seen, -1, True))
-        return self.empty[key]
-
-
-def build_mask(build: Builder, problem: Problem, memo: MaskMemo, region: object) -> Mask:
-    """The mask of a problem; the one of an earlier layer where it is the same.
-
-    Args:
-        build: adds the nodes.
-        problem: whose `terms` or `attn_mask` are read.
-        memo: masks of this graph.
-        region: the modes that hold at the site; masks are shared where they are the same.
+    Attributes:
+        made: of the whole graph, by key.
+        region: the modes that hold at the site; what is built is shared where they are the same.
     """
+
+    made: dict[Any, Any] = field(default_factory=dict)
+    region: object = None
+
+    def once(self, make: Callable[[], T], *key: Any) -> T:
+        """What `make` gives, or gave for an equal key."""
+        wanted: Any = (*key, self.region)
+        try:
+            hash(wanted)
+        except TypeError:  # a symbolic size
+            wanted = repr(wanted)
+        if wanted not in self.made:
+            self.made[wanted] = make()
+        found: T = self.made[wanted]
+        return found
+
+
+def row_of_biases(build: Builder, problem: Problem, memo: MaskMemo) -> fx.Node:
+    """The bias of all queries beside a causal mask, as (batch, heads, 1, kv_len)."""
+    assert problem.structure is not None
+    biases = tuple((t.node, t.factor, o.steps) for t, o in problem.structure.biases)
+    sizes = *problem.q.shape[:3], problem.k.shape[2], problem.dtype
+    return memo.once(
+        lambda: row_bias.bias(build, problem), "row", problem.structure.visible, biases, sizes
+    )  # fmt: skip
+
+
+def seen_tiles(
+    build: Builder, problem: Problem, memo: MaskMemo, mask: fx.Node | None, kv_heads: int, block_n: int
+) -> tuple[fx.Node | None, ...]:
+    """A mask for `decode_attention`, up to which numbers it hides, and the tiles that it shows."""
+    operand = Operand.of(mask)
+    if operand is None:
+        return None, None, None
+    assert mask is not None
+    operand = operand.padded(4)
+    operand = operand.expand((*operand.shape[:3], problem.k.shape[2]))
+    for dim in range(3):  # what is repeated is read once
+        if known_true(operand.value.stride(dim) == 0) and not known_true(operand.shape[dim] == 1):
+            operand = operand.then("narrow", dim, 0, 1)
+
+    def make() -> tuple[fx.Node | None, ...]:
+        built = operand.built(build)
+        built = built if built.op == "placeholder" else build.settled(built)
+        dtype = operand.value.dtype
+        lowest = None if dtype == torch.bool else lowest_of(built, dtype, build.call)
+        return built, lowest, build.call(DECODE_TILES, built, lowest, kv_heads, block_n)
+
+    version = problem.version(mask, build.before)
+    return memo.once(make, "tiles", mask, version, operand.steps, kv_heads, block_n)
+
+
+def rows_with_a_key(build: Builder, problem: Problem, memo: MaskMemo) -> fx.Node:
+    """Which rows of the mask that makes others zero show a key, with one column."""
+    assert problem.zeros is not None
+    operand, hides = problem.zeros
+
+    def make() -> fx.Node:
+        mask = operand.built(build)
+        seen = build.call(torch.logical_not, mask) if hides else mask
+        return build.call(torch.any, seen, -1, True)
+
+    version = problem.version(operand.node, build.before)
+    return memo.once(make, "shown", operand.node, version, operand.steps, hides)
+
+
+def empty_rows(build: Builder, problem: Problem, memo: MaskMemo, structure: Structure) -> fx.Node:
+    """Which rows are fully masked, as (batch or 1, 1, q_len, 1)."""
+    shape = (*problem.q.shape[:3], problem.k.shape[2])
+
+    def make() -> fx.Node:
+        seen = predicates.whole(build, structure.visible, shape, problem.q.value.device)
+        return build.call(torch.logical_not, build.call(torch.any, seen, -1, True))
+
+    return memo.once(make, "empty", structure.visible, shape)
+
+
+def build_mask(build: Builder, problem: Problem, memo: MaskMemo) -> Mask:
+    """The mask of a problem, of its `terms` or `attn_mask`; that of an earlier layer where it is the same."""
     if problem.attn_mask is not None or not problem.terms:
         return Mask(problem.attn_mask)
     # Another layer may read other values where a mask is overwritten.
     versions = tuple(problem.version(t.node, build.before) for t, _ in problem.terms)
     terms = tuple((t, o.steps) for t, o in problem.terms)
-    key: Any = (terms, versions, problem.dtype, problem.train, region)
-    try:
-        hash(key)
-    except TypeError:  # a symbolic size among the steps
-        key = object()
-    if key not in memo.masks:
-        memo.masks[key] = _Terms(build, problem).mask()
-    return memo.masks[key]
+    return memo.once(
+        lambda: _Terms(build, problem).mask(), "mask", terms, versions, problem.dtype, problem.train
+    )  # fmt: skip
 
 
 def check_empty_rows(problem: Problem) -> None:
@@ -160,39 +168,32 @@ def check_empty_rows(problem: Problem) -> None:
         lowest = torch.finfo(torch.float16).min if problem.dtype == torch.float16 else EMPTY_BELOW
         for term, _ in problem.terms:
             if term.floor is not None and term.floor > lowest:
-                raise Rejected(
-                    Reason.RANGE(
-                        f"scores are clamped to {term.floor:g}, which is too large: a fully masked row would "
-                        "not be uniform"
-                    )
+                raise Reason.RANGE.rejected(
+                    f"scores are clamped to {term.floor:g}, which is too large: a fully masked row would "
+                    "not be uniform"
                 )
         shallow = False  # whether scores are filled with a number that does not absorb a bias
         for term, _ in problem.terms:
             if term.fill is not None:
                 shallow |= math.isfinite(term.fill) and term.fill > EMPTY_BELOW
             elif shallow and not may_hide_rows(term.node):
-                raise Rejected(
-                    Reason.RANGE(
-                        "a bias is added to masked scores, and their fill value is too small to cancel it"
-                    )
+                raise Reason.RANGE.rejected(
+                    "a bias is added to masked scores, and their fill value is too small to cancel it"
                 )
         terms = [term for term, _ in problem.terms]
         fills = [t.fill for t in terms if t.fill is not None and math.isfinite(t.fill)]
         if any(f > lowest for f in fills) and any(t.fill is None and _is_shallow(t, lowest) for t in terms):
-            raise Rejected(
-                Reason.RANGE(
+            raise Reason.RANGE.rejected(
+                (
                     "a masked fill and an additive mask may together mask a row fully, and the fill value "
                     "is too small to cancel the scores"
                 ),
                 "fill with torch.finfo(dtype).min",
             )
-    signs = Signs(problem.overwritten)
-    if problem.train and any(
-        t.fill is None and t.factor < 0 and t.depth is None and signs.may_hold(t.node, low=True)
-        for t, _ in problem.terms
-    ):
-        raise Rejected(
-            Reason.RANGE("a mask that may hold low numbers is subtracted from the scores, which raises keys")
+    subtracted = [t.node for t, _ in problem.terms if t.fill is None and t.factor < 0 and t.depth is None]
+    if problem.train and any(problem.overwritten(node) or may_be_low(node) for node in subtracted):
+        raise Reason.RANGE.rejected(
+            "a mask that may hold low numbers is subtracted from the scores, which raises keys"
         )
     if config.empty_rows != "stock" or not problem.train or problem.zeros is not None:
         return
@@ -200,8 +201,8 @@ def check_empty_rows(problem: Problem) -> None:
         if (term.fill is not None and math.isfinite(term.fill)) or (
             term.fill is None and may_hide_rows(term.node)
         ):
-            raise LeftToStock(
-                Reason.EMPTY_ROWS("a row may be fully masked, and INDUCTOR_FUSIONS_EMPTY_ROWS=stock"),
+            raise Reason.EMPTY_ROWS.left_to_stock(
+                "a row may be fully masked, and INDUCTOR_FUSIONS_EMPTY_ROWS=stock",
                 "INDUCTOR_FUSIONS_EMPTY_ROWS=keep fuses, and keeps the values of such rows",
             )
 
@@ -268,9 +269,7 @@ class _Terms:
         for term, operand in terms:
             node = self._built(operand)
             if term.fill is not None:
-                seen = build.call(torch.logical_not, node) if term.hides else node
-                self.keep = seen if self.keep is None else build.call(torch.logical_and, self.keep, seen)
-                self.plain = [(bias, True) for bias, _ in self.plain]
+                self._hide(node, term.hides)
             elif term.factor != 1.0:
                 node = build.call(torch.mul, node, term.factor)
             if term in hiding:
@@ -319,16 +318,21 @@ class _Terms:
             self.problem.q.shape[-2] == 1
         )
 
-    def _fill(self, node: fx.Node, fill: float, hides: bool) -> None:
+    def _hide(self, node: fx.Node, hides: bool) -> fx.Node:
+        """Keep only what a condition lets through as well; what it lets through."""
         seen = self.build.call(torch.logical_not, node) if hides else node
-        self.fills.append(fill)
         self.keep = seen if self.keep is None else self.build.call(torch.logical_and, self.keep, seen)
         self.plain = [(bias, True) for bias, _ in self.plain]
+        return seen
+
+    def _fill(self, node: fx.Node, fill: float, hides: bool) -> None:
+        seen = self._hide(node, hides)
+        self.fills.append(fill)
         # Different numbers must stay apart: keys with the larger one win in a row without any other.
         if self.hiding is not None or (self.finite and len(set(self.fills)) > 1):
             before: Any = self.hiding
             if before is None:
-                before = self._with_fill(None, self._least(self.fills[0]), upto=seen)
+                before = self._with_fill(None, self._least(self.fills[0]))
             self.hiding = self.build.call(torch.where, seen, before, self._least(fill))
 
     def _bias(self, node: fx.Node, source: fx.Node, factor: float, floor: float | None) -> None:
@@ -352,7 +356,7 @@ class _Terms:
             return fill
         return max(fill, torch.finfo(self.problem.dtype).min)
 
-    def _with_fill(self, base: fx.Node | None, fill: float, upto: fx.Node | None = None) -> fx.Node:
+    def _with_fill(self, base: fx.Node | None, fill: float) -> fx.Node:
         """`base` (or 0) where a key is kept, `fill` elsewhere."""
         if self.keep is None:
             assert base is not None

@@ -16,7 +16,7 @@ from torch import fx
 from ...fusion import Rejected
 from ...graph import torch_ops
 from ...operands import holds
-from .masks import Affine, Interpreter, is_fill, keeps_indices, rounded, visibility
+from .masks import Interpreter, is_fill, rounded, visibility
 from .normal_form import Term
 from .operands import Operand
 
@@ -73,7 +73,10 @@ def _pieces(term: Term, interpreter: Interpreter) -> list[Term]:
         found = of(bias)
         fill = Term(condition, term.lead, fill=number, hides=hides, adds=len(found))
         return [*found, fill] if found else [term]
-    return (of(op.input) if _is_same(op) else []) or [term]
+    source, cast, made = interpreter.source(op.node), torch_ops.tensor(op.input), torch_ops.tensor(op.node)
+    if source is op.node and op.name in torch_ops.CASTS and cast is not None and made is not None:
+        source = op.input if holds(made.dtype, cast.dtype) else source
+    return (of(source) if source is not op.node else []) or [term]
 
 
 def _is_mask(term: Term, interpreter: Interpreter) -> bool:
@@ -102,27 +105,13 @@ def _filled(
     mask = torch_ops.tensor(condition)
     if mask is None or mask.dtype != torch.bool:
         return None
-    for bias, value, hides in sides:
-        number = _number(value, op, interpreter)
-        if number is not None and isinstance(bias, fx.Node) and is_fill(number * factor):
-            return bias, condition, number * factor, hides
-    return None
-
-
-def _number(value: Any, op: torch_ops.Op, interpreter: Interpreter) -> float | None:
-    """A number, as a tensor that is filled with it holds it."""
     result = torch_ops.tensor(op.node)
-    if result is None or (isinstance(value, fx.Node) and interpreter.mutations.touch(value)):
-        return None
-    known = interpreter.read(value)
-    if not isinstance(known, Affine) or not known.is_constant or not isinstance(known.const, (int, float)):
-        return None
-    return float(rounded(known.const, result.dtype))
-
-
-def _is_same(op: torch_ops.Op) -> bool:
-    """Whether an operation gives the numbers of its operand, at the same indices counted from the right."""
-    source, result = torch_ops.tensor(op.input), torch_ops.tensor(op.node)
-    if source is not None and result is not None and op.name in torch_ops.CASTS:
-        return holds(result.dtype, source.dtype)
-    return keeps_indices(op)
+    for bias, value, hides in sides:
+        with interpreter.reading(op.node):
+            number = interpreter.number(value)
+        if number is None or result is None or not isinstance(bias, fx.Node):
+            continue
+        number = rounded(number, result.dtype) * factor
+        if is_fill(number):
+            return bias, condition, number, hides
+    return None

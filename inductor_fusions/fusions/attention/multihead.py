@@ -17,7 +17,7 @@ from torch import fx
 
 from ... import config, decisions
 from ..._inductor import holds_now, records_gradients
-from ...fusion import Candidate, LeftToStock, Rejected
+from ...fusion import Candidate
 from ...graph import torch_ops
 from ...graph.builder import Builder
 from ...inplace import arguments
@@ -59,37 +59,37 @@ class MultiheadForward(Candidate):
         query, key = (torch_ops.tensor(self.arguments[name]) for name in ("query", "key"))
         output = self.anchor.meta.get("example_value")
         if query is None or key is None or not isinstance(output, tuple):
-            raise Rejected(Reason.NOT_A_TENSOR("an argument of multi_head_attention_forward is not a tensor"))
+            raise Reason.NOT_A_TENSOR.rejected("an argument of multi_head_attention_forward is not a tensor")
         check_kind(query)
         self.scope.derivatives.check([self.anchor])
         if "MATH" not in self.scope.derivatives.modes.at(self.anchor).backends:
-            raise LeftToStock(
-                Reason.NO_KERNEL("SDPA's math backend is disabled, and only it supports every attention")
+            raise Reason.NO_KERNEL.left_to_stock(
+                "SDPA's math backend is disabled, and only it supports every attention"
             )
         if not self.arguments["need_weights"]:
-            raise LeftToStock(
-                Reason.CHOSEN("multi_head_attention_forward without attention weights already calls SDPA")
+            raise Reason.CHOSEN.left_to_stock(
+                "multi_head_attention_forward without attention weights already calls SDPA"
             )
         for user in self.anchor.users:
             if user.target is not operator.getitem or user.args[1] not in (0, 1):
-                raise Rejected(
-                    Reason.NOT_A_TENSOR("the tuple of output and weights is used without unpacking")
+                raise Reason.NOT_A_TENSOR.rejected(
+                    "the tuple of output and weights is used without unpacking"
                 )
             if user.args[1] == 1 and readers(user):
-                raise Rejected(
-                    Reason.WEIGHTS("the attention weights are also used elsewhere"), "need_weights=False"
+                raise Reason.WEIGHTS.rejected(
+                    "the attention weights are also used elsewhere", "need_weights=False"
                 )
         if self.arguments["training"] and self.arguments["dropout_p"] >= 1:
-            raise Rejected(Reason.DROPOUT("dropout with p = 1 sets all weights to 0"))
+            raise Reason.DROPOUT.rejected("dropout with p = 1 sets all weights to 0")
         if not all(holds_now(size >= 1) for size in (*query.shape, *key.shape)):
-            raise Rejected(Reason.EMPTY("an operand is empty or may be empty"))
+            raise Reason.EMPTY.rejected("an operand is empty or may be empty")
         kind = self._mask(query, key)
         if config.policy == "profitable":
             batch = query.shape[1] if query.dim() == 3 else 1
             heads = self.arguments["num_heads"]
             sizes = (batch, heads, query.shape[0], key.shape[0], query.shape[-1])
             if not all(isinstance(size, int) for size in sizes):
-                raise LeftToStock(Reason.SYMBOLIC("the sizes of multi_head_attention_forward are symbolic"))
+                raise Reason.SYMBOLIC.left_to_stock("the sizes of multi_head_attention_forward are symbolic")
             decision = decisions.attention(
                 device=query.device, dtype=query.dtype, mask=kind, train=bool(output[0].requires_grad),
                 batch_heads=batch * heads, q_len=sizes[2], kv_len=sizes[3], head_dim=sizes[4] // heads,
@@ -104,7 +104,7 @@ class MultiheadForward(Candidate):
             return "none" if padding is None else "pad"
         found = torch_ops.tensor(mask)
         if found is None:
-            raise Rejected(Reason.NOT_A_TENSOR("the mask of multi_head_attention_forward is not a tensor"))
+            raise Reason.NOT_A_TENSOR.rejected("the mask of multi_head_attention_forward is not a tensor")
         hidden = mask if found.dtype == torch.bool else _hidden(mask)
         shape = (1, 1, query.shape[0], key.shape[0])
         more = ("bias_k", "bias_v", "static_k", "static_v")  # keys that are not those of `key`
@@ -112,7 +112,7 @@ class MultiheadForward(Candidate):
         proved = plain and found.dim() == 2 and self._is_causal(mask if hidden is None else hidden, shape)
         self.causal = proved and padding is None
         if not proved and hidden is None:
-            raise LeftToStock(Reason.EMPTY_ROWS("a row may be fully masked"), "pass a boolean mask")
+            raise Reason.EMPTY_ROWS.left_to_stock("a row may be fully masked", "pass a boolean mask")
         if self.causal:
             return "causal"
         return "bias_batch" if found.dim() == 2 and padding is None else "bias_full"
@@ -124,9 +124,9 @@ class MultiheadForward(Candidate):
         with self.scope.interpreter.reading(self.anchor):
             if found.dtype != torch.bool:
                 read = None if found.requires_grad else visibility(self.scope.interpreter.read(mask))
-                return bool(read is not None and classify(read[0], shape).causal)
+                return read is not None and classify(read[0], shape) == "causal"
             visible = self.scope.interpreter.boolean(mask)
-        return bool(visible is not None and classify(negation(visible), shape).causal)
+        return visible is not None and classify(negation(visible), shape) == "causal"
 
     def rewrite(self) -> str:
         arguments = {**self.arguments, "need_weights": False, "is_causal": self.causal}

@@ -23,7 +23,7 @@ from ...reasons import Reason
 from ...tables import dtype_name
 from . import structure
 from .aliasing import Mutations
-from .masks import Interpreter, constant_over, elements
+from .masks import Interpreter, elements
 from .normal_form import Attention, Stage, Term
 from .operands import Operand, alignment, product, regroup, unrepeated
 from .problem import Problem, Scaler, is_number
@@ -302,6 +302,6 @@ def _term_operand(term: Term, target: Sequence[Any], interpreter: Interpreter) -
         raise Rejected(Reason.NOT_A_TENSOR("a mask or a bias is not a tensor"))
     operand = _moved(operand, term.lead, target)
     rows = operand.shape[-2]
-    if not known_true(rows <= 1) and constant_over(term.node, -2, interpreter):
+    if not known_true(rows <= 1) and interpreter.is_constant_over(term.node, -2):
         operand = operand.then("narrow", -2, 0, 1)
     return operand

@@ -89,21 +89,21 @@ def _is(number: Any, wanted: int) -> bool:
 
 def whole(build: Builder, part: Bool, shape: Sequence[Any], device: torch.device) -> fx.Node:
     """A condition as a boolean tensor, broadcastable to `shape`; it has the dims that it depends on."""
-    index = {}
-    for dim in range(-len(shape), 0):
-        sizes = [1] * len(shape)
-        sizes[dim] = shape[dim]
-        along = _arange(build, shape[dim], device)
-        index[dim] = build.call("view", along, *sizes)
-    found = Writer(build, index, _loader(build)).condition(part)
+    found = Writer(build, _indices(build, shape, device), _loader(build)).condition(part)
     if isinstance(found, bool):
         return build.call(torch.full, (1,) * len(shape), found, dtype=torch.bool, device=device)
     node: fx.Node = found
     return node
 
 
-def _arange(build: Builder, size: Any, device: torch.device) -> fx.Node:
-    return build.call(torch.arange, size, device=device)
+def _indices(build: Builder, shape: Sequence[Any], device: torch.device) -> dict[int, fx.Node]:
+    """The index of each dim, along that dim."""
+    index = {}
+    for dim in range(-len(shape), 0):
+        sizes = [1] * len(shape)
+        sizes[dim] = shape[dim]
+        index[dim] = build.call("view", build.call(torch.arange, shape[dim], device=device), *sizes)
+    return index
 
 
 def _loader(build: Builder) -> Callable[[fx.Node, list[Any]], Any]:
@@ -254,12 +254,7 @@ class BlockWriter:
 
 def whole_element(build: Builder, element: Element, shape: Sequence[Any], device: torch.device) -> fx.Node:
     """An element as a tensor of four dims, of size 1 where it does not depend on the dim."""
-    index = {}
-    for dim in range(-4, 0):
-        sizes = [1] * 4
-        sizes[dim] = shape[dim]
-        index[dim] = build.call("view", _arange(build, shape[dim], device), *sizes)
-    return _four(build, Writer(build, index, _loader(build)).element(element))
+    return _four(build, Writer(build, _indices(build, shape, device), _loader(build)).element(element))
 
 
 def _four(build: Builder, node: fx.Node) -> fx.Node:

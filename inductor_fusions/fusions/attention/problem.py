@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from ..._inductor import holds_now, known_true
-from ...fusion import Rejected
 from ...graph import torch_ops
 from ...liveness import readers
 from ...operands import holds
@@ -99,6 +98,17 @@ class Problem:
         return None
 
     @property
+    def mask_nodes(self) -> list[Any]:
+        """The tensors that are added to the scores or hide some of them."""
+        return [term.node for term, _ in self.terms] + ([] if self.attn_mask is None else [self.attn_mask])
+
+    @property
+    def mask_learns(self) -> bool:
+        """Whether any of these, or the sink, takes a gradient."""
+        sink = [] if self.sink is None else [self.sink[0]]
+        return any(map(takes_gradient, (*self.mask_nodes, *sink)))
+
+    @property
     def bare_output(self) -> bool:
         """Whether the result goes into products as it is, with nothing pointwise behind the kernel."""
         found = torch_ops.tensor(self.output)
@@ -109,10 +119,6 @@ class Problem:
         """What q @ k^T is multiplied by."""
         scale = self.stages[0][0].scale if self.stages else self.scale
         return float(self.q.shape[-1]) ** -0.5 if scale is None else scale
-
-    @property
-    def groups(self) -> Any:
-        return self.q.shape[1] // self.k.shape[1]
 
     @property
     def flex_kind(self) -> str:
@@ -152,11 +158,11 @@ def check_sizes(problem: Problem) -> None:
         Rejected: a size is 0 or may be, or each weight is dropped.
     """
     if problem.dropout >= 1:
-        raise Rejected(Reason.DROPOUT("dropout with p = 1 sets all weights to 0"))
+        raise Reason.DROPOUT.rejected("dropout with p = 1 sets all weights to 0")
     check_not_empty(problem)
     for size in _sizes(problem):
         if not holds_now(size >= 1):
-            raise Rejected(Reason.EMPTY(f"the size {size} may be 0"))
+            raise Reason.EMPTY.rejected(f"the size {size} may be 0")
 
 
 def check_not_empty(problem: Problem) -> None:
@@ -166,11 +172,17 @@ def check_not_empty(problem: Problem) -> None:
         Rejected: one is.
     """
     if any(known_true(size == 0) for size in _sizes(problem)):
-        raise Rejected(Reason.EMPTY("an operand is empty"))
+        raise Reason.EMPTY.rejected("an operand is empty")
 
 
 def _sizes(problem: Problem) -> tuple[Any, ...]:
     return (*problem.q.shape, problem.k.shape[2], problem.v.shape[3])
+
+
+def takes_gradient(node: Any) -> bool:
+    """Whether a tensor of the graph takes a gradient."""
+    found = torch_ops.tensor(node)
+    return found is not None and found.requires_grad
 
 
 def is_in_rows(value: torch.Tensor) -> bool:

@@ -10,8 +10,11 @@ from torch import fx
 
 from ..._inductor import computing_fakes
 from ...graph import torch_ops
+from ...graph.einsum import Equation, equation
 from ...graph.torch_ops import Op
 from ...writes import memory, storage
+from .operands import product
+from .problem import takes_gradient
 
 
 def remembered(nodes: Iterable[fx.Node], fake_mode: Any) -> set[object]:
@@ -38,7 +41,7 @@ def _kept(op: Op) -> Iterator[object]:
     elif op.name in ("mul", "div"):
         one, other = op.input, op["other"]
         for kept, partner in ((one, other), (other, one)):
-            if _trained(partner):
+            if takes_gradient(partner):
                 yield storage_of(kept)
 
 
@@ -47,16 +50,13 @@ def _of_product(op: Op) -> Iterator[object]:
     if op.name == "tensordot":
         return
     if op.name == "einsum":
-        given = op.rest[0] if op.rest and isinstance(op.rest[0], (tuple, list)) else op.rest
-        subscripts = op["equation"]
-        if len(given) != 2 or not isinstance(subscripts, str):
-            return
-        read = _permuted(subscripts, *(torch_ops.tensor(x) for x in given))
+        found = equation(op)
+        given, read = (found.left, found.right), _permuted(found)
     else:
         given = (op.input, op["weight"] if op.name == "linear" else op["other"])
         read = tuple(_in_one_batch(torch_ops.tensor(x), torch_ops.tensor(op.node)) for x in given)
     for i, kept in enumerate(read):
-        if kept is not None and _trained(given[1 - i]):
+        if kept is not None and takes_gradient(given[1 - i]):
             yield memory(kept)
 
 
@@ -68,42 +68,25 @@ def _in_one_batch(value: torch.Tensor | None, result: torch.Tensor | None) -> to
     return value.expand(*lead, *value.shape[-2:]).flatten(0, -3)
 
 
-def _permuted(
-    subscripts: str, left: torch.Tensor | None, right: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
+def _permuted(found: Equation) -> tuple[torch.Tensor | None, ...]:
     """The operands of an einsum of two with their dims as three, as it has them."""
-    terms, arrow, out = subscripts.replace(" ", "").partition("->")
-    one, _, other = terms.partition(",")
-    if not arrow or "." in subscripts or left is None or right is None:
-        return ()
-    batch = [c for c in out if c in one and c in other]
-    summed = [c for c in one if c in other and c not in out]
-    parts = (
-        (left, one, (batch, [c for c in out if c in one and c not in other], summed)),
-        (right, other, (batch, summed, [c for c in out if c in other and c not in one])),
-    )
+    batch = [c for c in found.result if c in found.first and c in found.second]
+    summed = [c for c in found.first if c in found.second and c not in found.result]
+    own, other = ([c for c in found.result if c in x and c not in batch] for x in (found.first, found.second))
     read: list[torch.Tensor | None] = []
-    for value, letters, groups in parts:
-        order = [letters.index(c) for group in groups for c in group]
-        if len(order) != value.dim() or len(letters) != value.dim():
+    for node, letters, groups in (
+        (found.left, found.first, (batch, own, summed)),
+        (found.right, found.second, (batch, summed, other)),
+    ):
+        value, order = torch_ops.value(node), [letters.index(c) for group in groups for c in group]
+        if len(order) != value.dim():
             return ()
-        turned = value.permute(order)
-        sizes, at = [], 0
-        for group in groups:
-            size: Any = 1
-            for each in turned.shape[at : at + len(group)]:
-                size = size * each
-            sizes.append(size)
-            at += len(group)
-        read.append(turned.reshape(sizes))
+        sizes = dict(zip(letters, value.shape, strict=True))
+        shape = [product([sizes[c] for c in group]) for group in groups]
+        read.append(value.permute(order).reshape(shape))
     return tuple(read)
 
 
 def storage_of(node: Any) -> object:
     """The memory of an argument; None of what is no tensor."""
     return storage(node) if torch_ops.tensor(node) is not None else None
-
-
-def _trained(node: Any) -> bool:
-    value = torch_ops.tensor(node)
-    return value is not None and value.requires_grad

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from torch import fx
 
-from ...fusion import Rejected
 from ...graph.torch_ops import CASTS, appends_dim, read, reads_metadata, tensor
 from ...liveness import readers
 from ...reasons import Reason
@@ -37,7 +36,7 @@ def read_sink(site: Attention, logsumexp: fx.Node) -> None:
     output = site.output
     op = read(logsumexp)
     assert output is not None and op is not None
-    elsewhere = Rejected(Reason.USED_ELSEWHERE(f"the scores are also used by {logsumexp.name}"))
+    elsewhere = Reason.USED_ELSEWHERE.rejected(f"the scores are also used by {logsumexp.name}")
     if site.sink is not None or site.zeroed is not None:
         raise elsewhere
     node, has_column, gated = logsumexp, bool(op["keepdim"]), False

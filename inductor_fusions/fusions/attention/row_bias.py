@@ -23,11 +23,11 @@ from ..._inductor import known_true
 from ...graph import torch_ops
 from ...graph.builder import Builder
 from . import predicates
-from .masks import Bool, conjunction
+from .masks import Bool, conjunction, dims, is_causal
 from .normal_form import Term
 from .operands import Operand
 from .problem import Problem
-from .structure import BATCH, KEY, depends_only_on, is_causal
+from .structure import BATCH, KEY
 
 #: Devices that have the kernel.
 DEVICES = frozenset({"cuda"})
@@ -47,7 +47,7 @@ def refused(problem: Problem) -> str:
         return "cuDNN supports no functions of the scores"
     if not any(is_causal(part) for part in structure.conjuncts):
         return "its mask is not causal"
-    if not all(is_causal(part) or depends_only_on(part, {BATCH, KEY}) for part in structure.conjuncts):
+    if not all(is_causal(part) or dims(part) <= {BATCH, KEY} for part in structure.conjuncts):
         return "its other mask varies over queries"
     if not structure.biases and len(structure.conjuncts) == 1:
         return "its mask is only causal"

@@ -46,7 +46,7 @@ class Scope(fusion.Scope):
         super().__init__(graph)
         self.mutations = Mutations(graph)
         self.interpreter = Interpreter(self.mutations, bindings)
-        self.memo = MaskMemo()
+        self.masks: dict[Any, Any] = {}
         self.fake_mode = fake_mode_of(graph)
         self.changed: list[tuple[fx.Node, bool]] = []
         around, calls = outer if outer is not None else (None, [])
@@ -89,7 +89,7 @@ class Scope(fusion.Scope):
 
     def emitter(self, site: fx.Node) -> emit.Emitter:
         """What writes the fused form of a site."""
-        return emit.Emitter(self.memo, self.changed, self.modes.at(site))
+        return emit.Emitter(MaskMemo(self.masks, self.modes.at(site)), self.changed)
 
     def keep(self, known: Collection[fx.Node], by_eager: Collection[object]) -> None:
         """Copy what the operations among new nodes keep for the backward, where it may change behind them.
@@ -114,7 +114,7 @@ class Scope(fusion.Scope):
             if op is None or op.name not in torch_ops.CASTED:
                 state = replace(state, autocast=first.autocast)
             if differs := first.differs(state):
-                raise Rejected(Reason.MODE(f"{differs} between the two products"))
+                raise Reason.MODE.rejected(f"{differs} between the two products")
 
 
 def scope_of(graph: fx.Graph) -> Scope | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -69,11 +69,11 @@ class HandWritten(Candidate):
         beside: other softmaxes on the same scores, which are asked about already.
     """
 
+    choice: kernels.Choice
+
     def __init__(self, scope: Scope, softmax: fx.Node, beside: tuple[fx.Node, ...] = ()) -> None:
         self.scope, self.anchor, self.beside = scope, softmax, beside
         self.site: Attention | None = None
-        self.problem: Problem | None = None
-        self.choice: kernels.Choice | None = None
 
     def describe(self) -> dict[str, str]:
         return {"scores": _text(self.anchor)}
@@ -103,7 +103,7 @@ class HandWritten(Candidate):
                         Reason.OVERWRITTEN(f"{node.name} is overwritten before the attention reads it")
                     )
             with self.scope.interpreter.reading(site.output):
-                problem = self.problem = pose(site, self.scope.interpreter)
+                problem = pose(site, self.scope.interpreter)
             check_not_empty(problem)
             if not same_problem_shapes(problem):
                 raise Rejected(Reason.SHAPES("the shapes of q, k and v do not match"))
@@ -132,33 +132,27 @@ class HandWritten(Candidate):
             raise Rejected(Reason.MIXED_DTYPES("the attention weights and the values have different dtypes"))
 
     def savings(self) -> dict[str, int]:
-        assert self.site is not None and self.problem is not None
-        return savings.of_hand_written(self.problem, self.site.product)
+        assert self.site is not None
+        return savings.of_hand_written(self.choice.problem, self.site.product)
 
     def rewrite(self) -> str:
-        assert self.site is not None and self.problem is not None and self.choice is not None
+        assert self.site is not None and self.site.output is not None
         site, output = self.site, self.site.output
-        assert output is not None
-        emitter = self.scope.emitter(output)
         erase_dead_readers([*site.chain, *site.readers])
-        known = set(self.scope.graph.nodes)
-        with suppress_guards(self.scope.fake_mode), modes.asking(self.scope.modes.at(output)):
-            emitter.emit(self.problem, output, self.choice.kernel, self.choice.grouped)
-            if self.problem.train:
-                nodes = [site.product, *site.chain, output]
-                self.scope.keep(known, remembered(nodes, self.scope.fake_mode))
-        emit.erase_chain(self.scope.graph, [*site.chain, *site.readers, output])
-        return self.choice.text
+        nodes = [site.product, *site.chain, output]
+        return _replace(
+            self.scope, self.choice, output, [*site.chain, *site.readers, output],
+            lambda: remembered(nodes, self.scope.fake_mode),
+        )  # fmt: skip
 
 
 class SdpaCall(Candidate):
     """A call of scaled_dot_product_attention, whose mask may say less than it costs."""
 
+    choice: kernels.Choice
+
     def __init__(self, scope: Scope, call: fx.Node) -> None:
         self.scope, self.anchor = scope, call
-        self.problem: Problem | None = None
-        self.as_short: Problem | None = None
-        self.choice: kernels.Choice | None = None
 
     def describe(self) -> dict[str, str]:
         op = torch_ops.read(self.anchor)
@@ -173,12 +167,9 @@ class SdpaCall(Candidate):
         state = self.scope.modes.at(self.anchor)
         with suppress_guards(self.scope.fake_mode), modes.asking(state), torch.no_grad():
             with self.scope.interpreter.reading(self.anchor):
-                self.problem = self._pose()
-            self.choice = kernels.choose_for_call(self.problem, self.changed, self.as_short)
-            if self.choice.kernel == "short":
-                self.problem = self.as_short
-        assert self.problem is not None
-        check_sizes(self.problem)
+                problem = self._pose()
+            self.choice = kernels.choose(problem, self.call)
+        check_sizes(problem)
 
     def _pose(self) -> Problem:
         op = torch_ops.read(self.anchor)
@@ -228,10 +219,10 @@ class SdpaCall(Candidate):
         )  # fmt: skip
         check_not_empty(problem)
         self.was_grouped = bool(op["enable_gqa"])
-        self.changed = changed or known_true(few_k.shape[1] != k.shape[1])
-        self.as_short = self._as_short(problem, term)
-        others = self.as_short is None and bool(decode.refused(problem))
-        if not self.changed and problem.structure is None and others:
+        changed = changed or known_true(few_k.shape[1] != k.shape[1])
+        self.call = kernels.Call(changed, self._as_short(problem, term))
+        others = self.call.short is None and bool(decode.refused(problem))
+        if not changed and problem.structure is None and others:
             raise LeftToStock(Reason.CHOSEN(kernels.why_as_it_is(problem, None)))
         return problem
 
@@ -271,20 +262,34 @@ class SdpaCall(Candidate):
 
     def savings(self) -> dict[str, int]:
         op = torch_ops.read(self.anchor)
-        assert op is not None and self.problem is not None
-        return savings.of_sdpa_call(self.problem, op["attn_mask"])
+        assert op is not None
+        return savings.of_sdpa_call(self.choice.problem, op["attn_mask"])
 
     def rewrite(self) -> str:
-        assert self.problem is not None and self.choice is not None
-        emitter = self.scope.emitter(self.anchor)
-        grouped = self.choice.grouped or self.was_grouped
-        known = set(self.scope.graph.nodes)
-        with suppress_guards(self.scope.fake_mode), modes.asking(self.scope.modes.at(self.anchor)):
-            emitter.emit(self.problem, self.anchor, self.choice.kernel, grouped)
-            if self.problem.train:
-                self.scope.keep(known, {storage_of(node) for node in self.anchor.all_input_nodes})
-        emit.erase_chain(self.scope.graph, [self.anchor])
-        return self.choice.text
+        operands = self.anchor.all_input_nodes
+        return _replace(
+            self.scope, self.choice, self.anchor, [self.anchor], lambda: {*map(storage_of, operands)},
+            self.was_grouped,
+        )  # fmt: skip
+
+
+def _replace(
+    scope: Scope, choice: kernels.Choice, output: fx.Node, chain: list[fx.Node],
+    kept: Callable[[], set[object]], grouped: bool = False,
+) -> str:  # fmt: skip
+    """Emit a kernel in the place of `output`, and erase a chain of nodes.
+
+    Args:
+        kept: gives the memory that eager keeps for the backward of the site.
+        grouped: whether k and v keep their own heads in any case.
+    """
+    known, emitter = set(scope.graph.nodes), scope.emitter(output)
+    with suppress_guards(scope.fake_mode), modes.asking(scope.modes.at(output)):
+        emitter.emit(choice.problem, output, choice.kernel, choice.grouped or grouped)
+        if choice.problem.train:
+            scope.keep(known, kept())
+    emit.erase_chain(scope.graph, chain)
+    return choice.text
 
 
 def _term(mask: Any, shape: Sequence[Any]) -> Term | None:

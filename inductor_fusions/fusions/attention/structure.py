@@ -30,16 +30,16 @@ from .masks import (
     conjunction,
     dims,
     elements,
+    is_causal,
     is_known,
     may_hide_rows,
     negation,
     reduce,
     substitute,
-    vanishes_at_own_key,
     visibility,
     within,
 )
-from .mixed_masks import taken_apart
+from .mixed_masks import Terms, taken_apart
 from .normal_form import Term
 from .operands import Operand, same_shape
 
@@ -50,8 +50,6 @@ BATCH, HEAD, QUERY, KEY = -4, -3, -2, -1
 EMPTY_BELOW = -1e8
 #: Added where a key is masked: it absorbs any score, and exp2(x * log2(e)) does not overflow.
 MASK_FILL = -1e30
-
-Terms = list[tuple[Term, Operand]]
 
 
 @dataclass(frozen=True)
@@ -89,17 +87,12 @@ class Structure:
             return "causal"
         if window(part) is not None:
             return "window"
-        if depends_only_on(part, {BATCH, KEY}):
+        if dims(part) <= {BATCH, KEY}:
             return "pad"
         return "document" if any(True for _ in elements(part)) else "blocks"
 
 
 CAUSAL = NonNegative(Affine(0, ((QUERY, 1), (KEY, -1))))
-
-
-def is_causal(part: Bool) -> bool:
-    """Whether a condition says key <= query."""
-    return part == CAUSAL
 
 
 def window(part: Bool) -> int | None:
@@ -144,9 +137,9 @@ def remaining(
     for term in terms:
         found = predicate(term, interpreter, cancels)
         kind = classify(None if found is None else found[0], (*term.lead, *lengths))
-        if kind.all_visible:
+        if kind == "visible":
             continue
-        causal += kind.causal
+        causal += kind == "causal"
         left.append(term if found is None or term.fill is not None else replace(term, depth=found[1]))
     return None if left and causal == len(left) else left
 
@@ -184,13 +177,13 @@ def find(
             if term.fill is not None:
                 return None
             if may_hide_rows(term.node):
-                if not vanishes_at_own_key(term.node, interpreter):
+                if not interpreter.vanishes_at_own_key(term.node):
                     return None
                 steep.append(place)
             biases.append((term, operand))
             after |= bool(parts)
             continue
-        if not same_shape(term.lead, shape[:2]) and not depends_only_on(found[0], {QUERY, KEY}):
+        if not same_shape(term.lead, shape[:2]) and not dims(found[0]) <= {QUERY, KEY}:
             return None  # its batch and heads are counted in another way
         parts.append(found[0])
         hiding.append(place)
@@ -252,11 +245,6 @@ def _has_fixed_slopes(part: Any) -> bool:
     return all(
         isinstance(c, int) for each in within(part) if isinstance(each, Affine) for _, c in each.coeffs
     )
-
-
-def depends_only_on(part: Any, indices: set[int]) -> bool:
-    """Whether a value depends on the indices of these dims alone."""
-    return dims(part) <= indices
 
 
 def _erases(terms: Terms, place: int, bias: int) -> bool:

@@ -34,7 +34,7 @@ from ...reasons import Reason
 from . import einsum
 from .arrangement import Arrangement, Misplaced, is_view, permuted
 from .assigned import Region, condition, region
-from .masks import Affine, Interpreter, is_fill, may_hide_rows
+from .masks import Interpreter, is_fill, may_hide_rows
 from .normal_form import Attention, Stage, Term
 from .operands import Operand, same_shape
 
@@ -263,16 +263,8 @@ class Walk:
         return site
 
     def number(self, other: Any) -> float | None:
-        """A number, or a tensor that the graph makes from a number."""
-        found = torch_ops.concrete(other)
-        if isinstance(found, (int, float)) and not isinstance(found, bool):
-            return float(found)
-        if tensor(other) is None:
-            return None
-        known = self.interpreter.read(other)
-        if isinstance(known, Affine) and known.is_constant and isinstance(known.const, (int, float)):
-            return float(known.const)
-        return None
+        """A number, or a tensor that the graph makes from a number; None for anything else."""
+        return self.interpreter.number(other)
 
     def state(self) -> tuple[Any, ...]:
         """What has been read, to `restore` after an attempt that failed."""

@@ -17,7 +17,7 @@ from torch import fx
 from ... import config, tables
 from ...decisions import Query, decide
 from ...derivatives import check_operation
-from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Reported, Scope
+from ...fusion import Candidate, Fusion, Reported, Scope
 from ...graph.builder import Builder
 from ...graph.torch_ops import spellings
 from ...liveness import erase_dead_readers, readers
@@ -43,8 +43,8 @@ def _other_pairs(read: fx.Node, how: str) -> Candidate:
         read: what reads them.
         how: in words.
     """
-    why = Rejected(
-        Reason.PAIRS(f"{how}, not by indices of the matrix of products"), "z[:, i, j] with vectors of indices"
+    why = Reason.PAIRS.rejected(
+        f"{how}, not by indices of the matrix of products", "z[:, i, j] with vectors of indices"
     )
     return Reported(read, why, {"products": text(tensor(read))})
 
@@ -78,18 +78,18 @@ class DotInteraction(Candidate):
         check_kind(t, out)
         inside = {*site.between, site.pairs}
         if any(reader not in inside for node in site.between for reader in readers(node)):
-            raise Rejected(
-                Reason.USED_ELSEWHERE("the matrix of all products is also used elsewhere"),
+            raise Reason.USED_ELSEWHERE.rejected(
+                "the matrix of all products is also used elsewhere",
                 "read only the selected pairs of the matrix",
             )
         values = [tensor(node) for node in (*site.between, site.pairs)]
         if any(value is None or value.dtype != t.dtype for value in values):
-            raise Rejected(Reason.MIXED_DTYPES("the operands have different dtypes, or autocast is on"))
+            raise Reason.MIXED_DTYPES.rejected("the operands have different dtypes, or autocast is on")
         if not all(isinstance(size, int) for size in t.shape[1:]):
-            raise Rejected(Reason.SYMBOLIC("the number or the width of the features is symbolic"))
+            raise Reason.SYMBOLIC.rejected("the number or the width of the features is symbolic")
         self.triangle = recognise.triangle(site, int(t.shape[1]))
         if self.triangle is None and not takes(pairs.shape[1]):
-            raise Rejected(Reason.LIMIT("the number of pairs is symbolic, or too large for one thread block"))
+            raise Reason.LIMIT.rejected("the number of pairs is symbolic, or too large for one thread block")
         check_between(site.sources, site.last, "the features and the pairs", Modes(self.graph))
         check_kept([site.t], site.last)
         check_operation([*site.sources, site.last])
@@ -137,7 +137,7 @@ def check_kernel(t: torch.Tensor) -> None:
     """
     check_device(t, DTYPES)
     if not fits(t.shape[1], t.shape[2]):
-        raise LeftToStock(Reason.LIMIT("the features of a sample do not fit into one thread block"))
+        raise Reason.LIMIT.left_to_stock("the features of a sample do not fit into one thread block")
 
 
 def measured(t: torch.Tensor, site: Site, pairs: str) -> tuple[str, list[int]]:
@@ -154,7 +154,7 @@ def measured(t: torch.Tensor, site: Site, pairs: str) -> tuple[str, list[int]]:
     """
     samples, features, width = t.shape
     if not isinstance(samples, int):
-        raise LeftToStock(Reason.SYMBOLIC("the number of samples is symbolic"))
+        raise Reason.SYMBOLIC.left_to_stock("the number of samples is symbolic")
     wanted = {
         "dtype": tables.dtype_name(t.dtype), "train": t.requires_grad, "features": features, "width": width,
         "dense": site.dense is not None, "samples": samples, "pairs": pairs,

@@ -173,14 +173,14 @@ class Gradients(Candidate):
         for n in self.members:
             origin = source(n.x)
             if value(n.b).dtype not in guards.DTYPES:
-                raise Rejected(
-                    Reason.DTYPE(f"a low-rank matrix has dtype {value(n.b).dtype}, which no kernel supports")
+                raise Reason.DTYPE.rejected(
+                    f"a low-rank matrix has dtype {value(n.b).dtype}, which no kernel supports"
                 )
             misfit = narrow.usable(value(origin.base), [value(n.b)]) if not n.transposed else ""
             if misfit:
                 raise Rejected(misfit)
             if value(n.b).dtype not in (value(origin.base).dtype, torch.float32):
-                raise Rejected(Reason.MIXED_DTYPES("the matrices have two different 16-bit dtypes"))
+                raise Reason.MIXED_DTYPES.rejected("the matrices have two different 16-bit dtypes")
         reason = None
         everything = self.members
         # What is a skinny GEMM already gains nothing by itself.
@@ -199,9 +199,9 @@ class Gradients(Candidate):
 
     def _check(self) -> None:
         if len({value(n.b).dtype for n in self.members}) > 1:
-            raise Rejected(Reason.MIXED_DTYPES("the gradients have different dtypes"))
+            raise Reason.MIXED_DTYPES.rejected("the gradients have different dtypes")
         if sum(narrow.padded(r) for r in self._shape().ranks) > narrow.MOST_TOGETHER:
-            raise Rejected(Reason.LIMIT("the ranks sum to more columns than one kernel supports"))
+            raise Reason.LIMIT.rejected("the ranks sum to more columns than one kernel supports")
         reading = [Product(n.node, source(n.x).base, n.b) for n in self.members]
         self.place = find(reading, [*source(self.members[0].x).sizes, *self._masks()])
         facts(self.graph).memory.check(reading, self.place.before)

@@ -29,7 +29,7 @@ from torch import fx
 
 from ..._inductor import draws_as_eager, drops_narrow_casts
 from ...derivatives import Derivatives, check_operation
-from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
+from ...fusion import Candidate, Fusion, Scope
 from ...graph.builder import Builder
 from ...graph.torch_ops import (
     CASTS,
@@ -229,10 +229,10 @@ class AdapterInput(Candidate):
         check_kind(x, a, out)
         cast = self.cast = dict(scope.modes.at(site.linear).autocast).get(x.device.type)
         if out.dtype != (a.dtype if cast is None else cast) or (cast is not None and x.dtype != cast):
-            raise Rejected(Reason.MIXED_DTYPES("the operands have different dtypes"))
+            raise Reason.MIXED_DTYPES.rejected("the operands have different dtypes")
         if cast is not None and site.drop is None:
-            raise LeftToStock(
-                Reason.NOT_FASTER("under autocast no input is stored in float32, so there is nothing to save")
+            raise Reason.NOT_FASTER.left_to_stock(
+                "under autocast no input is stored in float32, so there is nothing to save"
             )
         if site.drop is not None:
             self._check_dropout(site.drop)
@@ -256,13 +256,11 @@ class AdapterInput(Candidate):
 
     def _check_dropout(self, drop: fx.Node) -> None:
         if readers(drop) != [self.site.linear]:
-            raise Rejected(Reason.USED_ELSEWHERE("the result of the dropout is also read elsewhere"))
+            raise Reason.USED_ELSEWHERE.rejected("the result of the dropout is also read elsewhere")
         if draws_as_eager():
-            raise LeftToStock(
-                Reason.RANDOM(
-                    "torch._inductor.config.fallback_random is set, and the fused dropout draws other "
-                    "random numbers than eager"
-                )
+            raise Reason.RANDOM.left_to_stock(
+                "torch._inductor.config.fallback_random is set, and the fused dropout draws other "
+                "random numbers than eager"
             )
 
     def rewrite(self) -> str:

@@ -160,10 +160,8 @@ def check_few_rows(tokens: int | Span | None, plain: bool) -> None:
     """
     few = tokens if isinstance(tokens, int) else tokens.hint if isinstance(tokens, Span) else None
     if not plain and config.policy != "always" and few is not None and few <= MOST_ROWS:
-        raise LeftToStock(
-            Reason.NOT_MEASURED(
-                f"up to {MOST_ROWS} rows are not measured with an operation between A and B, or after B"
-            )
+        raise Reason.NOT_MEASURED.left_to_stock(
+            f"up to {MOST_ROWS} rows are not measured with an operation between A and B, or after B"
         )
 
 
@@ -193,7 +191,7 @@ def _query(section: str, key: dict[str, Any], text: str) -> Query:
 def _pays(query: Query, tokens: int | Span | None, device: torch.device) -> str:
     """Where the gain is known from, for the report."""
     if capability(device) < 80:
-        raise LeftToStock(Reason.DEVICE("the device is older than compute capability 8.0"))
+        raise Reason.DEVICE.left_to_stock("the device is older than compute capability 8.0")
     if tokens is None:
         reason = Reason.SYMBOLIC(
             "the number of rows is symbolic, and no kernel is known to be faster for all its values"

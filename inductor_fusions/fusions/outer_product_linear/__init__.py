@@ -15,7 +15,7 @@ from torch import fx
 from ... import config, tables
 from ...decisions import Query, decide
 from ...derivatives import check_operation
-from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Scope
+from ...fusion import Candidate, Fusion, Scope
 from ...graph.builder import Builder
 from ...graph.torch_ops import spellings
 from ...keeping import Keeping
@@ -61,14 +61,13 @@ class OuterProductLinear(Candidate):
         for node in site.chain:
             allowed = {*site.chain, site.linear}
             if set(readers(node)) - allowed:
-                raise Rejected(
-                    Reason.USED_ELSEWHERE("the outer product is also used elsewhere"),
-                    "let only the linear read the outer product",
+                raise Reason.USED_ELSEWHERE.rejected(
+                    "the outer product is also used elsewhere", "let only the linear read the outer product"
                 )
         if any(t is None or t.dtype != out.dtype for t in operands):
-            raise Rejected(Reason.MIXED_DTYPES("the operands have different dtypes, or autocast is on"))
+            raise Reason.MIXED_DTYPES.rejected("the operands have different dtypes, or autocast is on")
         if site.bias is not None and ((bias := tensor(site.bias)) is None or bias.dtype != out.dtype):
-            raise Rejected(Reason.MIXED_DTYPES("the operands have different dtypes, or autocast is on"))
+            raise Reason.MIXED_DTYPES.rejected("the operands have different dtypes, or autocast is on")
         check_between(site.chain, site.linear, "the outer product and the linear", Modes(self.graph))
         check_kept([site.u, site.v, site.w], site.linear)
         check_operation([*site.chain, site.linear])
@@ -110,8 +109,8 @@ def check_kernel(out: torch.Tensor) -> None:
         LeftToStock: another device than CUDA, another dtype, or float32 where torch may not use TF32.
     """
     if out.device.type == "cuda" and out.dtype == torch.float32 and out.dtype not in dtypes():
-        raise LeftToStock(
-            Reason.TF32("the operands are float32 and TF32 is off, which no kernel supports"),
+        raise Reason.TF32.left_to_stock(
+            "the operands are float32 and TF32 is off, which no kernel supports",
             'torch.set_float32_matmul_precision("high")',
         )
     check_device(out, dtypes())
@@ -130,7 +129,7 @@ def measured(out: torch.Tensor, operands: list[Any]) -> str:
     u, v, _ = operands
     rows, columns = u.shape[0], out.shape[1]
     if not all(isinstance(size, int) for size in (rows, columns, u.shape[1], v.shape[1])):
-        raise LeftToStock(Reason.SYMBOLIC("the number of rows is symbolic"))
+        raise Reason.SYMBOLIC.left_to_stock("the number of rows is symbolic")
     wanted = {
         "dtype": tables.dtype_name(out.dtype), "train": any(t.requires_grad for t in operands),
         "p": u.shape[1], "q": v.shape[1], "columns": columns, "rows": rows,

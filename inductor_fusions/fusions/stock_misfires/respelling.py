@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from ..._inductor import is_batched
-from ...fusion import Candidate, Rejected
+from ...fusion import Candidate
 from ...graph.builder import Builder
 from ...operands import tensor
 from ...reasons import Reason
@@ -26,11 +26,11 @@ class Respelled(Candidate):
 
     def guard(self) -> None:
         if is_batched(tensor(self.anchor)):
-            raise Rejected(
-                Reason.TRANSFORM("the site is inside torch.vmap, whose tensors have a hidden batch dim")
+            raise Reason.TRANSFORM.rejected(
+                "the site is inside torch.vmap, whose tensors have a hidden batch dim"
             )
         if self.anchor.kwargs.get("out") is not None:
-            raise Rejected(Reason.OVERWRITTEN("the operation writes to a given tensor (out=)"))
+            raise Reason.OVERWRITTEN.rejected("the operation writes to a given tensor (out=)")
 
     def replace(self, result: fx.Node) -> None:
         """Put `result`, which is the same tensor, in the place of the anchor."""

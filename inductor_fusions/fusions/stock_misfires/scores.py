@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from ...fusion import Candidate, Rejected
+from ...fusion import Candidate
 from ...graph.facts import change
 from ...graph.torch_ops import read
 from ...inplace import readers
@@ -25,7 +25,7 @@ class Alpha(Respelled):
     def guard(self) -> None:
         super().guard()
         if tensor(self.anchor) is None or None in self._operands():
-            raise Rejected(Reason.NOT_A_TENSOR("the operands of the addition are not known"))
+            raise Reason.NOT_A_TENSOR.rejected("the operands of the addition are not known")
 
     def _operands(self) -> tuple[Any, Any]:
         op = read(self.anchor)
@@ -55,12 +55,12 @@ class Divisor(Respelled):
         assert op is not None
         self.source, self.by = op.input, op["other"]  # those before may have replaced it
         if not isinstance(self.source, fx.Node) or self.by is None:
-            raise Rejected(Reason.NOT_A_TENSOR("the operands of the division are not known"))
+            raise Reason.NOT_A_TENSOR.rejected("the operands of the division are not known")
         if self.anchor.kwargs.get("rounding_mode") is not None:
-            raise Rejected(Reason.NOT_A_TENSOR("the division rounds its result, which no stock pattern does"))
+            raise Reason.NOT_A_TENSOR.rejected("the division rounds its result, which no stock pattern does")
         if op.inplace and (len(readers(self.source)) > 1 or name_of(self.source) not in PRODUCTS):
-            raise Rejected(
-                Reason.OVERWRITTEN("the scores are divided in place, and something else may read them")
+            raise Reason.OVERWRITTEN.rejected(
+                "the scores are divided in place, and something else may read them"
             )
 
     def rewrite(self) -> str:

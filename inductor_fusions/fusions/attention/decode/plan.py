@@ -42,7 +42,7 @@ class Config:
     def splits(self, shape: Shape, processors: int) -> int:
         """Parts of the keys, so that the device is full; a power of two."""
         wanted = self.programs * processors / (shape.batch * shape.kv_heads)
-        tiles = -(-shape.keys // self.block_n)
+        tiles = -(-shape.kv_len // self.block_n)
         return min(1 << max(0, round(wanted) - 1).bit_length(), MOST_SPLITS, 1 << (tiles - 1).bit_length())
 
     def fits(self, head_dim: int) -> bool:
@@ -59,8 +59,8 @@ class Shape:
     batch: int
     heads: int
     kv_heads: int
-    queries: int
-    keys: int
+    q_len: int
+    kv_len: int
     head_dim: int
     dtype: torch.dtype
     mask: str
@@ -68,11 +68,7 @@ class Shape:
     @property
     def row(self) -> dict[str, Any]:
         """As tables have it."""
-        return {
-            "batch": self.batch, "heads": self.heads, "kv_heads": self.kv_heads, "q_len": self.queries,
-            "kv_len": self.keys, "head_dim": self.head_dim, "dtype": tables.dtype_name(self.dtype),
-            "mask": self.mask,
-        }  # fmt: skip
+        return tables.columns_of(self)
 
 
 def default(shape: Shape) -> Config:
@@ -102,9 +98,9 @@ def most_queries(problem: Problem) -> int:
 
 def shape_of(problem: Problem) -> Shape:
     """The sizes of a problem, as tables have them."""
-    (batch, heads, queries, dim), k = problem.q.shape, problem.k.shape
-    batch, heads, kv_heads, queries, keys, dim = map(hint, (batch, heads, k[1], queries, k[2], dim))
-    return Shape(batch, heads, kv_heads, queries, keys, dim, problem.dtype, _mask_of(problem))
+    (batch, heads, q_len, dim), (_, kv_heads, kv_len, _) = problem.q.shape, problem.k.shape
+    batch, heads, kv_heads, q_len, kv_len, dim = map(hint, (batch, heads, kv_heads, q_len, kv_len, dim))
+    return Shape(batch, heads, kv_heads, q_len, kv_len, dim, problem.dtype, _mask_of(problem))
 
 
 def _mask_of(problem: Problem) -> str:

@@ -2,9 +2,9 @@
 
 A mask is a function of the indices (..., q, k). `Interpreter` reads the subgraph that computes it into
 the values of `values`: numbers that are affine in the indices, conditions on them, and elements of tensors
-that cannot be read further. It gives None for anything else. Sizes may be symbolic; then every comparison
-is made with `known_true`, which adds no guard. A class is only ever given by proof. Contents of buffers are
-never read: compiled code is cached without them.
+that cannot be read further. It gives None for what is overwritten. Sizes may be symbolic; then every
+comparison is made with `known_true`, which adds no guard. A class is only ever given by proof. Contents of
+buffers are never read: compiled code is cached without them.
 
     values        the algebra
     dtypes        what of it a tensor's dtype holds
@@ -12,20 +12,14 @@ never read: compiled code is cached without them.
     operations    rules for arithmetic, comparisons, casts, and tensors that are made
     views         rules for indexing and reshaping
     proofs        classes of predicates
-    dependence    which dims a mask depends on, where its value cannot be read
+    contents      fills and data in a bias whose value cannot be read
 """
 
 from . import operations, views  # they register their rules
-from .dependence import (
-    constant_over,
-    holds_fills_alone,
-    keeps_indices,
-    may_hide_rows,
-    vanishes_at_own_key,
-)
+from .contents import holds_fills_alone, may_be_low, may_hide_rows
 from .dtypes import rounded
 from .interpreter import Interpreter
-from .proofs import MaskClass, classify, is_fill, reduce, visibility
+from .proofs import classify, is_causal, is_fill, reduce, visibility
 from .values import (
     Affine,
     And,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from ....graph.torch_ops import value as value_of
 from .proofs import bounds
-from .values import Affine, Choice, Element, Number, Value, as_bool, choose, is_integral
+from .values import Affine, Choice, Data, Element, Number, Value, as_bool, choose, is_integral
 
 #: A dim whose size is symbolic is taken to be no longer than this, and an integer of the data no larger.
 LONGEST = 2**20
@@ -24,6 +24,8 @@ def held(value: Value, dtype: torch.dtype, shape: Sequence[Number]) -> Value:
     """
     if dtype == torch.bool:
         return as_bool(value)  # True + True is True
+    if isinstance(value, Data):
+        return value if value_of(value.element.node).dtype == dtype else None
     if isinstance(value, Choice):
         return choose(value.condition, _held(value.then, dtype, shape), _held(value.otherwise, dtype, shape))
     return _held(value, dtype, shape) if isinstance(value, Affine) else value
@@ -43,13 +45,9 @@ def _held(value: Affine, dtype: torch.dtype, shape: Sequence[Number]) -> Affine 
         return value if _is_exact(value, dtype, shape) else None
     if dtype.is_complex or not is_integral(value):
         return None
-    info, extremes = torch.iinfo(dtype), _extremes(value, shape)
-    if extremes is not None:
-        return value if info.min <= extremes[0] and extremes[1] <= info.max else None
-    if dtype == torch.int64:
-        return value
-    reach = _reach(value, shape)
-    return value if dtype == torch.int32 and reach is not None and reach <= info.max else None
+    info, (low, high) = torch.iinfo(dtype), _range(value, shape)
+    fits = (info.min <= low and high <= info.max) or (dtype == torch.int64 and math.isinf(high))
+    return value if fits else None
 
 
 def rounded(number: float, dtype: torch.dtype) -> float:
@@ -72,28 +70,22 @@ def _is_exact(value: Affine, dtype: torch.dtype, shape: Sequence[Number]) -> boo
     static = [n for n in numbers if isinstance(n, (int, float))]
     if not all(math.isfinite(n) for n in static):
         return False
-    extremes = _extremes(value, shape)
-    reach = _reach(value, shape) if extremes is None else max(map(abs, extremes))
-    if reach is None:
+    reach = max(map(abs, _range(value, shape)))
+    if math.isinf(reach):
         return dtype == torch.float64
     unit = max(float(n).as_integer_ratio()[1] for n in [1, *static])
     return bool(reach * unit <= 2 / torch.finfo(dtype).eps)
 
 
-def _reach(value: Affine, shape: Sequence[Number]) -> Any:
-    """A bound of the size of a value; None where its slopes are symbolic."""
-    total = abs(value.const) if isinstance(value.const, (int, float)) else LONGEST
-    for atom, c in value.coeffs:
-        if not isinstance(c, (int, float)):
-            return None
-        size = LONGEST if isinstance(atom, Element) or not -len(shape) <= atom < 0 else shape[atom]
-        total += abs(c) * (size if isinstance(size, int) else LONGEST)
-    return total
-
-
-def _extremes(value: Affine, shape: Sequence[Number]) -> tuple[float, float] | None:
-    """Least and greatest value, where they are known as numbers."""
+def _range(value: Affine, shape: Sequence[Number]) -> tuple[float, float]:
+    """Bounds of a value: its least and greatest number if known; infinite with symbolic slopes."""
     low, high = bounds(value, shape)
     if isinstance(low, (int, float)) and isinstance(high, (int, float)):
         return low, high
-    return None
+    total: float = abs(value.const) if isinstance(value.const, (int, float)) else LONGEST
+    for atom, c in value.coeffs:
+        if not isinstance(c, (int, float)):
+            return -math.inf, math.inf
+        size = LONGEST if isinstance(atom, Element) or not -len(shape) <= atom < 0 else shape[atom]
+        total += abs(c) * (size if isinstance(size, int) else LONGEST)
+    return -total, total

@@ -19,12 +19,15 @@ from .values import (
     BOOL,
     Affine,
     Bool,
+    Data,
     Element,
     Unknown,
     Value,
     affine,
     as_bool,
+    dims,
     identity,
+    is_known,
     is_unit,
     renamed,
     size,
@@ -140,7 +143,7 @@ class Interpreter:
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         operation = torch_ops.read(node)
-        if operation is None or operation.name not in RULES:
+        if operation is None or operation.name not in RULES.keys() | ELEMENTWISE:
             return []
         return [n for n in inputs(node) if isinstance(torch_ops.value(n), torch.Tensor)]
 
@@ -170,20 +173,86 @@ class Interpreter:
         return self._unknown(node) if found is None or size(found) > LARGEST else found
 
     def _unknown(self, node: fx.Node) -> Value:
-        """A node as data: a condition, or an integer (a narrow one may wrap, a float is rounded)."""
+        """A node as data: a condition, an integer, or what is not computed with further."""
         tensor = torch_ops.tensor(node)
-        if is_batched(tensor):
-            return None
-        if tensor is None or tensor.dtype not in (torch.bool, torch.int32, torch.int64):
+        if tensor is None or is_batched(tensor):
             return None
         if self.mutations.touch(node):
             return Unknown(node) if tensor.dtype == torch.bool else None
-        element = Element.of(node, tensor)
-        return element if tensor.dtype == torch.bool else affine(0, {element: 1})
+        element = Element.of(node, tensor, self._varies(node))
+        if tensor.dtype == torch.bool:
+            return element
+        return affine(0, {element: 1}) if tensor.dtype in (torch.int32, torch.int64) else Data(element)
+
+    def _varies(self, node: fx.Node) -> set[int] | None:
+        """The dims over which alone a result may vary, from those of its operands; None for any."""
+        operation = torch_ops.read(node)
+        operands = [] if operation is None else _elementwise(operation)
+        with self.reading(node):
+            found = [self.read(operand) for operand in operands]
+        return set().union(*map(dims, found)) if found and all(map(is_known, found)) else None
 
     def boolean(self, node: Any) -> Bool | None:
         """A value as a condition: numbers are true where they are not zero."""
         return as_bool(self.read(node))
+
+    def number(self, node: Any) -> float | None:
+        """A number, or a tensor that the graph makes from a number; None for anything else."""
+        found = self.read(torch_ops.concrete(node))
+        if not isinstance(found, Affine) or not found.is_constant:
+            return None
+        return float(found.const) if isinstance(found.const, (int, float)) else None
+
+    def is_constant_over(self, node: Any, *over: int) -> bool:
+        """Whether a value is proved to be the same at every index of these dims (negative).
+
+        A padding mask that was expanded to (batch, 1, q_len, kv_len) is constant over the queries: the
+        kernel can read one row of it.
+        """
+        found = self.read(node)
+        return is_known(found) and dims(found).isdisjoint(over)
+
+    def source(self, node: Any) -> Any:
+        """The first tensor with the numbers of a node at the same indices, counted from the right."""
+        found, result = self.read(node), torch_ops.tensor(node)
+        source = found.element.node if isinstance(found, Data) else node
+        own, graph = torch_ops.tensor(source), getattr(torch_ops.source(node), "graph", None)
+        if source is node or own is None or result is None or source.graph is not graph:
+            return node
+        shapes = zip(reversed(own.shape), reversed(result.shape), strict=False)
+        fits = own.dim() <= result.dim() and all(known_true(a == 1) or known_true(a == b) for a, b in shapes)
+        return source if fits and self.read(source) == found else node
+
+    def vanishes_at_own_key(self, node: Any) -> bool:
+        """Whether a bias is 0 where key == query, or NaN in all of a head: a slope times their distance."""
+        tensor, found = torch_ops.tensor(node), self.read(node)
+        if tensor is None or tensor.dim() < 2:
+            return False
+        there = substitute(found, lambda dim: identity(-2 if dim == -1 else dim))
+        if isinstance(there, Affine):
+            return there.is_constant and known_true(there.const == 0)
+        op = torch_ops.read(self.source(node))
+        if op is None or not isinstance(found, Data):
+            return False
+        with self.reading(op.node):
+            if op.name == "mul":
+                sides = (op.input, op["other"]), (op["other"], op.input)
+                return any(self.is_constant_over(x, -2, -1) and self.vanishes_at_own_key(y) for x, y in sides)
+            same = op.name == "neg" or op.name in torch_ops.CASTS
+            return same and tensor.is_floating_point() and self.vanishes_at_own_key(op.input)
+
+
+def _elementwise(op: torch_ops.Op) -> list[fx.Node]:
+    """The operands of an operation whose result, at each index, depends on theirs at this index alone."""
+    if op.name in torch_ops.CASTS:
+        return [op.input]
+    if op.name == "getitem":
+        index = op["index"] if isinstance(op["index"], tuple) else (op["index"],)
+        dtypes = [None if (t := torch_ops.tensor(item)) is None else t.dtype for item in index]
+        return [] if len(index) != rank_of(op.input) or {None, torch.bool} & {*dtypes} else list(index)
+    if op.name not in ELEMENTWISE:
+        return []
+    return [n for n in inputs(op.node) if torch_ops.tensor(n) is not None]
 
 
 def seen_through(value: Value, seen: Any) -> Value:
@@ -207,6 +276,11 @@ def adds_dims_in_front(node: Any, shape: Any) -> bool:
     return extra >= 0 and all(known_true(a == b) for a, b in zip(shape, (*([1] * extra), *own), strict=True))
 
 
+#: Operations whose result, at each index, depends on that of their operands at the same index alone.
+ELEMENTWISE = torch_ops.COPIES | frozenset(
+    "add sub rsub mul div neg eq ne lt le gt ge bitwise_and bitwise_or bitwise_not logical_and logical_or "
+    "logical_not where masked_fill clamp minimum maximum cpu cuda detach".split()
+)
 #: Operations whose result, written over their first operand, is what they give otherwise.
 IN_PLACE = frozenset({"add", "sub", "mul", "masked_fill", "bitwise_and", "bitwise_or"})
 #: How many overwritten values are read inside each other.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from .interpreter import Interpreter, rank_of, rule
 from .values import (
     BOOL,
     Affine,
-    Bool,
     NonNegative,
     Value,
     affine,
@@ -55,24 +55,13 @@ def _number_of(value: Any) -> Any:
     return value if isinstance(value, (torch.Tensor, bool, int, float)) else None
 
 
-def _is_plain(op: torch_ops.Op) -> bool:
-    """Whether a sum has no factor for its second operand."""
-    return op["alpha"] in (None, 1)
-
-
-@rule("add")
-def _add(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    return combine(*_promoted(interpreter, op), lambda x, y: x + y) if _is_plain(op) else None
-
-
-@rule("sub")
-def _sub(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    return combine(*_promoted(interpreter, op), lambda x, y: x - y) if _is_plain(op) else None
-
-
-@rule("rsub")
-def _rsub(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    return combine(*_promoted(interpreter, op), lambda x, y: y - x) if _is_plain(op) else None
+@rule("add", "sub", "rsub")
+def _sum(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    left, right = _promoted(interpreter, op)
+    if op["alpha"] not in (None, 1):
+        return None
+    left, right = (right, left) if op.name == "rsub" else (left, right)
+    return combine(left, right, operator.add if op.name == "add" else operator.sub)
 
 
 @rule("neg")
@@ -127,24 +116,14 @@ def _comparison(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     return compare(op.name, *_promoted(interpreter, op))
 
 
-@rule("bitwise_and", "logical_and")
-def _and(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    left, right = _logical(interpreter, op)
-    return None if left is None or right is None else conjunction([left, right])
-
-
-@rule("bitwise_or", "logical_or")
-def _or(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    left, right = _logical(interpreter, op)
-    return None if left is None or right is None else disjunction([left, right])
-
-
-def _logical(interpreter: Interpreter, op: torch_ops.Op) -> tuple[Bool | None, Bool | None]:
-    """Operands of a logical operation; of a bitwise one only where they are boolean."""
+@rule("bitwise_and", "logical_and", "bitwise_or", "logical_or")
+def _joined(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     left, right = interpreter.read(op.input), interpreter.read(op["other"])
     if op.name.startswith("bitwise") and not (isinstance(left, BOOL) and isinstance(right, BOOL)):
-        return None, None
-    return as_bool(left), as_bool(right)
+        return None  # of integers
+    left, right = as_bool(left), as_bool(right)
+    join = conjunction if op.name.endswith("and") else disjunction
+    return None if left is None or right is None else join([left, right])
 
 
 @rule("bitwise_not", "logical_not")
@@ -175,6 +154,8 @@ def _cast(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     if source is None or target is None:
         return None
     found = interpreter.read(op.input)
+    if source.dtype == target.dtype:
+        return found
     if _holds_elements(found) and target.dtype not in (source.dtype, torch.int64):
         return None  # the result of the cast is an element itself, or floating point
     return as_bool(found) if target.dtype == torch.bool else as_number(found)
@@ -204,25 +185,14 @@ def _arange(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     return affine(start, {-1: step})
 
 
-@rule("full", "full_like", "new_full")
+@rule("full", "full_like", "new_full", "tensor", "scalar_tensor")
 def _full(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    return _constant(op, op["fill_value"])
+    return _constant(op, next((op[name] for name in ("fill_value", "data", "s") if name in op.args), None))
 
 
-@rule("ones", "ones_like", "new_ones")
+@rule("ones", "ones_like", "new_ones", "zeros", "zeros_like", "new_zeros")
 def _ones(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    return _constant(op, 1)
-
-
-@rule("zeros", "zeros_like", "new_zeros")
-def _zeros(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    return _constant(op, 0)
-
-
-@rule("tensor", "scalar_tensor")
-def _scalar(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    data = op["data"] if op["data"] is not None else op["s"]
-    return _constant(op, data)
+    return _constant(op, int("ones" in op.name))
 
 
 def _constant(op: torch_ops.Op, data: Any) -> Value:

@@ -4,86 +4,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ...._inductor import known_true
 from .values import (
     Affine,
-    And,
     Bool,
     Choice,
     NonNegative,
-    Not,
     Number,
-    Or,
     Value,
-    conjunction,
-    disjunction,
     negation,
+    rebuilt,
 )
 
 
-@dataclass(frozen=True)
-class MaskClass:
-    """What was proved of a mask over a (q, k) box.
+def classify(mask: Bool | None, shape: Sequence[Number]) -> str:
+    """What is proved of a predicate of visibility, over the full shape (..., q_len, kv_len) of a mask.
 
-    Attributes:
-        all_visible: every key is seen by every query.
-        causal: exactly the keys with k <= q are seen.
+    "visible" where every query sees each key, "causal" where it sees exactly the keys k <= q, "" otherwise.
     """
-
-    all_visible: bool = False
-    causal: bool = False
-
-
-OPAQUE = MaskClass()
-
-
-def classify(mask: Bool | None, shape: Sequence[Number]) -> MaskClass:
-    """Class of a visibility predicate.
-
-    Args:
-        mask: True where a key is seen; None is opaque.
-        shape: the full shape (..., q_len, kv_len) that the mask is broadcast to.
-    """
-    if mask is None:
-        return OPAQUE
-    left = reduce(mask, shape)
+    left = None if mask is None else reduce(mask, shape)
     if left is True:
-        return MaskClass(all_visible=True)
+        return "visible"
     square = known_true(shape[-1] == shape[-2])
-    if square and isinstance(left, NonNegative) and _is_causal(left.value):
-        return MaskClass(causal=True)
-    return OPAQUE
+    return "causal" if square and left is not None and is_causal(left) else ""
 
 
-def _is_causal(value: Affine) -> bool:
-    """Whether `value >= 0` says k <= q, over integers."""
-    coeffs = dict(value.coeffs)
-    if set(coeffs) != {-1, -2}:
+def is_causal(part: Bool) -> bool:
+    """Whether a condition says k <= q, over integers."""
+    if not isinstance(part, NonNegative) or [atom for atom, _ in part.value.coeffs] != [-2, -1]:
         return False
-    step = coeffs[-2]
-    return known_true(step > 0) and known_true(coeffs[-1] == -step) and (
-        known_true(value.const >= 0) and known_true(value.const < step)
-    )  # fmt: skip
+    (_, step), (_, back) = part.value.coeffs
+    const = part.value.const
+    return all(map(known_true, (step > 0, back == -step, const >= 0, const < step)))
 
 
 def reduce(mask: Bool, shape: Sequence[Number]) -> Bool:
     """`mask` without the parts that hold, or fail, for every index of the box `shape`."""
-    if isinstance(mask, NonNegative):
-        low, high = bounds(mask.value, shape)
+
+    def leaf(part: Bool) -> Bool:
+        if not isinstance(part, NonNegative):
+            return part
+        low, high = bounds(part.value, shape)
         if low is not None and known_true(low >= 0):
             return True
-        if high is not None and known_true(high < 0):
-            return False
-        return mask
-    if isinstance(mask, And):
-        return conjunction([reduce(part, shape) for part in mask.operands])
-    if isinstance(mask, Or):
-        return disjunction([reduce(part, shape) for part in mask.operands])
-    if isinstance(mask, Not):
-        return negation(reduce(mask.operand, shape))
-    return mask
+        return False if high is not None and known_true(high < 0) else part
+
+    found = rebuilt(mask, leaf)
+    assert found is not None
+    return found
 
 
 def bounds(value: Affine, shape: Sequence[Number]) -> tuple[Number | None, Number | None]:

@@ -6,9 +6,11 @@ Everything is a function of the indices (..., q, k) of a tensor, whose dims are 
     Affine      const + sum(coeff * atom), an atom being the index of a dim or an element of a tensor
     condition   And / Or / Not over `affine >= 0` and over elements of boolean tensors
     Choice      one affine value where a condition holds, else another    (where, masked_fill)
+    Data        an element of a tensor, such as a float, that nothing can be computed with
 
 An `Element` is data: a tensor read at indices that are affine themselves. Nothing is known of its value,
-but it is equal to itself, which is what makes "the same document" a class.
+but it is equal to itself, which is what makes "the same document" a class; and the dims that its indices
+depend on are all over which it may vary.
 """
 
 from __future__ import annotations
@@ -41,10 +43,15 @@ class Element:
         return hash(self.node)  # a symbolic index has no hash
 
     @classmethod
-    def of(cls, node: fx.Node, tensor: torch.Tensor) -> Element:
-        """A tensor as an element of itself; the index of a dim of size 1 is 0."""
-        dims = range(-tensor.dim(), 0)
-        return cls(node, tuple(Affine(0) if is_unit(tensor, d) else identity(d) for d in dims))
+    def of(cls, node: fx.Node, tensor: torch.Tensor, over: set[int] | None = None) -> Element:
+        """A tensor as an element of itself.
+
+        Args:
+            over: the dims over which it may vary; None for all. The index of the others, and of a dim of
+                size 1, is 0.
+        """
+        fixed = [is_unit(tensor, d) or (over is not None and d not in over) for d in range(-tensor.dim(), 0)]
+        return cls(node, tuple(Affine(0) if f else identity(d - len(fixed)) for d, f in enumerate(fixed)))
 
 
 Atom = int | Element  # the index of a dim (negative), the sample of a level of vmap (positive), or an element
@@ -136,6 +143,13 @@ class Unknown:
 
 
 @dataclass(frozen=True)
+class Data:
+    """An element that nothing is computed with: a number that is rounded, or may wrap around."""
+
+    element: Element
+
+
+@dataclass(frozen=True)
 class Choice:
     """`then` where `condition` holds, else `otherwise`."""
 
@@ -145,7 +159,7 @@ class Choice:
 
 
 Bool = bool | NonNegative | Not | And | Or | Element | Unknown
-Value = Affine | Bool | Choice | None
+Value = Affine | Bool | Choice | Data | None
 
 BOOL = (bool, NonNegative, Not, And, Or, Element, Unknown)
 
@@ -168,6 +182,8 @@ def within(value: Any) -> Iterator[Any]:
             inner = (value.value,)
         case Not():
             inner = (value.operand,)
+        case Data():
+            inner = (value.element,)
         case And() | Or():
             inner = value.operands
         case Choice():
@@ -289,7 +305,7 @@ def as_number(value: Value) -> Affine | Choice | None:
         return Affine(int(value))
     if isinstance(value, BOOL):
         return Choice(value, Affine(1), Affine(0))
-    return value
+    return None if isinstance(value, Data) else value
 
 
 def choose(condition: Bool | None, then: Value, otherwise: Value) -> Value:
@@ -341,22 +357,10 @@ def map_parts(value: Value, function: Callable[[Affine], Affine | None]) -> Valu
 def combine(left: Value, right: Value, function: Callable[[Affine, Affine], Affine | None]) -> Value:
     """Apply a function of two affine values, also where they are choices, if two values come of it."""
     left, right = as_number(left), as_number(right)
-    if isinstance(left, Choice) and isinstance(right, Choice):
-        if right.condition == negation(left.condition):
-            right = Choice(left.condition, right.otherwise, right.then)
-        if right.condition == left.condition:
-            pairs = (left.then, right.then), (left.otherwise, right.otherwise)
-            return choose(left.condition, *(function(*pair) for pair in pairs))
-        then, otherwise = (
-            choose(right.condition, function(branch, right.then), function(branch, right.otherwise))
-            for branch in (left.then, left.otherwise)
-        )
+    if isinstance(left, Choice):
+        then, otherwise = (combine(branch, right, function) for branch in (left.then, left.otherwise))
         return choose(left.condition, then, otherwise)
-    if isinstance(left, Affine):
-        return map_parts(right, lambda r: function(left, r))
-    if isinstance(right, Affine):
-        return map_parts(left, lambda x: function(x, right))
-    return None
+    return map_parts(right, lambda r: function(left, r)) if isinstance(left, Affine) else None
 
 
 def is_integral(value: Affine) -> bool:
@@ -484,32 +488,35 @@ def substitute(
         known = tuple(i for i in inner if i is not None)
         return Element(x.node, known) if len(known) == len(inner) else None
 
-    def of_bool(x: Bool) -> Bool | None:
-        if isinstance(x, bool):
-            return x
+    def of_leaf(x: Bool) -> Bool | None:
         if isinstance(x, NonNegative):
             inner = of_affine(x.value)
             return None if inner is None else settled(NonNegative(inner))
-        if isinstance(x, Element):
-            return of_element(x)
-        if isinstance(x, Not):
-            return negation_of(of_bool(x.operand))
-        if isinstance(x, (And, Or)):
-            parts = [of_bool(part) for part in x.operands]
-            if any(part is None for part in parts):
-                return None
-            join = conjunction if isinstance(x, And) else disjunction
-            return join([part for part in parts if part is not None])
-        return None  # at other indices it is another unknown
+        return of_element(x) if isinstance(x, Element) else None  # elsewhere it is another unknown
 
     if isinstance(value, Choice):
-        condition = of_bool(value.condition)
+        condition = rebuilt(value.condition, of_leaf)
         return choose(condition, of_affine(value.then), of_affine(value.otherwise))
     if isinstance(value, Affine):
         return of_affine(value)
-    if isinstance(value, BOOL):
-        return of_bool(value)
-    return None
+    if isinstance(value, Data):
+        element = of_element(value.element)
+        return None if element is None else Data(element)
+    return rebuilt(value, of_leaf) if isinstance(value, BOOL) else None
+
+
+def rebuilt(part: Bool, leaf: Callable[[Bool], Bool | None]) -> Bool | None:
+    """A condition with what `leaf` gives for each comparison and element; None where that is None."""
+    if isinstance(part, bool):
+        return part
+    if isinstance(part, Not):
+        return negation_of(rebuilt(part.operand, leaf))
+    if isinstance(part, (And, Or)):
+        found = [rebuilt(operand, leaf) for operand in part.operands]
+        known = [operand for operand in found if operand is not None]
+        join = conjunction if isinstance(part, And) else disjunction
+        return join(known) if len(known) == len(found) else None
+    return leaf(part)
 
 
 def is_unit(tensor: torch.Tensor, dim: int) -> bool:

@@ -7,7 +7,7 @@ reading it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,50 +57,48 @@ def check(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Tensor], numbers: Seq
     Raises:
         ValueError: says which.
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{name} of short_attention must be (batch, heads, length, dim), not {tensor.dim()}-D"
-            )
-        if not tensor.is_floating_point() or tensor.dtype != q.dtype:
-            raise ValueError(
-                f"q, k and v of short_attention need one floating dtype; {name} is {tensor.dtype}"
-            )
-    for name, tensor in (("k", k), ("v", v)):
+    for fault in _faults(q, k, v, masks, numbers):
+        raise ValueError(fault)
+
+
+def _faults(
+    q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Tensor], numbers: Sequence[float]
+) -> Iterator[str]:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            yield f"{name} of short_attention must be (batch, heads, length, dim), not {x.dim()}-D"
+        if not x.is_floating_point() or x.dtype != q.dtype:
+            yield f"q, k and v of short_attention need one floating dtype; {name} is {x.dtype}"
+    for name, x in (("k", k), ("v", v)):
         for dim, size in ((0, "batch"), (1, "number of heads")):
-            if tensor.shape[dim] != q.shape[dim]:
-                raise ValueError(
-                    f"{name} of short_attention needs the {size} of q, {q.shape[dim]}, not "
-                    f"{tensor.shape[dim]}"
-                )
+            if x.shape[dim] != q.shape[dim]:
+                yield f"{name} of short_attention needs the {size} of q, {q.shape[dim]}, not {x.shape[dim]}"
     if k.shape[3] != q.shape[3]:
-        raise ValueError(f"k of short_attention needs the head dim of q, {q.shape[3]}, not {k.shape[3]}")
+        yield f"k of short_attention needs the head dim of q, {q.shape[3]}, not {k.shape[3]}"
     if v.shape[2] != k.shape[2]:
-        raise ValueError(f"v of short_attention needs the length of k, {k.shape[2]}, not {v.shape[2]}")
+        yield f"v of short_attention needs the length of k, {k.shape[2]}, not {v.shape[2]}"
     for name, length in (("q", q.shape[2]), ("k", k.shape[2])):
         if length > MOST_KEYS:
-            raise ValueError(f"{name} of short_attention may have at most {MOST_KEYS} rows, not {length}")
+            yield f"{name} of short_attention may have at most {MOST_KEYS} rows, not {length}"
     if len(masks) != len(numbers):
-        raise ValueError(f"short_attention needs one number for each of its {len(masks)} masks")
-    whole = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        yield f"short_attention needs one number for each of its {len(masks)} masks"
     for i, mask in enumerate(masks):
         if mask.dim() != 4:
-            raise ValueError(f"masks[{i}] of short_attention must be 4-D, not {mask.dim()}-D")
-    repeats = period(masks)
+            yield f"masks[{i}] of short_attention must be 4-D, not {mask.dim()}-D"
+    whole, repeats = (*q.shape[:3], k.shape[2]), period(masks)
     for i, mask in enumerate(masks):
         if not (mask.is_floating_point() or mask.dtype == torch.bool):
-            raise ValueError(f"masks[{i}] of short_attention must be floating or boolean, not {mask.dtype}")
-        if mask.shape[0] != q.shape[0] and (q.shape[0] % mask.shape[0] or repeats % mask.shape[0]):
-            raise ValueError(
-                f"the first size of masks[{i}] of short_attention, {mask.shape[0]}, must divide the batch "
+            yield f"masks[{i}] of short_attention must be floating or boolean, not {mask.dtype}"
+        first = mask.shape[0]
+        if first != q.shape[0] and (q.shape[0] % first or repeats % first):
+            yield (
+                f"the first size of masks[{i}] of short_attention, {first}, must divide the batch "
                 f"({q.shape[0]}) and the largest first size of a mask ({repeats})"
             )
         for dim in (1, 2, 3):
-            if mask.shape[dim] != 1 and mask.shape[dim] != whole[dim]:
-                raise ValueError(
-                    f"masks[{i}] of short_attention has size {mask.shape[dim]} in dim {dim}, not 1 or "
-                    f"{whole[dim]}"
-                )
+            own = mask.shape[dim]
+            if own != 1 and own != whole[dim]:
+                yield f"masks[{i}] of short_attention has size {own} in dim {dim}, not 1 or {whole[dim]}"
 
 
 def period(masks: Sequence[Tensor]) -> Any:

@@ -1,4 +1,4 @@
-"""What becomes of adapters and gates as people write them, where all that is proved is fused."""
+"""What becomes of adapters, gates and loss heads as people write them, where all that is proved is fused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tests.block_mm.support import check, run
 from tests.forms.adapters import ADAPTERS
 from tests.forms.gates import GATES
 from tests.forms.linear_form import LinearForm
+from tests.forms.losses import LOSSES
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +21,7 @@ def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "check_device", lambda value: None)
 
 
-FORMS: dict[str, LinearForm] = {**ADAPTERS, **GATES}
+FORMS: dict[str, LinearForm] = {**ADAPTERS, **GATES, **LOSSES}
 
 
 @pytest.mark.parametrize("form", list(FORMS.values()), ids=list(FORMS))

@@ -96,6 +96,11 @@ def _operands(build: Builder, site: Site) -> tuple[fx.Node, fx.Node, fx.Node | N
     if not site.by_rows:
         w = build.call("t", w)
     bias = None if site.bias is None else build.to(site.bias, logits.dtype)
+    if site.columns is not None:
+        start, count = site.columns
+        if bias is not None and build.value(bias).shape[0] == build.value(w).shape[0]:
+            bias = build.call("narrow", bias, 0, start, count)
+        w = build.call("narrow", w, 0, start, count)
     # What autocast does to the operands of a linear.
     return build.to(h, logits.dtype), build.to(w, logits.dtype), bias
 

@@ -162,7 +162,6 @@ NEAR: dict[str, Callable[[Any, Any, Any], Any]] = {
     "cubed": lambda x, w, v: F.relu(x @ w) ** 3 * (x @ v),
     "leaky": lambda x, w, v: F.leaky_relu(x @ w) * (x @ v),
     "both activated": lambda x, w, v: F.silu(x @ w) * F.silu(x @ v),
-    "a factor more": lambda x, w, v: 2 * F.silu(x @ w) * (x @ v),
     "a small number more": lambda x, w, v: (F.relu(x @ w) + 1e-12) * (x @ v),
     "broadcast against each other": lambda x, w, v: F.silu(x @ w)[None] * (x @ v)[:, None],
     "the negative": lambda x, w, v: F.silu(-(x @ w)) * (x @ v),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inductor_fusions.fusions.lora import factors, norms
+from inductor_fusions.fusions.lora import factors, merged, norms
 from inductor_fusions.testing import says
 from tests.block_mm.support import check, run
 from tests.forms.adapters import ADAPTERS
@@ -17,7 +17,7 @@ from tests.forms.losses import LOSSES
 @pytest.fixture(autouse=True)
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, before autograd as well."""
-    for module in (norms, factors):
+    for module in (norms, factors, merged):
         monkeypatch.setattr(module, "check_device", lambda value: None)
 
 

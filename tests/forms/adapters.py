@@ -294,6 +294,14 @@ def adapters_by_number(x: Any, w: Any, a: Any, b: Any, which: Any) -> Any:
     return F.linear(x, w) + torch.einsum("bnr,bro->bno", narrow, b[which])
 
 
+@form(X, "frozen 128x64", (2, 32, 8), (2, 8, 64), left=(1, 1), reasons=("limit", "limit"))
+def gralora(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """Blocks of the input, whose narrow results change places."""
+    narrow = torch.einsum("blni,nir->blnr", x.view(2, 48, 2, 32), a)
+    turned = narrow.view(2, 48, 2, 2, 4).permute(0, 1, 3, 2, 4).reshape(2, 48, 2, 8)
+    return F.linear(x, w) + 2.0 * torch.einsum("bljr,jro->bljo", turned, b).reshape(2, 48, -1)
+
+
 @form((4, 48, 64), "frozen 4x64x128", (4, 8, 64), (128, 8, 4), left=(0, 0), reasons=("merged", "merged"))
 def adapters_of_experts(x: Any, w: Any, a: Any, b: Any) -> Any:
     """PEFT's ParamWrapper on a parameter of all experts."""

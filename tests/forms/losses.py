@@ -89,6 +89,32 @@ def number_of_each_row(h: Any, w: Any, y: Any, c: Any) -> Any:
 
 
 @form(*HEAD)
+def capped_by_a_sigmoid(h: Any, w: Any, y: Any) -> Any:
+    """modded-nanogpt."""
+    logits = 23 * torch.sigmoid((F.linear(h, w) + 5) / 7.5)
+    return F.cross_entropy(logits.float().view(-1, 80), y.view(-1))
+
+
+@form(*HEAD, (80,))
+def shifted_logits_with_a_bias(h: Any, w: Any, y: Any, c: Any) -> Any:
+    logits = 3 * torch.tanh((F.linear(h, w, c) + 0.5)[..., :72] * 0.3) + 7
+    return F.cross_entropy(logits.view(-1, 72), y.view(-1))
+
+
+@form(*HEAD, reasons=TWO)
+def shifted_between_scale_and_cap(h: Any, w: Any, y: Any) -> Any:
+    logits = 3 * torch.tanh(F.linear(h, w) * 0.3 + 0.5)
+    return F.cross_entropy(logits.view(-1, 80), y.view(-1))
+
+
+@form(*HEAD, reasons=TWO)
+def shifted_behind_a_cast(h: Any, w: Any, y: Any) -> Any:
+    """In bfloat16 the sum would be rounded more coarsely."""
+    logits = torch.sigmoid(F.linear(h, w).float() + 8)
+    return F.cross_entropy(logits.view(-1, 80), y.view(-1))
+
+
+@form(*HEAD)
 def head_by_einsum(h: Any, w: Any, y: Any) -> Any:
     return F.cross_entropy(torch.einsum("bsd,vd->bsv", h, w).reshape(-1, 80), y.reshape(-1))
 

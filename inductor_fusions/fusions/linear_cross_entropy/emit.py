@@ -101,6 +101,11 @@ def _operands(build: Builder, site: Site) -> tuple[fx.Node, fx.Node, fx.Node | N
         if bias is not None and build.value(bias).shape[0] == build.value(w).shape[0]:
             bias = build.call("narrow", bias, 0, start, count)
         w = build.call("narrow", w, 0, start, count)
+    if site.shift:
+        number = build.call(
+            torch.full, (build.value(w).shape[0],), site.shift, dtype=logits.dtype, device=logits.device
+        )
+        bias = number if bias is None else build.call(torch.add, bias, number)
     # What autocast does to the operands of a linear.
     return build.to(h, logits.dtype), build.to(w, logits.dtype), bias
 

@@ -68,6 +68,7 @@ class Site:
         h, w, bias: what it reads; h (..., H).
         by_rows: whether w is (V, H) rather than its transpose.
         columns: which of the classes of the linear the loss reads: the first one and how many; None: all.
+        shift: a number that is added to each logit in front of a cap.
         path: the nodes from the linear to what the loss reads, in order.
         replayed: those of them that say which rows there are, and in which order.
         bend: what is done to each logit.
@@ -93,6 +94,7 @@ class Site:
     smoothing: float = 0.0
     reduction: str = "mean"
     columns: tuple[int, int] | None = None
+    shift: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,7 @@ class _Logits:
     replayed: tuple[fx.Node, ...]
     bend: Bend
     columns: tuple[int, int] | None
+    shift: float
 
 
 def _site(
@@ -229,7 +232,7 @@ def _site(
         )
     return Site(
         op.node, found.linear, h, w, bias, by_rows, found.path, found.replayed, found.bend, labels, weights,
-        gathers, ignored, smoothing, reduction, found.columns,
+        gathers, ignored, smoothing, reduction, found.columns, found.shift,
     )  # fmt: skip
 
 
@@ -305,6 +308,7 @@ def _walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> _Logit
     pointwise: list[tuple[str, float]] = []
     added: tuple[fx.Node, int, torch.dtype] | None = None
     columns: tuple[int, int] | None = None
+    shift, shifted, narrow = 0.0, 0, None
     while (operands := _linear(node)) is None:
         op = read(node)
         source = op.input if op is not None else None
@@ -316,6 +320,14 @@ def _walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> _Logit
             pointwise.append(("mul", factor))
         elif op.name == "tanh":
             pointwise.append(("tanh", 0.0))
+        elif op.name == "sigmoid":  # (1 + tanh(x / 2)) / 2, where a softmax does not see the number
+            pointwise += [("mul", 0.5), ("tanh", 0.0), ("mul", 0.5)]
+        elif op.name == "add" and type(op["other"]) in (int, float):
+            source, number = op.only("input", "other")
+            if number is None:
+                raise _no_linear(node)
+            if ("tanh", 0.0) in pointwise:
+                shift, shifted, narrow = shift + number, len(pointwise), value.dtype
         elif op.name == "add" and added is None:
             source, vector = _biased(op)
             added = vector, len(pointwise), value.dtype
@@ -333,15 +345,19 @@ def _walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> _Logit
             raise _no_linear(node)
         node = source
     path.append(node)
+    out = tensor(node)
     if added is not None:
         vector, steps, dtype = added
-        out = tensor(node)
         # What the linear itself could have added.
         if operands[3] is not None or steps != len(pointwise) or out is None or out.dtype != dtype:
             raise Rejected(Reason.LOSS("a second tensor is added to the logits, or one that is not a bias"))
         operands = (*operands[:3], vector)
+    if shift and (shifted != len(pointwise) or out is None or narrow != out.dtype):
+        raise Rejected(
+            Reason.LOSS("a number is added to scaled or cast logits, in front of a tanh or a sigmoid")
+        )
     bend = _bent(pointwise[::-1])
-    return _Logits(node, operands, tuple(reversed(path)), tuple(reversed(replayed)), bend, columns)
+    return _Logits(node, operands, tuple(reversed(path)), tuple(reversed(replayed)), bend, columns, shift)
 
 
 def _biased(op: Op) -> tuple[fx.Node, fx.Node]:
@@ -404,7 +420,7 @@ def _bent(pointwise: list[tuple[str, float]]) -> Bend:
         if name == "mul":
             bend = bend.times(factor)
         elif bend.cap:
-            raise Rejected(Reason.LOSS("there are two tanh between the linear and the loss"))
+            raise Rejected(Reason.LOSS("there are two tanh or sigmoid between the linear and the loss"))
         else:
             bend = Bend(bend.scale, 1.0)
     if not (math.isfinite(bend.scale) and math.isfinite(bend.cap)) or not bend.scale:

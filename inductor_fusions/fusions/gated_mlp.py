@@ -148,6 +148,10 @@ class GatedPair(Candidate):
         if not same_sizes(value(gate.b).stride(), value(up.b).stride()):
             raise Rejected(Reason.LAYOUT("the two weights have different strides"))
         guards.check_result(self.anchor, gate.node)
+        if self.others and value(self.anchor).dtype == torch.float16:
+            raise Rejected(
+                Reason.RANGE("the pair may overflow in float16 before it is multiplied by its other factors")
+            )
         if str(value(self.anchor).shape[-1]) != str(value(gate.node).shape[1]):
             raise Rejected(
                 Reason.SHAPES("the number of columns of the result differs from that of the linears")

@@ -258,3 +258,14 @@ def test_a_gate_without_a_kernel() -> None:
 
     seen = check(fn, (rand(16, 64), rand(64, 128), rand(64, 128)), budget=2.0)
     assert seen.codes("gated_mlp") == [Reason.ACTIVATION.code]
+
+
+def test_other_factors_in_float16() -> None:
+    """What a small factor keeps in range may overflow before it is applied."""
+    x, w, v = (
+        rand(16, 64, dtype=torch.float16),
+        rand(64, 32, dtype=torch.float16),
+        rand(64, 32, dtype=torch.float16),
+    )
+    seen = check(lambda x, w, v: 0.01 * F.silu(x @ w) * (x @ v), (x, w, v), budget=2.0)
+    assert not seen.fused("gated_mlp") and seen.codes("gated_mlp") == ["range"]

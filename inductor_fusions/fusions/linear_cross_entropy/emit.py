@@ -50,6 +50,12 @@ def rows(site: Site, wants: list[bool]) -> fx.Node:
     build = Builder(site.loss)
     h, w, bias = _operands(build, site)
     labels = _labels(build, site)
+    if site.wraps:  # what is negative after that is out of bounds
+        classes = build.value(w).shape[0]
+        labels = build.call(
+            torch.where, build.call(torch.lt, labels, 0), build.call(torch.add, labels, classes), labels
+        )
+        labels = build.call(torch.where, build.call(torch.lt, labels, 0), classes, labels)
     there = None
     if not site.gathers:
         there = build.call(torch.ne, labels, site.ignore_index)

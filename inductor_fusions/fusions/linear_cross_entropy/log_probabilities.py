@@ -34,12 +34,14 @@ class Picked:
         of_softmax: whether it is the log_softmax.
         labels: which column of each row, in the order of the rows.
         path: the nodes behind the matrix, without the result.
+        wraps: whether a negative label counts from the last class.
     """
 
     logits: fx.Node
     of_softmax: bool
     labels: fx.Node
     path: tuple[fx.Node, ...]
+    wraps: bool = False
 
 
 def of(op: Op) -> Picked | None:
@@ -102,7 +104,7 @@ def _indexed(op: Op) -> Picked | None:
     starts_at_0 = len(by.rest) == 1 or (len(by.rest) == 2 and by.rest[0] == 0)
     if not starts_at_0 or not _are_same((*count.shape, *held.shape), value.shape[:1] * 2):
         return None
-    return Picked(op.input, True, labels, ())
+    return Picked(op.input, True, labels, (), wraps=True)
 
 
 def _difference(op: Op) -> Picked | None:
@@ -117,7 +119,7 @@ def _difference(op: Op) -> Picked | None:
     logits, rows = _summed(summed)
     if found is None or found.logits is not logits:
         return None
-    return Picked(logits, False, found.labels, (*views, taken, *others, summed, *rows))
+    return Picked(logits, False, found.labels, (*views, taken, *others, summed, *rows), found.wraps)
 
 
 def _summed(node: Any) -> tuple[Any, list[fx.Node]]:
@@ -152,7 +154,7 @@ def _stacked(op: Op) -> Picked | None:
         softmax = read(found.logits) if found is not None else None
         if found is None or softmax is None or softmax.name != "log_softmax" or not is_over_last(softmax):
             return None
-        if softmax.only("input", "dim")[0] is None:
+        if softmax.only("input", "dim")[0] is None or found.wraps:
             return None  # of another dtype
         path.extend((*views, node, softmax.node))
         labels.append(_viewed(found.labels)[0])

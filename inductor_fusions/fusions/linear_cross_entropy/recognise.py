@@ -69,6 +69,7 @@ class Site:
         by_rows: whether w is (V, H) rather than its transpose.
         columns: which of the classes of the linear the loss reads: the first one and how many; None: all.
         shift: a number that is added to each logit in front of a cap.
+        wraps: whether a negative label counts from the last class, as in an index.
         path: the nodes from the linear to what the loss reads, in order.
         replayed: those of them that say which rows there are, and in which order.
         bend: what is done to each logit.
@@ -95,6 +96,7 @@ class Site:
     reduction: str = "mean"
     columns: tuple[int, int] | None = None
     shift: float = 0.0
+    wraps: bool = False
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,8 @@ def _picked(op: Op, picked: log_probabilities.Picked) -> Site:
     if picked.of_softmax:
         logits = _log_softmax(logits, True, path, replayed)
     found = _walk(logits, path, replayed)
-    return _site(op, replace(found, path=tuple(sorted(found.path))), picked.labels, None, True)
+    made = _site(op, replace(found, path=tuple(sorted(found.path))), picked.labels, None, True)
+    return replace(made, wraps=picked.wraps)
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,22 @@
 """Slices of a product's columns, as products with slices of its weight.
 
 A gate and what it multiplies are often one linear, whose result is taken apart again: by `chunk` or `split`,
-by slices, every second column, as rows of a view, or as parts that an einsum puts in front.
+by slices, every second column, as rows of a view, or as parts that an einsum puts in front. The bias may be
+an addition by itself, also of a linear that is not taken apart.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..graph.builder import Builder
-from ..graph.products import RESHAPES, Product, product, same_sizes, tensor, value
+from ..graph.products import RESHAPES, VIEWS, Product, product, same_sizes, tensor, value
 
 aten = torch.ops.aten
 
@@ -68,11 +69,24 @@ class Columns:
 
 
 def columns(node: Any) -> Columns | None:
-    """Read a part of the columns of a product; None of anything else, the whole product as well."""
+    """Read a part of the columns of a product, or a product and a bias that is added to it.
+
+    None of anything else, the whole product as well.
+    """
     if not isinstance(node, fx.Node) or product(node) is not None:
         return None
     found = _columns(node, 16)
-    return None if found is None or _is_whole(found) else found
+    return None if found is None or (_is_whole(found) and found.base == product(found.base.node)) else found
+
+
+def is_apart(node: fx.Node) -> fx.Node | None:
+    """The node of the product of which a node has some elements, in any arrangement."""
+    source: Any = node
+    while isinstance(source, fx.Node) and source.args and product(source) is None:
+        if source.target not in VIEWS | SPLITS | {operator.getitem, aten.clone.default}:
+            return None
+        source = source.args[0]
+    return source if isinstance(source, fx.Node) and product(source) is not None else None
 
 
 def halves(call: fx.Node) -> tuple[Columns, Columns] | None:
@@ -104,6 +118,8 @@ def _columns(node: Any, depth: int) -> Columns | None:
         return _of_parts(node, depth)
     if node.target is aten.select.int and len(args) == 3:
         return _of_rows(source, *args[1:], depth)
+    if node.target is aten.add.Tensor:
+        return _with_bias(node, depth)
     inside = _columns(source, depth - 1)
     if inside is None:
         return None
@@ -112,10 +128,26 @@ def _columns(node: Any, depth: int) -> Columns | None:
         return inside if same_sizes(value(source).shape[-1:], value(node).shape[-1:]) else None
     if node.target is not aten.slice.Tensor or not _is_last(args[1:2] or (0,), source):
         return None
+    if inside.count != value(source).shape[-1]:  # columns of heads
+        return None
     given = [*args[2:], *[None] * 3][:3]
     if not all(each is None or isinstance(each, int) for each in given):
         return None
     return _taken(inside, range(inside.count)[slice(*given)])
+
+
+def _with_bias(node: fx.Node, depth: int) -> Columns | None:
+    """All columns of a product without a bias, and a vector that is added to each row."""
+    if len(node.args) != 2 or node.kwargs:
+        return None
+    for source, vector in (node.args, node.args[::-1]):
+        bias, inside = tensor(vector), _columns(source, depth - 1)
+        if bias is None or inside is None or not isinstance(vector, fx.Node) or not _is_whole(inside):
+            continue
+        dtypes = {each.dtype for each in (bias, value(node), value(inside.base.node))}
+        if inside.base.bias is None and tuple(bias.shape) == (inside.count,) and len(dtypes) == 1:
+            return replace(inside, base=replace(inside.base, bias=vector))
+    return None
 
 
 def _taken(whole: Columns, places: range) -> Columns | None:
@@ -138,7 +170,7 @@ def _of_parts(node: fx.Node, depth: int) -> Columns | None:
     if call.target is aten.unbind.int:
         return _of_rows(source, given[0] if given else 0, index, depth)
     inside, sizes = _columns(source, depth - 1), given[0]
-    if inside is None or not _is_last(given[1:] or (0,), source):
+    if inside is None or inside.count != value(source).shape[-1] or not _is_last(given[1:] or (0,), source):
         return None
     if isinstance(sizes, int):
         sizes = [sizes] * (index + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -11,10 +12,11 @@ from .. import config, operands
 from .._inductor import known_true, max_autotune
 from ..decisions import Span
 from ..fusion import LeftToStock, Rejected
-from ..graph.products import VIEWS, Product, identity, product, readers, value
+from ..graph.products import VIEWS, Product, identity, product, value
 from ..operands import tokens_of
 from ..reasons import Reason, Said
 from ..tables import dtype_name
+from .columns import SPLITS
 from .heuristics import choose, decided
 from .problem import Problem, describe, of_operands
 
@@ -126,8 +128,10 @@ def read_elsewhere(what: str, users: Iterable[fx.Node], reason: str = "the backw
 
 
 def _behind_views(node: fx.Node) -> list[fx.Node]:
-    """A node; or what reads it, where it is a view."""
-    return list(readers(node)) if node.target in VIEWS else [node]
+    """A node; or what reads it, where it is a view or takes a tensor apart."""
+    if node.target not in VIEWS | SPLITS | {operator.getitem}:
+        return [node]
+    return [each for user in node.users for each in _behind_views(user)]
 
 
 def check_products(products: Sequence[Product]) -> None:

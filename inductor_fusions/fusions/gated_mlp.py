@@ -1,6 +1,6 @@
 """`act(x @ Wg) * (x @ Wu)` as one grouped GEMM with two accumulators.
 
-Both weights may be columns of one.
+Both weights may be columns of one. Other factors, such as a mask, are multiplied afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import fx
 from .. import config
 from .._inductor import was_erased
 from ..block_mm import emit, guards, units
-from ..block_mm.columns import SPLITS, Columns, columns, halves
+from ..block_mm.columns import SPLITS, Columns, columns, halves, is_apart
 from ..block_mm.expressions import NONLINEAR, Expressions, activation, behind, between, leaves, mul, same
 from ..block_mm.op import ACTIVATIONS
 from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Reported, Scope
@@ -31,8 +31,10 @@ from ..graph.products import (
     product,
     same_sizes,
     tensor,
+    through,
     value,
 )
+from ..operands import holds
 from ..problems import FEW_ROWS
 from ..reasons import Reason, Said
 
@@ -57,18 +59,70 @@ def _read(expression: Any) -> tuple[str, Linear, Linear] | None:
     first, second = pair
     for gate, up in ((first, second), (second, first)):
         for name in ACTIVATIONS:
-            if name and same(mul(activation(name, gate), up), expression):
+            if same(mul(activation(name, gate), up), expression):
                 gate_product, up_product = product(gate) or columns(gate), product(up) or columns(up)
+                # Linears of different inputs are multiplied for many reasons.
+                if not name and identity(_input(gate)) != identity(_input(up)):
+                    continue
                 if gate_product is not None and up_product is not None and gate_product != up_product:
                     return name, gate_product, up_product
     return None
 
 
-class GatedPair(Candidate):
-    """One gate and what it multiplies."""
+def _among_others(root: fx.Node, expressions: Expressions) -> tuple[str, Linear, Linear, list[Any]] | None:
+    """The same of a product with other factors, and those."""
+    factors = _factors(root)
+    of_leaf = dict[fx.Node, list[Any]]()
+    for factor in factors:
+        found = tensor(factor)
+        expression = expressions.of(factor) if found is not None else None
+        inside = leaves(expression)
+        if found is not None and len(inside) == 1 and str(found.numel()) == str(value(root).numel()):
+            (leaf,) = inside
+            of_leaf.setdefault(leaf, []).append((factor, expression))
+    if len(of_leaf) < 2 or not 2 < len(factors) <= MOST_STEPS:
+        return None
+    for up, plain in of_leaf.items():
+        for gate, parts in of_leaf.items():
+            whole = mul(*(expression for _, expression in parts))
+            if gate is up or [expression for _, expression in plain] != [up]:
+                continue
+            read = _read(mul(whole, up))
+            if read is not None and read[0] and identity(_input(gate)) == identity(_input(up)):
+                taken = [node for node, _ in (*parts, *plain)]
+                others = [factor for factor in factors if factor not in taken]
+                return (*read, others) if others and _sizes_fit(others, root) else None
+    return None
 
-    def __init__(self, graph: fx.Graph, root: fx.Node, name: str, gate: Linear, up: Linear) -> None:
-        self.graph, self.anchor = graph, root
+
+def _factors(node: Any, top: bool = True) -> list[Any]:
+    """What a tree of multiplications multiplies."""
+    if isinstance(node, fx.Node) and node.target is aten.mul.Tensor and (top or len(node.users) == 1):
+        return [factor for each in node.args for factor in _factors(each, False)]
+    return [node]
+
+
+def _sizes_fit(factors: Sequence[Any], root: fx.Node) -> bool:
+    """Whether each factor is a number, or a floating tensor that the product with the pair may be cast to."""
+    dtypes = [found.dtype for factor in factors if (found := tensor(factor)) is not None]
+    return all(dtype == torch.bool or holds(value(root).dtype, dtype) for dtype in dtypes)
+
+
+class GatedPair(Candidate):
+    """One gate and what it multiplies.
+
+    Args:
+        graph: the graph.
+        root: the product of both.
+        name: the activation.
+        gate, up: both linears.
+        others: what they are multiplied by as well: numbers and nodes.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, root: fx.Node, name: str, gate: Linear, up: Linear, others: Sequence[Any] = ()
+    ) -> None:
+        self.graph, self.anchor, self.others = graph, root, others
         self.name, self.linears = name, (gate, up)
         self.pair = tuple(x.planned() if isinstance(x, Columns) else x for x in self.linears)
         self.place = Place(root, (), ())
@@ -85,20 +139,26 @@ class GatedPair(Candidate):
 
     def guard(self) -> None:
         gate, up = self.pair
-        guards.check_products(self.pair)
+        guards.check_device(self.anchor)
         if identity(gate.a) != identity(up.a):
             raise Rejected(Reason.INPUTS("the gate and the up projection are linears of different inputs"))
+        guards.check_products(self.pair)
         if not same_sizes(value(gate.node).shape, value(up.node).shape):
             raise Rejected(Reason.SHAPES("the gate is broadcast over the up projection"))
         if not same_sizes(value(gate.b).stride(), value(up.b).stride()):
             raise Rejected(Reason.LAYOUT("the two weights have different strides"))
         guards.check_result(self.anchor, gate.node)
+        if self.others and value(self.anchor).dtype == torch.float16:
+            raise Rejected(
+                Reason.RANGE("the pair may overflow in float16 before it is multiplied by its other factors")
+            )
         if str(value(self.anchor).shape[-1]) != str(value(gate.node).shape[1]):
             raise Rejected(
                 Reason.SHAPES("the number of columns of the result differs from that of the linears")
             )
         stored = [x.base if isinstance(x, Columns) else x for x in self.linears]
-        inside = between(self.anchor, {p.node for p in stored})
+        around = {x for x in (*self.others, *(p.bias for p in stored)) if isinstance(x, fx.Node)}
+        inside = between(self.anchor, {p.node for p in stored} | around) - around
         others = [user for node in inside - {self.anchor} for user in node.users if user not in inside]
         if others:
             what = "an intermediate value of the gate, or a result of its linears,"
@@ -139,7 +199,11 @@ class GatedPair(Candidate):
         gate, up = (x.built(build) if isinstance(x, Columns) else x for x in self.linears)
         up = Product(up.node, gate.a, up.b, up.bias, up.scale)
         (output,) = emit.insert(self.place, root, [[gate], [up]], [self.name, ""], True, value(root).dtype)
-        substitute(root, emit.reshaped(Builder(root), output, self.sizes))
+        make = Builder(root)
+        output = emit.reshaped(make, output, self.sizes)
+        for factor in self.others:
+            output = make.call(aten.mul.Tensor, output, factor)
+        substitute(root, output)
         return self.kernel
 
 
@@ -174,19 +238,21 @@ def _is_plain(node: fx.Node) -> bool:
 
 def _input(side: fx.Node) -> fx.Node:
     """What a linear, columns of one, or a product of many matrices multiplies."""
-    found, whole = product(side) or columns(side), _of_many(side)
+    found, whole, apart = product(side) or columns(side), _of_many(side), is_apart(side)
     if found is not None:
         return found.base.a if isinstance(found, Columns) else found.a
+    if apart is not None:
+        return apart.args[-2]  # type: ignore[return-value]
     assert whole is not None
     matrices = [x for x in whole.args if isinstance(x, fx.Node)]
     return matrices[-2]
 
 
-def _other(root: fx.Node) -> tuple[frozenset[fx.Node], Said] | None:
+def _other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], Said] | None:
     """Both linears of what looks like a gated pair, and why they are left."""
-    names, sides = set[str](), list[fx.Node]()
+    functions, sides = list[str](), list[fx.Node]()
     for argument in root.args:
-        waiting, ends, seen = [argument], set[fx.Node](), set[fx.Node]()
+        waiting, ends, seen, names = [argument], set[fx.Node](), set[fx.Node](), set[str]()
         while waiting and len(ends) < 2:
             node = waiting.pop()
             if not isinstance(node, fx.Node) or node in seen or tensor(node) is None:
@@ -202,23 +268,43 @@ def _other(root: fx.Node) -> tuple[frozenset[fx.Node], Said] | None:
                 if node.target not in CASTS:
                     names.add(str(node.target).split(".")[1])
                 waiting += node.all_input_nodes
+            elif is_apart(node) is not None:
+                ends.add(node)
             else:
                 return None  # something else is multiplied as well
         if len(ends) != 1:
             return None
         sides += ends
-    many = [_of_many(x) for x in sides]
+        functions.append(_named(expressions.of(argument), *ends) or ", ".join(sorted(names)))
     if sides[0] is sides[1] or identity(_input(sides[0])) != identity(_input(sides[1])):
         return None
-    reason = Reason.ACTIVATION(
-        "the gate, or the linear that it multiplies, passes through an unsupported function: "
-        f"{', '.join(sorted(names))}"
-    )
-    if any(many):
-        reason = Reason.LIMIT(
+    return frozenset(sides), _why(sides, functions)
+
+
+def _named(expression: Any, leaf: fx.Node) -> str:
+    """The activation that an expression is; "" where it is none."""
+    return next((name for name in ACTIVATIONS if name and same(activation(name, leaf), expression)), "")
+
+
+def _why(sides: list[fx.Node], functions: list[str]) -> Said:
+    """Why there is no kernel for the product of functions of two linears; "" is no function."""
+    if any(_of_many(side) for side in sides):
+        return Reason.LIMIT(
             "gate and up are batches of products (experts), and the kernel supports one matrix each"
         )
-    return frozenset(sides), reason
+    if not all(product(side) or columns(side) for side in sides):
+        return Reason.LAYOUT(
+            "gate and up are parts of one linear whose columns are not evenly spaced, such as parts of heads"
+        )
+    if all(functions):
+        return Reason.ACTIVATION(
+            f"both linears pass through a function ({'; '.join(functions)}), and the kernel supports one, on "
+            "the gate"
+        )
+    return Reason.ACTIVATION(
+        "the gate, or the linear that it multiplies, passes through an unsupported function: "
+        f"{''.join(functions)}"
+    )
 
 
 FUSION = Fusion(
@@ -228,15 +314,28 @@ FUSION = Fusion(
 )
 
 
-@FUSION.group(lambda: [*NONLINEAR, aten.glu.default])
+#: The last operations of other activations.
+_OTHERS = (aten.where.self, aten.log1p.default, aten.expm1.default, aten.clamp_max.default)
+
+
+def _is_of_linears(node: fx.Node) -> bool:
+    """Whether a node multiplies two linears as they are."""
+    if node.target is not aten.mul.Tensor:
+        return False
+    sides = [through(x, RESHAPES | CASTS) if isinstance(x, fx.Node) else None for x in node.args]
+    return all(side is not None and (product(side) or columns(side)) is not None for side in sides)
+
+
+@FUSION.group(lambda: [*NONLINEAR, *_OTHERS, aten.glu.default, aten.mul.Tensor])
 def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
-    """Every product of an activation of one linear with another linear on the same input.
+    """Every product of one linear, or an activation of it, with another linear on the same input.
 
     A group: the activations of one graph share what is known of its expressions.
     """
     yield from units.candidates(scope.graph)
     expressions, seen = Expressions(), set[fx.Node]()
     known, others = set[frozenset[fx.Node]](), dict[fx.Node, tuple[frozenset[fx.Node], Said]]()
+    around = dict[fx.Node, Any]()
     for match in matches:
         node = match.output_node()
         if was_erased(node):
@@ -246,17 +345,27 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
             if parts is not None:
                 yield GatedPair(scope.graph, node, "sigmoid", parts[1], parts[0])
             continue
-        for root in behind(node):
+        if node.target is aten.mul.Tensor and not _is_of_linears(node):
+            continue
+        for root in [node] if node.target is aten.mul.Tensor else behind(node):
             if root.target is not aten.mul.Tensor or root in seen or was_erased(root):
                 continue
             seen.add(root)
             expression = expressions.of(root)
-            found, other = _read(expression), _other(root)
+            found, other = _read(expression), _other(root, expressions)
+            among = _among_others(root, expressions) if found is None else None
             if found is not None:
                 known.add(frozenset(leaves(expression)))
                 yield GatedPair(scope.graph, root, *found)
+            elif among is not None:
+                around[root] = among
             elif other is not None:
                 others[root] = other
+    for root, (name, gate, up, factors) in around.items():
+        ends = frozenset(x.base.node if isinstance(x, Columns) else x.node for x in (gate, up))
+        if not was_erased(root) and ends not in known:
+            known.add(ends)
+            yield GatedPair(scope.graph, root, name, gate, up, factors)
     for root, (pair, reason) in others.items():
         if not was_erased(root) and pair not in known:
             known.add(pair)

@@ -44,7 +44,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "logsumexp": ("input", "dim", "keepdim"),
     "clamp": ("input", "min", "max"), "clamp_min": ("input", "min"), "clamp_max": ("input", "max"),
     "hardtanh": ("input", "min_val", "max_val", "inplace"),
-    "cat": ("tensors", "dim"), "pad": ("input", "pad", "mode", "value"),
+    "cat": ("tensors", "dim"), "stack": ("tensors", "dim"), "pad": ("input", "pad", "mode", "value"),
     # products
     "matmul": ("input", "other"),
     "bmm": ("input", "other"),
@@ -64,7 +64,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
     ),
     "nll_loss": ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
-    "gather": ("input", "dim", "index"),
+    "gather": ("input", "dim", "index"), "take_along_dim": ("input", "indices", "dim"),
     # masks
     "masked_fill": ("input", "mask", "value"), "masked_select": ("input", "mask"),
     "where": ("condition", "input", "other"),

@@ -162,7 +162,6 @@ NEAR: dict[str, Callable[[Any, Any, Any], Any]] = {
     "cubed": lambda x, w, v: F.relu(x @ w) ** 3 * (x @ v),
     "leaky": lambda x, w, v: F.leaky_relu(x @ w) * (x @ v),
     "both activated": lambda x, w, v: F.silu(x @ w) * F.silu(x @ v),
-    "a factor more": lambda x, w, v: 2 * F.silu(x @ w) * (x @ v),
     "a small number more": lambda x, w, v: (F.relu(x @ w) + 1e-12) * (x @ v),
     "broadcast against each other": lambda x, w, v: F.silu(x @ w)[None] * (x @ v)[:, None],
     "the negative": lambda x, w, v: F.silu(-(x @ w)) * (x @ v),
@@ -259,3 +258,14 @@ def test_a_gate_without_a_kernel() -> None:
 
     seen = check(fn, (rand(16, 64), rand(64, 128), rand(64, 128)), budget=2.0)
     assert seen.codes("gated_mlp") == [Reason.ACTIVATION.code]
+
+
+def test_other_factors_in_float16() -> None:
+    """What a small factor keeps in range may overflow before it is applied."""
+    x, w, v = (
+        rand(16, 64, dtype=torch.float16),
+        rand(64, 32, dtype=torch.float16),
+        rand(64, 32, dtype=torch.float16),
+    )
+    seen = check(lambda x, w, v: 0.01 * F.silu(x @ w) * (x @ v), (x, w, v), budget=2.0)
+    assert not seen.fused("gated_mlp") and seen.codes("gated_mlp") == ["range"]

@@ -100,6 +100,21 @@ SPELLINGS: dict[str, Function] = {
     "transposed first": lambda x, t: torch.bmm(t.mT, t)[:, [1, 2, 2], [0, 0, 1]] + x.sum(),
     "no concatenation": lambda x, t: products(t)[:, LI, LJ] * x.sum(1, keepdim=True),
     "behind another": lambda x, t: torch.cat([products(t)[:, LI, LJ], x], 1),
+    "scaled": lambda x, t: torch.cat([x, (0.5 * products(t) / D**0.5)[:, LI, LJ]], 1),
+    "scaled, flattened": lambda x, t: (products(t).flatten(1) * 0.5)[:, torch.tensor([1, 7])] * x.sum(),
+    "index_select": lambda x, t: (
+        (t.index_select(1, torch.tensor(LI)) * torch.index_select(t, 1, torch.tensor(LJ))).sum(2) * x.sum()
+    ),
+    "einsum of pairs": lambda x, t: torch.einsum("bpd,bpd->bp", t[:, LI], t[:, LJ]) * x.sum(),
+    "stacked": lambda x, t: (
+        (torch.stack([t[:, i] for i in LI], 1) * torch.stack([t[:, j] for j in LJ], dim=1)).sum(-1) * x.sum()
+    ),
+    "stacked, unbound": lambda x, t: (
+        (
+            torch.stack([t.unbind(1)[i] for i in LI], 1) * torch.stack([t.unbind(dim=1)[j] for j in LJ], -2)
+        ).sum(-1)
+        * x.sum()
+    ),
     "three parts": lambda x, t: torch.cat([x, products(t)[:, LI, LJ], x], 1),
 }
 OPERATIONS = {"transposed first": (rand(SAMPLES, D), rand(SAMPLES, F, 3))}
@@ -246,7 +261,20 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     "another transpose": (lambda x, t: (t @ t.transpose(0, 1).transpose(0, 2))[:, [1], [0]], None),
     "permuted": (lambda x, t: torch.bmm(t, t.permute(0, 1, 2))[:, [1, 2], [0, 0]], None),
     "over the samples": (lambda x, t: torch.einsum("bid,bjd->ijb", t, t)[:, [1, 2], [0, 0]], None),
-    "scaled": (lambda x, t: (products(t) * 2)[:, LI, LJ], None),
+    "scaled by a tensor": (lambda x, t: (products(t) * x[:, :1, None])[:, LI, LJ], None),
+    "scaled, used elsewhere": (
+        lambda x, t: (lambda z: z[:, LI, LJ] + z.sum())(products(t) * 2), "used-elsewhere"
+    ),
+    "einsum over the pairs": (lambda x, t: torch.einsum("bpd,bpd->bd", t[:, LI], t[:, LJ]), None),
+    "stacked, of two": (
+        lambda x, t: (torch.stack([t[:, 0], t[:, 1]], 1) * torch.stack([x, t[:, 2]], 1)).sum(-1), None
+    ),
+    "stacked, over samples": (
+        lambda x, t: (torch.stack([t[0], t[1]], 1) * torch.stack([t[2], t[3]], 1)).sum(-1), None
+    ),
+    "index_select of the width": (
+        lambda x, t: (t.index_select(2, (i := torch.tensor([1, 0]))) * t.index_select(2, i)).sum(-1), None
+    ),
     "all products": (lambda x, t: torch.bmm(t, t.transpose(1, 2)).flatten(1) + x[:, :1], "all products"),
     "all products, viewed": (lambda x, t: products(t).reshape(t.shape[0], -1), "all products"),
     "one gather": (lambda x, t: (t[:, LI] * x[:, None]).sum(-1), None),

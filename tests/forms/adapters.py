@@ -25,10 +25,30 @@ def loralib_linear(x: Any, w: Any, a: Any, b: Any) -> Any:
     return result + (x @ a.transpose(0, 1) @ b.transpose(0, 1)) * 2.0
 
 
-@form(*LORA, left=(2, 2))
+@form(*LORA, left=(2, 0), reasons=("not-measured", ""))
 def loralib_merged_weight(x: Any, w: Any, a: Any, b: Any) -> Any:
-    """minLoRA, LyCORIS, PEFT's ParamWrapper: a parametrization adds the adapter to the weight."""
+    """minLoRA, PEFT's ParamWrapper: a parametrization adds the adapter to the weight."""
     return F.linear(x, w + (b @ a).view(w.shape) * 2.0)
+
+
+@form(*LORA, ())
+def lycoris_difference_of_weights(x: Any, w: Any, a: Any, b: Any, scalar: Any) -> Any:
+    """LoCon: a second linear, whose weight is what the merge changes."""
+    base = w.detach()
+    merged = base + (b @ a).view(w.shape) * scalar * 0.5
+    return F.linear(x, w) + F.linear(x, merged - base)
+
+
+@form(*LORA)
+def weight_of_the_adapter(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """A and B are multiplied first."""
+    return x @ w.t() + x @ (a.t() @ b.t()) * 2.0
+
+
+@form(*LORA, (128, 8), (8, 64), left=(2, 2), reasons=("merged", "merged"))
+def loha(x: Any, w: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Two products multiply each other: their rank is not low."""
+    return F.linear(x, w) + F.linear(x, (b @ a) * (c @ d))
 
 
 @form(*LORA, random=True)
@@ -272,6 +292,14 @@ def adapters_by_number(x: Any, w: Any, a: Any, b: Any, which: Any) -> Any:
     """Samples name their adapters."""
     narrow = torch.einsum("bnd,bdr->bnr", x, a[which])
     return F.linear(x, w) + torch.einsum("bnr,bro->bno", narrow, b[which])
+
+
+@form(X, "frozen 128x64", (2, 32, 8), (2, 8, 64), left=(1, 1), reasons=("limit", "limit"))
+def gralora(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """Blocks of the input, whose narrow results change places."""
+    narrow = torch.einsum("blni,nir->blnr", x.view(2, 48, 2, 32), a)
+    turned = narrow.view(2, 48, 2, 2, 4).permute(0, 1, 3, 2, 4).reshape(2, 48, 2, 8)
+    return F.linear(x, w) + 2.0 * torch.einsum("bljr,jro->bljo", turned, b).reshape(2, 48, -1)
 
 
 @form((4, 48, 64), "frozen 4x64x128", (4, 8, 64), (128, 8, 4), left=(0, 0), reasons=("merged", "merged"))

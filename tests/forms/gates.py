@@ -60,14 +60,14 @@ def parts_in_front_turned(x: Any, w: Any) -> Any:
     return F.gelu(gate, approximate="tanh") * up
 
 
-@form(X, "frozen 2x64x4x32", left=(1, 1))
+@form(X, "frozen 2x64x4x32", left=(1, 1), reasons=("shapes", "shapes"))
 def parts_of_heads(x: Any, w: Any) -> Any:
     """A row of a part is that of one head, not all columns of the part."""
     gate, up = torch.einsum("bnd,cdhf->cbnhf", x, w)
     return F.silu(gate) * up
 
 
-@form(X, "frozen 2x64x4x32", left=(1, 1))
+@form(X, "frozen 2x64x4x32", left=(1, 1), reasons=("layout", "layout"))
 def columns_of_heads(x: Any, w: Any) -> Any:
     """The first columns of each head, which are not the first columns of the product."""
     h = torch.einsum("bnd,cdhf->cbnhf", x, w)[0]
@@ -163,3 +163,85 @@ def cross_of_columns(x: Any, w: Any, b: Any) -> Any:
 @form((96, 64), (96, 64), (64, 64), (96, 1), left=(1, 1))
 def cross_without_the_last_input(x0: Any, x: Any, w: Any, b: Any) -> Any:
     return x0 * (F.linear(x, w) + b) + b
+
+
+@form((2, 12, 12, 64), (64, 64), (64,), (64, 64), lambda: (torch.rand(2, 12, 12, 1) > 0.3).bfloat16(),
+      reasons=("", "used-elsewhere"))  # fmt: skip
+def masked_gate_of_triangles(x: Any, w: Any, b: Any, v: Any, mask: Any) -> Any:
+    """OpenFold and AlphaFold3: a mask is multiplied in between."""
+    return mask * torch.sigmoid(F.linear(x, w, b)) * F.linear(x, v)
+
+
+@form(X, "frozen 128x64", "frozen 128x64", reasons=("", "used-elsewhere"))
+def twice_the_gate(x: Any, w: Any, v: Any) -> Any:
+    return 2 * torch.sigmoid(F.linear(x, w)) * F.linear(x, v)
+
+
+@form(X, "frozen 128x64", "frozen 128x64", (128,), reasons=("", "used-elsewhere"))
+def scaled_columns_of_the_linear(x: Any, w: Any, v: Any, s: Any) -> Any:
+    return F.silu(F.linear(x, w)) * (F.linear(x, v) * s)
+
+
+@form((96, 64), (96, 64), (64, 64), (64,), (64, 64), reasons=("", "used-elsewhere"))
+def gated_cross(x0: Any, x: Any, w: Any, b: Any, v: Any) -> Any:
+    """GDCN."""
+    return x0 * F.linear(x, w, b) * torch.sigmoid(F.linear(x, v)) + x
+
+
+@form(X, "frozen 128x64", "frozen 128x64", (48, 1))
+def mask_inside_the_gate(x: Any, w: Any, v: Any, mask: Any) -> Any:
+    """The linear is multiplied before the activation: that is no factor of both."""
+    return F.silu(F.linear(x, w) * mask) * F.linear(x, v)
+
+
+@form((2, 1, 48, 64), "frozen 128x64", "frozen 128x64", (2, 3, 48, 128), left=(0, 0))
+def factor_that_is_larger(x: Any, w: Any, v: Any, other: Any) -> Any:
+    return (F.silu(F.linear(x, w)) * other) * F.linear(x, v)
+
+
+@form(*PACKED, "frozen 256", left=(0, 1), reasons=("", "used-elsewhere"))
+def packed_bias_by_itself(x: Any, w: Any, b: Any) -> Any:
+    """Megatron's bias_swiglu."""
+    gate, up = (F.linear(x, w) + b).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@form(X, "frozen 128x64", "frozen 128x64", "frozen 128", reasons=("", "used-elsewhere"))
+def bias_of_the_gate_by_itself(x: Any, w: Any, v: Any, b: Any) -> Any:
+    return F.silu(x @ w.t() + b) * (x @ v.t())
+
+
+@form(*PACKED, (48, 1), left=(1, 1))
+def packed_with_a_number_of_each_row(x: Any, w: Any, c: Any) -> Any:
+    gate, up = (F.linear(x, w) + c).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@form(X, "frozen 128x64", "frozen 128x64", reasons=("", "used-elsewhere"))
+def bilinear(x: Any, w: Any, v: Any) -> Any:
+    """No activation at all."""
+    return F.linear(x, w) * F.linear(x, v)
+
+
+@form(X, X, "frozen 128x64", "frozen 128x64", left=(2, 2))
+def products_of_two_inputs(x: Any, y: Any, w: Any, v: Any) -> Any:
+    """Linears of different inputs, of which nothing is said."""
+    return F.linear(x, w) * F.linear(y, v)
+
+
+@form(*PACKED, left=(1, 1), reasons=("(silu; silu)", "(silu; silu)"))
+def both_activated(x: Any, w: Any) -> Any:
+    """Mamba's gate, without what is in between."""
+    left, right = F.linear(x, w).chunk(2, dim=-1)
+    return F.silu(left) * F.silu(right)
+
+
+@form(*PACKED, left=(1, 1), reasons=("layout", "layout"))
+def gates_of_heads(x: Any, w: Any) -> Any:
+    left, gate = F.linear(x, w).view(2, 48, 4, 64).chunk(2, dim=-1)
+    return left * F.silu(gate)
+
+
+@form(X, "frozen 128x64", "frozen 128x64", reasons=("where", "where"))
+def leaky(x: Any, w: Any, v: Any) -> Any:
+    return F.leaky_relu(F.linear(x, w)) * F.linear(x, v)

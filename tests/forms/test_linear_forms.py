@@ -1,26 +1,27 @@
-"""What becomes of adapters and gates as people write them, where all that is proved is fused."""
+"""What becomes of adapters, gates and loss heads as people write them, where all that is proved is fused."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from inductor_fusions.fusions.lora import factors, norms
+from inductor_fusions.fusions.lora import factors, merged, norms
 from inductor_fusions.testing import says
 from tests.block_mm.support import check, run
 from tests.forms.adapters import ADAPTERS
 from tests.forms.gates import GATES
 from tests.forms.linear_form import LinearForm
+from tests.forms.losses import LOSSES
 
 
 @pytest.fixture(autouse=True)
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, before autograd as well."""
-    for module in (norms, factors):
+    for module in (norms, factors, merged):
         monkeypatch.setattr(module, "check_device", lambda value: None)
 
 
-FORMS: dict[str, LinearForm] = {**ADAPTERS, **GATES}
+FORMS: dict[str, LinearForm] = {**ADAPTERS, **GATES, **LOSSES}
 
 
 @pytest.mark.parametrize("form", list(FORMS.values()), ids=list(FORMS))

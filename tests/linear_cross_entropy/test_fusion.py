@@ -108,6 +108,10 @@ def log_probabilities(logits: Any, labels: Any) -> Any:
     return torch.gather(logits.log_softmax(-1), 2, labels.unsqueeze(2)).squeeze(2) * mask
 
 
+def some_classes(logits: Any, labels: Any) -> Any:
+    return F.cross_entropy(logits[..., : V - 1].reshape(-1, V - 1), labels.clamp(0, V - 2).view(-1))
+
+
 def another_ignored(logits: Any, labels: Any) -> Any:
     """A class that there is."""
     return F.cross_entropy(logits.view(-1, V), labels.clamp(min=0).view(-1), ignore_index=0)
@@ -125,6 +129,7 @@ FORMS: dict[str, tuple[Function, str]] = {
     "likelihood": (likelihood, "linear_cross_entropy"),
     "likelihood in the middle": (likelihood_in_the_middle, "linear_cross_entropy"),
     "log-probabilities": (log_probabilities, "linear_softmax_rows"),
+    "some classes": (some_classes, "linear_cross_entropy"),
     "another label is ignored": (another_ignored, "linear_cross_entropy"),
     "one sample": (lambda logits, labels: F.cross_entropy(logits[1], labels[1]) * 2, "linear_cross_entropy"),
 }  # fmt: skip
@@ -286,10 +291,6 @@ def of_another_softmax(logits: Any, labels: Any) -> Any:
     return F.nll_loss(logits.view(-1, V).log_softmax(0), labels.view(-1))
 
 
-def some_classes(logits: Any, labels: Any) -> Any:
-    return F.cross_entropy(logits[..., : V - 1].reshape(-1, V - 1), labels.clamp(0, V - 2).view(-1))
-
-
 def classes_that_are_rows(logits: Any, labels: Any) -> Any:
     return F.cross_entropy(logits.reshape(V, -1).t(), labels.view(-1))
 
@@ -298,13 +299,12 @@ OTHERS: dict[str, tuple[Function, str]] = {
     "the logits are returned": (returned, "used-elsewhere"),
     "the logits are read elsewhere": (read_elsewhere, "used-elsewhere"),
     "probabilities": (probabilities, "loss"),
-    "a tensor is added": (lambda logits, labels, weights: causal(logits + weights, labels), "loss"),
+    "a tensor is added": (lambda logits, labels, weights: causal(logits.tanh() + weights, labels), "loss"),
     "rounded": (lambda logits, labels: causal(logits.bfloat16(), labels), "rounded"),
     "capped twice": (lambda logits, labels: causal(logits.tanh().tanh(), labels), "loss"),
     "overwritten": (overwritten, "used-elsewhere"),
     "gradients are off": (without_gradients, ""),
     "another softmax": (of_another_softmax, "loss"),
-    "some classes": (some_classes, "loss"),
     "classes that are rows": (classes_that_are_rows, "loss"),
 }
 

@@ -38,6 +38,11 @@ FORMS: dict[str, Callable[..., Any]] = {
     "a difference": lambda x, w, a, b, c: F.linear(x, w - 0.5 * (b @ a)),
     "addmm": lambda x, w, a, b, c: F.linear(x, torch.addmm(w, b, a, alpha=0.5), c),
     "by @": lambda x, w, a, b, c: x @ (w.t() + 0.5 * (a.t() @ b.t())),
+    "a second linear": lambda x, w, a, b, c: F.linear(x, w, c) + F.linear(x, 0.5 * (b @ a)),
+    "a second product": lambda x, w, a, b, c: x @ w.t() + (x @ (a.t() @ b.t())) * 2.0,
+    "a difference of weights": lambda x, w, a, b, c: (
+        F.linear(x, w, c) + F.linear(x, ((f := w.detach()) + (b @ a).view(48, 32) * c.mean()) - f)
+    ),
     "turned": lambda x, w, a, b, c: F.linear(x, b.matmul(a) + w, bias=c),
 }  # fmt: skip
 
@@ -77,6 +82,9 @@ def used_twice(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 OTHERS: dict[str, tuple[Callable[..., Any], str | None]] = {
+    "a difference to another weight": (lambda x, w, a, b, c: F.linear(x, (w + b @ a) - w * 2), "merged"),
+    "two factors": (lambda x, w, a, b, c: F.linear(x, (b @ a) * c.mean() * c.sum()), "merged"),
+    "a second linear with a bias": (lambda x, w, a, b, c: F.linear(x, b @ a, c), "merged"),
     "a trained weight": (lambda x, w, a, b, c: F.linear(x, (w * c[:, None]) + b @ a), "merged"),
     "used twice": (used_twice, "also used"),
     "an activation": (lambda x, w, a, b, c: F.linear(x, w + (b @ a).tanh()), None),

@@ -109,6 +109,8 @@ class DotInteraction(Candidate):
         else:
             new = build.given(out, DOT_INTERACTION, site.t, site.dense, *self.triangle, list(self.tiles))
         new = build.given(tensor(site.last), torch.unsqueeze, new, -1) if site.kept else new
+        for how, number in site.scales:
+            new = build.given(out, operator.mul if how == "mul" else operator.truediv, new, number)
         gone = [node for node in (site.cat, site.pairs, *site.between[::-1]) if node is not None]
         gone = list(dict.fromkeys(gone))
         erase_dead_readers(gone)
@@ -173,7 +175,7 @@ FUSION = Fusion(
 )
 
 
-@FUSION.anchor(lambda: spellings("getitem", "masked_select", "index_select", "sum", "tril", "triu"))
+@FUSION.anchor(lambda: spellings("getitem", "masked_select", "index_select", "sum", "einsum", "tril", "triu"))
 def read(scope: Scope, match: Match) -> Candidate | None:
     """A gather of pairs from products of features with themselves."""
     node = match.output_node()

@@ -3,10 +3,10 @@
     z = torch.bmm(t, t.transpose(1, 2))
     torch.cat([dense, z[:, i, j]], dim=1)
 
-also as `z.flatten(1)[:, k]` and as `(t[:, i] * t[:, j]).sum(-1)`, or of features that `split` takes apart
-and `cat` puts beside each other. Which pairs they are may be in the graph, as numbers or by `tril_indices`
-and `triu_indices`: a triangle has a kernel of its own. Contents of buffers and inputs are never read: the
-kernel takes the tensor.
+also as `z.flatten(1)[:, k]`, of z times a number, and as `(t[:, i] * t[:, j]).sum(-1)`, or of features that
+`split` takes apart and `cat` or `stack` puts beside each other. Which pairs they are may be in the graph, as
+numbers or by `tril_indices` and `triu_indices`: a triangle has a kernel of its own. Contents of buffers and
+inputs are never read: the kernel takes the tensor.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Site:
         cat: the concatenation that reads the pairs behind `dense`, or None.
         dense: what stands before the pairs, (samples, columns), or None.
         kept: whether a last dim of size 1 is behind the pairs.
+        scales: by what the products are multiplied or divided before they are selected.
     """
 
     pairs: fx.Node
@@ -56,11 +57,12 @@ class Site:
     cat: fx.Node | None
     dense: fx.Node | None
     kept: bool = False
+    scales: tuple[tuple[str, float], ...] = ()
 
     @property
     def gathers(self) -> bool:
         """Whether features are gathered before they are multiplied."""
-        return len(self.between) == 3
+        return _squared(self.between[0]) is None
 
     @property
     def last(self) -> fx.Node:
@@ -79,13 +81,37 @@ def site(node: fx.Node) -> Site | None:
     op = read(node)
     if op is None or op.inplace:
         return None
-    found = _of_sum(op) if op.name == "sum" else _of_gather(op)
-    return None if found is None else Site(node, *found, *_cat(node), kept=op["keepdim"] is True)
+    if op.name in ("sum", "einsum"):
+        found = _of_sum(op) if op.name == "sum" else _of_pairs(op)
+        return None if found is None else Site(node, *found, *_cat(node), kept=op["keepdim"] is True)
+    z, scales, nodes = _scaled(op.input)
+    found = _of_gather(op, z)
+    if found is None:
+        return None
+    t, between, index = found
+    if scales:  # not those of what is concatenated with the pairs
+        return Site(node, t, (*between, *nodes), index, None, None, scales=scales)
+    return Site(node, *found, *_cat(node))
 
 
-def _of_gather(op: Op) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any, ...]] | None:
+def _scaled(node: Any) -> tuple[Any, tuple[tuple[str, float], ...], tuple[fx.Node, ...]]:
+    """What is multiplied or divided by numbers, by which, in order, and the nodes."""
+    op = read(node)
+    if op is None or op.inplace or op.name not in ("mul", "div"):
+        return node, (), ()
+    first, second = op.only("input", "other")
+    if op.name == "mul" and isinstance(first, (int, float)):
+        first, second = second, first
+    before, after = tensor(first), tensor(node)
+    if type(second) not in (int, float) or before is None or after is None or before.dtype != after.dtype:
+        return node, (), ()
+    inner, scales, nodes = _scaled(first)
+    return inner, (*scales, (op.name, second)), (*nodes, node)
+
+
+def _of_gather(op: Op, z: Any) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any, ...]] | None:
     """The features, what is between, and the indices of z[:, i, j] and z.flatten(1)[:, k]."""
-    z, index = op.input, op["index"]
+    index = op["index"]
     if op.name == "index_select":
         index = (_WHOLE, index) if op.only("input", "dim", "index")[1] in (1, -1) else None
     if not isinstance(z, fx.Node) or not isinstance(index, tuple) or index[:1] != (_WHOLE,):
@@ -115,6 +141,19 @@ def _of_sum(op: Op) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any, ...]] | No
     if left is None or left is not right or value is None or value.dim() != 3:
         return None
     return left, (*sides, product), (i, j)
+
+
+def _of_pairs(op: Op) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any, ...]] | None:
+    """The same of "bpd,bpd->bp" of t[:, i] and t[:, j]."""
+    try:
+        found = equation(op)
+    except Rejected:
+        return None
+    if len(found.first) != 3 or found.first != found.second or found.result != found.first[:2]:
+        return None
+    sides = found.left, found.right
+    (left, i), (right, j) = (_gathered(side) or (None, None) for side in sides)
+    return None if left is None or left is not right else (left, sides, (i, j))
 
 
 def is_flattened(node: fx.Node) -> bool:
@@ -158,6 +197,13 @@ def _gathered(node: Any) -> tuple[fx.Node, Any] | None:
         return None
     if op.name == "cat":
         return _beside(op)
+    if op.name == "stack":
+        return _stacked(op)
+    if op.name == "index_select":
+        source, dim, rows = op.only("input", "dim", "index")
+        found = tensor(source)
+        fits = found is not None and found.dim() == 3 and dim in (1, -2) and _is_index(rows)
+        return (source, rows) if fits else None
     if node.target is not operator.getitem:
         return None
     source, index = op.input, op["index"]
@@ -184,6 +230,31 @@ def _beside(op: Op) -> tuple[fx.Node, Any] | None:
     if not isinstance(split.input, fx.Node) or not all(type(row) is int and row >= 0 for row in rows):
         return None
     return split.input, rows
+
+
+def _stacked(op: Op) -> tuple[fx.Node, Any] | None:
+    """The same where `stack` puts rows t[:, k], or those of `t.unbind(1)`, beside each other."""
+    parts, dim = op.only("tensors", "dim")
+    if not isinstance(parts, (list, tuple)) or not parts or dim not in (1, -2):
+        return None
+    sources, rows = set[Any](), list[Any]()
+    for part in parts:
+        taken = read(part)
+        if taken is None or taken.name != "getitem":
+            return None
+        source, row = taken.input, taken["index"]
+        apart = read(source)
+        if apart is not None and apart.name == "unbind":
+            source, row = apart.input, row if apart["dim"] in (1, -2) else None
+        else:
+            row = row[1] if isinstance(row, tuple) and len(row) == 2 and row[0] == _WHOLE else None
+        if type(row) is not int or row < 0:
+            return None
+        sources.add(source)
+        rows.append(row)
+    (source, *others) = sources
+    found = tensor(source)
+    return (source, rows) if not others and found is not None and found.dim() == 3 else None
 
 
 def _is_index(index: Any) -> bool:

@@ -23,7 +23,7 @@ from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
 from ...operands import check_kind, profitable, tensor, text, tokens_of
 from ...reasons import Reason
-from ...writes import check_between, check_kept
+from ...writes import check_between, check_kept, may_alias, storage
 from . import emit, recognise
 from .recognise import Site, Unread
 
@@ -112,8 +112,13 @@ class LossHead(Candidate):
                 Reason.LOSS('reduction="none" with both class weights and label smoothing is not supported')
             )
         self._check_readers()
-        held = [node for node in (site.h, site.w, site.bias, *site.path) if node]
+        replayed = [x for node in site.replayed for x in node.all_input_nodes]
+        held = [site.h, site.w, *site.path, *replayed]
         check_between(site.path, site.loss, "the linear and the loss", modes, read=held)
+        for later in (site.bias, site.labels):  # the graph may make them behind the linear
+            if later is not None:
+                since = [node for node in (*site.path, site.loss) if node >= _first_reader(site, later)]
+                check_between(since, site.loss, "the linear and the loss", modes, read=[later])
         if not self.in_one_pass and self.trains:
             check_kept(operands, site.loss)
         check_operation([*site.path, site.loss])
@@ -196,6 +201,14 @@ class LossHead(Candidate):
         return f"{name}{self.note}"
 
 
+def _first_reader(site: Site, operand: fx.Node) -> fx.Node:
+    """The first node of a site that reads an operand, or a view of it."""
+    for node in site.path:
+        if any(may_alias(storage(each), storage(operand)) for each in node.all_input_nodes):
+            return node
+    return site.loss
+
+
 def _behind_a_cast(reader: fx.Node) -> fx.Node:
     """The output of the graph if the reader is a cast that only the output reads, as accelerate casts what a
     model returns under autocast; else the reader itself."""
@@ -222,3 +235,10 @@ def look(scope: Scope, match: Match) -> Candidate | None:
     if isinstance(found, Unread):
         return Reported(found.loss, found.why)
     return None if found is None else LossHead(scope.graph, found)
+
+
+@FUSION.anchor(recognise.spelled_out)
+def look_out(scope: Scope, match: Match) -> Candidate | None:
+    """A softmax of logits that no supported loss reads."""
+    found = recognise.written_out(match.output_node())
+    return None if found is None else Reported(found.loss, found.why)

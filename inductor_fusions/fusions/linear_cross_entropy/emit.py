@@ -50,6 +50,12 @@ def rows(site: Site, wants: list[bool]) -> fx.Node:
     build = Builder(site.loss)
     h, w, bias = _operands(build, site)
     labels = _labels(build, site)
+    if site.wraps:  # what is negative after that is out of bounds
+        classes = build.value(w).shape[0]
+        labels = build.call(
+            torch.where, build.call(torch.lt, labels, 0), build.call(torch.add, labels, classes), labels
+        )
+        labels = build.call(torch.where, build.call(torch.lt, labels, 0), classes, labels)
     there = None
     if not site.gathers:
         there = build.call(torch.ne, labels, site.ignore_index)
@@ -96,6 +102,16 @@ def _operands(build: Builder, site: Site) -> tuple[fx.Node, fx.Node, fx.Node | N
     if not site.by_rows:
         w = build.call("t", w)
     bias = None if site.bias is None else build.to(site.bias, logits.dtype)
+    if site.columns is not None:
+        start, count = site.columns
+        if bias is not None and build.value(bias).shape[0] == build.value(w).shape[0]:
+            bias = build.call("narrow", bias, 0, start, count)
+        w = build.call("narrow", w, 0, start, count)
+    if site.shift:
+        number = build.call(
+            torch.full, (build.value(w).shape[0],), site.shift, dtype=logits.dtype, device=logits.device
+        )
+        bias = number if bias is None else build.call(torch.add, bias, number)
     # What autocast does to the operands of a linear.
     return build.to(h, logits.dtype), build.to(w, logits.dtype), bias
 

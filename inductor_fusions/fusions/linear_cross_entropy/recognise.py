@@ -2,15 +2,15 @@
 
     F.cross_entropy(f(F.linear(h, w, bias)).view(-1, V), labels)
 
-and likewise `nll_loss` of a `log_softmax`, and a `gather` of one, where f may scale the logits, bound them by
-c * tanh(x / c), cast them to a wider dtype, take some of the rows, or view them otherwise, as long as the
-classes stay a dim of their own.
+and likewise `nll_loss` of a `log_softmax`, and log-probabilities (`log_probabilities`), where f may scale the
+logits, bound them by c * tanh(x / c), cast them to a wider dtype, take some of the rows or the first classes,
+or view them otherwise, as long as the classes stay a dim of their own. The bias may be an addition by itself.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...fusion import Rejected
+from ...graph.einsum import equation
 from ...graph.torch_ops import (
     CASTS,
     COPIES,
@@ -28,13 +29,21 @@ from ...graph.torch_ops import (
     read,
     spellings,
 )
+from ...liveness import readers
 from ...operands import holds, tensor
 from ...reasons import Reason
+from . import log_probabilities
 
 #: Take some rows, or one, of a dim.
-_SELECTS = frozenset({"select", "narrow", "slice"})
-#: What a loss is looked for by.
-LOSSES = ("cross_entropy", "nll_loss", "gather")
+_SELECTS = frozenset({"select", "narrow", "slice", "index_select"})
+#: What a loss is looked for by, beside log-probabilities.
+_LOSSES = ("cross_entropy", "nll_loss")
+#: What losses are written out with.
+_SOFTMAXES = ("log_softmax", "logsumexp")
+#: What may stand between logits and a loss.
+_PASSED = frozenset(
+    {"mul", "div", "add", "sub", "tanh", "getitem", "squeeze", "unsqueeze", "stack", "unbind"}
+)
 
 
 @dataclass(frozen=True)
@@ -58,12 +67,15 @@ class Site:
         linear: makes the logits.
         h, w, bias: what it reads; h (..., H).
         by_rows: whether w is (V, H) rather than its transpose.
+        columns: which of the classes of the linear the loss reads: the first one and how many; None: all.
+        shift: a number that is added to each logit in front of a cap.
+        wraps: whether a negative label counts from the last class, as in an index.
         path: the nodes from the linear to what the loss reads, in order.
         replayed: those of them that say which rows there are, and in which order.
         bend: what is done to each logit.
         labels: what stands at each row.
         weights: of the classes, or None.
-        gathers: whether the loss is a `gather`: log-probabilities.
+        gathers: whether the loss is log-probabilities.
         ignore_index, smoothing, reduction: of the loss.
     """
 
@@ -82,6 +94,9 @@ class Site:
     ignore_index: int = -100
     smoothing: float = 0.0
     reduction: str = "mean"
+    columns: tuple[int, int] | None = None
+    shift: float = 0.0
+    wraps: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,18 +110,66 @@ class Unread:
 def site(node: fx.Node) -> Site | Unread | None:
     """The loss behind a linear that a node is; why a loss is none; None of what is no loss."""
     op = read(node)
-    if op is None or op.name not in LOSSES:
+    if op is None:
         return None
     try:
-        return _gather(op) if op.name == "gather" else _loss(op)
+        if op.name in _LOSSES:
+            return _loss(op)
+        picked = log_probabilities.of(op)
+        return None if picked is None or log_probabilities.is_in_stack(node) else _picked(op, picked)
     except Rejected as why:
         # Gathers are everywhere: one is a loss where it reads a softmax of a linear.
-        return None if op.name == "gather" else Unread(node, why)
+        return Unread(node, why) if op.name in _LOSSES else None
+
+
+def written_out(node: fx.Node) -> Unread | None:
+    """The softmax of a linear's logits that no loss above reads, as in distillation or an entropy."""
+    op = read(node)
+    if op is None or op.name not in _SOFTMAXES or not log_probabilities.is_over_last(op):
+        return None
+    try:
+        found = _walk(op.input, [], [])
+    except Rejected:
+        return None
+    h, w = tensor(found.operands[0]), tensor(found.operands[1])
+    assert h is not None and w is not None
+    seen, waiting = {found.linear}, [found.linear]
+    ends = dict[str, None]()
+    while waiting:
+        for user in readers(waiting.pop()):
+            op = read(user)
+            if user in seen or op is None:
+                continue
+            seen.add(user)
+            if site(user) is not None:
+                return None  # which is a site of its own
+            if op.name in _PASSED | VIEWS | COPIES | CASTS | _SELECTS | {*_SOFTMAXES, "gather"}:
+                waiting.append(user)
+            else:
+                ends[op.name] = None
+    # A few classes are those of a router or a classifier, whose logits are small.
+    if not ends or not known_true(w.numel() >= h.shape[-1] ** 2):
+        return None
+    what = " and ".join(sorted(ends)[:4])
+    return Unread(
+        node,
+        Rejected(
+            Reason.LOSS(
+                f"the softmax of a linear's result is read by {what}, and only losses of one label for each "
+                "row are fused"
+            )
+        ),
+    )
 
 
 def spelled() -> list[Any]:
     """What losses are called by."""
-    return spellings(*LOSSES)
+    return spellings(*_LOSSES, *log_probabilities.SPELLED)
+
+
+def spelled_out() -> list[Any]:
+    """What losses that are written out are called by."""
+    return spellings(*_SOFTMAXES)
 
 
 def _loss(op: Op) -> Site:
@@ -136,21 +199,16 @@ def _loss(op: Op) -> Site:
     return _site(op, found, labels, weights, False, ignored, float(smoothing), reduction)
 
 
-def _gather(op: Op) -> Site | None:
-    source, dim, index = op.only("input", "dim", "index")
-    value, labels = tensor(source), tensor(index)
-    if value is None or labels is None or not isinstance(source, fx.Node) or not isinstance(dim, int):
-        return None
-    last = value.dim() - 1
-    if not last or dim % value.dim() != last or not known_true(labels.shape[-1] == 1):
-        return None
-    path: list[fx.Node] = []
+def _picked(op: Op, picked: log_probabilities.Picked) -> Site:
+    """Log-probabilities of one label for each row."""
+    path: list[fx.Node] = list(picked.path)
     replayed: list[fx.Node] = []
-    found = _walk(_log_softmax(source, True, path, replayed), path, replayed)
-    same = zip(labels.shape[:-1], value.shape[:-1], strict=True)
-    if not all(known_true(a == b) for a, b in same):  # some rows alone are gathered from
-        raise Rejected(Reason.SHAPES("the index and the log-probabilities have different numbers of rows"))
-    return _site(op, found, index, None, True)
+    logits = picked.logits
+    if picked.of_softmax:
+        logits = _log_softmax(logits, True, path, replayed)
+    found = _walk(logits, path, replayed)
+    made = _site(op, replace(found, path=tuple(sorted(found.path))), picked.labels, None, True)
+    return replace(made, wraps=picked.wraps)
 
 
 @dataclass(frozen=True)
@@ -160,6 +218,8 @@ class _Logits:
     path: tuple[fx.Node, ...]
     replayed: tuple[fx.Node, ...]
     bend: Bend
+    columns: tuple[int, int] | None
+    shift: float
 
 
 def _site(
@@ -175,7 +235,7 @@ def _site(
         )
     return Site(
         op.node, found.linear, h, w, bias, by_rows, found.path, found.replayed, found.bend, labels, weights,
-        gathers, ignored, smoothing, reduction,
+        gathers, ignored, smoothing, reduction, found.columns, found.shift,
     )  # fmt: skip
 
 
@@ -249,23 +309,38 @@ def _walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> _Logit
         Rejected: there is none, or something else in between.
     """
     pointwise: list[tuple[str, float]] = []
+    added: tuple[fx.Node, int, torch.dtype] | None = None
+    columns: tuple[int, int] | None = None
+    shift, shifted, narrow = 0.0, 0, None
     while (operands := _linear(node)) is None:
         op = read(node)
         source = op.input if op is not None else None
-        if op is None or op.inplace or tensor(node) is None:
+        value = tensor(node)
+        if op is None or op.inplace or value is None:
             raise _no_linear(node)
         if op.name in ("mul", "div"):
             source, factor = _scaled(op)
             pointwise.append(("mul", factor))
         elif op.name == "tanh":
             pointwise.append(("tanh", 0.0))
+        elif op.name == "sigmoid":  # (1 + tanh(x / 2)) / 2, where a softmax does not see the number
+            pointwise += [("mul", 0.5), ("tanh", 0.0), ("mul", 0.5)]
+        elif op.name == "add" and type(op["other"]) in (int, float):
+            source, number = op.only("input", "other")
+            if number is None:
+                raise _no_linear(node)
+            if ("tanh", 0.0) in pointwise:
+                shift, shifted, narrow = shift + number, len(pointwise), value.dtype
+        elif op.name == "add" and added is None:
+            source, vector = _biased(op)
+            added = vector, len(pointwise), value.dtype
         elif op.name in CASTS | COPIES:
             if not _is_as_wide(op):
-                raise Rejected(
-                    Reason.ROUNDED(f"{node.name} rounds the logits or moves them to another device")
-                )
+                raise Rejected(Reason.ROUNDED(f"{op.name} rounds the logits or moves them to another device"))
         elif _keeps_classes(op):
             replayed.append(node)
+        elif columns is None and (columns := _some_classes(op)) is not None:
+            pass
         else:
             raise _no_linear(node)
         path.append(node)
@@ -273,12 +348,71 @@ def _walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> _Logit
             raise _no_linear(node)
         node = source
     path.append(node)
-    return _Logits(node, operands, tuple(reversed(path)), tuple(reversed(replayed)), _bent(pointwise[::-1]))
+    out = tensor(node)
+    if added is not None:
+        vector, steps, dtype = added
+        # What the linear itself could have added.
+        if operands[3] is not None or steps != len(pointwise) or out is None or out.dtype != dtype:
+            raise Rejected(Reason.LOSS("a second tensor is added to the logits, or one that is not a bias"))
+        operands = (*operands[:3], vector)
+    if shift and (shifted != len(pointwise) or out is None or narrow != out.dtype):
+        raise Rejected(
+            Reason.LOSS("a number is added to scaled or cast logits, in front of a tanh or a sigmoid")
+        )
+    bend = _bent(pointwise[::-1])
+    return _Logits(node, operands, tuple(reversed(path)), tuple(reversed(replayed)), bend, columns, shift)
+
+
+def _biased(op: Op) -> tuple[fx.Node, fx.Node]:
+    """Logits and the vector that is added to each row of them.
+
+    Raises:
+        Rejected: something else is added.
+    """
+    first, second = op.only("input", "other")
+    out = tensor(op.node)
+    for source, vector in ((first, second), (second, first)):
+        before, held = tensor(source), tensor(vector)
+        if before is None or held is None or out is None or held.dim() != 1 or before.dim() < 2:
+            continue
+        if before.dtype == held.dtype and known_true(held.shape[0] == before.shape[-1]):
+            return source, vector
+    raise _no_linear(op.node)
+
+
+def _some_classes(op: Op) -> tuple[int, int] | None:
+    """Which classes an operation takes of all rows: the first one, and how many."""
+    before, after = tensor(op.input), tensor(op.node)
+    if before is None or after is None or op.inplace or before.dim() != after.dim():
+        return None
+    classes, last = before.shape[-1], before.dim() - 1
+    part: Any = None
+    if op.name == "getitem":
+        index = op["index"]
+        parts = list(index) if isinstance(index, tuple) else [index]
+        *others, part = parts
+        if not all(each in (Ellipsis, slice(None)) for each in others if not isinstance(each, fx.Node)):
+            return None
+        if any(isinstance(each, fx.Node) for each in parts) or (
+            Ellipsis not in others and len(others) != last
+        ):
+            return None
+    elif op.name in ("narrow", "slice") and isinstance(op["dim"], int) and op["dim"] % before.dim() == last:
+        start = op["start"]
+        part = slice(start, start + op["length"] if op.name == "narrow" else op["end"], op["step"])
+    if not isinstance(part, slice) or not isinstance(classes, int) or part.step not in (None, 1):
+        return None
+    if not all(each is None or type(each) is int for each in (part.start, part.stop)):
+        return None
+    start, stop, _ = part.indices(classes)
+    return (start, stop - start) if stop > start else None
 
 
 def _no_linear(node: fx.Node) -> Rejected:
+    op = read(node)
+    what = node.name if op is None else op.name
     return Rejected(
-        Reason.LOSS(f"{node.name} is between the logits and a linear, or no linear computes them"),
+        Reason.LOSS(f"{what} is between the logits and a linear, or no linear computes them"),
         "compute the linear in the same graph, and only scale, softcap, cast, slice or view its result",
     )
 
@@ -289,7 +423,7 @@ def _bent(pointwise: list[tuple[str, float]]) -> Bend:
         if name == "mul":
             bend = bend.times(factor)
         elif bend.cap:
-            raise Rejected(Reason.LOSS("there are two tanh between the linear and the loss"))
+            raise Rejected(Reason.LOSS("there are two tanh or sigmoid between the linear and the loss"))
         else:
             bend = Bend(bend.scale, 1.0)
     if not (math.isfinite(bend.scale) and math.isfinite(bend.cap)) or not bend.scale:
@@ -335,8 +469,13 @@ def _keeps_classes(op: Op) -> bool:
 
 
 def _indexes_rows(index: Any, last: int) -> bool:
-    """Whether an index leaves the last dim whole: slices and numbers of leading dims alone."""
+    """Whether an index leaves the last dim whole: slices and numbers, or a tensor, of leading dims alone."""
     parts = list(index) if isinstance(index, tuple) else [index]
+    held = [value for part in parts if (value := tensor(part)) is not None]
+    if len(held) == 1 and held[0].dtype in (torch.int64, torch.int32):
+        parts = [slice(None, 0) if tensor(part) is not None else part for part in parts]
+        if not all(part is Ellipsis or isinstance(part, slice) for part in parts):
+            return False
     if not all(part is Ellipsis or isinstance(part, (slice, int)) for part in parts):
         return False
     if any(isinstance(part, bool) for part in parts) or parts.count(Ellipsis) > 1:
@@ -347,9 +486,25 @@ def _indexes_rows(index: Any, last: int) -> bool:
     return len(parts) <= last or parts[last] == slice(None)
 
 
+def _of_einsum(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, None] | None:
+    """The same of "bsd,vd->bsv", with any letters."""
+    op = read(node)
+    if op is None or op.name != "einsum":
+        return None
+    try:
+        found = equation(op)
+    except Rejected:
+        return None
+    for each in (found, found.turned()):
+        summed, v = each.first[-1:], each.result[-1:]
+        if len(each.second) == 2 and set(each.second) == {summed, v} and each.result[:-1] == each.first[:-1]:
+            return (each.left, each.right, each.second[0] == v, None) if summed != v else None
+    return None
+
+
 def _linear(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, fx.Node | None] | None:
     """(input, weight, whether its rows are the classes, bias) of a product with a matrix."""
-    found = linear_of(node)
+    found = linear_of(node) or _of_einsum(node)
     if found is None:
         return None
     x, w, by_rows, bias = found

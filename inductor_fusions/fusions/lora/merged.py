@@ -3,8 +3,9 @@
     F.linear(x, w + s * (b @ a), c)    ->    F.linear(x, w, c) + s * F.linear(F.linear(x, a), b)
 
 Autograd computes the gradient of the merged weight, one of three products of a step, and multiplies it by a
-and b. As two products no such gradient is there, and no merged weight. loralib, minLoRA, LyCORIS and PEFT's
-ParamWrapper merge so.
+and b. As two products no such gradient is there, and no merged weight. loralib, minLoRA and PEFT's
+ParamWrapper merge so. Others add a second linear, whose weight is `s * (b @ a)`, or the same as a difference,
+`(w + s * (b @ a)) - w` (LyCORIS).
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from ... import config
 from ...derivatives import check_operation
 from ...fusion import Candidate, LeftToStock, Rejected, Reported
 from ...graph.builder import Builder
-from ...graph.torch_ops import CASTS, TRANSPOSES, VIEWS, linear_of, read
+from ...graph.torch_ops import CASTS, TRANSPOSES, VIEWS, Op, linear_of, read
 from ...liveness import erase_dead_readers, readers
 from ...operands import check_device, check_kind, tensor, text
 from ...reasons import Reason
 from ...writes import check_between, check_kept
 from .adapters import MOST_RANK
 from .inputs import Inputs
-from .second_product import scaled_by
+from .second_product import made, scaled_by
 
 if TYPE_CHECKING:
     from ..._inductor import Match
@@ -43,30 +44,32 @@ _MOST_STEPS = 32
 
 @dataclass(frozen=True)
 class Merged:
-    """A linear whose weight is `w + scale * (b @ a)`.
+    """A linear whose weight is `w + scale * factor * (b @ a)`.
 
     Attributes:
         linear: the node.
         between: what makes the weight, in order: the product of b and a first, the sum last.
-        x, w, a, b: its operands.
+        x, w, a, b: its operands; w may be None.
         bias: or None.
-        scale: the factor.
+        scale: the product of the numbers.
+        factor: a tensor of shape () by which the product is multiplied as well, or None.
         rows: whether it is `F.linear`; else `x @ (w + scale * (a @ b))`.
     """
 
     linear: fx.Node
     between: tuple[fx.Node, ...]
     x: fx.Node
-    w: fx.Node
+    w: fx.Node | None
     a: fx.Node
     b: fx.Node
     bias: Any
     scale: float
+    factor: fx.Node | None
     rows: bool
 
 
-#: A product, its operands, the nodes from it on, and the factor.
-_Delta = tuple[fx.Node, Any, Any, list[fx.Node], float]
+#: A product, its operands, the nodes from it on, and the factors.
+_Delta = tuple[fx.Node, Any, Any, list[fx.Node], float, fx.Node | None]
 
 
 def _merged(node: fx.Node) -> Merged | None:
@@ -77,43 +80,76 @@ def _merged(node: fx.Node) -> Merged | None:
     total = read(weight)
     if total is None or (bias is not None and not rows):
         return None
+    last: list[fx.Node] = []
+    pairs = _sums(total)
+    if total.name == "sub" and (inner := read(total.input)) is not None:  # w + d - w
+        added = [(None, delta) for w, delta in _sums(inner) if w is total.only("input", "other")[1]]
+        if added and not inner.inplace:
+            pairs, last = [*pairs, *added], [inner.node]
+    if total.name not in ("add", "sub", "addmm") and bias is None:
+        pairs = [(None, _delta(weight, 1.0))]
+        last, total = [], None
+    for w, delta in pairs:
+        if delta is None or (w is not None and not _fits(w, delta[0])):
+            continue
+        _, b, a, between, scale, factor = delta
+        if not rows:
+            a, b = b, a
+        if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or not _is_narrow(a, b, rows):
+            continue
+        if w is None and bias is not None:
+            continue
+        sums = [*(last if w is None else []), *([total.node] if total is not None else [])]
+        return Merged(node, (*between, *sums), x, w, a, b, bias, scale, factor, rows)
+    return None
+
+
+def _sums(total: Op) -> list[tuple[fx.Node | None, _Delta | None]]:
+    """Each matrix that an operation adds to a product, and that product."""
+    pairs: list[tuple[Any, _Delta | None]] = []
     if total.name == "addmm":
         w, b, a, alpha = total.only("input", "mat1", "other", "alpha")
         scale = 1.0 if alpha is None else alpha
-        pairs: list[tuple[Any, _Delta | None]] = []
-        pairs += [(w, (total.node, b, a, [], scale))] if isinstance(scale, (int, float)) else []
+        if isinstance(scale, (int, float)):
+            pairs.append((w, (total.node, b, a, [], scale, None)))
     elif total.name in ("add", "sub"):
         first, second = total.only("input", "other")
-        pairs = [(first, _delta(second, -1.0 if total.name == "sub" else 1.0))]
-        pairs += [(second, _delta(first, 1.0))] if total.name == "add" else []
-    else:
-        return None
-    for w, delta in pairs:
-        if delta is None or not isinstance(w, fx.Node) or not _fits(w, delta[0]):
-            continue
-        _, b, a, between, scale = delta
-        if not rows:
-            a, b = b, a
-        if isinstance(a, fx.Node) and isinstance(b, fx.Node) and _is_narrow(a, b, rows):
-            return Merged(node, (*between, total.node), x, w, a, b, bias, scale, rows)
-    return None
+        pairs.append((first, _delta(second, -1.0 if total.name == "sub" else 1.0)))
+        if total.name == "add":
+            pairs.append((second, _delta(first, 1.0)))
+    return [(w, delta) for w, delta in pairs if isinstance(w, fx.Node)]
 
 
 def _delta(node: Any, scale: float) -> _Delta | None:
-    """The product that is scaled by numbers and viewed."""
-    between = list[fx.Node]()
+    """The product that is scaled and viewed."""
+    between, factor = list[fx.Node](), None
     while (op := read(node)) is not None and not op.inplace:
         between.insert(0, op.node)
         if op.name == "matmul":
-            return op.node, *op.only("input", "other"), between, scale
-        if op.name in _VIEWS:
+            return op.node, *op.only("input", "other"), between, scale, factor
+        if op.name in _VIEWS or _keeps_values(op):
             node = op.input
             continue
         step = scaled_by(op)
-        if step is None:
+        if step is not None:
+            node, scale = step[0], scale * step[1]
+            continue
+        if op.name != "mul" or factor is not None:
             return None
-        node, scale = step[0], scale * step[1]
+        first, second = op.only("input", "other")
+        one, other = tensor(first), tensor(second)
+        if one is None or other is None or (one.dim() != 0) == (other.dim() != 0):
+            return None
+        node, factor = (first, second) if other.dim() == 0 else (second, first)
     return None
+
+
+def _keeps_values(op: Op) -> bool:
+    """Whether an operation is a cast to the dtype and the device that there are."""
+    before, after = tensor(op.input), tensor(op.node)
+    if op.name not in CASTS or before is None or after is None:
+        return False
+    return (before.dtype, before.device) == (after.dtype, after.device)
 
 
 def _low_rank(weight: fx.Node) -> int:
@@ -173,21 +209,24 @@ class MergedWeight(Candidate):
 
     def guard(self) -> None:
         site, known = self.site, self.known
-        values = [tensor(node) for node in (site.x, site.w, site.a, site.b, *site.between, site.linear)]
-        found = [value for value in values if value is not None]
+        nodes = (site.x, site.a, site.b, site.w, site.factor, *site.between, site.linear)
+        found = [value for node in nodes if (value := tensor(node)) is not None]
         check_kind(*found)
         if any(value.dtype != found[0].dtype for value in found):
             raise Rejected(Reason.MIXED_DTYPES("the operands have different dtypes, or autocast is on"))
         for node, reader in zip(site.between, (*site.between[1:], site.linear), strict=True):
             if readers(node) != [reader]:
                 raise Rejected(Reason.USED_ELSEWHERE("the merged weight is also used elsewhere"))
-        nodes = [*site.between, site.linear]
-        check_between(nodes, site.linear, "the merge and the linear", known.modes, known.effects)
-        check_kept([site.x, site.w, site.a, site.b], site.linear, known.effects)
-        check_operation(nodes, known.derivatives)
+        inside = [*site.between, site.linear]
+        check_between(inside, site.linear, "the merge and the linear", known.modes, known.effects)
+        operands = [node for node in (site.x, site.w, site.a, site.b, site.factor) if node is not None]
+        check_kept(operands, site.linear, known.effects)
+        check_operation(inside, known.derivatives)
         check_device(found[0])
-        _, _, a, b, *_, out = found
-        if config.policy != "always" or not (out.requires_grad and (a.requires_grad or b.requires_grad)):
+        _, a, b, *_, out = found
+        trains = out.requires_grad and (a.requires_grad or b.requires_grad)
+        # Without w, two narrow products take the place of a wide one.
+        if config.policy != "always" or not (trains or site.w is None):
             raise LeftToStock(
                 Reason.NOT_MEASURED(
                     "the adapter is merged into the weight in each step, and no measurement covers its form "
@@ -198,18 +237,26 @@ class MergedWeight(Candidate):
 
     def rewrite(self) -> str:
         site, old = self.site, self.site.linear
-        w = self.known.keeping.kept(site.w, old)  # eager keeps the merged weight
         make, out = Builder(old), tensor(old)
         times: Any = F.linear if site.rows else torch.matmul
         inner = make.call(times, site.x, site.a)
-        inner.meta["example_value"].requires_grad_()
+        if out is not None and out.requires_grad:
+            inner.meta["example_value"].requires_grad_()
+        between = site.factor is not None and inner.meta["example_value"].dtype != torch.float16
+        if between:  # the gradient of the factor needs the narrow result alone
+            inner = made(make, operator.mul, inner, site.factor)
         up = make.given(out, times, inner, site.b)
         if site.scale != 1:
             up = make.given(out, operator.mul, up, site.scale)
-        base = make.given(out, times, site.x, w, *([site.bias] if site.rows else []))
+        if site.factor is not None and not between:
+            up = make.given(out, operator.mul, up, site.factor)
+        if site.w is not None:
+            w = self.known.keeping.kept(site.w, old)  # eager keeps the merged weight
+            base = make.given(out, times, site.x, w, *([site.bias] if site.rows else []))
+            up = make.given(out, operator.add, base, up)
         gone: Sequence[fx.Node] = (old, *reversed(site.between))
         erase_dead_readers(gone)
-        old.replace_all_uses_with(make.given(out, operator.add, base, up))
+        old.replace_all_uses_with(up)
         for node in gone:
             old.graph.erase_node(node)
         return "two products"
@@ -225,7 +272,7 @@ def merged_weight(scope: Inputs, match: Match) -> Candidate | None:
     if not rank:
         return None
     why = Reason.MERGED(
-        f"the weight is computed in each step from a product of rank {rank}, in another form than a frozen "
-        "weight plus a number times the product"
+        f"the weight is computed in each step from a product of rank {rank}, in another form than a factor "
+        "times the product, or that plus a frozen weight"
     )
     return Reported(node, Rejected(why), {"input": text(tensor(node.all_input_nodes[0]))})

@@ -26,13 +26,16 @@ EMBEDDING = Reason.NO_MATRIX(
 CONVOLUTION = Reason.NO_MATRIX("the adapter belongs to a convolution, whose base is not a matrix product")
 UP = Reason.NO_MATRIX("the second product of the adapter is a convolution, and only linears are fused")
 BATCH = Reason.LIMIT(
-    "the adapters are a batch, one for each sample or expert, and the kernels support one matrix each"
+    "the adapters are a batch, one for each sample, expert or block, and the kernels support one matrix each"
 )
 MERGED = Reason.MERGED(
     "the matrices of a batch, one for each expert, are added to products of low rank in each step"
 )
-#: What may be between both products: channels in front.
-_TURNED = (aten.permute.default, aten.split.Tensor, aten.split_with_sizes.default, operator.getitem)
+#: What may be between both products: channels in front, blocks in another order.
+_TURNED = (
+    aten.permute.default, aten.clone.default, aten.split.Tensor, aten.split_with_sizes.default,
+    operator.getitem,
+)  # fmt: skip
 
 
 def candidates(bases: Sequence[fx.Node]) -> Iterator[Candidate]:
@@ -68,7 +71,10 @@ def _of_up(up: fx.Node) -> str:
         rank, inner, columns = value(narrow).shape[2], value(x).shape[2], value(up).shape[2]
         sizes = all(isinstance(size, int) for size in (rank, inner, columns))
         fits = sizes and rank <= MOST_RANK and 2 * rank <= min(inner, columns)
-        return BATCH if fits and additions_behind([up]) else ""
+        last = up
+        while len(last.users) == 1 and ((user := next(iter(last.users))).target in (*_TURNED, *RESHAPES)):
+            last = user
+        return BATCH if fits and additions_behind([last]) else ""
     weight: Any = up.args[1]
     if not _is_convolution(up) or any(size != 1 for size in value(weight).shape[2:]):
         return ""

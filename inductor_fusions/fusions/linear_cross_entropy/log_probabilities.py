@@ -1,0 +1,217 @@
+"""Finds log-probabilities of one label for each row, in Dynamo's torch-level graph.
+
+    log_softmax(logits, -1).gather(-1, labels[..., None])
+    logits.gather(-1, labels[..., None]).squeeze(-1) - logits.logsumexp(-1)
+
+Trainers take the rows apart to need less memory: `torch.stack` puts together the first of each `logits[i]`,
+or the logsumexp of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from ..._inductor import known_true
+from ...graph.torch_ops import Op, read
+from ...operands import tensor
+
+#: What they are called by.
+SPELLED = ("gather", "take_along_dim", "getitem", "sub", "stack")
+#: Views that may add and remove dims of size 1.
+_VIEWS = frozenset({"squeeze", "unsqueeze", "view", "reshape", "flatten"})
+
+
+@dataclass(frozen=True)
+class Picked:
+    """One value for each row of a matrix.
+
+    Attributes:
+        logits: the matrix, or its log_softmax.
+        of_softmax: whether it is the log_softmax.
+        labels: which column of each row, in the order of the rows.
+        path: the nodes behind the matrix, without the result.
+        wraps: whether a negative label counts from the last class.
+    """
+
+    logits: fx.Node
+    of_softmax: bool
+    labels: fx.Node
+    path: tuple[fx.Node, ...]
+    wraps: bool = False
+
+
+def of(op: Op) -> Picked | None:
+    """The log-probabilities that an operation gives; the matrix is not read yet."""
+    if op.inplace:
+        return None
+    if op.name == "sub":
+        return _difference(op)
+    return _stacked(op) if op.name == "stack" else _gathered(op)
+
+
+def is_over_last(op: Op) -> bool:
+    """Whether a softmax or a logsumexp is over the last dim."""
+    value, dim = tensor(op.input), op["dim"]
+    dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+    return value is not None and type(dim) is int and dim % value.dim() == value.dim() - 1
+
+
+def is_in_stack(node: fx.Node) -> bool:
+    """Whether the log-probabilities of a row are a part of those of a stack."""
+    waiting = [node]
+    for user in (user for each in waiting for user in each.users):
+        op = read(user)
+        if op is not None and op.name == "stack" and _stacked(op) is not None:
+            return True
+        if op is not None and op.name in _VIEWS:
+            waiting.append(user)
+    return False
+
+
+def _gathered(op: Op) -> Picked | None:
+    if op.name == "getitem":
+        return _indexed(op)
+    if op.name == "gather":
+        source, dim, index = op.only("input", "dim", "index")
+    elif op.name == "take_along_dim":
+        source, index, dim = op.only("input", "indices", "dim")
+    else:
+        return None
+    value, labels = tensor(source), tensor(index)
+    if value is None or labels is None or not isinstance(dim, int) or value.dim() != labels.dim():
+        return None
+    last = value.dim() - 1
+    if not last or dim % value.dim() != last or not known_true(labels.shape[-1] == 1):
+        return None
+    if not _are_same(labels.shape[:-1], value.shape[:-1]):  # some rows alone are gathered from
+        return None
+    return Picked(source, True, index, ())
+
+
+def _indexed(op: Op) -> Picked | None:
+    """`x[torch.arange(len(x)), labels]`."""
+    value, index = tensor(op.input), op["index"]
+    if value is None or value.dim() != 2 or not isinstance(index, tuple) or len(index) != 2:
+        return None
+    rows, labels = index
+    by, held, count = read(rows), tensor(labels), tensor(rows)
+    if by is None or by.name != "arange" or held is None or count is None or held.dim() != 1:
+        return None
+    starts_at_0 = len(by.rest) == 1 or (len(by.rest) == 2 and by.rest[0] == 0)
+    if not starts_at_0 or not _are_same((*count.shape, *held.shape), value.shape[:1] * 2):
+        return None
+    return Picked(op.input, True, labels, (), wraps=True)
+
+
+def _difference(op: Op) -> Picked | None:
+    """What is gathered from logits, less their logsumexp."""
+    first, second = op.only("input", "other")
+    shapes = [value.shape for node in (first, second, op.node) if (value := tensor(node)) is not None]
+    if len(shapes) != 3 or not all(len(s) == len(shapes[0]) and _are_same(s, shapes[0]) for s in shapes):
+        return None
+    (taken, views), (summed, others) = _viewed(first), _viewed(second)
+    gathered = read(taken)
+    found = None if gathered is None or gathered.inplace else _gathered(gathered)
+    logits, rows = _summed(summed)
+    if found is None or found.logits is not logits:
+        return None
+    return Picked(logits, False, found.labels, (*views, taken, *others, summed, *rows), found.wraps)
+
+
+def _summed(node: Any) -> tuple[Any, list[fx.Node]]:
+    """What a logsumexp is of, as a whole or by rows; and the nodes of the rows."""
+    op = read(node)
+    if op is None or op.inplace:
+        return None, []
+    if op.name == "logsumexp":
+        return (op.input if is_over_last(op) else None), []
+    if op.name != "stack":
+        return None, []
+    path: list[fx.Node] = []
+
+    def row(part: fx.Node) -> fx.Node | None:
+        by = read(part)
+        path.append(part)
+        return by.input if by is not None and by.name == "logsumexp" and is_over_last(by) else None
+
+    whole = _by_rows(op, row, path)
+    return whole, path
+
+
+def _stacked(op: Op) -> Picked | None:
+    """What is gathered from the log_softmax of each row."""
+    path: list[fx.Node] = []
+    labels: list[Any] = []
+
+    def row(part: fx.Node) -> fx.Node | None:
+        node, views = _viewed(part)
+        gathered = read(node)
+        found = None if gathered is None or gathered.inplace else _gathered(gathered)
+        softmax = read(found.logits) if found is not None else None
+        if found is None or softmax is None or softmax.name != "log_softmax" or not is_over_last(softmax):
+            return None
+        if softmax.only("input", "dim")[0] is None or found.wraps:
+            return None  # of another dtype
+        path.extend((*views, node, softmax.node))
+        labels.append(_viewed(found.labels)[0])
+        source: fx.Node | None = softmax.input
+        return source
+
+    whole = _by_rows(op, row, path)
+    if whole is None or not labels:
+        return None
+    taken = [read(label) for label in labels]
+    first = taken[0].input if taken[0] is not None else None
+    for number, each in enumerate(taken):
+        if each is None or each.name != "getitem" or each.input is not first or each["index"] != number:
+            return None
+    held, value = tensor(first), tensor(whole)
+    if held is None or value is None or not isinstance(first, fx.Node):
+        return None
+    if held.dim() != value.dim() - 1 or not _are_same(held.shape, value.shape[:-1]):
+        return None
+    return Picked(whole, False, first, tuple(path))
+
+
+def _by_rows(op: Op, row: Callable[[fx.Node], fx.Node | None], path: list[fx.Node]) -> fx.Node | None:
+    """The tensor of which each part of a stack reads one row, in order; its rows are added to the path."""
+    parts, dim = op.only("tensors", "dim")
+    if not isinstance(parts, (list, tuple)) or dim not in (None, 0) or not parts:
+        return None
+    whole: Any = None
+    for number, part in enumerate(parts):
+        source = row(part) if isinstance(part, fx.Node) else None
+        by = read(source)
+        if by is None or by.name != "getitem" or by["index"] != number or not isinstance(by.input, fx.Node):
+            return None
+        if whole is not None and by.input is not whole:
+            return None
+        whole = by.input
+        path.append(by.node)
+    value = tensor(whole)
+    return whole if value is not None and known_true(value.shape[0] == len(parts)) else None
+
+
+def _viewed(node: Any) -> tuple[Any, list[fx.Node]]:
+    """What a node views with other dims of size 1, and the views."""
+    views: list[fx.Node] = []
+    value = tensor(node)
+    while value is not None and (op := read(node)) is not None and op.name in _VIEWS and not op.inplace:
+        inner = tensor(op.input)
+        if inner is None or _large(inner.shape) != _large(value.shape):
+            break
+        views.append(node)
+        node, value = op.input, inner
+    return node, views
+
+
+def _large(shape: Any) -> list[str]:
+    return [str(size) for size in shape if str(size) != "1"]
+
+
+def _are_same(first: Any, second: Any) -> bool:
+    return len(first) == len(second) and all(known_true(a == b) for a, b in zip(first, second, strict=True))

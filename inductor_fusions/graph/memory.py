@@ -165,7 +165,7 @@ class Memory:
         """When what is made here is read last."""
         if node in self._values:
             return self._interval(node).death
-        death = self._death(node, {})
+        death = self._death(node)
         # The terms of a sum that is not in memory are read as long as the sum is.
         terms = self._sources(node) & self._values.keys() & set(members)
         return min([death, *([max(self._interval(term).death for term in terms)] if terms else [])])
@@ -346,12 +346,11 @@ class Memory:
         return _Stored(first, size, sources, ready)
 
     def _settle_deaths(self, nodes: Iterable[fx.Node]) -> None:
-        known: dict[tuple[fx.Node, int], fx.Node] = {}
         for node in nodes:
             stored = self._values.get(node)
             if stored is None:
                 continue
-            death = max(self._death(node, known), stored.birth)
+            death = max(self._death(node), stored.birth)
             if stored.interval is not None and stored.interval.death is death:
                 continue
             self._unsettle(node)
@@ -359,24 +358,21 @@ class Memory:
             self._dead.setdefault(death, {})[node] = None
             self._profile.add(stored.interval)
 
-    def _death(
-        self, node: fx.Node, known: dict[tuple[fx.Node, int], fx.Node], depth: int | None = None
-    ) -> fx.Node:
+    def _death(self, node: fx.Node) -> fx.Node:
         """When a value is read last: by what is computed in a loop, when that loop runs."""
-        depth = _DEPTH if depth is None else depth
-        last = known.get((node, depth))
-        if last is not None:
-            return last
         last = node
-        for user in readers(node):
-            self.visits += 1
-            at = user
-            if user in self._values:
-                at = self._values[user].birth
-            elif depth and _kind(user).pointwise:
-                at = self._death(user, known, depth - 1)
-            last = max(last, at)
-        known[node, depth] = last
+        seen: set[fx.Node] = set()
+        level = [node]
+        for depth in reversed(range(_DEPTH + 1)):
+            users = {user for each in level for user in readers(each)} - seen
+            seen |= users
+            level = []
+            for user in users:
+                self.visits += 1
+                stored = self._values.get(user)
+                last = max(last, user if stored is None else stored.birth)
+                if stored is None and depth and _kind(user).pointwise:
+                    level.append(user)
         return last
 
     def _sources(self, node: fx.Node) -> set[fx.Node]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..._inductor import remembered
 from ...graph.products import (
     CASTS,
     MUL,
@@ -180,26 +181,34 @@ def _of_padded_columns(node: fx.Node) -> Product | None:
     return Product(node, padded.a, found[0], None, padded.scale) if own else None
 
 
-def adapter(up: Product) -> Adapter | None:
-    """What a product is of an adapter, where there is another one in front of it that makes it one."""
+@remembered(spreads=lambda node: True)
+def adapter_of(node: fx.Node) -> Adapter | None:
+    """What a product is of an adapter, where there is another one in front of it that makes it one.
+
+    What is added to the product is not part of the adapter.
+    """
+    found = product(node)
+    if found is None:
+        return None
+    up = _of_padded_rank(replace(found, bias=None))
     rank = value(up.a).shape[1]
     if not isinstance(rank, int) or rank > MOST_RANK:
         return None
-    node: Any = up.a
+    read: Any = up.a
     scale, factor = up.scale, None
     casts: list[torch.dtype] = []
-    while node.op == "call_function":
-        step, by = scaled(node), times_tensor(node) if factor is None else None
-        if node.target in RESHAPES or node.target in CASTS:
-            casts += [value(node).dtype] if node.target in CASTS else []
-            node = node.args[0]
+    while read.op == "call_function":
+        step, by = scaled(read), times_tensor(read) if factor is None else None
+        if read.target in RESHAPES or read.target in CASTS:
+            casts += [value(read).dtype] if read.target in CASTS else []
+            read = read.args[0]
         elif step is not None:
-            node, scale = step[0], scale * step[1]
+            read, scale = step[0], scale * step[1]
         elif by is not None:
-            node, factor = by
+            read, factor = by
         else:
             break
-    down = down_projection(node)
+    down = down_projection(read)
     if down is None:
         return _around_function(up)
     out, before = value(down.node), value(up.a)
@@ -220,23 +229,25 @@ def down_projection(node: fx.Node) -> Product | None:
 
 def _around_function(up: Product) -> Adapter | None:
     """An adapter with a function of its narrow result between A and B: what is computed stays as it is."""
-    rank = value(up.a).shape[1]
-    found, seen, waiting = list[Product](), set[fx.Node](), [_in_front_of_squares(up.a, rank)]
+    if not is_floating(up.a):
+        return None
+    rank, size = value(up.a).shape[1], str(value(up.a).numel())
+    down: Product | None = None
+    seen, waiting = set[fx.Node](), [_in_front_of_squares(up.a, rank)]
     while waiting:
         node = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
-        down = down_projection(node) if _is_as_large(node, up.a) else None
-        if down is not None:
-            found.append(down)
-        elif len(seen) > _MOST_BETWEEN:
+        found = down_projection(node) if str(value(node).numel()) == size else None
+        if found is not None and down is None:
+            down = found
+        elif found is not None or len(seen) > _MOST_BETWEEN:
             return None
         elif node.target in RESHAPES or is_pointwise(node):
             waiting += [each for each in node.all_input_nodes if is_floating(each)]
-    if len(found) != 1 or not is_floating(up.a):
+    if down is None:
         return None
-    (down,) = found
     inner = value(down.a).shape[1]
     # A small MLP has something between both as well: it is no adapter unless its rank is low.
     narrow = same_sizes(value(down.node).shape, value(up.a).shape)
@@ -251,11 +262,6 @@ def _in_front_of_squares(node: fx.Node, rank: int) -> fx.Node:
     if square is None or square.inner != rank:
         return node
     return _in_front_of_squares(square.a, rank)
-
-
-def _is_as_large(node: fx.Node, other: fx.Node) -> bool:
-    found = tensor(node)
-    return found is not None and str(found.numel()) == str(value(other).numel())
 
 
 def times_tensor(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -308,7 +314,7 @@ def weighted(node: fx.Node) -> Weighted | None:
             inner.append(core)
             core, scale = (step[0], scale * step[1]) if step is not None else (core.args[0], scale)
         up = product(core)
-        if up is None or up.bias is not None or len(up.node.users) != 1 or adapter_of(up) is None:
+        if up is None or up.bias is not None or len(up.node.users) != 1 or adapter_of(up.node) is None:
             continue
         own = tuple(found.shape)
         if columns != value(up.node).shape[1] or not all(isinstance(size, int) for size in (*over, *own)):
@@ -316,11 +322,6 @@ def weighted(node: fx.Node) -> Weighted | None:
         if own[-1] == 1 or own[-1] == columns == found.numel():
             return Weighted(up, scale, by, tuple(over), tuple(inner))
     return None
-
-
-def adapter_of(up: Product) -> Adapter | None:
-    """As `adapter`, also where Inductor has padded the rank."""
-    return adapter(_of_padded_rank(up))
 
 
 def _is_number(node: fx.Node) -> bool:

@@ -61,7 +61,7 @@ def _is_adapter(node: Any) -> bool:
         found = product(node)
         if found is not None:
             own = found.bias is None and str(value(node).shape[1]) == str(columns)
-            return own and adapter_of(found) is not None
+            return own and adapter_of(node) is not None
         by = scaled(node) or times_tensor(node)
         if by is None and node.target not in RESHAPES and node.target not in CASTS:
             return False

@@ -92,7 +92,7 @@ def linears(products: Sequence[Product]) -> list[Linear]:
     Args:
         products: those of the graph.
     """
-    adapters = [a for p in products if (a := adapter_of(p)) is not None]
+    adapters = [a for p in products if (a := adapter_of(p.node)) is not None]
     # A matrix between A and B is no B.
     between = {through(a.middle, RESHAPES) for a in adapters if a.middle is not None}
     adapters = [a for a in adapters if a.up.node not in between]
@@ -255,7 +255,7 @@ class _Reader:
 
     def _product(self, found: Product, scale: float, factor: fx.Node | None) -> None:
         linear, bias = self.linear, found.bias
-        read = adapter_of(replace(found, bias=None))
+        read = adapter_of(found.node)
         if read is None and factor is not None:
             return self._rest(found.node, scale, factor)
         if read is not None and read.factor is not None:

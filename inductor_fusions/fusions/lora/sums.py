@@ -105,8 +105,9 @@ def sums(found: Sequence[Linear]) -> list[Sum]:
     alone = {linear.root for linear in found if linear.problem == NO_PRODUCT}
     result: list[Sum] = []
     taken: set[fx.Node] = set()
-    ups = [a.up.node for linear in found for a in linear.adapters]
-    for node in reversed(additions_behind([*ups, *(each.root for each in found if not each.adapters)])):
+    # Of linears without a problem, a factor may be read as a mask.
+    ups = [a.up.node for linear in found for a in linear.adapters if a.factor is not None]
+    for node in reversed(additions_behind([*ups, *(each.root for each in found if each.problem)])):
         if node in taken:
             continue
         read = innermost(node)
@@ -294,7 +295,7 @@ class _Reader:
         inner: list[fx.Node],
     ) -> _Part | None:
         """An adapter, where a product is the second one of one."""
-        read = adapter_of(replace(up, bias=None))
+        read = adapter_of(up.node)
         if read is None:
             return None
         part = _Part(inner=list(inner))

@@ -28,7 +28,7 @@ from ...graph.products import (
     zero_padding,
 )
 from ...operands import holds
-from .masks import narrow_product
+from .masks import masked, narrow_product
 
 aten = torch.ops.aten
 
@@ -70,6 +70,7 @@ class Adapter:
         factor: a tensor of one element by which it is multiplied as well, or None; with `over`, one of a
             number for each row (its last dim has size 1), or for each column.
         over: the leading sizes of the result where it is multiplied by that.
+        kept: the mask that the result is multiplied by, a bool tensor with as many elements; or None.
         middle: what B multiplies, where f is computed between both: a mask, a vector, an activation; or None.
         pad: how many columns of the result are before and behind those of the product: there it adds nothing.
     """
@@ -81,11 +82,12 @@ class Adapter:
     middle: fx.Node | None = None
     pad: tuple[int, int] = (0, 0)
     over: tuple[int, ...] = ()
+    kept: fx.Node | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing is between A and B, it has every column of the result, and is times no vector."""
-        return self.middle is None and self.pad == (0, 0) and not self.over
+        return self.middle is None and self.pad == (0, 0) and not self.over and self.kept is None
 
     @property
     def read(self) -> fx.Node:
@@ -106,19 +108,19 @@ def source(matrix: fx.Node) -> Source:
         inner = tensor(node.args[0])
         if inner is None or not inner.is_floating_point():
             break
-        step = scaled(node)
+        number = scaled(node)
         if node.target in RESHAPES or node.target in PERMUTES:
             views.append(node)
         elif restored(node) is not None:
             pass
         elif node.target in CASTS and widens(node):
             found = Source(node.args[0], tuple(reversed(views)), scale)
-        elif step is not None:
-            if _is_returned(node) and _is_passing(source(step[0]).base):
+        elif number is not None:
+            if _is_returned(node) and _is_passing(source(number[0]).base):
                 found = Source(node, tuple(reversed(views)), scale)
                 break
-            scale *= step[1]
-            found = Source(step[0], tuple(reversed(views)), scale)
+            scale *= number[1]
+            found = Source(number[0], tuple(reversed(views)), scale)
         else:
             break
         node = node.args[0]
@@ -197,17 +199,11 @@ def adapter_of(node: fx.Node) -> Adapter | None:
     read: Any = up.a
     scale, factor = up.scale, None
     casts: list[torch.dtype] = []
-    while read.op == "call_function":
-        step, by = scaled(read), times_tensor(read) if factor is None else None
-        if read.target in RESHAPES or read.target in CASTS:
-            casts += [value(read).dtype] if read.target in CASTS else []
-            read = read.args[0]
-        elif step is not None:
-            read, scale = step[0], scale * step[1]
-        elif by is not None:
-            read, factor = by
-        else:
+    while (below := step(read)) is not None and below.kept is None:
+        if below.factor is not None and factor is not None:
             break
+        casts += [value(read).dtype] if read.target in CASTS else []
+        read, scale, factor = below.inner, scale * below.scale, factor or below.factor
     down = down_projection(read)
     if down is None:
         return _around_function(up)
@@ -264,6 +260,45 @@ def _in_front_of_squares(node: fx.Node, rank: int) -> fx.Node:
     return _in_front_of_squares(square.a, rank)
 
 
+@dataclass(frozen=True)
+class Step:
+    """`scale * factor * kept * inner`, of which one at most is not 1; or a view or a cast of `inner`.
+
+    Attributes:
+        inner: of a floating dtype, and of as many elements.
+        scale: a number.
+        factor: a tensor of one element, or None.
+        kept: a mask: a bool tensor with as many elements; or None.
+    """
+
+    inner: fx.Node
+    scale: float = 1.0
+    factor: fx.Node | None = None
+    kept: fx.Node | None = None
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is a number times what is inside."""
+        return self.factor is None and self.kept is None
+
+
+@remembered(spreads=lambda node: True)
+def step(node: fx.Node) -> Step | None:
+    """What a node is of a single other one: one step on the way from a sum to its products."""
+    if node.op != "call_function":
+        return None
+    if node.target in RESHAPES or node.target in CASTS:
+        inner = node.args[0]
+        return Step(inner) if isinstance(inner, fx.Node) and is_floating(inner) else None
+    if (number := scaled(node)) is not None:
+        return Step(*number)
+    if (by := times_tensor(node)) is not None:
+        return Step(by[0], factor=by[1])
+    if (mask := masked(node)) is not None:
+        return Step(mask[0], mask[2], kept=mask[1])
+    return None
+
+
 def times_tensor(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The tensor that a node multiplies by one of a single element, and that one."""
     if node.target not in MUL or len(node.args) != 2 or node.kwargs:
@@ -308,11 +343,11 @@ def weighted(node: fx.Node) -> Weighted | None:
             continue
         inner, core, scale = [node], x, 1.0
         while product(core) is None and isinstance(core, fx.Node) and len(core.users) == 1:
-            step = scaled(core)
-            if step is None and core.target not in RESHAPES and core.target not in CASTS:
+            below = step(core)
+            if below is None or not below.is_number:
                 break
             inner.append(core)
-            core, scale = (step[0], scale * step[1]) if step is not None else (core.args[0], scale)
+            core, scale = below.inner, scale * below.scale
         up = product(core)
         if up is None or up.bias is not None or len(up.node.users) != 1 or adapter_of(up.node) is None:
             continue

@@ -11,10 +11,12 @@ from typing import Any
 
 from torch import fx
 
+from ._inductor import remembered
 from .operands import tensor
 from .writes import is_in_place, storage
 
 
+@remembered()
 def overwritten(node: fx.Node) -> fx.Node | None:
     """The value that a node writes over and gives back, `x` of `x.add_(y)`; None of any other node."""
     if not is_in_place(node):

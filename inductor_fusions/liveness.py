@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from . import inplace
-from ._inductor import value_of
+from ._inductor import remembered, value_of
 from .writes import is_opaque, may_update_statistics, name_of, written
 
 #: Functions of Python that compute a value, and have no operation of their name.
@@ -50,6 +50,7 @@ def erase_dead_readers(nodes: Iterable[fx.Node]) -> None:
                 user.graph.erase_node(user)
 
 
+@remembered()
 def _is_pure(node: fx.Node) -> bool:
     """Whether an operation is known to compute tensors, and neither writes nor draws."""
     if node.op not in ("call_function", "call_method") or not _makes_tensors(node):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -93,11 +94,14 @@ class FusionPass(CustomGraphPass):
             sites += [site for site in left_out if site.fusion not in [each.name for each in fusions]]
             for site in sites:
                 _tell(site)
-        for fusion in fusions:
-            if config.is_on(fusion.name):
-                sites += apply(fusion, graph, len(sites))
-                # A graph that was broken is replaced by the copy from before.
-                graph = owner.graph if isinstance(owner, fx.GraphModule) else graph
+        fusions = tuple(fusion for fusion in fusions if config.is_on(fusion.name))
+        # A fusion of another package may change a graph without telling: each begins anew.
+        for _, some in itertools.groupby(fusions, lambda each: containment.is_foreign(each) and each.name):
+            with held():
+                for fusion in some:
+                    sites += apply(fusion, graph, len(sites))
+                    # A graph that was broken is replaced by the copy from before.
+                    graph = owner.graph if isinstance(owner, fx.GraphModule) else graph
         if self.stage == "post_grad":
             leaving.release(graph)
         if self.stage == "post_grad" and left_out is None:

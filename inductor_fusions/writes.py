@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._inductor import value_of, with_memory
+from ._inductor import remembered, value_of, with_memory
 from .fusion import Rejected
 from .modes import Modes
 from .modes import name_of as name_of
@@ -52,13 +52,19 @@ def written(node: fx.Node) -> list[fx.Node]:
 
     Running statistics of normalisations do not count.
     """
+    # Rewrites change bodies as well.
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return _written_by_bodies(node)
+    return list(_written(node))
+
+
+@remembered()
+def _written(node: fx.Node) -> list[fx.Node]:
     target: Any = node.target
     if node.op == "call_module":
         return _tensors(node.all_input_nodes)
     if node.op not in ("call_function", "call_method"):
         return []
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return _written_by_bodies(node)
     found = _first(node) if is_in_place(node) else []
     operation = _operation(target)
     if operation is not None:

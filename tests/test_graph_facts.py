@@ -19,7 +19,8 @@ pytest.importorskip("peft")
 
 import inductor_fusions
 from bench import pass_time
-from inductor_fusions import _inductor
+from inductor_fusions import _inductor, passes
+from inductor_fusions._inductor import graphs
 from inductor_fusions.graph import memory
 from inductor_fusions.graph.memory import Memory
 
@@ -43,6 +44,29 @@ def test_memory_is_kept_up_to_date(monkeypatch: pytest.MonkeyPatch, case: str) -
     monkeypatch.setattr(Memory, "check", compare)
     pass_time.compile_case(case, 2, lambda call, graph: call(graph))
     assert len(compared) >= 4
+
+
+@pytest.mark.parametrize("case", pass_time.CASES)
+def test_what_is_remembered_is_up_to_date(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """After each site, what functions of nodes have returned is what they return now."""
+    fuse = passes._fuse
+    compared = 0
+
+    def compare(*given: Any) -> Any:
+        nonlocal compared
+        found = fuse(*given)
+        held = graphs._remembered.get()
+        assert held is not None
+        for read, known in held.results.items():
+            for node, result in known.items():
+                assert not _inductor.was_erased(node)
+                assert read(node) == result
+                compared += 1
+        return found
+
+    monkeypatch.setattr(passes, "_fuse", compare)
+    pass_time.compile_case(case, 2, lambda call, graph: call(graph))
+    assert compared > 1000
 
 
 def calls(case: str, layers: int) -> list[int]:

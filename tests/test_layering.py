@@ -47,7 +47,7 @@ LAYERS = {
     "operands": {"decisions", "fusion", "reasons", "tables", "_inductor"},
     "graph": {"fusion", "inplace", "liveness", "operands", "writes", "reasons", "_inductor"},
     "writes": {"fusion", "modes", "operands", "reasons", "_inductor"},
-    "inplace": {"operands", "writes"},
+    "inplace": {"operands", "writes", "_inductor"},
     "liveness": {"inplace", "writes", "_inductor"},
     "leaving": {"graph", "lowering", "operands", "writes", "_inductor"},
     "keeping": {"graph", "leaving", "modes", "operands", "writes", "_inductor"},

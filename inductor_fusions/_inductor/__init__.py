@@ -27,9 +27,12 @@ from .bisector import bisected_away, bisecting, join_bisector
 from .compiling import compile_apart, compile_each_anew, fresh_compile, inductor, passes_only
 from .flex import flex_attention_op, flex_backward_op, flex_block_mask, flex_on_cpu
 from .graphs import (
+    changes,
     copied_graph,
     is_body_of_dynamo,
     only_traced_autograd_runs,
+    remembered,
+    remembering,
     rename,
     trace_decomposed,
     was_erased,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -108,3 +110,94 @@ def watching_nodes(
     finally:
         for found, hook in hooks:
             found.remove(hook)
+
+
+_T = TypeVar("_T")
+
+
+class _Remembered:
+    """What functions of nodes have returned, until the nodes change.
+
+    Args:
+        stack: what ends with it.
+    """
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self.stack = stack
+        self.graphs: set[fx.Graph] = set()
+        self.results: dict[Any, dict[fx.Node, Any]] = {}
+        self.spreading: dict[Any, Callable[[fx.Node], bool]] = {}
+
+    def store(self, read: Any, node: fx.Node, result: Any) -> None:
+        """Keep a result, unless nobody tells of changes of the graph."""
+        graph = node.graph
+        if graph.owning_module is None:
+            return
+        if graph not in self.graphs:
+            self.graphs.add(graph)
+            told = watching_nodes(graph.owning_module, self.changes, self.changes, self._replaced)
+            self.stack.enter_context(told)
+        self.results.setdefault(read, {})[node] = result
+
+    def changes(self, *nodes: fx.Node) -> None:
+        """These nodes are new, about to be erased, or call something else or with other arguments."""
+        for read, known in self.results.items():
+            spreads = self.spreading[read]
+            for node in nodes:
+                if spreads(node):
+                    known.clear()
+                    break
+                known.pop(node, None)
+
+    def _replaced(self, old: fx.Node, user: fx.Node) -> None:
+        self.changes(user)
+
+
+_remembered: ContextVar[_Remembered | None] = ContextVar("inductor_fusions_remembered", default=None)
+
+
+@contextlib.contextmanager
+def remembering() -> Iterator[None]:
+    """What `remembered` functions return inside is kept until the end."""
+    with contextlib.ExitStack() as stack:
+        token = _remembered.set(_Remembered(stack))
+        try:
+            yield
+        finally:
+            _remembered.reset(token)
+
+
+def remembered(
+    spreads: Callable[[fx.Node], bool] = lambda node: False,
+) -> Callable[[Callable[[fx.Node], _T]], Callable[[fx.Node], _T]]:
+    """Decorate a function of a node and its arguments: inside of `remembering`, it is computed once.
+
+    Args:
+        spreads: whether a node that is new, erased or changed may change the results of others.
+    """
+
+    def decorate(read: Callable[[fx.Node], _T]) -> Callable[[fx.Node], _T]:
+        @functools.wraps(read)
+        def ask(node: fx.Node) -> _T:
+            held = _remembered.get()
+            if held is None:
+                return read(node)
+            known = held.results.get(read)
+            if known is not None and node in known:
+                found: _T = known[node]
+                return found
+            result = read(node)
+            held.spreading[read] = spreads
+            held.store(read, node, result)
+            return result
+
+        return ask
+
+    return decorate
+
+
+def changes(node: fx.Node) -> None:
+    """Tell of a node that calls something else, or with other arguments, where torch does not."""
+    held = _remembered.get()
+    if held is not None:
+        held.changes(node)

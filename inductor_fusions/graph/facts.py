@@ -1,4 +1,4 @@
-"""Facts about a whole graph, computed once for each fusion and kept up to date."""
+"""Facts about a whole graph, computed once in a pass and kept up to date."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from .._inductor import Fakes, was_erased, watching_nodes
+from .._inductor import Fakes, changes, remembering, was_erased, watching_nodes
 from .memory import Memory
 
 
@@ -59,8 +59,11 @@ _held: ContextVar[tuple[dict[fx.Graph, GraphFacts], contextlib.ExitStack] | None
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """What is found out of graphs inside is kept, and kept up to date, until the end."""
-    with contextlib.ExitStack() as stack:
+    """What is found out of graphs inside is kept, and kept up to date, until the end of the outermost one."""
+    if _held.get() is not None:
+        yield
+        return
+    with remembering(), contextlib.ExitStack() as stack:
         token = _held.set(({}, stack))
         try:
             yield
@@ -150,6 +153,7 @@ def change(node: fx.Node, target: Any = None, args: Any = None, kwargs: Any = No
     node.target = node.target if target is None else target
     node.args = node.args if args is None else args
     node.kwargs = node.kwargs if kwargs is None else kwargs
+    changes(node)
     held = _held.get()
     known = held[0].get(node.graph) if held is not None else None
     if known is not None:

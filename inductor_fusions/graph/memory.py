@@ -6,7 +6,6 @@ inputs changes what is known of the values around it, and nothing else.
 
 from __future__ import annotations
 
-import functools
 import heapq
 import operator
 from bisect import bisect_left
@@ -78,6 +77,8 @@ class Memory:
         self._returned: frozenset[fx.Node] = frozenset()
         self._profile = Profile()
         self._touched: dict[fx.Node, None] = dict.fromkeys(graph.nodes)
+        #: What nodes read, until something is touched.
+        self._seen: dict[fx.Node, tuple[fx.Node, ...]] = {}
         #: How many nodes were looked at: what a test of the cost counts.
         self.visits = 0
 
@@ -165,7 +166,7 @@ class Memory:
         """When what is made here is read last."""
         if node in self._values:
             return self._interval(node).death
-        death = self._death(node, {})
+        death = self._death(node)
         # The terms of a sum that is not in memory are read as long as the sum is.
         terms = self._sources(node) & self._values.keys() & set(members)
         return min([death, *([max(self._interval(term).death for term in terms)] if terms else [])])
@@ -182,6 +183,7 @@ class Memory:
             return
         touched = [node for node in self._touched if not was_erased(node)]
         self._touched.clear()
+        self._seen.clear()
         around = dict.fromkeys(touched)
         for node in touched:
             inputs: Iterable[fx.Node] = node.all_input_nodes
@@ -189,29 +191,29 @@ class Memory:
                 inputs, self._returned = self._returned.symmetric_difference(inputs), frozenset(inputs)
             around.update((through(x, VIEWS), None) for x in inputs if not was_erased(x))
         siblings: dict[fx.Node, None] = {}
-        changed = [node for node in around if self._store(node, siblings)]
+        read_by = {node: frozenset(readers(node)) for node in around}
+        changed = [node for node, users in read_by.items() if self._store(node, users, siblings)]
         born = self._settle_births([*self._below([*touched, *changed]), *siblings])
-        read = [node for node in around if self._is_read_anew(node)]
+        read = [node for node, users in read_by.items() if self._is_read_anew(node, users)]
         self._settle_deaths(self._above([*read, *changed, *born]))
 
-    def _store(self, node: fx.Node, siblings: dict[fx.Node, None]) -> bool:
+    def _store(self, node: fx.Node, users: Iterable[fx.Node], siblings: dict[fx.Node, None]) -> bool:
         """Find out whether a value is in memory; whether that is new. `siblings` gets the loops around it."""
         self.visits += 1
-        now = _is_stored(node)
+        now = _is_stored(node, users)
         before, self._is_stored[node] = self._is_stored.get(node), now
         if not now:
             siblings.update(self._drop(node))
         return now is not before
 
-    def _is_read_anew(self, node: fx.Node) -> bool:
+    def _is_read_anew(self, node: fx.Node, now: frozenset[fx.Node]) -> bool:
         """Whether others read a value than when it was asked before, or when it is read last is not known."""
-        now = frozenset(readers(node))
         before, self._read_by[node] = self._read_by.get(node), now
         return now != before or (node in self._values and self._values[node].interval is None)
 
     def _stores(self, node: fx.Node) -> bool:
         found = self._is_stored.get(node)
-        return self._is_stored.setdefault(node, _is_stored(node)) if found is None else found
+        return self._is_stored.setdefault(node, _is_stored(node, readers(node))) if found is None else found
 
     def _below(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """The values in memory that loops compute of nodes, with those among the nodes themselves."""
@@ -228,8 +230,7 @@ class Memory:
         """The values in memory that loops compute nodes of, with those among the nodes themselves."""
 
         def sources(node: fx.Node, depth: int) -> Iterator[tuple[fx.Node, int]]:
-            for x in node.all_input_nodes if node.op != "output" else ():
-                source = through(x, VIEWS)
+            for source in self._inputs(node) if node.op != "output" else ():
                 if self._stores(source):
                     yield source, 0
                 elif depth > 1 and _kind(source).pointwise:
@@ -261,6 +262,13 @@ class Memory:
             for other, left in onwards(node, depth) if depth else ():
                 (waiting.appendleft if left == depth else waiting.append)((other, left))
         return list(found)
+
+    def _inputs(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """What a node reads, seen through views."""
+        found = self._seen.get(node)
+        if found is None:
+            found = self._seen[node] = tuple(through(x, VIEWS) for x in node.all_input_nodes)
+        return found
 
     def _passes(self, node: fx.Node) -> bool:
         """Whether a value is computed where it is read."""
@@ -346,12 +354,11 @@ class Memory:
         return _Stored(first, size, sources, ready)
 
     def _settle_deaths(self, nodes: Iterable[fx.Node]) -> None:
-        known: dict[tuple[fx.Node, int], fx.Node] = {}
         for node in nodes:
             stored = self._values.get(node)
             if stored is None:
                 continue
-            death = max(self._death(node, known), stored.birth)
+            death = max(self._death(node), stored.birth)
             if stored.interval is not None and stored.interval.death is death:
                 continue
             self._unsettle(node)
@@ -359,24 +366,20 @@ class Memory:
             self._dead.setdefault(death, {})[node] = None
             self._profile.add(stored.interval)
 
-    def _death(
-        self, node: fx.Node, known: dict[tuple[fx.Node, int], fx.Node], depth: int | None = None
-    ) -> fx.Node:
+    def _death(self, node: fx.Node) -> fx.Node:
         """When a value is read last: by what is computed in a loop, when that loop runs."""
-        depth = _DEPTH if depth is None else depth
-        last = known.get((node, depth))
-        if last is not None:
-            return last
-        last = node
-        for user in readers(node):
-            self.visits += 1
-            at = user
-            if user in self._values:
-                at = self._values[user].birth
-            elif depth and _kind(user).pointwise:
-                at = self._death(user, known, depth - 1)
-            last = max(last, at)
-        known[node, depth] = last
+        last, seen = node, set[fx.Node]()
+        users = set(readers(node))
+        for depth in reversed(range(_DEPTH + 1)):
+            level = users - seen
+            seen |= level
+            users = set()
+            for user in level:
+                self.visits += 1
+                stored = self._values.get(user)
+                last = max(last, user if stored is None else stored.birth)
+                if stored is None and depth and _kind(user).pointwise:
+                    users |= self._read_by.get(user) or frozenset(readers(user))
         return last
 
     def _sources(self, node: fx.Node) -> set[fx.Node]:
@@ -385,7 +388,7 @@ class Memory:
         seen: set[fx.Node] = set()
         level = [node]
         for depth in reversed(range(_DEPTH)):
-            inputs = dict.fromkeys(through(x, VIEWS) for each in level for x in each.all_input_nodes)
+            inputs = [source for each in level for source in self._inputs(each)]
             level = []
             for source in inputs:
                 if source in seen:
@@ -424,7 +427,11 @@ class _Kind(NamedTuple):
     kernel: bool
 
 
-@functools.lru_cache(maxsize=4096)
+_NO_CALL = _Kind(False, False, False)
+#: By the id of a target: the hash of an operator is computed in Python.
+_KINDS: dict[int, tuple[Any, _Kind]] = {}
+
+
 def _kind_of(target: Any) -> _Kind:
     pointwise = torch.Tag.pointwise in getattr(target, "tags", ()) or target in CASTS
     space = getattr(target, "namespace", "")
@@ -433,15 +440,21 @@ def _kind_of(target: Any) -> _Kind:
 
 
 def _kind(node: fx.Node) -> _Kind:
-    return _kind_of(node.target) if node.op == "call_function" else _Kind(False, False, False)
+    if node.op != "call_function":
+        return _NO_CALL
+    target = node.target
+    found = _KINDS.get(id(target))
+    if found is None or found[0] is not target:
+        found = _KINDS[id(target)] = (target, _kind_of(target))
+    return found[1]
 
 
-def _is_stored(node: fx.Node) -> bool:
+def _is_stored(node: fx.Node, users: Iterable[fx.Node]) -> bool:
     """Whether the value of a node is surely in memory: kernels make it, read it, or it is returned."""
     kind = _kind(node)
     if node.op != "call_function" or kind.view or tensor(node) is None:
         return False
-    return kind.kernel or any(user.op == "output" or _kind(user).kernel for user in readers(node))
+    return kind.kernel or any(user.op == "output" or _kind(user).kernel for user in users)
 
 
 def _is_read_by(node: fx.Node, readers_: set[fx.Node]) -> bool:

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from .._inductor import ATTRIBUTES, value_of
+from .._inductor import ATTRIBUTES, remembered, value_of
 from ..fusion import Rejected
 from ..inplace import arguments
 from ..liveness import readers
 from ..reasons import Reason
-from ..writes import is_told_to_overwrite
+from ..writes import is_in_place, is_told_to_overwrite
 
 #: Names of the arguments, in positional order, of every operation that is read.
 SIGNATURES: dict[str, tuple[str, ...]] = {
@@ -234,8 +234,11 @@ def read(node: Any) -> Op | None:
     Args:
         node: a node of Dynamo's graph, of a graph of aten operations, or any other value.
     """
-    if not isinstance(node, fx.Node):
-        return None
+    return _read(node) if isinstance(node, fx.Node) else None
+
+
+@remembered(spreads=is_in_place)
+def _read(node: fx.Node) -> Op | None:
     target = node.target
     if node.op not in ("call_method", "call_function"):
         return None

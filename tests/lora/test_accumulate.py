@@ -171,6 +171,9 @@ BASES: dict[str, Callable[..., Any]] = {
     "two adapters": lambda x, w, a, b: extern(x, w, a, b) + F.linear(F.linear(x, a[:8]), b[:, :8]) * 0.5,
     "transposed": lambda x, w, a, b: F.linear(F.linear(x, a), b) + w.repeat(1, 2)[:, :96].t(),
     "a bias": lambda x, w, a, b: quantised_linear(x, w) + F.linear(F.linear(x, a), b, w[:, 0]) * 2.0,
+    "a bias behind a factor": lambda x, w, a, b: (
+        quantised_linear(x, w) + F.linear(F.linear(x, a) * w[0, 0], b, w[:, 1])
+    ),
     "times a tensor": lambda x, w, a, b: quantised_linear(x, w) + F.linear(F.linear(x, a), b) * w[0, 0],
 }
 

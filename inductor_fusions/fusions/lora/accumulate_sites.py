@@ -22,18 +22,18 @@ from . import accumulate_kernel, downs, profit
 from .accumulate import LORA_ACCUMULATE
 from .adapters import Adapter, source
 from .emitter import Emitter
-from .recognise import is_row_major
-from .sums import Sum, sum_at
+from .recognise import Linear, check_adapter, check_shapes
+from .sums import sum_at
 
 aten = torch.ops.aten
 
 
-def candidates(graph: fx.Graph, found: Sequence[Sum]) -> Iterator[Candidate]:
+def candidates(graph: fx.Graph, found: Sequence[Linear]) -> Iterator[Candidate]:
     """One for each sum; they are read anew, since others may have replaced what they add up."""
     for each in found:
-        if not was_erased(each.top):
+        if each.top is not None and not was_erased(each.top):
             read = sum_at(each.top)
-            if read.added:
+            if read.adapters:
                 yield Accumulated(graph, read)
 
 
@@ -45,7 +45,7 @@ class Accumulated(Candidate):
         found: the sum.
     """
 
-    def __init__(self, graph: fx.Graph, found: Sum) -> None:
+    def __init__(self, graph: fx.Graph, found: Linear) -> None:
         self.graph, self.sum = graph, found
         self.anchor = found.root
         self.downs: list[downs.Down] = []
@@ -57,19 +57,16 @@ class Accumulated(Candidate):
         return {
             "base": ", ".join(guards.text(term.node) for term in self.sum.terms),
             "adapters": ", ".join(
-                f"{guards.text(a.down.b)} x {guards.text(a.up.b)}" for a in self._adapters()
+                f"{guards.text(a.down.b)} x {guards.text(a.up.b)}" for a in self.sum.adapters
             ),
-            "masks": str(sum(one.kept is not None for one in self.sum.added)),
+            "masks": str(sum(a.kept is not None for a in self.sum.adapters)),
         }
-
-    def _adapters(self) -> list[Adapter]:
-        return [one.adapter for one in self.sum.added]
 
     def guard(self) -> None:
         if self.sum.problem:
             raise LeftToStock(self.sum.problem)
         guards.check_device(self.anchor)
-        root, adapters = value(self.sum.root), self._adapters()
+        root, adapters = value(self.sum.root), self.sum.adapters
         if len(adapters) > accumulate_kernel.MOST_PRODUCTS:
             raise Rejected(
                 Reason.LIMIT(f"there are more than {accumulate_kernel.MOST_PRODUCTS} adapters in one sum")
@@ -82,14 +79,9 @@ class Accumulated(Candidate):
                         "supports"
                     )
                 )
-        first = value(adapters[0].up.node)
-        columns = first.shape[1]
-        if any(not same_sizes(value(a.up.node).shape, first.shape) for a in adapters):
-            raise Rejected(Reason.SHAPES("the terms of the sum have different shapes"))
-        if not isinstance(columns, int) or str(root.shape[-1]) != str(columns):
-            raise Rejected(Reason.SHAPES("the number of columns of the sum differs from that of its terms"))
-        if not is_row_major(root):
-            raise Rejected(Reason.LAYOUT("the result is not row-major"))
+        check_shapes(root, [tuple(value(a.up.node).shape) for a in adapters])
+        if not isinstance(root.shape[-1], int):
+            raise Rejected(Reason.SYMBOLIC("the sum has a symbolic number of columns"))
         self._check_adapters(adapters)
         self._check_writes()
         self.sizes = emit.sizes_of(self.sum.root, adapters[0].up.node, self.sum.inner)
@@ -113,21 +105,11 @@ class Accumulated(Candidate):
                 Reason.MIXED_DTYPES("the adapters have neither the dtype of their input nor float32")
             )
         for a in adapters:
-            if a.factor is not None and kind == torch.float16:
-                raise LeftToStock(
-                    Reason.RANGE(
-                        "a float16 adapter is multiplied by a tensor: x @ A may overflow where the result "
-                        "does not"
-                    )
-                )
-            if a.middle is not None and not is_row_major(value(a.middle)):
-                raise Rejected(Reason.LAYOUT("the input of B is not row-major"))
-            if 1 not in value(a.down.a).stride():
-                raise Rejected(Reason.LAYOUT("an input has no dim of stride 1"))
+            check_adapter(a, kind)
 
     def _check_writes(self) -> None:
         """Nothing is overwritten between the products and the sum, where they are read now."""
-        first = min(a.up.node for a in self._adapters())
+        first = min(a.up.node for a in self.sum.adapters)
         for node in facts(self.graph).writers:
             if first < node and node < self.sum.root:
                 raise Rejected(
@@ -137,14 +119,14 @@ class Accumulated(Candidate):
                 )
 
     def _shape(self) -> profit.Accumulated:
-        adapters = self._adapters()
+        adapters = self.sum.adapters
         ups = [value(a.up.a) for a in adapters]
         return profit.Accumulated(
             tokens=tokens_of(ups[0].shape[0]),
             inner=tuple(int(value(a.down.b).shape[0]) for a in adapters),
             columns=int(value(adapters[0].up.b).shape[1]),
             ranks=tuple(int(up.shape[1]) for up in ups),
-            masks=sum(one.kept is not None for one in self.sum.added),
+            masks=sum(a.kept is not None for a in adapters),
             dtype=value(self.sum.root).dtype,
             adapters=value(adapters[0].up.b).dtype,
         )
@@ -157,9 +139,9 @@ class Accumulated(Candidate):
         for down, place in zip(self.downs, places, strict=True):
             made |= downs.insert(self.graph, replace(down, place=place), moved, self._further)
         make = Emitter(root)
-        adapters = self._adapters()
+        adapters = self.sum.adapters
         pairs = [self._operands(make, a, made[a.down.node]) for a in adapters]
-        kept = [(i, one.kept) for i, one in enumerate(self.sum.added) if one.kept is not None]
+        kept = [(i, a.kept) for i, a in enumerate(adapters) if a.kept is not None]
         new = make.call(
             LORA_ACCUMULATE,
             self._base(make),
@@ -217,7 +199,7 @@ class Accumulated(Candidate):
 
     def _matrix(self, make: Emitter, node: fx.Node) -> fx.Node:
         """A tensor with the sizes of the products."""
-        wanted = value(self._adapters()[0].up.node).shape
+        wanted = value(self.sum.adapters[0].up.node).shape
         if same_sizes(value(node).shape, wanted):
             return node
         return make.call(aten.reshape.default, node, [-1, int(wanted[1])])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..._inductor import remembered
 from ...graph.products import (
     CASTS,
     MUL,
@@ -27,7 +28,7 @@ from ...graph.products import (
     zero_padding,
 )
 from ...operands import holds
-from .masks import narrow_product
+from .masks import masked, narrow_product
 
 aten = torch.ops.aten
 
@@ -69,6 +70,7 @@ class Adapter:
         factor: a tensor of one element by which it is multiplied as well, or None; with `over`, one of a
             number for each row (its last dim has size 1), or for each column.
         over: the leading sizes of the result where it is multiplied by that.
+        kept: the mask that the result is multiplied by, a bool tensor with as many elements; or None.
         middle: what B multiplies, where f is computed between both: a mask, a vector, an activation; or None.
         pad: how many columns of the result are before and behind those of the product: there it adds nothing.
     """
@@ -80,11 +82,12 @@ class Adapter:
     middle: fx.Node | None = None
     pad: tuple[int, int] = (0, 0)
     over: tuple[int, ...] = ()
+    kept: fx.Node | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing is between A and B, it has every column of the result, and is times no vector."""
-        return self.middle is None and self.pad == (0, 0) and not self.over
+        return self.middle is None and self.pad == (0, 0) and not self.over and self.kept is None
 
     @property
     def read(self) -> fx.Node:
@@ -105,19 +108,19 @@ def source(matrix: fx.Node) -> Source:
         inner = tensor(node.args[0])
         if inner is None or not inner.is_floating_point():
             break
-        step = scaled(node)
+        number = scaled(node)
         if node.target in RESHAPES or node.target in PERMUTES:
             views.append(node)
         elif restored(node) is not None:
             pass
         elif node.target in CASTS and widens(node):
             found = Source(node.args[0], tuple(reversed(views)), scale)
-        elif step is not None:
-            if _is_returned(node) and _is_passing(source(step[0]).base):
+        elif number is not None:
+            if _is_returned(node) and _is_passing(source(number[0]).base):
                 found = Source(node, tuple(reversed(views)), scale)
                 break
-            scale *= step[1]
-            found = Source(step[0], tuple(reversed(views)), scale)
+            scale *= number[1]
+            found = Source(number[0], tuple(reversed(views)), scale)
         else:
             break
         node = node.args[0]
@@ -180,26 +183,28 @@ def _of_padded_columns(node: fx.Node) -> Product | None:
     return Product(node, padded.a, found[0], None, padded.scale) if own else None
 
 
-def adapter(up: Product) -> Adapter | None:
-    """What a product is of an adapter, where there is another one in front of it that makes it one."""
+@remembered(spreads=lambda node: True)
+def adapter_of(node: fx.Node) -> Adapter | None:
+    """What a product is of an adapter, where there is another one in front of it that makes it one.
+
+    What is added to the product is not part of the adapter.
+    """
+    found = product(node)
+    if found is None:
+        return None
+    up = _of_padded_rank(replace(found, bias=None))
     rank = value(up.a).shape[1]
     if not isinstance(rank, int) or rank > MOST_RANK:
         return None
-    node: Any = up.a
+    read: Any = up.a
     scale, factor = up.scale, None
     casts: list[torch.dtype] = []
-    while node.op == "call_function":
-        step, by = scaled(node), times_tensor(node) if factor is None else None
-        if node.target in RESHAPES or node.target in CASTS:
-            casts += [value(node).dtype] if node.target in CASTS else []
-            node = node.args[0]
-        elif step is not None:
-            node, scale = step[0], scale * step[1]
-        elif by is not None:
-            node, factor = by
-        else:
+    while (below := step(read)) is not None and below.kept is None:
+        if below.factor is not None and factor is not None:
             break
-    down = down_projection(node)
+        casts += [value(read).dtype] if read.target in CASTS else []
+        read, scale, factor = below.inner, scale * below.scale, factor or below.factor
+    down = down_projection(read)
     if down is None:
         return _around_function(up)
     out, before = value(down.node), value(up.a)
@@ -220,23 +225,25 @@ def down_projection(node: fx.Node) -> Product | None:
 
 def _around_function(up: Product) -> Adapter | None:
     """An adapter with a function of its narrow result between A and B: what is computed stays as it is."""
-    rank = value(up.a).shape[1]
-    found, seen, waiting = list[Product](), set[fx.Node](), [_in_front_of_squares(up.a, rank)]
+    if not is_floating(up.a):
+        return None
+    rank, size = value(up.a).shape[1], str(value(up.a).numel())
+    down: Product | None = None
+    seen, waiting = set[fx.Node](), [_in_front_of_squares(up.a, rank)]
     while waiting:
         node = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
-        down = down_projection(node) if _is_as_large(node, up.a) else None
-        if down is not None:
-            found.append(down)
-        elif len(seen) > _MOST_BETWEEN:
+        found = down_projection(node) if str(value(node).numel()) == size else None
+        if found is not None and down is None:
+            down = found
+        elif found is not None or len(seen) > _MOST_BETWEEN:
             return None
         elif node.target in RESHAPES or is_pointwise(node):
             waiting += [each for each in node.all_input_nodes if is_floating(each)]
-    if len(found) != 1 or not is_floating(up.a):
+    if down is None:
         return None
-    (down,) = found
     inner = value(down.a).shape[1]
     # A small MLP has something between both as well: it is no adapter unless its rank is low.
     narrow = same_sizes(value(down.node).shape, value(up.a).shape)
@@ -253,9 +260,43 @@ def _in_front_of_squares(node: fx.Node, rank: int) -> fx.Node:
     return _in_front_of_squares(square.a, rank)
 
 
-def _is_as_large(node: fx.Node, other: fx.Node) -> bool:
-    found = tensor(node)
-    return found is not None and str(found.numel()) == str(value(other).numel())
+@dataclass(frozen=True)
+class Step:
+    """`scale * factor * kept * inner`, of which one at most is not 1; or a view or a cast of `inner`.
+
+    Attributes:
+        inner: of a floating dtype, and of as many elements.
+        scale: a number.
+        factor: a tensor of one element, or None.
+        kept: a mask: a bool tensor with as many elements; or None.
+    """
+
+    inner: fx.Node
+    scale: float = 1.0
+    factor: fx.Node | None = None
+    kept: fx.Node | None = None
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is a number times what is inside."""
+        return self.factor is None and self.kept is None
+
+
+@remembered(spreads=lambda node: True)
+def step(node: fx.Node) -> Step | None:
+    """What a node is of a single other one: one step on the way from a sum to its products."""
+    if node.op != "call_function":
+        return None
+    if node.target in RESHAPES or node.target in CASTS:
+        inner = node.args[0]
+        return Step(inner) if isinstance(inner, fx.Node) and is_floating(inner) else None
+    if (number := scaled(node)) is not None:
+        return Step(*number)
+    if (by := times_tensor(node)) is not None:
+        return Step(by[0], factor=by[1])
+    if (mask := masked(node)) is not None:
+        return Step(mask[0], mask[2], kept=mask[1])
+    return None
 
 
 def times_tensor(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -302,13 +343,13 @@ def weighted(node: fx.Node) -> Weighted | None:
             continue
         inner, core, scale = [node], x, 1.0
         while product(core) is None and isinstance(core, fx.Node) and len(core.users) == 1:
-            step = scaled(core)
-            if step is None and core.target not in RESHAPES and core.target not in CASTS:
+            below = step(core)
+            if below is None or not below.is_number:
                 break
             inner.append(core)
-            core, scale = (step[0], scale * step[1]) if step is not None else (core.args[0], scale)
+            core, scale = below.inner, scale * below.scale
         up = product(core)
-        if up is None or up.bias is not None or len(up.node.users) != 1 or adapter_of(up) is None:
+        if up is None or up.bias is not None or len(up.node.users) != 1 or adapter_of(up.node) is None:
             continue
         own = tuple(found.shape)
         if columns != value(up.node).shape[1] or not all(isinstance(size, int) for size in (*over, *own)):
@@ -316,11 +357,6 @@ def weighted(node: fx.Node) -> Weighted | None:
         if own[-1] == 1 or own[-1] == columns == found.numel():
             return Weighted(up, scale, by, tuple(over), tuple(inner))
     return None
-
-
-def adapter_of(up: Product) -> Adapter | None:
-    """As `adapter`, also where Inductor has padded the rank."""
-    return adapter(_of_padded_rank(up))
 
 
 def _is_number(node: fx.Node) -> bool:

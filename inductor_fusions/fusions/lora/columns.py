@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph.products import CASTS, RESHAPES, product, scaled, value
-from .adapters import adapter_of, times_tensor
+from ...graph.products import product, value
+from .adapters import adapter_of, step
 
 aten = torch.ops.aten
 
@@ -61,9 +61,9 @@ def _is_adapter(node: Any) -> bool:
         found = product(node)
         if found is not None:
             own = found.bias is None and str(value(node).shape[1]) == str(columns)
-            return own and adapter_of(found) is not None
-        by = scaled(node) or times_tensor(node)
-        if by is None and node.target not in RESHAPES and node.target not in CASTS:
+            return own and adapter_of(node) is not None
+        below = step(node)
+        if below is None or below.kept is not None:
             return False
-        node = by[0] if by is not None else node.args[0]
+        node = below.inner
     return False

@@ -13,7 +13,7 @@ from ...graph.builder import Builder
 from ...graph.products import value
 from . import gather
 from .adapters import Source
-from .recognise import Linear, Offset
+from .recognise import Linear, Term
 from .split import HIGH_BITS, LORA_SPLIT
 
 aten = torch.ops.aten
@@ -55,11 +55,11 @@ class Emitter(Builder):
         if not linear.offsets:
             return biases[0] if biases else None
         total: fx.Node | None = None
-        offsets = [*(Offset(bias, 1.0, None) for bias in biases), *linear.offsets]
-        if offsets == [Offset(offsets[0].vector, 1.0, None)]:
-            return offsets[0].vector
+        offsets = [*(Term(bias) for bias in biases), *linear.offsets]
+        if offsets == [Term(offsets[0].node)]:
+            return offsets[0].node
         for offset in offsets:
-            term = self.to(offset.vector, torch.float32)
+            term = self.to(offset.node, torch.float32)
             if offset.scale != 1:
                 term = self.call(aten.mul.Tensor, term, offset.scale)
             if offset.factor is not None:

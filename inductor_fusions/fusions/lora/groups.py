@@ -73,7 +73,7 @@ def current(linear: Linear, replaced: dict[fx.Node, fx.Node]) -> Linear:
             for a in linear.adapters
         ],
         offsets=[
-            replace(o, vector=now(o.vector), factor=None if o.factor is None else now(o.factor))
+            replace(o, node=now(o.node), factor=None if o.factor is None else now(o.factor))
             for o in linear.offsets
         ],
         rest=None if linear.rest is None else now(linear.rest),

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import known_true
+from ..._inductor import known_true, remembered
 from ...block_mm import guards
+from ...fusion import LeftToStock, Rejected
 from ...graph.products import (
     CASTS,
     DIV,
@@ -29,6 +30,7 @@ from ...graph.products import (
     is_pointwise,
     product,
     restored,
+    same_sizes,
     scaled,
     tensor,
     through,
@@ -36,7 +38,7 @@ from ...graph.products import (
 )
 from ...operands import holds
 from ...reasons import Reason, Said
-from .adapters import Adapter, adapter_of, has_size_of, times_tensor, weighted
+from .adapters import Adapter, Step, adapter_of, has_size_of, step, times_tensor, weighted
 from .columns import parts_of
 
 aten = torch.ops.aten
@@ -44,23 +46,30 @@ aten = torch.ops.aten
 #: What a term passes on its way into a sum, beside what is pointwise: Inductor pads what an addmm adds.
 _PASSED = VIEWS | {*PRODUCTS, aten.constant_pad_nd.default, aten.cat.default}
 
+BROADCAST = Reason.TERMS("a term of the sum is broadcast")
+TWO_TENSORS = Reason.TERMS("the adapter is multiplied by more than one tensor")
 #: Of a sum without a base: it may be added to what is in memory (`sums`).
 NO_PRODUCT = Reason.NO_BASE("the adapter is not added to a product that only this sum reads")
 
 
 @dataclass(frozen=True)
-class Offset:
-    """`scale * vector`, added to each row.
+class Term:
+    """`scale * factor * node`, which is no product that is read.
 
     Attributes:
-        vector: a bias that an adapter has, or a second one of the bases; shape (N,).
+        node: what is added: of the size of the sum; or a vector, a bias, which is added to each row.
         scale: its factor.
         factor: a tensor of one element by which it is multiplied as well, or None.
     """
 
-    vector: fx.Node
-    scale: float
-    factor: fx.Node | None
+    node: fx.Node
+    scale: float = 1.0
+    factor: fx.Node | None = None
+
+    @property
+    def is_bias(self) -> bool:
+        """Whether it is a vector."""
+        return value(self.node).dim() == 1
 
 
 @dataclass
@@ -72,18 +81,34 @@ class Linear:
         bases: products that are no adapters, with their factors in `scale`; one may have a bias.
         adapters: the adapters.
         offsets: vectors that are added beside the bias of the bases.
-        rest: what else is added; or None.
+        terms: what else is added.
+        rest: the only one of these that a grouped GEMM adds; or None.
         inner: the nodes between the products and the root.
-        problem: why it is not a grouped GEMM, or "".
+        problem: why it is not one operation, or "".
+        top: the last addition: the root, or what that casts.
     """
 
     root: fx.Node
     bases: list[Product] = field(default_factory=list)
     adapters: list[Adapter] = field(default_factory=list)
-    offsets: list[Offset] = field(default_factory=list)
+    offsets: list[Term] = field(default_factory=list)
+    terms: list[Term] = field(default_factory=list)
     rest: fx.Node | None = None
     inner: list[fx.Node] = field(default_factory=list)
     problem: str = ""
+    top: fx.Node | None = None
+
+    def fails(self, problem: str) -> None:
+        """Say why it is not one operation, unless that is known."""
+        self.problem = self.problem or problem
+
+    def check_casts(self, terms: Iterable[fx.Node]) -> str:
+        """What rounds the sum on its way, to less than its terms have and the result; "" for nothing."""
+        dtypes = [value(node).dtype for node in (self.root, *terms)]
+        casts = [value(node).dtype for node in self.inner if node.target in CASTS]
+        if all(holds(cast, *dtypes) for cast in casts):
+            return ""
+        return Reason.ROUNDED("a partial sum is rounded to a dtype of lower precision")
 
 
 def linears(products: Sequence[Product]) -> list[Linear]:
@@ -92,7 +117,7 @@ def linears(products: Sequence[Product]) -> list[Linear]:
     Args:
         products: those of the graph.
     """
-    adapters = [a for p in products if (a := adapter_of(p)) is not None]
+    adapters = [a for p in products if (a := adapter_of(p.node)) is not None]
     # A matrix between A and B is no B.
     between = {through(a.middle, RESHAPES) for a in adapters if a.middle is not None}
     adapters = [a for a in adapters if a.up.node not in between]
@@ -101,7 +126,7 @@ def linears(products: Sequence[Product]) -> list[Linear]:
     problems: dict[fx.Node, str] = {}
     for node in reversed(additions_behind(a.up.node for a in adapters)):
         if node not in taken:
-            read = _Reader(node).read()
+            read = _read(node)
             if read.problem:  # perhaps what it adds is a linear
                 # Of sums around each other, the reason of the innermost one with a base.
                 known = {} if read.bases else problems
@@ -165,138 +190,130 @@ def _is_around(read: Linear, top: fx.Node) -> bool:
             node = node.args[0]
         if not isinstance(node, fx.Node) or len(node.users) != 1 or not is_sum(node):
             continue
-        inner = _Reader(node).read()
+        inner = _read(node)
         whole = (len(read.adapters), len(read.bases), "")
         if inner.rest is None and (len(inner.adapters), len(inner.bases), inner.problem) == whole:
             return True
     return False
 
 
-class _Reader:
-    """Reads a tree of additions and subtractions."""
-
-    def __init__(self, top: fx.Node) -> None:
-        self.linear = Linear(cast_behind(top))
-        self.top = top
-        self.pad = (0, 0)  # of what is visited
-
-    def read(self) -> Linear:
-        """The tree as a linear, with a problem where it is none."""
-        linear = self.linear
-        if linear.root is not self.top:
-            linear.inner.append(self.top)
-        found = product(self.top)
-        if found is not None:
-            self._product(found, 1.0, None)
-        else:
-            self._add(self.top, 1.0)
-        if not linear.adapters:
-            return linear
-        # What rounds the sum on its way, to less than the products have and the result.
-        dtypes = [value(node).dtype for node in (linear.root, *(base.node for base in linear.bases))]
-        casts = [value(node).dtype for node in linear.inner if node.target in CASTS]
-        if not all(holds(cast, *dtypes) for cast in casts):
-            linear.problem = Reason.ROUNDED("a partial sum is rounded to a dtype of lower precision")
-        elif not linear.bases:
-            linear.problem = NO_PRODUCT
-        elif _two_biases(linear):
-            linear.problem = linear.problem or Reason.TERMS("the sum has both a bias and another term")
-        # One order for all sums of the same products: tables know them by it.
-        linear.bases.sort(key=lambda p: p.inner, reverse=True)
+def _read(top: fx.Node) -> Linear:
+    """A tree of additions as a linear, with a problem where it is none."""
+    linear = Reader(top).linear
+    if not linear.adapters:
         return linear
+    for term in linear.terms:
+        whole = is_floating(term.node) and str(value(term.node).numel()) == str(value(linear.root).numel())
+        if linear.rest is not None:
+            linear.fails(Reason.TERMS("the sum has more than one term that is not a product"))
+        elif term.scale != 1 or term.factor is not None or not isinstance(term.node, fx.Node):
+            linear.fails(Reason.TERMS("a term that is not a product has a scale factor"))
+        elif not whole:
+            linear.fails(BROADCAST)
+        else:
+            linear.rest = restored(term.node) or term.node
+    rounded = linear.check_casts(base.node for base in linear.bases)
+    if rounded or not linear.bases:
+        linear.problem = rounded or NO_PRODUCT
+    elif _two_biases(linear):
+        linear.fails(Reason.TERMS("the sum has both a bias and another term"))
+    # One order for all sums of the same products: tables know them by it.
+    linear.bases.sort(key=lambda p: p.inner, reverse=True)
+    return linear
+
+
+class Reader:
+    """Reads a tree of additions and subtractions.
+
+    Args:
+        top: the last one.
+        alone: whether only what has an adapter in it is read, perhaps behind a mask: all else is a term. By
+            default, what has a product in it.
+
+    Attributes:
+        linear: what it is.
+    """
+
+    def __init__(self, top: fx.Node, alone: bool = False) -> None:
+        self.top, self.alone = top, alone
+        self.linear = Linear(cast_behind(top), top=top)
+        self.pad = (0, 0)  # of what is visited
+        if self.linear.root is not top:
+            self.linear.inner.append(top)
+        found = product(top)
+        if found is None:
+            self._add(top, 1.0)
+        elif not alone or adapter_of(top) is not None:
+            self._product(found, Step(top))
 
     def _add(self, node: fx.Node, scale: float) -> None:
         for argument, sign in summands(node):
-            self._visit(argument, scale * sign, None)
+            if self.alone and not has_size_of(argument, node):
+                self.linear.fails(BROADCAST)
+            else:
+                self._visit(argument, Step(argument, scale * sign))
 
-    def _visit(self, node: Any, scale: float, factor: fx.Node | None) -> None:
+    def _visit(self, node: Any, by: Step) -> None:
+        """Read a node, times what `by` has."""
         linear = self.linear
-        if not isinstance(node, fx.Node) or len(node.users) != 1:
-            return self._rest(node, scale, factor)
+        is_read = leads_to_adapter if self.alone else leads_to_products
+        if not isinstance(node, fx.Node) or len(node.users) != 1 or not is_read(node):
+            return linear.terms.append(Term(node, by.scale, by.factor))
         found = product(node)
         if found is not None:
-            return self._product(found, scale, factor)
-        if node.op == "call_function" and is_floating(node) and _leads_to_products(node):
-            inner = node.args[0] if node.args else None
-            if (
-                factor is None
-                and summands(node)
-                and all(has_size_of(argument, node) for argument in node.args)
-            ):
-                linear.inner.append(node)
-                return self._add(node, scale)
-            if (node.target in RESHAPES or node.target in CASTS) and is_floating(inner):
-                linear.inner.append(node)
-                return self._visit(inner, scale, factor)
-            parts = parts_of(node) or ()
-            if parts:
-                linear.inner.append(node)
-                outside = self.pad
-                for part, before, behind in parts:
-                    self.pad = outside[0] + before, outside[1] + behind
-                    self._visit(part, scale, factor)
-                self.pad = outside
-                return None
-            step, by = scaled(node), times_tensor(node)
-            if step is not None:
-                linear.inner.append(node)
-                return self._visit(step[0], scale * step[1], factor)
-            if by is not None:
-                linear.inner.append(node)
-                self._one_tensor(factor)
-                return self._visit(by[0], scale, by[1])
-            vector = weighted(node) if factor is None else None
-            if vector is not None:
-                linear.inner.extend(vector.inner)
-                self._product(vector.up, scale * vector.scale, vector.vector)
-                linear.adapters[-1] = replace(linear.adapters[-1], over=vector.over)
-                return None
-        return self._rest(node, scale, factor)
+            return self._product(found, by)
+        linear.inner.append(node)
+        added = summands(node) if by.is_number else []
+        if added and (self.alone or all(has_size_of(argument, node) for argument, _ in added)):
+            return self._add(node, by.scale)
+        if not self.alone and (parts := parts_of(node)):
+            outside = self.pad
+            for part, before, behind in parts:
+                self.pad = outside[0] + before, outside[1] + behind
+                self._visit(part, by)
+            self.pad = outside
+            return None
+        below = step(node)
+        if below is not None and (self.alone or below.kept is None):
+            if by.factor is not None and below.factor is not None:
+                linear.fails(TWO_TENSORS)
+            if by.kept is not None and below.kept is not None:
+                linear.fails(Reason.TERMS("two masks are applied to the adapter"))
+            both = Step(below.inner, by.scale * below.scale, below.factor or by.factor, below.kept or by.kept)
+            return self._visit(below.inner, both)
+        vector = weighted(node) if by.factor is None and not self.alone else None
+        if vector is not None:
+            linear.inner.extend(vector.inner[1:])
+            self._product(vector.up, Step(node, by.scale * vector.scale, vector.vector))
+            linear.adapters[-1] = replace(linear.adapters[-1], over=vector.over)
+            return None
+        linear.inner.pop()
+        return linear.terms.append(Term(node, by.scale, by.factor))
 
-    def _product(self, found: Product, scale: float, factor: fx.Node | None) -> None:
-        linear, bias = self.linear, found.bias
-        read = adapter_of(replace(found, bias=None))
-        if read is None and factor is not None:
-            return self._rest(found.node, scale, factor)
-        if read is not None and read.factor is not None:
-            self._one_tensor(factor)
-        matrix = added_matrix(found)
+    def _product(self, found: Product, by: Step) -> None:
+        linear, bias, matrix = self.linear, found.bias, added_matrix(found)
+        read = adapter_of(found.node)
         taken = any(base.bias is not None for base in linear.bases)
-        if matrix is not None and (read is not None or _is_term(matrix)):
+        opens = matrix is not None and (read is not None or _is_term(matrix))
+        changed = taken or by.scale != 1
+        if read is None and (by.factor is not None or (matrix is not None and not opens and changed)):
+            return linear.terms.append(Term(found.node, by.scale, by.factor))
+        if opens:
             if found.node is not self.top:
                 linear.inner.append(found.node)
-            self._visit(matrix, scale, factor)
+            self._visit(matrix, by)
             bias = None
-        elif matrix is not None and (taken or scale != 1):
-            return self._rest(found.node, scale, factor)
-        elif matrix is None and bias is not None and (read is not None or taken or scale != 1):
-            linear.offsets.append(Offset(bias, scale, factor))
+        elif matrix is None and bias is not None and (read is not None or changed):
+            linear.offsets.append(Term(bias, by.scale, by.factor))
+            if by.kept is not None:
+                linear.fails(Reason.TERMS("a mask is applied to an adapter with a bias"))
             bias = None
         if read is None:
-            linear.bases.append(replace(found, bias=bias, scale=scale * found.scale))
-        else:
-            read = replace(read, scale=scale * read.scale, factor=factor or read.factor, pad=self.pad)
-            linear.adapters.append(read)
-        return None
-
-    def _one_tensor(self, factor: fx.Node | None) -> None:
-        if factor is not None:
-            self.linear.problem = self.linear.problem or Reason.TERMS(
-                "the adapter is multiplied by more than one tensor"
-            )
-
-    def _rest(self, node: Any, scale: float, factor: fx.Node | None) -> None:
-        linear = self.linear
-        if linear.rest is not None:
-            linear.problem = linear.problem or Reason.TERMS(
-                "the sum has more than one term that is not a product"
-            )
-        elif scale != 1 or factor is not None or not isinstance(node, fx.Node):
-            linear.problem = linear.problem or Reason.TERMS("a term that is not a product has a scale factor")
-        elif not is_floating(node) or str(value(node).numel()) != str(value(linear.root).numel()):
-            linear.problem = linear.problem or Reason.TERMS("a term of the sum is broadcast")
-        else:
-            linear.rest = restored(node) or node
+            return linear.bases.append(replace(found, bias=bias, scale=by.scale * found.scale))
+        if by.factor is not None and read.factor is not None:
+            linear.fails(TWO_TENSORS)
+        scale, factor = by.scale * read.scale, by.factor or read.factor
+        return linear.adapters.append(replace(read, scale=scale, factor=factor, pad=self.pad, kept=by.kept))
 
 
 def _two_biases(linear: Linear) -> bool:
@@ -307,26 +324,43 @@ def _two_biases(linear: Linear) -> bool:
     return (linear.rest is not None and bool(biases or others)) or (bool(matrices) and others > 0)
 
 
-def _leads_to_products(node: fx.Node) -> bool:
-    """Whether there is a product or a sum behind casts, reshapes and factors."""
-    while node.op == "call_function" and product(node) is None and not summands(node) and not parts_of(node):
-        by = scaled(node) or times_tensor(node)
-        if by is None and weighted(node) is not None:
-            return True
-        if node.target in RESHAPES or node.target in CASTS:
-            step = node.args[0]
-        elif by is not None:
-            step = by[0]
-        else:
+@remembered(spreads=lambda node: True)
+def leads_to_products(node: fx.Node) -> bool:
+    """Whether a node is a product or a sum, or has one behind casts, reshapes and factors."""
+    if product(node) is not None:
+        return True
+    if node.op != "call_function" or not is_floating(node):
+        return False
+    if summands(node) or parts_of(node):
+        return True
+    below = step(node)
+    if below is None or below.kept is not None:
+        return weighted(node) is not None
+    return len(below.inner.users) == 1 and leads_to_products(below.inner)
+
+
+def leads_to_adapter(node: Any, in_sums: bool = True) -> bool:
+    """Whether a node is an adapter, or has one behind casts, reshapes, factors and masks, or in a sum.
+
+    Args:
+        node: what is added.
+        in_sums: whether it may be in a sum.
+    """
+    while isinstance(node, fx.Node) and node.op == "call_function" and len(node.users) == 1:
+        found = product(node)
+        if found is not None:
+            return (in_sums or added_matrix(found) is None) and adapter_of(node) is not None
+        if is_sum(node):
+            return in_sums and any(has_size_of(x, node) and leads_to_adapter(x) for x, _ in summands(node))
+        below = step(node)
+        if below is None:
             return False
-        if not isinstance(step, fx.Node) or len(step.users) != 1:
-            return False
-        node = step
-    return node.op == "call_function"
+        node, in_sums = below.inner, in_sums and below.is_number
+    return False
 
 
 def _is_term(node: fx.Node) -> bool:
-    return len(node.users) == 1 and _leads_to_products(node)
+    return len(node.users) == 1 and leads_to_products(node)
 
 
 def alone(up: fx.Node) -> Said:
@@ -411,3 +445,27 @@ def is_row_major(found: torch.Tensor) -> bool:
             return False
         wanted = wanted * length
     return True
+
+
+# -- what sums of both kinds refuse ------------------------------------------------------------------------
+
+
+def check_shapes(root: torch.Tensor, terms: Sequence[tuple[Any, ...]]) -> None:
+    """Refuse a sum that is no row-major matrix of the shape that all of its terms have."""
+    if not all(same_sizes(shape, terms[0]) for shape in terms):
+        raise Rejected(Reason.SHAPES("the terms of the sum have different shapes"))
+    if str(root.shape[-1]) != str(terms[0][1]):
+        raise Rejected(Reason.SHAPES("the number of columns of the sum differs from that of its terms"))
+    if not is_row_major(root):
+        raise Rejected(Reason.LAYOUT("the result is not row-major"))
+
+
+def check_adapter(a: Adapter, dtype: torch.dtype) -> None:
+    """Refuse an adapter whose operands no kernel reads, in a sum that is computed in a dtype."""
+    if a.factor is not None and dtype == torch.float16:
+        reason = "a float16 adapter is multiplied by a tensor: x @ A may overflow where the result does not"
+        raise LeftToStock(Reason.RANGE(reason))
+    if a.middle is not None and not is_row_major(value(a.middle)):
+        raise Rejected(Reason.LAYOUT("the input of B is not row-major"))
+    if 1 not in value(a.down.a).stride():
+        raise Rejected(Reason.LAYOUT("an input has no dim of stride 1"))

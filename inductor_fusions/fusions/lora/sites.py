@@ -16,7 +16,7 @@ from ...fusion import Candidate, LeftToStock, Rejected, Scope, nodes_of
 from ...graph.builder import Builder, substitute
 from ...graph.facts import facts
 from ...graph.placement import Place, earliest, find
-from ...graph.products import PRODUCTS, Product, products_of, same_sizes, scaled, value
+from ...graph.products import PRODUCTS, Product, products_of, scaled, value
 from ...operands import tokens_of
 from ...reasons import Reason
 from . import accumulate_sites, downs, gather, gradients, profit, round_trips, unread
@@ -25,9 +25,9 @@ from .emitter import Emitter
 from .groups import current, grouped, is_whole, result_dtypes, shape_of
 from .masks import masked
 from .op import LORA_LINEAR
-from .recognise import Linear, is_row_major, linears
-from .sums import downs_of, without
+from .recognise import Linear, check_adapter, check_shapes, linears
 from .sums import sums as read_sums
+from .sums import without
 
 if TYPE_CHECKING:
     from ..._inductor import Match
@@ -54,11 +54,12 @@ def candidates(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     found = linears(products)
     sums = read_sums(found)
     found = without(found, sums)
-    sums = [each for each in sums if not each.is_of_functions]
-    down = {a.down.node for linear in found for a in linear.adapters} | downs_of(sums)
-    adapters = [a for linear in found for a in linear.adapters]
-    adapters += [one.adapter for each in sums for one in each.added]
-    narrows = gradients.read(products, down, [a.middle for a in adapters if a.middle is not None])
+    # Nothing but functions of skinny GEMMs is added up in the backward of a small MLP.
+    sums = [s for s in sums if not s.problem or any(a.middle is None for a in s.adapters)]
+    adapters = [a for each in (*found, *sums) for a in each.adapters]
+    narrows = gradients.read(
+        products, {a.down.node for a in adapters}, [a.middle for a in adapters if a.middle is not None]
+    )
     replaced: dict[fx.Node, fx.Node] = {}
     for group in grouped(products, found):
         while group:
@@ -153,13 +154,7 @@ class Adapted(Candidate):
         for a in linear.adapters:
             rows, columns = value(a.up.node).shape
             shapes.append((rows, columns + sum(a.pad)))
-        for shape in shapes:
-            if not same_sizes(shape, first.shape):
-                raise Rejected(Reason.SHAPES("the terms of the sum have different shapes"))
-        if linear.adapters and str(value(root).shape[-1]) != str(first.shape[1]):
-            raise Rejected(Reason.SHAPES("the number of columns of the sum differs from that of its terms"))
-        if not is_row_major(value(root)):
-            raise Rejected(Reason.LAYOUT("the result is not row-major"))
+        check_shapes(value(root), shapes)
         guards.check_result(root, linear.bases[0].node)
         if linear.rest is not None and not all(isinstance(size, int) for size in first.shape):
             raise Rejected(Reason.SYMBOLIC("the sum has a symbolic size and a term that is not a product"))
@@ -171,19 +166,9 @@ class Adapted(Candidate):
             raise Rejected(Reason.MIXED_DTYPES("the adapters have neither the dtype of the base nor float32"))
         if right.dtype != x.dtype and x.dtype != torch.bfloat16:
             raise LeftToStock(Reason.MIXED_DTYPES("the adapters are float32 and the base is float16"))
-        if a.factor is not None and x.dtype == torch.float16:
-            raise LeftToStock(
-                Reason.RANGE(
-                    "a float16 adapter is multiplied by a tensor: x @ A may overflow where the result does "
-                    "not"
-                )
-            )
         if 1 not in right.stride():
             raise Rejected(Reason.LAYOUT("a matrix of an adapter has no dim of stride 1"))
-        if a.middle is not None and not is_row_major(value(a.middle)):
-            raise Rejected(Reason.LAYOUT("the input of B is not row-major"))
-        if 1 not in value(a.down.a).stride():
-            raise Rejected(Reason.LAYOUT("an input has no dim of stride 1"))
+        check_adapter(a, x.dtype)
 
     def _check_dropouts(self, linear: Linear) -> None:
         """Of adapters that read what a dropout has left in memory."""
@@ -206,7 +191,7 @@ class Adapted(Candidate):
             terms += [replace(a.up, a=a.read) for a in linear.adapters]
         others = [a.down.b for linear in group for a in linear.adapters]
         others += [a.factor for linear in group for a in linear.adapters if a.factor is not None]
-        others += [o.vector for linear in group for o in linear.offsets]
+        others += [o.node for linear in group for o in linear.offsets]
         others += [o.factor for linear in group for o in linear.offsets if o.factor is not None]
         others += [linear.rest for linear in group if linear.rest is not None]
         # Views are made anew, and results reshaped.

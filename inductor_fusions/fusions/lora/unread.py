@@ -11,9 +11,9 @@ from torch import fx
 
 from ...block_mm import guards
 from ...fusion import Candidate, LeftToStock, Reported
-from ...graph.products import CASTS, RESHAPES, product, scaled, tensor, through, value
+from ...graph.products import CASTS, RESHAPES, product, tensor, through, value
 from ...reasons import Reason
-from .adapters import MOST_RANK, times_tensor
+from .adapters import MOST_RANK, step
 from .recognise import additions_behind, summands
 
 aten = torch.ops.aten
@@ -114,18 +114,15 @@ def _sums_of(bases: Sequence[fx.Node]) -> list[fx.Node]:
         for user in node.users:
             if summands(user):
                 found.add(user)
-            elif user.target in RESHAPES or user.target in CASTS or scaled(user) or times_tensor(user):
+            elif (below := step(user)) is not None and below.kept is None:
                 waiting.append(user)
     return sorted(found)
 
 
 def _core(node: Any) -> Any:
     """What is cast, reshaped and multiplied by numbers."""
-    while isinstance(node, fx.Node) and node.op == "call_function":
-        by = scaled(node) or times_tensor(node)
-        if by is None and node.target not in RESHAPES and node.target not in CASTS:
-            break
-        node = by[0] if by is not None else node.args[0]
+    while isinstance(node, fx.Node) and (below := step(node)) is not None and below.kept is None:
+        node = below.inner
     return node
 
 

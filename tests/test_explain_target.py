@@ -41,6 +41,14 @@ def test_attention_by_the_table_of_the_target():
     assert found.facts["device"].startswith("nvidia_h200")
 
 
+def test_a_number_that_the_function_puts_on_the_device():
+    def divided(q, k, v):
+        return torch.softmax(q @ k.mT / torch.tensor(8.0, device=q.device), dim=-1) @ v
+
+    (site,) = explain(divided, *inputs(512), gpu="nvidia_h200")
+    assert site.verdict == "fused"
+
+
 def test_a_target_without_a_table_is_estimated_from_another_device():
     (site,) = explain(attention, *inputs(512), gpu="l4")
     assert site.verdict == "fused"

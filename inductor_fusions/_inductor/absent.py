@@ -117,6 +117,8 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
     global _absent
     from torch._dynamo import device_interface
     from torch._inductor.fx_passes import joint_graph, post_grad
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental import proxy_tensor
 
     properties, is_available = device.properties(), torch.cuda.is_available
     answers: dict[str, Callable[..., Any]] = {
@@ -160,6 +162,9 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, "lazy_init", initialize))
         if importlib.util.find_spec("triton") is not None:
             stack.enter_context(_stub_driver(device))
+        # No constant is computed on the device, such as `torch.tensor(number, device="cuda")`.
+        stack.enter_context(mock.patch.object(FakeTensorMode, "avoid_device_init", True))
+        stack.enter_context(mock.patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", 0))
         stack.enter_context(device_guard())
         _forget_answers()
         stack.callback(_forget_answers)

@@ -41,7 +41,8 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "minimum": ("input", "other"),
     "maximum": ("input", "other"),
     "sum": ("input", "dim", "keepdim"), "amax": ("input", "dim", "keepdim"),
-    "logsumexp": ("input", "dim", "keepdim"),
+    "amin": ("input", "dim", "keepdim"), "mean": ("input", "dim", "keepdim"),
+    "logsumexp": ("input", "dim", "keepdim"), "normalize": ("input", "p", "dim", "eps"),
     "clamp": ("input", "min", "max"), "clamp_min": ("input", "min"), "clamp_max": ("input", "max"),
     "hardtanh": ("input", "min_val", "max_val", "inplace"),
     "cat": ("tensors", "dim"), "stack": ("tensors", "dim"), "pad": ("input", "pad", "mode", "value"),
@@ -59,6 +60,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "scaled_dot_product_attention": (
         "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa",
     ),
+    "_transformer_encoder_layer_fwd": ("input",), "_native_multi_head_attention": ("input",),
     # losses
     "cross_entropy": (
         "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",

@@ -166,8 +166,8 @@ AFTER = {
         lambda w, m: w.masked_fill(~m, 0.5),
         "in-between",
     ),
-    "multiplied": (lambda w, m: w * m, "in-between"),
-    "normalised": (lambda w, m: w / w.sum(-1, keepdim=True), "weights"),
+    "multiplied by numbers": (lambda w, m: w * (m + 1.0), "in-between"),
+    "normalised over the queries": (lambda w, m: w / w.sum(-2, keepdim=True), "weights"),
     "nan_to_num of another number": (lambda w, m: w.nan_to_num(0.5), "in-between"),
 }
 

@@ -106,6 +106,8 @@ TENSORS = {
     "per batch": (BATCH, 1, 1, 1),
     "per batch and head": (BATCH, HEADS, 1, 1),
     "per query": (Q_LEN, 1),
+    "per key": (KV_LEN,),
+    "per batch, head and key": (BATCH, HEADS, 1, KV_LEN),
 }
 
 
@@ -140,6 +142,12 @@ def test_wider_scalar_tensor() -> None:
     check(scored(lambda s, t: (s * t).float()), (*qkv(), wide), fused=None, reference=product)
 
 
+def test_tensor_after_bias() -> None:
+    bias, scale = rand(HEADS, Q_LEN, KV_LEN), (torch.rand(HEADS, 1, 1) + 0.5).requires_grad_()
+    check(scored(lambda s, b, t: (s + b) * t), (*qkv(), bias, scale), slack=SUMMED)
+    check(scored(lambda s, t: (s + LOW) * t), (*qkv(), scale), train=False)
+
+
 def test_constant_after_bias() -> None:
     """The bias is scaled as well."""
     bias = rand(HEADS, Q_LEN, KV_LEN)
@@ -147,11 +155,12 @@ def test_constant_after_bias() -> None:
     check(scored(lambda s, b: (s * 0.5 + b) / 3.0), (*qkv(), bias))
 
 
+LOW = torch.where(torch.arange(KV_LEN) > 9, -1e9, 0.0)
 NOT_A_SCALE = {
     "per query, after a bias": ((Q_LEN, 1), lambda s, t: (s + torch.ones(KV_LEN).cumsum(0)) * t, FLEX),
-    "per key": ((KV_LEN,), lambda s, t: s * t, FLEX),
+    "per key, after a bias": ((KV_LEN,), lambda s, t: (s + torch.ones(KV_LEN).cumsum(0)) * t, FLEX),
     "per score": ((Q_LEN, KV_LEN), lambda s, t: s / t, FLEX),
-    "after a bias": ((HEADS, 1, 1), lambda s, t: (s + torch.ones(KV_LEN).cumsum(0)) * t, "after a bias"),
+    "after a mask": ((HEADS, 1, 1), lambda s, t: (s + LOW) * t, "after a mask"),
     "rounded": ((), lambda s, t: torch.div(s, 0.01, rounding_mode="floor"), "rounding"),
     "squared": ((), lambda s, t: s**2, FLEX),
     "times itself": ((), lambda s, t: s * s, ""),

@@ -228,7 +228,7 @@ OTHER_KEYS = {
 ONE_MORE = {
     "another mask": zeroed(
         lambda s, hidden: lowest(lowest(s, hidden), torch.arange(S) < 2), zero,
-        lambda pad: pad[:, None, None, :] == 0,
+        lambda pad: (pad[:, None, None, :] == 0) & (torch.arange(S)[:, None] > 0),
     ),
     "a sink": a_sink,
 }  # fmt: skip

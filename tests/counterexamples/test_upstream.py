@@ -103,10 +103,10 @@ def mask_of(*shape: int) -> torch.Tensor:
 
 CASES = {
     "196468 softmax over the queries": Case(
-        lambda q, k, v: softmax(scores_of(q, k) / 3, -2) @ v, same, 0, "the softmax is not over the keys"
+        lambda q, k, v: softmax(scores_of(q, k) / 3, -2) @ v, same, 0, "no-product"
     ),
     "196468 softmax over the heads": Case(
-        lambda q, k, v: softmax(scores_of(q, k) / 3, 1) @ v, same, 0, "the softmax is not over the keys"
+        lambda q, k, v: softmax(scores_of(q, k) / 3, 1) @ v, same, 0, "no-product"
     ),
     "195320 k permuted, not transposed": Case(
         lambda q, k, v: softmax(q @ k.permute(0, 1, 2, 3) / 3) @ v, same, 1

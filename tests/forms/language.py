@@ -521,6 +521,18 @@ class FixedWindowsOfLong(nn.Module):
         return self.attn(x, x, x, key_padding_mask=~seen, attn_mask=causal, need_weights=False)[0]
 
 
+@form((2, 9, 32), fused=0, reasons=("chosen",))
+class EncoderLayerOfTorch(nn.Module):
+    """One operation in inference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x)
+
+
 @form((9, 2, 32))
 class LayersOfTorch(nn.Module):
     """A weight that nobody reads: the second result is dropped."""

@@ -442,7 +442,7 @@ class Renormalised(nn.Module):
         return (w / (w.sum(-1, keepdim=True) + 1e-13)) @ x
 
 
-@form((2, 9, 16), (2, 9), fused=0, reasons=("in-between",))
+@form((2, 9, 16), (2, 9))
 def gated_weights(x: Any, gate: Any) -> Any:
     """Weights times a factor of each key."""
     w = (x @ x.transpose(1, 2) * 0.25).softmax(-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from .form import Form, collector
 
@@ -118,10 +119,51 @@ def exponentials_times_a_mask(q: Any, k: Any, v: Any) -> Any:
     return (e / (e.sum(-1, keepdim=True) + 1e-6)) @ v
 
 
-@form(*QKV, fused=0, reasons=("in-between",))
+@form(*QKV)
 def exponentials_divided_behind_the_product(q: Any, k: Any, v: Any) -> Any:
     e = exponentials(q, k)
     return (e @ v) / e.sum(-1, keepdim=True)
+
+
+@form(*QKV, lambda: torch.rand(2, 9) > 0.4)
+def sums_beside_the_product(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    """As online softmax is taught: the sum has no dim, and a small number is added to it."""
+    s = einsum("bhid,bhjd->bhij", q * 8**-0.5, k).masked_fill(~seen[:, None, None], -1e9)
+    e = (s - s.max(dim=-1).values.unsqueeze(-1)).exp()
+    total = e.sum(dim=-1) + 1e-9
+    return einsum("bhij,bhjd->bhid", e, v) / total[..., None]
+
+
+@form(*QKV, fused=0, reasons=("in-between",))
+def product_over_more_than_the_sum(q: Any, k: Any, v: Any) -> Any:
+    e = exponentials(q, k)
+    return (e @ v) / (e.sum(-1, keepdim=True) + 0.1)
+
+
+@form(*QKV, fused=0, reasons=("in-between",))
+def product_divided_in_part(q: Any, k: Any, v: Any) -> Any:
+    e = exponentials(q, k)
+    out = e @ v
+    return out / e.sum(-1, keepdim=True) + out
+
+
+@form(*QKV, fused=0, reasons=("in-between",))
+def nan_to_num_of_exponentials(q: Any, k: Any, v: Any) -> Any:
+    e = exponentials(q, k)
+    return (torch.nan_to_num(e) @ v) / e.sum(-1, keepdim=True)
+
+
+@form(*QKV)
+def exponentials_over_hardly_more_than_their_sum(q: Any, k: Any, v: Any) -> Any:
+    e = exponentials(q, k)
+    return (e / (1e-8 + e.sum(-1, keepdim=True)).clamp(min=1e-6)) @ v
+
+
+@form(*QKV)
+def exponentials_computed_twice(q: Any, k: Any, v: Any) -> Any:
+    s = scored(q, k)
+    s = s - s.amax(-1, keepdim=True)
+    return (s.exp() / s.exp().sum(dim=-1, keepdim=True)) @ v
 
 
 @form(*QKV, fused=0, reasons=("weights",))
@@ -150,6 +192,29 @@ def weights_times_the_mask(q: Any, k: Any, v: Any, seen: Any) -> Any:
     return (seen[:, None, None].float() * padded(q, k, seen)) @ v
 
 
+@form(*QKV, lambda: torch.rand(2, 1, 9, 9) > 0.4)
+def weights_times_a_boolean_mask(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    return (torch.where(seen, scored(q, k), torch.tensor(-3e4)).softmax(-1) * seen) @ v
+
+
+@form(*QKV, fused=0, reasons=("mean is between",))
+def weights_averaged_over_heads(q: Any, k: Any, v: Any) -> Any:
+    return scored(q, k).softmax(-1).mean(1) @ v[:, 0]
+
+
+@form((2, 9, 8), (2, 9, 8), (2, 4, 9, 8), fused=0, reasons=("broadcast",))
+def one_map_for_all_heads(q: Any, k: Any, v: Any) -> Any:
+    return (q @ k.mT).softmax(-1)[:, None] @ v
+
+
+@form(*QKV, fused=0, reasons=("used-elsewhere",))
+def logsumexp_that_is_returned(q: Any, k: Any, v: Any) -> Any:
+    """As hashing attention combines its rounds."""
+    s = scored(q, k)
+    total = torch.logsumexp(s, dim=-1, keepdim=True)
+    return torch.exp(s - total) @ v, total
+
+
 @form(*QKV, lambda: torch.tensor([[False] * 9, [True] * 9]))
 def no_key_and_weights_times_the_mask(q: Any, k: Any, v: Any, seen: Any) -> Any:
     return (padded(q, k, seen) * seen[:, None, None].to(q.dtype)) @ v
@@ -160,12 +225,94 @@ def infinite_fill_times_the_mask(q: Any, k: Any, v: Any, seen: Any) -> Any:
     return (padded(q, k, seen, -float("inf")) * seen[:, None, None].to(q.dtype)) @ v
 
 
-@form(*QKV, some, fused=0, reasons=("mask",))
+@form(*QKV, some)
 def weights_times_another_mask(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    """The values lose what the weights lose for all queries."""
     return (scored(q, k).softmax(-1) * seen[:, None, None].float()) @ v
 
 
-@form(*QKV, lambda: torch.tensor([[2] * 9, [1] * 5 + [0] * 4]), fused=0, reasons=("in-between",))
+@form(*QKV, some)
+def one_of_two_masks_again(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    scores = scored(q, k).masked_fill(torch.ones(9, 9).triu(1).bool(), -1e9)
+    hidden = ~seen[:, None, None]
+    return scores.masked_fill(hidden, -1e9).softmax(-1).masked_fill(hidden, 0.0) @ v
+
+
+@form(*QKV, lambda: torch.tensor([[False] * 9, [True] * 5 + [False] * 4]))
+def masked_weights_normalised_again(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    """The sum is 1 already, or 0."""
+    w = padded(q, k, seen) * seen[:, None, None].to(q.dtype)
+    return (w / w.sum(-1, keepdim=True).clamp(min=1e-9)) @ v
+
+
+@form((4, 2, 5, 8), (4, 2, 9, 8), (4, 2, 9, 8), lambda: torch.tensor([[False] * 9, [True] * 5 + [False] * 4]))
+def weights_assigned_zero(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    """Routing: heads first, hidden scores and then their weights are assigned, the latter in a copy."""
+    scores = 8**-0.5 * torch.matmul(q, k.transpose(2, 3))
+    hidden = ~seen.view(1, 2, 1, 9).expand_as(scores)
+    scores[hidden] = float("-inf")
+    weights = torch.softmax(scores, dim=-1).clone()
+    weights[hidden] = 0
+    return torch.matmul(weights, v)
+
+
+@form(*QKV, lambda: torch.rand(2, 4, 9, 9) > 0.3, fused=0, reasons=("mask",))
+def other_weights_assigned_zero(q: Any, k: Any, v: Any, hidden: Any) -> Any:
+    weights = scored(q, k).softmax(dim=-1).clone()
+    weights[hidden] = 0
+    return weights @ v
+
+
+@form(*QKV, some, fused=0, reasons=("weights",))
+def weights_assigned_another_number(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    weights = padded(q, k, seen).clone()
+    weights[~seen[:, None, None].expand_as(weights)] = 0.1
+    return weights @ v
+
+
+@form(*QKV, some)
+def masked_weights_normalised_by_function(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    w = padded(q, k, seen).masked_fill(~seen[:, None, None], 0.0)
+    return torch.nn.functional.normalize(w, p=1, dim=-1) @ v
+
+
+@form(*QKV)
+def weights_normalised_again(q: Any, k: Any, v: Any) -> Any:
+    w = scored(q, k).softmax(-1)
+    return (w / (w.sum(-1, keepdim=True) + 1e-3)) @ v
+
+
+@form(*QKV, some, fused=0, reasons=("empty-rows",))
+def masked_weights_over_a_sum_that_may_be_zero(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    w = padded(q, k, seen) * seen[:, None, None].to(q.dtype)
+    return (w / w.sum(-1, keepdim=True)) @ v
+
+
+@form(*QKV, some, fused=0, reasons=("mask",))
+def normalised_behind_another_mask(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    """What is left of the weights is another softmax, which may underflow."""
+    w = scored(q, k).softmax(-1) * seen[:, None, None].to(q.dtype)
+    return (w / (w.sum(-1, keepdim=True) + 1e-9)) @ v
+
+
+@form(*QKV, fused=0, reasons=("weights",))
+def weights_normalised_over_the_queries(q: Any, k: Any, v: Any) -> Any:
+    w = scored(q, k).softmax(-1)
+    return (w / (w.sum(-2, keepdim=True) + 1e-9)) @ v
+
+
+@form(*QKV, (4, 1, 1), fused=0, reasons=("in-between",))
+def gated_weights_normalised_again(q: Any, k: Any, v: Any, gate: Any) -> Any:
+    w = scored(q, k).softmax(-1) * torch.sigmoid(gate)
+    return (w / (w.sum(-1, keepdim=True) + 1e-3)) @ v
+
+
+@form(*QKV, lambda: torch.rand(9, 9) > 0.3, fused=0, reasons=("mask",))
+def weights_times_a_mask_of_pairs(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    return (scored(q, k).softmax(-1) * seen.float()) @ v
+
+
+@form(*QKV, lambda: torch.tensor([[2] * 9, [1] * 5 + [0] * 4]))
 def weights_times_counts(q: Any, k: Any, v: Any, count: Any) -> Any:
     return (padded(q, k, count > 0) * count[:, None, None].float()) @ v
 
@@ -204,8 +351,13 @@ def gates_of_heads_that_come_last(q: Any, k: Any, v: Any, gate: Any) -> Any:
     return einsum("bqkh,bkhd->bqhd", weights, v)
 
 
-@form(*QKV, (9,), fused=0, reasons=("in-between",))
+@form(*QKV, (9,))
 def weights_times_a_gate_of_keys(q: Any, k: Any, v: Any, gate: Any) -> Any:
+    return (scored(q, k).softmax(-1) * gate) @ v
+
+
+@form(*QKV, (9, 9), fused=0, reasons=("in-between",))
+def weights_times_a_gate_of_pairs(q: Any, k: Any, v: Any, gate: Any) -> Any:
     return (scored(q, k).softmax(-1) * gate) @ v
 
 
@@ -229,9 +381,56 @@ def temperatures_of_queries(q: Any, k: Any, v: Any, temperature: Any) -> Any:
     return (q @ k.mT * temperature).softmax(-1) @ v
 
 
-@form(*QKV, (2, 4, 1, 9), fused=0, reasons=("flex attention",))
-def temperatures_of_keys(q: Any, k: Any, v: Any, temperature: Any) -> Any:
+@form((2, 4, 9, 8), (2, 1, 9, 8), (2, 1, 9, 8), (2, 4, 1, 9), some)
+def temperatures_of_keys(q: Any, k: Any, v: Any, temperature: Any, seen: Any) -> Any:
+    """Heads of queries share keys, but not their temperatures."""
+    return (q @ k.mT * temperature).masked_fill(~seen[:, None, None], -1e9).softmax(-1) @ v
+
+
+@form(*QKV)
+def cosines_of_queries_and_keys(q: Any, k: Any, v: Any) -> Any:
+    """Divided by the length of each query and of each key."""
+    return (q @ k.mT / q.norm(dim=-1).unsqueeze(-1) / k.norm(dim=-1).unsqueeze(-2) * 5).softmax(-1) @ v
+
+
+@form((2, 9, 8), (2, 9, 8), (2, 9, 8), (2, 9, 1), (2, 1, 9))
+def temperatures_expanded_to_pairs(q: Any, k: Any, v: Any, rows: Any, columns: Any) -> Any:
+    scores = rows.repeat(1, 1, 9) * (q @ k.mT) * columns.expand(-1, 9, -1)
+    return scores.softmax(-1) @ v
+
+
+@form(*QKV, (2, 4, 9, 9), fused=0, reasons=("flex attention",))
+def temperatures_of_pairs(q: Any, k: Any, v: Any, temperature: Any) -> Any:
     return (q @ k.mT * temperature).softmax(-1) @ v
+
+
+@form(*QKV, (2, 4, 1, 9), (4, 9, 9), fused=0, reasons=("flex attention",))
+def temperatures_of_biased_keys(q: Any, k: Any, v: Any, temperature: Any, bias: Any) -> Any:
+    return ((q @ k.mT + bias) * temperature).softmax(-1) @ v
+
+
+@form(*QKV, (4, 9, 9), (4, 1, 1))
+def temperatures_of_biased_heads(q: Any, k: Any, v: Any, bias: Any, temperature: Any) -> Any:
+    """The bias takes the scale as well."""
+    scores = (q @ k.mT + bias) * temperature.exp()
+    return (scores / torch.sqrt(temperature[0].abs() + 1)).softmax(-1) @ v
+
+
+@form(*((8, 9, 8),) * 3, (8, 9, 9), ())
+def temperature_behind_baddbmm(q: Any, k: Any, v: Any, bias: Any, temperature: Any) -> Any:
+    return (torch.baddbmm(bias, q, k.mT) * temperature.exp()).softmax(-1) @ v
+
+
+@form((2, 9, 16), (2,))
+class ScaledLinearOfKeys(nn.Module):
+    """A memory whose linear has a bias of keys, with a learned temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.values = nn.Linear(16, 12), nn.Linear(12, 16, bias=False)
+
+    def forward(self, x: Any, temperature: Any) -> Any:
+        return self.values((self.keys(x) * temperature[0]).softmax(-1))
 
 
 @form(*QKV, (2, 4, 9, 1), (4, 9, 9), fused=0, reasons=("flex attention",))
@@ -256,6 +455,107 @@ def mask_before_a_scale_of_tensors(q: Any, k: Any, v: Any) -> Any:
     """The square root of a number is a number, and a mask may come before it."""
     scores = torch.where(torch.ones(9, 9).tril().bool(), q @ k.mT, torch.finfo(q.dtype).min)
     return (scores / torch.sqrt(torch.tensor(8.0))).softmax(-1) @ v
+
+
+@form(*QKV)
+def scores_less_their_mean(q: Any, k: Any, v: Any) -> Any:
+    """A softmax sees no number that is the same for a row, or for all."""
+    s = scored(q, k)
+    s = s - s.mean(-1, keepdim=True)
+    return (s - s.max()).softmax(-1) @ v
+
+
+@form(*QKV, fused=0, reasons=("range",))
+def exponentials_less_the_largest_of_all(q: Any, k: Any, v: Any) -> Any:
+    s = scored(q, k)
+    e = torch.exp(s - s.max())
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@form(*QKV, fused=0, reasons=("in-between",))
+def scores_normed_by_layer(q: Any, k: Any, v: Any) -> Any:
+    s = scored(q, k)
+    return torch.nn.functional.layer_norm(s, (9,)).softmax(-1) @ v
+
+
+@form(*QKV, fused=0, reasons=("sub is between",))
+def weights_less_their_mean(q: Any, k: Any, v: Any) -> Any:
+    w = scored(q, k).softmax(-1)
+    equal = torch.ones_like(w) / 9
+    return (equal + 1.5 * (w - equal)) @ v
+
+
+@form(*QKV, fused=0, reasons=("no-product", "differential attention"))
+def weights_mixed_with_distances(q: Any, k: Any, v: Any) -> Any:
+    """The softmax of distances has no product."""
+    at = torch.arange(9.0)
+    near = (-(at[:, None] - at).abs()[None] * torch.ones(4, 1, 1)).softmax(-1)
+    return (0.7 * scored(q, k).softmax(-1) + 0.3 * near) @ v
+
+
+@form((2, 5, 16), (2, 9, 16), fused=0, reasons=("weights", "another dim than the softmax"))
+def weights_of_both_sides(a: Any, b: Any) -> Any:
+    """BiDAF and QANet: the weights of one side times those of the other."""
+    s = a @ b.mT
+    rows, columns = s.softmax(2), s.softmax(1)
+    return torch.cat([rows @ b, (rows @ columns.mT) @ a], -1)
+
+
+@form((2, 9, 16), (16,), lambda: torch.rand(2, 9) > 0.4)
+def pooled_by_a_vector(x: Any, query: Any, seen: Any) -> Any:
+    """The learned query has one dim."""
+    weights = torch.matmul(torch.tanh(x), query).masked_fill(~seen, -1e9).softmax(dim=1)
+    return torch.bmm(weights.unsqueeze(1), x).squeeze(1)
+
+
+@form((2, 9, 16), (16,), fused=0, reasons=("no-product",))
+def chosen_by_a_vector(x: Any, query: Any) -> Any:
+    """The softmax is over the samples."""
+    return torch.matmul(x, query).softmax(dim=0).T @ x[:, 0]
+
+
+@form((2, 9, 16), (16, 1), fused=0, reasons=("elementwise",))
+def pooled_by_elements(x: Any, w: Any) -> Any:
+    """The weights of tokens are as many as dims, of which one has size 1."""
+    return ((x @ w).softmax(1) * x).sum(1)
+
+
+@form(*QKV, fused=0, reasons=("overwritten",))
+def exponentials_in_place(q: Any, k: Any, v: Any) -> Any:
+    s = scored(q, k)
+    e = (s - s.amax(-1, keepdim=True)).exp_()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@form((8, 9, 8), (8, 9, 8), (8, 9, 8), lambda: torch.tensor([9, 5]))
+def queries_merged_with_samples(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+    """A mask of (batch * queries, keys), as textbooks write it."""
+    scores = torch.bmm(q, k.transpose(1, 2)) / 8**0.5
+    shape = scores.shape
+    lengths = torch.repeat_interleave(lengths, repeats=4, dim=0)
+    rows, lengths = scores.reshape(-1, shape[-1]), torch.repeat_interleave(lengths, shape[1])
+    seen = torch.arange(shape[-1], dtype=torch.float32)[None, :] < lengths[:, None]
+    rows[~seen] = -1e6
+    return torch.bmm(rows.reshape(shape).softmax(dim=-1), v)
+
+
+@form((2, 9, 8), (2, 13, 8))
+def softmax_of_merged_rows(q: Any, k: Any) -> Any:
+    weights = torch.bmm(q, k.transpose(1, 2)).view(-1, 13).softmax(dim=1)
+    return torch.bmm(weights.view(2, -1, 13), k)
+
+
+@form((2, 9, 8), (2, 9, 8), fused=0, reasons=("in-between",))
+def softmax_of_merged_rows_in_part(q: Any, k: Any) -> Any:
+    weights = torch.bmm(q, k.transpose(1, 2)).view(-1, 9).relu().softmax(dim=1)
+    return torch.bmm(weights.view(2, -1, 9), k)
+
+
+@form((2, 9, 8), (2, 9, 8), fused=0, reasons=("no-product",))
+def softmax_of_merged_keys(q: Any, k: Any) -> Any:
+    """Each sample has one softmax over all of its pairs."""
+    weights = torch.bmm(q, k.transpose(1, 2)).view(2, -1).softmax(dim=1)
+    return torch.bmm(weights.view(2, 9, 9), k)
 
 
 @form(*QKV)
@@ -286,6 +586,14 @@ def nan_of_masked_rows_is_zero(q: Any, k: Any, v: Any, hidden: Any) -> Any:
 @form(*QKV, some_row_masked)
 def no_row_is_nan(q: Any, k: Any, v: Any, hidden: Any) -> Any:
     return scored(q, k).masked_fill(hidden, -1e9).softmax(-1).nan_to_num(0.0) @ v
+
+
+@form(*QKV, lambda: torch.tensor([[True] * 3 + [False] * 6, [False] * 9]))
+def nan_of_rows_of_two_fills(q: Any, k: Any, v: Any, padding: Any) -> Any:
+    """Padding on the left beside a causal mask: the first queries see no key."""
+    scores = scored(q, k).masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
+    scores = torch.where(~padding[:, None, None], scores, float("-inf"))
+    return torch.nan_to_num(scores.softmax(-1)) @ v
 
 
 @form(*QKV, some_row_masked, fused=0, reasons=("in-between",))

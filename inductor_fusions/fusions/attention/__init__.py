@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 
 from ...fusion import Fusion
 from ...graph.torch_ops import spellings
 from . import sites
+from .multihead import FAST_PATHS
 from .recognise import is_in_attention, is_written_out
 from .scope import scope_of
 from .written_out import EXPONENTIALS, SOFTMAXES
@@ -22,6 +24,7 @@ FUSION = Fusion(
     scope=scope_of,
 )
 FUSION.anchor(lambda: spellings(*SOFTMAXES), is_in_attention)(sites.hand_written)
-FUSION.anchor(lambda: spellings(*EXPONENTIALS), is_written_out)(sites.written_out)
+FUSION.anchor(lambda: [*spellings(*EXPONENTIALS), "exp_", torch.exp_], is_written_out)(sites.written_out)
 FUSION.anchor(lambda: spellings("scaled_dot_product_attention"))(sites.sdpa_call)
+FUSION.anchor(lambda: spellings(*FAST_PATHS))(sites.fast_path)
 FUSION.anchor(lambda: [F.multi_head_attention_forward])(sites.multihead_call)

@@ -59,6 +59,10 @@ class Arrangement:
         single = len(self.rows) == 1 == len(self.columns)
         return single and self.order == tuple(range(len(self.order)))
 
+    def split(self) -> Arrangement:
+        """The same where the last of the leading dims is that of the queries, and none was."""
+        return Arrangement(tuple(_inserted([*self.lead[:-1]], [*self.rows])), self.lead[-1:], self.columns)
+
     def sizes(self, shape: Sequence[Any]) -> tuple[Any, ...]:
         """The leading sizes of a shape."""
         return tuple(shape[d] for d in self.lead)

@@ -58,6 +58,10 @@ class Emitter:
         q, problem = _with_positive_scale(build, problem, q)
         k = (problem.k if grouped else problem.full_k).built(build)
         v = (problem.v if grouped else problem.full_v).built(build)
+        for scaler in problem.key_scalers:
+            k = build.to(_scaled(build, k, scaler), build.value(k).dtype)
+        for scaler in problem.value_scalers:
+            v = build.to(_scaled(build, v, scaler), build.value(v).dtype)
         if problem.q.value.device.type == "cpu" or kernel in ("sdpa", "efficient", "row_bias"):
             q, k, v = (_in_rows(build, each) for each in (q, k, v))
         correction = None

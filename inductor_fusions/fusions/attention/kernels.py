@@ -68,6 +68,11 @@ def choose(given: Problem, call: Call | None = None) -> Choice:
     if call is not None and modes.is_restricted():
         return _restricted(given, call)
     asked, problem = config.attention_kernel, _without_limited_structure(given)
+    few_queries = hint(problem.q.shape[2]) < hint(problem.q.shape[3])
+    if (problem.key_scalers or problem.value_scalers) and few_queries and config.policy != "always":
+        raise Reason.NOT_FASTER.left_to_stock(
+            "few queries, for which scaled keys or values would be written to memory"
+        )
     unable = flex.takes(problem)
     if problem.stages and unable:
         function = problem.stages[-1][0].function

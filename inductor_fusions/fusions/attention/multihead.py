@@ -27,12 +27,34 @@ from ...reasons import Reason
 from .masks import classify, negation, visibility
 from .scope import Scope
 
+#: Operations of torch that hold a whole attention.
+FAST_PATHS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
 def is_call(node: fx.Node) -> bool:
     """Whether a node is such a call."""
     return node.op == "call_function" and node.target is F.multi_head_attention_forward
+
+
+class FastPath(Candidate):
+    """A call of one operation that holds an attention with its linears, in inference.
+
+    Args:
+        call: the node.
+    """
+
+    def __init__(self, call: fx.Node) -> None:
+        self.anchor = call
+
+    def guard(self) -> None:
+        raise Reason.CHOSEN.left_to_stock(
+            "torch's fast path for inference computes this attention inside of one operation",
+            "torch.backends.mha.set_fastpath_enabled(False) lets Inductor compile its parts",
+        )
+
+    def rewrite(self) -> str:
+        raise AssertionError("a fast path is never replaced")
 
 
 class MultiheadForward(Candidate):

@@ -44,6 +44,10 @@ class Term:
     adds: int = 0
     depth: float | None = None
 
+    def as_scaler(self) -> tuple[str, Any, tuple[Any, ...]]:
+        """A fill with 0 of whole rows, as `Attention.behind` has it."""
+        return "hide" if self.hides else "show", self.node, self.lead
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -100,7 +104,7 @@ class Attention:
         q, k, v: operands of shape (*lead, length, dim); leads of k and v broadcast to that of q.
         stages: functions of the scores, in order; what follows is applied after the last one.
         scale: number that the scores are multiplied by.
-        scalers: tensors or symbolic numbers, constant over queries and keys, that the scores are multiplied
+        scalers: tensors or symbolic numbers, constant over queries or keys, that the scores are multiplied
             ("mul") or divided ("div") by, with the lead of their stage.
         terms: biases and fills, from the product to the softmax.
         sink: a logit of each row that takes weight and has no value.
@@ -108,7 +112,8 @@ class Attention:
         zeroed: a fill of the weights with 0, after the softmax.
         keeps_nan: whether that is a product with 0, which is NaN where a row sees no key.
         drops_nan: whether weights that are NaN are set to 0.
-        behind: as `scalers`, of the weights; these may vary over queries.
+        renormalised: whether the weights are divided by their sum after that: 1, or 0 and a small number.
+        behind: as `scalers`, of the weights.
         lead: leading dims of the product; `softmax_lead` and `out_lead` those at the softmax and at
             the product with v.
         out_shape: of the result as (*out_lead, q_len, v_dim), where the last two may be several dims each.
@@ -132,6 +137,7 @@ class Attention:
     zeroed: Term | None = None
     keeps_nan: bool = False
     drops_nan: bool = False
+    renormalised: bool = False
     behind: list[tuple[str, Any, tuple[Any, ...]]] = field(default_factory=list)
     dropout: float = 0.0
     v: Operand | None = None

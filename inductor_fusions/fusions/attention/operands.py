@@ -45,18 +45,20 @@ class Operand(torch_ops.Seen):
         return None if value is None else cls(node, value.detach().requires_grad_(value.requires_grad))
 
     def then(self, method: str | Callable[..., torch.Tensor], *args: Any) -> Operand:
-        """The operand after one more operation."""
-        value = self.value
+        """The operand after one more operation, which may take others."""
+        value, given = self.value, [arg.value if isinstance(arg, Operand) else arg for arg in args]
         with torch.no_grad():
-            changed = getattr(value, method)(*args) if isinstance(method, str) else method(value, *args)
-        changed = changed.detach().requires_grad_(value.requires_grad)
+            changed = getattr(value, method)(*given) if isinstance(method, str) else method(value, *given)
+        trained = value.requires_grad or any(isinstance(a, Operand) and a.value.requires_grad for a in args)
+        changed = changed.detach().requires_grad_(trained)
         return Operand(self.node, changed, (*self.steps, (method, args)))
 
     def built(self, build: Builder) -> fx.Node:
         """The node that holds it, added to the graph."""
         node = self.node
         for method, args in self.steps:
-            node = build.call(method, node, *args)
+            given = [arg.built(build) if isinstance(arg, Operand) else arg for arg in args]
+            node = build.call(method, node, *given)
         return node
 
     @property

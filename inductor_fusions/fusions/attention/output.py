@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -30,28 +30,55 @@ from ...liveness import readers
 from ...reasons import Reason
 from . import einsum
 from .arrangement import Arrangement, Misplaced, is_view, permuted
+from .assigned import condition as assigned_to
 from .normal_form import Attention, Term
 from .operands import Operand, product, same_shape
-from .written_out import SOFTMAXES
+from .written_out import SOFTMAXES, sums_at
+
+MERGED = Reason.IN_BETWEEN(
+    "a view merges the queries with a leading dim, and not only masks and biases stand behind it"
+)
 
 
-def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrangement) -> None:
+def downwards(
+    site: Attention, number: Callable[[Any], float | None], at: Arrangement,
+    beside: Collection[fx.Node] = (), merged: bool = False,
+) -> None:  # fmt: skip
     """Read from the softmax down to the product with the values, into `site`.
 
     Args:
         site: read down to its softmax.
         number: the value of an argument that is a number, or a tensor of one number.
         at: what the dims of the softmax are.
+        beside: nodes that read the weights and are part of the softmax.
+        merged: whether the queries count as leading dims, the last of them at the product.
     """
-    node, dropped = site.softmax, False
+    node, dropped, beside = site.softmax, False, {*beside}
     while True:
-        read_by = readers(node)
+        read_by = [reader for reader in readers(node) if reader not in beside]
         users = [u for u in read_by if not reads_metadata(u, node)]
         site.readers.extend(u for u in read_by if reads_metadata(u, node))
         if any(map(_is_difference, users)):
             raise Rejected(
                 _DIFFERENCE, "subtract the results of two attentions, if their rounding is acceptable"
             )
+        assigned = _assigned(node, users, number, at)
+        if assigned is not None:
+            _set_to_zero(site, assigned)
+            site.chain.append(users[0])
+            beside.add(users[0])
+            continue
+        again = _normalised(node, users, at)
+        if again is not None:
+            division, more, bounded = again
+            _check_sum(site, bounded)
+            if more:
+                site.behind.append(("div", 1.0 + more, site.softmax_lead))
+            site.renormalised = True
+            site.chain += [user for user in users if user is not division]
+            site.chain.append(division)
+            node = division
+            continue
         if len(users) != 1:
             other = next((u for u in users if (op := read(u)) is None or op.name not in PRODUCTS), users[-1])
             raise Rejected(
@@ -69,22 +96,14 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
         if op.inplace and op.name not in ("dropout", "masked_fill"):
             raise Rejected(Reason.OVERWRITTEN(f"{op.name}_ overwrites the attention weights"))
         scaler = _scaler(op, node, at)
+        zeroed = _zeroed(op, node, number, at) if scaler is None else None
+        if scaler is None and zeroed is None and (site.sink is None or dropped):
+            scaler = _scaler(op, node, at, by_keys=True)
         if scaler is not None:
             site.behind.append(scaler)
-            site.chain.append(user)
-            node = user
-            continue
-        zeroed = _zeroed(op, node, number, at)
-        condition = None if zeroed is None else tensor(zeroed.node)
-        if zeroed is not None and condition is not None and known_true(condition.shape[-1] == 1):
-            site.behind.append(("hide" if zeroed.hides else "show", zeroed.node, zeroed.lead))
-            site.chain.append(user)
-            node = user
-            continue
-        if zeroed is not None:
-            if site.zeroed is not None:
-                raise Rejected(Reason.MASK("weights are set to 0 twice after the softmax"))
-            site.zeroed, site.keeps_nan = zeroed, op.name == "mul"
+        elif zeroed is not None:
+            _set_to_zero(site, zeroed, keeps_nan=op.name == "mul")
+        if scaler is not None or zeroed is not None:
             site.chain.append(user)
             node = user
             continue
@@ -128,6 +147,9 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
         raise Rejected(
             Reason.SINK("the column that is concatenated to the scores is not dropped after the softmax")
         )
+    if merged and (site.behind or site.zeroed):
+        raise Rejected(MERGED)
+    at = at.split() if merged else at
     site.output = user
     if op.node.kwargs.get("out") is not None:
         raise Rejected(Reason.OVERWRITTEN("the product with v writes to a given tensor (out=)"))
@@ -140,6 +162,83 @@ def downwards(site: Attention, number: Callable[[Any], float | None], at: Arrang
         _matrices(site, op, node, at)
     if not known_true(product(result.shape) == product(site.out_shape)):
         raise Rejected(Reason.SHAPES("the weights are broadcast in the product with v"))
+
+
+def _assigned(
+    node: fx.Node, users: list[fx.Node], number: Callable[[Any], float | None], at: Arrangement
+) -> Term | None:
+    """`weights[condition] = 0`, in front of the only other reader, as a fill; or None."""
+    masked = assigned_to(users[0], node) if len(users) == 2 else None
+    if masked is None or number(masked[1]) != 0.0:
+        return None
+    shape = value(node).shape
+    return Term(at.seen(masked[0], shape), at.sizes(shape), fill=0.0)
+
+
+def _set_to_zero(site: Attention, zeroed: Term, keeps_nan: bool = False) -> None:
+    """Read what sets weights to 0 into `site`: whole rows, or keys."""
+    mask = tensor(zeroed.node)
+    if mask is not None and known_true(mask.shape[-1] == 1):
+        site.behind.append(zeroed.as_scaler())
+    elif site.zeroed is not None:
+        raise Rejected(Reason.MASK("weights are set to 0 twice after the softmax"))
+    else:
+        site.zeroed, site.keeps_nan = zeroed, keeps_nan
+
+
+def _normalised(node: fx.Node, users: list[fx.Node], at: Arrangement) -> tuple[fx.Node, float, bool] | None:
+    """What divides weights by their sum over the keys; what is added to the sum; whether it is bounded.
+
+    None where nothing divides them.
+    """
+    division, weights = read(users[-1]) if users else None, tensor(node)
+    if division is None or division.inplace or weights is None or division.input is not node:
+        return None
+    if division.name == "normalize":
+        p, dim, least = division["p"], division["dim"], division["eps"]
+        dim = 1 if dim is None else dim
+        plain = p in (1, 1.0) and isinstance(dim, int) and (dim % weights.dim(),) == at.columns
+        small = least is None or (isinstance(least, float) and least <= 0.5)
+        return (users[-1], 0.0, True) if plain and small and len(users) == 1 else None
+    sums = sums_at(division["other"]) if division.name == "div" and len(users) == 2 else None
+    if sums is None or sums.of is not node or not sums.keeps or users[0] is not sums.nodes[-1]:
+        return None
+    alone = all(len(readers(each)) == 1 for each in sums.nodes)
+    small = sums.least <= 0.5 and 0 <= sums.more <= 0.5 and division["rounding_mode"] is None
+    over_keys = isinstance(sums.dim, int) and (sums.dim % weights.dim(),) == at.columns
+    bounded = sums.more > 0 or sums.least > 0
+    return (users[-1], sums.more, bounded) if alone and small and over_keys else None
+
+
+def _check_sum(site: Attention, bounded: bool) -> None:
+    """Refuse weights whose sum is not 1 where a query sees a key, or 0 elsewhere without a bound above 0."""
+    if site.behind or site.dropout or site.sink is not None or site.drops_nan:
+        raise Rejected(Reason.IN_BETWEEN("the weights are divided by their sum, which is not 1"))
+    if site.zeroed is not None and not bounded:
+        raise Rejected(
+            Reason.EMPTY_ROWS("a fully masked row of weights is divided by its sum of 0"),
+            "weights.sum(-1, keepdim=True).clamp(min=1e-9)",
+        )
+
+
+def divided(site: Attention, division: fx.Node, sums: Collection[fx.Node]) -> None:
+    """Read the division of the product by the sums of the weights into `site`, which ends behind it then.
+
+    Args:
+        site: read down to the product; its weights are exponentials.
+        division: the division.
+        sums: what computes the sums, the last one first.
+    """
+    op, product_, by = read(division), tensor(site.output), tensor(next(iter(sums)))
+    assert op is not None and product_ is not None and by is not None and site.output is not None
+    used = [user for user in readers(site.output) if not reads_metadata(user, site.output)]
+    rows = (*product_.shape[:-1], 1)
+    natural = site.out_dims == tuple(range(product_.dim()))
+    fits = natural and same_shape(by.shape, rows) and not site.drops_nan
+    if op.input is not site.output or used != [division] or not fits:
+        raise Rejected(Reason.IN_BETWEEN("the product with v is not divided by the sum of its exponentials"))
+    site.chain += [site.output, *sums]
+    site.output = division
 
 
 _DIFFERENCE = Reason.IN_BETWEEN(
@@ -163,6 +262,8 @@ def _is_of_softmax(node: Any, steps: int = 6) -> bool:
     """Whether a node holds weights of a softmax, by elements, or parts of them."""
     op = read(node)
     if op is None or steps == 0 or op.name in PRODUCTS:
+        return False
+    if isinstance(op.input, fx.Node) and reads_metadata(op.node, op.input):
         return False
     sides = (op.input, op["other"]) if op.name == "mul" else (op.input,)
     return op.name in SOFTMAXES or any(_is_of_softmax(side, steps - 1) for side in sides)
@@ -202,7 +303,9 @@ def _matrices(site: Attention, op: Op, node: fx.Node, at: Arrangement) -> None:
     rank, single = weights.dim(), at.single(weights.shape)
     last = (rank - 2, rank - 1) if is_left else (rank - 1, rank - 2)
     if single is None or (single.rows[0], single.columns[0]) != last:
-        raise Misplaced(Reason.NO_PRODUCT("the product after the softmax does not sum over the keys"))
+        raise Misplaced(
+            Reason.NO_PRODUCT("the product after the softmax sums over another dim than the softmax")
+        )
     site.v = permuted(operand, (*single.lead, *last))
     lengths = weights.shape[single.rows[0]], operand.shape[-1 if is_left else -2]
     site.out_lead = single.sizes(weights.shape)
@@ -210,8 +313,14 @@ def _matrices(site: Attention, op: Op, node: fx.Node, at: Arrangement) -> None:
     site.out_dims = (*(single.lead.index(d) for d in range(rank - 2)), *last)
 
 
-def _scaler(op: Op, weights: fx.Node, at: Arrangement) -> tuple[str, Any, tuple[Any, ...]] | None:
-    """What weights are multiplied or divided by, where it is the same for all keys: the result is as well."""
+def _scaler(
+    op: Op, weights: fx.Node, at: Arrangement, by_keys: bool = False
+) -> tuple[str, Any, tuple[Any, ...]] | None:
+    """What weights are multiplied or divided by, where it is the same for all keys: the result is as well.
+
+    Args:
+        by_keys: where it is the same for all queries instead: the values are.
+    """
     if op.inplace or op.name not in ("mul", "div") or op["rounding_mode"] is not None:
         return None
     by = op["other"] if op.input is weights else op.input
@@ -224,7 +333,7 @@ def _scaler(op: Op, weights: fx.Node, at: Arrangement) -> tuple[str, Any, tuple[
     varies = tensor(seen)
     if isinstance(by, (int, float)):
         return (op.name, by, at.sizes(shape)) if by and math.isfinite(by) else None
-    if varies is None or (varies.dim() and not known_true(varies.shape[-1] == 1)):
+    if varies is None or not known_true([1, 1, *varies.shape][-2 if by_keys else -1] == 1):
         return None
     return op.name, seen, at.sizes(shape)
 
@@ -238,11 +347,11 @@ def _zeroed(op: Op, weights: fx.Node, number: Callable[[Any], float | None], at:
         if fill is weights:
             kept, fill, hides = fill, kept, True
     elif op.name == "mul":
-        kept = weights
-        factor = read(op["other"] if op.input is weights else op.input)
-        if factor is None or factor.name not in CASTS:
-            return None
-        condition, fill, hides = factor.input, 0.0, False  # one that is no boolean is refused
+        kept, condition = weights, op["other"] if op.input is weights else op.input
+        factor = read(condition)
+        if factor is not None and factor.name in CASTS:
+            condition = factor.input
+        fill, hides = 0.0, False  # what is no boolean is refused
     else:
         return None
     mask, before, after = tensor(condition), tensor(weights), tensor(op.node)

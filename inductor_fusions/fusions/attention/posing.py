@@ -28,7 +28,7 @@ from .normal_form import Attention, Stage, Term
 from .operands import Operand, alignment, product, regroup, unrepeated
 from .problem import Problem, Scaler, is_number
 from .structure import Structure
-from .zeroed import check_hidden_rows, finite, zeroed_fill
+from .zeroed import check_hidden_rows, finite, zeroed_fills
 
 
 def is_autocast(site: Attention) -> bool:
@@ -76,8 +76,9 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         k, v = _moved(k, site.lead, target), _moved(v, site.out_lead, target)
         full_k, full_v = _whole(k, target), _whole(v, target)
         short_k, short_v = few_heads(k, v, target, interpreter.mutations, site.output)
-    zeroed = zeroed_fill(site, interpreter)
-    hides_rows = any(kind in ("hide", "show") for kind, _, _ in site.behind)
+    zeroed = zeroed_fills(site, interpreter)
+    value_scalers, behind = _by_keys(_scalers(site.behind, target))
+    hides_rows = any(kind in ("hide", "show") for kind, _ in behind)
     if hides_rows:
         check_hidden_rows(site)
     lengths = (q.shape[-2], k.shape[-2])
@@ -85,9 +86,12 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
     causal = left is None
     terms = [(t, _term_operand(t, target, interpreter)) for t in left or []]
     # As predicates know it: where hidden scores are -inf, a row without a key is zero.
-    hidden = [(replace(t, fill=-math.inf) if t is zeroed else t, operand) for t, operand in terms]
+    hidden = [(replace(t, fill=-math.inf) if t in zeroed else t, operand) for t, operand in terms]
     parts: list[Stage | Attention] = [*site.stages, site]
     scalers, *late_scalers = [_scalers(part.scalers, target) for part in parts]
+    key_scalers, scalers = _by_keys(scalers)
+    if key_scalers or value_scalers:
+        short_k, short_v = full_k, full_v
     problem = Problem(
         q=q,
         k=short_k,
@@ -98,7 +102,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         dropout=site.dropout,
         causal=causal,
         terms=[
-            (finite(t) if t is zeroed or (hides_rows and t.fill is not None) else t, operand)
+            (finite(t) if t in zeroed or (hides_rows and t.fill is not None) else t, operand)
             for t, operand in terms
         ],
         dtype=dtype,
@@ -106,13 +110,15 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         out_dims=site.out_dims,
         scalers=scalers,
         late_scalers=late_scalers,
-        behind=_scalers(site.behind, target),
+        behind=behind,
+        key_scalers=key_scalers,
+        value_scalers=value_scalers,
         train=_needs_grad(site.q.node, site.k.node, site.v.node, site.output),
         stages=[_stage(stage, target, interpreter) for stage in site.stages],
         sink=_sink(site, target, interpreter),
         structure=_structure(causal, hidden, site, target, interpreter),
         output=site.output,
-        zeros=next(((operand, t.hides) for t, operand in terms if t is zeroed), None),
+        zeros=_together([(operand, t.hides) for t, operand in terms if t in zeroed]),
         overwritten=interpreter.mutations.touch,
         version=interpreter.mutations.last,
     )
@@ -121,13 +127,24 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
     return problem
 
 
+def _together(masks: list[tuple[Operand, bool]]) -> tuple[Operand, bool] | None:
+    """One mask that hides what any of these do, each with whether it hides where it is true."""
+    if len(masks) < 2:
+        return masks[0] if masks else None
+    first, *others = (mask if hides else mask.then(torch.logical_not) for mask, hides in masks)
+    for other in others:
+        first = first.then(torch.logical_or, other)
+    return first, True
+
+
 def _added(problem: Problem) -> Iterator[torch.Tensor]:
     """What the kernel reads beside q, k and v. Numbers on a CPU may be added to scores on any device."""
     yield from (operand.value for _, operand in problem.terms)
     for _, biases, other in problem.stages:
         yield from (operand.value for _, operand in biases)
         yield from (other.value,) if other is not None else ()
-    for _, by in (scaler for scalers in (*problem.late_scalers, problem.behind) for scaler in scalers):
+    scaled = (*problem.late_scalers, problem.behind, problem.key_scalers, problem.value_scalers)
+    for _, by in (scaler for scalers in scaled for scaler in scalers):
         yield from (by.value,) if isinstance(by, Operand) and not is_number(by) else ()
     if problem.sink is not None:
         yield problem.sink[0].value
@@ -143,6 +160,18 @@ def _scalers(scalers: Sequence[tuple[str, fx.Node, tuple[Any, ...]]], target: Se
         moved = operand is not None and not is_number(operand)  # a number may be on another device
         found.append((kind, node if operand is None else _moved(operand, lead, target) if moved else operand))
     return found
+
+
+def _by_keys(scalers: Sequence[Scaler]) -> tuple[list[Scaler], list[Scaler]]:
+    """Those that vary over the keys, on (batch, heads, keys, 1), and the others."""
+    of_keys: list[Scaler] = []
+    others: list[Scaler] = []
+    for kind, by in scalers:
+        if isinstance(by, Operand) and not is_number(by) and not known_true(by.shape[-1] == 1):
+            of_keys.append((kind, by.then("transpose", -1, -2)))
+        else:
+            others.append((kind, by))
+    return of_keys, others
 
 
 def _stage(

@@ -19,7 +19,7 @@ from .normal_form import Stage, Term
 from .operands import Operand, same_shape
 from .structure import Structure
 
-#: "mul" or "div", and by what: a tensor on (batch, heads, q or 1, 1), or the node of a symbolic number.
+#: "mul" or "div", and by what: a tensor on (batch, heads, length or 1, 1), or the node of a symbolic number.
 #: "shift" adds zero times the tensor; "hide" and "show" set the rows where it is true, or false, to 0.
 Scaler = tuple[str, Operand | fx.Node]
 
@@ -34,7 +34,8 @@ class Problem:
         scale: number on the scores (None is SDPA's default; a node of the user's call may hold it).
         scalers: tensors or symbolic numbers that q is multiplied ("mul") or divided ("div") by.
         late_scalers: the same for the scores, after each of the stages.
-        behind: the same for the result; on (batch, heads, q or 1, 1).
+        behind: the same for the result.
+        key_scalers, value_scalers: the same for the keys and the values, which are written anew.
         dropout: probability on the weights.
         causal: key j is seen by query i exactly where j <= i, and nothing else hides it.
         terms: what is left of biases and fills, each with its operand on (batch, heads, q, k).
@@ -71,6 +72,8 @@ class Problem:
     scalers: list[Scaler] = field(default_factory=list)
     late_scalers: list[list[Scaler]] = field(default_factory=list)
     behind: list[Scaler] = field(default_factory=list)
+    key_scalers: list[Scaler] = field(default_factory=list)
+    value_scalers: list[Scaler] = field(default_factory=list)
     attn_mask: fx.Node | None = None
     train: bool = False
     transformed: bool = False

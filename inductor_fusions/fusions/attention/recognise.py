@@ -25,10 +25,11 @@ from ...reasons import Reason
 from .arrangement import Arrangement, Misplaced
 from .masks import Interpreter
 from .normal_form import Attention
-from .operands import same_shape
-from .output import downwards
+from .operands import Operand, product, same_shape
+from .output import MERGED, divided, downwards
 from .rescaled import logsumexp_of, read_sink
 from .scores import Upwards
+from .walk import NOT_OVER_KEYS
 from .written_out import SOFTMAXES, Softmax, softmax_at, weights_of
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 #: Operations through which a softmax may still reach a product; only to tell attention from other softmaxes.
 _BETWEEN = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
     "dropout", "mul", "div", "add", "expand", "where", "masked_fill", "getitem", "slice", "narrow",
-    "nan_to_num", "split", "split_with_sizes", "getattr", "sub", "neg", "unbind", "chunk",
+    "nan_to_num", "mean", "split", "split_with_sizes", "getattr", "sub", "neg", "unbind", "chunk",
     "conv1d", "conv2d", "conv3d",
 }  # fmt: skip
 
@@ -79,9 +80,11 @@ def _reaches_product(start: fx.Node, limit: int = 64) -> bool:
 
 
 def _is_wider(node: fx.Node, weights: fx.Node) -> bool:
-    """Whether a node has more dims than weights: they were multiplied with values, element by element."""
+    """Whether a node has more elements than weights: they were multiplied with values, element by element."""
     made, before = tensor(node), tensor(weights)
-    return made is not None and before is not None and made.dim() > before.dim() > 1
+    if made is None or before is None or before.dim() < 2:
+        return False
+    return made.dim() > before.dim() or not known_true(product(made.shape) <= product(before.shape))
 
 
 def _keeps_shape(node: fx.Node, user: fx.Node) -> bool:
@@ -118,8 +121,13 @@ def recognise(softmax: fx.Node, interpreter: Interpreter, beside: Collection[fx.
             misses.append(miss)
         if found and not _has_broadcast_keys(found[0][0]):
             break
+    if not found and dim % scores.dim() == scores.dim() - 1:
+        try:
+            return _read(written, at, interpreter, beside, merged=True)
+        except Rejected as miss:
+            misses += [miss] if miss.reason == MERGED else []
     if not found:
-        raise next((miss for miss in misses if not isinstance(miss, Misplaced)), misses[0])
+        raise min(misses, key=lambda miss: (isinstance(miss, Misplaced), miss.reason == NOT_OVER_KEYS))
     return max(found, key=lambda pair: _rank(pair[0], pair[1], scores))[0]
 
 
@@ -148,22 +156,34 @@ def _rank(site: Attention, at: Arrangement, scores: torch.Tensor) -> tuple[int, 
 
 
 def _read(
-    written: Softmax, at: Arrangement, interpreter: Interpreter, beside: Collection[fx.Node]
-) -> Attention:
-    """The attention around a softmax whose dims are known."""
+    written: Softmax, at: Arrangement, interpreter: Interpreter, beside: Collection[fx.Node],
+    merged: bool = False,
+) -> Attention:  # fmt: skip
+    """The attention around a softmax whose dims are known.
+
+    Args:
+        written: the softmax.
+        at: what its dims are.
+        interpreter, beside: as for `recognise`.
+        merged: whether a view counts the queries as leading dims, as they are in `at`.
+    """
     softmax, weights = written.weights, tensor(written.weights)
     assert weights is not None
     logsumexp = logsumexp_of(written.scores) if at.is_plain and not written.inside else None
-    upwards = Upwards(interpreter, logsumexp)
+    upwards = Upwards(interpreter, logsumexp, merged)
     upwards.beside.update(written.inside)
     site = upwards.walk(written.scores, written.reader, written.factor, [], at)
-    written.check(upwards.beside)
+    written.check(upwards.maxima)
     site = replace(site, softmax=softmax, softmax_lead=at.sizes(weights.shape), readers=upwards.readers)
+    if merged:
+        _take_apart(site)
     site.chain.append(softmax)
     site.chain.extend(upwards.beside)
     if site.sink is not None and len(site.terms) > site.below_sink:
         raise Rejected(Reason.SINK("a mask or a bias is also added to the attention sink"))
-    downwards(site, upwards.number, at)
+    downwards(site, upwards.number, at, beside=written.inside, merged=merged)
+    if written.division is not None:
+        divided(site, written.division, written.inside)
     if logsumexp is not None:
         read_sink(site, logsumexp)
     for reader in upwards.others:
@@ -178,6 +198,24 @@ def _read(
                 raise Rejected(elsewhere) from None
             site.partners.append(partner)
     return site
+
+
+def _take_apart(site: Attention) -> None:
+    """Read what acts on scores of shape (leading * queries, keys) as acting on those of the product."""
+    if site.stages or site.scalers or site.sink:
+        raise Rejected(MERGED)
+    rows = site.q.shape[-2]
+    site.softmax_lead = site.lead
+    for place, term in enumerate(site.terms):
+        operand = Operand.of(term.node)
+        if same_shape(term.lead, site.lead):  # of the product itself
+            continue
+        if operand is None or not known_true(product(term.lead) == product((*site.lead, rows))):
+            raise Rejected(MERGED)
+        operand = operand.padded(len(term.lead) + 2)
+        operand = operand.expand((*term.lead, *operand.shape[-2:]))
+        operand = operand.reshape((*site.lead, rows, operand.shape[-1]))
+        site.terms[place] = replace(term, node=operand, lead=site.lead)
 
 
 def _softmax_behind(node: fx.Node) -> fx.Node | None:

@@ -64,6 +64,8 @@ def _in_one_batch(value: torch.Tensor | None, result: torch.Tensor | None) -> to
     """An operand with its leading dims as one, as `matmul` has it: it may be a copy."""
     if value is None or result is None or value.dim() < 3:
         return value
+    if value.dim() > result.dim():  # times a vector
+        return value.flatten(0, -2)
     lead = tuple(result.shape[:-2])
     return value.expand(*lead, *value.shape[-2:]).flatten(0, -3)
 

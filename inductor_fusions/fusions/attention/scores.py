@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from typing import Any
@@ -18,8 +19,11 @@ from ...reasons import Reason
 from .arrangement import Arrangement
 from .masks import is_fill
 from .normal_form import Attention, Sink, Term
+from .operands import Operand
 from .walk import Walk, between, result_of
 
+#: Reductions of scores that may be subtracted from them.
+_OF_ROWS = ("amax", "max", "amin", "min", "mean", "logsumexp")
 #: A backward computes weights anew from the logsumexp, which must not lose the digits of the scores.
 LARGEST_SCORE = 1e3
 
@@ -53,23 +57,34 @@ class Upwards(Walk):
             scale = tensor(other)
             if scale is None:
                 raise Rejected(Reason.NOT_A_TENSOR("the scale is neither a number nor a tensor"))
-            varying = self.term(op, other, at)
+            varying = self._narrowed(self.term(op, other, at))
             of_keys, of_queries = self._varies(varying)
-            if of_keys:
+            integer = not scale.is_floating_point() and scale.dim() > 0
+            if of_keys and (of_queries or integer):
                 return self.stage(op, scores, op.name, (), varying, factor, scalers, at)
-            if not scale.is_floating_point() and scale.dim() > 0:
+            if integer:
                 raise Rejected(Reason.MIXED_DTYPES("the scores are scaled by an integer tensor"))
-            longer = [*scalers, self.scaler(op, other, at)]
-            if not of_queries:
+            longer = [*scalers, (op.name, varying.node, varying.lead)]
+            if not of_queries and not of_keys:
                 return self.up(op, scores, factor, longer, at)
             before = self.state()
-            try:
-                return self.up(op, scores, factor, longer, at)
-            except Rejected:  # q cannot be scaled where something was added before
-                self.restore(before)
-                return self.stage(op, scores, op.name, (), varying, factor, scalers, at)
+            with contextlib.suppress(Rejected):  # q or k cannot be scaled where something was added before
+                site = self.up(op, scores, factor, longer, at)
+                if not of_keys or not site.stages:
+                    return site
+            self.restore(before)
+            return self.stage(op, scores, op.name, (), varying, factor, scalers, at)
 
         return self.either(op, sides, try_side)
+
+    def _narrowed(self, term: Term) -> Term:
+        """A tensor that was expanded over queries or keys, as one row or column."""
+        for dim in (-1, -2):
+            own, operand = tensor(term.node), Operand.of(term.node)
+            wide = own is not None and own.dim() >= -dim and not known_true(own.shape[dim] == 1)
+            if operand is not None and wide and self.interpreter.is_constant_over(term.node, dim):
+                term = replace(term, node=operand.then("narrow", dim, 0, 1))
+        return term
 
     @staticmethod
     def _varies(term: Term) -> tuple[bool, bool]:
@@ -100,7 +115,7 @@ class Upwards(Walk):
             # add(x, y, alpha) is x + alpha * y: with the scores second, alpha scales them.
             bias_factor, score_factor = (sign * alpha, 1.0) if second[id(scores)] else (1.0, sign * alpha)
             of_rows = self.shifts_cancel and bias_factor * score_factor == -1
-            if of_rows and self._is_row_maximum(other, scores, at):
+            if of_rows and self._is_of_rows(other, scores, at):
                 return self.up(op, scores, factor * score_factor, scalers, at)
             site = self.up(op, scores, factor * score_factor, scalers, at)
             number = torch_ops.concrete(other)
@@ -129,8 +144,8 @@ class Upwards(Walk):
 
         return self.either(op, [(scores, other) for scores, other, _ in sides], try_side)
 
-    def _is_row_maximum(self, node: Any, scores: Any, at: Arrangement) -> bool:
-        """Whether a node holds the largest score of each row, and serves for nothing else."""
+    def _is_of_rows(self, node: Any, scores: Any, at: Arrangement) -> bool:
+        """Whether a node holds the largest score of each row or the like, and serves for nothing else."""
         own, current, dropped = [], node, False
         whole = tensor(scores)
         if len(at.columns) != 1:
@@ -140,19 +155,21 @@ class Upwards(Walk):
             if op is None or len(readers(current)) != 1:
                 return False
             own.append(current)
-            if op.name in ("amax", "max"):
+            if op.name in _OF_ROWS:
                 dim, keep = op["dim"], op["keepdim"]
                 if op.name == "max" and dim is None:  # x.max(-1, True)
                     dim, keep = op["other"], keep if not op.rest else op.rest[0]
                 dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
                 over_keys = isinstance(dim, int) and dim % whole.dim() == at.columns[0]
+                over_all = op.name != "logsumexp" and dim is None and tensor(current) is not None
                 source, detached = op.input, read(op.input)
                 if detached is not None and detached.name == "detach" and len(readers(source)) == 1:
                     own.append(source)
                     source = detached.input
-                if source is not scores or not over_keys or bool(keep) is dropped:
+                if source is not scores or not (over_all or (over_keys and bool(keep) is not dropped)):
                     return False
                 self.beside.update(own)
+                self.maxima.update(own if over_keys and op.name in ("amax", "max") else ())
                 return True
             if op.name in ("expand", "expand_as", "broadcast_to") and not dropped:
                 current = op.input

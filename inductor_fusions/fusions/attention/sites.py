@@ -23,7 +23,7 @@ from . import emit, kernels, savings, structure
 from .decode import plan as decode
 from .mask_builder import check_empty_rows
 from .masks import may_hide_rows
-from .multihead import MultiheadForward
+from .multihead import FastPath, MultiheadForward
 from .normal_form import Attention, Term
 from .operands import Operand
 from .posing import few_heads, pose
@@ -58,6 +58,11 @@ def sdpa_call(scope: Scope, match: Match) -> Candidate:
 def multihead_call(scope: Scope, match: Match) -> Candidate:
     """A call of `F.multi_head_attention_forward`."""
     return MultiheadForward(scope, match.output_node())
+
+
+def fast_path(scope: Scope, match: Match) -> Candidate:
+    """A call of torch's fast path of nn.TransformerEncoderLayer or nn.MultiheadAttention."""
+    return FastPath(match.output_node())
 
 
 class HandWritten(Candidate):
@@ -127,7 +132,8 @@ class HandWritten(Candidate):
     def _check_dtypes(self, site: Attention) -> None:
         """A product of two dtypes raises in eager mode; fake tensors may allow it."""
         assert site.output is not None
-        both = (torch_ops.tensor(node) for node in inputs(site.output))
+        products = (node for node in (site.output, *reversed(site.chain)) if _is_product(node))
+        both = (torch_ops.tensor(node) for node in inputs(next(products)))
         if len({each.dtype for each in both if each is not None}) > 1:
             raise Rejected(Reason.MIXED_DTYPES("the attention weights and the values have different dtypes"))
 
@@ -305,6 +311,11 @@ def _padded(term: Term) -> Operand:
     operand = Operand.of(term.node)
     assert operand is not None
     return operand.padded(4)
+
+
+def _is_product(node: fx.Node) -> bool:
+    op = torch_ops.read(node)
+    return op is not None and op.name in torch_ops.PRODUCTS
 
 
 def _text(node: Any) -> str:

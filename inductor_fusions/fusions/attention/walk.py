@@ -39,6 +39,7 @@ from .normal_form import Attention, Stage, Term
 from .operands import Operand, same_shape
 
 NO_PRODUCT = Reason.NO_PRODUCT("no product of queries and keys precedes the softmax")
+NOT_OVER_KEYS = Reason.NO_PRODUCT("the softmax is not over the keys")
 ELEMENTWISE = Reason.NO_PRODUCT("the scores are sums of elementwise products, not a matrix product")
 #: How far it is looked for, in nodes.
 REACH = 64
@@ -79,17 +80,22 @@ class Walk:
     Attributes:
         readers: nodes that read the shape or dtype of the scores, not their values.
         others: what else reads the scores.
-        beside: nodes that read the scores and are part of the softmax, or hold the largest score of each row,
-            which is subtracted: a softmax does not see that.
+        beside: nodes that read the scores and are part of the softmax, or hold a number for each row, such as
+            the largest score, that is subtracted: a softmax does not see that.
+        maxima: those that hold the largest score of each row.
+        merged: whether a view counts queries as leading dims: the last of those is theirs at the product.
         logsumexp: a node that reads the scores beside the softmax, and takes part in the attention; or None.
         shifts_cancel: whether nothing but a softmax sees what is added to all scores of a row.
     """
 
-    def __init__(self, interpreter: Interpreter, logsumexp: fx.Node | None = None) -> None:
-        self.interpreter = interpreter
+    def __init__(
+        self, interpreter: Interpreter, logsumexp: fx.Node | None = None, merged: bool = False
+    ) -> None:
+        self.interpreter, self.merged = interpreter, merged
         self.readers: list[fx.Node] = []
         self.others: list[fx.Node] = []
         self.beside: set[fx.Node] = set()
+        self.maxima: set[fx.Node] = set()
         self.logsumexp = logsumexp
         self.shifts_cancel = logsumexp is None
         #: What writes to the scores, and what reads them afterwards.
@@ -235,10 +241,27 @@ class Walk:
         apart = constant and self.shifts_cancel and not self.regions and not site.stages
         if apart and not may_hide_rows(term.node):
             site.scalers.append(("shift", term.node, term.lead))
-        elif scalers:
-            raise Rejected(Reason.SCALE("the scores are scaled by a tensor after a bias"))
         else:
-            site.terms.append(term)
+            site.terms.append(self._scaled_too(op, term, scalers))
+
+    def _scaled_too(self, op: Op, term: Term, scalers: Scalers) -> Term:
+        """What `op` adds, scaled by tensors together with the scores: by numbers of samples and heads.
+
+        A number below 0 would make a mask raise keys, so that gradients are lost.
+        """
+        operand = Operand.of(term.node)
+        for kind, by, lead in scalers:
+            scale, numbers = Operand.of(by), tensor(by)
+            sizes = [1, 1] if numbers is None else [1, 1, *numbers.shape]
+            alike = same_shape(lead, term.lead) or len(sizes) == 2
+            if scale is None or operand is None or not alike or not known_true(sizes[-1] * sizes[-2] == 1):
+                raise Rejected(Reason.SCALE("the scores are scaled by a tensor after a bias"))
+            if self.interpreter.mutations.touch(torch_ops.source(by)):
+                raise Rejected(Reason.OVERWRITTEN("the scale of the scores is overwritten"))
+            if result_of(op).requires_grad and may_hide_rows(term.node):
+                raise Rejected(Reason.SCALE("the scores are scaled by a tensor after a mask"))
+            operand = operand.then(torch.div if kind == "div" else torch.mul, scale)
+        return replace(term, node=operand) if scalers else term
 
     def scaler(self, op: Op, node: Any, at: Arrangement) -> tuple[str, Any, tuple[Any, ...]]:
         """What `op` multiplies or divides the scores by."""
@@ -295,9 +318,9 @@ class Walk:
                 self.restore(before)
         found = [m for m in misses if m.reason not in (NO_PRODUCT, ELEMENTWISE)]
         misses.sort(key=lambda m: m.reason != ELEMENTWISE)
-        raise (
-            found or misses or [Rejected(Reason.SHAPES("the scores are broadcast by an operation on them"))]
-        )[0]
+        if not found and not misses and result is not None and _has_product(op.node, result):
+            raise Rejected(Reason.SHAPES("the scores are broadcast by an operation on them"))
+        raise (found or misses or [Rejected(NO_PRODUCT)])[0]
 
     def _through(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         return self.up(op, op.input, factor, scalers, at)
@@ -331,12 +354,11 @@ class Walk:
         )
         if not isinstance(beta, (int, float)) or not isinstance(alpha, (int, float)):
             raise Rejected(Reason.NOT_A_TENSOR(f"alpha or beta of {op.name} is not a constant"))
-        if scalers and beta != 0:
-            raise Rejected(Reason.SCALE("the scores are scaled by a tensor after a bias"))
         left, right = (op["batch1"], op["batch2"]) if op.name == "baddbmm" else (op["mat1"], op["other"])
         site = self._operands(op, left, right, at, factor * alpha, scalers)
         if beta != 0:
-            site.terms.append(self.term(op, op.input, at, factor=factor * beta))
+            term = self.term(op, op.input, at, factor=factor * beta)
+            site.terms.append(self._scaled_too(op, term, scalers))
         return site
 
     _addmm = _baddbmm
@@ -344,6 +366,8 @@ class Walk:
     def _product(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         if op.node.kwargs.get("out") is not None:
             raise Rejected(Reason.OVERWRITTEN("the product writes to a given tensor (out=)"))
+        if self.merged:
+            at = at.split()
         if op.name in EQUATIONS:
             if op.name == "linear" and not at.rows:  # a choice of experts, by one query for each token
                 raise Misplaced(NO_PRODUCT)
@@ -366,6 +390,12 @@ class Walk:
     ) -> Attention:
         """The attention of a product of matrices: q and k, or k and q where the scores are transposed."""
         first, second = (Operand.of(n) if isinstance(n, fx.Node) else None for n in (left, right))
+        leading = tuple(range(len(_shape(op)) - 1))
+        if first is not None and second is not None and second.value.dim() == 1:
+            if (at.lead, at.rows, at.columns) != (leading, (), (len(leading),)):
+                raise Misplaced(NOT_OVER_KEYS)
+            query = second.reshape((*[1] * len(leading), 1, *second.shape))
+            return self._site(op, query, first, at, factor, scalers)
         if first is None or second is None or first.value.dim() < 2 or second.value.dim() < 2:
             raise Rejected(Reason.NO_PRODUCT("an operand of the product of q and k is not a matrix"))
         shape = _shape(op)
@@ -374,7 +404,7 @@ class Walk:
         if single is None or both not in ((rank - 2, rank - 1), (rank - 1, rank - 2)):
             if any(_has_product(each.node, result_of(op)) for each in (first, second)):
                 raise Misplaced(_stands_between(op))
-            raise Misplaced(Reason.NO_PRODUCT("the softmax is not over the keys"))
+            raise Misplaced(NOT_OVER_KEYS)
         q, k = (
             permuted(first, (*single.lead, rank - 2, rank - 1)),
             permuted(second, (*single.lead, rank - 1, rank - 2)),
@@ -397,7 +427,24 @@ def between(op: Op, scores: torch.Tensor) -> Rejected:
     source = read(op.input) if op.name == "sum" else None
     if source is not None and source.name == "mul":
         return Rejected(ELEMENTWISE)
-    return Rejected(_stands_between(op) if _has_product(op.node, scores) else NO_PRODUCT)
+    made = _norms_scores(op) or _has_product(op.node, scores)
+    return Rejected(_stands_between(op) if made else NO_PRODUCT)
+
+
+def _norms_scores(op: Op) -> bool:
+    """Whether an operation normalises a product of matrices, none of which holds weights."""
+    current: Op | None = op if op.name in _ENDS else None
+    for _ in range(3):
+        made_of = [] if current is None else current.node.all_input_nodes
+        current = read(made_of[0]) if made_of else None
+        if current is None or current.name in _ENDS:
+            return False
+        if current.name in PRODUCTS - {"linear"}:
+            sides = map(read, current.node.all_input_nodes)
+            return not any(side is not None and side.name in (*_ENDS, "dropout") for side in sides)
+        if current.name not in {"mul", "div", "add"} | CASTS | VIEWS:
+            return False
+    return False
 
 
 def _stands_between(op: Op) -> str:

@@ -2,6 +2,7 @@
 
     e = exp(s - s.amax(-1, keepdim=True));  e / e.sum(-1, keepdim=True)
     exp2(s - s.amax(-1, keepdim=True)) in the place of exp, which scales the scores by log(2)
+    (e @ v) / e.sum(-1, keepdim=True)
     exp(s - s.logsumexp(-1, keepdim=True)),  exp(log_softmax(s, -1))
 
 All of them are what a softmax computes, in the same range. Exponentials of scores whose largest is not
@@ -14,6 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 
 from ...fusion import Rejected
@@ -45,6 +47,8 @@ class Softmax:
         inside: nodes between the scores and the weights.
         maximum: what the scores have had subtracted, which has to be the largest of each row; or None.
         factor: what the scores are multiplied by.
+        division: what divides the product with the values by the sum of the exponentials; the weights are
+            these then.
     """
 
     weights: fx.Node
@@ -54,6 +58,7 @@ class Softmax:
     inside: tuple[fx.Node, ...] = ()
     maximum: Any = None
     factor: float = 1.0
+    division: fx.Node | None = None
 
     def check(self, row_maxima: set[fx.Node]) -> None:
         """Refuse exponentials of scores of which something else than one of these nodes is subtracted."""
@@ -71,7 +76,10 @@ _HINT = "torch.softmax"
 def weights_of(match: Match) -> fx.Node | None:
     """What holds weights that are made of exponentials, where they are: a quotient, or the exponential."""
     exp = match.output_node()
-    return exp if _of_logarithms(exp) is not None else _quotient(exp)
+    try:
+        return exp if _of_logarithms(exp) is not None else _quotient(exp)
+    except Rejected:
+        return exp
 
 
 def softmax_at(weights: fx.Node) -> Softmax:
@@ -88,56 +96,133 @@ def softmax_at(weights: fx.Node) -> Softmax:
 
 
 def _of_logarithms(weights: fx.Node) -> Softmax | None:
-    """exp(log_softmax(s)) or exp(s - logsumexp(s))."""
+    """exp(log_softmax(s)) or exp(s - logsumexp(s)).
+
+    Raises:
+        Rejected: the logarithm is used elsewhere.
+    """
     op = read(weights)
     source = read(op.input) if op is not None and op.name == "exp" and not op.inplace else None
-    if source is None or source.inplace or len(readers(source.node)) != 1:
+    if source is None or source.inplace:
         return None
     if source.name == "log_softmax":
+        _check_only_reader(source.node, weights)
         return Softmax(weights, source.input, source.node, source["dim"], (source.node,))
     total = read(source["other"]) if source.name == "sub" and source["alpha"] is None else None
     if total is None or total.name != "logsumexp" or total.input is not source.input or not total["keepdim"]:
         return None
-    if len(readers(total.node)) != 1:
-        return None
+    _check_only_reader(source.node, weights)
+    _check_only_reader(total.node, source.node)
     return Softmax(weights, source.input, source.node, _only(total["dim"]), (source.node, total.node))
 
 
+def _check_only_reader(node: fx.Node, reader: fx.Node) -> None:
+    other = set(readers(node)) - {reader}
+    if other:
+        user = min(other)
+        raise Rejected(
+            Reason.USED_ELSEWHERE(
+                f"the logarithm of the weights or their sum is also used by {user.name}"
+                if user.op != "output"
+                else "the logarithm of the weights or their sum is returned"
+            )
+        )
+
+
 def _divided(op: Op) -> Softmax:
-    """Exponentials divided by their sum."""
+    """Exponentials divided by their sum, before or behind a product with values."""
     if op.name != "div" or op["rounding_mode"] is not None:
         raise Rejected(
             Reason.IN_BETWEEN(f"the exponentials are normalised by {op.name}, not divided by their sum")
         )
     if op.inplace:
         raise Rejected(Reason.OVERWRITTEN("the division by the sum overwrites the exponentials"))
-    exp, total = read(op.input), read(op["other"])
-    inside, keeps = [op.input, op["other"]], True
-    if exp is not None and exp.name in PRODUCTS:
-        raise Rejected(Reason.IN_BETWEEN("the division by the sum follows the product with v"))
-    if exp is None or exp.name not in EXPONENTIALS or exp.inplace:
+    exp, sums = read(op.input), sums_at(op["other"])
+    product = exp if exp is not None and exp.name in PRODUCTS else None
+    if product is not None:
+        exp = None if sums is None else read(sums.of)
+    if exp is not None and exp.name in EXPONENTIALS and exp.inplace:
+        raise Rejected(Reason.OVERWRITTEN("the exponentials overwrite the scores"), _HINT)
+    if exp is None or exp.name not in EXPONENTIALS:
         name = "nothing" if exp is None else exp.name
         raise Rejected(Reason.IN_BETWEEN(f"{name} is between the exponentials and the division by their sum"))
-    if total is not None and appends_dim(total):
-        total, keeps = read(total.input), False
-        inside += [] if total is None else [total.node]
-    if total is None or total.name != "sum" or total.input is not exp.node or total["dtype"] is not None:
+    if sums is None or sums.of not in twins(exp):
+        total = read(op["other"])
         name = "nothing" if total is None else total.name
         raise Rejected(Reason.IN_BETWEEN(f"the exponentials are divided by {name}, not by their plain sum"))
-    dim, whole = _only(total["dim"]), tensor(exp.node)
-    last = whole is not None and isinstance(dim, int) and dim % whole.dim() == whole.dim() - 1
-    if bool(total["keepdim"]) is not keeps or not (keeps or last):
+    weights = tensor(exp.node)
+    # The largest exponential of a row is 1, and so is the sum at least.
+    if weights is None or sums.least > 1 or not 0 <= 8 * sums.more <= torch.finfo(weights.dtype).eps:
+        raise Rejected(Reason.IN_BETWEEN("a number is added to the sum of the exponentials, or bounds it"))
+    if not sums.keeps:
         raise Rejected(Reason.SHAPES("the exponentials are divided by sums over another dim"))
-    outside = {exp.node: {op.node, total.node}}
+    inside = [*sums.nodes, *(twins(exp) if product is None else ())]
     for node in inside:
-        other = set(readers(node)) - outside.get(node, {op.node, op["other"]})
+        other = {*readers(node)} - {*inside, op.node}
         if other:
             raise Rejected(Reason.WEIGHTS(f"the exponentials are also used by {min(other).name}"))
     shifted = read(exp.input)
     if shifted is None or shifted.name != "sub" or shifted["alpha"] is not None:
         raise Rejected(_OVERFLOWS, _HINT)
-    factor = EXPONENTIALS[exp.name]
-    return Softmax(op.node, exp.input, exp.node, dim, tuple(inside), shifted["other"], factor)
+    held = op.node if product is None else exp.node
+    return Softmax(
+        held, exp.input, exp.node, sums.dim, tuple(inside), shifted["other"], EXPONENTIALS[exp.name],
+        None if product is None else op.node,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums of a tensor along one dim, by which it is divided.
+
+    Attributes:
+        of: the tensor.
+        dim: along which it is summed.
+        keeps: whether they have a dim of size 1 there.
+        more: a number that is added to them.
+        least: a number that they are raised to, after or before that.
+        nodes: that compute them.
+    """
+
+    of: Any
+    dim: Any
+    keeps: bool
+    more: float
+    least: float
+    nodes: tuple[fx.Node, ...]
+
+
+def sums_at(node: Any) -> Sums | None:
+    """The sums that a node holds, perhaps raised by a small number that avoids a division by zero."""
+    more, least, nodes, appended = 0.0, 0.0, list[fx.Node](), False
+    while (op := read(node)) is not None and not op.inplace:
+        nodes.append(op.node)
+        number: Any = None
+        if op.name == "sum" and op["dtype"] is None:
+            dim, whole = _only(op["dim"]), tensor(op.input)
+            last = whole is not None and isinstance(dim, int) and dim % whole.dim() == whole.dim() - 1
+            keeps = bool(op["keepdim"]) is not appended and (not appended or last)
+            return Sums(op.input, dim, keeps, more, least, tuple(nodes))
+        if appends_dim(op) and not appended:
+            appended, node = True, op.input
+            continue
+        if op.name == "add" and op["alpha"] is None:
+            number, node = (
+                (op["other"], op.input) if isinstance(op.input, fx.Node) else (op.input, op["other"])
+            )
+            more += number if isinstance(number, float) else math.inf
+        elif op.name in ("clamp", "clamp_min") and op["max"] is None:
+            number, node = op["min"], op.input
+            least = max(least, number) if isinstance(number, float) else math.inf
+        else:
+            return None
+    return None
+
+
+def twins(exp: Op) -> list[fx.Node]:
+    """What computes the same exponentials, in order."""
+    found = ((node, read(node)) for node in readers(exp.input))
+    return [n for n, op in found if op is not None and op.name == exp.name and not op.inplace]
 
 
 def _only(dim: Any) -> Any:
@@ -147,7 +232,11 @@ def _only(dim: Any) -> Any:
 
 def _quotient(exp: fx.Node, limit: int = 32) -> fx.Node | None:
     """What divides something made of exponentials by something made of their sum."""
-    frontier, seen, summed = [exp], {exp}, set[fx.Node]()
+    op = read(exp)
+    frontier = [exp] if op is None or op.inplace else twins(op)
+    seen, summed = set(frontier), set[fx.Node]()
+    if frontier[0] is not exp:
+        return None
     while frontier and len(seen) < limit:
         node = frontier.pop(0)
         for user in readers(node):

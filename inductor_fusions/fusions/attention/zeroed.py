@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from ..._inductor import known_true
 from ...fusion import Rejected
+from ...graph import torch_ops
 from ...reasons import Reason
 from .masks import Interpreter, may_hide_rows, negation
 from .normal_form import Attention, Term
@@ -13,46 +15,53 @@ from .operands import same_shape
 from .structure import MASK_FILL
 
 
-def zeroed_fill(site: Attention, interpreter: Interpreter) -> Term | None:
-    """The fill at whose keys the weights are set to 0 after the softmax, too.
+def zeroed_fills(site: Attention, interpreter: Interpreter) -> list[Term]:
+    """The fills at whose keys the weights are set to 0 after the softmax, too.
 
-    They are 0 there already, but in fully masked rows: those become zero.
+    They are 0 there already, but in fully masked rows: those become zero. Keys that are the same for all
+    queries lose their values instead, if something else hides keys as well.
 
     Raises:
-        Rejected: they are set to 0 elsewhere, or something else hides keys as well.
+        Rejected: they are set to 0 elsewhere, and not the same for all queries.
     """
     if site.zeroed is None:
-        return _without_nan(site) if site.drops_nan else None
+        return _without_nan(site, interpreter) if site.drops_nan else []
     hiding = [t for t in site.terms if t.fill is not None or t.floor is not None or may_hide_rows(t.node)]
-    if not any(_same_keys(term, site.zeroed, interpreter) for term in hiding):
-        raise Rejected(Reason.MASK("the weights are set to 0 at keys other than those masked in the scores"))
-    if len(hiding) > 1 or site.sink is not None:
-        raise Rejected(
-            Reason.MASK(
-                "the weights are set to 0 after the softmax, and the attention has a sink or may have "
-                "another mask"
-            )
-        )
-    if site.keeps_nan and not math.isfinite(hiding[0].fill or 0.0):
+    if site.keeps_nan and not all(map(_is_finite, hiding)):
         raise Rejected(
             Reason.EMPTY_ROWS("a fully masked row is NaN in eager, even after a multiplication by 0")
         )
-    return hiding[0]
+    same = any(_same_keys(term, site.zeroed, interpreter) for term in hiding)
+    if same and len(hiding) == 1 and site.sink is None:
+        return hiding
+    condition = torch_ops.tensor(site.zeroed.node)
+    plain = site.sink is None and not site.renormalised
+    if condition is not None and plain and known_true([1, 1, *condition.shape][-2] == 1):
+        site.behind.append(site.zeroed.as_scaler())
+        return []
+    raise Rejected(
+        Reason.MASK(
+            "weights are set to 0 after the softmax, and the attention has a sink or may have another mask"
+            if same
+            else "the weights are set to 0 at keys other than those masked in the scores"
+        )
+    )
 
 
-def _without_nan(site: Attention) -> Term | None:
-    """The fill whose fully masked rows are NaN, where weights that are NaN are set to 0 after the softmax."""
+def _without_nan(site: Attention, interpreter: Interpreter) -> list[Term]:
+    """The fills whose fully masked rows are NaN, where NaN among the weights is set to 0."""
     hiding = [term for term in site.terms if not _is_finite(term)]
     if site.sink is not None or not hiding:
-        return None
-    if len(hiding) > 1 or hiding[0].fill is None:
+        return []
+    changed = len(hiding) > 1 and any(interpreter.mutations.touch(term.node) for term in hiding)
+    if changed or any(term.fill is None for term in hiding):
         raise Rejected(
             Reason.EMPTY_ROWS(
-                "nan_to_num sets fully masked rows to 0, and not one boolean mask alone may hide them"
+                "nan_to_num sets fully masked rows to 0, and an added or overwritten mask may hide them"
             ),
-            "apply one boolean mask with masked_fill",
+            "apply boolean masks with masked_fill",
         )
-    return hiding[0]
+    return hiding
 
 
 def check_hidden_rows(site: Attention) -> None:

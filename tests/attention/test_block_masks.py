@@ -78,6 +78,8 @@ POINTWISE = {
     "scaled and cast": (lambda p: (1.0 - whole(p)).to(torch.bfloat16) * 2 < 1, True),
     "transposed": (lambda p: p[:, None, :, None].expand(B, 1, S, S).mT > 0.5, True),
     "indexed": (lambda p: p[torch.arange(B)[:, None], torch.arange(S).flip(0)][:, None, None] > 0.5, True),
+    "repeated": (lambda p: p[:, None, None, :].expand(B, 1, S // 2, S).repeat(1, 1, 2, 1) > 0.5, True),
+    "queries repeated": (lambda p: whole(p)[:, :, : S // 2, : S // 2].mT.repeat(1, 1, 2, 2) > 0.5, False),
     "of queries, too": (lambda p: whole(p) > torch.arange(S)[:, None] / S, False),
     "of queries and keys": (lambda p: whole(p) > whole(p).mT, False),
     "written in part": (partly, False),

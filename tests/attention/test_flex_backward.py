@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from devtools import cuda_codegen
 from inductor_fusions import _inductor, config, decisions, matching, tables
+from inductor_fusions.fusion import LeftToStock
 from inductor_fusions.fusions.attention import flex_backward
 from inductor_fusions.graph import inlined
 from tests.attention.support import cases, flex_everywhere
@@ -192,7 +193,7 @@ def test_nothing_measured() -> None:
 
     def change(graph):
         for candidate in matching.candidates(flex_backward.FUSION, graph):
-            with pytest.raises(flex_backward.LeftToStock) as reason:
+            with pytest.raises(LeftToStock) as reason:
                 candidate.guard()
             reasons.append(reason.value.reason)
 

@@ -243,8 +243,8 @@ class Interpreter:
 
 
 def _elementwise(op: torch_ops.Op) -> list[fx.Node]:
-    """The operands of an operation whose result, at each index, depends on theirs at this index alone."""
-    if op.name in torch_ops.CASTS:
+    """The operands of an operation whose result varies over no other dims than they do; none if unknown."""
+    if op.name in torch_ops.CASTS or op.name == "repeat":
         return [op.input]
     if op.name == "getitem":
         index = op["index"] if isinstance(op["index"], tuple) else (op["index"],)

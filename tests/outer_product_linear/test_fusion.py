@@ -56,6 +56,15 @@ SPELLINGS: dict[str, Function] = {
     "einsum, turned": lambda u, v, w, b: F.linear(torch.einsum("xk,xy->xyk", v, u).flatten(1), w, b),
     "no bias": lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :]).flatten(1), w),
     "product": lambda u, v, w, b: (u[:, :, None] * v[:, None, :]).flatten(1) @ w.t() + b,
+    "more dims": lambda u, v, w, b: F.linear((u[None][..., None] * v[None][..., None, :]).flatten(-2), w, b)[
+        0
+    ],
+    "more dims, einsum": lambda u, v, w, b: (
+        F.linear(torch.einsum("xbi,xbj->xbij", u[None], v[None]).reshape(1, ROWS, -1), w, b) * 2
+    ),
+    "more dims, matmul": lambda u, v, w, b: (
+        (u[None][..., None] @ v[None][..., None, :]).flatten(2) @ w.t() + b
+    ),
     "addmm": lambda u, v, w, b: torch.addmm(b, (u[:, :, None] * v[:, None, :]).flatten(1), w.t()),
 }
 
@@ -91,6 +100,12 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     "a sum": (lambda u, v, w, b: F.linear((u[:, :, None] + v[:, None, :]).flatten(1), w, b), None),
     "not flattened in this order": (
         lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :]).transpose(1, 2).flatten(1), w, b), None,
+    ),
+    "more rows of one factor": (
+        lambda u, v, w, b: F.linear((u[None, :, :, None] * v[:1, None, None]).flatten(2), w, b), None,
+    ),
+    "dims of rows are flattened": (
+        lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :]).view(1, ROWS, 1, -1), w, b), None,
     ),
     "contracted": (lambda u, v, w, b: F.linear(torch.einsum("bi,bj->ij", u, v).flatten()[None], w, b), None),
     "one row of a factor": (

@@ -47,11 +47,10 @@ class OuterProductLinear(Candidate):
     def savings(self) -> dict[str, int]:
         u, v = tensor(self.site.u), tensor(self.site.v)
         assert u is not None and v is not None
-        sizes = (*u.shape, v.shape[1])
-        if not all(isinstance(size, int) for size in sizes):
+        if not all(isinstance(size, int) for size in (*u.shape, *v.shape)):
             return {}
         # The row of products is written once, and read once.
-        return {"bytes": 2 * sizes[0] * sizes[1] * sizes[2] * u.element_size(), "flops": 0}
+        return {"bytes": 2 * u.numel() * v.shape[-1] * u.element_size(), "flops": 0}
 
     def guard(self) -> None:
         site = self.site
@@ -91,7 +90,12 @@ class OuterProductLinear(Candidate):
         if not site.by_rows:
             w = build.given(held.t(), "t", w)
         # Its shape, dtype, and whether it takes a gradient, are those of what it replaces.
-        new = build.given(out, OUTER_PRODUCT_LINEAR, u, v, w)
+        if out.dim() == 2:
+            new = build.given(out, OUTER_PRODUCT_LINEAR, u, v, w)
+        else:
+            u, v = (build.given(_as_matrix(build.value(x)), "reshape", x, _rows(build, x)) for x in (u, v))
+            new = build.given(_as_matrix(out), OUTER_PRODUCT_LINEAR, u, v, w)
+            new = build.given(out, "reshape", new, tuple(out.shape))
         if site.bias is not None:
             new = build.given(out, torch.add, new, site.bias)
         erase_dead_readers([self.anchor, *site.chain])
@@ -100,6 +104,14 @@ class OuterProductLinear(Candidate):
             if not node.users:
                 self.graph.erase_node(node)
         return f"outer_product_linear{self.note}"
+
+
+def _as_matrix(found: torch.Tensor) -> torch.Tensor:
+    return found.reshape(-1, found.shape[-1])
+
+
+def _rows(build: Builder, node: fx.Node) -> tuple[Any, Any]:
+    return -1, build.value(node).shape[-1]
 
 
 def check_kernel(out: torch.Tensor) -> None:
@@ -127,12 +139,12 @@ def measured(out: torch.Tensor, operands: list[Any]) -> str:
         LeftToStock: it is not measured, or not faster.
     """
     u, v, _ = operands
-    rows, columns = u.shape[0], out.shape[1]
-    if not all(isinstance(size, int) for size in (rows, columns, u.shape[1], v.shape[1])):
+    rows, columns = u.numel() // u.shape[-1], out.shape[-1]
+    if not all(isinstance(size, int) for size in (rows, columns, u.shape[-1], v.shape[-1])):
         raise Reason.SYMBOLIC.left_to_stock("the number of rows is symbolic")
     wanted = {
         "dtype": tables.dtype_name(out.dtype), "train": any(t.requires_grad for t in operands),
-        "p": u.shape[1], "q": v.shape[1], "columns": columns, "rows": rows,
+        "p": u.shape[-1], "q": v.shape[-1], "columns": columns, "rows": rows,
     }  # fmt: skip
     return f", {profitable(decide(Query('outer_product_linear', wanted), out.device)).note}"
 

@@ -30,7 +30,7 @@ class Site:
 
     Attributes:
         linear: the node that is replaced.
-        u, v: the factors, (rows, P) and (rows, Q).
+        u, v: the factors, (..., P) and (..., Q), with the same rows.
         w: the weight, and whether it is (N, P * Q) rather than its transpose.
         bias: what is added, or None.
         chain: the nodes between the factors and the linear, in order.
@@ -52,7 +52,7 @@ def site(node: fx.Node) -> Site | None:
         return None
     x, w, by_rows, bias = found
     value = tensor(x)
-    if value is None or value.dim() != 2:
+    if value is None or value.dim() < 2:
         return None
     outer = _outer(x)
     if outer is None:
@@ -68,9 +68,10 @@ def _outer(x: fx.Node) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
         x = view
         chain.append(x)
     product, flat = tensor(x), tensor(chain[0])
-    if len(chain) < 2 or product is None or product.dim() != 3 or flat is None:
+    if len(chain) < 2 or product is None or flat is None or product.dim() != flat.dim() + 1:
         return None
-    if not known_true(flat.shape[0] == product.shape[0]):
+    rows = flat.shape[:-1]
+    if not _are_same(product.shape[:-2], rows):
         return None
     op, factors = read(x), None
     if op is not None and op.name == "einsum":
@@ -85,7 +86,7 @@ def _outer(x: fx.Node) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
     u, v, more = factors
     for factor in (u, v):  # an einsum broadcasts rows
         held = tensor(factor)
-        if held is None or held.dim() != 2 or not known_true(held.shape[0] == product.shape[0]):
+        if held is None or not _are_same(held.shape[:-1], rows):
             return None
     return u, v, (*reversed(more), *reversed(chain))
 
@@ -99,39 +100,35 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def _of_einsum(op: Op) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
-    """Those of "bi,bj->bij", with any letters."""
+    """Those of "bi,bj->bij", with any letters, also several of rows."""
     try:
         found = equation(op)
     except Rejected:
         return None
-    if len(found.first) != 2 or len(found.second) != 2 or found.first[0] != found.second[0]:
+    if len(found.first) < 2 or found.first[:-1] != found.second[:-1] or found.first == found.second:
         return None
     for each in (found, found.turned()):
-        if each.result == each.first + each.second[1]:
+        if each.result == each.first + each.second[-1]:
             return each.left, each.right, []
     return None
 
 
 def _pair(first: Any, second: Any, product: torch.Tensor) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
-    """`first` as (rows, P, 1) and `second` as (rows, 1, Q), both of them views of matrices."""
-    rows, p, q = product.shape
-    u = _matrix(first, (rows, p, 1))
-    v = _matrix(second, (rows, 1, q))
+    """`first` as (..., P, 1) and `second` as (..., 1, Q), both of them views with a dim less."""
+    *rows, p, q = product.shape
+    u = _matrix(first, (*rows, p, 1))
+    v = _matrix(second, (*rows, 1, q))
     if u is None or v is None:
         return None
     return u[0], v[0], [*v[1], *u[1]]
 
 
 def _matrix(node: fx.Node, shape: tuple[Any, ...]) -> tuple[fx.Node, list[fx.Node]] | None:
-    """The matrix of which a node is a view of this shape, and the views."""
+    """The tensor with a dim less of which a node is a view of this shape, and the views."""
     found, views = tensor(node), []
-    if (
-        found is None
-        or found.dim() != 3
-        or not all(known_true(a == b) for a, b in zip(found.shape, shape, strict=True))
-    ):
+    if found is None or not _are_same(found.shape, shape):
         return None
-    while found is not None and found.dim() == 3:
+    while found is not None and found.dim() == len(shape):
         op = read(node)
         adds = op is not None and op.name == "getitem" and _adds_dims(op["index"])
         before = op.input if op is not None and adds else _viewed(node)
@@ -140,9 +137,13 @@ def _matrix(node: fx.Node, shape: tuple[Any, ...]) -> tuple[fx.Node, list[fx.Nod
         views.append(node)
         node = before
         found = tensor(node)
-    if found is None or found.dim() != 2 or not known_true(found.shape[0] == shape[0]):
+    if found is None or not _are_same(found.shape[:-1], shape[:-2]):
         return None
     return node, views
+
+
+def _are_same(first: Any, second: Any) -> bool:
+    return len(first) == len(second) and all(known_true(a == b) for a, b in zip(first, second, strict=True))
 
 
 def _adds_dims(index: Any) -> bool:

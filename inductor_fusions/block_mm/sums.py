@@ -77,7 +77,7 @@ def _read(root: fx.Node, with_bias: bool) -> Sum | None:
 
     def visit(node: fx.Node, scale: float) -> None:
         if not _only_read_here(node) and node is not root:
-            rest.append(node)
+            rest.append(node if scale == 1 else root)
             return
         found = product(node)
         if found is not None and found.scale == 1:

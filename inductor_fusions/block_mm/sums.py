@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +13,10 @@ from ..graph.products import (
     MUL,
     RESHAPES,
     Product,
+    has_size_of,
     is_factor,
     is_floating,
     product,
-    same_sizes,
-    tensor,
     value,
     widens,
 )
@@ -44,20 +42,6 @@ class Sum:
     inner: tuple[fx.Node, ...]
 
 
-def sums_behind(products: Iterable[Product]) -> list[fx.Node]:
-    """The additions, in graph order, that may be sums of some of these products."""
-    found, seen = set[fx.Node](), set[fx.Node]()
-    for node in (p.node for p in products):
-        while len(node.users) == 1 and node not in seen:
-            seen.add(node)
-            (node,) = node.users
-            if node.target is aten.add.Tensor:
-                found.add(node)
-            elif node.target not in RESHAPES and node.target not in CASTS and node.target not in MUL:
-                break
-    return sorted(found)
-
-
 def sum_of_products(root: fx.Node) -> Sum | None:
     """Read a tree of additions whose leaves are products, but for one at most."""
     if root.target is not aten.add.Tensor or root.kwargs or not is_floating(root):
@@ -76,8 +60,8 @@ def _read(root: fx.Node, with_bias: bool) -> Sum | None:
     inner: list[fx.Node] = []
 
     def visit(node: fx.Node, scale: float) -> None:
-        if not _only_read_here(node) and node is not root:
-            rest.append(node)
+        if len(node.users) != 1 and node is not root:
+            rest.append(node if scale == 1 else root)
             return
         found = product(node)
         if found is not None and found.scale == 1:
@@ -89,7 +73,7 @@ def _read(root: fx.Node, with_bias: bool) -> Sum | None:
         operands: tuple[Any, ...] = node.args
         if node.op == "call_function" and is_floating(node):
             if node.target is aten.add.Tensor and not node.kwargs and scale == 1:
-                if all(_full(operand, node) for operand in operands):
+                if all(has_size_of(operand, node) for operand in operands):
                     inner.append(node)
                     for operand in operands:
                         visit(operand, scale)
@@ -112,13 +96,3 @@ def _read(root: fx.Node, with_bias: bool) -> Sum | None:
     # One order for all sums of the same products: tables know them by it.
     terms.sort(key=lambda p: p.inner, reverse=True)
     return Sum(root, tuple(terms), rest[0] if rest else None, tuple(n for n in inner if n is not root))
-
-
-def _only_read_here(node: fx.Node) -> bool:
-    return len(node.users) == 1
-
-
-def _full(argument: Any, node: fx.Node) -> bool:
-    """Whether an operand has the shape of the result: nothing is broadcast."""
-    found = tensor(argument)
-    return found is not None and same_sizes(found.shape, value(node).shape)

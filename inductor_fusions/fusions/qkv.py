@@ -15,12 +15,21 @@ from torch import fx
 from .._inductor import was_erased
 from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
-from ..block_mm.sums import Sum, sum_of_products, sums_behind
+from ..block_mm.sums import Sum, sum_of_products
 from ..fusion import Candidate, Fusion, Rejected, Scope, nodes_of
 from ..graph.builder import Builder, substitute
 from ..graph.facts import facts
 from ..graph.placement import Place, earliest, find
-from ..graph.products import PRODUCTS, Product, identity, product, products_of, same_sizes, value
+from ..graph.products import (
+    PRODUCTS,
+    Product,
+    additions_behind,
+    identity,
+    product,
+    products_of,
+    same_sizes,
+    value,
+)
 from ..reasons import Reason
 
 if TYPE_CHECKING:
@@ -164,7 +173,7 @@ FUSION = Fusion(
 def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     """Sums first, since a sum needs no memory for its terms; then what shares a, then what shares b."""
     graph, inside = scope.graph, set[fx.Node]()
-    for node in reversed(sums_behind(products_of(nodes_of(matches)))):
+    for node in reversed(additions_behind(p.node for p in products_of(nodes_of(matches)))):
         found = sum_of_products(node) if node not in inside and not was_erased(node) else None
         if found is not None:
             inside.update(found.inner)

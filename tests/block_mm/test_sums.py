@@ -39,6 +39,14 @@ def test_residual_of_more_dims() -> None:
     assert len(named(call).bias) == 1 and named(call).bias[0].meta["val"].dim() == 2
 
 
+def test_a_term_times_a_number_that_is_read_elsewhere() -> None:
+    """The number is not lost: the products are summed, and the term is added by stock."""
+    args = (rand(16, 64), rand(16, 32), rand(64, 32), rand(32, 32), rand(16, 32))
+    seen = check(lambda x, y, w, v, r: (x @ w + y @ v + 2.0 * r, r.sin()), args)
+    (call,) = seen.calls()
+    assert not named(call).bias
+
+
 def used_elsewhere(x: Any, y: Any, w: Any, v: Any) -> Any:
     first = x @ w
     return first + y @ v, first

@@ -34,6 +34,7 @@ from ...graph.builder import Builder
 from ...graph.torch_ops import (
     CASTS,
     dropout_p,
+    linear_of,
     permuted_by,
     read,
     spellings,
@@ -145,15 +146,12 @@ def _linear(node: Any, biased: bool = False) -> tuple[Any, Any] | None:
         node: a node of Dynamo's graph, or another value.
         biased: whether it may have a bias.
     """
-    op = read(node)
-    if op is not None and op.name == "linear":
-        x, weight, bias = op.only("input", "weight", "bias")
-        return None if weight is None or not (biased or bias is None) else (x, weight)
-    if op is None or op.name != "matmul":
+    found = linear_of(node)
+    if found is None or not (biased or found[3] is None):
         return None
-    x, other = op.only("input", "other")
-    weight = permuted_by(other, [1, 0])
-    return None if weight is None else (x, weight)
+    x, weight, by_rows, _ = found
+    turned = weight if by_rows else permuted_by(weight, [1, 0])
+    return None if turned is None else (x, turned)
 
 
 def _reads(node: fx.Node, x: fx.Node) -> bool:

@@ -21,30 +21,27 @@ from ...graph.products import (
     CASTS,
     DIV,
     MUL,
-    PRODUCTS,
     RESHAPES,
-    VIEWS,
     Product,
-    is_factor,
+    added_matrix,
+    additions_behind,
+    has_size_of,
     is_floating,
-    is_pointwise,
+    is_sum,
     product,
     restored,
     same_sizes,
     scaled,
+    summands,
     tensor,
     through,
     value,
 )
 from ...operands import holds
 from ...reasons import Reason, Said
-from .adapters import Adapter, Step, adapter_of, has_size_of, step, times_tensor, weighted
-from .columns import parts_of
+from .adapters import Adapter, Step, adapter_of, parts_of, step, times_tensor, weighted
 
 aten = torch.ops.aten
-
-#: What a term passes on its way into a sum, beside what is pointwise: Inductor pads what an addmm adds.
-_PASSED = VIEWS | {*PRODUCTS, aten.constant_pad_nd.default, aten.cat.default}
 
 BROADCAST = Reason.TERMS("a term of the sum is broadcast")
 TWO_TENSORS = Reason.TERMS("the adapter is multiplied by more than one tensor")
@@ -143,43 +140,6 @@ def linears(products: Sequence[Product]) -> list[Linear]:
         if node not in inside and (plain or additions_behind([node])):
             found.append(Linear(node, problem=problems.get(node) or alone(node)))
     return sorted(found, key=lambda linear: linear.root)
-
-
-def additions_behind(ups: Iterable[fx.Node]) -> list[fx.Node]:
-    """The additions, in the order of the graph, that may have some of these products in them."""
-    found, seen = set[fx.Node](), set[fx.Node]()
-    for node in ups:
-        while node not in seen and node.op == "call_function":
-            seen.add(node)
-            if is_sum(node):
-                found.add(node)
-            if len(node.users) != 1:
-                break
-            (node,) = node.users
-            if not (is_pointwise(node) or node.target in _PASSED):
-                break
-    return sorted(found)
-
-
-def summands(node: fx.Node) -> list[tuple[Any, float]]:
-    """What an addition or a subtraction adds up, with the factor of each; nothing for other nodes."""
-    if node.target not in (aten.add.Tensor, aten.sub.Tensor) or not is_floating(node):
-        return []
-    alpha = node.kwargs.get("alpha", 1)
-    if not is_factor(alpha):
-        return []
-    sign = 1.0 if node.target is aten.add.Tensor else -1.0
-    return [(node.args[0], 1.0), (node.args[1], sign * float(alpha))]
-
-
-def added_matrix(found: Product | None) -> fx.Node | None:
-    """The matrix that an addmm adds to its product."""
-    bias = found.bias if found is not None else None
-    return bias if bias is not None and value(bias).dim() == 2 else None
-
-
-def is_sum(node: fx.Node) -> bool:
-    return bool(summands(node)) or added_matrix(product(node)) is not None
 
 
 def _is_around(read: Linear, top: fx.Node) -> bool:

@@ -12,19 +12,18 @@ from typing import Any
 
 from torch import fx
 
-from ...graph.products import CASTS, RESHAPES, product, value
-from ...reasons import Reason
-from .adapters import step
-from .recognise import (
-    BROADCAST,
-    NO_PRODUCT,
-    Linear,
-    Reader,
+from ...graph.products import (
+    CASTS,
+    RESHAPES,
     additions_behind,
     is_sum,
-    leads_to_adapter,
+    product,
     summands,
+    value,
 )
+from ...reasons import Reason
+from .adapters import step
+from .recognise import BROADCAST, NO_PRODUCT, Linear, Reader, leads_to_adapter
 
 
 def sums(found: Sequence[Linear]) -> list[Linear]:

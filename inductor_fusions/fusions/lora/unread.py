@@ -11,10 +11,18 @@ from torch import fx
 
 from ...block_mm import guards
 from ...fusion import Candidate, LeftToStock, Reported
-from ...graph.products import CASTS, RESHAPES, product, tensor, through, value
+from ...graph.products import (
+    CASTS,
+    RESHAPES,
+    additions_behind,
+    product,
+    summands,
+    tensor,
+    through,
+    value,
+)
 from ...reasons import Reason
 from .adapters import MOST_RANK, step
-from .recognise import additions_behind, summands
 
 aten = torch.ops.aten
 

@@ -397,8 +397,14 @@ def test_peft_1199_compiled_adapters() -> None:
 
 @pytest.mark.parametrize("results", ["lora_models_*.json", "models_*.json"])
 def test_liger_1330_kernl_232_peft_1199_is_measured(results: str) -> None:
-    """No model, with adapters or without, is slower than stock where it was measured."""
+    """No model, with adapters or without, is slower than stock where it was measured, by more than 2% and by
+    more than half of both interquartile ranges."""
     folder = Path(__file__).resolve().parents[2] / "bench" / "results"
     rows = [row for path in folder.glob(results) for row in json.loads(path.read_text())["rows"]]
-    times = {row["name"]: row["median_ms"] for row in rows if {"stock", "fused"} <= row["median_ms"].keys()}
-    assert times and not [name for name, t in times.items() if t["fused"] > 1.02 * t["stock"]]
+    rows = [row for row in rows if {"stock", "fused"} <= row["median_ms"].keys()]
+
+    def is_slower(row: dict[str, Any]) -> bool:
+        spread = math.hypot(*(row["spread"][name] for name in ("stock", "fused"))) / 2
+        return bool(row["median_ms"]["fused"] / row["median_ms"]["stock"] - 1 > max(0.02, spread))
+
+    assert rows and not [row["name"] for row in rows if is_slower(row)]

@@ -281,3 +281,17 @@ def test_maximum_that_is_read_elsewhere() -> None:
         return torch.softmax(scores - highest, -1) @ v + highest
 
     unfused(fn, qkv(), "used-elsewhere")
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_factors_of_keys_in_float16(behind: bool) -> None:
+    """Applied to k or v, they may overflow where eager's scores and weights do not."""
+
+    def fn(q: Any, k: Any, v: Any, factor: Any) -> Any:
+        if behind:
+            return (torch.softmax(q @ k.mT, -1) * factor) @ v
+        return torch.softmax(q @ k.mT * factor, -1) @ v
+
+    inputs = (*qkv(), torch.rand(13))
+    check(fn, inputs)
+    check(fn, inputs, fused=0, reason="range", dtype=torch.float16, train=False)

@@ -91,6 +91,10 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
     scalers, *late_scalers = [_scalers(part.scalers, target) for part in parts]
     key_scalers, scalers = _by_keys(scalers)
     if key_scalers or value_scalers:
+        if dtype == torch.float16:
+            raise Rejected(
+                Reason.RANGE("keys or values may overflow in float16 when factors are applied to them")
+            )
         short_k, short_v = full_k, full_v
     problem = Problem(
         q=q,

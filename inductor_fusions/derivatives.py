@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from torch import fx
 
 from ._inductor import is_batched, records_gradients, value_of
-from .fusion import Rejected
 from .modes import Modes, name_of
 from .reasons import Reason
 from .writes import nodes_in, storage, written
@@ -39,7 +38,7 @@ def check_operation(nodes: Iterable[fx.Node], known: Derivatives | None = None) 
         known = known or Derivatives(node.graph, Modes(node.graph))
         why = known.refused_operation(node)
         if why:
-            raise Rejected(Reason.TRANSFORM(why))
+            raise Reason.TRANSFORM.rejected(why)
 
 
 def takes_gradient(node: fx.Node) -> bool:
@@ -87,7 +86,7 @@ class Derivatives:
         """
         why = next(filter(None, map(self.refused, nodes)), "")
         if why:
-            raise Rejected(Reason.TRANSFORM(why))
+            raise Reason.TRANSFORM.rejected(why)
 
 
 def _beyond_a_gradient(node: fx.Node) -> str:

@@ -343,15 +343,15 @@ def _fuse_recorded(
     try:
         site.details = candidate.describe()
         if _inductor.eager_bits_are_wanted() and not (fusion.exact or fusion.protects):
-            raise LeftToStock(
-                Reason.EAGER_BITS("torch._inductor.config.numerics asks for eager's results bit for bit")
+            raise Reason.EAGER_BITS.left_to_stock(
+                "torch._inductor.config.numerics asks for eager's results bit for bit"
             )
         with changes.reading(fusion, graph):
             candidate.guard()
         if attempt is not None and key in attempt.without.sites:
             return attempt.failed(site)
         if not _wanted(site):
-            raise LeftToStock(Reason.LEFT_OUT("excluded by INDUCTOR_FUSIONS_MAX or by torch's bisector"))
+            raise Reason.LEFT_OUT.left_to_stock("excluded by INDUCTOR_FUSIONS_MAX or by torch's bisector")
         site.saved = candidate.savings()
         if fusion.stage == "pre_grad" and graph not in named:
             inplace.rename(graph)

@@ -17,7 +17,6 @@ import torch
 from torch import fx
 
 from ._inductor import remembered, value_of, with_memory
-from .fusion import Rejected
 from .modes import Modes
 from .modes import name_of as name_of
 from .operands import tensor
@@ -285,7 +284,7 @@ def check_between(
         value, state = tensor(node), modes.at(node)
         differs = (state.gradients, state.inference) != (end.gradients, end.inference)
         if differs and value is not None and value.is_floating_point():
-            raise Rejected(Reason.MODE(f"grad mode changes between {where}"))
+            raise Reason.MODE.rejected(f"grad mode changes between {where}")
     for node in effects(last.graph) if known is None else known:
         if not node < last:
             return
@@ -295,7 +294,7 @@ def check_between(
         if held is not None:
             targets = [target for target in targets if any(may_alias(target, each) for each in held)]
         if targets or _writes_statistics(node, {*nodes, last}):
-            raise Rejected(Reason.OVERWRITTEN(f"{node.name} writes in place between {where}"))
+            raise Reason.OVERWRITTEN.rejected(f"{node.name} writes in place between {where}")
 
 
 def check_kept(operands: Collection[fx.Node], last: fx.Node, known: Sequence[fx.Node] | None = None) -> None:
@@ -314,8 +313,8 @@ def check_kept(operands: Collection[fx.Node], last: fx.Node, known: Sequence[fx.
     kept = [storage(node) for node in operands]
     for node in effects(last.graph) if known is None else known:
         if last < node and any(may_alias(storage(other), each) for other in written(node) for each in kept):
-            raise Rejected(
-                Reason.OVERWRITTEN(f"{node.name} overwrites an operand that is saved for the backward")
+            raise Reason.OVERWRITTEN.rejected(
+                f"{node.name} overwrites an operand that is saved for the backward"
             )
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import fx
 
 from .._inductor import hint
-from ..fusion import Rejected
 from ..graph.builder import Builder
 from ..graph.placement import Place
 from ..graph.products import Product, same_sizes, value
@@ -84,7 +83,7 @@ def sizes_of(node: fx.Node, product: fx.Node, inner: Iterable[fx.Node]) -> list[
             if same_sizes(value(other).shape[:-1], sizes[:-1]):  # of what the columns are taken of
                 named = other.args[1]
                 return [*named[:-1], sizes[-1]]
-    raise Rejected(Reason.SYMBOLIC("no reshape in the graph provides the symbolic sizes of the result"))
+    raise Reason.SYMBOLIC.rejected("no reshape in the graph provides the symbolic sizes of the result")
 
 
 _WITH_SIZES = (torch.ops.aten.reshape.default, torch.ops.aten.view.default)

@@ -11,7 +11,7 @@ from torch import fx
 from .. import config, operands
 from .._inductor import known_true, max_autotune
 from ..decisions import Span
-from ..fusion import LeftToStock, Rejected
+from ..fusion import LeftToStock
 from ..graph.products import VIEWS, Product, identity, product, value
 from ..operands import tokens_of
 from ..reasons import Reason, Said
@@ -46,21 +46,18 @@ def check_operands(nodes: Sequence[fx.Node]) -> None:
     for node in nodes:
         found = value(node)
         if found.dtype not in DTYPES:
-            raise Rejected(
-                Reason.DTYPE(f"the matrices have dtype {dtype_name(found.dtype)}, which no kernel supports")
+            raise Reason.DTYPE.rejected(
+                f"the matrices have dtype {dtype_name(found.dtype)}, which no kernel supports"
             )
         if found.dtype != first.dtype:
-            raise Rejected(
-                Reason.MIXED_DTYPES(
-                    f"the matrices have different dtypes, {dtype_name(first.dtype)} and "
-                    f"{dtype_name(found.dtype)}"
-                )
+            raise Reason.MIXED_DTYPES.rejected(
+                f"the matrices have different dtypes, {dtype_name(first.dtype)} and {dtype_name(found.dtype)}"
             )
         if found.device != first.device:
-            raise Rejected(Reason.MIXED_DTYPES("the matrices are on different devices"))
+            raise Reason.MIXED_DTYPES.rejected("the matrices are on different devices")
     if first.dtype == torch.float32 and not operands.may_use_tf32():
-        raise LeftToStock(
-            Reason.TF32("the operands are float32 and TF32 is off, where the library is as fast"),
+        raise Reason.TF32.left_to_stock(
+            "the operands are float32 and TF32 is off, where the library is as fast",
             'torch.set_float32_matmul_precision("high")',
         )
     for node in nodes:
@@ -72,12 +69,12 @@ def _check_layout(matrix: torch.Tensor) -> None:
     rows, columns = matrix.shape
     along, across = (1, 0) if known_true(matrix.stride(1) == 1) else (0, 1)
     if not known_true(matrix.stride(along) == 1):
-        raise Rejected(Reason.LAYOUT("a matrix has no dim of stride 1"))
+        raise Reason.LAYOUT.rejected("a matrix has no dim of stride 1")
     size, stride = (rows, columns)[along], matrix.stride(across)
     for what, number in (("size", size), ("stride", stride), ("offset", matrix.storage_offset())):
         if not known_true(number % per_load == 0):
-            raise Rejected(
-                Reason.LAYOUT(f"the {what} of a matrix, {number}, is not a multiple of {per_load}"),
+            raise Reason.LAYOUT.rejected(
+                f"the {what} of a matrix, {number}, is not a multiple of {per_load}",
                 f"pad it to a multiple of {per_load}",
             )
 
@@ -90,11 +87,11 @@ def check_result(node: fx.Node, product: fx.Node) -> None:
     """
     found = value(node)
     if found.dtype not in DTYPES:
-        raise Rejected(
-            Reason.DTYPE(f"the result has dtype {dtype_name(found.dtype)}, which no kernel supports")
+        raise Reason.DTYPE.rejected(
+            f"the result has dtype {dtype_name(found.dtype)}, which no kernel supports"
         )
     if str(found.numel()) != str(value(product).numel()):
-        raise Rejected(Reason.SHAPES("the result of the linear is broadcast"))
+        raise Reason.SHAPES.rejected("the result of the linear is broadcast")
 
 
 def text(node: fx.Node) -> str:
@@ -147,16 +144,16 @@ def check_products(products: Sequence[Product]) -> None:
         found = value(p.node)
         per_load = ALIGNMENT // found.dtype.itemsize
         if found.dtype not in DTYPES:
-            raise Rejected(
-                Reason.DTYPE(f"a product has dtype {dtype_name(found.dtype)}, which no kernel supports")
+            raise Reason.DTYPE.rejected(
+                f"a product has dtype {dtype_name(found.dtype)}, which no kernel supports"
             )
         if not known_true(found.shape[1] % per_load == 0):
-            raise Rejected(
-                Reason.LAYOUT(f"the number of columns, {found.shape[1]}, is not a multiple of {per_load}"),
+            raise Reason.LAYOUT.rejected(
+                f"the number of columns, {found.shape[1]}, is not a multiple of {per_load}",
                 f"pad the weight to a multiple of {per_load}",
             )
         if p.bias is not None and not value(p.bias).is_floating_point():
-            raise Rejected(Reason.DTYPE("a bias is not floating point"))
+            raise Reason.DTYPE.rejected("a bias is not floating point")
 
 
 def problem(groups: Sequence[Sequence[Product]], gated: bool = False, activation: str = "") -> Problem:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from ..decisions import Decision, Query, Span, configured, decide_for_all, tiles
-from ..fusion import LeftToStock
 from ..operands import profitable
 from ..problems import Row
 from ..reasons import Reason
@@ -33,13 +32,11 @@ def decided(problem: Problem, device: torch.device, span: Span | None = None) ->
     """
     _check_capability(device)
     if problem.tokens is None and (span is None or problem.kind == "shared_b"):
-        raise LeftToStock(
-            Reason.SYMBOLIC(
-                "the number of rows is symbolic, and no kernel is known to be faster for all its values"
-            )
+        raise Reason.SYMBOLIC.left_to_stock(
+            "the number of rows is symbolic, and no kernel is known to be faster for all its values"
         )
     if not _has_sizes(problem):
-        raise LeftToStock(Reason.SYMBOLIC("a size other than the number of rows is symbolic"))
+        raise Reason.SYMBOLIC.left_to_stock("a size other than the number of rows is symbolic")
     tokens = problem.tokens if problem.tokens is not None else span
     assert tokens is not None
     return profitable(decide_for_all(_query(problem), tokens, device))
@@ -80,7 +77,7 @@ def _has_sizes(problem: Problem) -> bool:
 
 def _check_capability(device: torch.device) -> None:
     if capability(device) < 80:
-        raise LeftToStock(Reason.DEVICE("the device is older than compute capability 8.0"))
+        raise Reason.DEVICE.left_to_stock("the device is older than compute capability 8.0")
 
 
 def _query(problem: Problem) -> Query:

@@ -141,20 +141,20 @@ class GatedPair(Candidate):
         gate, up = self.pair
         guards.check_device(self.anchor)
         if identity(gate.a) != identity(up.a):
-            raise Rejected(Reason.INPUTS("the gate and the up projection are linears of different inputs"))
+            raise Reason.INPUTS.rejected("the gate and the up projection are linears of different inputs")
         guards.check_products(self.pair)
         if not same_sizes(value(gate.node).shape, value(up.node).shape):
-            raise Rejected(Reason.SHAPES("the gate is broadcast over the up projection"))
+            raise Reason.SHAPES.rejected("the gate is broadcast over the up projection")
         if not same_sizes(value(gate.b).stride(), value(up.b).stride()):
-            raise Rejected(Reason.LAYOUT("the two weights have different strides"))
+            raise Reason.LAYOUT.rejected("the two weights have different strides")
         guards.check_result(self.anchor, gate.node)
         if self.others and value(self.anchor).dtype == torch.float16:
-            raise Rejected(
-                Reason.RANGE("the pair may overflow in float16 before it is multiplied by its other factors")
+            raise Reason.RANGE.rejected(
+                "the pair may overflow in float16 before it is multiplied by its other factors"
             )
         if str(value(self.anchor).shape[-1]) != str(value(gate.node).shape[1]):
-            raise Rejected(
-                Reason.SHAPES("the number of columns of the result differs from that of the linears")
+            raise Reason.SHAPES.rejected(
+                "the number of columns of the result differs from that of the linears"
             )
         stored = [x.base if isinstance(x, Columns) else x for x in self.linears]
         around = {x for x in (*self.others, *(p.bias for p in stored)) if isinstance(x, fx.Node)}
@@ -181,11 +181,8 @@ class GatedPair(Candidate):
             return
         rows = value(self.pair[0].a).shape[0]
         if config.policy != "always" and not (isinstance(rows, int) and rows <= FEW_ROWS):
-            raise LeftToStock(
-                Reason.NOT_FASTER(
-                    f"gate and up are one linear: for more than {FEW_ROWS} rows stock's single GEMM is as "
-                    "fast"
-                )
+            raise Reason.NOT_FASTER.left_to_stock(
+                f"gate and up are one linear: for more than {FEW_ROWS} rows stock's single GEMM is as fast"
             )
 
     def _is_packed(self) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .._inductor import known_true
-from ..fusion import Fusion, Rejected
+from ..fusion import Fusion
 from ..operands import tensor
 from ..reasons import Reason
 
@@ -44,9 +44,9 @@ def check(match: Match) -> None:
     """
     a, b = tensor(match.kwargs["a"]), tensor(match.kwargs["b"])
     if a is None or b is None or not a.is_floating_point():
-        raise Rejected(Reason.DTYPE("the product is not floating point"))
+        raise Reason.DTYPE.rejected("the product is not floating point")
     if not known_true(a.shape[-2] == b.shape[-1]):
-        raise Rejected(Reason.SHAPES("the product is not proved to be square"))
+        raise Reason.SHAPES.rejected("the product is not proved to be square")
 
 
 FUSION = Fusion(

@@ -134,14 +134,14 @@ class SumOfProducts(Candidate):
         guards.check_products(terms)
         guards.check_result(root, terms[0].node)
         if len(terms) > MOST_PRODUCTS:
-            raise Rejected(Reason.LIMIT(f"the sum has more than {MOST_PRODUCTS} products"))
+            raise Reason.LIMIT.rejected(f"the sum has more than {MOST_PRODUCTS} products")
         first = value(terms[0].node).shape
         if not all(same_sizes(value(p.node).shape, first) for p in terms):
-            raise Rejected(Reason.SHAPES("the terms of the sum have different shapes"))
+            raise Reason.SHAPES.rejected("the terms of the sum have different shapes")
         if str(value(root).shape[-1]) != str(first[1]):
-            raise Rejected(Reason.SHAPES("the number of columns of the sum differs from that of its terms"))
+            raise Reason.SHAPES.rejected("the number of columns of the sum differs from that of its terms")
         if self.sum.rest is not None and any(not isinstance(size, int) for size in first):
-            raise Rejected(Reason.SYMBOLIC("the sum has a symbolic size and a term that is not a product"))
+            raise Reason.SYMBOLIC.rejected("the sum has a symbolic size and a term that is not a product")
         self.sizes = emit.sizes_of(root, terms[0].node, self.sum.inner)
         # As early as can be: the operands of a sum are larger than the sum, as a rule.
         operands = [x for p in terms for x in (p.a, p.b, p.bias) if x is not None]

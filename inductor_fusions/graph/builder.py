@@ -17,7 +17,6 @@ from .._inductor import (
     symbol_parts,
     was_erased,
 )
-from ..fusion import Rejected
 from ..operands import tensor
 from ..reasons import Reason
 from .facts import facts
@@ -139,7 +138,7 @@ class Builder:
         if kind == "symbol":
             return self._of_symbol(wanted)
         if kind not in _COMBINE:
-            raise Rejected(Reason.SYMBOLIC(f"no input of the graph has the symbolic size {wanted}"))
+            raise Reason.SYMBOLIC.rejected(f"no input of the graph has the symbolic size {wanted}")
         combine = _COMBINE[kind]
         total = self._of_expression(parts[0])
         for part in parts[1:]:
@@ -165,7 +164,7 @@ class Builder:
                         made.op, made.target = "call_method", "size"
                     made.meta[self.key] = size
                     return made
-        raise Rejected(Reason.SYMBOLIC(f"no input of the graph has the symbolic size {symbol}"))
+        raise Reason.SYMBOLIC.rejected(f"no input of the graph has the symbolic size {symbol}")
 
 
 _CONVERT: Any = torch.ops.prims.convert_element_type.default

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..fusion import Rejected
 from ..reasons import Reason
 from .torch_ops import Op, tensor
 
@@ -49,9 +48,9 @@ def equation(op: Op) -> Equation:
     if not operands and isinstance(op.args.get("tensors"), (list, tuple)):
         operands = tuple(op.args["tensors"])
     if not isinstance(equation, str):
-        raise Rejected(Reason.NOT_A_TENSOR("an einsum with its dims given as numbers is not supported"))
+        raise Reason.NOT_A_TENSOR.rejected("an einsum with its dims given as numbers is not supported")
     if len(operands) != 2 or not all(tensor(node) is not None for node in operands):
-        raise Rejected(Reason.NO_PRODUCT(f"einsum {equation!r} is not a product of two tensors"))
+        raise Reason.NO_PRODUCT.rejected(f"einsum {equation!r} is not a product of two tensors")
     inputs, arrow, result = equation.replace(" ", "").partition("->")
     parts = inputs.split(",")
     if not arrow:
@@ -66,9 +65,9 @@ def equation(op: Op) -> Equation:
         for part, count in zip((*parts, result), (*extra, most), strict=True)
     )
     if any(len(set(part)) != len(part) for part in (first, second, result)):
-        raise Rejected(Reason.SHAPES(f"einsum {equation!r} repeats an index in one operand"))
+        raise Reason.SHAPES.rejected(f"einsum {equation!r} repeats an index in one operand")
     if [len(first), len(second)] != ranks:
-        raise Rejected(Reason.SHAPES("an operand of an einsum has another number of dims than letters"))
+        raise Reason.SHAPES.rejected("an operand of an einsum has another number of dims than letters")
     return Equation(f"einsum {equation!r}", first, second, result, operands[0], operands[1])
 
 
@@ -78,12 +77,12 @@ def _of_dims(op: Op) -> Equation:
     one, other = tensor(left), tensor(right)
     dims = ([-1], [-1]) if op.name == "linear" else op["dims"]
     if one is None or other is None:
-        raise Rejected(Reason.NO_PRODUCT(f"{op.name} is not a product of two tensors"))
+        raise Reason.NO_PRODUCT.rejected(f"{op.name} is not a product of two tensors")
     if dims is None or isinstance(dims, int):
         count = 2 if dims is None else dims
         dims = (range(one.dim() - count, one.dim()), range(count))
     if not isinstance(dims, (list, tuple)) or len(dims) != 2 or any(isinstance(d, fx.Node) for d in dims):
-        raise Rejected(Reason.NOT_A_TENSOR(f"the dims of {op.name} are not constants"))
+        raise Reason.NOT_A_TENSOR.rejected(f"the dims of {op.name} are not constants")
     pairs = [[d] if isinstance(d, int) else list(d) for d in dims]
     first = list(string.ascii_letters[: one.dim()])
     second = list(string.ascii_letters[one.dim() : one.dim() + other.dim()])

@@ -9,7 +9,6 @@ import torch
 from torch import fx
 
 from .._inductor import fake_mode_of, trace_decomposed
-from ..fusion import Rejected
 from ..reasons import Reason
 from .products import value
 
@@ -36,7 +35,7 @@ def put_in_place(
         elif each.op == "output":
             outputs = [places[one] for one in each.args[0]]
         elif each.op == "get_attr":
-            raise Rejected(Reason.IN_BETWEEN("a score_mod contains a constant tensor"))
+            raise Reason.IN_BETWEEN.rejected("a score_mod contains a constant tensor")
         else:
             with graph.inserting_before(node):
                 places[each] = graph.node_copy(each, places.__getitem__)

@@ -18,7 +18,6 @@ import torch
 from torch import fx
 
 from .._inductor import hint, was_erased
-from ..fusion import Rejected
 from ..reasons import Reason
 from .products import CASTS, VIEWS, Product, readers, tensor, through, value
 from .profile import Interval, Profile
@@ -150,7 +149,7 @@ class Memory:
         ]
         peak = self._profile.peak()
         if self._profile.peak(before, after) > peak + min(peak * SLACK, ROUNDING):
-            raise Rejected(Reason.MEMORY("computing all results at once would raise peak memory"))
+            raise Reason.MEMORY.rejected("computing all results at once would raise peak memory")
 
     def intervals(self) -> dict[fx.Node, Interval]:
         """Each value that is in memory."""

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import fx
 
 from .._inductor import ATTRIBUTES, remembered, value_of
-from ..fusion import Rejected
 from ..inplace import arguments
 from ..liveness import readers
 from ..reasons import Reason
@@ -399,7 +398,7 @@ def dropout_p(op: Op) -> float:
     if not training:
         return 0.0
     if not isinstance(p, (int, float)) or not isinstance(training, bool):
-        raise Rejected(Reason.NOT_A_TENSOR("the probability of a dropout is not a constant"))
+        raise Reason.NOT_A_TENSOR.rejected("the probability of a dropout is not a constant")
     return float(p)
 
 

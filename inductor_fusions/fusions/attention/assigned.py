@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import fx
 
 from ..._inductor import known_true
-from ...fusion import Rejected
 from ...graph.torch_ops import concrete, read, tensor
 from ...inplace import arguments
 from ...reasons import Reason
@@ -54,10 +53,8 @@ class Region:
         assert scores is not None
         single = at.single(scores.shape)
         if operand is None or single is None or term.floor is not None or not term.hides:
-            raise Rejected(
-                Reason.OVERWRITTEN(
-                    "a part of the scores is overwritten by something other than a sum or a masked fill"
-                )
+            raise Reason.OVERWRITTEN.rejected(
+                "a part of the scores is overwritten by something other than a sum or a masked fill"
             )
         operand = operand.padded(len(self.places))
         sizes, pads = list(operand.shape), []

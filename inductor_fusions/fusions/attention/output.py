@@ -81,8 +81,8 @@ def downwards(
             continue
         if len(users) != 1:
             other = next((u for u in users if (op := read(u)) is None or op.name not in PRODUCTS), users[-1])
-            raise Rejected(
-                Reason.WEIGHTS(f"the attention weights are also used by {other.name}"),
+            raise Reason.WEIGHTS.rejected(
+                f"the attention weights are also used by {other.name}",
                 "do not request the weights: output_attentions=False, need_weights=False"
                 if any(map(_is_returned, users))
                 else "",
@@ -90,11 +90,11 @@ def downwards(
         user = users[0]
         op = read(user)
         if op is None:
-            raise Rejected(Reason.WEIGHTS("the attention weights are returned"))
+            raise Reason.WEIGHTS.rejected("the attention weights are returned")
         if op.name in PRODUCTS:
             break
         if op.inplace and op.name not in ("dropout", "masked_fill"):
-            raise Rejected(Reason.OVERWRITTEN(f"{op.name}_ overwrites the attention weights"))
+            raise Reason.OVERWRITTEN.rejected(f"{op.name}_ overwrites the attention weights")
         scaler = _scaler(op, node, at)
         zeroed = _zeroed(op, node, number, at) if scaler is None else None
         if scaler is None and zeroed is None and (site.sink is None or dropped):
@@ -124,7 +124,7 @@ def downwards(
         elif op.name == "dropout":
             p = dropout_p(op)
             if p and site.dropout:
-                raise Rejected(Reason.DROPOUT("two dropouts follow the softmax"))
+                raise Reason.DROPOUT.rejected("two dropouts follow the softmax")
             site.dropout = site.dropout or p
         elif is_view(op):
             below = None if before is None or after is None else at.viewed(before.shape, after.shape)
@@ -135,24 +135,24 @@ def downwards(
             at = at.below(dims)
         elif op.name == "expand":
             if before is None or after is None or not same_shape(before.shape, after.shape):
-                raise Rejected(Reason.SHAPES("the attention weights are expanded"))
+                raise Reason.SHAPES.rejected("the attention weights are expanded")
         elif op.name in CASTS:
             if after is None or not after.is_floating_point():
-                raise Rejected(Reason.MIXED_DTYPES("the attention weights are cast to integers"))
+                raise Reason.MIXED_DTYPES.rejected("the attention weights are cast to integers")
         elif op.name not in COPIES:
             raise _between(op, node)
         site.chain.append(user)
         node = user
     if site.sink is not None and not dropped:
-        raise Rejected(
-            Reason.SINK("the column that is concatenated to the scores is not dropped after the softmax")
+        raise Reason.SINK.rejected(
+            "the column that is concatenated to the scores is not dropped after the softmax"
         )
     if merged and (site.behind or site.zeroed):
         raise Rejected(MERGED)
     at = at.split() if merged else at
     site.output = user
     if op.node.kwargs.get("out") is not None:
-        raise Rejected(Reason.OVERWRITTEN("the product with v writes to a given tensor (out=)"))
+        raise Reason.OVERWRITTEN.rejected("the product with v writes to a given tensor (out=)")
     weights, result = tensor(node), tensor(user)
     assert weights is not None and result is not None
     site.out_lead = at.sizes(weights.shape)
@@ -161,7 +161,7 @@ def downwards(
     else:
         _matrices(site, op, node, at)
     if not known_true(product(result.shape) == product(site.out_shape)):
-        raise Rejected(Reason.SHAPES("the weights are broadcast in the product with v"))
+        raise Reason.SHAPES.rejected("the weights are broadcast in the product with v")
 
 
 def _assigned(
@@ -181,7 +181,7 @@ def _set_to_zero(site: Attention, zeroed: Term, keeps_nan: bool = False) -> None
     if mask is not None and known_true(mask.shape[-1] == 1):
         site.behind.append(zeroed.as_scaler())
     elif site.zeroed is not None:
-        raise Rejected(Reason.MASK("weights are set to 0 twice after the softmax"))
+        raise Reason.MASK.rejected("weights are set to 0 twice after the softmax")
     else:
         site.zeroed, site.keeps_nan = zeroed, keeps_nan
 
@@ -213,10 +213,10 @@ def _normalised(node: fx.Node, users: list[fx.Node], at: Arrangement) -> tuple[f
 def _check_sum(site: Attention, bounded: bool) -> None:
     """Refuse weights whose sum is not 1 where a query sees a key, or 0 elsewhere without a bound above 0."""
     if site.behind or site.dropout or site.sink is not None or site.drops_nan:
-        raise Rejected(Reason.IN_BETWEEN("the weights are divided by their sum, which is not 1"))
+        raise Reason.IN_BETWEEN.rejected("the weights are divided by their sum, which is not 1")
     if site.zeroed is not None and not bounded:
-        raise Rejected(
-            Reason.EMPTY_ROWS("a fully masked row of weights is divided by its sum of 0"),
+        raise Reason.EMPTY_ROWS.rejected(
+            "a fully masked row of weights is divided by its sum of 0",
             "weights.sum(-1, keepdim=True).clamp(min=1e-9)",
         )
 
@@ -236,7 +236,7 @@ def divided(site: Attention, division: fx.Node, sums: Collection[fx.Node]) -> No
     natural = site.out_dims == tuple(range(product_.dim()))
     fits = natural and same_shape(by.shape, rows) and not site.drops_nan
     if op.input is not site.output or used != [division] or not fits:
-        raise Rejected(Reason.IN_BETWEEN("the product with v is not divided by the sum of its exponentials"))
+        raise Reason.IN_BETWEEN.rejected("the product with v is not divided by the sum of its exponentials")
     site.chain += [site.output, *sums]
     site.output = division
 
@@ -273,10 +273,10 @@ def _between(op: Op, weights: fx.Node) -> Rejected:
     """Why weights cannot be read further down than an operation."""
     before, after = tensor(weights), tensor(op.node)
     if op.name == "mul" and not (before is None or after is None or same_shape(before.shape, after.shape)):
-        return Rejected(Reason.NO_PRODUCT("the weights are multiplied elementwise, not by a matrix product"))
+        return Reason.NO_PRODUCT.rejected("the weights are multiplied elementwise, not by a matrix product")
     if op.name in ADDING:
-        return Rejected(Reason.IN_BETWEEN(f"{op.name} also adds a tensor to the product with v"), "torch.bmm")
-    return Rejected(Reason.IN_BETWEEN(f"{op.name} is between the softmax and the product with v"))
+        return Reason.IN_BETWEEN.rejected(f"{op.name} also adds a tensor to the product with v", "torch.bmm")
+    return Reason.IN_BETWEEN.rejected(f"{op.name} is between the softmax and the product with v")
 
 
 def _is_returned(node: fx.Node, steps: int = 8) -> bool:
@@ -296,10 +296,10 @@ def _matrices(site: Attention, op: Op, node: fx.Node, at: Arrangement) -> None:
     other = op["other"] if is_left else op.input
     operand = Operand.of(other) if isinstance(other, fx.Node) else None
     if operand is None or operand.value.dim() < 2 or op.input is op["other"]:
-        raise Rejected(Reason.NO_PRODUCT("the weights are not multiplied by a matrix of values"))
+        raise Reason.NO_PRODUCT.rejected("the weights are not multiplied by a matrix of values")
     assert weights is not None and result is not None
     if result.dim() != weights.dim():
-        raise Rejected(Reason.SHAPES("the weights are broadcast in the product with v"))
+        raise Reason.SHAPES.rejected("the weights are broadcast in the product with v")
     rank, single = weights.dim(), at.single(weights.shape)
     last = (rank - 2, rank - 1) if is_left else (rank - 1, rank - 2)
     if single is None or (single.rows[0], single.columns[0]) != last:

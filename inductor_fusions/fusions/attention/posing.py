@@ -16,7 +16,6 @@ import torch
 from torch import fx
 
 from ..._inductor import known_true, records_gradients
-from ...fusion import Rejected
 from ...graph import torch_ops
 from ...operands import holds
 from ...reasons import Reason
@@ -46,7 +45,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
     assert site.v is not None and site.output is not None
     q, k, v = site.q, site.k, site.v
     if not known_true(q.shape[-1] == k.shape[-1]) or not known_true(k.shape[-2] == v.shape[-2]):
-        raise Rejected(Reason.SHAPES("the sizes of q, k and v do not match"))
+        raise Reason.SHAPES.rejected("the sizes of q, k and v do not match")
     result, output = torch_ops.tensor(site.product), torch_ops.tensor(site.output)
     assert result is not None and output is not None
     dtype = result.dtype
@@ -58,10 +57,8 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         if op is None or rounded is None or not (op.name in torch_ops.CASTS or node is site.softmax):
             continue
         if not holds(rounded.dtype, dtype, output.dtype):
-            raise Rejected(
-                Reason.ROUNDED(
-                    f"the scores or the weights are rounded to {dtype_name(rounded.dtype)} in between"
-                )
+            raise Reason.ROUNDED.rejected(
+                f"the scores or the weights are rounded to {dtype_name(rounded.dtype)} in between"
             )
     lead, grouped = _batch_and_heads(site)
     target = (*lead[:-2], product(lead[-2:])) if grouped else lead
@@ -92,8 +89,8 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
     key_scalers, scalers = _by_keys(scalers)
     if key_scalers or value_scalers:
         if dtype == torch.float16:
-            raise Rejected(
-                Reason.RANGE("keys or values may overflow in float16 when factors are applied to them")
+            raise Reason.RANGE.rejected(
+                "keys or values may overflow in float16 when factors are applied to them"
             )
         short_k, short_v = full_k, full_v
     problem = Problem(
@@ -127,7 +124,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         version=interpreter.mutations.last,
     )
     if any(value.device != q.value.device for value in _added(problem)):
-        raise Rejected(Reason.MASK("a mask or a bias is a scalar tensor on another device"))
+        raise Reason.MASK.rejected("a mask or a bias is a scalar tensor on another device")
     return problem
 
 
@@ -182,7 +179,7 @@ def _stage(
     stage: Stage, target: Sequence[Any], interpreter: Interpreter
 ) -> tuple[Stage, list[tuple[float, Operand]], Operand | None]:
     if any(term.fill is not None or term.floor is not None for term in stage.terms):
-        raise Rejected(Reason.MASK(f"the scores are masked before {stage.function}"))
+        raise Reason.MASK.rejected(f"the scores are masked before {stage.function}")
     biases = [(term.factor, _term_operand(term, target, interpreter)) for term in stage.terms]
     operand = None if stage.operand is None else _term_operand(stage.operand, target, interpreter)
     return stage, biases, operand
@@ -224,7 +221,7 @@ def _one_dtype(
 ) -> tuple[Operand, Operand, Operand]:
     """Bring q, k and v to one dtype without losing a bit of any of them."""
     if q.value.dtype != k.value.dtype:
-        raise Rejected(Reason.MIXED_DTYPES("q and k have different dtypes"))
+        raise Reason.MIXED_DTYPES.rejected("q and k have different dtypes")
     if q.value.dtype == v.value.dtype:
         return q, k, v
     # Scores of values in bf16, computed in fp32, are what a kernel for bf16 accumulates anyway.
@@ -289,7 +286,7 @@ def _moved(operand: Operand, lead: Sequence[Any], target: Sequence[Any]) -> Oper
     else:
         found = regroup(operand, lead, target)
     if found is None:
-        raise Rejected(Reason.SHAPES("the batch and head dims of the operands do not match"))
+        raise Reason.SHAPES.rejected("the batch and head dims of the operands do not match")
     return found
 
 
@@ -332,7 +329,7 @@ def _term_operand(term: Term, target: Sequence[Any], interpreter: Interpreter) -
     """The mask or bias on (batch, heads, q, k); one row of it where all queries have the same."""
     operand = Operand.of(term.node)
     if operand is None:
-        raise Rejected(Reason.NOT_A_TENSOR("a mask or a bias is not a tensor"))
+        raise Reason.NOT_A_TENSOR.rejected("a mask or a bias is not a tensor")
     operand = _moved(operand, term.lead, target)
     rows = operand.shape[-2]
     if not known_true(rows <= 1) and interpreter.is_constant_over(term.node, -2):

@@ -109,9 +109,9 @@ def recognise(softmax: fx.Node, interpreter: Interpreter, beside: Collection[fx.
     written = softmax_at(softmax)
     scores, dim = tensor(written.scores), written.dim
     if scores is None or not isinstance(dim, int):
-        raise Rejected(Reason.SHAPES("the dim of the softmax is not a constant"))
+        raise Reason.SHAPES.rejected("the dim of the softmax is not a constant")
     if scores.dim() < 2:
-        raise Rejected(Reason.SHAPES("the scores have only one dim"))
+        raise Reason.SHAPES.rejected("the scores have only one dim")
     found: list[tuple[Attention, Arrangement]] = []
     misses: list[Rejected] = []
     for at in _arrangements(scores.dim(), dim % scores.dim()):
@@ -180,7 +180,7 @@ def _read(
     site.chain.append(softmax)
     site.chain.extend(upwards.beside)
     if site.sink is not None and len(site.terms) > site.below_sink:
-        raise Rejected(Reason.SINK("a mask or a bias is also added to the attention sink"))
+        raise Reason.SINK.rejected("a mask or a bias is also added to the attention sink")
     downwards(site, upwards.number, at, beside=written.inside, merged=merged)
     if written.division is not None:
         divided(site, written.division, written.inside)

@@ -39,7 +39,7 @@ class Upwards(Walk):
 
     def _div(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         if op["rounding_mode"] is not None:
-            raise Rejected(Reason.SCALE("the scores are divided with rounding"))
+            raise Reason.SCALE.rejected("the scores are divided with rounding")
         return self._scaled(op, [(op.input, op["other"])], at, factor, scalers)
 
     def _scaled(self, op: Op, sides: Any, at: Arrangement, factor: float, scalers: Any) -> Attention:
@@ -47,23 +47,23 @@ class Upwards(Walk):
             number = self.number(other)
             if number is not None:
                 if op.name == "div" and number == 0:
-                    raise Rejected(Reason.RANGE("the scores are divided by zero"))
+                    raise Reason.RANGE.rejected("the scores are divided by zero")
                 scaled = factor / number if op.name == "div" else factor * number
                 if not math.isfinite(scaled):
-                    raise Rejected(Reason.RANGE("the scores are multiplied by a number that is not finite"))
+                    raise Reason.RANGE.rejected("the scores are multiplied by a number that is not finite")
                 return self.up(op, scores, scaled, scalers, at)
             if isinstance(torch_ops.value(other), (torch.SymFloat, torch.SymInt)):
                 return self.up(op, scores, factor, [*scalers, self.scaler(op, other, at)], at)
             scale = tensor(other)
             if scale is None:
-                raise Rejected(Reason.NOT_A_TENSOR("the scale is neither a number nor a tensor"))
+                raise Reason.NOT_A_TENSOR.rejected("the scale is neither a number nor a tensor")
             varying = self._narrowed(self.term(op, other, at))
             of_keys, of_queries = self._varies(varying)
             integer = not scale.is_floating_point() and scale.dim() > 0
             if of_keys and (of_queries or integer):
                 return self.stage(op, scores, op.name, (), varying, factor, scalers, at)
             if integer:
-                raise Rejected(Reason.MIXED_DTYPES("the scores are scaled by an integer tensor"))
+                raise Reason.MIXED_DTYPES.rejected("the scores are scaled by an integer tensor")
             longer = [*scalers, (op.name, varying.node, varying.lead)]
             if not of_queries and not of_keys:
                 return self.up(op, scores, factor, longer, at)
@@ -108,7 +108,7 @@ class Upwards(Walk):
     ) -> Attention:
         alpha = torch_ops.concrete(op["alpha"]) if op["alpha"] is not None else 1
         if not isinstance(alpha, (int, float)):
-            raise Rejected(Reason.NOT_A_TENSOR("the bias is added with an alpha that is not a constant"))
+            raise Reason.NOT_A_TENSOR.rejected("the bias is added with an alpha that is not a constant")
         second = {id(scores): which for scores, _, which in sides}
 
         def try_side(scores: Any, other: Any) -> Attention:
@@ -121,23 +121,19 @@ class Upwards(Walk):
             number = torch_ops.concrete(other)
             if isinstance(number, (int, float)):
                 if self.regions:
-                    raise Rejected(Reason.MASK("a constant is added to a part of the scores"))
+                    raise Reason.MASK.rejected("a constant is added to a part of the scores")
                 if not self.shifts_cancel:
-                    raise Rejected(
-                        Reason.IN_BETWEEN(
-                            "a constant is added to the scores before a function of them, or before a sink"
-                        )
+                    raise Reason.IN_BETWEEN.rejected(
+                        "a constant is added to the scores before a function of them, or before a sink"
                     )
                 if not abs(number * bias_factor * factor) <= LARGEST_SCORE:
-                    raise Rejected(
-                        Reason.RANGE(f"{number:g} is added to the scores, which rounds their digits away")
+                    raise Reason.RANGE.rejected(
+                        f"{number:g} is added to the scores, which rounds their digits away"
                     )
                 return site  # the softmax does not see what is added everywhere
             if tensor(other) is None:
-                raise Rejected(
-                    Reason.NOT_A_TENSOR(
-                        "something that is neither a number nor a tensor is added to the scores"
-                    )
+                raise Reason.NOT_A_TENSOR.rejected(
+                    "something that is neither a number nor a tensor is added to the scores"
                 )
             self.add(site, op, other, at, factor * bias_factor, scalers)
             return site
@@ -198,22 +194,22 @@ class Upwards(Walk):
         parts, dim = op["tensors"], torch_ops.concrete(op["dim"] or 0)
         result = tensor(op.node)
         if not isinstance(parts, (list, tuple)) or len(parts) != 2 or result is None:
-            raise Rejected(Reason.SINK("the scores are concatenated with more than one tensor"))
+            raise Reason.SINK.rejected("the scores are concatenated with more than one tensor")
         if not isinstance(dim, int) or at.columns != (dim % result.dim(),) or scalers:
-            raise Rejected(Reason.SINK("the scores are concatenated along a dim other than the keys"))
+            raise Reason.SINK.rejected("the scores are concatenated along a dim other than the keys")
         first, second = (tensor(part) for part in parts)
         if first is None or second is None:
-            raise Rejected(
-                Reason.NOT_A_TENSOR("the scores are concatenated with something that is not a tensor")
+            raise Reason.NOT_A_TENSOR.rejected(
+                "the scores are concatenated with something that is not a tensor"
             )
         before = known_true(first.shape[dim] == 1) and not known_true(second.shape[dim] == 1)
         scores, sink = (parts[1], parts[0]) if before else (parts[0], parts[1])
         column = tensor(sink)
         if column is None or not known_true(column.shape[dim] == 1) or column.dim() < 2:
-            raise Rejected(Reason.SINK("the scores are concatenated with more than one column"))
+            raise Reason.SINK.rejected("the scores are concatenated with more than one column")
         site = self.seen(op, scores, factor, at)
         if site.sink is not None:
-            raise Rejected(Reason.SINK("the attention has two sinks"))
+            raise Reason.SINK.rejected("the attention has two sinks")
         site.sink = Sink(self.term(op, sink, at, factor=factor), before)
         site.below_sink = len(site.terms)
         return site
@@ -226,12 +222,12 @@ class Upwards(Walk):
         if not columns or tuple(pads[:2]) not in ((1, 0), (0, 1)) or op["mode"] not in (None, "constant"):
             raise between(op, result_of(op))
         if number is None or scalers or not abs(number * factor) <= LARGEST_SCORE:
-            raise Rejected(
-                Reason.SINK("the scores are padded with a value that is not known to be a finite score")
+            raise Reason.SINK.rejected(
+                "the scores are padded with a value that is not known to be a finite score"
             )
         site = self.seen(op, op.input, factor, at)
         if site.sink is not None:
-            raise Rejected(Reason.SINK("the attention has two sinks"))
+            raise Reason.SINK.rejected("the attention has two sinks")
         column = site.q.then("new_full", (1,) * rank, number)
         site.sink = Sink(self.term(op, column, at, factor=factor), pads[0] == 1)
         site.below_sink = len(site.terms)
@@ -239,7 +235,7 @@ class Upwards(Walk):
 
     def _where(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         if op["other"] is None:
-            raise Rejected(Reason.NOT_A_TENSOR("where is called with one argument"))
+            raise Reason.NOT_A_TENSOR.rejected("where is called with one argument")
 
         def try_side(scores: Any, other: Any) -> Attention:
             hides = scores is op["other"]
@@ -263,20 +259,20 @@ class Upwards(Walk):
     ) -> Attention:
         number = self.number(fill)
         if number is None:
-            raise Rejected(Reason.MASK("masked scores are replaced by a tensor whose value is not known"))
+            raise Reason.MASK.rejected("masked scores are replaced by a tensor whose value is not known")
         mask = tensor(condition)
         if mask is None or mask.dtype != torch.bool:
-            raise Rejected(Reason.NOT_A_TENSOR("the condition of a mask is not a boolean tensor"))
+            raise Reason.NOT_A_TENSOR.rejected("the condition of a mask is not a boolean tensor")
         if not is_fill(number * factor) and not abs(number * factor) <= LARGEST_SCORE:
-            raise Rejected(
-                Reason.RANGE(f"masked scores are replaced by {number * factor:g}, a large positive number")
+            raise Reason.RANGE.rejected(
+                f"masked scores are replaced by {number * factor:g}, a large positive number"
             )
         if not is_fill(number * factor):
             function = "where" if hides else "where_not"
             where = self.term(op, condition, at)
             return self.stage(op, scores, function, (number,), where, factor, scalers, at)
         if scalers:
-            raise Rejected(Reason.SCALE("the scores are scaled by a tensor after a mask"))
+            raise Reason.SCALE.rejected("the scores are scaled by a tensor after a mask")
         site = self.up(op, scores, factor, scalers, at)
         site.terms.append(self.term(op, condition, at, fill=number * factor, hides=hides))
         return site
@@ -284,7 +280,7 @@ class Upwards(Walk):
     def _clamp(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         floor, ceiling = (None if op[name] is None else self.number(op[name]) for name in ("min", "max"))
         if (floor is None) != (op["min"] is None) or (ceiling is None) != (op["max"] is None):
-            raise Rejected(Reason.MASK("the bounds of a clamp of the scores are tensors"))
+            raise Reason.MASK.rejected("the bounds of a clamp of the scores are tensors")
         if ceiling is not None or floor is None or not is_fill(floor * factor):
             return self.stage(op, op.input, "clamp", (floor, ceiling), None, factor, scalers, at)
         return self._floored(op, op.input, floor, factor, scalers, at)
@@ -293,13 +289,13 @@ class Upwards(Walk):
         bounds = ((op["min_val"], -1.0), (op["max_val"], 1.0))
         numbers = tuple(self.number(default if given is None else given) for given, default in bounds)
         if None in numbers:
-            raise Rejected(Reason.MASK("the bounds of a clamp of the scores are tensors"))
+            raise Reason.MASK.rejected("the bounds of a clamp of the scores are tensors")
         return self.stage(op, op.input, "clamp", numbers, None, factor, scalers, at)
 
     def _maximum(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         floor = self.number(op["other"])
         if floor is None:
-            raise Rejected(Reason.MASK("the bound of a clamp of the scores is a tensor"))
+            raise Reason.MASK.rejected("the bound of a clamp of the scores is a tensor")
         if not is_fill(floor * factor):
             return self.stage(op, op.input, "clamp", (floor, None), None, factor, scalers, at)
         return self._floored(op, op.input, floor, factor, scalers, at)

@@ -13,7 +13,7 @@ from torch import fx
 from ... import modes
 from ..._inductor import known_true, records_gradients, suppress_guards
 from ...derivatives import REVERSE
-from ...fusion import Candidate, LeftToStock, Rejected
+from ...fusion import Candidate, Rejected
 from ...graph import torch_ops
 from ...inplace import inputs
 from ...liveness import erase_dead_readers
@@ -97,21 +97,19 @@ class HandWritten(Candidate):
             for node in own:
                 for target in self.scope.mutations.targets(node):
                     if target not in own:
-                        raise Rejected(
-                            Reason.OVERWRITTEN(
-                                f"the scores, or a value computed from them, overwrite {target.name}"
-                            )
+                        raise Reason.OVERWRITTEN.rejected(
+                            f"the scores, or a value computed from them, overwrite {target.name}"
                         )
             for node in inputs:
                 if self.scope.mutations.between(node, site.product, site.output, ignore=own):
-                    raise Rejected(
-                        Reason.OVERWRITTEN(f"{node.name} is overwritten before the attention reads it")
+                    raise Reason.OVERWRITTEN.rejected(
+                        f"{node.name} is overwritten before the attention reads it"
                     )
             with self.scope.interpreter.reading(site.output):
                 problem = pose(site, self.scope.interpreter)
             check_not_empty(problem)
             if not same_problem_shapes(problem):
-                raise Rejected(Reason.SHAPES("the shapes of q, k and v do not match"))
+                raise Reason.SHAPES.rejected("the shapes of q, k and v do not match")
             if dict(state.autocast).get(problem.q.value.device.type) is None:
                 self._check_dtypes(site)
             problem.transformed = state.within(*REVERSE)
@@ -135,7 +133,7 @@ class HandWritten(Candidate):
         products = (node for node in (site.output, *reversed(site.chain)) if _is_product(node))
         both = (torch_ops.tensor(node) for node in inputs(next(products)))
         if len({each.dtype for each in both if each is not None}) > 1:
-            raise Rejected(Reason.MIXED_DTYPES("the attention weights and the values have different dtypes"))
+            raise Reason.MIXED_DTYPES.rejected("the attention weights and the values have different dtypes")
 
     def savings(self) -> dict[str, int]:
         assert self.site is not None
@@ -185,21 +183,21 @@ class SdpaCall(Candidate):
         )
         out = torch_ops.tensor(self.anchor)
         if q is None or k is None or v is None or out is None:
-            raise Rejected(Reason.NOT_A_TENSOR("an argument of scaled_dot_product_attention is not a tensor"))
+            raise Reason.NOT_A_TENSOR.rejected("an argument of scaled_dot_product_attention is not a tensor")
         if q.value.dim() != 4 or k.value.dim() != 4 or v.value.dim() != 4:
-            raise LeftToStock(Reason.NO_KERNEL("the operands of scaled_dot_product_attention are not 4-D"))
+            raise Reason.NO_KERNEL.left_to_stock("the operands of scaled_dot_product_attention are not 4-D")
         for own in (k.shape, v.shape):
             fit = [known_true(own[d] == 1) or known_true(own[d] == q.shape[d]) for d in (0, 1)]
             if not fit[0] or not (fit[1] or op["enable_gqa"]):
-                raise LeftToStock(
-                    Reason.NO_KERNEL("an SDPA call has more samples or heads of keys than of queries")
+                raise Reason.NO_KERNEL.left_to_stock(
+                    "an SDPA call has more samples or heads of keys than of queries"
                 )
         dropout, causal = (
             0 if op[n] is None else torch_ops.concrete(op[n]) for n in ("dropout_p", "is_causal")
         )
         scale = op["scale"]
         if not isinstance(dropout, (int, float)) or not isinstance(causal, (bool, int)):
-            raise Rejected(Reason.NOT_A_TENSOR("dropout_p or is_causal is not a constant"))
+            raise Reason.NOT_A_TENSOR.rejected("dropout_p or is_causal is not a constant")
         mask, causal = op["attn_mask"], bool(causal)
         shape = (*q.shape[:-1], k.shape[-2])
         term = _term(mask, shape)
@@ -229,7 +227,7 @@ class SdpaCall(Candidate):
         self.call = kernels.Call(changed, self._as_short(problem, term))
         others = self.call.short is None and bool(decode.refused(problem))
         if not changed and problem.structure is None and others:
-            raise LeftToStock(Reason.CHOSEN(kernels.why_as_it_is(problem, None)))
+            raise Reason.CHOSEN.left_to_stock(kernels.why_as_it_is(problem, None))
         return problem
 
     def _as_short(self, problem: Problem, term: Term | None) -> Problem | None:

@@ -117,8 +117,8 @@ class Walk:
             raise Rejected(NO_PRODUCT)
         self._steps += 1
         if self._steps > MOST_STEPS:
-            raise Rejected(
-                Reason.IN_BETWEEN("too many operations are between the product of q and k and the softmax")
+            raise Reason.IN_BETWEEN.rejected(
+                "too many operations are between the product of q and k and the softmax"
             )
         writer = self.interpreter.mutations.last(node, user)
         if writer is not None and _writes_into(writer, node):
@@ -132,7 +132,7 @@ class Walk:
                 continue
             (self.readers if reads_metadata(other, node) else self.others).append(other)
         if not scores.is_floating_point():
-            raise Rejected(Reason.MIXED_DTYPES("the scores are not floating point"))
+            raise Reason.MIXED_DTYPES.rejected("the scores are not floating point")
         if op.name in PRODUCTS:
             return self._product(op, at, factor, scalers)
         step = getattr(self, f"_{op.name}", None)
@@ -156,17 +156,14 @@ class Walk:
         scores, masked = tensor(node), condition(writer, node)
         assert scores is not None
         if scalers:
-            raise Rejected(
-                Reason.SCALE("the scores are scaled by a tensor after a part of them is overwritten")
+            raise Reason.SCALE.rejected(
+                "the scores are scaled by a tensor after a part of them is overwritten"
             )
         if masked is not None:
             number = self.number(masked[1])
             if number is None or not is_fill(number * factor):
-                raise Rejected(
-                    Reason.MASK(
-                        "masked scores are replaced by a value that is not known to be a large negative "
-                        "number"
-                    )
+                raise Reason.MASK.rejected(
+                    "masked scores are replaced by a value that is not known to be a large negative number"
                 )
             site = self.walk(node, writer, factor, scalers, at)
             mask = at.seen(masked[0], scores.shape)
@@ -174,7 +171,7 @@ class Walk:
         else:
             part = region(writer, node)
             if part is None:
-                raise Rejected(Reason.OVERWRITTEN(f"{writer.name} overwrites the scores"))
+                raise Reason.OVERWRITTEN.rejected(f"{writer.name} overwrites the scores")
             self.regions.append(Reading(part, at, factor, self.shifts_cancel))
             self.shifts_cancel = False
             site = self.walk(part.written, writer if part.written is not writer else user, factor, [], at)
@@ -182,10 +179,8 @@ class Walk:
             self.shifts_cancel = reading.shifts_cancel
             count = len(reading.terms)
             if site.stages or site.sink is not None or tuple(site.terms[:count]) != reading.terms:
-                raise Rejected(
-                    Reason.OVERWRITTEN(
-                        "a part of the scores is overwritten by something other than a sum or a masked fill"
-                    )
+                raise Reason.OVERWRITTEN.rejected(
+                    "a part of the scores is overwritten by something other than a sum or a masked fill"
                 )
             site.terms[count:] = [part.padded(term, at) for term in site.terms[count:]]
         site.chain.append(writer)
@@ -199,16 +194,16 @@ class Walk:
         if reading is None or not reading.part.is_of(op.input, op["index"]):
             raise between(op, result_of(op))
         if factor != reading.factor or scalers:
-            raise Rejected(Reason.SCALE("a part of the scores is scaled"))
+            raise Reason.SCALE.rejected("a part of the scores is scaled")
         if at != reading.at:
-            raise Rejected(Reason.IN_BETWEEN("a part of the scores is permuted"))
+            raise Reason.IN_BETWEEN.rejected("a part of the scores is permuted")
         self.writing.add(op.node)
         self.regions.pop()
         inside, self.shifts_cancel = self.shifts_cancel, reading.shifts_cancel
         site = self.up(op, op.input, factor, scalers, at)
         self.shifts_cancel = inside
         if site.stages or site.sink is not None:
-            raise Rejected(Reason.IN_BETWEEN("a part of the scores is overwritten after a function of them"))
+            raise Reason.IN_BETWEEN.rejected("a part of the scores is overwritten after a function of them")
         self.regions.append(replace(reading, terms=tuple(site.terms)))
         return site
 
@@ -255,11 +250,11 @@ class Walk:
             sizes = [1, 1] if numbers is None else [1, 1, *numbers.shape]
             alike = same_shape(lead, term.lead) or len(sizes) == 2
             if scale is None or operand is None or not alike or not known_true(sizes[-1] * sizes[-2] == 1):
-                raise Rejected(Reason.SCALE("the scores are scaled by a tensor after a bias"))
+                raise Reason.SCALE.rejected("the scores are scaled by a tensor after a bias")
             if self.interpreter.mutations.touch(torch_ops.source(by)):
-                raise Rejected(Reason.OVERWRITTEN("the scale of the scores is overwritten"))
+                raise Reason.OVERWRITTEN.rejected("the scale of the scores is overwritten")
             if result_of(op).requires_grad and may_hide_rows(term.node):
-                raise Rejected(Reason.SCALE("the scores are scaled by a tensor after a mask"))
+                raise Reason.SCALE.rejected("the scores are scaled by a tensor after a mask")
             operand = operand.then(torch.div if kind == "div" else torch.mul, scale)
         return replace(term, node=operand) if scalers else term
 
@@ -274,12 +269,12 @@ class Walk:
     ) -> Attention:  # fmt: skip
         """The attention above `op`, a function of the scores: what stands before it becomes a `Stage`."""
         if scalers and function in ("where", "where_not"):
-            raise Rejected(
-                Reason.SCALE("the scores are scaled by a tensor after a mask")
+            raise Reason.SCALE.rejected(
+                "the scores are scaled by a tensor after a mask"
             )  # whose number it may lower to a fill
         site = self.seen(op, scores, 1.0, at)
         if site.sink is not None:
-            raise Rejected(Reason.SINK(f"{op.name} is applied to an attention sink"))
+            raise Reason.SINK.rejected(f"{op.name} is applied to an attention sink")
         stage = Stage(site.scale, site.scalers, site.terms, function, numbers, operand)
         site.stages.append(stage)
         site.scale, site.scalers, site.terms = factor, list(scalers), []
@@ -319,7 +314,7 @@ class Walk:
         found = [m for m in misses if m.reason not in (NO_PRODUCT, ELEMENTWISE)]
         misses.sort(key=lambda m: m.reason != ELEMENTWISE)
         if not found and not misses and result is not None and _has_product(op.node, result):
-            raise Rejected(Reason.SHAPES("the scores are broadcast by an operation on them"))
+            raise Reason.SHAPES.rejected("the scores are broadcast by an operation on them")
         raise (found or misses or [Rejected(NO_PRODUCT)])[0]
 
     def _through(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
@@ -333,8 +328,8 @@ class Walk:
     def _view(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         before, after = tensor(op.input), tensor(op.node)
         if before is None or after is None or before.dim() < 2:
-            raise Rejected(
-                Reason.NO_PRODUCT(f"an operand of {op.name}, which computes the scores, is not a matrix")
+            raise Reason.NO_PRODUCT.rejected(
+                f"an operand of {op.name}, which computes the scores, is not a matrix"
             )
         above = at.viewed(after.shape, before.shape)
         if above is None:
@@ -345,7 +340,7 @@ class Walk:
 
     def _dropout(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         if dropout_p(op) != 0.0:
-            raise Rejected(Reason.DROPOUT("dropout is applied to the scores before the softmax"))
+            raise Reason.DROPOUT.rejected("dropout is applied to the scores before the softmax")
         return self.up(op, op.input, factor, scalers, at)
 
     def _baddbmm(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
@@ -353,7 +348,7 @@ class Walk:
             torch_ops.concrete(op[name]) if op[name] is not None else 1 for name in ("beta", "alpha")
         )
         if not isinstance(beta, (int, float)) or not isinstance(alpha, (int, float)):
-            raise Rejected(Reason.NOT_A_TENSOR(f"alpha or beta of {op.name} is not a constant"))
+            raise Reason.NOT_A_TENSOR.rejected(f"alpha or beta of {op.name} is not a constant")
         left, right = (op["batch1"], op["batch2"]) if op.name == "baddbmm" else (op["mat1"], op["other"])
         site = self._operands(op, left, right, at, factor * alpha, scalers)
         if beta != 0:
@@ -365,7 +360,7 @@ class Walk:
 
     def _product(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         if op.node.kwargs.get("out") is not None:
-            raise Rejected(Reason.OVERWRITTEN("the product writes to a given tensor (out=)"))
+            raise Reason.OVERWRITTEN.rejected("the product writes to a given tensor (out=)")
         if self.merged:
             at = at.split()
         if op.name in EQUATIONS:
@@ -397,7 +392,7 @@ class Walk:
             query = second.reshape((*[1] * len(leading), 1, *second.shape))
             return self._site(op, query, first, at, factor, scalers)
         if first is None or second is None or first.value.dim() < 2 or second.value.dim() < 2:
-            raise Rejected(Reason.NO_PRODUCT("an operand of the product of q and k is not a matrix"))
+            raise Reason.NO_PRODUCT.rejected("an operand of the product of q and k is not a matrix")
         shape = _shape(op)
         single, rank = at.single(shape), len(shape)
         both = None if single is None else (single.rows[0], single.columns[0])

@@ -120,47 +120,45 @@ def _check_only_reader(node: fx.Node, reader: fx.Node) -> None:
     other = set(readers(node)) - {reader}
     if other:
         user = min(other)
-        raise Rejected(
-            Reason.USED_ELSEWHERE(
-                f"the logarithm of the weights or their sum is also used by {user.name}"
-                if user.op != "output"
-                else "the logarithm of the weights or their sum is returned"
-            )
+        raise Reason.USED_ELSEWHERE.rejected(
+            f"the logarithm of the weights or their sum is also used by {user.name}"
+            if user.op != "output"
+            else "the logarithm of the weights or their sum is returned"
         )
 
 
 def _divided(op: Op) -> Softmax:
     """Exponentials divided by their sum, before or behind a product with values."""
     if op.name != "div" or op["rounding_mode"] is not None:
-        raise Rejected(
-            Reason.IN_BETWEEN(f"the exponentials are normalised by {op.name}, not divided by their sum")
+        raise Reason.IN_BETWEEN.rejected(
+            f"the exponentials are normalised by {op.name}, not divided by their sum"
         )
     if op.inplace:
-        raise Rejected(Reason.OVERWRITTEN("the division by the sum overwrites the exponentials"))
+        raise Reason.OVERWRITTEN.rejected("the division by the sum overwrites the exponentials")
     exp, sums = read(op.input), sums_at(op["other"])
     product = exp if exp is not None and exp.name in PRODUCTS else None
     if product is not None:
         exp = None if sums is None else read(sums.of)
     if exp is not None and exp.name in EXPONENTIALS and exp.inplace:
-        raise Rejected(Reason.OVERWRITTEN("the exponentials overwrite the scores"), _HINT)
+        raise Reason.OVERWRITTEN.rejected("the exponentials overwrite the scores", _HINT)
     if exp is None or exp.name not in EXPONENTIALS:
         name = "nothing" if exp is None else exp.name
-        raise Rejected(Reason.IN_BETWEEN(f"{name} is between the exponentials and the division by their sum"))
+        raise Reason.IN_BETWEEN.rejected(f"{name} is between the exponentials and the division by their sum")
     if sums is None or sums.of not in twins(exp):
         total = read(op["other"])
         name = "nothing" if total is None else total.name
-        raise Rejected(Reason.IN_BETWEEN(f"the exponentials are divided by {name}, not by their plain sum"))
+        raise Reason.IN_BETWEEN.rejected(f"the exponentials are divided by {name}, not by their plain sum")
     weights = tensor(exp.node)
     # The largest exponential of a row is 1, and so is the sum at least.
     if weights is None or sums.least > 1 or not 0 <= 8 * sums.more <= torch.finfo(weights.dtype).eps:
-        raise Rejected(Reason.IN_BETWEEN("a number is added to the sum of the exponentials, or bounds it"))
+        raise Reason.IN_BETWEEN.rejected("a number is added to the sum of the exponentials, or bounds it")
     if not sums.keeps:
-        raise Rejected(Reason.SHAPES("the exponentials are divided by sums over another dim"))
+        raise Reason.SHAPES.rejected("the exponentials are divided by sums over another dim")
     inside = [*sums.nodes, *(twins(exp) if product is None else ())]
     for node in inside:
         other = {*readers(node)} - {*inside, op.node}
         if other:
-            raise Rejected(Reason.WEIGHTS(f"the exponentials are also used by {min(other).name}"))
+            raise Reason.WEIGHTS.rejected(f"the exponentials are also used by {min(other).name}")
     shifted = read(exp.input)
     if shifted is None or shifted.name != "sub" or shifted["alpha"] is not None:
         raise Rejected(_OVERFLOWS, _HINT)

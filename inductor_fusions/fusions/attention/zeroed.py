@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 from ..._inductor import known_true
-from ...fusion import Rejected
 from ...graph import torch_ops
 from ...reasons import Reason
 from .masks import Interpreter, may_hide_rows, negation
@@ -28,8 +27,8 @@ def zeroed_fills(site: Attention, interpreter: Interpreter) -> list[Term]:
         return _without_nan(site, interpreter) if site.drops_nan else []
     hiding = [t for t in site.terms if t.fill is not None or t.floor is not None or may_hide_rows(t.node)]
     if site.keeps_nan and not all(map(_is_finite, hiding)):
-        raise Rejected(
-            Reason.EMPTY_ROWS("a fully masked row is NaN in eager, even after a multiplication by 0")
+        raise Reason.EMPTY_ROWS.rejected(
+            "a fully masked row is NaN in eager, even after a multiplication by 0"
         )
     same = any(_same_keys(term, site.zeroed, interpreter) for term in hiding)
     if same and len(hiding) == 1 and site.sink is None:
@@ -39,12 +38,10 @@ def zeroed_fills(site: Attention, interpreter: Interpreter) -> list[Term]:
     if condition is not None and plain and known_true([1, 1, *condition.shape][-2] == 1):
         site.behind.append(site.zeroed.as_scaler())
         return []
-    raise Rejected(
-        Reason.MASK(
-            "weights are set to 0 after the softmax, and the attention has a sink or may have another mask"
-            if same
-            else "the weights are set to 0 at keys other than those masked in the scores"
-        )
+    raise Reason.MASK.rejected(
+        "weights are set to 0 after the softmax, and the attention has a sink or may have another mask"
+        if same
+        else "the weights are set to 0 at keys other than those masked in the scores"
     )
 
 
@@ -55,10 +52,8 @@ def _without_nan(site: Attention, interpreter: Interpreter) -> list[Term]:
         return []
     changed = len(hiding) > 1 and any(interpreter.mutations.touch(term.node) for term in hiding)
     if changed or any(term.fill is None for term in hiding):
-        raise Rejected(
-            Reason.EMPTY_ROWS(
-                "nan_to_num sets fully masked rows to 0, and an added or overwritten mask may hide them"
-            ),
+        raise Reason.EMPTY_ROWS.rejected(
+            "nan_to_num sets fully masked rows to 0, and an added or overwritten mask may hide them",
             "apply boolean masks with masked_fill",
         )
     return hiding
@@ -71,8 +66,8 @@ def check_hidden_rows(site: Attention) -> None:
     """
     for term in site.terms:
         if term.fill is None and not _is_finite(term):
-            raise Rejected(
-                Reason.EMPTY_ROWS("rows of the weights are set to 0, and a mask that is added may hold -inf"),
+            raise Reason.EMPTY_ROWS.rejected(
+                "rows of the weights are set to 0, and a mask that is added may hold -inf",
                 "apply a boolean mask with masked_fill",
             )
 

@@ -17,7 +17,7 @@ from ... import config, tables
 from ..._inductor import hint, is_body_of_dynamo, known_true
 from ...decisions import Query, decide_for_all
 from ...derivatives import check_operation
-from ...fusion import Candidate, Fusion, LeftToStock, Rejected, Reported, Scope
+from ...fusion import Candidate, Fusion, Reported, Scope
 from ...graph.torch_ops import CASTS, VIEWS, read, reads_metadata
 from ...liveness import erase_dead_readers, readers
 from ...modes import Modes
@@ -94,22 +94,22 @@ class LossHead(Candidate):
         operands = [node for node in (site.h, site.w, site.bias, site.labels, site.weights) if node]
         values = [tensor(node) for node in operands]
         if any(value is None for value in values):
-            raise Rejected(Reason.NOT_A_TENSOR("an operand of the loss is not a tensor"))
+            raise Reason.NOT_A_TENSOR.rejected("an operand of the loss is not a tensor")
         check_kind(tensor(site.loss), *values)
         logits = self._logits
         if len({value.device for value in values if value is not None}) > 1:
-            raise Rejected(Reason.DEVICE("the operands of the loss are on different devices"))
+            raise Reason.DEVICE.rejected("the operands of the loss are on different devices")
         weight = tensor(site.w)
         if weight is None or not all(isinstance(size, int) for size in weight.shape):
-            raise Rejected(Reason.SYMBOLIC("the number of classes or the width of the linear is symbolic"))
+            raise Reason.SYMBOLIC.rejected("the number of classes or the width of the linear is symbolic")
         if not known_true(logits.shape[-1] > 0):
-            raise Rejected(Reason.EMPTY("the number of classes is 0, or may be"))
+            raise Reason.EMPTY.rejected("the number of classes is 0, or may be")
         mixed = any(value.dtype != logits.dtype for value in values[:2] if value is not None)
         if mixed and not dict(modes.at(site.linear).autocast) and not _autocasts(logits.device.type):
-            raise Rejected(Reason.MIXED_DTYPES("the operands have different dtypes"))
+            raise Reason.MIXED_DTYPES.rejected("the operands have different dtypes")
         if site.smoothing and not self.in_one_pass and site.reduction == "none" and site.weights is not None:
-            raise Rejected(
-                Reason.LOSS('reduction="none" with both class weights and label smoothing is not supported')
+            raise Reason.LOSS.rejected(
+                'reduction="none" with both class weights and label smoothing is not supported'
             )
         self._check_readers()
         replayed = [x for node in site.replayed for x in node.all_input_nodes]
@@ -138,17 +138,14 @@ class LossHead(Candidate):
                 self.returns = True
                 continue
             if any(user.op == "output" for user in others):
-                raise Rejected(
-                    Reason.USED_ELSEWHERE(
-                        "the graph returns the logits, which may be differentiated outside"
-                    ),
+                raise Reason.USED_ELSEWHERE.rejected(
+                    "the graph returns the logits, which may be differentiated outside",
                     "return only the loss: torch.compile(lambda *args: model(*args).loss). If the logits "
                     "need no gradient: INDUCTOR_FUSIONS_RETURNED_LOGITS=detached",
                 )
             if others:
-                raise Rejected(
-                    Reason.USED_ELSEWHERE(f"the logits are also read by {others[0].name}"),
-                    "let only the loss read the logits",
+                raise Reason.USED_ELSEWHERE.rejected(
+                    f"the logits are also read by {others[0].name}", "let only the loss read the logits"
                 )
 
     def _measured(self) -> str:
@@ -162,18 +159,15 @@ class LossHead(Candidate):
         assert h is not None and w is not None
         rows, size = logits.numel() // w.shape[0 if site.by_rows else 1], hint(logits.numel())
         if size * logits.itemsize < SMALL:
-            raise LeftToStock(Reason.NOT_FASTER("the logits are small, so fusing would save little memory"))
+            raise Reason.NOT_FASTER.left_to_stock("the logits are small, so fusing would save little memory")
         if self.trains and is_body_of_dynamo(self.graph):
-            raise LeftToStock(
-                Reason.NOT_FASTER(
-                    "the loss is in a nested graph, such as a checkpoint, which may run again for the "
-                    "backward"
-                )
+            raise Reason.NOT_FASTER.left_to_stock(
+                "the loss is in a nested graph, such as a checkpoint, which may run again for the backward"
             )
         kept = (hint(h.numel()) if wants_h else 0) + (w.numel() if wants_w else 0)
         if self.trains and self.in_one_pass and kept > size:
-            raise LeftToStock(
-                Reason.MEMORY("the gradients that the fused forward saves are larger than the logits"),
+            raise Reason.MEMORY.left_to_stock(
+                "the gradients that the fused forward saves are larger than the logits",
                 "compute one loss of all tokens instead of several losses",
             )
         wanted = {
@@ -182,7 +176,7 @@ class LossHead(Candidate):
         }  # fmt: skip
         tokens = tokens_of(rows)
         if tokens is None:
-            raise LeftToStock(Reason.SYMBOLIC("the number of tokens is symbolic and has no hint"))
+            raise Reason.SYMBOLIC.left_to_stock("the number of tokens is symbolic and has no hint")
         query = Query("linear_cross_entropy", wanted)
         return f", {profitable(decide_for_all(query, tokens, logits.device)).note}"
 

@@ -153,11 +153,9 @@ def written_out(node: fx.Node) -> Unread | None:
     what = " and ".join(sorted(ends)[:4])
     return Unread(
         node,
-        Rejected(
-            Reason.LOSS(
-                f"the softmax of a linear's result is read by {what}, and only losses of one label for each "
-                "row are fused"
-            )
+        Reason.LOSS.rejected(
+            f"the softmax of a linear's result is read by {what}, and only losses of one label for each "
+            "row are fused"
         ),
     )
 
@@ -177,18 +175,18 @@ def _loss(op: Op) -> Site:
     given = op.only(*known, "label_smoothing")
     logits, labels, weights, average, ignored, reduce, reduction, smoothing = given
     if not isinstance(logits, fx.Node) or not isinstance(labels, fx.Node):
-        raise Rejected(Reason.NOT_A_TENSOR("an argument of the loss is not a tensor"))
+        raise Reason.NOT_A_TENSOR.rejected("an argument of the loss is not a tensor")
     if average is not None or reduce is not None:
-        raise Rejected(Reason.LOSS("the loss has the deprecated arguments size_average or reduce"))
+        raise Reason.LOSS.rejected("the loss has the deprecated arguments size_average or reduce")
     ignored, smoothing = -100 if ignored is None else ignored, smoothing or 0.0
     reduction = "mean" if reduction is None else reduction
     if type(ignored) is not int or not isinstance(smoothing, (int, float)):
-        raise Rejected(Reason.NOT_A_TENSOR("ignore_index or label_smoothing is not a constant"))
+        raise Reason.NOT_A_TENSOR.rejected("ignore_index or label_smoothing is not a constant")
     if not 0.0 <= smoothing <= 1.0 or reduction not in ("none", "mean", "sum"):
-        raise Rejected(Reason.LOSS("label_smoothing or reduction is invalid"))
+        raise Reason.LOSS.rejected("label_smoothing or reduction is invalid")
     value = tensor(logits)
     if value is None or value.dim() < 2:
-        raise Rejected(Reason.SHAPES("the logits are not a matrix"))
+        raise Reason.SHAPES.rejected("the logits are not a matrix")
     path: list[fx.Node] = []
     replayed: list[fx.Node] = []
     if op.name == "nll_loss":
@@ -229,9 +227,8 @@ def _site(
     h, w, by_rows, bias = found.operands
     value = tensor(labels)
     if value is None or value.dtype != torch.int64:
-        raise Rejected(
-            Reason.LOSS("the labels are not int64 class indices"),
-            "pass class indices instead of probabilities",
+        raise Reason.LOSS.rejected(
+            "the labels are not int64 class indices", "pass class indices instead of probabilities"
         )
     return Site(
         op.node, found.linear, h, w, bias, by_rows, found.path, found.replayed, found.bend, labels, weights,
@@ -258,14 +255,14 @@ def _log_softmax(node: fx.Node, last: bool, path: list[fx.Node], replayed: list[
         path.append(node)
         node = op.input
     if op is None or op.name != "log_softmax":
-        raise Rejected(Reason.LOSS("the input of the loss is not a log_softmax"))
+        raise Reason.LOSS.rejected("the input of the loss is not a log_softmax")
     logits, dim, dtype = op.only("input", "dim", "dtype")
     before = tensor(logits)
     wanted = before.dim() - 1 if before is not None and last else 1
     if before is None or not isinstance(dim, int) or dim % before.dim() != wanted:
-        raise Rejected(Reason.LOSS("the log_softmax is not over the class dim"))
+        raise Reason.LOSS.rejected("the log_softmax is not over the class dim")
     if dtype is not None and not holds(dtype, before.dtype):
-        raise Rejected(Reason.ROUNDED("the logits are rounded before the loss"))
+        raise Reason.ROUNDED.rejected("the logits are rounded before the loss")
     path.append(node)
     assert isinstance(logits, fx.Node)
     return logits
@@ -289,8 +286,8 @@ def _classes_last(node: fx.Node, path: list[fx.Node]) -> fx.Node:
     wanted = [0, value.dim() - 1, *range(1, value.dim() - 1)] if value is not None else []
     dims = None if op is None or op.inplace else permutation(op)
     if op is None or dims != wanted:
-        raise Rejected(
-            Reason.LOSS("the class dim is not the last dim of a linear's result"),
+        raise Reason.LOSS.rejected(
+            "the class dim is not the last dim of a linear's result",
             "pass logits.transpose(1, 2), or a matrix of logits and a vector of labels",
         )
     path.append(node)
@@ -336,7 +333,7 @@ def _walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> _Logit
             added = vector, len(pointwise), value.dtype
         elif op.name in CASTS | COPIES:
             if not _is_as_wide(op):
-                raise Rejected(Reason.ROUNDED(f"{op.name} rounds the logits or moves them to another device"))
+                raise Reason.ROUNDED.rejected(f"{op.name} rounds the logits or moves them to another device")
         elif _keeps_classes(op):
             replayed.append(node)
         elif columns is None and (columns := _some_classes(op)) is not None:
@@ -353,11 +350,11 @@ def _walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> _Logit
         vector, steps, dtype = added
         # What the linear itself could have added.
         if operands[3] is not None or steps != len(pointwise) or out is None or out.dtype != dtype:
-            raise Rejected(Reason.LOSS("a second tensor is added to the logits, or one that is not a bias"))
+            raise Reason.LOSS.rejected("a second tensor is added to the logits, or one that is not a bias")
         operands = (*operands[:3], vector)
     if shift and (shifted != len(pointwise) or out is None or narrow != out.dtype):
-        raise Rejected(
-            Reason.LOSS("a number is added to scaled or cast logits, in front of a tanh or a sigmoid")
+        raise Reason.LOSS.rejected(
+            "a number is added to scaled or cast logits, in front of a tanh or a sigmoid"
         )
     bend = _bent(pointwise[::-1])
     return _Logits(node, operands, tuple(reversed(path)), tuple(reversed(replayed)), bend, columns, shift)
@@ -411,8 +408,8 @@ def _some_classes(op: Op) -> tuple[int, int] | None:
 def _no_linear(node: fx.Node) -> Rejected:
     op = read(node)
     what = node.name if op is None else op.name
-    return Rejected(
-        Reason.LOSS(f"{what} is between the logits and a linear, or no linear computes them"),
+    return Reason.LOSS.rejected(
+        f"{what} is between the logits and a linear, or no linear computes them",
         "compute the linear in the same graph, and only scale, softcap, cast, slice or view its result",
     )
 
@@ -423,11 +420,11 @@ def _bent(pointwise: list[tuple[str, float]]) -> Bend:
         if name == "mul":
             bend = bend.times(factor)
         elif bend.cap:
-            raise Rejected(Reason.LOSS("there are two tanh or sigmoid between the linear and the loss"))
+            raise Reason.LOSS.rejected("there are two tanh or sigmoid between the linear and the loss")
         else:
             bend = Bend(bend.scale, 1.0)
     if not (math.isfinite(bend.scale) and math.isfinite(bend.cap)) or not bend.scale:
-        raise Rejected(Reason.RANGE("the logits are scaled by 0, inf or NaN"))
+        raise Reason.RANGE.rejected("the logits are scaled by 0, inf or NaN")
     return bend
 
 
@@ -444,7 +441,7 @@ def _scaled(op: Op) -> tuple[Any, float]:
     if before is None or after is None or type(second) not in (int, float) or before.dtype != after.dtype:
         raise _no_linear(op.node)
     if op.name == "div" and not second:
-        raise Rejected(Reason.RANGE("the logits are divided by 0"))
+        raise Reason.RANGE.rejected("the logits are divided by 0")
     return first, float(second if op.name == "mul" else 1 / second)
 
 

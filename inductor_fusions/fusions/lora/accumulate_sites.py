@@ -11,7 +11,7 @@ from torch import fx
 
 from ..._inductor import was_erased
 from ...block_mm import emit, guards
-from ...fusion import Candidate, LeftToStock, Rejected
+from ...fusion import Candidate, LeftToStock
 from ...graph.builder import substitute
 from ...graph.facts import facts
 from ...graph.products import CASTS, RESHAPES, Product, restored, same_sizes, value, widens
@@ -68,20 +68,17 @@ class Accumulated(Candidate):
         guards.check_device(self.anchor)
         root, adapters = value(self.sum.root), self.sum.adapters
         if len(adapters) > accumulate_kernel.MOST_PRODUCTS:
-            raise Rejected(
-                Reason.LIMIT(f"there are more than {accumulate_kernel.MOST_PRODUCTS} adapters in one sum")
+            raise Reason.LIMIT.rejected(
+                f"there are more than {accumulate_kernel.MOST_PRODUCTS} adapters in one sum"
             )
         for node in (self.sum.root, *(term.node for term in self.sum.terms)):
             if value(node).dtype not in guards.DTYPES:
-                raise Rejected(
-                    Reason.DTYPE(
-                        f"a term of the sum has dtype {dtype_name(value(node).dtype)}, which no kernel "
-                        "supports"
-                    )
+                raise Reason.DTYPE.rejected(
+                    f"a term of the sum has dtype {dtype_name(value(node).dtype)}, which no kernel supports"
                 )
         check_shapes(root, [tuple(value(a.up.node).shape) for a in adapters])
         if not isinstance(root.shape[-1], int):
-            raise Rejected(Reason.SYMBOLIC("the sum has a symbolic number of columns"))
+            raise Reason.SYMBOLIC.rejected("the sum has a symbolic number of columns")
         self._check_adapters(adapters)
         self._check_writes()
         self.sizes = emit.sizes_of(self.sum.root, adapters[0].up.node, self.sum.inner)
@@ -91,18 +88,18 @@ class Accumulated(Candidate):
     def _check_adapters(self, adapters: Sequence[Adapter]) -> None:
         kinds = {value(x).dtype for a in adapters for x in (a.up.b, a.down.b)}
         if len(kinds) > 1 or not kinds <= set(guards.DTYPES):
-            raise Rejected(
-                Reason.MIXED_DTYPES("the adapters have different dtypes, or one that no kernel supports")
+            raise Reason.MIXED_DTYPES.rejected(
+                "the adapters have different dtypes, or one that no kernel supports"
             )
         (kind,) = kinds
         read = {value(source(a.down.a).base).dtype for a in adapters}
         around = {value(self.sum.root).dtype, *(value(term.node).dtype for term in self.sum.terms)}
         self.halves = kind == torch.float32 and torch.bfloat16 in read | around
         if kind == torch.float32 and torch.float16 in read | around:
-            raise LeftToStock(Reason.MIXED_DTYPES("the adapters are float32 and the base is float16"))
+            raise Reason.MIXED_DTYPES.left_to_stock("the adapters are float32 and the base is float16")
         if kind != torch.float32 and not read <= {kind}:
-            raise Rejected(
-                Reason.MIXED_DTYPES("the adapters have neither the dtype of their input nor float32")
+            raise Reason.MIXED_DTYPES.rejected(
+                "the adapters have neither the dtype of their input nor float32"
             )
         for a in adapters:
             check_adapter(a, kind)
@@ -112,10 +109,8 @@ class Accumulated(Candidate):
         first = min(a.up.node for a in self.sum.adapters)
         for node in facts(self.graph).writers:
             if first < node and node < self.sum.root:
-                raise Rejected(
-                    Reason.OVERWRITTEN(
-                        f"{node.name} writes in place between the products of the adapter and their sum"
-                    )
+                raise Reason.OVERWRITTEN.rejected(
+                    f"{node.name} writes in place between the products of the adapter and their sum"
                 )
 
     def _shape(self) -> profit.Accumulated:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ...derivatives import check_operation
-from ...fusion import Candidate, Rejected
+from ...fusion import Candidate
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, linear_of, read
 from ...liveness import only_reader
@@ -107,13 +107,13 @@ class Moved(Candidate):
         out, factor = values[0], self.by.meta["example_value"]
         check_kind(*values, factor)
         if any(each.dtype != out.dtype for each in (*values, factor)):
-            raise Rejected(Reason.MIXED_DTYPES("the adapter and its factor have different dtypes"))
+            raise Reason.MIXED_DTYPES.rejected("the adapter and its factor have different dtypes")
         if out.dtype == torch.float16:
-            raise Rejected(Reason.RANGE("x @ A may overflow in float16 where the result does not"))
+            raise Reason.RANGE.rejected("x @ A may overflow in float16 where the result does not")
         if any(each.meta["example_value"].shape != out.shape for each in self.between):
-            raise Rejected(Reason.SHAPES("the adapter is broadcast"))
+            raise Reason.SHAPES.rejected("the adapter is broadcast")
         if not (self._is_of_rows(factor) or self._is_of_columns(factor)):
-            raise Rejected(Reason.BEHIND_ADAPTER("the factor has another number for each element"))
+            raise Reason.BEHIND_ADAPTER.rejected("the factor has another number for each element")
         check_between(
             self.between, self.anchor, "the adapter and its factor", self.scope.modes, self.scope.effects
         )

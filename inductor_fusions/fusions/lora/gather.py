@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...fusion import Candidate, Rejected
+from ...fusion import Candidate
 from ...graph.builder import Builder, substitute
 from ...graph.facts import change, move
 from ...graph.products import VIEWS, tensor, through, value
@@ -112,7 +112,7 @@ class Gathered(Candidate):
             alike = [w for w in self.wanted if w.dtype == dtype and value(w.matrix).device == device]
             self.chunks += [c for c in _chunks(alike) if len(c) > 1 or c[0].reader.target is NARROW_MM]
         if not self.chunks:
-            raise Rejected(Reason.NOT_FASTER("each matrix is already split by its own kernel"))
+            raise Reason.NOT_FASTER.rejected("each matrix is already split by its own kernel")
 
     def rewrite(self) -> str:
         index = {node: i for i, node in enumerate(self.graph.nodes)}

@@ -21,7 +21,7 @@ from torch import fx
 
 from ... import config
 from ...derivatives import check_operation
-from ...fusion import Candidate, LeftToStock, Rejected, Reported
+from ...fusion import Candidate, Rejected, Reported
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, TRANSPOSES, VIEWS, Op, linear_of, read
 from ...liveness import erase_dead_readers, readers
@@ -213,10 +213,10 @@ class MergedWeight(Candidate):
         found = [value for node in nodes if (value := tensor(node)) is not None]
         check_kind(*found)
         if any(value.dtype != found[0].dtype for value in found):
-            raise Rejected(Reason.MIXED_DTYPES("the operands have different dtypes, or autocast is on"))
+            raise Reason.MIXED_DTYPES.rejected("the operands have different dtypes, or autocast is on")
         for node, reader in zip(site.between, (*site.between[1:], site.linear), strict=True):
             if readers(node) != [reader]:
-                raise Rejected(Reason.USED_ELSEWHERE("the merged weight is also used elsewhere"))
+                raise Reason.USED_ELSEWHERE.rejected("the merged weight is also used elsewhere")
         inside = [*site.between, site.linear]
         check_between(inside, site.linear, "the merge and the linear", known.modes, known.effects)
         operands = [node for node in (site.x, site.w, site.a, site.b, site.factor) if node is not None]
@@ -227,8 +227,8 @@ class MergedWeight(Candidate):
         trains = out.requires_grad and (a.requires_grad or b.requires_grad)
         # Without w, two narrow products take the place of a wide one.
         if config.policy != "always" or not (trains or site.w is None):
-            raise LeftToStock(
-                Reason.NOT_MEASURED(
+            raise Reason.NOT_MEASURED.left_to_stock(
+                (
                     "the adapter is merged into the weight in each step, and no measurement covers its form "
                     "as two products"
                 ),

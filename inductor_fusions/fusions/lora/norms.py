@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ...derivatives import check_operation
-from ...fusion import Candidate, Rejected
+from ...fusion import Candidate
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, VIEWS, Op, linear_of, read
 from ...liveness import is_dead, only_reader
@@ -228,13 +228,13 @@ class Normalised(Candidate):
         values = [value for each in given if (value := tensor(each)) is not None]
         check_kind(*values, out)
         if out.dtype != functools.reduce(torch.promote_types, [value.dtype for value in values]):
-            raise Rejected(Reason.MIXED_DTYPES("the sum is not in the dtype of its terms"))
+            raise Reason.MIXED_DTYPES.rejected("the sum is not in the dtype of its terms")
         if any(each.meta["example_value"].shape != out.shape for each in inner):
-            raise Rejected(Reason.SHAPES("a term of the sum is broadcast"))
+            raise Reason.SHAPES.rejected("a term of the sum is broadcast")
         # Also what reads one by the name that it had before a write in place.
         users = [user for node in inner - {top} for user in node.users if user not in inner]
         if not all(map(is_dead, users)):
-            raise Rejected(Reason.USED_ELSEWHERE("a term of the sum is also read elsewhere"))
+            raise Reason.USED_ELSEWHERE.rejected("a term of the sum is also read elsewhere")
         known = [node for node in scope.effects if node not in inner]
         check_between([*inner, *self.reader.early], top, "the linear and the sum", scope.modes, known)
         check_operation(inner, scope.derivatives)

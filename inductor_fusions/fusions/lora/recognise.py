@@ -16,7 +16,6 @@ from torch import fx
 
 from ..._inductor import known_true, remembered
 from ...block_mm import guards
-from ...fusion import LeftToStock, Rejected
 from ...graph.products import (
     CASTS,
     DIV,
@@ -413,19 +412,19 @@ def is_row_major(found: torch.Tensor) -> bool:
 def check_shapes(root: torch.Tensor, terms: Sequence[tuple[Any, ...]]) -> None:
     """Refuse a sum that is no row-major matrix of the shape that all of its terms have."""
     if not all(same_sizes(shape, terms[0]) for shape in terms):
-        raise Rejected(Reason.SHAPES("the terms of the sum have different shapes"))
+        raise Reason.SHAPES.rejected("the terms of the sum have different shapes")
     if str(root.shape[-1]) != str(terms[0][1]):
-        raise Rejected(Reason.SHAPES("the number of columns of the sum differs from that of its terms"))
+        raise Reason.SHAPES.rejected("the number of columns of the sum differs from that of its terms")
     if not is_row_major(root):
-        raise Rejected(Reason.LAYOUT("the result is not row-major"))
+        raise Reason.LAYOUT.rejected("the result is not row-major")
 
 
 def check_adapter(a: Adapter, dtype: torch.dtype) -> None:
     """Refuse an adapter whose operands no kernel reads, in a sum that is computed in a dtype."""
     if a.factor is not None and dtype == torch.float16:
         reason = "a float16 adapter is multiplied by a tensor: x @ A may overflow where the result does not"
-        raise LeftToStock(Reason.RANGE(reason))
+        raise Reason.RANGE.left_to_stock(reason)
     if a.middle is not None and not is_row_major(value(a.middle)):
-        raise Rejected(Reason.LAYOUT("the input of B is not row-major"))
+        raise Reason.LAYOUT.rejected("the input of B is not row-major")
     if 1 not in value(a.down.a).stride():
-        raise Rejected(Reason.LAYOUT("an input has no dim of stride 1"))
+        raise Reason.LAYOUT.rejected("an input has no dim of stride 1")

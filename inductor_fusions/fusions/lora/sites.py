@@ -131,12 +131,12 @@ class Adapted(Candidate):
     def _check(self, group: list[Linear]) -> None:
         terms = [p for linear in group for p in (*linear.bases, *(a.up for a in linear.adapters))]
         if len(terms) > MOST_PRODUCTS:
-            raise Rejected(Reason.LIMIT(f"there are more than {MOST_PRODUCTS} products"))
+            raise Reason.LIMIT.rejected(f"there are more than {MOST_PRODUCTS} products")
         guards.check_products([p for linear in group for p in linear.bases])
         for linear in group:
             self._check_linear(linear)
         if len({value(linear.root).dtype for linear in group} - {torch.float32}) > 1:
-            raise Rejected(Reason.MIXED_DTYPES("the results have two different 16-bit dtypes"))
+            raise Reason.MIXED_DTYPES.rejected("the results have two different 16-bit dtypes")
         for a in (a for linear in group for a in linear.adapters):
             self._check_adapter(a, value(group[0].bases[0].a))
         self.whole = is_whole(group)
@@ -157,17 +157,17 @@ class Adapted(Candidate):
         check_shapes(value(root), shapes)
         guards.check_result(root, linear.bases[0].node)
         if linear.rest is not None and not all(isinstance(size, int) for size in first.shape):
-            raise Rejected(Reason.SYMBOLIC("the sum has a symbolic size and a term that is not a product"))
+            raise Reason.SYMBOLIC.rejected("the sum has a symbolic size and a term that is not a product")
         self.sizes[root] = emit.sizes_of(root, linear.bases[0].node, linear.inner)
 
     def _check_adapter(self, a: Adapter, x: torch.Tensor) -> None:
         right, left = value(a.up.b), value(a.down.b)
         if right.dtype != left.dtype or right.dtype not in (x.dtype, torch.float32):
-            raise Rejected(Reason.MIXED_DTYPES("the adapters have neither the dtype of the base nor float32"))
+            raise Reason.MIXED_DTYPES.rejected("the adapters have neither the dtype of the base nor float32")
         if right.dtype != x.dtype and x.dtype != torch.bfloat16:
-            raise LeftToStock(Reason.MIXED_DTYPES("the adapters are float32 and the base is float16"))
+            raise Reason.MIXED_DTYPES.left_to_stock("the adapters are float32 and the base is float16")
         if 1 not in right.stride():
-            raise Rejected(Reason.LAYOUT("a matrix of an adapter has no dim of stride 1"))
+            raise Reason.LAYOUT.rejected("a matrix of an adapter has no dim of stride 1")
         check_adapter(a, x.dtype)
 
     def _check_dropouts(self, linear: Linear) -> None:

@@ -310,9 +310,7 @@ REACHED: dict[Reason, Callable[[], list[Site] | None]] = {
     Reason.NO_PRODUCT: lambda: before(lambda q, k, v: torch.softmax(q, -1) @ v.mT, *qkv()),
     Reason.IN_BETWEEN: lambda: before(attention(lambda s: s.cumsum(-1)), *qkv()),
     Reason.MASK: lambda: before(attention(lambda s: torch.where(s.isnan(), s, s)), *qkv()),
-    Reason.SCALE: lambda: before(
-        attention(lambda s: (s + torch.eye(8)) * torch.linspace(1, 2, 8)[:, None].sum()), *qkv()
-    ),
+    Reason.SCALE: lambda: before(attention(lambda s: s.div(torch.ones(8), rounding_mode="floor")), *qkv()),
     Reason.SINK: lambda: before(sunk, *qkv()),
     Reason.WEIGHTS: lambda: before(lambda q, k, v: ((w := (q @ k.mT).softmax(-1)) @ v, w), *qkv()),
     Reason.DROPOUT: lambda: before(attention(lambda s: F.dropout(s, 0.5)), *qkv()),

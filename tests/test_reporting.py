@@ -182,7 +182,7 @@ def test_short_names(names: str, fused: bool, missed: bool, installed: str) -> N
     assert done.returncode == 0, done.stderr
     assert done.stdout == "False\n"
     assert ("attention: fused (sdpa" in done.stderr) is fused
-    assert ("attention: rejected (the softmax" in done.stderr) is missed
+    assert ("attention: rejected (the product after the softmax" in done.stderr) is missed
     assert done.stderr.count("rejected") == 1
 
 

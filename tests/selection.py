@@ -31,7 +31,7 @@ import pytest
 from tests.durations import Seconds, function, read, shuffled
 
 #: CPU seconds of the tests in a quick run, by the records.
-BUDGET = 700.0
+BUDGET = 600.0
 #: Parts of the budget: one set of each function, whole cheap functions, the ring.
 ONE_EACH, WHOLE = 0.6, 0.15
 #: CPU seconds that are assumed of a test that was skipped when durations were recorded.

@@ -238,10 +238,9 @@ def _input(side: fx.Node) -> fx.Node:
     found, whole, apart = product(side) or columns(side), _of_many(side), is_apart(side)
     if found is not None:
         return found.base.a if isinstance(found, Columns) else found.a
-    if apart is not None:
-        return apart.args[-2]  # type: ignore[return-value]
-    assert whole is not None
-    matrices = [x for x in whole.args if isinstance(x, fx.Node)]
+    source = apart or whole
+    assert source is not None
+    matrices = [x for x in source.args if isinstance(x, fx.Node)]
     return matrices[-2]
 
 

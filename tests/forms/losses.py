@@ -114,6 +114,17 @@ def shifted_behind_a_cast(h: Any, w: Any, y: Any) -> Any:
     return F.cross_entropy(logits.view(-1, 80), y.view(-1))
 
 
+@form(*HEAD, reasons=TWO)
+def shifted_on_both_sides_of_a_scale(h: Any, w: Any, y: Any) -> Any:
+    logits = 3 * torch.tanh((F.linear(h, w) + 1) * 0.3 + 0.5)
+    return F.cross_entropy(logits.view(-1, 80), y.view(-1))
+
+
+@form(*HEAD, reasons=TWO)
+def shifted_by_more_than_logits_have_digits(h: Any, w: Any, y: Any) -> Any:
+    return F.cross_entropy((F.linear(h, w) + 1e30).view(-1, 80), y.view(-1))
+
+
 @form(*HEAD)
 def head_by_einsum(h: Any, w: Any, y: Any) -> Any:
     return F.cross_entropy(torch.einsum("bsd,vd->bsv", h, w).reshape(-1, 80), y.reshape(-1))

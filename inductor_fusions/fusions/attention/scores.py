@@ -24,6 +24,8 @@ from .walk import Walk, between, result_of
 
 #: Reductions of scores that may be subtracted from them.
 _OF_ROWS = ("amax", "max", "amin", "min", "mean", "logsumexp")
+#: Those of them that masked scores make so low that the difference absorbs the others.
+_LOW = frozenset({"amin", "min", "mean"})
 #: A backward computes weights anew from the logsumexp, which must not lose the digits of the scores.
 LARGEST_SCORE = 1e3
 
@@ -115,9 +117,14 @@ class Upwards(Walk):
             # add(x, y, alpha) is x + alpha * y: with the scores second, alpha scales them.
             bias_factor, score_factor = (sign * alpha, 1.0) if second[id(scores)] else (1.0, sign * alpha)
             of_rows = self.shifts_cancel and bias_factor * score_factor == -1
-            if of_rows and self._is_of_rows(other, scores, at):
-                return self.up(op, scores, factor * score_factor, scalers, at)
+            reduction = self._of_rows(other, scores, at) if of_rows else ""
             site = self.up(op, scores, factor * score_factor, scalers, at)
+            if reduction in _LOW and (site.terms or any(stage.terms for stage in site.stages)):
+                raise Reason.RANGE.rejected(
+                    f"the {reduction} of scores that may be masked is subtracted: it rounds their digits away"
+                )
+            if reduction:
+                return site
             number = torch_ops.concrete(other)
             if isinstance(number, (int, float)):
                 if self.regions:
@@ -140,16 +147,16 @@ class Upwards(Walk):
 
         return self.either(op, [(scores, other) for scores, other, _ in sides], try_side)
 
-    def _is_of_rows(self, node: Any, scores: Any, at: Arrangement) -> bool:
-        """Whether a node holds the largest score of each row or the like, and serves for nothing else."""
+    def _of_rows(self, node: Any, scores: Any, at: Arrangement) -> str:
+        """The reduction, such as the largest score of each row, that a node holds and serves for; or ""."""
         own, current, dropped = [], node, False
         whole = tensor(scores)
         if len(at.columns) != 1:
-            return False
+            return ""
         while isinstance(current, fx.Node) and whole is not None:
             op = read(current)
             if op is None or len(readers(current)) != 1:
-                return False
+                return ""
             own.append(current)
             if op.name in _OF_ROWS:
                 dim, keep = op["dim"], op["keepdim"]
@@ -163,10 +170,10 @@ class Upwards(Walk):
                     own.append(source)
                     source = detached.input
                 if source is not scores or not (over_all or (over_keys and bool(keep) is not dropped)):
-                    return False
+                    return ""
                 self.beside.update(own)
                 self.maxima.update(own if over_keys and op.name in ("amax", "max") else ())
-                return True
+                return op.name
             if op.name in ("expand", "expand_as", "broadcast_to") and not dropped:
                 current = op.input
                 continue
@@ -176,9 +183,9 @@ class Upwards(Walk):
             picks = op.name == "getattr" and op["name"] == "values"
             picks |= op.name == "getitem" and op["index"] == 0
             if not picks and op.name != "detach":
-                return False
+                return ""
             current = op.input
-        return False
+        return ""
 
     def _function(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         """A function of one score, such as the tanh of a softcap."""

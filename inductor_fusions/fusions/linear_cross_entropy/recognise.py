@@ -38,6 +38,8 @@ from . import log_probabilities
 _SELECTS = frozenset({"select", "narrow", "slice", "index_select"})
 #: What a loss is looked for by, beside log-probabilities.
 _LOSSES = ("cross_entropy", "nll_loss")
+#: A larger number that is added to logits rounds their digits away, which a softmax sees.
+LARGEST_SHIFT = 1e4
 #: What losses are written out with.
 _SOFTMAXES = ("log_softmax", "logsumexp")
 #: What may stand between logits and a loss.
@@ -324,10 +326,10 @@ def _walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> _Logit
             pointwise += [("mul", 0.5), ("tanh", 0.0), ("mul", 0.5)]
         elif op.name == "add" and type(op["other"]) in (int, float):
             source, number = op.only("input", "other")
-            if number is None:
+            if number is None or not abs(number) <= LARGEST_SHIFT or (shift and ("tanh", 0.0) in pointwise):
                 raise _no_linear(node)
             if ("tanh", 0.0) in pointwise:
-                shift, shifted, narrow = shift + number, len(pointwise), value.dtype
+                shift, shifted, narrow = number, len(pointwise), value.dtype
         elif op.name == "add" and added is None:
             source, vector = _biased(op)
             added = vector, len(pointwise), value.dtype

@@ -77,12 +77,13 @@ _inductor.register_lowering_when_loaded(_EVEN, lambda x: x)
 def release(graph: fx.Graph) -> None:
     """Make clones of the copies in a graph behind autograd: Inductor takes out those that nobody needs.
 
-    The copy stays where autograd would take the value itself for a view, which the caller may not write to,
-    and where the strides depend on data: Inductor may lay out such an output as it likes
-    (`GraphLowering.run_node`).
+    The copy stays where autograd would take the value itself for a view, which the caller may not write to;
+    where the strides depend on data: Inductor may lay out such an output as it likes
+    (`GraphLowering.run_node`); and in front of a body, such as that of a `torch.cond`: Inductor may lay out a
+    clone as it likes, and compiles the body for the strides in the metadata (`ir.Conditional`).
     """
     for node in graph.find_nodes(op="call_function", target=OWN):
-        if _is_a_view_to_autograd(node.args[0]) or _depends_on_data(tensor(node)):
+        if _is_a_view_to_autograd(node.args[0]) or _depends_on_data(tensor(node)) or _enters_a_body(node):
             continue
         node.target = torch.ops.aten.clone.default
         node.kwargs = {"memory_format": torch.contiguous_format}
@@ -107,6 +108,22 @@ def _is_a_view_to_autograd(node: Any) -> bool:
         node = node.args[0]
         target = getattr(node, "target", None)
     return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def _enters_a_body(node: fx.Node) -> bool:
+    """Whether a higher-order operation takes a value or a view of it."""
+    return any(
+        _takes_a_body(user)
+        or (isinstance(user.target, torch._ops.OpOverload) and user.target.is_view and _enters_a_body(user))
+        for user in node.users
+    )
+
+
+def _takes_a_body(node: fx.Node) -> bool:
+    return (
+        isinstance(node.target, torch._ops.HigherOrderOperator)
+        and node.target is not _inductor.flex_attention_op()
+    )
 
 
 def _computes(user: fx.Node) -> bool:
@@ -134,6 +151,7 @@ class _Base:
         leaves: whether its strides are seen.
         returned: whether the caller gets its memory.
         overwritten: whether it is written to.
+        enters: whether the body of a higher-order operation takes it.
         ways: the users of `node` that lead to where it leaves.
     """
 
@@ -142,6 +160,7 @@ class _Base:
     leaves: bool = False
     returned: bool = False
     overwritten: bool = False
+    enters: bool = False
     ways: set[fx.Node] = field(default_factory=set)
 
 
@@ -221,6 +240,7 @@ class _Walk:
         for node in reached:
             self._base[node].overwritten |= node in overwritten
             self._base[node].leaves |= _sees_strides(user, node)
+            self._base[node].enters |= _takes_a_body(user)
         if user in self._base:
             return
         name = name_of(user).strip("_")
@@ -259,10 +279,10 @@ def _settle(graph: fx.Graph, base: _Base, node: fx.Node) -> None:
     if not (base.leaves or base.overwritten):
         return
     how: Any = "contiguous"
-    own = base.returned and not is_transformed(graph)
+    may_own = not is_transformed(graph)
     if base.kept and (base.returned or base.overwritten):
-        how = OWN if own else "clone"
-    elif own and _depends_on_data(tensor(node)):
+        how = OWN if base.returned and may_own else "clone"
+    elif may_own and (base.enters or (base.returned and _depends_on_data(tensor(node)))):
         how = OWN
     # A copy that is only for the caller is read by nobody else; what is written to is one value for all.
     ways = base.ways if base.kept and not base.overwritten else set(node.users)
@@ -349,7 +369,7 @@ def _sees_strides(user: fx.Node, node: fx.Node) -> bool:
     if name_of(user).strip("_") in _GRADIENTS:
         return False
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return target is not _inductor.flex_attention_op()
+        return _takes_a_body(user)
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         space = str(getattr(target, "_qualified_op_name", None) or target._schema.name).partition("::")[0]
         if space not in ("aten", "prims", __package__):

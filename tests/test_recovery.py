@@ -96,6 +96,19 @@ def test_stock_takes_over(stage: str, train: bool, dynamic: bool, caplog: pytest
     assert counters["inductor_fusions"] == {"attention_failed": 1, "recovered": 1}
 
 
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_sizes_stay_numbers_behind_a_first_call(train: bool) -> None:
+    seen = []
+
+    def look(graph: torch.fx.Graph) -> None:
+        seen.extend(str(node.meta["val"].shape) for node in graph.find_nodes(op="placeholder"))
+
+    fault = Fault("launch")
+    with fault.inject(), torch._inductor.config.patch(post_grad_custom_post_pass=look):
+        assert_right(compiled(attention), attention, train)
+    assert fault.raised and seen and not any("s" in shape.removeprefix("torch.Size") for shape in seen)
+
+
 @pytest.mark.parametrize("guilty", range(4))
 @pytest.mark.parametrize("stage", ["joint", "post_grad"])
 def test_one_site_of_several(stage: str, guilty: int) -> None:

@@ -175,6 +175,8 @@ class Context:
 
         self._tracing, self._compile = TracingContext.try_get(), CompileContext.try_get()
         self._grad = torch.is_grad_enabled()
+        # Which sizes of an input are symbolic; Dynamo forgets it behind a compile, and all of them would be.
+        self._sizes = dict[Any, Any]() if self._tracing is None else self._tracing.tensor_to_context.copy()
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -187,6 +189,8 @@ class Context:
             compile_lock, _disable_current_modes(), torch.set_grad_enabled(self._grad),
             tracing(self._tracing), compile_context(self._compile),
         ):  # fmt: skip
+            if self._tracing is not None:
+                self._tracing.tensor_to_context.update(self._sizes)
             yield
 
     def written(self) -> list[int] | None:

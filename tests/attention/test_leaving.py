@@ -198,6 +198,16 @@ def test_strides_of_bodies(body: str, train: bool) -> None:
     same_strides(BODIES[body], operands("4-D", train), fused=None)
 
 
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_operands_of_branches_in_generated_code(train: bool) -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        o = views_of_projections(q, k, v)
+        return torch.cond(q.sum() > 100, lambda o: o + 1, lambda o: o.sin(), (o,))
+
+    with KERNELS["short"]():  # gives another layout than eager
+        same_strides(fn, operands("projections", train), backend="inductor")
+
+
 def test_sizes_that_depend_on_data() -> None:
     def fn(x: Any, keep: Any) -> Any:
         x = x[keep]

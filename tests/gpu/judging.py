@@ -83,7 +83,13 @@ def judge(
             continue
         verdict = Verdict(kind, training, draws=judged.draws)
         if stock_first:
-            found, _, _ = judged.compiled(enabled=False)
+            try:
+                found, _, _ = judged.compiled(enabled=False)
+            except Exception as error:
+                if not fatal(error):
+                    raise
+                verdict.stock_wrong = f"{type(error).__name__}: {str(error).strip()[:300]}"
+                return verdict, moved
             if broken():
                 verdict.stock_wrong = judged.problem(found)
                 return verdict, moved
@@ -193,6 +199,8 @@ class _Judged:
             except Exception as error:
                 if fatal(error):
                     raise
+                if device_of(self.program) != "cpu":
+                    torch.cuda.synchronize()  # raises what a launch before the error has done to the device
                 return f"{type(error).__name__}: {str(error).strip()[:400]}", [], list(sites)
         return ran, near, list(sites)
 

@@ -1,8 +1,10 @@
-"""Measure training steps over two processes under torch's engines, with the fusions and without.
+"""Measure steps over two processes under torch's engines, with the fusions and without.
 
-A Llama of four blocks, width 2048, in bfloat16 with 4 x 2048 tokens a process; an engine whose name ends in
-"lora" trains PEFT's adapters on it. `stock` is the fusions switched off, `fused` the default policy; the two
-take turns, each is the best of six blocks of steps, by the wall clock, on the slower process.
+Llama-3.2-1B of transformers with its loss head and random weights, in bfloat16, with 4 x 2048 tokens for
+each process. An engine whose name ends in "lora" trains PEFT's adapters on it; one that ends in "inference"
+reads a prompt. DDP compiles the whole model, FSDP2 and tensor parallel each block. `stock` is the fusions
+switched off, `fused` the default policy; the two take turns, each is the best of six blocks of steps, by the
+wall clock, on the slower process. Memory is the peak of a step, with weights, on the process with more.
 
     python -m bench.distributed --out bench/results/distributed_h200.json
     python -m bench.distributed --backend gloo --out /tmp/try.json --only '^tp'
@@ -31,7 +33,7 @@ from bench.provenance import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 #: What is tried, one after the other; the last three need PEFT.
-ENGINES = ("ddp", "ddp_outside", "fsdp", "tp", "ddp_lora", "fsdp_lora", "tp_lora")
+ENGINES = ("fsdp", "ddp", "tp", "tp_inference", "ddp_outside", "fsdp_lora", "tp_lora", "ddp_lora")
 
 #: File of what the processes say.
 ANSWER = "result.json"
@@ -137,6 +139,7 @@ def main() -> None:
     device = "cuda" if options.backend == "nccl" else "cpu"
     header = environment(device, "bench.distributed")
     header["device"] = f"2 x {header['device']}"
+    header["model"] = "Llama-3.2-1B"
     results = Results(options.out, header, lambda row: str(row["key"]))
     chosen = [e for e in engines() if options.only.search(e) and e not in results]
     if not chosen:

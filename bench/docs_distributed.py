@@ -9,6 +9,7 @@ NAMES = {
     "ddp_outside": "DDP, compiled outside of it",
     "fsdp": "FSDP2",
     "tp": "tensor parallel",
+    "tp_inference": "tensor parallel, a prompt",
     "ddp_lora": "DDP, PEFT's adapters",
     "fsdp_lora": "FSDP2, PEFT's adapters",
     "tp_lora": "tensor parallel, PEFT's adapters",
@@ -24,12 +25,14 @@ def _place(row: Json) -> int:
 def distributed_section(data: Json) -> str:
     """Every row of bench.distributed."""
     parts = opening("Two processes", data)
+    model = data.get("model", "a Llama with four blocks and width 2048")
     parts.append(
-        "Milliseconds for a training step of a Llama with four blocks, width 2048, bfloat16, and 4 x 2048 "
-        "tokens for each process: the best of six blocks of steps on the slower process. The spread is "
-        "between blocks."
+        f"Milliseconds for a training step, or for a prompt, of {model} in bfloat16, with 4 x 2048 tokens "
+        "for each process: the best of six blocks of steps on the slower process. The spread is between "
+        "blocks. "
+        "Memory is the peak of the process with more."
     )
-    columns = ("engine", "stock ms", "fused ms", "stock / fused", "spread")
+    columns = ("engine", "stock ms", "fused ms", "stock / fused", "spread", "GiB stock", "GiB fused")
     body = [
         (
             NAMES.get(str(row["key"]), str(row["key"])),
@@ -37,6 +40,7 @@ def distributed_section(data: Json) -> str:
             f"{row['fused_ms']:.1f}",
             f"{row['ratio']:.2f}",
             f"{row['spread']:.0%}",
+            *(f"{row[key]:.2f}" if key in row else "-" for key in ("stock_gib", "fused_gib")),
         )
         for row in sorted(data["rows"], key=_place)
     ]

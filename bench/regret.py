@@ -1,10 +1,10 @@
 """What the decisions lose where nothing is measured: parts of the tables are left out, and estimated.
 
-    python -m bench.regret                      # one width left out, in every section; one shape of attention
-    python -m bench.regret --device nvidia_h100 # rows of other devices alone, as for this one
     python -m bench.regret --json bench/results/regret_tables.json
 
-No device is needed. Of each row: is a kernel chosen without the rows of its width, and what does it gain?
+Left out are each width in turn, in every section (of attention each shape), and each GPU: its problems are
+decided from the rows of other GPUs, and judged by its own. Of each row: is a kernel chosen, and what does it
+gain? No device is needed.
 """
 
 from __future__ import annotations
@@ -107,18 +107,19 @@ def widths_left_out(table: Table, name: str) -> dict[str, Loss]:
     return found
 
 
-def from_others(table: Table, name: str, device: str) -> dict[str, Loss]:
-    """Of each section, every row decided for another device without rows of its own.
-
-    The gains are those of the table's device: how far the two are apart is not in it.
-    """
-    found: dict[str, Loss] = {}
-    with only({name: table}, device):
-        for section in WIDTHS:
-            for row in table.get(section, ()):
-                if gains(section, row):
-                    found.setdefault(section, Loss()).add(*outcome(section, row, torch.device("cuda")))
-    return found
+def devices_left_out(found: dict[str, Table], name: str) -> dict[str, Loss]:
+    """Of each section that other GPUs have rows of, every row of this one, decided from those."""
+    losses: dict[str, Loss] = {}
+    others = {each: table for each, table in found.items() if each not in (name, "cpu")}
+    for section in WIDTHS:
+        rows = [row for row in found[name].get(section, ()) if gains(section, row)]
+        if not any(table.get(section) for table in others.values()):
+            continue
+        own = Table({key: value for key, value in found[name].items() if key != section})
+        with only({**others, name: own}, name):
+            for row in rows:
+                losses.setdefault(section, Loss()).add(*outcome(section, row, torch.device("cuda")))
+    return losses
 
 
 def outcome(section: str, row: Row, device: torch.device) -> tuple[dict[str, float], str | None]:
@@ -140,17 +141,17 @@ def only(found: dict[str, Table], name: str) -> Iterator[None]:
         yield
 
 
-def measure(names: list[str], device: str) -> Iterator[tuple[str, str, Loss]]:
+def measure(names: list[str]) -> Iterator[tuple[str, str, Loss]]:
     """(what was left out, section, loss)."""
-    for name in names:
-        table = tables.load(name)
-        assert table is not None
-        with config.patch(estimate=True, policy="profitable"):
-            if device:
-                what, found = f"{device} with the rows of {name}", from_others(table, name, device)
-            else:
-                what, found = f"{name}, one width left out", widths_left_out(table, name)
-        yield from ((what, section, loss) for section, loss in found.items())
+    found = {name: table for name in names if (table := tables.load(name)) is not None}
+    with config.patch(estimate=True, policy="profitable"):
+        for name, table in found.items():
+            for section, loss in widths_left_out(table, name).items():
+                yield f"{name}, one width left out", section, loss
+        for name in found:
+            if name != "cpu":
+                for section, loss in devices_left_out(found, name).items():
+                    yield f"{name}, from the rows of other GPUs", section, loss
 
 
 def main() -> None:
@@ -158,13 +159,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--table", action="append", help="a table's name; all by default")
-    parser.add_argument("--device", default="", help="decide for this device, from the tables of others")
     parser.add_argument("--json", type=Path, help="where to write the result")
     arguments = parser.parse_args()
-    names = arguments.table or [n for n in tables.names() if not arguments.device or n != "cpu"]
+    names = arguments.table or tables.names()
     found: dict[str, dict[str, Json]] = {}
     print(f"{'section':22} {'rows':>5} {'chosen':>6} {'kept':>7} {'<0.98':>6} {'<0.95':>6} {'worst':>6}")
-    for what, section, loss in measure(names, arguments.device):
+    for what, section, loss in measure(names):
         if what not in found:
             print(what)
         row = found.setdefault(what, {})[section] = loss.to_json()

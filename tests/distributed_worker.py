@@ -9,6 +9,7 @@ without.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,50 +32,62 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import inductor_fusions
+from bench import model_cases
 from inductor_fusions import config, fusions, passes
 from tests import blocks
 
-#: Of the model that is timed: blocks, width, heads, heads of the keys; samples and their length.
-TIMED = {"cuda": ((4, 2048, 16, 4), (4, 2048)), "cpu": ((1, 64, 4, 2), (2, 16))}
+#: Of the model that is timed, on a GPU and to try it on a CPU: samples of a process, and their tokens.
+TIMED = {"cuda": (4, 2048), "cpu": (2, 16)}
 #: Steps: before times are taken, in each block of them; and blocks.
 STEPS = {"cuda": (6, 15, 3), "cpu": (2, 3, 1)}
+#: Counters of fused sites.
+COUNTED = "fusions_(?!record_)[a-z_]+"
 
-COLUMNS = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj")
-#: How many attentions there are.
+#: How many attentions the model that is checked has.
 BLOCKS = 1
-ROWS = ("attention.o_proj", "mlp.down_proj")
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROWS = ("o_proj", "down_proj")
 
 
-def made(engine: str, sizes: tuple[int, ...] = (BLOCKS,)) -> Any:
-    """The model of an engine, the same in each process."""
-    model = blocks.model(*sizes)
+def made(engine: str, model: nn.Module | None = None) -> Any:
+    """The model of an engine, the same in each process: `model`, or the small one that is checked."""
+    model = blocks.model(BLOCKS) if model is None else model
+    if engine.endswith("inference"):
+        model.eval()
     if not engine.endswith("lora"):
         return model
     from peft import LoraConfig, get_peft_model
 
-    targets = [name.rpartition(".")[2] for name in (*COLUMNS, *ROWS)]
     torch.manual_seed(1)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    return get_peft_model(model, LoraConfig(r=4, target_modules=[*COLUMNS, *ROWS], init_lora_weights=False))
 
 
-def blocks_of(model: Any) -> Any:
+def llama(device: str) -> tuple[nn.Module, dict[str, Any]]:
+    """Llama-3.2-1B with its loss head, and random weights in bfloat16; on a CPU a small one in float32.
+    With a batch."""
+    kind = device.partition(":")[0]
+    dtype = "bfloat16" if kind == "cuda" else "float32"
+    case = model_cases.Case("timed", "llama-1b", "sdpa", *TIMED[kind], train=True, dtype=dtype)
+    model = model_cases.build(case, case.attn, device, kind == "cpu", auto="AutoModelForCausalLM")
+    batch = model_cases.make_inputs(case, model_cases.model_config(case, kind == "cpu")[1], device)
+    return model, batch
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
     """The blocks of a model, with or without adapters."""
-    return getattr(model, "base_model", model).get_submodule("model.blocks" if is_peft(model) else "blocks")
+    return next(each for each in model.modules() if isinstance(each, nn.ModuleList))
 
 
-def is_peft(model: Any) -> bool:
-    return hasattr(model, "peft_config")
-
-
-def tensor_parallel(model: Any, mesh: Any) -> Any:
-    plan: dict[str, Any] = {}
-    for name in COLUMNS:  # of an adapter the second matrix is split as the weight, the first is whole
-        parts = (f"{name}.base_layer", f"{name}.lora_B.default") if is_peft(model) else (name,)
-        plan |= {part: ColwiseParallel() for part in parts}
-    for name in ROWS:
-        parts = (f"{name}.base_layer", f"{name}.lora_A.default") if is_peft(model) else (name,)
-        plan |= {part: RowwiseParallel() for part in parts}
+def tensor_parallel(model: nn.Module, mesh: Any) -> nn.Module:
+    """Heads and hidden columns over a mesh. Of an adapter the matrix on the split side is split too."""
     for block in blocks_of(model):
+        plan: dict[str, Any] = {}
+        for name, module in block.named_modules():
+            words = set(name.split("."))
+            if isinstance(module, nn.Linear) and words.intersection(COLUMNS) and "lora_A" not in words:
+                plan[name] = ColwiseParallel()
+            if isinstance(module, nn.Linear) and words.intersection(ROWS) and "lora_B" not in words:
+                plan[name] = RowwiseParallel()
         parallelize_module(block, mesh, plan)
     return model
 
@@ -140,22 +154,25 @@ def problems(engine: str, device: str) -> str:
     torch._dynamo.reset()
     counters.clear()
     first = len(modules_of_code())
-    with config.patch(policy="always"):
+    train = not engine.endswith("inference")
+    with config.patch(policy="always"), torch.set_grad_enabled(train):
         model, parts = wrapped(engine, size, made(engine))
         x, mine = blocks.batch(4).to(device), rank * parts // size
         out = model(x.chunk(parts)[mine])
-        out.square().mean().backward()
+        if train:
+            out.square().mean().backward()
     report = inductor_fusions.report()
 
     alone = made(engine).to(device)
     expected = alone(x)
-    expected.square().mean().backward()
+    if train:
+        expected.square().mean().backward()
     grads = dict(alone.named_parameters())
     expected = expected.chunk(parts)[mine]
     found = {"the output": (whole(out), expected)}
     for name, parameter in model.named_parameters():
         name = name.replace("module.", "").replace("_orig_mod.", "")
-        if parameter.requires_grad:
+        if parameter.requires_grad and train:
             found[name] = (whole(parameter.grad), grads[name].grad)
     wrong = [name for name, pair in found.items() if not torch.allclose(*pair, rtol=1e-4, atol=1e-5)]
 
@@ -171,47 +188,53 @@ def problems(engine: str, device: str) -> str:
     return text + ("" if fused == BLOCKS and not report.count("failed") else f"{fused} fused: {report}")
 
 
-def step_time(engine: str, device: str, fused: bool) -> tuple[list[float], int]:
-    """(seconds of a training step, the median of each block of them; fused sites), under one setting."""
+def step_time(engine: str, device: str, fused: bool) -> tuple[list[float], int, int]:
+    """(seconds of a step, the median of each block of them; its peak of memory in bytes; fused sites), under
+    one setting. A step is a forward and a backward, or the forward of a prompt."""
     kind = device.partition(":")[0]
-    sizes, (samples, length) = TIMED[kind]
     first, steps, count = STEPS[kind]
-    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
+    train = not engine.endswith("inference")
     torch._dynamo.reset()
+    gc.collect()  # the model before this one
     counters.clear()
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    x = torch.randn(samples, length, sizes[1], generator=generator).to(device, dtype)
-    with config.patch(enabled=fused):
-        model, _ = wrapped(engine, dist.get_world_size(), made(engine, sizes).to(dtype))
+    with config.patch(enabled=fused), torch.set_grad_enabled(train):
+        model, batch = llama(device)
+        model, _ = wrapped(engine, dist.get_world_size(), made(engine, model))
+        more = {"labels": batch["input_ids"]} if train else {"logits_to_keep": 1}
 
         def step() -> float:
             started = time.perf_counter()
-            model(x).square().mean().backward()
-            model.zero_grad(set_to_none=True)
+            out = model(**batch, **more)
+            if train:
+                out.loss.backward()
+                model.zero_grad(set_to_none=True)
             if kind == "cuda":
                 torch.cuda.synchronize()
             return time.perf_counter() - started
 
         for _ in range(first):
             step()
+        if kind == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         dist.barrier()
         found = [statistics.median(step() for _ in range(steps)) for _ in range(count)]
-    return found, sum(
-        n for name, n in counters["inductor"].items() if re.fullmatch("fusions_(?!record_)[a-z_]+", name)
-    )
+        peak = torch.cuda.max_memory_allocated() if kind == "cuda" else 0
+    sites = sum(n for name, n in counters["inductor"].items() if re.fullmatch(COUNTED, name))
+    return found, peak, sites
 
 
 def times(engine: str, device: str) -> dict[str, Any]:
-    """Times of both settings, which take turns, on the slowest rank."""
+    """Times of both settings, which take turns, on the slowest rank, and memory of the one with most."""
     found: dict[bool, list[float]] = {False: [], True: []}
-    sites = 0
+    peaks, sites = {False: 0, True: 0}, 0
     for _ in range(2):
         for fused in (False, True):
-            blocks_of_steps, count = step_time(engine, device, fused)
+            blocks_of_steps, peak, count = step_time(engine, device, fused)
             found[fused] += blocks_of_steps
+            peaks[fused] = max(peaks[fused], peak)
             sites = count if fused else sites
     said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (found, sites))
+    dist.all_gather_object(said, (found, peaks, sites))
     stock, ours = (
         [max(each) for each in zip(*(s[0][kind] for s in said), strict=True)] for kind in (False, True)
     )
@@ -220,7 +243,9 @@ def times(engine: str, device: str) -> dict[str, Any]:
         "fused_ms": round(1e3 * min(ours), 4),
         "ratio": round(min(stock) / min(ours), 4),
         "spread": round(max(max(t) / min(t) - 1 for t in (stock, ours)), 4),
-        "sites": [s[1] for s in said],
+        "stock_gib": round(max(s[1][False] for s in said) / 2**30, 3),
+        "fused_gib": round(max(s[1][True] for s in said) / 2**30, 3),
+        "sites": [s[2] for s in said],
     }
 
 

@@ -10,9 +10,9 @@ from torch import fx
 
 from ._inductor import is_batched, is_wrapper, range_of, value_of
 from .decisions import Decision, Span
+from .decisions.tables import dtype_name
 from .fusion import LeftToStock
 from .reasons import Reason
-from .tables import dtype_name
 
 #: Dtypes to compute in. A cast to a floating dtype that is none of them (float8) quantises.
 _COMPUTED_IN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})

@@ -30,7 +30,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import inductor_fusions
-from inductor_fusions import config, fusions, passes
+from inductor_fusions import config, fusions
+from inductor_fusions.driver import passes
 from tests import blocks
 
 #: Of the model that is timed: blocks, width, heads, heads of the keys; samples and their length.

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from inductor_fusions import config, inplace, passes, testing, watching
+from inductor_fusions import config, testing
+from inductor_fusions.driver import passes, watching
+from inductor_fusions.effects import inplace
 from inductor_fusions.fusion import Candidate, Fusion, Rejected, Unfinished
 from tests.selection import todays_seed
 from tests.support.graphs import Seen, after_autograd, told

@@ -13,7 +13,8 @@ import torch
 from torch._dynamo.utils import counters
 
 import inductor_fusions
-from inductor_fusions import Report, Site, _inductor, config, passes, reporting, testing
+from inductor_fusions import Report, Site, _inductor, config, reporting, testing
+from inductor_fusions.driver import passes
 from tests.support.processes import start
 
 ROOT = Path(inductor_fusions.__file__).parents[1]

@@ -11,11 +11,11 @@ from torch import fx
 from .. import config, operands
 from .._inductor import known_true, max_autotune
 from ..decisions import Span
+from ..decisions.tables import dtype_name
 from ..fusion import LeftToStock
 from ..graph.products import VIEWS, Product, identity, product, value
 from ..operands import tokens_of
 from ..reasons import Reason, Said
-from ..tables import dtype_name
 from .columns import SPLITS
 from .heuristics import choose, decided
 from .problem import Problem, describe, of_operands

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..decisions import Decision, Query, Span, configured, decide_for_all, tiles
+from ..decisions.problems import Row
 from ..operands import profitable
-from ..problems import Row
 from ..reasons import Reason
 from . import configurations
 from .configurations import Config, suits

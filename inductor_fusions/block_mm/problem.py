@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .. import tables
+from ..decisions import tables
 from ..operands import known_size
 
 #: Most rows that are multiplied without tensor cores.

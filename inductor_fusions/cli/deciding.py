@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from .. import _inductor, decisions
+from ..decisions.problems import KERNELS, SECTIONS
 from ..explaining import absent
-from ..problems import KERNELS, SECTIONS
 from .common import Device, UserError, console, find_device, table
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from .. import __version__, _inductor, config, problems, registry, tables
+from .. import __version__, _inductor, config, registry
+from ..decisions import problems, tables
 from ..fusion import Fusion
 from . import app
 from .common import EXIT_CODES, Device, JsonFlag, console, find_device, print_json

@@ -13,7 +13,9 @@ from typing import Annotated
 
 import typer
 
-from .. import bisecting, reporting, watching
+from .. import reporting
+from ..checking import bisecting
+from ..driver import watching
 from . import app
 from .common import PROG, JsonFlag, UserError, console, print_json, writable
 from .issue import Collector

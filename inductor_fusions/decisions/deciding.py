@@ -12,13 +12,14 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from .. import config, tables
-from ..problems import FEW_ROWS, MARGIN, SECTIONS, Row
+from .. import config
 from ..reasons import Reason
-from ..tables import Measured
+from . import tables
 from .devices import Source, carried, sources
 from .estimating import Estimate, distance, estimate
 from .measuring import measurer
+from .problems import FEW_ROWS, MARGIN, SECTIONS, Row
+from .tables import Measured
 
 Found = TypeVar("Found")
 

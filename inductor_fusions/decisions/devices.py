@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import machine, tables
-from ..problems import FEW_ROWS, SINGLE_ROWS, Row
-from ..tables import Table
+from . import machine, tables
+from .problems import FEW_ROWS, SINGLE_ROWS, Row
+from .tables import Table
 
 
 @dataclass(frozen=True)

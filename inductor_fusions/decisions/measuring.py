@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 
-from .. import _inductor, config, machine, tables
-from ..problems import SECTIONS, Row
+from .. import _inductor, config
+from . import machine, tables
+from .problems import SECTIONS, Row
 
 log = logging.getLogger(__name__)
 

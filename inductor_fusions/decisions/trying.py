@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from ..problems import Row
+from .problems import Row
 
 
 class _Config(Protocol):

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from .. import _inductor, config, decisions, reporting, watching
-from ..runs import own_buffers, run
+from .. import _inductor, config, decisions, reporting
+from ..checking.runs import own_buffers, run
+from ..driver import watching
 from ..sites import SCHEMA, Report, table, text
 from .graphs import Line, Pair, Recorder
 

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from .._inductor import value_of
+from ..driver.watching import Watcher
 from ..reporting import module_path, source_line
 from ..sites import Site, place
-from ..watching import Watcher
 
 #: At most so many characters of the arguments of an operation are kept.
 _LONG = 160

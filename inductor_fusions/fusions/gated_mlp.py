@@ -18,6 +18,7 @@ from ..block_mm import emit, guards, units
 from ..block_mm.columns import SPLITS, Columns, columns, halves, is_apart
 from ..block_mm.expressions import NONLINEAR, Expressions, activation, behind, between, leaves, mul, same
 from ..block_mm.op import ACTIVATIONS
+from ..decisions.problems import FEW_ROWS
 from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Reported, Scope
 from ..graph.builder import Builder, substitute
 from ..graph.facts import facts
@@ -35,7 +36,6 @@ from ..graph.products import (
     value,
 )
 from ..operands import holds
-from ..problems import FEW_ROWS
 from ..reasons import Reason, Said
 
 if TYPE_CHECKING:

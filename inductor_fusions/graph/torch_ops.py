@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import fx
 
 from .._inductor import ATTRIBUTES, remembered, value_of
-from ..inplace import arguments
-from ..liveness import readers
+from ..effects.inplace import arguments
+from ..effects.liveness import readers
+from ..effects.writes import is_in_place, is_told_to_overwrite
 from ..reasons import Reason
-from ..writes import is_in_place, is_told_to_overwrite
 
 #: Names of the arguments, in positional order, of every operation that is read.
 SIGNATURES: dict[str, tuple[str, ...]] = {

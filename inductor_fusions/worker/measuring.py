@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from .. import budget, config, decisions, reporting
-from ..problems import Row
+from .. import config, decisions, reporting
+from ..checking import budget
+from ..decisions.problems import Row
 from .case import Case, Tensors
 from .clock import interleave
 

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inductor_fusions import _inductor, config, reporting, testing, writes
+from inductor_fusions import _inductor, config, reporting, testing
+from inductor_fusions.effects import writes
 from inductor_fusions.fusions.lora import inputs
 from inductor_fusions.fusions.lora.adapters import source
 from inductor_fusions.fusions.lora.op import ROUNDED

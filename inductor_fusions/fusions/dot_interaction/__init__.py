@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from ... import config, tables
-from ...decisions import Query, decide
-from ...derivatives import check_operation
+from ... import config
+from ...decisions import Query, decide, tables
+from ...effects.derivatives import check_operation
+from ...effects.liveness import erase_dead_readers, readers
+from ...effects.modes import Modes
+from ...effects.writes import check_between, check_kept
 from ...fusion import Candidate, Fusion, Reported, Scope
 from ...graph.builder import Builder
 from ...graph.torch_ops import spellings
-from ...liveness import erase_dead_readers, readers
-from ...modes import Modes
 from ...operands import check_device, check_kind, profitable, tensor, text
 from ...reasons import Reason
-from ...writes import check_between, check_kept
 from . import recognise
 from .op import DOT_INTERACTION, DTYPES, fits
 from .pairs_op import DOT_PAIRS, takes

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...problems import padded
+from ...decisions.problems import padded
 from .op import pair_count
 
 #: The most features, the most pairs of a tensor, and the widest features, that a thread block holds.

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ... import pinning
 from ..._inductor import (
     computing_fakes,
     fails_on_broadcast_numbers,
@@ -27,6 +26,7 @@ from ...graph.builder import Builder
 from ...graph.facts import change
 from ...graph.inlined import put_in_place
 from ...graph.products import VIEWS, through
+from ...layouts import pinning
 from ...operands import tensor
 from .known import BROADCAST_NUMBER, CUDNN_ONE_QUERY, CUDNN_PADDED_KEYS, CUDNN_PLANS, KNOWN, Defect
 from .op import CUDNN_BACKWARD

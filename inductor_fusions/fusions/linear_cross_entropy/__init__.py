@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ... import config, tables
+from ... import config
 from ..._inductor import hint, is_body_of_dynamo, known_true
-from ...decisions import Query, decide_for_all
-from ...derivatives import check_operation
+from ...decisions import Query, decide_for_all, tables
+from ...effects.derivatives import check_operation
+from ...effects.liveness import erase_dead_readers, readers
+from ...effects.modes import Modes
+from ...effects.writes import check_between, check_kept, may_alias, storage
 from ...fusion import Candidate, Fusion, Reported, Scope
 from ...graph.torch_ops import CASTS, VIEWS, read, reads_metadata
-from ...liveness import erase_dead_readers, readers
-from ...modes import Modes
 from ...operands import check_kind, profitable, tensor, text, tokens_of
 from ...reasons import Reason
-from ...writes import check_between, check_kept, may_alias, storage
 from . import emit, recognise
 from .recognise import Site, Unread
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from ..._inductor import known_true
+from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.einsum import equation
 from ...graph.torch_ops import (
@@ -29,7 +30,6 @@ from ...graph.torch_ops import (
     read,
     spellings,
 )
-from ...liveness import readers
 from ...operands import holds, tensor
 from ...reasons import Reason
 from . import log_probabilities

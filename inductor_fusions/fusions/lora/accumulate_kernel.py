@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from ... import _inductor, tables
+from ... import _inductor
 from ...block_mm.lowering import check_factors, scaled_product
-from ...decisions import Query, configured, some, tiles
+from ...decisions import Query, configured, some, tables, tiles
+from ...decisions.problems import Row
 from ...fusion import Rejected
 from ...lowering import check_device
 from ...operands import known_size
-from ...problems import Row
 from .accumulate import Sum
 from .elements import render
 from .narrow import padded

@@ -11,13 +11,13 @@ from torch import fx
 
 from ..._inductor import was_erased
 from ...block_mm import emit, guards
+from ...decisions.tables import dtype_name
 from ...fusion import Candidate, LeftToStock
 from ...graph.builder import substitute
 from ...graph.facts import facts
 from ...graph.products import CASTS, RESHAPES, Product, restored, same_sizes, value, widens
 from ...operands import tokens_of
 from ...reasons import Reason
-from ...tables import dtype_name
 from . import accumulate_kernel, downs, profit
 from .accumulate import LORA_ACCUMULATE
 from .adapters import Adapter, source

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from ... import _inductor, tables
+from ... import _inductor
 from ...block_mm.configurations import shared_limit, tall
 from ...block_mm.heuristics import capability
 from ...block_mm.lowering import check_factors, scaled_product
-from ...decisions import Query, configured, tiles
+from ...decisions import Query, configured, tables, tiles
+from ...decisions.problems import SINGLE_ROWS, Row
 from ...fusion import Rejected
 from ...lowering import check_device
 from ...operands import may_use_tf32
-from ...problems import SINGLE_ROWS, Row
 from . import elements, lowering, narrow, narrow_kernel
 from .op import Linears
 

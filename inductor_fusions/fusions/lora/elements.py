@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from ... import _inductor, tables
+from ... import _inductor
 from ...block_mm import template
+from ...decisions import tables
 from ...fusion import Rejected
 
 #: The text that Inductor's templates take, of one of ours by its name.

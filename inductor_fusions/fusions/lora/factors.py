@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ...derivatives import check_operation
+from ...effects.derivatives import check_operation
+from ...effects.liveness import only_reader
+from ...effects.writes import check_between, check_kept
 from ...fusion import Candidate
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, linear_of, read
-from ...liveness import only_reader
 from ...operands import check_device, check_kind, tensor
 from ...reasons import Reason
-from ...writes import check_between, check_kept
 from .inputs import Inputs
 from .norms import normalised
 from .second_product import MOST_STEPS, erase, is_up, made, scaled_by

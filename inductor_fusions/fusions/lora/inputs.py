@@ -28,7 +28,11 @@ import torch
 from torch import fx
 
 from ..._inductor import draws_as_eager, drops_narrow_casts
-from ...derivatives import Derivatives, check_operation
+from ...effects.derivatives import Derivatives, check_operation
+from ...effects.inplace import overwritten
+from ...effects.liveness import erase_dead_readers, readers
+from ...effects.modes import Modes
+from ...effects.writes import check_between, check_kept, effects
 from ...fusion import Candidate, Fusion, Scope
 from ...graph.builder import Builder
 from ...graph.torch_ops import (
@@ -39,13 +43,9 @@ from ...graph.torch_ops import (
     read,
     spellings,
 )
-from ...inplace import overwritten
-from ...keeping import Keeping
-from ...liveness import erase_dead_readers, readers
-from ...modes import Modes
+from ...layouts.keeping import Keeping
 from ...operands import check_device, check_kind, known_size, tensor, text, tokens_of
 from ...reasons import Reason
-from ...writes import check_between, check_kept, effects
 from . import narrow, profit
 from .adapters import MOST_RANK
 from .op import LORA_DOWN, LORA_DROPPED_DOWN, ROUNDED

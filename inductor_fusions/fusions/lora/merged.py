@@ -20,14 +20,14 @@ import torch.nn.functional as F
 from torch import fx
 
 from ... import config
-from ...derivatives import check_operation
+from ...effects.derivatives import check_operation
+from ...effects.liveness import erase_dead_readers, readers
+from ...effects.writes import check_between, check_kept
 from ...fusion import Candidate, Rejected, Reported
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, TRANSPOSES, VIEWS, Op, linear_of, read
-from ...liveness import erase_dead_readers, readers
 from ...operands import check_device, check_kind, tensor, text
 from ...reasons import Reason
-from ...writes import check_between, check_kept
 from .adapters import MOST_RANK
 from .inputs import Inputs
 from .second_product import made, scaled_by

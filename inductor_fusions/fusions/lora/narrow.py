@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from ... import tables
-from ...decisions import Query, tiles
-from ...problems import Row
-from ...problems import padded as padded
+from ...decisions import Query, tables, tiles
+from ...decisions.problems import Row
+from ...decisions.problems import padded as padded
 from ...reasons import Reason
 
 #: Thread blocks that fill a device, about: the number of its multiprocessors, rounded to a power of two.

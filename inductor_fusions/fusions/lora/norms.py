@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ...derivatives import check_operation
+from ...effects.derivatives import check_operation
+from ...effects.liveness import is_dead, only_reader
+from ...effects.writes import check_between
 from ...fusion import Candidate
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, VIEWS, Op, linear_of, read
-from ...liveness import is_dead, only_reader
 from ...operands import check_device, check_kind, holds, tensor
 from ...reasons import Reason
-from ...writes import check_between
 from .inputs import Inputs
 from .second_product import MOST_STEPS, cast, erase, is_up, made, scaled_by
 

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from ... import config, tables
+from ... import config
 from ...block_mm.heuristics import capability
 from ...block_mm.problem import size_text
-from ...decisions import Decision, Query, Span, decide_for_all
+from ...decisions import Decision, Query, Span, decide_for_all, tables
 from ...fusion import LeftToStock
 from ...operands import may_use_tf32
 from ...reasons import Reason, like

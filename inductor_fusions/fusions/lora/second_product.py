@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from ..._inductor import was_erased
+from ...effects.liveness import erase_dead_readers
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, Op, linear_of, read
-from ...liveness import erase_dead_readers
 from ...operands import tensor
 from .adapters import MOST_RANK
 from .op import LORA_DOWN, LORA_DROPPED_DOWN

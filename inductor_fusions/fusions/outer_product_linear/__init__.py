@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ... import config, tables
-from ...decisions import Query, decide
-from ...derivatives import check_operation
+from ... import config
+from ...decisions import Query, decide, tables
+from ...effects.derivatives import check_operation
+from ...effects.liveness import erase_dead_readers, readers
+from ...effects.modes import Modes
+from ...effects.writes import check_between, check_kept, storage
 from ...fusion import Candidate, Fusion, Scope
 from ...graph.builder import Builder
 from ...graph.torch_ops import spellings
-from ...keeping import Keeping
-from ...liveness import erase_dead_readers, readers
-from ...modes import Modes
+from ...layouts.keeping import Keeping
 from ...operands import check_device, check_kind, profitable, tensor, text
 from ...reasons import Reason
-from ...writes import check_between, check_kept, storage
 from . import recognise
 from .op import OUTER_PRODUCT_LINEAR, dtypes, pairs
 from .recognise import Site

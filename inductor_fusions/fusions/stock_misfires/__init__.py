@@ -36,9 +36,9 @@ from ..._inductor import (
     patterns_match_decomposed_sdpa,
     patterns_take_tensors_for_numbers,
 )
+from ...effects.inplace import inputs, readers
 from ...fusion import Candidate, Fusion, Scope
 from ...graph.torch_ops import spellings
-from ...inplace import inputs, readers
 from .permutations import permuted, permuted_for
 from .reductions import REDUCTIONS, Softmax, Sum, reduction_of
 from .returned import returned

@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ._inductor import GROUPED_MM, is_wrapper, parts_of
+from .._inductor import GROUPED_MM, is_wrapper, parts_of
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 Outcome = tuple[Any, dict[str, torch.Tensor | None], tuple[torch.Tensor, ...]]

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._inductor import computing_fakes, copied_graph, fake_mode_of, suppress_guards, value_of
-from .fusion import Fusion
-from .writes import nodes_in
+from .._inductor import computing_fakes, copied_graph, fake_mode_of, suppress_guards, value_of
+from ..effects.writes import nodes_in
+from ..fusion import Fusion
 
 _PACKAGE = __name__.partition(".")[0]
 

@@ -12,9 +12,9 @@ from dataclasses import replace as with_changes
 
 from torch import fx
 
+from ..reasons import Reason
+from ..sites import Site
 from .containment import Copy
-from .reasons import Reason
-from .sites import Site
 
 #: A site by what is the same in each attempt: stage, number of the graph in that stage, fusion, node, and
 #: which one of those with all of that.

@@ -13,12 +13,12 @@ from collections.abc import Collection
 
 from torch import fx
 
-from ._inductor import fake_mode_of, hint, known_true, suppress_guards
-from .graph.builder import Builder
+from .._inductor import fake_mode_of, hint, known_true, suppress_guards
+from ..effects.modes import TRANSFORMS
+from ..effects.writes import GRADIENT_MODES, may_alias, name_of, storage, written
+from ..graph.builder import Builder
+from ..operands import tensor
 from .leaving import OWN, copied, is_transformed, leaves_of
-from .modes import TRANSFORMS
-from .operands import tensor
-from .writes import GRADIENT_MODES, may_alias, name_of, storage, written
 
 #: A copy that is made on one side of these has no gradient on the other, or is of another level.
 _SWITCHES = frozenset((*GRADIENT_MODES, *TRANSFORMS, *TRANSFORMS.values()))

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from ._inductor import remembered
-from .operands import tensor
+from .._inductor import remembered
+from ..operands import tensor
 from .writes import is_in_place, storage
 
 

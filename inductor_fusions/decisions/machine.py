@@ -27,7 +27,8 @@ from typing import Any, Literal
 
 import torch
 
-from . import _inductor, tables
+from .. import _inductor
+from . import tables
 from .problems import SECTIONS, Row
 from .tables import Table
 

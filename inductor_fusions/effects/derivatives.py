@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from ._inductor import is_batched, records_gradients, value_of
+from .._inductor import is_batched, records_gradients, value_of
+from ..reasons import Reason
 from .modes import Modes, name_of
-from .reasons import Reason
 from .writes import nodes_in, storage, written
 
 #: Calls that take a gradient of their first argument.

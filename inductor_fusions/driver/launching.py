@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import _inductor, config
+from .. import _inductor, config
 
 #: Inputs that the graph writes to are kept for a second call where they are no larger than this, in bytes, or
 #: than this share of what is free on their device.

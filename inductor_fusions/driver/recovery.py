@@ -17,10 +17,11 @@ from typing import Any
 
 from torch import fx
 
-from . import _inductor, attempts, config, launching, reporting, unfusing
+from .. import _inductor, config, reporting
+from ..reasons import Reason
+from ..sites import Site
+from . import attempts, launching, unfusing
 from .attempts import Without
-from .reasons import Reason
-from .sites import Site
 from .trials import Made, Trials, line
 
 

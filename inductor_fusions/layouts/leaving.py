@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import _inductor
-from ._inductor import fake_mode_of, hint, known_true, range_of, suppress_guards, value_of
-from .graph.builder import Builder
-from .graph.facts import change
-from .lowering import define
-from .operands import tensor
-from .writes import is_opaque, may_alias, memory, name_of, written
+from .. import _inductor
+from .._inductor import fake_mode_of, hint, known_true, range_of, suppress_guards, value_of
+from ..effects.writes import is_opaque, may_alias, memory, name_of, written
+from ..graph.builder import Builder
+from ..graph.facts import change
+from ..lowering import define
+from ..operands import tensor
 
 #: Their results have the same strides whatever those of their first operand are.
 _SETTLING = frozenset("linear bmm mm addmm baddbmm multi_head_attention_forward".split())
@@ -372,7 +372,7 @@ def _sees_strides(user: fx.Node, node: fx.Node) -> bool:
         return _takes_a_body(user)
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         space = str(getattr(target, "_qualified_op_name", None) or target._schema.name).partition("::")[0]
-        if space not in ("aten", "prims", __package__):
+        if space not in ("aten", "prims", "inductor_fusions"):
             return True
     if not isinstance(target, str) and is_opaque(target):
         return True

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import _inductor, attempts, config, launching, passes, reporting, watching
+from .. import _inductor, config, reporting
+from ..sites import Site
+from . import attempts, launching, passes, watching
 from .attempts import Attempt, Fused, Key, Without
-from .sites import Site
 
 log = logging.getLogger(__name__)
 

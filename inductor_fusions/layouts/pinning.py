@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import _inductor, reporting
-from ._inductor import hint
-from .graph import products
-from .graph.builder import Builder
-from .graph.products import tensor
+from .. import _inductor, reporting
+from .._inductor import hint
+from ..graph import products
+from ..graph.builder import Builder
+from ..graph.products import tensor
 
 aten = torch.ops.aten
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._inductor import remembered, value_of, with_memory
+from .._inductor import remembered, value_of, with_memory
+from ..operands import tensor
+from ..reasons import Reason
 from .modes import Modes
 from .modes import name_of as name_of
-from .operands import tensor
-from .reasons import Reason
 
 #: `operator.iadd` and the like, and their names as methods.
 _IN_PLACE = frozenset(
@@ -32,7 +32,9 @@ _METHODS_IN_PLACE = frozenset(f"__{function.__name__}__" for function in _IN_PLA
 #: Functions whose names end in an underscore because they would be keywords of Python otherwise.
 _KEYWORDS = frozenset({operator.and_, operator.is_, operator.not_, operator.or_})
 #: Packages whose functions say by name or argument that they write; a call of any other may do anything.
-_KNOWN_PACKAGES = frozenset({"torch", "operator", "_operator", "builtins", "math", "einops", __package__})
+_KNOWN_PACKAGES = frozenset(
+    {"torch", "operator", "_operator", "builtins", "math", "einops", "inductor_fusions"}
+)
 #: Functions of Dynamo's own that only read, by name; others of its own run NumPy, or what the user wrote.
 _READ_BY_DYNAMO = frozenset(
     {"numpy_attr_wrapper", "untyped_storage_size", "_register_hook_trampoline", "prim_to_local",

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import fx
 
-from . import config
-from ._inductor import was_erased
-from .fusion import Fusion
-from .graph.facts import Journal, change
-from .writes import is_in_place
+from .. import config
+from .._inductor import was_erased
+from ..effects.writes import is_in_place
+from ..fusion import Fusion
+from ..graph.facts import Journal, change
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from .._inductor import remembered, value_of
 from . import inplace
-from ._inductor import remembered, value_of
 from .writes import is_opaque, may_update_statistics, name_of, written
 
 #: Functions of Python that compute a value, and have no operation of their name.

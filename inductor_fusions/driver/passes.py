@@ -17,29 +17,16 @@ from typing import Any
 
 from torch import fx
 
-from . import (
-    _inductor,
-    attempts,
-    changes,
-    config,
-    containment,
-    decisions,
-    inplace,
-    leaving,
-    machine,
-    matching,
-    modes,
-    pinning,
-    reporting,
-    smoke,
-    tables,
-    watching,
-)
-from ._inductor import CustomGraphPass, is_body_of_dynamo, trace_artifact
-from .fusion import Candidate, Fusion, LeftToStock, Rejected, Unfinished
-from .graph.facts import Journal, held, recording
-from .reasons import Reason
-from .sites import Report, Site
+from .. import _inductor, config, decisions, reporting
+from .._inductor import CustomGraphPass, is_body_of_dynamo, trace_artifact
+from ..decisions import machine, tables
+from ..effects import inplace, modes
+from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Unfinished
+from ..graph.facts import Journal, held, recording
+from ..layouts import leaving, pinning
+from ..reasons import Reason
+from ..sites import Report, Site
+from . import attempts, changes, containment, matching, smoke, watching
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +153,7 @@ def code_digest(fusions: tuple[Fusion, ...]) -> str | None:
 
     None where the source of a third party's fusion is not to be found.
     """
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     files = sorted(path for path in package.rglob("*") if path.suffix in (".py", ".jinja"))
     named = [(path.relative_to(package).as_posix(), path) for path in files]
     for fusion in fusions:

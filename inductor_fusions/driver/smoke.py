@@ -9,8 +9,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from . import _inductor, config, matching
-from .fusion import Fusion, Rejected
+from .. import _inductor, config
+from ..fusion import Fusion, Rejected
+from . import matching
 
 
 @functools.cache

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import _inductor
-from .fusion import Anchor, Candidate, Fusion, Group, Replacement, Reported, Scope
-from .graph.facts import forget
-from .operands import text
-from .reasons import Reason
+from .. import _inductor
+from ..fusion import Anchor, Candidate, Fusion, Group, Replacement, Reported, Scope
+from ..graph.facts import forget
+from ..operands import text
+from ..reasons import Reason
 
 
 def candidates(fusion: Fusion, graph: fx.Graph) -> Iterator[Candidate]:

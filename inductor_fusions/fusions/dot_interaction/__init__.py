@@ -1,9 +1,9 @@
 """Fuses pairwise dot products of features without materialising all of them.
 
 The interaction of a DLRM: of the products of a sample's feature vectors with each other some pairs are read,
-behind the dense features. It becomes `inductor_fusions::dot_interaction` (`op`), whose kernel reads the
-features once and writes the pairs of a triangle; so does its backward. `inductor_fusions::dot_pairs`
-(`pairs_op`) does it for pairs that a tensor names.
+behind the dense features. It becomes `inductor_fusions::dot_interaction`, whose kernel reads the features
+once and writes the pairs of a triangle; so does its backward. `inductor_fusions::dot_pairs` does it for pairs
+that a tensor names.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from ...graph.torch_ops import spellings
 from ...operands import check_device, check_kind, profitable, tensor, text
 from ...reasons import Reason
 from . import recognise
-from .op import DOT_INTERACTION, DTYPES, fits
-from .pairs_op import DOT_PAIRS, takes
+from .op import DOT_INTERACTION, DOT_PAIRS, DTYPES, fits, takes
 from .recognise import Site
 
 if TYPE_CHECKING:

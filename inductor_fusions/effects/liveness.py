@@ -7,12 +7,12 @@ leaves that out, so that it reads nothing in what is run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
 
-from .._inductor import remembered, value_of
+from .._inductor import remembered, value_of, was_erased
 from . import inplace
 from .writes import is_opaque, may_update_statistics, name_of, written
 
@@ -48,6 +48,23 @@ def erase_dead_readers(nodes: Iterable[fx.Node]) -> None:
             if user in node.users and is_dead(user):
                 erase_dead_readers([user])
                 user.graph.erase_node(user)
+
+
+def replace(old: fx.Node, new: fx.Node, between: Sequence[fx.Node]) -> None:
+    """Put a node in the place of another one, and remove that with its dead readers.
+
+    Args:
+        old: the node that others read.
+        new: what they read instead.
+        between: nodes that `old` is computed from; those that nothing else reads are removed as well.
+    """
+    erase_dead_readers([old])
+    old.replace_all_uses_with(new)
+    nodes = {old, *between}
+    erase_dead_readers(between)  # not before `new` is read, which may read some of them
+    for node in sorted(nodes, reverse=True):
+        if not was_erased(node) and not node.users:
+            node.graph.erase_node(node)
 
 
 @remembered()

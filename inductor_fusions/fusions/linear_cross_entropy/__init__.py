@@ -17,7 +17,7 @@ from ... import config
 from ..._inductor import hint, is_body_of_dynamo, known_true
 from ...decisions import Query, decide_for_all, tables
 from ...effects.derivatives import check_operation
-from ...effects.liveness import erase_dead_readers, readers
+from ...effects.liveness import readers, replace
 from ...effects.modes import Modes
 from ...effects.writes import check_between, check_kept, may_alias, storage
 from ...fusion import Candidate, Fusion, Reported, Scope
@@ -186,11 +186,7 @@ class LossHead(Candidate):
             new = emit.loss(site, self.wants, emit.detached(site))
         else:
             new = emit.loss(site, self.wants) if self.in_one_pass else emit.rows(site, self.wants)
-        erase_dead_readers([site.loss, *site.path])
-        site.loss.replace_all_uses_with(new)
-        for node in (site.loss, *reversed(site.path)):
-            if not node.users:
-                self.graph.erase_node(node)
+        replace(site.loss, new, site.path)
         name = "linear_cross_entropy" if self.in_one_pass else "linear_softmax_rows"
         return f"{name}{self.note}"
 

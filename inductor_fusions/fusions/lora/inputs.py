@@ -28,12 +28,11 @@ import torch
 from torch import fx
 
 from ..._inductor import draws_as_eager, drops_narrow_casts
-from ...effects.derivatives import Derivatives, check_operation
+from ...effects import liveness
 from ...effects.inplace import overwritten
-from ...effects.liveness import erase_dead_readers, readers
-from ...effects.modes import Modes
-from ...effects.writes import check_between, check_kept, effects
-from ...fusion import Candidate, Fusion, Scope
+from ...effects.liveness import readers
+from ...effects.scope import DynamoScope
+from ...fusion import Candidate, Fusion
 from ...graph.builder import Builder
 from ...graph.torch_ops import (
     CASTS,
@@ -81,23 +80,8 @@ class Site:
         return dropout_p(op)
 
 
-class Inputs(Scope):
+class Inputs(DynamoScope):
     """A graph, and what is known of it once the first down-projection is found."""
-
-    @functools.cached_property
-    def effects(self) -> list[fx.Node]:
-        """What writes, draws, or changes a mode."""
-        return effects(self.graph)
-
-    @functools.cached_property
-    def derivatives(self) -> Derivatives:
-        """Which derivatives the graph takes."""
-        return Derivatives(self.graph, self.modes)
-
-    @functools.cached_property
-    def modes(self) -> Modes:
-        """The modes that hold at its nodes."""
-        return Modes(self.graph)
 
     @functools.cached_property
     def keeping(self) -> Keeping:
@@ -235,9 +219,7 @@ class AdapterInput(Candidate):
         if site.drop is not None:
             self._check_dropout(site.drop)
         where = "the cast and the linear" if site.drop is None else "the dropout and the linear"
-        check_between(site.between, site.linear, where, scope.derivatives.modes, scope.effects)
-        check_kept([site.x, site.a], site.linear, scope.effects)
-        check_operation([*site.between, site.linear], scope.derivatives)
+        scope.check_replaced(site.between, site.linear, where, [site.x, site.a])
         check_device(x)
         tokens: Any = 1
         for size in x.shape[:-1]:
@@ -271,13 +253,8 @@ class AdapterInput(Candidate):
         else:
             arguments = site.x, self._mask(site.drop), self._as_read(site.a), 1 / (1 - site.chance)
             new = Builder(old).given(tensor(old), LORA_DROPPED_DOWN, *arguments)
-        erase_dead_readers((old, *site.between))
-        ups = _ups(old)
-        old.replace_all_uses_with(new)
-        for node in (old, *reversed(site.between)):
-            if not node.users:
-                self.scope.graph.erase_node(node)
-        for up in ups if drops_narrow_casts() and self.cast is None else ():
+        liveness.replace(old, new, site.between)
+        for up in _ups(new) if drops_narrow_casts() and self.cast is None else ():
             self._mark(_rounded_sum(up, x.dtype))
         return self.kernel
 

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import was_erased
-from ...effects.liveness import erase_dead_readers
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, Op, linear_of, read
 from ...operands import tensor
@@ -81,11 +79,3 @@ def made(make: Builder, target: str | Callable[..., Any], *args: Any) -> fx.Node
 
 def cast(make: Builder, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     return node if make.value(node).dtype == dtype else made(make, "to", node, dtype)
-
-
-def erase(nodes: list[fx.Node]) -> None:
-    """Remove nodes that nothing reads any more, the last ones first."""
-    erase_dead_readers(nodes)
-    for node in sorted(nodes, reverse=True):
-        if not was_erased(node) and not node.users:
-            node.graph.erase_node(node)

@@ -22,9 +22,9 @@ def known_true(condition: Any) -> bool:
 
 
 def holds_now(condition: Any) -> bool:
-    """Whether a condition on sizes holds, with a guard where that is not certain; False where none is known.
+    """Whether a condition on sizes holds. If that is not certain, a guard is added; False without a hint.
 
-    For what a kernel must be sure of. The graph serves other sizes as before, those that break it excepted.
+    For conditions that a kernel relies on: for sizes that break the guard, the graph is compiled again.
     """
     if known_true(condition):
         return True
@@ -108,9 +108,9 @@ def records_gradients(value: Any) -> bool:
 
 
 def with_memory(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that has the memory of a value: all samples inside torch.vmap, the local one of a DTensor.
+    """The tensor that owns the memory of a value: all samples inside torch.vmap, the local part of a DTensor.
 
-    None where that is not one tensor.
+    None if there are several.
     """
     while True:
         if torch._C._functorch.is_batchedtensor(tensor):

@@ -23,12 +23,12 @@ class GlobalState:
         ]  # fmt: skip
 
     def put_back(self) -> None:
-        """Make it so again."""
+        """Restore this state."""
         for undo in self._undo:
             undo()
 
     def later(self) -> GlobalState:
-        """Modes and random state as they are now, with the tracing state of then."""
+        """A state with the modes and random state of now, and the tracing state of this one."""
         made = GlobalState()
         made._undo[-1] = self._undo[-1]
         return made

@@ -1,4 +1,4 @@
-"""Products spelled as an einsum, or of columns: what follows moves dims of size 1, which is a reshape."""
+"""Permutations that only move dims of size 1, behind products spelled as an einsum: they become reshapes."""
 
 from __future__ import annotations
 

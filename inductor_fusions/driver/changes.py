@@ -17,7 +17,7 @@ from ..graph.facts import Journal, change
 
 @contextlib.contextmanager
 def reading(fusion: Fusion, graph: fx.Graph) -> Iterator[None]:
-    """Inside, the graph stays as it is: with `config.strict`, a change is an error."""
+    """Check, with `config.strict`, that the code inside leaves the graph unchanged."""
     before = _whole(graph) if config.strict else None
     yield
     if before is not None and _whole(graph) != before:
@@ -29,19 +29,22 @@ def _whole(graph: fx.Graph) -> list[tuple[Any, ...]]:
 
 
 def take_out(mark: Any, graph: fx.Graph) -> None:
-    """Let the operand of each mark stand for it."""
+    """Replace each mark by its operand."""
     for node in graph.find_nodes(op="call_function", target=mark):
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
 
 
 def put_back(graph: fx.Graph, journal: Journal) -> bool:
-    """Undo a change that was begun; whether the graph computes what it did.
+    """Undo a rewrite that was begun.
 
     Args:
         graph: the graph.
-        journal: what has become of it. Nodes that are gone may have been read by such alone, and wrote
-            nothing.
+        journal: the changes of the rewrite.
+
+    Returns:
+        Whether the graph computes what it did before. It may not if an erased node wrote in place, or was
+        read by a node that is still there.
     """
     lost = any(map(is_in_place, journal.gone))
     for node, was in list(journal.before.items()):

@@ -31,7 +31,7 @@ def _modules(fusion: Fusion) -> set[str]:
 def sources(fusion: Fusion) -> list[Path]:
     """Every Python file of the packages of a fusion, or the one file of a module outside a package.
 
-    Nothing where one of them is not to be found.
+    Empty if one of them cannot be found.
     """
     found: set[Path] = set()
     for name in _modules(fusion):
@@ -48,7 +48,7 @@ def sources(fusion: Fusion) -> list[Path]:
 
 
 class Copy:
-    """A graph, and those of its nested bodies, as they are now."""
+    """A copy of a graph and of its nested bodies, to check changes against and to restore."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.module = graph.owning_module
@@ -76,7 +76,7 @@ class Copy:
         return self._wrong_value() or ("" if _outputs(self.graph) == self.outputs else "its outputs differ")
 
     def _wrong_value(self) -> str:
-        """The first changed node that cannot be computed, or does not give what it says that it gives."""
+        """Describes the first changed node that raises with fake tensors, or gives another result; or ""."""
         mode = fake_mode_of(self.graph)
         if mode is None:
             return ""
@@ -105,7 +105,7 @@ class Copy:
         return ""
 
     def restore(self) -> None:
-        """Put copies in place; once more, if need be."""
+        """Replace the graphs by copies of the copies, so that this can be repeated."""
         # Dynamo reads the inputs of the graph that it has handed out, once more.
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         for node in placeholders:

@@ -190,6 +190,12 @@ def saved(site: Site) -> str:
     return f"saves about {' and '.join(parts)} in a forward" if parts and site.verdict == "fused" else ""
 
 
+def error_text(error: BaseException, limit: int = 300) -> str:
+    """Type and message of an exception in one line, cut off after `limit` characters."""
+    found = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return found if len(found) <= limit else f"{found[:limit]} ..."
+
+
 def scaled(value: float, base: int, units: tuple[str, ...]) -> str:
     """1536 -> "1.5 KiB"."""
     for unit in units[:-1]:

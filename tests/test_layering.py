@@ -49,7 +49,7 @@ LAYERS = {
     "driver": {"driver.unfusing", "effects", "fusion", "graph", "layouts", "operands"} | BASE,
     # The only module of the driver that needs fusions.
     "driver.unfusing": {"fusions", "graph", "reporting", "_inductor"},
-    "registry": {"fusion", "fusions", "config"},
+    "registry": {"fusion", "fusions", "config", "sites"},
     "registration": {"driver", "registry", "fusions"} | BASE,
     "__init__": {"registration", "testing", "explaining", "checking", "fusion", "fusions"} | BASE,
     "explaining": {"checking", "driver"} | BASE,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import _inductor, config
+from ..decisions.problems import padded
 from ..fusion import Rejected
 from ..lowering import check_device
 from ..operands import known_size, may_use_tf32
@@ -298,7 +299,7 @@ def _variant(
     # front may use as well.
     early = arch >= 90 and chosen.template != "persistent" and _inductor.captures_graphs()
     meta: dict[str, Any] = {
-        "BLOCK_M": configurations.tall(rows) if row else chosen.block_m,
+        "BLOCK_M": padded(rows, 1) if row else chosen.block_m,
         "BLOCK_N": chosen.block_n,
         "GROUP_M": chosen.group_m,
         "ACC_TYPE": "tl.float32",

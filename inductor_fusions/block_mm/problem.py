@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 from ..decisions import tables
+from ..decisions.problems import SINGLE_ROWS
 from ..operands import known_size
-
-#: Most rows that are multiplied without tensor cores.
-MOST_SINGLE_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def size_text(size: int | None) -> str:
 def few_rows(problem: Problem) -> int:
     """The number of rows, where the template for a few takes them: weights that lie along K. Else 0."""
     rows = problem.rows[0]
-    if rows is None or rows > MOST_SINGLE_ROWS or set(problem.rows) != {rows} or None in problem.inner:
+    if rows is None or rows > SINGLE_ROWS or set(problem.rows) != {rows} or None in problem.inner:
         return 0
     return rows if {x[1] for x in problem.layouts} == {"t"} else 0
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..decisions.problems import padded
+
 FOLDER = Path(__file__).parent / "templates"
 #: Most products that are one loop: each step chooses among their operands.
 LONGEST_CHAIN = 8
@@ -291,7 +293,7 @@ def _steps(
         size = first.size
         block = block_k
         if size is not None and not chained:
-            block = min(block_k, max(16, 1 << (size - 1).bit_length()))
+            block = min(block_k, padded(size))
         step = _Step(
             index=index,
             a=first.a.name,

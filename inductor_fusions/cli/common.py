@@ -70,11 +70,6 @@ def imports_from(folder: Path) -> Iterator[None]:
             sys.path.remove(name)
 
 
-def describe(error: BaseException) -> str:
-    """An exception in one line."""
-    return f"{type(error).__name__}: {one_line(str(error))}"
-
-
 def one_line(text: str, limit: int = 300) -> str:
     """Text without line breaks, and not endless."""
     line = " ".join(text.split())

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-from importlib import metadata
 from typing import Any
 
 import torch
 
 from .. import __version__, _inductor, config, registry
-from ..decisions import problems, tables
+from ..decisions import machine, problems, tables
 from ..fusion import Fusion
 from . import app
 from .common import EXIT_CODES, Device, JsonFlag, console, find_device, print_json
@@ -62,7 +61,7 @@ def env(as_json: JsonFlag = False) -> None:
 def environment() -> dict[str, Any]:
     """What `env` shows, as plain data."""
     versions: dict[str, str | None] = {"inductor_fusions": __version__, "torch": str(torch.__version__)}
-    versions |= {name: _version(name) for name in ("triton", "transformers", "peft")}
+    versions |= {name: machine.version(name) or None for name in ("triton", "transformers", "peft")}
     versions["python"] = platform.python_version()
     device = find_device(Device.auto)
     if device.type == "cuda":
@@ -151,13 +150,6 @@ def _table_files() -> list[dict[str, Any]]:
         }
         for name, table in loaded.items()
     ]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 @app.command("list", epilog=EXIT_CODES)

@@ -53,7 +53,7 @@ def identity(device: torch.device) -> dict[str, str]:
     return {
         "device": _device(device),
         "torch": str(torch.__version__),
-        "triton": _version("triton"),
+        "triton": version("triton"),
         "driver": _driver() if device.type == "cuda" else "",
     }
 
@@ -75,7 +75,8 @@ def _device(device: torch.device) -> str:
 
 
 @functools.cache
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """The installed version of a package, or ""."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

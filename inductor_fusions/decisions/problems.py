@@ -27,9 +27,9 @@ FEW_ROWS = 64
 SINGLE_ROWS = 4
 
 
-def padded(rank: int) -> int:
-    """The side of a tile that holds `rank` rows or columns: a power of two, enough for a matrix product."""
-    return max(NARROWEST, 1 << (rank - 1).bit_length())
+def padded(size: int, least: int = NARROWEST) -> int:
+    """The side of a tile that holds so many rows or columns: a power of two, enough for `tl.dot`."""
+    return max(least, 1 << max(0, size - 1).bit_length())
 
 
 # -- checks of a column -----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import fx
 from .._inductor import computing_fakes, copied_graph, fake_mode_of, suppress_guards, value_of
 from ..effects.writes import nodes_in
 from ..fusion import Fusion
+from ..sites import error_text
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -70,7 +71,7 @@ class Copy:
             try:
                 module.graph.lint()
             except Exception as error:
-                return f"{type(error).__name__}: {' '.join(str(error).split())}"
+                return error_text(error)
         if [node.name for node in self.graph.nodes if node.op == "placeholder"] != self.inputs:
             return "the inputs of the graph changed"
         return self._wrong_value() or ("" if _outputs(self.graph) == self.outputs else "its outputs differ")
@@ -96,7 +97,7 @@ class Copy:
                 except _Unknown:
                     continue
                 except Exception as error:
-                    return f"{node.name} raises {type(error).__name__}: {' '.join(str(error).split())}"
+                    return f"{node.name} raises {error_text(error)}"
                 said = value_of(node)
                 if said is None:
                     node.meta["example_value"] = value

@@ -11,7 +11,6 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -169,10 +168,7 @@ def code_digest(fusions: tuple[Fusion, ...]) -> str | None:
         digest.update(f"{len(name)} {len(content)} {name}".encode())
         digest.update(content)
     for name in ("inductor_fusions", "triton"):
-        try:
-            digest.update(f"{name}={metadata.version(name)}".encode())
-        except metadata.PackageNotFoundError:
-            digest.update(f"{name} absent".encode())
+        digest.update(f"{name}={machine.version(name)}".encode())
     return digest.hexdigest()
 
 

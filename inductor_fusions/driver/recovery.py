@@ -19,10 +19,10 @@ from torch import fx
 
 from .. import _inductor, config, reporting
 from ..reasons import Reason
-from ..sites import Site
+from ..sites import Site, error_text
 from . import attempts, launching, unfusing
 from .attempts import Without
-from .trials import Made, Trials, line
+from .trials import Made, Trials
 
 
 def around(compile: Callable[..., Any], model: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +116,7 @@ class Backward(Trials):
                     raise
         of_first = self._take_back()
         try:
-            made = self._again(*self._written_out(f"the compile of its backward raised {line(error)}"))
+            made = self._again(*self._written_out(f"the compile of its backward raised {error_text(error)}"))
         except Exception as again:
             self._put_back(*of_first)
             raise self._explained(error) from again
@@ -138,8 +138,8 @@ class Backward(Trials):
     def _explained(self, error: Exception) -> Exception:
         where = "; ".join(dict.fromkeys(site.source or site.node for site in self._attentions))
         return RuntimeError(
-            f"the backward of the attention at {where} raised {line(error)}, after its forward had run. "
-            "INDUCTOR_FUSIONS_ATTENTION=0 disables the attention fusion"
+            f"the backward of the attention at {where} raised {error_text(error)}, after its forward had run."
+            " INDUCTOR_FUSIONS_ATTENTION=0 disables the attention fusion"
         )
 
     def _guarded(self, compiled: Any) -> Any:

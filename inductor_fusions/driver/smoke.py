@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from .. import _inductor, config
 from ..fusion import Fusion, Rejected
+from ..sites import error_text
 from . import matching
 
 
@@ -29,7 +30,7 @@ def problem(stage: str, fusions: tuple[Fusion, ...]) -> str:
         _inductor.probe()
         found = _attempt(fusions) if stage == "pre_grad" else ""
     except Exception as error:
-        found = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        found = error_text(error)
     if found:
         _warn(f"{said}; its self-test failed, so nothing is fused: {found}")
     elif stage == "pre_grad":

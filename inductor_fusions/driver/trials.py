@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from .. import _inductor, config, reporting
-from ..sites import Site
+from ..sites import Site, error_text
 from . import attempts, launching, passes, watching
 from .attempts import Attempt, Fused, Key, Without
 
@@ -149,7 +149,7 @@ class Trials:
         _inductor.forget_cached(self.cache_keys, self.first.graph_keys)
         reporting.remove(self._ledger)
         guards, self._records = self._context.guards(), reporting.mark()
-        reason = f"its first call raised {line(error)}"
+        reason = f"its first call raised {error_text(error)}"
         left = self._launches(reason)
         while True:
             (without, change), made = left.pop(0), None
@@ -191,7 +191,7 @@ class Trials:
     def _after(self, error: Exception) -> Made:
         """The compile with the most fused sites among those that do not raise."""
         of_first = self._take_back()
-        reason = f"the compile of its graph raised {line(error)}"
+        reason = f"the compile of its graph raised {error_text(error)}"
         try:
             kept = self._stock(reason)
         except Exception as stock:
@@ -266,16 +266,10 @@ class Trials:
         more = f" and {len(where) - 3} more" if len(where) > 3 else ""
         log.warning(
             "%s was raised. The graph was compiled again with stock's code for %s%s",
-            line(error), "; ".join(where[:3]), more,
+            error_text(error), "; ".join(where[:3]), more,
         )  # fmt: skip
         log.info("traceback", exc_info=error)
 
 
 def _keys(sites: Sequence[Fused]) -> frozenset[Key]:
     return frozenset(each.key for each in sites)
-
-
-def line(error: BaseException) -> str:
-    """An exception, on one line."""
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return text if len(text) <= 300 else f"{text[:300]} ..."

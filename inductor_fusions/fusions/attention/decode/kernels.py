@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ....decisions.problems import padded
 from .op import MOST_ROWS
 
 #: exp(x) = exp2(x * LOG2_E)
@@ -234,7 +235,7 @@ def attention(
     (batch, heads, queries, d), kv_heads, keys, e = q.shape, k.shape[1], k.shape[2], v.shape[3]
     block_n, splits, warps, stages = tiles
     group = heads // kv_heads
-    block_m = max(16, min(MOST_ROWS, power(group * most_queries)))
+    block_m = max(16, min(MOST_ROWS, padded(group * most_queries)))
     out = q.new_empty((batch, queries, heads, e))
     # What a kernel does not read must be something in memory: Inductor would write q once more for it.
     unread = k if listed is None else listed
@@ -252,13 +253,13 @@ def attention(
         q, k, v, held, bounds, list_, acc, most, total, kv_heads, queries, keys,
         *q.stride(), *k.stride(), *v.stride(), *steps(held), *steps(bounds)[:3], *steps(list_)[:2],
         KIND=kind.value, CAUSAL=causal, BY_ROW=by_row, SCALE=scale, GROUP=group, D=d, E=e,
-        IS_SPLIT=splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=power(d), BLOCK_E=power(e),
+        IS_SPLIT=splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded(d), BLOCK_E=padded(e),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         wrap(join_kernel)[(batch * heads * queries,)](
             acc, most, total, out, heads, queries, splits,
-            E=e, BLOCK_S=power(splits, 1), BLOCK_E=power(e), num_warps=4 if splits > 8 else 1,
+            E=e, BLOCK_S=padded(splits, 1), BLOCK_E=padded(e), num_warps=4 if splits > 8 else 1,
         )  # fmt: skip
     return out.transpose(1, 2)
 
@@ -269,8 +270,3 @@ def steps(tensor: Tensor) -> tuple[Any, ...]:
         0 if isinstance(size, int) and size == 1 else stride
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-
-
-def power(size: int, least: int = 16) -> int:
-    """The tile of a size: a power of two, and enough for a matrix product."""
-    return max(least, 1 << (size - 1).bit_length())

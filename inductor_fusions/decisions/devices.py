@@ -160,7 +160,7 @@ def sources(device: torch.device) -> Iterator[list[Source]]:
 
 @dataclass(frozen=True)
 class Carried:
-    """How the logarithm of a gain carries over to another device: times `share`, minus `less`, with a `doubt`."""
+    """How the logarithm of a gain carries over to another device: times `share`, minus `less`."""
 
     share: float = 1.0
     less: float = 0.0

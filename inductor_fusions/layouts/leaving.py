@@ -80,8 +80,8 @@ def release(graph: fx.Graph) -> None:
 
     A copy stays in three cases: if autograd would take the value itself for a view, which the caller may not
     write to; if its strides depend on data, because Inductor chooses the layout of such an output
-    (`GraphLowering.run_node`); and in front of a body, such as that of a `torch.cond`, because Inductor may lay
-    out a clone as it likes, and compiles the body for the strides in the metadata (`ir.Conditional`).
+    (`GraphLowering.run_node`); and in front of a body, such as that of a `torch.cond`, because Inductor may
+    lay out a clone as it likes, and compiles the body for the strides in the metadata (`ir.Conditional`).
     """
     for node in graph.find_nodes(op="call_function", target=OWN):
         if _is_a_view_to_autograd(node.args[0]) or _depends_on_data(tensor(node)) or _enters_a_body(node):

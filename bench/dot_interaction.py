@@ -181,8 +181,8 @@ def search(row: Row, device: str) -> list[int]:
 
     def once(tile: tuple[int, int]) -> torch.Tensor:
         if dy is None:
-            return kernels.interaction(t, dense, pairs, [*tile, *tile], lambda kernel: kernel)
-        return kernels.gradient(dy, t, row.width, pairs, [*tile, *tile], lambda kernel: kernel)
+            return kernels.interaction(t, dense, pairs, [*tile, *tile])
+        return kernels.gradient(dy, t, row.width, pairs, [*tile, *tile])
 
     for _ in range(2 if row.train else 1):
         calls = {f"{tile}": lambda tile=tile: once(tile) for tile in TILES}

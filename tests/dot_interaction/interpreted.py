@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 
@@ -32,11 +31,6 @@ CASES = {
 CASES |= {f"{n}, given {kind}": (n, dtype, None, False) for n in SIZES for kind, dtype in DTYPES.items()}
 
 
-def as_it_is(kernel: Any) -> Any:
-    """What launches a kernel of the interpreter."""
-    return kernel
-
-
 def errors(case: str) -> dict[str, float]:
     """Relative error of the result and of the gradient, against float64."""
     name, dtype, upper, diagonal = CASES[case]
@@ -48,9 +42,9 @@ def errors(case: str) -> dict[str, float]:
     tiles = [block, 1, block, 1]
     i, j = torch.randint(f, (2, 2 * f)) if upper is None else Triangle(upper, diagonal).indices(f)
     named = i * f + j if upper is None else Triangle(upper, diagonal)
-    y = kernels.interaction(t, dense, named, tiles, as_it_is)
+    y = kernels.interaction(t, dense, named, tiles)
     dy = torch.randn(y.shape[1], samples).to(dtype).t() if f % 2 else torch.randn(y.shape).to(dtype)
-    dt = kernels.gradient(dy, t, x, named, tiles, as_it_is)
+    dt = kernels.gradient(dy, t, x, named, tiles)
     wide = t.double().requires_grad_()
     pairs = (wide @ wide.mT)[:, i, j]
     exact = pairs if dense is None else torch.cat([dense.double(), pairs], 1)

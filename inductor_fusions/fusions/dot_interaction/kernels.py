@@ -7,7 +7,7 @@ wanted of it go to memory, and in the backward their gradients come from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...decisions.problems import padded
+from ...lowering import launched
 from .op import Pairs
 
 #: The most features, the most pairs of a tensor, and the widest features, that a thread block holds.
@@ -153,10 +154,7 @@ def pairs_gradient_kernel(
         tl.store(at, gradient.to(dt.dtype.element_ty), mask=in_t)
 
 
-def interaction(
-    t: Tensor, dense: Tensor | None, pairs: Pairs, tiles: Sequence[int],
-    wrap: Callable[[Any], Any] = torch.library.wrap_triton,
-) -> Tensor:  # fmt: skip
+def interaction(t: Tensor, dense: Tensor | None, pairs: Pairs, tiles: Sequence[int]) -> Tensor:
     """t (B, F, D), dense (B, X) -> (B, X + number of pairs)."""
     (samples, f, d), x = t.shape, 0 if dense is None else dense.shape[1]
     count = pairs.shape[0] if isinstance(pairs, Tensor) else pairs.count(f)
@@ -171,18 +169,16 @@ def interaction(
     else:
         kernel, given = interaction_kernel, []
         which = {"UPPER": pairs.upper, "DIAGONAL": pairs.diagonal}
-    wrap(kernel)[(_blocks(samples, per_block),)](
-        t, held, *given, out, samples, *t.stride(), held.stride(0), held.stride(-1), out.shape[1],
-        F=f, D=d, X=x, BLOCK_F=padded(f), BLOCK_D=padded(d), BLOCK_X=padded(x), SAMPLES=per_block,
-        num_warps=warps, **which,
-    )  # fmt: skip
+    with torch.cuda.device_of(t):  # Triton launches on the current device
+        launched(kernel)[(_blocks(samples, per_block),)](
+            t, held, *given, out, samples, *t.stride(), held.stride(0), held.stride(-1), out.shape[1],
+            F=f, D=d, X=x, BLOCK_F=padded(f), BLOCK_D=padded(d), BLOCK_X=padded(x), SAMPLES=per_block,
+            num_warps=warps, **which,
+        )  # fmt: skip
     return out
 
 
-def gradient(
-    dy: Tensor, t: Tensor, x: int, pairs: Pairs, tiles: Sequence[int],
-    wrap: Callable[[Any], Any] = torch.library.wrap_triton,
-) -> Tensor:  # fmt: skip
+def gradient(dy: Tensor, t: Tensor, x: int, pairs: Pairs, tiles: Sequence[int]) -> Tensor:
     """The gradient of t, from that of the result (B, x + number of pairs)."""
     samples, f, d = t.shape
     dt = t.new_empty((samples, f, d))
@@ -198,10 +194,11 @@ def gradient(
     else:
         kernel, given = gradient_kernel, []
         which = {"UPPER": pairs.upper, "DIAGONAL": pairs.diagonal}
-    wrap(kernel)[(_blocks(samples, per_block),)](
-        dy, t, *given, dt, samples, *dy.stride(), *t.stride(),
-        F=f, D=d, X=x, BLOCK_F=padded(f), BLOCK_D=padded(d), SAMPLES=per_block, num_warps=warps, **which,
-    )  # fmt: skip
+    with torch.cuda.device_of(t):
+        launched(kernel)[(_blocks(samples, per_block),)](
+            dy, t, *given, dt, samples, *dy.stride(), *t.stride(),
+            F=f, D=d, X=x, BLOCK_F=padded(f), BLOCK_D=padded(d), SAMPLES=per_block, num_warps=warps, **which,
+        )  # fmt: skip
     return dt
 
 

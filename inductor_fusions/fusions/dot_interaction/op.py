@@ -12,7 +12,6 @@ backward. Inductor launches both as it does its own. Elsewhere they are what tor
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -92,56 +91,49 @@ def _cells(pairs: Pairs, t: Tensor) -> Tensor:
     return first * t.shape[1] + second
 
 
-def _forward(t: Tensor, dense: Tensor | None, pairs: Pairs, tiles: list[int], wrap: Any) -> Tensor:
+def _forward(t: Tensor, dense: Tensor | None, pairs: Pairs, tiles: list[int]) -> Tensor:
+    _check(t, dense, pairs)
     if _is_computed_by_kernel(t, pairs):
         from . import kernels
 
-        return kernels.interaction(t, dense, pairs, tiles, wrap)
+        return kernels.interaction(t, dense, pairs, tiles)
     found = torch.bmm(t, t.transpose(1, 2)).flatten(1)[:, _cells(pairs, t)]
     return found if dense is None else torch.cat([dense, found], 1)
 
 
-def _differentiate(dy: Tensor, t: Tensor, x: int, pairs: Pairs, tiles: list[int], wrap: Any) -> Tensor:
+def _differentiate(dy: Tensor, t: Tensor, x: int, pairs: Pairs, tiles: list[int]) -> Tensor:
     if _is_computed_by_kernel(t, pairs):
         from . import kernels
 
-        return kernels.gradient(dy, t, x, pairs, tiles, wrap)
+        return kernels.gradient(dy, t, x, pairs, tiles)
     samples, features, _ = t.shape
     g = t.new_zeros((samples, features * features)).index_add(1, _cells(pairs, t), dy[:, x:])
     g = g.view(samples, features, features)
     return torch.bmm(g + g.transpose(1, 2), t)
 
 
-def _at_once(fn: Callable[..., Tensor], first: Tensor, *others: Any) -> Tensor:
-    """`fn` in eager mode, where kernels are launched as they are: by Triton, on the current device."""
-    with torch.cuda.device_of(first):
-        return fn(first, *others, lambda kernel: kernel)
-
-
 def _dot_interaction(
     t: Tensor, dense: Tensor | None, upper: bool, diagonal: bool, tiles: list[int]
 ) -> Tensor:
     """`tiles`: samples of a thread block and warps, forward and backward; empty: those of the package."""
-    _check(t, dense, Triangle(upper, diagonal))
-    return _at_once(_forward, t, dense, Triangle(upper, diagonal), tiles)
+    return _forward(t, dense, Triangle(upper, diagonal), tiles)
 
 
 def _dot_pairs(t: Tensor, dense: Tensor | None, cells: Tensor, tiles: list[int]) -> Tensor:
     """`tiles` as in `dot_interaction`."""
-    _check(t, dense, cells)
-    return _at_once(_forward, t, dense, cells, tiles)
+    return _forward(t, dense, cells, tiles)
 
 
 def _interaction_gradient(
     dy: Tensor, t: Tensor, x: int, upper: bool, diagonal: bool, tiles: list[int]
 ) -> Tensor:
     """The gradient of t; dense has x columns."""
-    return _at_once(_differentiate, dy, t, x, Triangle(upper, diagonal), tiles)
+    return _differentiate(dy, t, x, Triangle(upper, diagonal), tiles)
 
 
 def _pairs_gradient(dy: Tensor, t: Tensor, x: int, cells: Tensor, tiles: list[int]) -> Tensor:
     """The gradient of t; dense has x columns."""
-    return _at_once(_differentiate, dy, t, x, cells, tiles)
+    return _differentiate(dy, t, x, cells, tiles)
 
 
 def _empty(t: Tensor, dense: Tensor | None, pairs: Pairs) -> Tensor:
@@ -177,35 +169,25 @@ def _flops(t_shape: Any) -> int:
     return int(2 * samples * features * features * width)
 
 
-def _of_triangle(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` with kernels that a graph can hold, of a triangle that is two arguments."""
-
-    def traced(*given: Any) -> Any:
-        *operands, upper, diagonal, tiles = given
-        return fn(*operands, Triangle(upper, diagonal), tiles, torch.library.wrap_triton)
-
-    return traced
-
-
-def _of_cells(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` with kernels that a graph can hold."""
-    return lambda *given: fn(*given, torch.library.wrap_triton)
+def _always(*_: Any) -> bool:
+    """A graph holds what the operation is made of, also where that is no kernel."""
+    return True
 
 
 GRADIENT = define(
     "dot_interaction_gradient", _interaction_gradient, _empty_gradient, flops=lambda dy, t, *_: _flops(t),
-    traced=_of_triangle(_differentiate),
+    launches=_always,
 )  # fmt: skip
 DOT_INTERACTION = define(
     "dot_interaction", _dot_interaction,
     lambda t, dense, upper, diagonal, tiles: _empty(t, dense, Triangle(upper, diagonal)),
-    flops=lambda t, *_: _flops(t), setup=_setup, backward=_backward, traced=_of_triangle(_forward),
+    flops=lambda t, *_: _flops(t), setup=_setup, backward=_backward, launches=_always,
 )  # fmt: skip
 PAIRS_GRADIENT = define(
     "dot_pairs_gradient", _pairs_gradient, _empty_gradient, flops=lambda dy, t, *_: _flops(t),
-    traced=_of_cells(_differentiate),
+    launches=_always,
 )  # fmt: skip
 DOT_PAIRS = define(
     "dot_pairs", _dot_pairs, lambda t, dense, cells, tiles: _empty(t, dense, cells),
-    flops=lambda t, *_: _flops(t), setup=_setup, backward=_backward, traced=_of_cells(_forward),
+    flops=lambda t, *_: _flops(t), setup=_setup, backward=_backward, launches=_always,
 )  # fmt: skip

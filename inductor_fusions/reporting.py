@@ -120,13 +120,13 @@ class _Pending(threading.local):
 
     Attributes:
         sites: in order.
-        flushed: whether a cache entry has them.
+        stored: whether a cache entry has them.
         counted: how often their records were counted before.
     """
 
     def __init__(self) -> None:
         self.sites: list[Site] = []
-        self.flushed = True
+        self.stored = True
         self.counted = 0
 
 
@@ -153,7 +153,7 @@ class Ledger:
 def mark() -> Ledger:
     """Everything recorded up to now."""
     with _lock:
-        pending = (list(_pending.sites), _pending.flushed, _pending.counted)
+        pending = (list(_pending.sites), _pending.stored, _pending.counted)
         return Ledger(list(_entries), {name: _ours(name) for name in ("inductor", TAG)}, pending)
 
 
@@ -170,7 +170,7 @@ def take_back(before: Ledger) -> Ledger:
     with _lock:
         found = since(before)
         remove(found)
-        _pending.sites, _pending.flushed, _pending.counted = before.pending
+        _pending.sites, _pending.stored, _pending.counted = before.pending
         return found
 
 
@@ -195,7 +195,7 @@ def put_back(ledger: Ledger) -> None:
         _entries.extend(ledger.entries)
         for name, counts in ledger.counts.items():
             _inductor.compile_counters()[name].update(counts)
-        _pending.sites, _pending.flushed, _pending.counted = ledger.pending
+        _pending.sites, _pending.stored, _pending.counted = ledger.pending
 
 
 def _ours(name: str) -> Counter[str]:
@@ -217,19 +217,19 @@ _state = _State()
 
 def begin() -> None:
     """Forget the pending sites: a new graph begins, or Dynamo restarts an abandoned attempt."""
-    _pending.sites, _pending.flushed = [], True
+    _pending.sites, _pending.stored = [], True
 
 
-def hold(sites: Sequence[Site]) -> None:
-    """Keep the sites of a pre-grad graph for `flush`."""
+def keep_pending(sites: Sequence[Site]) -> None:
+    """Keep the sites of a pre-grad graph for `store`."""
     if sites:
         _pending.sites = [*_pending.sites, *sites]
-        _pending.flushed = False
+        _pending.stored = False
         _pending.counted = _times(_pending.sites)
-        _seal(sites)
+        _remember_key(sites)
 
 
-def flush(graph: fx.Graph, own: Sequence[Site]) -> None:
+def store(graph: fx.Graph, own: Sequence[Site]) -> None:
     """Hand the sites to the cache entry of the graph that Inductor compiles now.
 
     What is counted under `counters["inductor"]` while a graph is compiled is kept with its cache entry and
@@ -242,11 +242,11 @@ def flush(graph: fx.Graph, own: Sequence[Site]) -> None:
     """
     _name_backends(graph, _pending.sites)
     # A cache may have served the forward of which this is the backward.
-    served = _pending.flushed or _times(_pending.sites) > _pending.counted
+    served = _pending.stored or _times(_pending.sites) > _pending.counted
     batches = [] if served else [_pending.sites]
-    _pending.flushed = True
+    _pending.stored = True
     if own:
-        _seal(own)
+        _remember_key(own)
         batches.append(list(own))
     counters = _inductor.compile_counters()["inductor"]
     for sites in batches:
@@ -259,7 +259,7 @@ def flush(graph: fx.Graph, own: Sequence[Site]) -> None:
         _warn_if_nothing([site for sites in batches for site in sites])
 
 
-def _seal(sites: Sequence[Site]) -> None:
+def _remember_key(sites: Sequence[Site]) -> None:
     """Remember the key of the records of these sites, so that they are not read back as well."""
     with _lock:
         entry = next((e for e in reversed(_entries) if e.site is sites[0]), None)

@@ -30,7 +30,7 @@ def check_is_stock(fn: Any, args: Sequence[Any], kwargs: dict[str, Any], train: 
     stock, none = after_autograd(fn, args, kwargs, train, enabled=False)
     assert stock and not none
     seen = Seen()
-    with watching.by(seen):
+    with watching.observing(seen):
         ours, sites = after_autograd(fn, args, kwargs, train, max="0", strict=True, policy="always")
     assert not [site for site in sites if site.verdict == "fused"]
     assert {stage for stage, _ in seen.before} == {"pre_grad", "post_grad"}

@@ -326,7 +326,7 @@ def test_cost_when_nobody_looks(monkeypatch: pytest.MonkeyPatch, fresh_cache: No
         return call
 
     for module, names in (
-        (reporting, ("begin", "hold", "flush", "source_line", "module_path")),
+        (reporting, ("begin", "keep_pending", "store", "source_line", "module_path")),
         (passes, ("_mark", "_tell", "trace_artifact")),
     ):
         for name in names:

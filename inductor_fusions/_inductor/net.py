@@ -155,7 +155,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = getattr(error, "inner_exception", None) or error.__cause__
 
 
-def let_go(error: BaseException) -> None:
+def clear_frames(error: BaseException) -> None:
     """Clear the frames of an exception, which may hold guards of modes such as inference mode."""
     for each in _causes(error):
         traceback.clear_frames(each.__traceback__)
@@ -186,7 +186,7 @@ def as_function(compiled: Any) -> FunctionType | None:
     return inner if isinstance(inner, FunctionType) else None
 
 
-def like(made: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
+def in_place_of(made: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
     """`made` with the attributes of `inner`, excluded from Dynamo's tracing."""
     own = ("_torchdynamo", "__wrapped__")
     for name, value in vars(inner).items():

@@ -22,7 +22,7 @@ class GlobalState:
             _modes(), _sdp(), _autocast(), _transforms(), random_state(), _tracing(),
         ]  # fmt: skip
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore this state."""
         for undo in self._undo:
             undo()

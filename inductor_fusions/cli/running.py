@@ -64,7 +64,7 @@ def run(
     sys.argv = [script, *context.args]
     sys.path[0] = os.getcwd() if module else str(Path(script).resolve().parent)
     try:
-        with watching.by(collector) if issue is not None else contextlib.nullcontext():
+        with watching.observing(collector) if issue is not None else contextlib.nullcontext():
             if module:
                 _check_module(script)
                 runpy.run_module(script, run_name="__main__", alter_sys=True)

@@ -131,7 +131,7 @@ def current() -> Attempt | None:
 
 
 @contextlib.contextmanager
-def making(attempt: Attempt) -> Iterator[Attempt]:
+def active(attempt: Attempt) -> Iterator[Attempt]:
     """Make `attempt` the current one inside the block."""
     token = _current.set(attempt)
     try:

@@ -28,7 +28,7 @@ def _whole(graph: fx.Graph) -> list[tuple[Any, ...]]:
     return [(node, node.target, node.args, node.kwargs) for node in graph.nodes]
 
 
-def take_out(mark: Any, graph: fx.Graph) -> None:
+def remove_marks(mark: Any, graph: fx.Graph) -> None:
     """Replace each mark by its operand."""
     for node in graph.find_nodes(op="call_function", target=mark):
         node.replace_all_uses_with(node.args[0])

@@ -64,7 +64,7 @@ def guarded(compiled: Any, written: Callable[[], Sequence[int] | None], relaunch
     def call(*args: Any) -> Any:
         return run(*args)
 
-    return _inductor.like(call, inner)
+    return _inductor.in_place_of(call, inner)
 
 
 def guard_backward(compiled: Any, written: Sequence[int], relaunch: Relaunch) -> None:
@@ -99,7 +99,7 @@ def guard_backward(compiled: Any, written: Sequence[int], relaunch: Relaunch) ->
             if not full:
                 compiled.current_callable, outputs = relaunch(error, call)
                 return outputs
-        inputs[:] = call.given_back()
+        inputs[:] = call.released()
         return original(inputs)
 
     compiled.current_callable = first
@@ -132,7 +132,7 @@ class Call:
         )
         return same and _inductor.devices_work(self.values)
 
-    def given_back(self) -> list[Any]:
+    def released(self) -> list[Any]:
         """The arguments as they were before the call; they are released here."""
         self._put_back()
         values, self.values, self.kept = self.values, [], []
@@ -176,7 +176,7 @@ def sizes_of(values: Sequence[Any]) -> list[Any]:
     ]
 
 
-def at_sizes(compiled: Any, sizes: list[Any], otherwise: Callable[..., Any]) -> Any:
+def for_sizes(compiled: Any, sizes: list[Any], otherwise: Callable[..., Any]) -> Any:
     """A function that calls `compiled` for arguments of these sizes, else `otherwise(*arguments)`."""
 
     def call(*args: Any) -> Any:

@@ -95,9 +95,9 @@ class FusionPass(CustomGraphPass):
         if watcher is not None:
             watcher.ends(self.stage, graph, sites)
         if self.stage == "post_grad":
-            reporting.flush(graph, sites)
+            reporting.store(graph, sites)
         else:
-            reporting.hold(sites)
+            reporting.keep_pending(sites)
         if sites:
             trace_artifact("inductor_fusions", lambda: Report(sites).to_json())
 
@@ -196,7 +196,7 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
     broken = ""
     try:
         for target in fusion.marks:
-            changes.take_out(target, graph)
+            changes.remove_marks(target, graph)
         if config.measure and config.policy == "profitable" and not containment.is_foreign(fusion):
             _measure(fusion, graph)
         for candidate in _candidates(fusion, graph):

@@ -121,7 +121,7 @@ class Backward(Trials):
             self._put_back(*of_first)
             raise self._explained(error) from again
         self._put_back(made.ledger, made.told)
-        made.state.put_back()
+        made.state.restore()
         self._say(made, error)
         self._attentions = []
         return made

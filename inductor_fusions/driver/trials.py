@@ -68,7 +68,7 @@ class Trials:
                 raise
             if self._communicates() and _inductor.compiles_together():
                 raise
-            _inductor.let_go(error)
+            _inductor.clear_frames(error)
             if torch.is_inference_mode_enabled() != self._inference:
                 raise
             made = self._after(error)
@@ -93,7 +93,7 @@ class Trials:
     # -- attempts ---------------------------------------------------------------------------------
 
     def _made_by(self, attempt: Attempt) -> Any:
-        with attempts.making(attempt):
+        with attempts.active(attempt):
             compiled = self._compile()
         if attempt.broken is not None:
             raise attempt.broken
@@ -102,7 +102,7 @@ class Trials:
     def _again(self, without: Without, change: Callable[[fx.Graph], None] | None = None) -> Made:
         """Undo what earlier attempts did, change the graph if `change` is given, and compile again."""
         self._compiles += 1
-        self._state.put_back()
+        self._state.restore()
         passes.count_from(self._counted)
         if self.first.copy is not None:
             self.first.copy.restore()
@@ -174,7 +174,7 @@ class Trials:
         # The new code relies on more facts about sizes than Dynamo checks: it serves these sizes alone.
         if self.first.copy is not None:
             self.first.copy.restore()
-        return launching.at_sizes(made.compiled, launching.sizes_of(call.values), self.model), outputs
+        return launching.for_sizes(made.compiled, launching.sizes_of(call.values), self.model), outputs
 
     def _launches(self, reason: str) -> list[tuple[Without, Callable[[fx.Graph], None] | None]]:
         """What to leave out, in turn: nothing at first if a cache had the code, whose sites are unknown."""
@@ -202,7 +202,7 @@ class Trials:
             if made is not None and len(made.attempt.fused) > len(kept.attempt.fused):
                 kept = made
         self._put_back(kept.ledger, kept.told)
-        kept.state.put_back()
+        kept.state.restore()
         self._say(kept, error)
         return kept
 

@@ -43,7 +43,7 @@ def current() -> Watcher | None:
 
 
 @contextlib.contextmanager
-def by(watcher: Watcher) -> Iterator[None]:
+def observing(watcher: Watcher) -> Iterator[None]:
     """Let `watcher` observe the passes that run inside."""
     _watchers.append(watcher)
     try:

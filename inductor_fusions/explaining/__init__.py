@@ -140,7 +140,7 @@ def _explained(
     with (
         _inductor.compile_apart() as compile,
         reporting.isolated(keep=False) as sites,
-        watching.by(recorder),
+        watching.observing(recorder),
         own_buffers(fn),
     ):
         run(compile(fn, _inductor.passes_only(), dynamic), fn, args, kwargs, train)

@@ -55,7 +55,7 @@ def suits(choice: Config, problem: Problem) -> bool:
 
 
 def _lie_alike(problem: Problem) -> bool:
-    """Whether the columns of all groups are computed alike: one input, and weights that lie along K."""
+    """Whether the columns of all groups are computed alike: one input, and weights contiguous along K."""
     return (
         problem.kind == "shared_a"
         and {x[1] for x in problem.layouts} == {"t"}
@@ -100,7 +100,7 @@ def _any_size(problem: Problem) -> Config:
 
 
 def _are_alike(problem: Problem) -> bool:
-    """Whether the groups are few and computed alike; the code of others takes registers of their tiles."""
+    """Whether the groups are few and computed alike; otherwise their code takes registers from the tiles."""
     kinds = [
         [(k, x) for g, k, x in zip(problem.groups, problem.inner, problem.layouts, strict=True) if g == group]
         for group in set(problem.groups)
@@ -272,12 +272,11 @@ def _width(choice: Config, problem: Problem, products: tuple[int, ...]) -> int:
 
 
 def fitted(choice: Config, problem: Problem, arch: int, dtype: torch.dtype) -> Config:
-    """A configuration whose tiles are stored in so many parts, or read so little ahead, that they fit.
+    """A configuration that fits into shared memory: with more subtiles, or fewer stages, if necessary.
 
-    Tables are measured with outputs of the dtype of the operands. Others may be wider, and so may be what the
-    scheduler stores in their place; a part is staged in shared memory beside the tiles that are under way.
-    Many short products, which are under way together, may leave room for no persistent kernel: such a sum
-    gets a tiled one.
+    Tables are measured with outputs in the dtype of the operands. The stored values may be wider, and a
+    subtile is staged in shared memory beside the tiles in flight. With many short products in flight together
+    there may be no room for a persistent kernel: such a sum gets a tiled one.
 
     Args:
         choice: the configuration.

@@ -22,16 +22,16 @@ from .problem import Problem, describe, of_operands
 
 #: Bulk copies and vector loads take 16 bytes at a time.
 ALIGNMENT = 16
-#: Kinds of problems for which the products one by one, which autotuning compares with, are what stock does.
+#: Kinds of problems for which stock computes the products one by one, as autotuning assumes.
 MEASURED_WHILE_COMPILING = frozenset({"shared_a", "shared_b", "gated", "linear"})
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check_device(node: fx.Node) -> None:
-    """Leave every device but CUDA to stock.
+    """Leave devices other than CUDA to stock.
 
     Raises:
-        LeftToStock: it is another one.
+        LeftToStock: the device is another one.
     """
     operands.check_device(value(node))
 
@@ -110,12 +110,12 @@ def called(node: fx.Node) -> str:
 
 
 def read_elsewhere(what: str, users: Iterable[fx.Node], reason: str = "the backward") -> Said:
-    """What a report says of a value that others read as well.
+    """The reason for a report that a value is also read by other nodes.
 
     Args:
         what: the value, as the subject of a sentence.
-        users: who reads it beside the site, views looked through.
-        reason: for what it is saved, where the graph returns it.
+        users: the other readers; views among them are looked through.
+        reason: what it is saved for, if the graph returns it.
     """
     found = [each for user in users for each in ([user] if user.op == "output" else _behind_views(user))]
     if any(user.op == "output" for user in found):

@@ -57,7 +57,7 @@ class Lowering(Call):
     right: list[Any] = field(default_factory=list)
 
     def kernel(self) -> list[Any] | None:
-        """One kernel; None where stock's own are measured to be faster, or nothing may be measured.
+        """The outputs of one kernel; None if stock's products are measured to be faster, or no template fits.
 
         Raises:
             Rejected: there is no kernel for it.
@@ -220,7 +220,7 @@ def stock_products(
 
 
 def _small(size: Any, dtype: torch.dtype) -> bool:
-    """Whether a product is one more step of a kernel whose steps were chosen for another dtype."""
+    """Whether a product fits into one step of a kernel whose steps were chosen for another dtype."""
     return isinstance(size, int) and size * dtype.itemsize <= 128
 
 
@@ -237,10 +237,10 @@ def _repeats(groups: Sequence[int], p: int) -> bool:
 
 
 def _precision(dtype: torch.dtype, later: bool) -> str:
-    """How float32 is multiplied; 16 bits are multiplied exactly anyway.
+    """The precision of `tl.dot` for float32; 16-bit products are exact in any case.
 
-    Where torch may use TF32, in three products of TF32: one alone cuts operands off where the library rounds
-    them, at 2.6 times its error.
+    TF32 means three TF32 products: a single one truncates its operands, while the library rounds them, and
+    has 2.6 times the library's error.
     """
     if dtype != torch.float32:
         return "tf32"

@@ -1,4 +1,4 @@
-"""How operations of the package are defined and lowered, and what is done where a kernel cannot be had."""
+"""How operations of the package are defined and lowered, and the fallback if there is no kernel."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def check_device(device: torch.device) -> None:
 
 
 def kernel_or(name: str, kernel: Callable[[], T | None], instead: Callable[[], T]) -> T:
-    """The values of a kernel; those of `instead` where there is no kernel for a case, or making it raises.
+    """The outputs of a kernel; those of `instead` if there is no kernel, or making it raises.
 
     Args:
         name: of the operation, for the log.

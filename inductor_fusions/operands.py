@@ -31,7 +31,7 @@ def holds(dtype: torch.dtype, *others: torch.dtype) -> bool:
 
 
 def tensor(node: Any) -> torch.Tensor | None:
-    """The fake value of a node, in a graph of Dynamo's or of aten operations, where it is a tensor."""
+    """The fake tensor of a node, in Dynamo's graph or in one of aten operations; None if it is none."""
     found = value_of(node) if isinstance(node, fx.Node) else None
     return found if isinstance(found, torch.Tensor) else None
 
@@ -55,7 +55,7 @@ def text(value: torch.Tensor | None) -> str:
 
 
 def profitable(decision: Decision) -> Decision:
-    """The same decision, if it is for a kernel.
+    """The decision, if it is for a kernel.
 
     Raises:
         LeftToStock: it is for stock.

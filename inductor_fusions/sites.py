@@ -180,7 +180,7 @@ def modules(same: list[Site]) -> str:
 
 
 def saved(site: Site) -> str:
-    """What a fused site is estimated to save in one forward, or ""."""
+    """The estimated savings of a fused site in one forward, in words, or ""."""
     parts = []
     if site.saved.get("bytes"):
         parts.append(f"{scaled(site.saved['bytes'], 1024, ('B', 'KiB', 'MiB', 'GiB', 'TiB'))} of traffic")

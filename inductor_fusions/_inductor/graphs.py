@@ -86,7 +86,7 @@ def watching_nodes(
     erased: Callable[[fx.Node], None],
     replaced: Callable[[fx.Node, fx.Node], None],
 ) -> Iterator[None]:
-    """Inside, be told of the nodes of a module's graph.
+    """Call the given functions for changes of a module's graph inside the block.
 
     Args:
         module: a module with a graph.
@@ -116,7 +116,7 @@ _T = TypeVar("_T")
 
 
 class _Remembered:
-    """What functions of nodes have returned, until the nodes change.
+    """The results of functions of nodes, kept until the nodes change.
 
     Args:
         stack: what ends with it.

@@ -181,7 +181,7 @@ def calls_with_fakes(values: Sequence[Any]) -> bool:
 
 
 def as_function(compiled: Any) -> FunctionType | None:
-    """The plain function that a compiled graph is, under what keeps Dynamo out; None where it is none."""
+    """The plain function of a compiled graph, without the wrapper that keeps Dynamo out; or None."""
     inner = getattr(compiled, "_torchdynamo_orig_callable", compiled)
     return inner if isinstance(inner, FunctionType) else None
 

@@ -124,7 +124,7 @@ def random_state() -> Callable[[], None]:
 
 
 def _tracing() -> Callable[[], None]:
-    """What AOTAutograd writes into the context of Dynamo, and sizes whose tensors were never made."""
+    """Saves what AOTAutograd writes into Dynamo's context, and unbacked sizes that are pending."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -194,7 +194,7 @@ class Context:
             yield
 
     def written(self) -> list[int] | None:
-        """Which inputs of the graph it writes to, by position; None where that is not known."""
+        """Positions of the inputs that the graph writes to; None if they are unknown."""
         metadata = getattr(self._tracing, "fw_metadata", None)
         if metadata is None:
             return None

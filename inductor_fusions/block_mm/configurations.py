@@ -41,7 +41,7 @@ class Config:
     across: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """As tables have it: what is off is left out."""
+        """The form in tables, without options that are off."""
         return {name: value for name, value in asdict(self).items() if value is not False}
 
 

@@ -101,7 +101,7 @@ def text(node: fx.Node) -> str:
 
 
 def called(node: fx.Node) -> str:
-    """What a report calls the operation of a node."""
+    """The name of a node's operation in reports."""
     if node.op != "call_function":
         return "an input of the graph"
     if product(node) is not None:
@@ -125,7 +125,7 @@ def read_elsewhere(what: str, users: Iterable[fx.Node], reason: str = "the backw
 
 
 def _behind_views(node: fx.Node) -> list[fx.Node]:
-    """A node; or what reads it, where it is a view or takes a tensor apart."""
+    """A node; or its readers, if it is a view or takes a tensor apart."""
     if node.target not in VIEWS | SPLITS | {operator.getitem}:
         return [node]
     return [each for user in node.users for each in _behind_views(user)]

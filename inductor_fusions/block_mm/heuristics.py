@@ -20,7 +20,7 @@ def capability(device: torch.device) -> int:
 
 
 def decided(problem: Problem, device: torch.device, span: Span | None = None) -> Decision:
-    """What is known of a problem on a device.
+    """The decision for a problem on a device.
 
     Args:
         problem: the sizes.

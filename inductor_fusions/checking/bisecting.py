@@ -19,7 +19,7 @@ from ..sites import SCHEMA, Site
 
 
 class By(str, Enum):
-    """What tells a wrong run from a right one."""
+    """How a wrong run is recognised."""
 
     exit = "exit"
     output = "output"

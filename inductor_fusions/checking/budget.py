@@ -139,7 +139,7 @@ def worst(errors: Iterable[float]) -> float:
 
 
 def problems(errors: Sequence[Error]) -> list[str]:
-    """What is over budget, in words."""
+    """Descriptions of the errors that are over budget."""
     return [error.problem for error in errors if error.problem]
 
 
@@ -171,5 +171,5 @@ def _norm(x: torch.Tensor) -> float:
 
 
 def _error(x: torch.Tensor, true: torch.Tensor, norm: float) -> float:
-    """Distance from the reference, relative to `norm` where that is not zero."""
+    """Distance from the reference, relative to `norm` unless that is zero."""
     return float((x.double() - true.double()).norm()) / (norm if norm > 0 and math.isfinite(norm) else 1.0)

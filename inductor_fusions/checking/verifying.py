@@ -43,7 +43,7 @@ class Row:
 
     @property
     def problems(self) -> list[str]:
-        """What is over budget, and which sites failed, in words."""
+        """Descriptions of failed sites and of errors over budget."""
         failed = [f"a fusion raised: {site.reason}" for site in self.sites if site.verdict == "failed"]
         return failed + budget.problems(self.errors)
 

@@ -87,7 +87,7 @@ def table(*columns: str, header: bool = True) -> Any:
 
 
 def console() -> Console:
-    """Where tables go: as wide as the terminal, and wide enough for a table where there is none."""
+    """The console for tables, as wide as the terminal, or 160 columns without one."""
     from rich.console import Console
 
     return Console() if sys.stdout.isatty() else Console(width=160)

@@ -49,7 +49,7 @@ def show_decision(section: str, problem: str, target: str | None, device: Device
 
 
 def absent_gpu(target: str) -> _inductor.AbsentDevice:
-    """What stands for a GPU that need not be in this machine.
+    """The stand-in for a GPU that need not be in this machine.
 
     Raises:
         UserError: nothing is known of it.

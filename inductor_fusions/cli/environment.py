@@ -91,7 +91,7 @@ def environment() -> dict[str, Any]:
 
 
 def another_triton(table: dict[str, Any] | None, installed: str | None) -> str:
-    """What to know of a table whose kernels another release of Triton compiled when they were measured."""
+    """A hint if the kernels of a table were compiled by another release of Triton; else ""."""
     measured = (table or {}).get("triton")
     if not measured or not installed or measured.split(".")[:2] == installed.split(".")[:2]:
         return ""
@@ -201,7 +201,7 @@ def _devices() -> list[str]:
 
 
 def _gains(device: str, fusion: str) -> dict[str, Any]:
-    """What a fusion was measured to bring on a device: shapes, of those where it pays, and times."""
+    """Measured gains of a fusion on a device: shapes, those where it pays, median and best gain."""
     table: dict[str, Any] = tables.load(device) or {}
     if fusion in BLOCK_MM:
         rows = [row for row in table.get("block_mm", ()) if row["kind"] in BLOCK_MM[fusion]]
@@ -215,7 +215,7 @@ def _gains(device: str, fusion: str) -> dict[str, Any]:
 
 
 def _gain(row: dict[str, Any]) -> float:
-    """What a row says was gained, with the fastest kernel where it has several; 0 where there is none."""
+    """The gain in a row, of its fastest kernel; 0 if there is none."""
     gain = row["gain"]
     if isinstance(gain, dict):
         return max(gain.values(), default=0.0)

@@ -16,7 +16,7 @@ from .tables import Table
 
 @dataclass(frozen=True)
 class Hardware:
-    """What kernels depend on.
+    """The properties of a device that kernels depend on.
 
     Attributes:
         capability: compute capability (major, minor).
@@ -62,7 +62,7 @@ OLDEST = (8, 0)
 
 
 def known(name: str) -> Hardware | None:
-    """What is known of a device by its name."""
+    """The properties of a device by its name; None if it is unknown."""
     # A part of one (a MIG slice) has fewer multiprocessors than its name says.
     if re.search(r"_mig_", name):
         return None
@@ -89,7 +89,7 @@ def target(name: str) -> tuple[str, Hardware]:
 
 
 def hardware(device: torch.device) -> Hardware | None:
-    """What a device is; None for one that is no NVIDIA GPU."""
+    """The properties of a device; None if it is no NVIDIA GPU."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     named = known(tables.device_name(device))

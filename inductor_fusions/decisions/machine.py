@@ -177,7 +177,7 @@ def _table(company: Company, name: str, device: str) -> Table | None:
 
 
 def _parsed(text: str, path: Path, device: str) -> Table | None:
-    """The table in a file; None, with a warning, where it is none of this machine."""
+    """The table in a file; None, with a warning, if it is not one of this machine."""
     table = tables.parse(text, path, device)
     if table is not None and not all(isinstance(table.get(name), str) for name in HEADER):
         log.warning("the table %s is invalid and ignored: %s", path, "its header is incomplete")

@@ -175,7 +175,7 @@ class Section:
     gains: bool = True
 
     def check(self, row: Any) -> None:
-        """Refuse what is no row of this section.
+        """Refuse an object that is no row of this section.
 
         Raises:
             ValueError: names the column.
@@ -183,7 +183,7 @@ class Section:
         self._check(row, self.measured, self.needed)
 
     def check_problem(self, row: Any) -> None:
-        """Refuse what is no problem of this section: a row without what was measured.
+        """Refuse an object that is no problem of this section: a row without measured columns.
 
         Raises:
             ValueError: names the column.

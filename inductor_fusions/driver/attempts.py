@@ -23,7 +23,7 @@ Key = tuple[str, int, str, str, int]
 
 @dataclass(frozen=True)
 class Without:
-    """What an attempt leaves out.
+    """The sites and stages that an attempt leaves out.
 
     Attributes:
         sites: single sites.

@@ -66,7 +66,7 @@ class Copy:
         self.graph = graph
 
     def problem(self) -> str:
-        """What is wrong with the graph now, or ""."""
+        """Describes what is wrong with the graph now, or ""."""
         for module, _ in self.graphs:
             try:
                 module.graph.lint()

@@ -376,7 +376,7 @@ def count_from(number: int = 0) -> int:
 
 
 def _wanted(site: Site) -> bool:
-    """Whether a site may be fused as far as those who look for a wrong one go."""
+    """Whether INDUCTOR_FUSIONS_MAX and torch's bisector allow a site to be fused."""
     most = config.most_sites()
     if most is not None:
         global _counted
@@ -387,7 +387,7 @@ def _wanted(site: Site) -> bool:
 
 
 def _mark(site: Site, fusion: Fusion, journal: Journal, number: int) -> None:
-    """Make the nodes of a fused site known by their names and to those who read the graph later."""
+    """Rename and tag the nodes of a fused site, so that generated code and reports can refer to it."""
     added = journal.added()
     calls = [node for node in added if node.op == "call_function"]
     for node in calls:

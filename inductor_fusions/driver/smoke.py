@@ -48,7 +48,7 @@ def _warn(text: str) -> None:
 
 
 def _attempt(fusions: tuple[Fusion, ...]) -> str:
-    """Fuse an attention, and compare it with itself; what is wrong, or ""."""
+    """Fuse a small attention and compare it with the unfused one; returns what is wrong, or ""."""
     with _inductor.without_modes(), config.patch(policy="always"), torch.no_grad():
         values = torch.arange(3 * 2 * 5 * 8, device="cpu", dtype=torch.float32)
         inputs = tuple(values.sin().view(3, 1, 2, 5, 8).unbind())

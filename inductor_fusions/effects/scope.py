@@ -34,7 +34,7 @@ class DynamoScope(Scope):
     def check_replaced(
         self, nodes: Collection[fx.Node], last: fx.Node, where: str, saved: Collection[fx.Node]
     ) -> None:
-        """Refuse where one operation of this package cannot stand for some nodes.
+        """Refuse if one operation of this package cannot replace some nodes.
 
         Args:
             nodes: what it replaces beside `last`.

@@ -169,7 +169,7 @@ def _overwrites_an_input(graph: fx.Graph) -> bool:
 
 
 def is_opaque(function: Callable[..., Any]) -> bool:
-    """Whether a function may do anything: of another package, or of Dynamo around what is not its own."""
+    """Whether a function may do anything: one of another package, or one of Dynamo that runs user code."""
     module = getattr(function, "__module__", None) or "torch"
     if module.startswith("torch._dynamo."):
         return getattr(function, "__name__", "") not in _READ_BY_DYNAMO
@@ -182,7 +182,7 @@ def _first(call: fx.Node) -> list[fx.Node]:
 
 
 def _given(call: fx.Node, name: str) -> Any:
-    """An argument of a call of a function by its name, however it is given; None where it is not."""
+    """An argument of a call of a function by its name, given by position or keyword; else None."""
     if name in call.kwargs:
         return call.kwargs[name]
     position = _position(call.target, name)
@@ -222,13 +222,13 @@ def _tensors(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def storage(node: fx.Node) -> object:
-    """Identity of the memory behind a node's value; None where it is not known."""
+    """Identity of the memory of a node's value; None if it is unknown."""
     value = tensor(node)
     return None if value is None else memory(value)
 
 
 def memory(value: torch.Tensor) -> object:
-    """Identity of the memory of a fake value; None where it is not known."""
+    """Identity of the memory of a fake value; None if it is unknown."""
     held = with_memory(value)
     if held is None:
         return None

@@ -123,7 +123,7 @@ def explain(
 
 
 def absent(gpu: str) -> _inductor.AbsentDevice:
-    """What stands for a GPU that need not be in this machine.
+    """The stand-in for a GPU that need not be in this machine.
 
     Raises:
         ValueError: nothing is known of it; names those that are known.

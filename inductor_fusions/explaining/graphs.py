@@ -67,7 +67,7 @@ class Pair:
 
     @property
     def title(self) -> str:
-        """What it is, for people."""
+        """A title for people."""
         if self.stage == "pre_grad":
             return "Dynamo's graph, before autograd"
         return "aten graph of the backward" if self.backward else "aten graph of the forward"

@@ -441,7 +441,7 @@ def permutation(op: Op) -> list[int] | None:
 
 
 def permuted_by(node: Any, dims: list[int]) -> fx.Node | None:
-    """What a node is a permutation of, if it is one by these dims."""
+    """The node that a node permutes by these dims, or None."""
     op = read(node)
     if op is None or op.inplace or permutation(op) != dims:
         return None

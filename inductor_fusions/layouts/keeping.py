@@ -100,7 +100,7 @@ class Keeping:
 
 
 def _seen_through(node: fx.Node) -> fx.Node | None:
-    """What a node is a view of, where that is its only tensor."""
+    """The tensor that a node is a view of, if it is its only one; else None."""
     if node.op not in ("call_function", "call_method"):
         return None
     inputs = [each for each in node.all_input_nodes if tensor(each) is not None]

@@ -412,7 +412,7 @@ def _may_be(result: fx.Node, operand: fx.Node) -> bool:
 
 
 def leaves_of(argument: Any) -> Iterator[Any]:
-    """What is in nested tuples and dicts, in order."""
+    """The leaves of nested tuples, lists and dicts, in order."""
     if isinstance(argument, dict):
         argument = list(argument.values())
     if isinstance(argument, (tuple, list)):

@@ -171,7 +171,7 @@ def _is_inlined(node: fx.Node) -> bool:
 
 
 def _as_strided(node: fx.Node) -> fx.Node:
-    """The same value, which has to be in memory with the strides that it has."""
+    """The value as an `as_strided`, which fixes its strides."""
     build, source, value = Builder(node.next, node), node, products.value(node)
     if not _inductor.is_dense(value):
         source = build.call(aten.clone.default, node, memory_format=torch.contiguous_format)

@@ -32,7 +32,7 @@ class NotFusedError(RuntimeError):
 
 
 def gains(case: Case, kernels: Sequence[str], device: str) -> dict[str, float]:
-    """How many times faster than stock each kernel of an attention is; 0 where it is wrong.
+    """The speedup of each kernel of an attention over stock; 0 if its result is wrong.
 
     Kernels that do not take it are left out.
     """
@@ -83,7 +83,7 @@ def _fused(case: Case, toggles: Mapping[str, Any], kernel: str) -> Run:
 
 
 def _compiled(fn: Callable[..., Tensors], case: Case) -> Run:
-    """A function compiled for the operands, with its backward where there is one."""
+    """A function compiled for the operands of a case, with its backward if it has one."""
     compiled = torch.compile(_apart(fn), dynamic=False)
 
     def run() -> Tensors:

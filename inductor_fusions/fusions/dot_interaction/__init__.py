@@ -133,7 +133,7 @@ def check_kernel(t: torch.Tensor) -> None:
 
 
 def measured(t: torch.Tensor, site: Site, pairs: str) -> tuple[str, list[int]]:
-    """What the table of the device says of a shape: a note, and the tiles that were fastest.
+    """A note and the fastest tiles for a shape, from the table of the device.
 
     Args:
         t: the features.

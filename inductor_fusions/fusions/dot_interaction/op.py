@@ -170,7 +170,7 @@ def _flops(t_shape: Any) -> int:
 
 
 def _always(*_: Any) -> bool:
-    """A graph holds what the operation is made of, also where that is no kernel."""
+    """A graph holds the parts of the operation, even if they are no kernel."""
     return True
 
 

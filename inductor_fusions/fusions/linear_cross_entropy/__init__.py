@@ -149,7 +149,7 @@ class LossHead(Candidate):
                 )
 
     def _measured(self) -> str:
-        """What the table of the device says.
+        """A note from the table of the device.
 
         Raises:
             LeftToStock: it is not measured, not faster, or would need more memory.

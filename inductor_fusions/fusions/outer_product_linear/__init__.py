@@ -123,7 +123,7 @@ def check_kernel(out: torch.Tensor) -> None:
 
 
 def measured(out: torch.Tensor, operands: list[Any]) -> str:
-    """What the table of the device says of a shape.
+    """A note for a shape, from the table of the device.
 
     Args:
         out: the result.

@@ -62,7 +62,7 @@ FUSION = Fusion(
 
 @FUSION.anchor(lambda: spellings(_SDPA, *REDUCTIONS))
 def read(scope: Scope, match: Match) -> Iterator[Candidate]:
-    """What stock's patterns would read wrongly: around each softmax between two products, and before SDPA."""
+    """Graphs that stock's patterns would misread: around a softmax between two products, and before SDPA."""
     node = match.output_node()
     if name_of(node) == _SDPA and patterns_match_decomposed_sdpa():
         yield from permuted_for(node)

@@ -72,7 +72,7 @@ class Config:
 
 
 def elements(shape: Shape) -> int:
-    """The most elements of a tile that a thread can have in its registers, with what is under way."""
+    """The most elements of a tile that fit into the registers of a thread beside the loads in flight."""
     if shape.narrow == torch.float32 or shape.masks > 3:
         return 16
     # Of an odd width each element has an address of its own.
@@ -111,7 +111,7 @@ def _fits_registers(choice: Config, shape: Shape) -> bool:
 
 
 def key(shape: Shape) -> dict[str, Any]:
-    """What a row of a table must agree in; its tokens are the rows."""
+    """The columns of a table's row; its tokens are the rows."""
     return tables.columns_of(shape, "rows")
 
 

@@ -159,7 +159,7 @@ class Accumulated(Candidate):
         return 1.0 if self.halves and value(x).dtype == torch.bfloat16 else 0.0
 
     def _operands(self, make: Emitter, a: Adapter, made: downs.Made) -> tuple[fx.Node, fx.Node]:
-        """What the kernel multiplies, of one dtype."""
+        """Both operands of a product of the kernel, in one dtype."""
         left, form, right = made.output, made.form, a.up.b
         if a.middle is not None:
             left, form = a.middle, None
@@ -201,7 +201,7 @@ class Accumulated(Candidate):
 
 
 def _unwidened(node: fx.Node) -> fx.Node:
-    """What was cast to a wider dtype, and perhaps back, as it is in memory."""
+    """The value in memory that a node casts to a wider dtype, and perhaps back."""
     while node.op == "call_function" and isinstance(node.args[0], fx.Node):
         node = restored(node) or node
         if node.op != "call_function" or not isinstance(node.args[0], fx.Node):

@@ -84,7 +84,7 @@ class Shape:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What a row of a table must agree in."""
+        """The columns of a table's row."""
         return tables.columns_of(self, "rows", "along")
 
 
@@ -105,7 +105,7 @@ def vector(shape: Shape) -> int:
 
 
 def _takes_rows(shape: Shape) -> bool:
-    """Whether there are kernels without tensor cores for it: few rows, and weights that lie along K."""
+    """Whether the kernels without tensor cores support it: few rows, and weights contiguous along K."""
     return shape.rows <= MOST_SINGLE_ROWS and shape.along
 
 
@@ -167,7 +167,7 @@ def candidates(shape: Shape, arch: int) -> list[Config]:
 
 
 def _under_way(shape: Shape, block_n: int, block_k: int, tiles: int, arch: int) -> bool:
-    """Whether shared memory has room for so many tiles."""
+    """Whether shared memory has room for this number of tiles."""
     room = min(160000, shared_limit(arch) - 4096)
     return (padded(shape.rows) + block_n) * block_k * shape.dtype.itemsize * tiles <= room
 
@@ -327,7 +327,7 @@ class Lowering(Linears):
 
     @staticmethod
     def _of_rows(shape: Shape) -> dict[str, Any]:
-        """What the template without tensor cores takes besides."""
+        """Further arguments of the template without tensor cores."""
         return {
             "rows": shape.rows,
             # A thread adds up the products of one load, so that each row takes few registers of it.
@@ -336,7 +336,7 @@ class Lowering(Linears):
 
     @staticmethod
     def _of_tiles(shape: Shape, config: Config, ragged: bool) -> dict[str, Any]:
-        """What the template with tensor cores takes besides."""
+        """Further arguments of the template with tensor cores."""
         rows = "(rm[None, :, None] < M)" if config.lanes > 1 else "(rm[:, None] < M)"
         # Rows that are not there are not read: all thread blocks would wait for one row.
         masks = ["(x_k < K - k)"] * ragged + [rows] * (shape.rows < padded(shape.rows))

@@ -21,7 +21,7 @@ ELEMENTS = 1024
 
 
 def elements_of(index: int, matrix: Any, rows_dim: int | None = None) -> dict[str, Any]:
-    """What the template of parts knows of a matrix.
+    """The description of a matrix for the template of parts.
 
     Args:
         index: its number.

@@ -85,7 +85,7 @@ class Inputs(DynamoScope):
 
     @functools.cached_property
     def keeping(self) -> Keeping:
-        """What may change in it."""
+        """The values of the graph that may change."""
         return Keeping(self.graph)
 
 
@@ -108,7 +108,7 @@ def _read(node: fx.Node) -> Site | None:
 
 
 def _made(node: Any) -> Any:
-    """What made a value that others write over: the guard names them."""
+    """The node that made a value, before writes in place, which the guard checks."""
     while isinstance(node, fx.Node) and (before := overwritten(node)) is not None:
         node = before
     return node
@@ -150,7 +150,7 @@ def _ups(down: fx.Node) -> list[fx.Node]:
 
 
 def _widened(node: Any) -> fx.Node | None:
-    """What a float32 tensor was cast from, if that has 16 bits and is cast alone."""
+    """The 16-bit tensor that a float32 tensor was cast from, or None."""
     op, found = read(node), tensor(node)
     if op is None or found is None or found.dtype != torch.float32 or op.name not in CASTS:
         return None
@@ -259,7 +259,7 @@ class AdapterInput(Candidate):
         return self.kernel
 
     def _kept(self) -> fx.Node:
-        """The input, or a copy where the caller may change it: eager keeps what is made of it.
+        """The input, or a copy if the caller may change it: eager saves what is computed from it.
 
         All linears that read the input read the copy, which is made in front of the first of them, so that
         their fusions see one input.
@@ -284,7 +284,7 @@ class AdapterInput(Candidate):
         return rounded
 
     def _mask(self, drop: fx.Node) -> fx.Node:
-        """What a dropout keeps, drawn where the dropout is."""
+        """The mask of a dropout, drawn in its place."""
         inside = tensor(drop)
         assert inside is not None
         build = Builder(drop)

@@ -150,7 +150,7 @@ def _keeps_values(op: Op) -> bool:
 
 
 def _low_rank(weight: fx.Node) -> int:
-    """The rank of a product of two narrow matrices that a matrix is computed from; 0 where there is none."""
+    """The rank of a product of two narrow matrices that a matrix is computed from, or 0."""
     seen, waiting = set[fx.Node](), [weight]
     while waiting and len(seen) < _MOST_STEPS:
         node = waiting.pop()

@@ -158,7 +158,7 @@ class _Reader:
 
 
 def _viewed(node: Any) -> Any:
-    """What a node is a view of."""
+    """The node that a node views."""
     while (view := read(node)) is not None and view.name in VIEWS and not view.inplace:
         node = view.input
     return node

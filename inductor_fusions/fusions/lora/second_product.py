@@ -54,7 +54,7 @@ def _has_down(node: Any, rank: int) -> bool:
 
 
 def scaled_by(op: Op) -> tuple[Any, float] | None:
-    """What an operation multiplies by a number, and the number."""
+    """The value that an operation multiplies by a number, and the number; or None."""
     if op.name == "neg":
         return op.input, -1.0
     if op.name not in ("mul", "div") or op.rest or set(op.args) - {"input", "other"}:

@@ -47,7 +47,7 @@ from bench.layers import (
     bare_pair,
     concatenated,
 )
-from inductor_fusions.budget import worst
+from inductor_fusions.checking.budget import worst
 
 Tensors = tuple[torch.Tensor, ...]
 Errors = dict[str, float]

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from inductor_fusions import tables
+from inductor_fusions.decisions import tables
 
 #: Kernels that the package can emit; SDPA chooses flash and cuDNN by itself.
 KERNELS = ("sdpa", "efficient", "flex", "row_bias", "short")

@@ -21,7 +21,7 @@ from bench.docs_pieces import (
     quotient,
     table,
 )
-from inductor_fusions.problems import MARGIN
+from inductor_fusions.decisions.problems import MARGIN
 
 
 def projections_section(data: Json) -> str:

@@ -10,7 +10,7 @@ from statistics import geometric_mean
 from bench.compare import means, noise
 from bench.device_table import gains
 from bench.docs_pieces import NONE, Json, fixed, get, listing, named, number, opening, quotient, table
-from inductor_fusions.problems import MARGIN
+from inductor_fusions.decisions.problems import MARGIN
 
 GIB = 1 << 30
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.docs_linears import details, gain, summary
 from bench.docs_pieces import NONE, NOTICE, Json, get, number, opening, table
-from inductor_fusions.problems import MARGIN
+from inductor_fusions.decisions.problems import MARGIN
 
 TEXT = """# An MLP in one kernel?
 

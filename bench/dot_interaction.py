@@ -170,24 +170,19 @@ def search(row: Row, device: str) -> list[int]:
     if device != "cuda":
         return []
     from inductor_fusions.fusions.dot_interaction import kernels
+    from inductor_fusions.fusions.dot_interaction.op import Pairs, Triangle
 
     i, j = torch.tril_indices(row.features, row.features, -1, device=device)
-    cells = i * row.features + j
-    given = row.kind in ("given", "gathered")
+    pairs: Pairs = i * row.features + j if row.kind in ("given", "gathered") else Triangle(False, False)
     dense = torch.randn(row.samples, row.width, device=device).bfloat16()
     t = torch.randn(row.samples, row.features, row.width, device=device).bfloat16()
     found: list[int] = []
     dy: Any = None
 
     def once(tile: tuple[int, int]) -> torch.Tensor:
-        options = [*tile, *tile]
-        if given and dy is None:
-            return kernels.pairs(t, dense, cells, options, lambda kernel: kernel)
-        if given:
-            return kernels.pairs_gradient(dy, t, row.width, cells, options, lambda kernel: kernel)
         if dy is None:
-            return kernels.interaction(t, dense, False, False, [*tile, *tile], lambda kernel: kernel)
-        return kernels.gradient(dy, t, row.width, False, False, [*tile, *tile], lambda kernel: kernel)
+            return kernels.interaction(t, dense, pairs, [*tile, *tile])
+        return kernels.gradient(dy, t, row.width, pairs, [*tile, *tile])
 
     for _ in range(2 if row.train else 1):
         calls = {f"{tile}": lambda tile=tile: once(tile) for tile in TILES}

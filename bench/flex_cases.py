@@ -9,7 +9,7 @@ import torch
 
 from bench.attention import rows
 from bench.common import DTYPES, relative_error
-from inductor_fusions.budget import worst
+from inductor_fusions.checking.budget import worst
 from inductor_fusions.worker.attention import attention
 
 REFERENCE_BYTES = 2**30

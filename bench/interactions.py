@@ -23,7 +23,7 @@ from bench.common import (
     relative_error,
 )
 from inductor_fusions import config
-from inductor_fusions.budget import worst
+from inductor_fusions.checking.budget import worst
 
 Tensors = list[torch.Tensor]
 

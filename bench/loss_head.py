@@ -44,7 +44,7 @@ from bench.common import (
 from bench.interactions import gain
 from bench.models.measure import static_bytes
 from inductor_fusions import config
-from inductor_fusions.budget import worst
+from inductor_fusions.checking.budget import worst
 from inductor_fusions.fusions import linear_cross_entropy
 
 #: Every tenth label is left out.

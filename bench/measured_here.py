@@ -93,7 +93,8 @@ def measure(case: model_cases.Case | models_lora.Case, device: str, quick: bool)
 def phase(options: argparse.Namespace) -> None:
     """In a process of its own: measure every model."""
     import inductor_fusions
-    from inductor_fusions import decisions, tables
+    from inductor_fusions import decisions
+    from inductor_fusions.decisions import tables
 
     if options.device == "cpu":
         torch.set_num_threads(1)

@@ -20,7 +20,7 @@ import torch
 
 from bench import tuning
 from bench.common import DTYPES, Json, interleave, is_fatal, one_line, relative_error
-from inductor_fusions.budget import worst
+from inductor_fusions.checking.budget import worst
 
 Candidate = tuple[int, Mapping[str, int]]
 

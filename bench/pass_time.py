@@ -27,7 +27,8 @@ from bench.common import Json
 from bench.provenance import write
 from devtools import cuda_codegen
 from devtools.ledger.compiling import ON_A_GPU
-from inductor_fusions import fusions, passes, reporting
+from inductor_fusions import fusions, reporting
+from inductor_fusions.driver import passes
 
 LAYERS = (6, 12, 24)
 TARGET = Path(__file__).parent / "results" / "pass_time_cpu.json"

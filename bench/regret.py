@@ -21,10 +21,10 @@ from unittest import mock
 import torch
 
 from bench.common import Json
-from inductor_fusions import config, tables
-from inductor_fusions.decisions import Query, decide, devices
-from inductor_fusions.problems import MARGIN, SECTIONS, Row, has_adapters
-from inductor_fusions.tables import Table
+from inductor_fusions import config
+from inductor_fusions.decisions import Query, decide, devices, tables
+from inductor_fusions.decisions.problems import MARGIN, SECTIONS, Row, has_adapters
+from inductor_fusions.decisions.tables import Table
 
 #: Of the file: it is made of tables, without a device.
 HEAD: Json = {"schema": 1, "device": "none", "torch": "any", "command": "python -m bench.regret"}

@@ -50,7 +50,7 @@ from bench.models.measure import free, site_counts, static_bytes
 from bench.models.variants import Variant, collect
 from bench.pool import FileLock
 from inductor_fusions import config
-from inductor_fusions.budget import worst
+from inductor_fusions.checking.budget import worst
 
 #: As in `bench.models.variants`: each variant names one Inductor option, at the value that it has anyway.
 MARKERS = {

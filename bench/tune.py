@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from inductor_fusions import tables
 from inductor_fusions.cli.common import PROG, UserError, writable
+from inductor_fusions.decisions import tables
 
 ROOT = Path(__file__).resolve().parents[1]
 

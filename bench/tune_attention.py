@@ -61,7 +61,7 @@ from bench.attention.rows import Row, cpu_rows, cuda_rows
 from bench.attention.spellings import Tensors
 from bench.common import DTYPES, Json, error_limit, free, interleave, is_fatal, one_line, peak_bytes
 from bench.pool import FileLock
-from inductor_fusions.budget import worst
+from inductor_fusions.checking.budget import worst
 
 GIB = 2**30
 UNFUSED_LIMIT = 8 * GIB

@@ -45,7 +45,7 @@ from bench.lora.spellings import ADDED, Operands, Tensors, make, reference
 from bench.lora.table import write_table
 from bench.pool import FileLock
 from bench.tuning_linears import as_graph, count_of_sets, gain, set_up
-from inductor_fusions.budget import worst
+from inductor_fusions.checking.budget import worst
 
 #: Configurations that are measured to the end, after a first look.
 FINALISTS = 3

@@ -54,8 +54,8 @@ from bench.projections import (
     unfused,
 )
 from bench.tuning_linears import as_graph, checked_rows, count_of_sets, gain, plain_gain, set_up
-from inductor_fusions import problems
-from inductor_fusions.budget import worst
+from inductor_fusions.checking.budget import worst
+from inductor_fusions.decisions import problems
 
 #: Configurations that are measured to the end, after a first look.
 FINALISTS = 4

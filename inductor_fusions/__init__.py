@@ -24,8 +24,8 @@ from .registration import disable, enable, enabled
 from .reporting import Report, Site, clear, report
 
 if TYPE_CHECKING:
+    from .checking.verifying import Verification, verify
     from .explaining import Explanation, explain
-    from .verifying import Verification, verify
 
 __version__ = "0.1.0"
 __all__ = [
@@ -47,9 +47,9 @@ __all__ = [
 #: Public names whose modules are imported when they are first used.
 _LATER = {
     "Explanation": "explaining",
-    "Verification": "verifying",
+    "Verification": "checking.verifying",
     "explain": "explaining",
-    "verify": "verifying",
+    "verify": "checking.verifying",
 }
 
 

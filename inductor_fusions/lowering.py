@@ -1,10 +1,11 @@
-"""How operations of the package are defined and lowered, and what is done where a kernel cannot be had."""
+"""How operations of the package are defined and lowered, and the fallback if there is no kernel."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ def define(
     flops: Callable[..., Any] | None = None,
     setup: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
-    traced: Callable[..., Any] | None = None,
+    launches: Callable[..., bool] | None = None,
     schema: str | None = None,
 ) -> Any:
     """Define the operation `inductor_fusions::NAME`, which changes none of its operands.
@@ -37,7 +38,9 @@ def define(
         empty: takes the same, and gives results of these dtypes, sizes and strides: its fake kernel.
         flops: takes the same, with shapes for tensors.
         setup, backward: its gradient, as `register_autograd` takes it; None: it has none.
-        traced: what AOTAutograd traces in its place, as `decompose_in_graphs` takes it; None: the operation.
+        launches: of an operation that launches Triton kernels itself (`launched`): takes the same, and says
+            whether AOTAutograd traces `compute` in its place, so that Inductor launches the kernels; else the
+            graph keeps the operation. None: it always does.
         schema: as torch.library.custom_op takes it; None: as the annotations of `compute` say.
 
     Returns:
@@ -47,8 +50,8 @@ def define(
     operation.register_fake(empty)
     if backward is not None:
         operation.register_autograd(backward, setup_context=setup)
-    if traced is not None:
-        _inductor.decompose_in_graphs(operation, traced)
+    if launches is not None:
+        _inductor.decompose_in_graphs(operation, functools.partial(_trace, compute, launches))
     packet = getattr(torch.ops.inductor_fusions, name)
     if flops is not None:
 
@@ -57,6 +60,29 @@ def define(
             return flops(*shapes, **named)
 
     return packet.default
+
+
+_traced: ContextVar[bool] = ContextVar("inductor_fusions_traced", default=False)
+
+
+def _trace(compute: Callable[..., Any], launches: Callable[..., bool], *given: Any) -> Any:
+    if not launches(*given):
+        return NotImplemented
+    token = _traced.set(True)
+    try:
+        return compute(*given)
+    finally:
+        _traced.reset(token)
+
+
+def is_traced() -> bool:
+    """Whether the operation that runs is being traced: then its tensors have no addresses."""
+    return _traced.get()
+
+
+def launched(kernel: Any) -> Any:
+    """A Triton kernel to launch: as it is in eager mode, as a node of the graph in a trace."""
+    return torch.library.wrap_triton(kernel) if is_traced() else kernel
 
 
 def check_device(device: torch.device) -> None:
@@ -74,7 +100,7 @@ def check_device(device: torch.device) -> None:
 
 
 def kernel_or(name: str, kernel: Callable[[], T | None], instead: Callable[[], T]) -> T:
-    """The values of a kernel; those of `instead` where there is no kernel for a case, or making it raises.
+    """The outputs of a kernel; those of `instead` if there is no kernel, or making it raises.
 
     Args:
         name: of the operation, for the log.

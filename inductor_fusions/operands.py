@@ -10,9 +10,9 @@ from torch import fx
 
 from ._inductor import is_batched, is_wrapper, range_of, value_of
 from .decisions import Decision, Span
+from .decisions.tables import dtype_name
 from .fusion import LeftToStock
 from .reasons import Reason
-from .tables import dtype_name
 
 #: Dtypes to compute in. A cast to a floating dtype that is none of them (float8) quantises.
 _COMPUTED_IN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -31,7 +31,7 @@ def holds(dtype: torch.dtype, *others: torch.dtype) -> bool:
 
 
 def tensor(node: Any) -> torch.Tensor | None:
-    """The fake value of a node, in a graph of Dynamo's or of aten operations, where it is a tensor."""
+    """The fake tensor of a node, in Dynamo's graph or in one of aten operations; None if it is none."""
     found = value_of(node) if isinstance(node, fx.Node) else None
     return found if isinstance(found, torch.Tensor) else None
 
@@ -55,7 +55,7 @@ def text(value: torch.Tensor | None) -> str:
 
 
 def profitable(decision: Decision) -> Decision:
-    """The same decision, if it is for a kernel.
+    """The decision, if it is for a kernel.
 
     Raises:
         LeftToStock: it is for stock.

@@ -272,11 +272,11 @@ class Reason(Enum):
         return said
 
     def rejected(self, text: str, hint: str = "") -> Rejected:
-        """What a guard raises where a site is not proved to be right."""
+        """The exception for a site that is not proved to be correct."""
         return Rejected(self(text), hint)
 
     def left_to_stock(self, text: str, hint: str = "") -> LeftToStock:
-        """What a guard raises where a site is not expected to be faster."""
+        """The exception for a site that is not expected to be faster."""
         return LeftToStock(self(text), hint)
 
 

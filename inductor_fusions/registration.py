@@ -67,7 +67,7 @@ def enabled() -> bool:
 def _around(compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not enabled():
         return compile(*args, **kwargs)
-    from . import recovery
+    from .driver import recovery
 
     if not config.measure:
         return recovery.around(compile, *args, **kwargs)
@@ -80,13 +80,13 @@ def _around(compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _starts(model: Any) -> None:
-    from . import recovery
+    from .driver import recovery
 
     recovery.starts(model)
 
 
 def _keyed(key: str) -> None:
-    from . import recovery
+    from .driver import recovery
 
     recovery.keyed(key)
 
@@ -109,12 +109,12 @@ def _install() -> None:
 
 def _add_passes() -> None:
     global _waiting, _watching
-    half = sys.modules.get(f"{__package__}.passes")
+    half = sys.modules.get(f"{__package__}.driver.passes")
     if half is not None and not hasattr(half, "FusionPass"):
         _inductor.deferred.append(_install)
         return
     from . import fusions  # noqa: F401  (registers the operations and their lowerings)
-    from .passes import FusionPass
+    from .driver.passes import FusionPass
 
     with _lock:
         _waiting = False
@@ -146,7 +146,7 @@ def _notice_loss() -> None:
 
     Into the log: this runs in the middle of a compile, which a warning that is an error would end.
     """
-    from .passes import FusionPass
+    from .driver.passes import FusionPass
 
     if not enabled() or _LOST in _warned:
         return
@@ -167,7 +167,7 @@ def _fusions_of(stage: str) -> Any:
 
 
 def _remove() -> None:
-    from .passes import FusionPass
+    from .driver.passes import FusionPass
 
     def without(held: list[Any]) -> list[Any]:
         kept = [item.before if isinstance(item, FusionPass) else item for item in held]

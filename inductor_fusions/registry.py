@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from . import config, fusions
 from .fusion import Fusion, Stage
+from .sites import error_text
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def _loaded(skipped: frozenset[str]) -> tuple[Foreign, ...]:
         except Exception as error:
             if config.strict:
                 raise
-            problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            problem = error_text(error)
             log.warning("the fusion %s of %s was not loaded: %s", entry.name, package, problem)
             log.info("traceback", exc_info=True)
             found.append(Foreign(entry.name, package, problem=problem))

@@ -25,8 +25,8 @@ __all__ = ["Report", "Site", "Verdict", "clear", "isolated", "report"]
 
 log = logging.getLogger(__name__)
 
-#: What a cache entry counts for the records of a graph: this and their key. Inductor counts it again
-#: when it serves the entry, which is all that we hear of it.
+#: A counter with this prefix and the key of the records of a graph is stored with the cache entry of the
+#: graph. Inductor counts it again when it serves the entry: this is the only sign that it did.
 RECORD = "fusions_record_"
 
 
@@ -120,24 +120,24 @@ class _Pending(threading.local):
 
     Attributes:
         sites: in order.
-        flushed: whether a cache entry has them.
+        stored: whether a cache entry has them.
         counted: how often their records were counted before.
     """
 
     def __init__(self) -> None:
         self.sites: list[Site] = []
-        self.flushed = True
+        self.stored = True
         self.counted = 0
 
 
 @dataclass
 class Ledger:
-    """What was recorded up to a point, or since one.
+    """What was recorded up to a point in time, or since one.
 
     Attributes:
         entries: the sites.
-        counts: of the sites, by the name of the counter.
-        pending: of this thread.
+        counts: counters of the sites, by name.
+        pending: the pending sites of this thread.
     """
 
     entries: list[_Entry]
@@ -151,14 +151,14 @@ class Ledger:
 
 
 def mark() -> Ledger:
-    """What is recorded now."""
+    """Everything recorded up to now."""
     with _lock:
-        pending = (list(_pending.sites), _pending.flushed, _pending.counted)
+        pending = (list(_pending.sites), _pending.stored, _pending.counted)
         return Ledger(list(_entries), {name: _ours(name) for name in ("inductor", TAG)}, pending)
 
 
 def since(before: Ledger) -> Ledger:
-    """What this thread has recorded since."""
+    """What this thread recorded since `before`."""
     now, own = mark(), threading.get_ident()
     known = {id(entry) for entry in before.entries}
     entries = [entry for entry in now.entries if id(entry) not in known and entry.thread == own]
@@ -166,16 +166,16 @@ def since(before: Ledger) -> Ledger:
 
 
 def take_back(before: Ledger) -> Ledger:
-    """Forget what was recorded since, as if the compile had not been tried; what that was."""
+    """Remove and return what was recorded since `before`, as if the compile had not been tried."""
     with _lock:
         found = since(before)
         remove(found)
-        _pending.sites, _pending.flushed, _pending.counted = before.pending
+        _pending.sites, _pending.stored, _pending.counted = before.pending
         return found
 
 
 def remove(ledger: Ledger) -> None:
-    """Forget what was recorded."""
+    """Remove the sites and counts of a ledger."""
     with _lock:
         gone = {id(entry) for entry in ledger.entries}
         _entries[:] = [entry for entry in _entries if id(entry) not in gone]
@@ -184,18 +184,18 @@ def remove(ledger: Ledger) -> None:
             counter.subtract(counts)
             for each in [each for each in counts if counter[each] <= 0]:
                 del counter[each]
-            # It is not somebody else who has cleared them.
+            # Else `_counted` would think that somebody has cleared the counters.
             for key in [each.removeprefix(RECORD) for each in counts if each.startswith(RECORD)]:
                 _last[key] = min(_last[key], counter[RECORD + key])
 
 
 def put_back(ledger: Ledger) -> None:
-    """Record again what `take_back` has given."""
+    """Add the sites and counts of a ledger that `take_back` returned."""
     with _lock:
         _entries.extend(ledger.entries)
         for name, counts in ledger.counts.items():
             _inductor.compile_counters()[name].update(counts)
-        _pending.sites, _pending.flushed, _pending.counted = ledger.pending
+        _pending.sites, _pending.stored, _pending.counted = ledger.pending
 
 
 def _ours(name: str) -> Counter[str]:
@@ -204,7 +204,7 @@ def _ours(name: str) -> Counter[str]:
 
 
 class _State:
-    """What was said once."""
+    """What the warning of this process depends on."""
 
     quiet = 0
     fused = False
@@ -216,20 +216,20 @@ _state = _State()
 
 
 def begin() -> None:
-    """A new graph begins, or an abandoned attempt starts again."""
-    _pending.sites, _pending.flushed = [], True
+    """Forget the pending sites: a new graph begins, or Dynamo restarts an abandoned attempt."""
+    _pending.sites, _pending.stored = [], True
 
 
-def hold(sites: Sequence[Site]) -> None:
-    """Keep the sites of a pre-grad graph for `flush`."""
+def keep_pending(sites: Sequence[Site]) -> None:
+    """Keep the sites of a pre-grad graph for `store`."""
     if sites:
         _pending.sites = [*_pending.sites, *sites]
-        _pending.flushed = False
+        _pending.stored = False
         _pending.counted = _times(_pending.sites)
-        _seal(sites)
+        _remember_key(sites)
 
 
-def flush(graph: fx.Graph, own: Sequence[Site]) -> None:
+def store(graph: fx.Graph, own: Sequence[Site]) -> None:
     """Hand the sites to the cache entry of the graph that Inductor compiles now.
 
     What is counted under `counters["inductor"]` while a graph is compiled is kept with its cache entry and
@@ -242,11 +242,11 @@ def flush(graph: fx.Graph, own: Sequence[Site]) -> None:
     """
     _name_backends(graph, _pending.sites)
     # A cache may have served the forward of which this is the backward.
-    served = _pending.flushed or _times(_pending.sites) > _pending.counted
+    served = _pending.stored or _times(_pending.sites) > _pending.counted
     batches = [] if served else [_pending.sites]
-    _pending.flushed = True
+    _pending.stored = True
     if own:
-        _seal(own)
+        _remember_key(own)
         batches.append(list(own))
     counters = _inductor.compile_counters()["inductor"]
     for sites in batches:
@@ -259,8 +259,8 @@ def flush(graph: fx.Graph, own: Sequence[Site]) -> None:
         _warn_if_nothing([site for sites in batches for site in sites])
 
 
-def _seal(sites: Sequence[Site]) -> None:
-    """Note which records these sites are, so that they are not read again."""
+def _remember_key(sites: Sequence[Site]) -> None:
+    """Remember the key of the records of these sites, so that they are not read back as well."""
     with _lock:
         entry = next((e for e in reversed(_entries) if e.site is sites[0]), None)
         if entry is not None:

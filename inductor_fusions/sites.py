@@ -180,7 +180,7 @@ def modules(same: list[Site]) -> str:
 
 
 def saved(site: Site) -> str:
-    """What a fused site is estimated to save in one forward, or ""."""
+    """The estimated savings of a fused site in one forward, in words, or ""."""
     parts = []
     if site.saved.get("bytes"):
         parts.append(f"{scaled(site.saved['bytes'], 1024, ('B', 'KiB', 'MiB', 'GiB', 'TiB'))} of traffic")
@@ -188,6 +188,12 @@ def saved(site: Site) -> str:
         units = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP")
         parts.append(scaled(site.saved["flops"], 1000, units))
     return f"saves about {' and '.join(parts)} in a forward" if parts and site.verdict == "fused" else ""
+
+
+def error_text(error: BaseException, limit: int = 300) -> str:
+    """Type and message of an exception in one line, cut off after `limit` characters."""
+    found = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return found if len(found) <= limit else f"{found[:limit]} ..."
 
 
 def scaled(value: float, base: int, units: tuple[str, ...]) -> str:

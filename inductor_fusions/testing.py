@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from . import _inductor, budget, config, reporting
+from . import _inductor, config, reporting
+from .checking import budget
+from .checking.runs import Inputs, cast, exact, near, run, split
 from .reasons import Reason
 from .reporting import Report, Site
-from .runs import Inputs, cast, exact, near, run, split
 from .sites import table, text
 
 __all__ = [

@@ -114,7 +114,7 @@ def nothing_is_recovered(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     """What a compile raises reaches the test, although the caller would get stock's code."""
     if "inductor_fusions" not in sys.modules or "recovers" in request.keywords:
         return
-    from inductor_fusions import recovery, trials
+    from inductor_fusions.driver import recovery, trials
 
     def raised(found: Any, error: Exception, call: Any) -> Any:
         raise error
@@ -136,7 +136,7 @@ def fresh_cache() -> Iterator[None]:
 @pytest.fixture
 def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder where the measurements of devices are looked for."""
-    from inductor_fusions import tables
+    from inductor_fusions.decisions import tables
 
     (tmp_path / "devices").mkdir()
     monkeypatch.setattr(tables, "folder", lambda: tmp_path)

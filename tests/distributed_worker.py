@@ -33,7 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import inductor_fusions
 from bench import model_cases
-from inductor_fusions import config, fusions, passes
+from inductor_fusions import config, fusions
+from inductor_fusions.driver import passes
 from tests import blocks
 
 #: Of the model that is timed, on a GPU and to try it on a CPU: samples of a process, and their tokens.

@@ -35,11 +35,9 @@ from tests.mutating import ROOT, Site, sites
 #: Where guards and readers are; kernels and their code are tested on a GPU as well.
 SOURCES = (
     "fusions/**/*.py",
-    "writes.py",
-    "leaving.py",
-    "keeping.py",
-    "modes.py",
-    "derivatives.py",
+    "effects/*.py",
+    "layouts/leaving.py",
+    "layouts/keeping.py",
     "operands.py",
 )
 #: A run with a mutant may take SLOWER times as long as its tests took, and START seconds. One that takes

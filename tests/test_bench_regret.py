@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from bench import regret
-from inductor_fusions import tables
-from inductor_fusions.tables import Table
+from inductor_fusions.decisions import tables
+from inductor_fusions.decisions.tables import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Of each section of the H200's table, one width left out: the share of the gain that is kept at least.

@@ -14,7 +14,8 @@ import torch
 pytest.importorskip("triton")
 
 from devtools import cuda_codegen
-from inductor_fusions import decisions, tables
+from inductor_fusions import decisions
+from inductor_fusions.decisions import tables
 from inductor_fusions.decisions.deciding import Query
 from tests.block_mm import test_machine_code as linears
 from tests.lora import test_machine_code as adapters

@@ -14,8 +14,9 @@ import torch
 from typer.testing import CliRunner
 
 import inductor_fusions
-from inductor_fusions import cli, config, tables
+from inductor_fusions import cli, config
 from inductor_fusions.cli import environment, models
+from inductor_fusions.decisions import tables
 from inductor_fusions.fusions import ALL
 from tests.support.command_line import refuse
 from tests.support.processes import start

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from inductor_fusions import config, inplace, passes, testing, watching
+from inductor_fusions import config, testing
+from inductor_fusions.driver import passes, watching
+from inductor_fusions.effects import inplace
 from inductor_fusions.fusion import Candidate, Fusion, Rejected, Unfinished
 from tests.selection import todays_seed
 from tests.support.graphs import Seen, after_autograd, told
@@ -28,7 +30,7 @@ def check_is_stock(fn: Any, args: Sequence[Any], kwargs: dict[str, Any], train: 
     stock, none = after_autograd(fn, args, kwargs, train, enabled=False)
     assert stock and not none
     seen = Seen()
-    with watching.by(seen):
+    with watching.observing(seen):
         ours, sites = after_autograd(fn, args, kwargs, train, max="0", strict=True, policy="always")
     assert not [site for site in sites if site.verdict == "fused"]
     assert {stage for stage, _ in seen.before} == {"pre_grad", "post_grad"}

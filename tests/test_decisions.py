@@ -9,11 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from inductor_fusions import config, decisions, tables
-from inductor_fusions.decisions import Query, Span, bracket, decide, decide_for_all, devices, estimating
-from inductor_fusions.problems import SECTIONS
+from inductor_fusions import config, decisions
+from inductor_fusions.decisions import (
+    Query,
+    Span,
+    bracket,
+    decide,
+    decide_for_all,
+    devices,
+    estimating,
+    tables,
+)
+from inductor_fusions.decisions.problems import SECTIONS
+from inductor_fusions.decisions.tables import Table
 from inductor_fusions.reasons import code_of
-from inductor_fusions.tables import Table
 
 CUDA = torch.device("cuda")
 H100, H200, A100 = "nvidia_h100_80gb_hbm3", "nvidia_h200", "nvidia_a100_sxm4_80gb"

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from inductor_fusions import derivatives, modes, testing
+from inductor_fusions import testing
+from inductor_fusions.effects import derivatives, modes
 from inductor_fusions.fusion import Rejected
 
 REVERSE = "inside torch.func.grad"

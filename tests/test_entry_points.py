@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import fx
 
-from inductor_fusions import _inductor, config, containment, passes, registry, testing
+from inductor_fusions import _inductor, config, registry, testing
+from inductor_fusions.driver import containment, passes
 from inductor_fusions.fusion import Candidate, Fusion, Rejected
 from tests.support.processes import start
 

@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = """
 import os
 import torch
-from inductor_fusions import config, passes, testing
+from inductor_fusions import config, testing
+from inductor_fusions.driver import passes
 
 apply = passes.apply
 

@@ -19,8 +19,9 @@ pytest.importorskip("peft")
 
 import inductor_fusions
 from bench import pass_time
-from inductor_fusions import _inductor, passes
+from inductor_fusions import _inductor
 from inductor_fusions._inductor import graphs
+from inductor_fusions.driver import passes
 from inductor_fusions.graph import memory
 from inductor_fusions.graph.memory import Memory
 

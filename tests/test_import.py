@@ -98,7 +98,8 @@ def test_newer_torch_without_what_is_installed_into() -> None:
 
 def test_what_is_tried_is_fused() -> None:
     """The small attention of the check is one that is recognised, also while something is traced."""
-    from inductor_fusions import matching, registry, smoke
+    from inductor_fusions import registry
+    from inductor_fusions.driver import matching, smoke
 
     seen: list[str] = []
 
@@ -119,7 +120,7 @@ def test_what_is_tried_is_fused() -> None:
 #: What is done between the import of this package and that of Inductor, and what this prints.
 BEFORE_INDUCTOR = {
     "nothing": ("print('torch._inductor.config' in sys.modules)", "False"),  # we do not import it
-    "the passes": ("from inductor_fusions import passes", ""),  # which import it
+    "the passes": ("from inductor_fusions.driver import passes", ""),  # which import it
     "disabled": (
         "inductor_fusions.disable()\n"
         "from torch._inductor import config\n"

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import fx
 
 import inductor_fusions
-from inductor_fusions import _inductor, config, matching, passes, registry
+from inductor_fusions import _inductor, config, registry
+from inductor_fusions.driver import matching, passes
 from inductor_fusions.fusion import Candidate, Fusion, Rejected, Scope
 from inductor_fusions.fusions import (
     ALL,

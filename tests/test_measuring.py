@@ -19,10 +19,19 @@ import torch
 import torch._inductor.config
 
 import inductor_fusions
-from inductor_fusions import config, decisions, machine, problems, tables
-from inductor_fusions.decisions import Query, Span, decide, decide_for_all, measuring
+from inductor_fusions import config, decisions
+from inductor_fusions.decisions import (
+    Query,
+    Span,
+    decide,
+    decide_for_all,
+    machine,
+    measuring,
+    problems,
+    tables,
+)
 from inductor_fusions.decisions.measuring import Measurer, Unanswered
-from inductor_fusions.problems import SECTIONS
+from inductor_fusions.decisions.problems import SECTIONS
 
 CPU = torch.device("cpu")
 ATTENTION = {
@@ -414,7 +423,7 @@ def test_rows_that_another_process_has_added_stay(home: Path) -> None:
     machine.prepare()
     assert rows() == []
     code = (
-        "import torch; from inductor_fusions import machine; d = torch.device('cpu')\n"
+        "import torch; from inductor_fusions.decisions import machine; d = torch.device('cpu')\n"
         f"torch.set_num_threads({torch.get_num_threads()})\n"
         f"with machine.lock(d): machine.add(d, {{'attention': [{ {**ROW, 'q_len': 7}!r}]}})"
     )
@@ -557,7 +566,7 @@ def test_end_to_end(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import json, sys, torch, inductor_fusions\n"
-        "from inductor_fusions import decisions, tables\n"
+        "from inductor_fusions import decisions\nfrom inductor_fusions.decisions import tables\n"
         "tables._folders = lambda: iter(())\n"
         "def attention(q, k, v):\n"
         "    i = torch.arange(q.shape[-2])\n"

@@ -64,8 +64,8 @@ def test_installed(wheel: Path, tmp_path: Path) -> None:
             timeout=300,
         )
 
-    shown = "from inductor_fusions import tables; print(tables.__file__, *tables.load('nvidia_h200'))"
-    done = run("-c", shown)
+    shown = "print(tables.__file__, *tables.load('nvidia_h200'))"
+    done = run("-c", f"from inductor_fusions.decisions import tables; {shown}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(tmp_path)) and "attention" in done.stdout.split()
     done = run("-m", "inductor_fusions", "bench")

@@ -97,6 +97,10 @@ def test_commands_exist(page: Path) -> None:
         assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
+#: Packages of which each module has a row.
+PACKAGES = ("_inductor", "block_mm", "checking", "decisions", "driver", "effects", "graph", "layouts")
+
+
 def test_every_module_has_a_row() -> None:
     """In the tables of docs/design.md; a package of a fusion in one row, or in a table of its own."""
     named = set()
@@ -104,7 +108,7 @@ def test_every_module_has_a_row() -> None:
         named |= {name.rstrip("/") for name in re.findall(r"`([^`]+)`", row)}
     package = ROOT / "inductor_fusions"
     fusions = package / "fusions"
-    folders = (package, *(package / n for n in ("_inductor", "block_mm", "graph")))
+    folders = (package, *(package / n for n in PACKAGES))
     for folder in (*folders, *(fusions / n for n in ("attention", "lora"))):
         modules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
         assert modules - {"__init__", "__pycache__", "fusions"} <= named, folder.name

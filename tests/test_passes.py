@@ -11,7 +11,9 @@ import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from inductor_fusions import _inductor, config, fusions, machine, passes, tables
+from inductor_fusions import _inductor, config, fusions
+from inductor_fusions.decisions import machine, tables
+from inductor_fusions.driver import passes
 
 
 def new(before=None) -> passes.FusionPass:

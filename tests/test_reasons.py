@@ -16,7 +16,8 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 
-from inductor_fusions import config, explain, passes, testing
+from inductor_fusions import config, explain, testing
+from inductor_fusions.driver import passes
 from inductor_fusions.fusion import Candidate, Fusion, LeftToStock, Rejected
 from inductor_fusions.operands import check_kind
 from inductor_fusions.reasons import Reason, Said, code_of, like, page

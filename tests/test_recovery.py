@@ -13,9 +13,10 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import inductor_fusions
-from inductor_fusions import _inductor, attempts, config, containment, recovery, reporting, trials, unfusing
+from inductor_fusions import _inductor, config, reporting
+from inductor_fusions.driver import attempts, containment, recovery, trials, unfusing
+from inductor_fusions.driver.passes import FusionPass
 from inductor_fusions.fusion import Candidate, Fusion
-from inductor_fusions.passes import FusionPass
 from tests.support import faults
 from tests.support.faults import Fault, compile_fx
 

@@ -12,8 +12,9 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import inductor_fusions
-from inductor_fusions import config, passes, registration, testing
+from inductor_fusions import config, registration, testing
 from inductor_fusions._inductor import hooks_hold_lists
+from inductor_fusions.driver import passes
 
 HOOKS = ("pre_grad_custom_pass", "post_grad_custom_pre_pass")
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import fx
 
 import inductor_fusions
-from inductor_fusions import _inductor, config, matching, passes
+from inductor_fusions import _inductor, config
+from inductor_fusions.driver import matching, passes
 from inductor_fusions.fusion import Fusion, Rejected
 from inductor_fusions.fusions import gated_mlp, linear_epilogue, lora, product_diagonal
 

@@ -13,7 +13,8 @@ import torch
 from torch._dynamo.utils import counters
 
 import inductor_fusions
-from inductor_fusions import Report, Site, _inductor, config, passes, reporting, testing
+from inductor_fusions import Report, Site, _inductor, config, reporting, testing
+from inductor_fusions.driver import passes
 from tests.support.processes import start
 
 ROOT = Path(inductor_fusions.__file__).parents[1]
@@ -325,7 +326,7 @@ def test_cost_when_nobody_looks(monkeypatch: pytest.MonkeyPatch, fresh_cache: No
         return call
 
     for module, names in (
-        (reporting, ("begin", "hold", "flush", "source_line", "module_path")),
+        (reporting, ("begin", "keep_pending", "store", "source_line", "module_path")),
         (passes, ("_mark", "_tell", "trace_artifact")),
     ):
         for name in names:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from inductor_fusions import Site, bisecting, cli, config, passes, testing
+from inductor_fusions import Site, cli, config, testing
+from inductor_fusions.checking import bisecting
+from inductor_fusions.driver import passes
 from tests.support.command_line import refuse
 from tests.support.processes import start
 

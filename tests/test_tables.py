@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import inductor_fusions
-from inductor_fusions import config, tables
+from inductor_fusions import config
 from inductor_fusions.block_mm import configurations
-from inductor_fusions.problems import SECTIONS
+from inductor_fusions.decisions import tables
+from inductor_fusions.decisions.problems import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "configs" / "devices").glob("*.json"))

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import inductor_fusions
-from inductor_fusions import budget, config, reporting, testing
+from inductor_fusions import config, reporting, testing
+from inductor_fusions.checking import budget
 
 BACKENDS = pytest.mark.parametrize("backend", [testing.EAGER_AFTER_PASSES, "inductor"])
 

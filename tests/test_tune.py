@@ -11,8 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from inductor_fusions import cli, decisions, machine, tables
+from inductor_fusions import cli, decisions
 from inductor_fusions.cli import benching
+from inductor_fusions.decisions import machine, tables
 
 CPU = torch.device("cpu")
 ROW = {
@@ -54,7 +55,8 @@ def test_a_script_runs_with_measuring_on_and_its_own_arguments(
     script = home / "train.py"
     script.write_text(
         "import sys, torch\n"
-        "from inductor_fusions import config, machine\n"
+        "from inductor_fusions import config\n"
+        "from inductor_fusions.decisions import machine\n"
         "print(sys.argv[1:], config.measure, config.measure_budget)\n"
         f"torch.set_num_threads({torch.get_num_threads()})\n"
         "device = torch.device('cpu')\n"

@@ -11,9 +11,10 @@ import torch
 from torch import fx, nn
 
 import inductor_fusions
-from inductor_fusions import _inductor, budget, config, verify
+from inductor_fusions import _inductor, config, verify
+from inductor_fusions.checking import budget
+from inductor_fusions.checking.runs import Exact
 from inductor_fusions.fusion import Candidate, Fusion
-from inductor_fusions.runs import Exact
 
 
 def attention(q, k, v):

@@ -7,8 +7,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from inductor_fusions import cli, tables
-from inductor_fusions.problems import SECTIONS
+from inductor_fusions import cli
+from inductor_fusions.decisions import tables
+from inductor_fusions.decisions.problems import SECTIONS
 
 
 def is_measured(section: str) -> bool:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import inductor_fusions
-from inductor_fusions import config, decisions, tables, worker
-from inductor_fusions.decisions import Query, deciding
-from inductor_fusions.problems import SECTIONS
+from inductor_fusions import config, decisions, worker
+from inductor_fusions.decisions import Query, deciding, tables
+from inductor_fusions.decisions.problems import SECTIONS
 from inductor_fusions.worker import attention, measuring, problem
 from inductor_fusions.worker.case import Case, UnableError
 

@@ -15,9 +15,9 @@ from torch._dynamo.utils import numpy_attr_wrapper, numpy_to_tensor_wrapper
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._higher_order_ops.wrap import wrap
 
-from inductor_fusions import liveness, writes
+from inductor_fusions.effects import liveness, writes
+from inductor_fusions.effects.modes import Modes
 from inductor_fusions.fusion import Rejected
-from inductor_fusions.modes import Modes
 
 
 def calls(graph: fx.Graph, place: str, other: Callable[[fx.Graph, fx.Node], Any]) -> tuple[fx.Node, fx.Node]:

@@ -9,7 +9,7 @@ from bench import device_table
 from bench.common import Json
 from bench.lora.spellings import ADDED
 from bench.tuning_linears import plain_gain
-from inductor_fusions import problems
+from inductor_fusions.decisions import problems
 
 
 def sections(rows: Sequence[Json]) -> dict[str, list[Json]]:

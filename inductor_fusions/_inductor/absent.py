@@ -26,7 +26,7 @@ from .shapes import is_wrapper
 
 @dataclass(frozen=True)
 class AbsentDevice:
-    """What Inductor and Triton ask of a CUDA device.
+    """The properties of a CUDA device that Inductor and Triton ask for.
 
     Attributes:
         name: as `torch.cuda.get_device_name` gives it.
@@ -244,7 +244,7 @@ _CUDA, _META, _TYPES = 1, 14, 21
 
 @contextlib.contextmanager
 def device_guard() -> Iterator[None]:
-    """Inside, C++ can switch to a CUDA device where there is none, as operations do before they see fakes.
+    """Let C++ switch to a CUDA device that is absent, as operations do before they see fake tensors.
 
     A torch that is built with CUDA brings what is needed. For one that is not, the guard of the meta device,
     which does nothing, stands in that of CUDA.

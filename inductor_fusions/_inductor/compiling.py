@@ -102,7 +102,7 @@ def compile_apart() -> Iterator[Callable[..., Any]]:
 
 
 def _entries(code: CodeType) -> list[Any]:
-    """What Dynamo has compiled for a code object."""
+    """Dynamo's cache entries of a code object."""
     from torch._dynamo import eval_frame
 
     return list(eval_frame._debug_get_cache_entry_list(code))

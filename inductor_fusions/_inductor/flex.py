@@ -25,7 +25,7 @@ def flex_block_mask(
     lengths: tuple[Any, Any], rows: Pair, full_rows: Pair, columns: Pair, full_columns: Pair,
     block: int | None, mask_mod: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The tuple that stands for a `BlockMask` in a call of the operation.
+    """The tuple that a call of the operation takes in place of a `BlockMask`.
 
     Args:
         lengths: (q_len, kv_len).

@@ -86,7 +86,7 @@ def watching_nodes(
     erased: Callable[[fx.Node], None],
     replaced: Callable[[fx.Node, fx.Node], None],
 ) -> Iterator[None]:
-    """Inside, be told of the nodes of a module's graph.
+    """Call the given functions for changes of a module's graph inside the block.
 
     Args:
         module: a module with a graph.
@@ -116,7 +116,7 @@ _T = TypeVar("_T")
 
 
 class _Remembered:
-    """What functions of nodes have returned, until the nodes change.
+    """The results of functions of nodes, kept until the nodes change.
 
     Args:
         stack: what ends with it.
@@ -140,7 +140,7 @@ class _Remembered:
         self.results.setdefault(read, {})[node] = result
 
     def changes(self, *nodes: fx.Node) -> None:
-        """These nodes are new, about to be erased, or call something else or with other arguments."""
+        """Forget what depends on nodes that are new, about to be erased, or changed."""
         for read, known in self.results.items():
             spreads = self.spreading[read]
             for node in nodes:
@@ -158,7 +158,7 @@ _remembered: ContextVar[_Remembered | None] = ContextVar("inductor_fusions_remem
 
 @contextlib.contextmanager
 def remembering() -> Iterator[None]:
-    """What `remembered` functions return inside is kept until the end."""
+    """Keep the results of `remembered` functions inside the block, until the nodes change."""
     with contextlib.ExitStack() as stack:
         token = _remembered.set(_Remembered(stack))
         try:
@@ -197,7 +197,7 @@ def remembered(
 
 
 def changes(node: fx.Node) -> None:
-    """Tell of a node that calls something else, or with other arguments, where torch does not."""
+    """Report a node whose target or arguments changed, for changes that torch has no hook for."""
     held = _remembered.get()
     if held is not None:
         held.changes(node)

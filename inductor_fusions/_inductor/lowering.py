@@ -55,7 +55,7 @@ def register_lowering_when_loaded(op: Any, lower: Callable[..., Any]) -> None:
 
 
 def call_lowering(op: Any, *args: Any) -> Any:
-    """What Inductor makes of an operation."""
+    """The value that Inductor's lowering of an operation returns."""
     lowering = importlib.import_module("torch._inductor.lowering")
     return lowering.lowerings[op](*args)
 
@@ -73,7 +73,7 @@ def beside(values: Sequence[Any]) -> Any:
 
 
 def realize(values: Sequence[Any]) -> list[Any]:
-    """The same values in memory, with strides that stay as they are."""
+    """The values stored in memory, with fixed strides."""
     ir = importlib.import_module("torch._inductor.ir")
     found = []
     for value in values:
@@ -84,7 +84,7 @@ def realize(values: Sequence[Any]) -> list[Any]:
 
 
 def in_memory(value: Any) -> bool:
-    """Whether a value of Inductor is stored, or a view of what is; not what a loop will compute."""
+    """Whether a value of Inductor is stored, or a view of a stored one; not computed in a loop."""
     ir = importlib.import_module("torch._inductor.ir")
     return bool(ir.is_storage_and_layout(value))
 
@@ -113,7 +113,7 @@ def strides(value: Any) -> tuple[Any, ...]:
 
 
 def static(size: Any) -> Any:
-    """A size of Inductor's as an int, where it is one."""
+    """A size of Inductor's, as an int if it is a number."""
     return int(size) if getattr(size, "is_Integer", isinstance(size, int)) else size
 
 
@@ -125,7 +125,7 @@ def lower_attention_backward(
     laid_out: Sequence[int],
     order: Callable[[Sequence[int]], Sequence[int]],
 ) -> Any:
-    """A call of a backward of SDPA, some operands of which are laid out as another one.
+    """A call of a backward of SDPA that gives some operands the layout of another one.
 
     Args:
         op: the operation of aten; the node that is lowered has the same arguments.

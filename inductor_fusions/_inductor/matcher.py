@@ -103,7 +103,7 @@ def _crosses(nodes: Sequence[fx.Node]) -> bool:
 
 
 class Patterns:
-    """What one fusion looks for: a `PatternMatcherPass`.
+    """The patterns of one fusion: a `PatternMatcherPass`.
 
     Args:
         name: of the fusion.
@@ -210,7 +210,7 @@ _REGION = "mutation_region_id"
 
 @dataclass
 class _Search:
-    """What is found in one graph: entries outlive it, and several threads may compile."""
+    """The matches in one graph; not in the entries, which outlive it and are shared by threads."""
 
     found: list[Found] = field(default_factory=list)
     seen: set[tuple[int, fx.Node]] = field(default_factory=set)
@@ -244,7 +244,7 @@ def _refuse(*args: Any, **kwargs: Any) -> bool:
 
 @contextlib.contextmanager
 def _tracing() -> Iterator[None]:
-    """As Inductor traces its own patterns: with fake tensors, outside of what is compiled, uncounted."""
+    """Trace as Inductor traces its own patterns: with fake tensors, outside of the compile, uncounted."""
     from torch._dynamo.utils import counters
     from torch._guards import tracing
     from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -258,7 +258,7 @@ def _tracing() -> Iterator[None]:
 
 
 def _as_post_grad(function: Callable[..., Any], args: Sequence[Any], **options: Any) -> fx.GraphModule:
-    """What a function is traced to, as it looks in a graph behind Inductor's passes over the joint one."""
+    """Trace a function to the form that it has after Inductor's passes over the joint graph."""
     from torch._dynamo.utils import counters
 
     module: fx.GraphModule = _torch().fwd_only(function, args, **options)

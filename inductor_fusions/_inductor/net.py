@@ -108,12 +108,12 @@ def with_inner_compile(
 
 
 def cache_key(compiled: Any) -> str:
-    """What the cache of graphs knows the code of an aten graph by, or ""."""
+    """The key of the code of an aten graph in Inductor's cache of graphs, or ""."""
     return getattr(compiled, "_fx_graph_cache_key", None) or ""
 
 
 def is_flat(model: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Whether `compile_fx` takes a graph as it is: Dynamo's are, others it changes first."""
+    """Whether `compile_fx` takes a graph as it is, as it does those of Dynamo; others it changes first."""
     compile_fx: Any = importlib.import_module(_MODULE)
     return (
         bool(compile_fx.graph_returns_tuple(model))
@@ -122,7 +122,7 @@ def is_flat(model: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     )
 
 
-#: What a device says of itself where nothing that follows will run either.
+#: Parts of error messages after which a device runs nothing any more.
 _BEYOND_REPAIR = (
     "illegal memory access", "device-side assert", "misaligned address", "unspecified launch failure",
     "illegal instruction", "hardware stack", "invalid program counter", "uncorrectable",
@@ -130,7 +130,7 @@ _BEYOND_REPAIR = (
 
 
 def is_for_the_caller(error: BaseException) -> bool:
-    """Whether what a compile raises says nothing of the code: Dynamo starts again, memory is out, or such."""
+    """Whether an exception is not about the compiled code: Dynamo restarts, memory is out, or the like."""
     from torch._dynamo import exc
 
     dynamo = (exc.RestartAnalysis, exc.SkipFrame)
@@ -155,8 +155,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = getattr(error, "inner_exception", None) or error.__cause__
 
 
-def let_go(error: BaseException) -> None:
-    """Let go of what the frames of an exception hold: guards of modes, such as inference mode, among it."""
+def clear_frames(error: BaseException) -> None:
+    """Clear the frames of an exception, which may hold guards of modes such as inference mode."""
     for each in _causes(error):
         traceback.clear_frames(each.__traceback__)
 
@@ -181,13 +181,13 @@ def calls_with_fakes(values: Sequence[Any]) -> bool:
 
 
 def as_function(compiled: Any) -> FunctionType | None:
-    """The plain function that a compiled graph is, under what keeps Dynamo out; None where it is none."""
+    """The plain function of a compiled graph, without the wrapper that keeps Dynamo out; or None."""
     inner = getattr(compiled, "_torchdynamo_orig_callable", compiled)
     return inner if isinstance(inner, FunctionType) else None
 
 
-def like(made: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
-    """`made` with the attributes of `inner`, which Dynamo does not trace."""
+def in_place_of(made: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
+    """`made` with the attributes of `inner`, excluded from Dynamo's tracing."""
     own = ("_torchdynamo", "__wrapped__")
     for name, value in vars(inner).items():
         if not name.startswith(own):

@@ -51,7 +51,7 @@ def has_peers() -> bool:
 
 
 def first_to_say(key: str, value: str) -> str:
-    """What the first process of a job that called this gave as `value`. Nobody waits for anybody.
+    """The `value` of the process of a job that called this first. No process waits.
 
     Raises:
         RuntimeError: the processes have no store, or it does not answer.

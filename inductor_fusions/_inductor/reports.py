@@ -33,7 +33,7 @@ def trace_artifact(name: str, payload: Callable[[], str]) -> None:
 
 
 def artifact_log(module: str, name: str) -> logging.Logger | None:
-    """The log that TORCH_LOGS="<name>" switches on, or None where it is off or its name is not registered.
+    """The log that TORCH_LOGS="<name>" switches on; None if it is off, or its name is not registered.
 
     The name is registered while torch is imported, by the entry point in the group "torch.backends", from
     torch 2.13 on.
@@ -46,7 +46,7 @@ def artifact_log(module: str, name: str) -> logging.Logger | None:
 
 
 def cache_folder() -> Path | None:
-    """Where Inductor keeps what it compiled, or None where it is told to keep nothing."""
+    """The folder of Inductor's caches, or None if caches are disabled."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     config = inductor_config()

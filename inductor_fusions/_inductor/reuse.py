@@ -13,10 +13,11 @@ log = logging.getLogger(__name__)
 
 
 def write_over(template: Any, value: Any) -> None:
-    """Let the kernel of a template write over an input, where that is read for the last time there.
+    """Let the kernel of a template write its output over an input, if it is the last reader of the input.
 
     Inductor does so with its loops (`decide_inplace_update` in torch/_inductor/scheduler.py), not with
-    templates. The same is asked here, as late: what is fused behind a kernel is known when it is written.
+    templates. The same conditions are checked here, when the kernel is rendered: only then it is known what
+    is fused behind it.
 
     Args:
         template: a TritonTemplateBuffer. Each program has what it needs of the input before it writes, and

@@ -22,9 +22,9 @@ def known_true(condition: Any) -> bool:
 
 
 def holds_now(condition: Any) -> bool:
-    """Whether a condition on sizes holds, with a guard where that is not certain; False where none is known.
+    """Whether a condition on sizes holds. If that is not certain, a guard is added; False without a hint.
 
-    For what a kernel must be sure of. The graph serves other sizes as before, those that break it excepted.
+    For conditions that a kernel relies on: for sizes that break the guard, the graph is compiled again.
     """
     if known_true(condition):
         return True
@@ -92,7 +92,7 @@ def is_batched(tensor: Any) -> bool:
 
 
 def records_gradients(value: Any) -> bool:
-    """Whether autograd records what is done with a fake value, in a transform of torch.func as well.
+    """Whether autograd records operations on a fake value, also inside a transform of torch.func.
 
     True of what is not known.
     """
@@ -108,9 +108,9 @@ def records_gradients(value: Any) -> bool:
 
 
 def with_memory(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that has the memory of a value: all samples inside torch.vmap, the local one of a DTensor.
+    """The tensor that owns the memory of a value: all samples inside torch.vmap, the local part of a DTensor.
 
-    None where that is not one tensor.
+    None if there are several.
     """
     while True:
         if torch._C._functorch.is_batchedtensor(tensor):
@@ -131,7 +131,7 @@ def parts_of(wrapper: Any) -> list[torch.Tensor]:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a fake value lie in memory once each, without gaps; adds no guard."""
+    """Whether a fake value is dense: each element once in memory, without gaps. Adds no guard."""
     return bool(torch._prims_common.is_non_overlapping_and_dense_or_false(tensor))
 
 
@@ -174,7 +174,7 @@ class Fakes:
         self._known: dict[Any, Any] = {}
 
     def call(self, fake_mode: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a function gives: fake values without a gradient."""
+        """The results of a call: fake values without a gradient."""
         tensors: list[torch.Tensor] = []
         key = None
         if isinstance(function, torch._ops.OpOverload) and not function._schema.is_mutable:
@@ -195,7 +195,7 @@ class Fakes:
 
 
 class _Unlike(Exception):
-    """What is computed each time."""
+    """A call whose result is not remembered."""
 
 
 #: Arguments that are alike where they are equal and of one type.
@@ -203,7 +203,7 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.me
 
 
 def _alike(argument: Any, fake_mode: Any, tensors: list[torch.Tensor]) -> Any:
-    """What two arguments have in common where the same comes of them; `tensors` gets those among them."""
+    """A key of an argument, equal for two that give equal results; its tensors are added to `tensors`."""
     kind = type(argument)
     if kind in _PLAIN:
         return kind, argument
@@ -230,7 +230,7 @@ def _layout(tensor: Any, fake_mode: Any) -> tuple[Any, ...]:
 
 
 def _layouts(found: Any, fake_mode: Any, tensors: list[torch.Tensor], taken: set[int]) -> Any:
-    """How the results of a call lie in memory: one, or a tuple or list of them.
+    """The layouts of the results of a call: one, or a tuple or list of them.
 
     With each is the number of the argument whose memory it is in; None: its own. `taken` has that of others.
     """
@@ -252,7 +252,7 @@ def _layouts(found: Any, fake_mode: Any, tensors: list[torch.Tensor], taken: set
 
 
 def _made(layout: Any, fake_mode: Any, tensors: list[torch.Tensor]) -> Any:
-    """New fake tensors that lie so in memory."""
+    """New fake tensors with these layouts."""
     from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
     if isinstance(layout[0], type):

@@ -22,13 +22,13 @@ class GlobalState:
             _modes(), _sdp(), _autocast(), _transforms(), random_state(), _tracing(),
         ]  # fmt: skip
 
-    def put_back(self) -> None:
-        """Make it so again."""
+    def restore(self) -> None:
+        """Restore this state."""
         for undo in self._undo:
             undo()
 
     def later(self) -> GlobalState:
-        """Modes and random state as they are now, with the tracing state of then."""
+        """A state with the modes and random state of now, and the tracing state of this one."""
         made = GlobalState()
         made._undo[-1] = self._undo[-1]
         return made
@@ -124,7 +124,7 @@ def random_state() -> Callable[[], None]:
 
 
 def _tracing() -> Callable[[], None]:
-    """What AOTAutograd writes into the context of Dynamo, and sizes whose tensors were never made."""
+    """Saves what AOTAutograd writes into Dynamo's context, and unbacked sizes that are pending."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -194,7 +194,7 @@ class Context:
             yield
 
     def written(self) -> list[int] | None:
-        """Which inputs of the graph it writes to, by position; None where that is not known."""
+        """Positions of the inputs that the graph writes to; None if they are unknown."""
         metadata = getattr(self._tracing, "fw_metadata", None)
         if metadata is None:
             return None

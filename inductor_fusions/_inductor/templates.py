@@ -192,7 +192,7 @@ def _lower(
 
 
 def _with_wider(make: Callable[..., Any]) -> Callable[..., Any]:
-    """What renders a kernel, whose constants are settled when it is known what is fused behind it.
+    """Renders a kernel with constants that depend on what the scheduler fuses behind it.
 
     Its first lines, which hold them, are written after all others.
     """
@@ -224,7 +224,7 @@ _CONSTEXPR = " : tl.constexpr = "
 
 
 def _settled(defines: str, size: int) -> dict[str, str]:
-    """The constants that a kernel begins with, for stored elements of so many bytes."""
+    """The constants of a kernel whose widest stored elements have `size` bytes."""
     found = dict(line.split(_CONSTEXPR, 1) for line in defines.splitlines() if line)
     for name in [name for name in found if name.startswith("WIDER_")]:
         _, wide, replaced = name.split("_", 2)

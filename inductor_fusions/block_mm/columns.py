@@ -52,7 +52,7 @@ class Columns:
         )  # fmt: skip
 
     def built(self, build: Builder) -> Product:
-        """The same of slices, added to the graph."""
+        """The same product as a node of the graph, with slices of the weight and the bias."""
         base = self.base
 
         def part(node: fx.Node) -> fx.Node:
@@ -80,7 +80,7 @@ def columns(node: Any) -> Columns | None:
 
 
 def is_apart(node: fx.Node) -> fx.Node | None:
-    """The node of the product of which a node has some elements, in any arrangement."""
+    """The node of a product that a node has some elements of, in any arrangement; or None."""
     source: Any = node
     while isinstance(source, fx.Node) and source.args and product(source) is None:
         if source.target not in VIEWS | SPLITS | {operator.getitem, aten.clone.default}:
@@ -226,7 +226,7 @@ def _of_first(node: fx.Node, index: int, depth: int) -> Columns | None:
 
 
 def _viewed(node: fx.Node, count: int, depth: int) -> Columns | None:
-    """The columns, so many of them, that a node views as it likes: a view keeps the elements in order."""
+    """The `count` columns that a node views with other dims; a view keeps the order of the elements."""
     source: Any = node
     while isinstance(source, fx.Node) and source.target in RESHAPES and depth:
         source, depth = source.args[0], depth - 1

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..decisions.problems import padded
 from .problem import Problem, few_rows, tiles
 
 Template = Literal["tiled", "persistent", "row"]
@@ -40,7 +41,7 @@ class Config:
     across: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """As tables have it: what is off is left out."""
+        """The form in tables, without options that are off."""
         return {name: value for name, value in asdict(self).items() if value is not False}
 
 
@@ -54,7 +55,7 @@ def suits(choice: Config, problem: Problem) -> bool:
 
 
 def _lie_alike(problem: Problem) -> bool:
-    """Whether the columns of all groups are computed alike: one input, and weights that lie along K."""
+    """Whether the columns of all groups are computed alike: one input, and weights contiguous along K."""
     return (
         problem.kind == "shared_a"
         and {x[1] for x in problem.layouts} == {"t"}
@@ -74,9 +75,9 @@ def default(problem: Problem, arch: int) -> Config:
     most = max(rows)
     if few := few_rows(problem):
         block_n, block_k = 2 if few == 1 or problem.gated else 4, 512 if few > 1 and wide else 1024
-        return Config("row", tall(few), block_n, _row_step(problem, block_k), 4, 1)
+        return Config("row", padded(few, 1), block_n, _row_step(problem, block_k), 4, 1)
     if most <= 64:
-        block_m = max(16, tall(most))
+        block_m = padded(most)
         block_k = 64 if wide else 128
         stages = 3 if wide or block_m == 64 else 4
         return Config("tiled", block_m, 32, block_k, 4, stages)
@@ -99,7 +100,7 @@ def _any_size(problem: Problem) -> Config:
 
 
 def _are_alike(problem: Problem) -> bool:
-    """Whether the groups are few and computed alike; the code of others takes registers of their tiles."""
+    """Whether the groups are few and computed alike; otherwise their code takes registers from the tiles."""
     kinds = [
         [(k, x) for g, k, x in zip(problem.groups, problem.inner, problem.layouts, strict=True) if g == group]
         for group in set(problem.groups)
@@ -107,15 +108,10 @@ def _are_alike(problem: Problem) -> bool:
     return len(kinds) <= 4 and all(kind == kinds[0] for kind in kinds)
 
 
-def tall(rows: int) -> int:
-    """The power of two that holds so many rows."""
-    return 1 << max(0, rows - 1).bit_length()
-
-
 def _row_step(problem: Problem, wanted: int) -> int:
     """A step of K that no product is much shorter than, except for those of adapters."""
     longest = max(k for k in problem.inner if k is not None)
-    return min(wanted, max(16, 1 << (longest - 1).bit_length()))
+    return min(wanted, padded(longest))
 
 
 def _bulk_copies(problem: Problem, arch: int = 90) -> bool:
@@ -152,12 +148,12 @@ def candidates(problem: Problem, arch: int) -> list[Config]:
     if few:
         for block_n, block_k, warps in ONE_ROW if few == 1 else SOME_ROWS:
             if block_n * _row_step(problem, block_k) >= 32 * warps * (2 if few == 1 else 8):
-                found.append(Config("row", tall(few), block_n, _row_step(problem, block_k), warps, 1))
+                found.append(Config("row", padded(few, 1), block_n, _row_step(problem, block_k), warps, 1))
     if few == 1:
         for block_n in (16, 32, 64):
             found.append(Config("tiled", 16, block_n, 256, 2, 4))
     elif most <= 64:
-        block_m = max(16, tall(most))
+        block_m = padded(most)
         for block_n, block_k, warps, stages in (
             (16, 256, 2, 4), (32, 256, 2, 4), (64, 256, 2, 4), (64, 256, 4, 3), (64, 256, 8, 4),
             (64, 128, 4, 5), (32, 128, 4, 5), (16, 128, 2, 4),
@@ -248,7 +244,7 @@ def shared_bytes(choice: Config, problem: Problem, stored: int = 0) -> int:
     ]
     under_way, behind = 0, 0
     for steps in loops:
-        short = [wide * max(16, tall(k)) for k, wide in steps if k is not None and k <= choice.block_k]
+        short = [wide * padded(k) for k, wide in steps if k is not None and k <= choice.block_k]
         long = [wide * choice.block_k for k, wide in steps if k is None or k > choice.block_k]
         if choice.template == "tiled":
             needed = max(long, default=0) * choice.num_stages + max(short, default=0)
@@ -276,12 +272,11 @@ def _width(choice: Config, problem: Problem, products: tuple[int, ...]) -> int:
 
 
 def fitted(choice: Config, problem: Problem, arch: int, dtype: torch.dtype) -> Config:
-    """A configuration whose tiles are stored in so many parts, or read so little ahead, that they fit.
+    """A configuration that fits into shared memory: with more subtiles, or fewer stages, if necessary.
 
-    Tables are measured with outputs of the dtype of the operands. Others may be wider, and so may be what the
-    scheduler stores in their place; a part is staged in shared memory beside the tiles that are under way.
-    Many short products, which are under way together, may leave room for no persistent kernel: such a sum
-    gets a tiled one.
+    Tables are measured with outputs in the dtype of the operands. The stored values may be wider, and a
+    subtile is staged in shared memory beside the tiles in flight. With many short products in flight together
+    there may be no room for a persistent kernel: such a sum gets a tiled one.
 
     Args:
         choice: the configuration.

@@ -42,7 +42,7 @@ class Expressions:
         self._known: dict[tuple[fx.Node, torch.dtype], Any] = {}
 
     def of(self, node: Any) -> Any:
-        """The expression of a node; None where it is no pointwise function of products."""
+        """The expression of a node; None if it is no pointwise function of products."""
         found = tensor(node)
         return None if found is None else self._of(node, found.dtype, _DEPTH)
 

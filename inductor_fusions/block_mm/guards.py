@@ -11,27 +11,27 @@ from torch import fx
 from .. import config, operands
 from .._inductor import known_true, max_autotune
 from ..decisions import Span
+from ..decisions.tables import dtype_name
 from ..fusion import LeftToStock
 from ..graph.products import VIEWS, Product, identity, product, value
 from ..operands import tokens_of
 from ..reasons import Reason, Said
-from ..tables import dtype_name
 from .columns import SPLITS
 from .heuristics import choose, decided
 from .problem import Problem, describe, of_operands
 
 #: Bulk copies and vector loads take 16 bytes at a time.
 ALIGNMENT = 16
-#: Kinds of problems for which the products one by one, which autotuning compares with, are what stock does.
+#: Kinds of problems for which stock computes the products one by one, as autotuning assumes.
 MEASURED_WHILE_COMPILING = frozenset({"shared_a", "shared_b", "gated", "linear"})
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check_device(node: fx.Node) -> None:
-    """Leave every device but CUDA to stock.
+    """Leave devices other than CUDA to stock.
 
     Raises:
-        LeftToStock: it is another one.
+        LeftToStock: the device is another one.
     """
     operands.check_device(value(node))
 
@@ -101,7 +101,7 @@ def text(node: fx.Node) -> str:
 
 
 def called(node: fx.Node) -> str:
-    """What a report calls the operation of a node."""
+    """The name of a node's operation in reports."""
     if node.op != "call_function":
         return "an input of the graph"
     if product(node) is not None:
@@ -110,12 +110,12 @@ def called(node: fx.Node) -> str:
 
 
 def read_elsewhere(what: str, users: Iterable[fx.Node], reason: str = "the backward") -> Said:
-    """What a report says of a value that others read as well.
+    """The reason for a report that a value is also read by other nodes.
 
     Args:
         what: the value, as the subject of a sentence.
-        users: who reads it beside the site, views looked through.
-        reason: for what it is saved, where the graph returns it.
+        users: the other readers; views among them are looked through.
+        reason: what it is saved for, if the graph returns it.
     """
     found = [each for user in users for each in ([user] if user.op == "output" else _behind_views(user))]
     if any(user.op == "output" for user in found):
@@ -125,7 +125,7 @@ def read_elsewhere(what: str, users: Iterable[fx.Node], reason: str = "the backw
 
 
 def _behind_views(node: fx.Node) -> list[fx.Node]:
-    """A node; or what reads it, where it is a view or takes a tensor apart."""
+    """A node; or its readers, if it is a view or takes a tensor apart."""
     if node.target not in VIEWS | SPLITS | {operator.getitem}:
         return [node]
     return [each for user in node.users for each in _behind_views(user)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..decisions import Decision, Query, Span, configured, decide_for_all, tiles
+from ..decisions.problems import Row
 from ..operands import profitable
-from ..problems import Row
 from ..reasons import Reason
 from . import configurations
 from .configurations import Config, suits
@@ -20,7 +20,7 @@ def capability(device: torch.device) -> int:
 
 
 def decided(problem: Problem, device: torch.device, span: Span | None = None) -> Decision:
-    """What is known of a problem on a device.
+    """The decision for a problem on a device.
 
     Args:
         problem: the sizes.

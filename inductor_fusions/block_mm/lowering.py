@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import _inductor, config
+from ..decisions.problems import padded
 from ..fusion import Rejected
 from ..lowering import check_device
 from ..operands import known_size, may_use_tf32
@@ -56,7 +57,7 @@ class Lowering(Call):
     right: list[Any] = field(default_factory=list)
 
     def kernel(self) -> list[Any] | None:
-        """One kernel; None where stock's own are measured to be faster, or nothing may be measured.
+        """The outputs of one kernel; None if stock's products are measured to be faster, or no template fits.
 
         Raises:
             Rejected: there is no kernel for it.
@@ -219,7 +220,7 @@ def stock_products(
 
 
 def _small(size: Any, dtype: torch.dtype) -> bool:
-    """Whether a product is one more step of a kernel whose steps were chosen for another dtype."""
+    """Whether a product fits into one step of a kernel whose steps were chosen for another dtype."""
     return isinstance(size, int) and size * dtype.itemsize <= 128
 
 
@@ -236,10 +237,10 @@ def _repeats(groups: Sequence[int], p: int) -> bool:
 
 
 def _precision(dtype: torch.dtype, later: bool) -> str:
-    """How float32 is multiplied; 16 bits are multiplied exactly anyway.
+    """The precision of `tl.dot` for float32; 16-bit products are exact in any case.
 
-    Where torch may use TF32, in three products of TF32: one alone cuts operands off where the library rounds
-    them, at 2.6 times its error.
+    TF32 means three TF32 products: a single one truncates its operands, while the library rounds them, and
+    has 2.6 times the library's error.
     """
     if dtype != torch.float32:
         return "tf32"
@@ -298,7 +299,7 @@ def _variant(
     # front may use as well.
     early = arch >= 90 and chosen.template != "persistent" and _inductor.captures_graphs()
     meta: dict[str, Any] = {
-        "BLOCK_M": configurations.tall(rows) if row else chosen.block_m,
+        "BLOCK_M": padded(rows, 1) if row else chosen.block_m,
         "BLOCK_N": chosen.block_n,
         "GROUP_M": chosen.group_m,
         "ACC_TYPE": "tl.float32",

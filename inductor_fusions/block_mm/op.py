@@ -148,7 +148,7 @@ def _check_size(name: str, what: str, size: Any, wanted: Any, other: str) -> Non
 
 
 def composite(call: Call) -> list[Tensor]:
-    """The same by the operations of torch.
+    """The outputs of a call, computed by torch operations.
 
     As many roundings as those have in the graph: a product and its bias are one `addmm`.
     """
@@ -180,7 +180,7 @@ def composite(call: Call) -> list[Tensor]:
 
 
 def exact_dtype(dtype: torch.dtype, scale: float) -> torch.dtype:
-    """What a product of a dtype is computed in, to be multiplied by a factor.
+    """The dtype in which a product is computed before it is multiplied by a factor.
 
     In float16 it may overflow without the factor, with which kernels round it.
     """
@@ -188,7 +188,7 @@ def exact_dtype(dtype: torch.dtype, scale: float) -> torch.dtype:
 
 
 def dtypes(count: int, dtype: torch.dtype, wide: str) -> list[torch.dtype]:
-    """Of each output."""
+    """The dtype of each output."""
     found = wide.split(",")
     return [torch.float32 if str(group) in found else dtype for group in range(count)]
 

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from .. import tables
+from ..decisions import tables
+from ..decisions.problems import SINGLE_ROWS
 from ..operands import known_size
-
-#: Most rows that are multiplied without tensor cores.
-MOST_SINGLE_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Problem:
 
     @property
     def kind(self) -> str:
-        """What tables call it: "gated", "shared_a", "shared_b", "sum", "linear", or "mixed"."""
+        """The kind in tables: "gated", "shared_a", "shared_b", "sum", "linear", or "mixed"."""
         count = self.groups[-1] + 1
         if self.gated:
             return "gated"
@@ -97,9 +95,9 @@ def size_text(size: int | None) -> str:
 
 
 def few_rows(problem: Problem) -> int:
-    """The number of rows, where the template for a few takes them: weights that lie along K. Else 0."""
+    """The number of rows if the template for few rows supports the problem, else 0."""
     rows = problem.rows[0]
-    if rows is None or rows > MOST_SINGLE_ROWS or set(problem.rows) != {rows} or None in problem.inner:
+    if rows is None or rows > SINGLE_ROWS or set(problem.rows) != {rows} or None in problem.inner:
         return 0
     return rows if {x[1] for x in problem.layouts} == {"t"} else 0
 

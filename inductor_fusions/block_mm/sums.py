@@ -53,7 +53,7 @@ def sum_of_products(root: fx.Node) -> Sum | None:
 
 
 def _read(root: fx.Node, with_bias: bool) -> Sum | None:
-    """The same, where one of the products may have a bias."""
+    """The sum under a node; with `with_bias`, one of its products may have a bias."""
     terms: list[Product] = []
     rest: list[fx.Node] = []
     biases: list[fx.Node] = []

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..decisions.problems import padded
+
 FOLDER = Path(__file__).parent / "templates"
 #: Most products that are one loop: each step chooses among their operands.
 LONGEST_CHAIN = 8
@@ -51,7 +53,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Structure:
-    """What a rendered template depends on, beside its configuration.
+    """Everything but the configuration that a rendered template depends on.
 
     Attributes:
         names: the kernel's arguments, in order: operands, biases, further outputs.
@@ -151,7 +153,7 @@ def render(folder: Path, template: str, **structure: Any) -> str:
 
 
 def _parts(structure: Structure, block_k: int, persistent: bool, rows: int, joined: bool) -> dict[str, Any]:
-    """What a template loops over: groups one by one, or sections of groups that are one loop."""
+    """The loops of a template: groups one by one, or sections of groups that share a loop."""
     groups = _groups(structure, block_k, persistent, rows)
     if not persistent:
         return {"groups": groups}
@@ -182,7 +184,7 @@ def _is_flat(group: dict[str, Any]) -> bool:
 
 
 def _signature(structure: Structure, group: int) -> tuple[Any, ...]:
-    """What the groups of one loop have in common: all but their operands, outputs and sizes."""
+    """Equal for groups that can share a loop: all but operands, outputs and sizes of a group."""
     members = [f for f in structure.factors if f.group == group]
     return tuple((f.a.inner, f.b.inner, f.scale, f.size, f.precision, f.dtype) for f in members)
 
@@ -221,7 +223,7 @@ def _section(groups: list[dict[str, Any]], joined: bool) -> dict[str, Any]:
 
 @functools.cache
 def environment(folder: Path) -> Any:
-    """What renders templates with << >> and [% %], and leaves {{ }} to Inductor."""
+    """The jinja environment of a folder: it renders << >> and [% %], and leaves {{ }} to Inductor."""
     import jinja2
 
     return jinja2.Environment(
@@ -291,7 +293,7 @@ def _steps(
         size = first.size
         block = block_k
         if size is not None and not chained:
-            block = min(block_k, max(16, 1 << (size - 1).bit_length()))
+            block = min(block_k, padded(size))
         step = _Step(
             index=index,
             a=first.a.name,

@@ -1,4 +1,4 @@
-"""Products spelled as an einsum, or of columns: what follows moves dims of size 1, which is a reshape."""
+"""Permutations that only move dims of size 1, behind products spelled as an einsum: they become reshapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import guards
 
 
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
-    """Every permutation of dims of size 1 between a product and a reshape, or what is pointwise.
+    """Every permutation of dims of size 1 between a product and a reshape or a pointwise operation.
 
     Readers of a product look through reshapes. Each einsum that is a product has one of these behind it.
     """
@@ -26,7 +26,7 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
 
 
 def _sizes(node: fx.Node) -> list[Any] | None:
-    """The sizes of a permutation that keeps the elements in their order, and of which no stride is seen."""
+    """The sizes of a permutation that keeps the order of the elements, if no reader sees its strides."""
     if node.target is not aten.permute.default or not all(
         user.target in RESHAPES or is_pointwise(user) for user in node.users
     ):

@@ -36,7 +36,7 @@ def load(name: str) -> Any:
 
 
 def is_checkout(folder: Path) -> bool:
-    """Whether a folder is one of this repository: beside an installed package, `bench` may be anybody's."""
+    """Whether a folder is a checkout of this repository; otherwise its `bench` may be another package."""
     project = folder / "pyproject.toml"
     if not (folder / "bench" / "suites.py").is_file() or not project.is_file():
         return False

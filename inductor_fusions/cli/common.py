@@ -70,11 +70,6 @@ def imports_from(folder: Path) -> Iterator[None]:
             sys.path.remove(name)
 
 
-def describe(error: BaseException) -> str:
-    """An exception in one line."""
-    return f"{type(error).__name__}: {one_line(str(error))}"
-
-
 def one_line(text: str, limit: int = 300) -> str:
     """Text without line breaks, and not endless."""
     line = " ".join(text.split())
@@ -92,7 +87,7 @@ def table(*columns: str, header: bool = True) -> Any:
 
 
 def console() -> Console:
-    """Where tables go: as wide as the terminal, and wide enough for a table where there is none."""
+    """The console for tables, as wide as the terminal, or 160 columns without one."""
     from rich.console import Console
 
     return Console() if sys.stdout.isatty() else Console(width=160)

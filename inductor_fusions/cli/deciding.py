@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from .. import _inductor, decisions
+from ..decisions.problems import KERNELS, SECTIONS
 from ..explaining import absent
-from ..problems import KERNELS, SECTIONS
 from .common import Device, UserError, console, find_device, table
 
 
@@ -49,7 +49,7 @@ def show_decision(section: str, problem: str, target: str | None, device: Device
 
 
 def absent_gpu(target: str) -> _inductor.AbsentDevice:
-    """What stands for a GPU that need not be in this machine.
+    """The stand-in for a GPU that need not be in this machine.
 
     Raises:
         UserError: nothing is known of it.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-from importlib import metadata
 from typing import Any
 
 import torch
 
-from .. import __version__, _inductor, config, problems, registry, tables
+from .. import __version__, _inductor, config, registry
+from ..decisions import machine, problems, tables
 from ..fusion import Fusion
 from . import app
 from .common import EXIT_CODES, Device, JsonFlag, console, find_device, print_json
@@ -61,7 +61,7 @@ def env(as_json: JsonFlag = False) -> None:
 def environment() -> dict[str, Any]:
     """What `env` shows, as plain data."""
     versions: dict[str, str | None] = {"inductor_fusions": __version__, "torch": str(torch.__version__)}
-    versions |= {name: _version(name) for name in ("triton", "transformers", "peft")}
+    versions |= {name: machine.version(name) or None for name in ("triton", "transformers", "peft")}
     versions["python"] = platform.python_version()
     device = find_device(Device.auto)
     if device.type == "cuda":
@@ -91,7 +91,7 @@ def environment() -> dict[str, Any]:
 
 
 def another_triton(table: dict[str, Any] | None, installed: str | None) -> str:
-    """What to know of a table whose kernels another release of Triton compiled when they were measured."""
+    """A hint if the kernels of a table were compiled by another release of Triton; else ""."""
     measured = (table or {}).get("triton")
     if not measured or not installed or measured.split(".")[:2] == installed.split(".")[:2]:
         return ""
@@ -152,13 +152,6 @@ def _table_files() -> list[dict[str, Any]]:
     ]
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 @app.command("list", epilog=EXIT_CODES)
 def list_fusions(as_json: JsonFlag = False) -> None:
     "List the fusions: what each matches, its setting, and where it was measured with which speedup."
@@ -208,7 +201,7 @@ def _devices() -> list[str]:
 
 
 def _gains(device: str, fusion: str) -> dict[str, Any]:
-    """What a fusion was measured to bring on a device: shapes, of those where it pays, and times."""
+    """Measured gains of a fusion on a device: shapes, those where it pays, median and best gain."""
     table: dict[str, Any] = tables.load(device) or {}
     if fusion in BLOCK_MM:
         rows = [row for row in table.get("block_mm", ()) if row["kind"] in BLOCK_MM[fusion]]
@@ -222,7 +215,7 @@ def _gains(device: str, fusion: str) -> dict[str, Any]:
 
 
 def _gain(row: dict[str, Any]) -> float:
-    """What a row says was gained, with the fastest kernel where it has several; 0 where there is none."""
+    """The gain in a row, of its fastest kernel; 0 if there is none."""
     gain = row["gain"]
     if isinstance(gain, dict):
         return max(gain.values(), default=0.0)

@@ -12,7 +12,7 @@ import typer
 from .. import config
 from ..explaining import Explanation
 from ..explaining import explain as explain_model
-from ..sites import groups
+from ..sites import error_text, groups
 from . import app
 from .common import (
     PROG,
@@ -21,7 +21,6 @@ from .common import (
     UserError,
     calm,
     console,
-    describe,
     find_device,
     print_json,
     writable,
@@ -139,7 +138,7 @@ def _explained(
     try:
         return explain_model(model, train=train, dynamic=True if dynamic else None, gpu=target, **kwargs)
     except Exception as error:
-        print(f"{PROG}: the model does not compile or run: {describe(error)}", file=sys.stderr)
+        print(f"{PROG}: the model does not compile or run: {error_text(error)}", file=sys.stderr)
         raise typer.Exit(1) from error
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from .. import reporting
-from ..watching import Watcher
+from ..driver.watching import Watcher
 from .environment import environment
 
 #: Graphs that are kept, the first ones that have a site, and characters of each.

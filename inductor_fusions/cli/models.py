@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from .common import UserError, describe, imports_from
+from ..sites import error_text
+from .common import UserError, imports_from
 
 
 class Attention(str, Enum):
@@ -48,11 +49,11 @@ def from_callable(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
         except (ImportError, AttributeError, ValueError) as error:
             raise UserError(f"cannot import {name}: {error}") from error
         except Exception as error:
-            raise UserError(f"importing {module_name} raised {describe(error)}") from error
+            raise UserError(f"importing {module_name} raised {error_text(error)}") from error
         try:
             made = make()
         except Exception as error:
-            raise UserError(f"{name}() raised {describe(error)}") from error
+            raise UserError(f"{name}() raised {error_text(error)}") from error
     match made:
         case (torch.nn.Module() as model, dict(kwargs)):
             return model, kwargs
@@ -90,7 +91,7 @@ def from_hugging_face(
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{name}: transformers cannot build it: {describe(error)}") from error
+        raise UserError(f"{name}: transformers cannot build it: {error_text(error)}") from error
 
 
 def _configuration(transformers: Any, name: str) -> Any:

@@ -13,7 +13,9 @@ from typing import Annotated
 
 import typer
 
-from .. import bisecting, reporting, watching
+from .. import reporting
+from ..checking import bisecting
+from ..driver import watching
 from . import app
 from .common import PROG, JsonFlag, UserError, console, print_json, writable
 from .issue import Collector
@@ -62,7 +64,7 @@ def run(
     sys.argv = [script, *context.args]
     sys.path[0] = os.getcwd() if module else str(Path(script).resolve().parent)
     try:
-        with watching.by(collector) if issue is not None else contextlib.nullcontext():
+        with watching.observing(collector) if issue is not None else contextlib.nullcontext():
             if module:
                 _check_module(script)
                 runpy.run_module(script, run_name="__main__", alter_sys=True)

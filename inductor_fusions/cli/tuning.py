@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from .. import machine, tables
-from ..problems import SECTIONS, Row
-from ..tables import Table
+from ..decisions import machine, tables
+from ..decisions.problems import SECTIONS, Row
+from ..decisions.tables import Table
 from .common import PROG, UserError, console, writable
 from .common import table as table_of
 

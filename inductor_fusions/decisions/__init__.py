@@ -1,6 +1,7 @@
 """Profitability: which kernel a problem gets on a device, and from which measurements.
 
-The only reader of the gains and of the tiles in the tables.
+The only reader of the gains and of the tiles in the tables. `problems` has the kinds of problems, `tables`
+the files with their rows, and `machine` what was measured on this machine.
 """
 
 from .attention import attention, flex_backward, flex_options

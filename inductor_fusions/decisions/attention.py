@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .. import tables
-from ..problems import SECTIONS, Row, half
+from . import tables
 from .deciding import Decision, Query, decide
 from .devices import sources
 from .estimating import distance
+from .problems import SECTIONS, Row, half
 
 #: Rows further than this say nothing of the tiles of a backward in chunks.
 REACH = 3.0

@@ -12,30 +12,32 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from .. import config, tables
-from ..problems import FEW_ROWS, MARGIN, SECTIONS, Row
+from .. import config
 from ..reasons import Reason
-from ..tables import Measured
+from . import tables
 from .devices import Source, carried, sources
 from .estimating import Estimate, distance, estimate
 from .measuring import measurer
+from .problems import FEW_ROWS, MARGIN, SECTIONS, Row
+from .tables import Measured
 
 Found = TypeVar("Found")
 
-#: Estimates from rows of this machine alone that are further away, in doublings, are worth measuring.
+#: If only rows of this machine say something, and the nearest is further away than this, in doublings, the
+#: problem is worth measuring.
 NEAR_ENOUGH = 1.0
 
-#: How far apart two measured numbers of tokens may be for one between them to count as measured.
+#: A number of tokens between two measured ones counts as measured if their ratio is at most this.
 BRACKET = 8
-#: Tiles of problems that are further apart, in doublings of all sizes together, are not those of a problem.
+#: Tiles are taken from rows that are at most this far from the problem, in doublings of all sizes together.
 TILES_REACH = 6.0
-#: Of a symbolic number of tokens those are looked at that are up to so many doublings from the hint.
+#: A symbolic number of tokens is checked at up to so many doublings below and above its hint.
 RANGE = 4
 
 
 @dataclass(frozen=True)
 class Span:
-    """A symbolic number of tokens: the least, that for which it is compiled now, the most."""
+    """A symbolic number of tokens: the least, the hint and the most."""
 
     low: int
     hint: int
@@ -52,8 +54,8 @@ class Query:
     Attributes:
         section: the kind of problem.
         row: its columns, as a row has them.
-        kernels: those that take it.
-        text: for reports.
+        kernels: those that support it; empty: the one that the section is named after.
+        text: the problem in words, for reports.
     """
 
     section: str
@@ -63,7 +65,7 @@ class Query:
 
     @property
     def candidates(self) -> tuple[str, ...]:
-        """The kernels: that which the section is named after, where there is no other."""
+        """The kernels that support the problem."""
         return self.kernels or (self.section,)
 
     def at(self, tokens: int) -> Query:
@@ -73,16 +75,16 @@ class Query:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a problem gets.
+    """Which kernel a problem gets, and why.
 
     Attributes:
-        kernel: to emit; None: stock's own.
-        source: how that is known.
-        gain, lower: how many times faster than stock it is expected to be, and is at least.
-        rows: what was measured, the nearest first.
-        device: on which rows were measured, where it was another one.
-        reason: why it is stock.
-        near: how far the nearest row is that says something; infinite where there is none.
+        kernel: the kernel to emit; None: stock's.
+        source: where the decision comes from.
+        gain, lower: the expected speedup over stock, and the lower end of the estimate.
+        rows: the measured rows behind it, the nearest first.
+        device: the device of the rows, if it is another one.
+        reason: why the kernel is stock's.
+        near: the distance of the nearest row that says something; infinite if there is none.
     """
 
     kernel: str | None
@@ -96,17 +98,17 @@ class Decision:
 
     @property
     def measured(self) -> bool:
-        """Whether there is a row of this very problem on this device."""
+        """Whether there is a row of exactly this problem on this device."""
         return self.source in ("measured", "this machine")
 
     @property
     def known(self) -> bool:
-        """Whether anything was measured that says something of the problem."""
+        """Whether any measurement says something about the problem."""
         return self.source != "stock"
 
     @property
     def note(self) -> str:
-        """Where it comes from, for reports."""
+        """The source of the decision, for reports."""
         if self.measured:
             where = " on this machine" if self.source == "this machine" else ""
             return f"{self.gain:.2f}x measured{where}"
@@ -121,7 +123,7 @@ _known: ContextVar[dict[Any, Decision] | None] = ContextVar("inductor_fusions_de
 
 @contextlib.contextmanager
 def once() -> Iterator[None]:
-    """Inside, each distinct problem is decided once, where none is measured on the way."""
+    """Decide each distinct problem once inside the block, unless problems are measured."""
     token = _known.set({})
     try:
         yield
@@ -132,10 +134,10 @@ def once() -> Iterator[None]:
 def decide(query: Query, device: torch.device, may_measure: bool = True) -> Decision:
     """The kernel for a problem on a device.
 
-    A row of the problem decides. Where it lies between two rows that differ in the number of tokens alone,
-    both must be faster than stock. Else it is estimated from rows nearby, then from those of other devices,
-    and the lower end of the estimate must be no slower than stock. What is far from any row is measured on
-    this machine, where that is asked for.
+    If there is a row of the problem, it decides. If the problem lies between two rows that differ only in the
+    number of tokens, both must be faster than stock. Otherwise the gain is estimated from rows nearby, then
+    from rows of other devices, and the lower end of the estimate must be no slower than stock. A problem far
+    from every row is measured on this machine if `config.measure` is set.
 
     Args:
         query: the problem.
@@ -155,7 +157,7 @@ def decide(query: Query, device: torch.device, may_measure: bool = True) -> Deci
 
 
 def _decided(query: Query, device: torch.device) -> Decision:
-    """The decision from what is known."""
+    """The decision without a measurement."""
     known = None if config.measure else _known.get()
     if known is None:
         return _from_tables(query, device)
@@ -175,7 +177,7 @@ def _from_tables(query: Query, device: torch.device) -> Decision:
         if not config.estimate:
             break
         decision, seen = _estimated(query, some)
-        # What a few rows of this machine say of problems that are far from them is no table.
+        # A few rows of this machine say little about problems far from them.
         near = min(near, seen)
         if decision is not None:
             return replace(decision, near=near)
@@ -197,9 +199,9 @@ def _unknown(query: Query, device: torch.device) -> str:
 
 
 def decide_for_all(query: Query, tokens: int | Span, device: torch.device) -> Decision:
-    """The decision for a number of tokens; for a symbolic one, where it is one for all that are likely.
+    """The decision for a number of tokens; for a symbolic one, a kernel that pays at all likely numbers.
 
-    Those that are few are left out: the kernels for them know how many there are, and are not emitted.
+    Few tokens are left out: the kernels for these need a static number, and are not emitted.
     """
     if isinstance(tokens, int):
         return decide(query.at(tokens), device)
@@ -230,12 +232,12 @@ def decide_for_all(query: Query, tokens: int | Span, device: torch.device) -> De
 
 
 def tiles(query: Query, device: torch.device, fits: Callable[[Row], Found | None]) -> Found | None:
-    """The tiles of the nearest row whose tiles fit a problem; None: no row has such.
+    """The tiles of the nearest row whose tiles fit a problem, or None.
 
     Args:
         query: the problem.
         device: where it runs.
-        fits: what the configuration of a row becomes, or None where it does not fit.
+        fits: maps a row to its configuration for the problem, or to None if it does not fit.
     """
     for some in sources(device):
         near = [
@@ -253,7 +255,7 @@ def tiles(query: Query, device: torch.device, fits: Callable[[Row], Found | None
 
 
 def bracket(rows: Sequence[Found], tokens: int, of: Callable[[Found], int]) -> list[Found]:
-    """The rows next to a number of tokens, below and above; none where one is missing or far away."""
+    """The rows next to a number of tokens, below and above; empty if one is missing or far away."""
     below = [row for row in rows if of(row) <= tokens]
     above = [row for row in rows if of(row) >= tokens]
     if not below or not above:
@@ -263,7 +265,7 @@ def bracket(rows: Sequence[Found], tokens: int, of: Callable[[Found], int]) -> l
 
 
 def _measured(query: Query, source: Source) -> Decision | None:
-    """What rows of the problem itself say; None where there is none."""
+    """The decision from rows of the problem itself, or None."""
     section = SECTIONS[query.section]
     key = section.key(query.row)
     rows = [item for item in source.table.rows(query.section) if item.key == key and item.gains]
@@ -290,7 +292,7 @@ def _measured(query: Query, source: Source) -> Decision | None:
 
 
 def _near(query: Query, some: Sequence[Source]) -> Iterator[tuple[Source, float, int]]:
-    """Of each row that is like the problem: its source, its distance, and its number."""
+    """Source, distance and index of each row that is comparable with the problem."""
     section = SECTIONS[query.section]
     same, sizes = section.same(query.row), [math.log2(size) for size in section.sizes(query.row)]
     for source in some:
@@ -301,9 +303,9 @@ def _near(query: Query, some: Sequence[Source]) -> Iterator[tuple[Source, float,
 
 
 def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, float]:
-    """The kernel whose lower end is best, where it pays; and how far the nearest row was, if there was any.
+    """The kernel with the best lower end that pays, or None; and the distance of the nearest row.
 
-    A row that was measured elsewhere is near wherever it says anything: tables are made for that.
+    Rows of tables count as near (distance 0): only rows of this machine may be too few.
     """
     near, section = list(_near(query, some)), SECTIONS[query.section]
     best: tuple[str, Estimate] | None = None
@@ -318,7 +320,7 @@ def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, f
             rule = None if gain is None else carried(source, query.section, kernel, item.row)
             if gain is None or rule is None:
                 continue
-            # A kernel that was wrong at a shape has a gain of 0: none near it either.
+            # The gain of a kernel that was wrong at a shape is 0, so that it is not chosen near it either.
             log = math.log(max(gain, 1e-3))
             found.append((apart, rule.of(log), len(items[kernel])))
             items[kernel].append((source, item))

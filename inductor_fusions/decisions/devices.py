@@ -1,4 +1,4 @@
-"""Which measurements count for a device: its own, and those transferred from others."""
+"""Which measurements count for a device: its own, and those of others, scaled down."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import machine, tables
-from ..problems import FEW_ROWS, SINGLE_ROWS, Row
-from ..tables import Table
+from . import machine, tables
+from .problems import FEW_ROWS, SINGLE_ROWS, Row
+from .tables import Table
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What kernels depend on.
+    """The properties of a device that kernels depend on.
 
     Attributes:
         capability: compute capability (major, minor).
@@ -62,7 +62,7 @@ OLDEST = (8, 0)
 
 
 def known(name: str) -> Hardware | None:
-    """What is known of a device by its name."""
+    """The properties of a device by its name; None if it is unknown."""
     # A part of one (a MIG slice) has fewer multiprocessors than its name says.
     if re.search(r"_mig_", name):
         return None
@@ -89,7 +89,7 @@ def target(name: str) -> tuple[str, Hardware]:
 
 
 def hardware(device: torch.device) -> Hardware | None:
-    """What a device is; None for one that is no NVIDIA GPU."""
+    """The properties of a device; None if it is no NVIDIA GPU."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     named = known(tables.device_name(device))
@@ -120,17 +120,17 @@ class Source:
 
     @property
     def is_own(self) -> bool:
-        """Whether it was measured on this very device."""
+        """Whether it was measured on this kind of device."""
         return self.of is None
 
     @property
     def is_alike(self) -> bool:
-        """Whether kernels that were tuned there are compiled alike, and fit."""
+        """Whether kernels that were tuned there compile to the same code and fit here."""
         return self.whose is None or self.of is None or self.whose.capability == self.of.capability
 
     @property
     def shift(self) -> float:
-        """By how many doublings fewer tokens fill the device of the table."""
+        """By how many doublings the table's device needs more tokens to be equally full."""
         if self.whose is None or self.of is None:
             return 0.0
         return math.log2(self.whose.multiprocessors / self.of.multiprocessors)
@@ -160,14 +160,14 @@ def sources(device: torch.device) -> Iterator[list[Source]]:
 
 @dataclass(frozen=True)
 class Carried:
-    """What is left of the logarithm of a gain on another device: a `share`, `less`, and how unsure it is."""
+    """How the logarithm of a gain carries over to another device: times `share`, minus `less`."""
 
     share: float = 1.0
     less: float = 0.0
     doubt: float = 0.0
 
     def of(self, log: float) -> float:
-        """The logarithm there; a loss is not smaller."""
+        """The logarithm on the other device; a loss is not scaled down."""
         return (self.share if log > 0 else 1.0) * log - self.less
 
 
@@ -178,12 +178,12 @@ _FLASH = math.log(2.3)
 
 
 def carried(source: Source, section: str, kernel: str, row: Row) -> Carried | None:
-    """What a row of another device says; None: nothing.
+    """How the gain in a row carries over from another device; None: not at all.
 
-    Between compute capabilities only what follows from traffic carries over: an attention that does not
-    write out its scores, one that reads a cache once, products with narrow matrices, which read the large one
-    once, and weights that are read once for a few rows. Block GEMMs do not: how close the library comes to
-    the limit differs.
+    Between compute capabilities, only gains that follow from memory traffic carry over: attention without
+    materialised scores, decoding that reads a cache once, skinny GEMMs that read the large matrix once, and
+    weights that are read once for a few rows. Those of grouped GEMMs do not, because how close the library
+    comes to the limit differs.
     """
     whose, of = source.whose, source.of
     if whose is None or of is None:

@@ -18,12 +18,12 @@ BELOW = 1.0
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of the logarithm of a gain.
+    """An estimate of the logarithm of a gain.
 
     Attributes:
-        mean: what is expected.
-        doubt: the standard deviation of that.
-        rows: the numbers of the rows that it is made of, the nearest first.
+        mean: the expected value.
+        doubt: its standard deviation.
+        rows: indices of the rows that it is made of, the nearest first.
         distance: of the nearest row.
     """
 
@@ -39,7 +39,7 @@ class Estimate:
 
 
 def distance(a: Sequence[float], b: Sequence[float], weights: Sequence[float]) -> float:
-    """How far two problems are apart: weighted doublings."""
+    """The distance of two problems: the weighted sum of the doublings between their sizes."""
     return sum(w * abs(x - y) for w, x, y in zip(weights, a, b, strict=True))
 
 
@@ -49,10 +49,10 @@ def estimate(
     """The estimate from rows.
 
     Args:
-        near: of each row: its distance, the logarithm of its gain, its number.
+        near: of each row: its distance, the logarithm of its gain, its index.
         reach: rows that are further away do not count.
-        each: what is in doubt for each doubling of distance, as a standard deviation.
-        further: what is in doubt besides, as a standard deviation.
+        each: standard deviation for each doubling of distance.
+        further: additional standard deviation.
     """
     found = sorted(item for item in near if item[0] <= reach)[:NEAREST]
     if not found:
@@ -62,6 +62,6 @@ def estimate(
     mean = sum(w * gain for w, (_, gain, _) in zip(weights, found, strict=True)) / total
     away = sum(w * apart for w, (apart, _, _) in zip(weights, found, strict=True)) / total
     spread = sum(w * (gain - mean) ** 2 for w, (_, gain, _) in zip(weights, found, strict=True)) / total
-    # One row does not show how much they differ.
+    # The spread of a single row says nothing.
     own = (DOUBT + each * away) ** 2 * (1 + 1 / len(found))
     return Estimate(mean, math.sqrt(spread + own + further**2), tuple(n for _, _, n in found), found[0][0])

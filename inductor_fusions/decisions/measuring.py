@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 
-from .. import _inductor, config, machine, tables
-from ..problems import SECTIONS, Row
+from .. import _inductor, config
+from . import machine, tables
+from .problems import SECTIONS, Row
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Worker:
         self.folder = ""
 
     def ask(self, problem: Problem, seconds: float) -> dict[str, Any]:
-        """What it answers: {"rows": of each section}, {"unable": why} or {"error": what was raised}.
+        """Ask the worker: {"rows": of each section}, {"unable": why} or {"error": exception}.
 
         Raises:
             Unanswered: not in this time, or it died; it is ended then.
@@ -136,7 +137,7 @@ class Worker:
 
 
 class Measurer:
-    """What this process measures: within its budget, each problem once.
+    """Measures problems for this process: each once, within the budget.
 
     Attributes:
         spent: seconds of the budget that are used.
@@ -161,7 +162,7 @@ class Measurer:
     # -- whether ----------------------------------------------------------------------------------------
 
     def may(self, problem: Problem, device: torch.device) -> bool:
-        """Whether a problem of which nothing is known is measured now."""
+        """Whether an unknown problem may be measured now."""
         wanted = config.measure and config.policy == "profitable" and _key(problem, device) not in self.asked
         return bool(wanted) and not self.forbidden(device)
 
@@ -205,7 +206,7 @@ class Measurer:
     # -- measuring --------------------------------------------------------------------------------------
 
     def measure(self, counts: Mapping[str, int], device: torch.device) -> None:
-        """Measure problems that may be measured, those that save most first, and keep what is found.
+        """Measure problems, those with the largest savings first, and store the rows.
 
         Whatever goes wrong is said once, and leaves the problems to stock.
 
@@ -288,7 +289,7 @@ class Measurer:
 
 
 def _checked(rows: Any, problem: Problem) -> Rows:
-    """What the process has answered.
+    """The rows that the worker answered, checked.
 
     Raises:
         ValueError: that are no rows, or none of the problem is among them.
@@ -311,7 +312,7 @@ def _key(problem: Problem, device: torch.device) -> str:
 
 
 def _work(problem: Problem) -> float:
-    """What a problem may save grows with it: with the product of its sizes, about."""
+    """The product of a problem's sizes: what a kernel may save grows with it."""
     section, row, _ = problem
     return math.prod(SECTIONS[section].sizes(row))
 

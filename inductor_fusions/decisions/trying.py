@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from ..problems import Row
+from .problems import Row
 
 
 class _Config(Protocol):
@@ -20,10 +20,10 @@ class Trial:
     """One configuration of a kernel.
 
     Attributes:
-        section: of the kernel; others get what they get anyway.
-        number: of the configuration; 0 is what it gets anyway.
-        rows: of each section, the configurations that kernels have got.
-        exhausted: whether there are not so many.
+        section: of the kernel; kernels of other sections get their usual configuration.
+        number: of the configuration; 0 is the usual one.
+        rows: by section, the configurations that kernels got.
+        exhausted: whether there are fewer configurations than `number`.
     """
 
     def __init__(self, section: str, number: int) -> None:
@@ -37,7 +37,7 @@ _now: Trial | None = None
 
 @contextlib.contextmanager
 def trial(section: str, number: int) -> Iterator[Trial]:
-    """Inside, kernels of a section get the configuration of this number."""
+    """Give kernels of a section the configuration of this number inside the block."""
     global _now
     before, made = _now, Trial(section, number)
     _now = made
@@ -48,18 +48,18 @@ def trial(section: str, number: int) -> Iterator[Trial]:
 
 
 def some(items: Sequence[C], count: int = 4) -> Sequence[C]:
-    """So many of them or a few more, evenly."""
+    """About `count` of the items, evenly spaced."""
     return items[:: max(1, len(items) // count)]
 
 
 def configured(section: str, row: Mapping[str, Any], usual: C, candidates: Callable[[], Sequence[C]]) -> C:
-    """The configuration of a kernel: the usual one, except where others are tried.
+    """The configuration of a kernel: the usual one, except inside of `trial`.
 
     Args:
         section: of the table with its tiles.
         row: the problem.
-        usual: what is known to be best.
-        candidates: what is worth measuring.
+        usual: the best known configuration.
+        candidates: returns the configurations that are worth measuring.
     """
     if _now is None:
         return usual

@@ -13,11 +13,12 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..decisions import machine
+from ..sites import error_text
 from .models import Case, cases
 from .reference import ERROR_FACTOR
 from .runner import PHASES, Row, Runner
@@ -50,9 +51,8 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Plain data: {"schema": 1, "ok": ..., "rows": [...]} with device and versions."""
         versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-        for package in ("triton", "transformers", "inductor_fusions"):
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                versions[package] = metadata.version(package)
+        packages = ("triton", "transformers", "inductor_fusions")
+        versions |= {package: found for package in packages if (found := machine.version(package))}
         return {"schema": 1, "ok": self.ok, "versions": versions, **asdict(self)}
 
 
@@ -106,7 +106,7 @@ def _one(
         return runner.run()
     except Exception as error:
         row = runner.row if runner is not None else Row(case.title, 0, case.batch, case.seq, case.train, 0)
-        row.verdict = f"failed: {type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        row.verdict = f"failed: {error_text(error)}"
         return row
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .. import tables
+from ..decisions import tables
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..budget import worst
+from ..checking.budget import worst
 from .models import Case
 
 #: An error may be this many times that of stock, plus eps of the dtype.

@@ -28,7 +28,7 @@ _STOCK_OPTIONS: dict[str, Any] = dict.fromkeys(_inductor.HOOKS.values())
 
 @dataclass
 class Row:
-    """What came of one model; the fields of the JSON report.
+    """The result of one model; the fields of the JSON report.
 
     Attributes:
         sites: attentions in the model, by its configuration.

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from .. import _inductor, config, decisions, reporting, watching
-from ..runs import own_buffers, run
+from .. import _inductor, config, decisions, reporting
+from ..checking.runs import own_buffers, run
+from ..driver import watching
 from ..sites import SCHEMA, Report, table, text
 from .graphs import Line, Pair, Recorder
 
@@ -122,7 +123,7 @@ def explain(
 
 
 def absent(gpu: str) -> _inductor.AbsentDevice:
-    """What stands for a GPU that need not be in this machine.
+    """The stand-in for a GPU that need not be in this machine.
 
     Raises:
         ValueError: nothing is known of it; names those that are known.
@@ -139,7 +140,7 @@ def _explained(
     with (
         _inductor.compile_apart() as compile,
         reporting.isolated(keep=False) as sites,
-        watching.by(recorder),
+        watching.observing(recorder),
         own_buffers(fn),
     ):
         run(compile(fn, _inductor.passes_only(), dynamic), fn, args, kwargs, train)

@@ -36,7 +36,7 @@ class Group:
 
 @dataclass
 class Row:
-    """What is shown side by side."""
+    """Two items that are shown side by side."""
 
     before: Line | Group | None
     after: Line | Group | None
@@ -134,7 +134,7 @@ def _fold(group: Group, mark: Callable[[Line], object]) -> None:
 
 
 def _looks(item: Line | Group | None, mark: Callable[[Line], object]) -> object:
-    """What two items must have in common to be shown as one: all but names from outside."""
+    """Equal for two items that are shown as one: everything but names from outside."""
     if item is None:
         return None
     own: dict[str, int] = {}

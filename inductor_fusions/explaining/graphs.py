@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._dtype_abbrs import dtype_abbrs
 
 from .._inductor import value_of
+from ..driver.watching import Watcher
 from ..reporting import module_path, source_line
 from ..sites import Site, place
-from ..watching import Watcher
 
 #: At most so many characters of the arguments of an operation are kept.
 _LONG = 160
@@ -66,7 +67,7 @@ class Pair:
 
     @property
     def title(self) -> str:
-        """What it is, for people."""
+        """A title for people."""
         if self.stage == "pre_grad":
             return "Dynamo's graph, before autograd"
         return "aten graph of the backward" if self.backward else "aten graph of the forward"
@@ -201,16 +202,10 @@ def short(text: str) -> str:
     return re.sub(r"\bl_[A-Za-z]*?_?((?:modules|parameters|buffers)_\w+)", path, text)
 
 
-_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "bool": "b8", "complex": "c"}
-
-
 def _shape(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return ""
-    name = str(value.dtype).removeprefix("torch.")
-    letters = name.rstrip("0123456789")
-    dtype = _SHORT.get(letters, letters) + name.removeprefix(letters)
-    return f"{dtype}[{', '.join(map(str, value.shape))}]"
+    return f"{dtype_abbrs[value.dtype]}[{', '.join(map(str, value.shape))}]"
 
 
 def _dead(graph: fx.Graph) -> list[fx.Node]:

@@ -18,6 +18,7 @@ from ..block_mm import emit, guards, units
 from ..block_mm.columns import SPLITS, Columns, columns, halves, is_apart
 from ..block_mm.expressions import NONLINEAR, Expressions, activation, behind, between, leaves, mul, same
 from ..block_mm.op import ACTIVATIONS
+from ..decisions.problems import FEW_ROWS
 from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Reported, Scope
 from ..graph.builder import Builder, substitute
 from ..graph.facts import facts
@@ -35,7 +36,6 @@ from ..graph.products import (
     value,
 )
 from ..operands import holds
-from ..problems import FEW_ROWS
 from ..reasons import Reason, Said
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _read(expression: Any) -> tuple[str, Linear, Linear] | None:
 
 
 def _among_others(root: fx.Node, expressions: Expressions) -> tuple[str, Linear, Linear, list[Any]] | None:
-    """The same of a product with other factors, and those."""
+    """The same for a product with other factors, and these factors."""
     factors = _factors(root)
     of_leaf = dict[fx.Node, list[Any]]()
     for factor in factors:
@@ -96,7 +96,7 @@ def _among_others(root: fx.Node, expressions: Expressions) -> tuple[str, Linear,
 
 
 def _factors(node: Any, top: bool = True) -> list[Any]:
-    """What a tree of multiplications multiplies."""
+    """The factors of a tree of multiplications."""
     if isinstance(node, fx.Node) and node.target is aten.mul.Tensor and (top or len(node.users) == 1):
         return [factor for each in node.args for factor in _factors(each, False)]
     return [node]
@@ -234,7 +234,7 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _input(side: fx.Node) -> fx.Node:
-    """What a linear, columns of one, or a product of many matrices multiplies."""
+    """The input of a linear, of columns of one, or of a batch of products."""
     found, whole, apart = product(side) or columns(side), _of_many(side), is_apart(side)
     if found is not None:
         return found.base.a if isinstance(found, Columns) else found.a
@@ -278,7 +278,7 @@ def _other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node],
 
 
 def _named(expression: Any, leaf: fx.Node) -> str:
-    """The activation that an expression is; "" where it is none."""
+    """The name of the activation that an expression is, or ""."""
     return next((name for name in ACTIVATIONS if name and same(activation(name, leaf), expression)), "")
 
 

@@ -157,7 +157,7 @@ class LinearEpilogue(Candidate):
 
 
 class Activated(LinearEpilogue):
-    """A linear of which nothing but its activation is used."""
+    """A linear whose result only its activation reads."""
 
     def __init__(self, graph: fx.Graph, found: Product, root: fx.Node, name: str) -> None:
         super().__init__(graph, found)

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 def of_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """What is searched for: of matrices (n, k) and (k, n)."""
+    """The form to find, for matrices (n, k) and (k, n)."""
     return torch.diagonal(torch.mm(a, b))
 
 
 def of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The same of batches of them."""
+    """The same for batches of matrices."""
     return torch.diagonal(torch.bmm(a, b), dim1=-2, dim2=-1)
 
 
 def dot_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """What comes in its place: each row of `a` times that column of `b`, added up in float32 at least."""
+    """The replacement: each row of `a` times that column of `b`, added up in float32 at least."""
     dtype = torch.promote_types(a.dtype, torch.float32)
     return (a.to(dtype) * b.mT.to(dtype)).sum(-1).to(a.dtype)
 

@@ -88,7 +88,7 @@ class SharedOperand(Candidate):
         self.kernel = guards.kernel([[p] for p in self.group])
 
     def _longest(self, fit: list[Product]) -> list[Product]:
-        """As many of the first products as one operation can compute."""
+        """The longest prefix of the products that one operation can compute."""
         memory, reason = facts(self.graph).memory, None
         for count in range(len(fit), 1, -1):
             try:
@@ -98,7 +98,7 @@ class SharedOperand(Candidate):
                 reason = reason or miss
             else:
                 return fit[:count]
-        # The first stands in the way of the others, perhaps.
+        # Perhaps only the first product is in the way of the others.
         self.left_over = fit[1:]
         assert reason is not None
         raise reason

@@ -63,7 +63,7 @@ class Builder:
         return self.given(found, target, *args, **kwargs)
 
     def given(self, found: Any, target: str | Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """The same of a call whose fake value is known."""
+        """Add a call whose fake value is known."""
         args, kwargs = self._with_size_nodes(args), self._with_size_nodes(kwargs)
         kind = "call_method" if isinstance(target, str) else "call_function"
         with self.graph.inserting_before(self.before):
@@ -171,7 +171,7 @@ _CONVERT: Any = torch.ops.prims.convert_element_type.default
 
 
 def _value(node: Any) -> Any:
-    """The fake value of a node, or what it is where it is no node."""
+    """The fake value of a node; any other argument as it is."""
     if not isinstance(node, fx.Node):
         return node
     if was_erased(node):

@@ -29,7 +29,7 @@ class Equation:
     right: fx.Node
 
     def turned(self) -> Equation:
-        """The same with its operands in the other order."""
+        """The same equation with the operands swapped."""
         return Equation(self.text, self.second, self.first, self.result, self.right, self.left)
 
 
@@ -72,7 +72,7 @@ def equation(op: Op) -> Equation:
 
 
 def _of_dims(op: Op) -> Equation:
-    """The equation of a product that is told the dims that it sums over."""
+    """The equation of a product that names the dims that it sums over."""
     left, right = op.input, op["weight"] if op.name == "linear" else op["other"]
     one, other = tensor(left), tensor(right)
     dims = ([-1], [-1]) if op.name == "linear" else op["dims"]

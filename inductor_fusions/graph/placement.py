@@ -64,7 +64,7 @@ def find(
     after: fx.Node | None = None,
     movable: Container[fx.Node] = (),
 ) -> Place:
-    """Where one operation can stand for `products`.
+    """The place where one operation can replace `products`.
 
     Args:
         products: what it computes.

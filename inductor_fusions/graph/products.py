@@ -54,7 +54,7 @@ class Product:
 
     @property
     def inner(self) -> int:
-        """K; 0 where it is symbolic."""
+        """K; 0 if it is symbolic."""
         size = value(self.a).shape[1]
         return size if isinstance(size, int) else 0
 
@@ -127,7 +127,7 @@ def scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
 
 
 def _of_padded_rows(node: fx.Node) -> fx.Node | None:
-    """The product of which a node has the first rows."""
+    """The product that a node has the first rows of."""
     if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.kwargs or node.args[1:3] != (0, 0):
         return None
     inner = node.args[0]
@@ -307,7 +307,7 @@ def additions_behind(ups: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def summands(node: fx.Node) -> list[tuple[Any, float]]:
-    """What an addition or a subtraction adds up, with the factor of each; nothing for other nodes."""
+    """The terms of an addition or a subtraction, with the factor of each; empty for other nodes."""
     if node.target not in (aten.add.Tensor, aten.sub.Tensor) or not is_floating(node):
         return []
     alpha = node.kwargs.get("alpha", 1)

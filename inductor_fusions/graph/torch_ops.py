@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import fx
 
 from .._inductor import ATTRIBUTES, remembered, value_of
-from ..inplace import arguments
-from ..liveness import readers
+from ..effects.inplace import arguments
+from ..effects.liveness import readers
+from ..effects.writes import is_in_place, is_told_to_overwrite
 from ..reasons import Reason
-from ..writes import is_in_place, is_told_to_overwrite
 
 #: Names of the arguments, in positional order, of every operation that is read.
 SIGNATURES: dict[str, tuple[str, ...]] = {
@@ -441,7 +441,7 @@ def permutation(op: Op) -> list[int] | None:
 
 
 def permuted_by(node: Any, dims: list[int]) -> fx.Node | None:
-    """What a node is a permutation of, if it is one by these dims."""
+    """The node that a node permutes by these dims, or None."""
     op = read(node)
     if op is None or op.inplace or permutation(op) != dims:
         return None

@@ -74,7 +74,7 @@ def block_mm(
 
 
 def _check_tensors(name: str, found: object, or_none: bool = False) -> None:
-    """Refuse what is no list of tensors, such as a tensor."""
+    """Refuse an argument that is no list of tensors, such as a tensor."""
     kinds = "tensors or None" if or_none else "tensors"
     if not isinstance(found, (list, tuple)):
         raise TypeError(f"{name} of block_mm must be a list of {kinds}, not a {type(found).__name__}")

@@ -37,6 +37,7 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     """
     import torch
 
+    from ..sites import error_text
     from .case import UnableError
     from .measuring import NotFusedError, clean_up
     from .problem import rows_of
@@ -45,11 +46,11 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
         set_up(asked)
         return {"rows": rows_of(asked["section"], asked["row"], asked["kernels"], asked["device"])}
     except (UnableError, NotFusedError) as error:
-        return {"unable": _one_line(error)}
+        return {"unable": error_text(error)}
     except torch.OutOfMemoryError:
         return {"error": "out of memory"}
     except Exception as error:
-        return {"error": _one_line(error)}
+        return {"error": error_text(error)}
     finally:
         clean_up(asked["device"])
 
@@ -67,7 +68,3 @@ def set_up(asked: Mapping[str, Any]) -> None:
         torch.cuda.set_device(asked["index"])
     else:
         torch.set_num_threads(asked["threads"])
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..problems import Row
+from ..decisions.problems import Row
 from .case import Case, UnableError, generator
 
 #: Masks that are tensors: the dims of (batch, heads, q_len, kv_len) that they vary along.

@@ -16,7 +16,7 @@ class UnableError(ValueError):
 
 @dataclass
 class Case:
-    """What stock is given, and what the fusions are.
+    """A problem as stock and the fusions get it.
 
     Attributes:
         fn: what a model computes; a list of tensors.

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from ..block_mm.op import ACTIVATIONS
+from ..decisions.problems import FEW_ROWS, Row, has_adapters
 from ..fusions.lora.op import NARROW_MM
 from ..ops import block_mm
-from ..problems import FEW_ROWS, Row, has_adapters
 from .case import Case, Tensors, UnableError, generator
 
 #: Factor of every adapter: lora_alpha / r.

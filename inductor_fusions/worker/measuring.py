@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from .. import budget, config, decisions, reporting
-from ..problems import Row
+from .. import config, decisions, reporting
+from ..checking import budget
+from ..decisions.problems import Row
 from .case import Case, Tensors
 from .clock import interleave
 
-#: Where a call takes less, launching may be what takes the time: both clocks count.
+#: If a call takes less, the host may be the bottleneck: then both clocks count.
 SHORT_SECONDS = 1.5e-3
 #: Configurations of a kernel that are tried beside the one that it gets without a measurement.
 TRIALS = 3
@@ -31,7 +32,7 @@ class NotFusedError(RuntimeError):
 
 
 def gains(case: Case, kernels: Sequence[str], device: str) -> dict[str, float]:
-    """How many times faster than stock each kernel of an attention is; 0 where it is wrong.
+    """The speedup of each kernel of an attention over stock; 0 if its result is wrong.
 
     Kernels that do not take it are left out.
     """
@@ -47,8 +48,8 @@ def gains(case: Case, kernels: Sequence[str], device: str) -> dict[str, float]:
 
 
 def best(case: Case, device: str) -> tuple[float, dict[str, list[Row]]]:
-    """The gain of the fastest configuration over stock, and of each kernel that it is made of a row with its
-    tiles; 0 where all are wrong."""
+    """The gain of the fastest configuration over stock, 0 if all are wrong; and rows with the tiles of its
+    kernels, by section."""
     stock, runs, made_of = _stock(case), {}, {}
     for number in range(1 + (TRIALS if case.varied else 0)):
         with decisions.trial(case.varied, number) as trial:
@@ -82,7 +83,7 @@ def _fused(case: Case, toggles: Mapping[str, Any], kernel: str) -> Run:
 
 
 def _compiled(fn: Callable[..., Tensors], case: Case) -> Run:
-    """A function compiled for the operands, with its backward where there is one."""
+    """A function compiled for the operands of a case, with its backward if it has one."""
     compiled = torch.compile(_apart(fn), dynamic=False)
 
     def run() -> Tensors:
@@ -102,7 +103,7 @@ def _gradients(outputs: Tensors, leaves: Sequence[torch.Tensor]) -> Tensors:
 
 
 def _apart(fn: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """The same behind code of its own: Dynamo keeps what it has compiled with the code object."""
+    """The same function with a new code object, because Dynamo stores compiled code with the code object."""
 
     def call(*args: torch.Tensor) -> Tensors:
         return fn(*args)
@@ -114,10 +115,11 @@ def _apart(fn: Callable[..., Tensors]) -> Callable[..., Tensors]:
 def _judged(
     case: Case, stock: Run, runs: Mapping[str, Run], device: str, both_clocks: bool = False
 ) -> dict[str, float]:
-    """The gain of each, 0 of those whose error is over budget.
+    """The gain of each run; 0 if its error is over budget.
 
-    With both clocks the smaller one of wall time and time on the device counts, where a call is short: an
-    attention may be launched differently. Products are launched alike, so the device's time counts.
+    With `both_clocks`, a short call gets the smaller of its gains by wall time and by device time, because
+    the kernels of an attention may be launched differently. Products are launched alike: only device time
+    counts.
     """
     right = {name: run for name, run in runs.items() if _is_right(case, stock, run)}
     wrong = dict.fromkeys(set(runs) - set(right), 0.0)

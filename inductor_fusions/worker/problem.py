@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ..problems import SECTIONS, Row
+from ..decisions.problems import SECTIONS, Row
 from . import attention, linears
 from .case import Case, UnableError
 from .measuring import best, gains

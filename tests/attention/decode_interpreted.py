@@ -158,13 +158,10 @@ def errors(name: str) -> float:
     if garbage:
         with_garbage(case, k, v, shown)
 
-    def wrap(kernel):  # type: ignore[no-untyped-def]
-        return kernel
-
     lowest = None if mask is None or mask.dtype == torch.bool else lowest_of(mask, mask.dtype)
-    listed = None if mask is None else kernels.order(mask, lowest, case.kv_heads, case.tile[0], wrap)
+    listed = None if mask is None else kernels.order(mask, lowest, case.kv_heads, case.tile[0])
     out = kernels.attention(
-        q, k, v, mask, lowest, listed, case.scale, case.causal, case.queries, (*case.tile, 4, 2), wrap
+        q, k, v, mask, lowest, listed, case.scale, case.causal, case.queries, (*case.tile, 4, 2)
     )
     assert out.dtype == q.dtype and out.shape == right.shape
     assert out.transpose(1, 2).is_contiguous()

@@ -1,6 +1,6 @@
 """What flex attention captures may be computed in any way: for a GPU it is lowered, forward and backward.
 
-Without `inductor_fusions.pinning` Inductor raises "convert FlexibleLayout to FixedLayout first" where a
+Without `layouts.pinning` Inductor raises "convert FlexibleLayout to FixedLayout first" where a
 captured value is computed from one that has its own buffer.
 """
 

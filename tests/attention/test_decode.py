@@ -123,8 +123,8 @@ def machine_code(arch: int, kind: int, by_row: bool, dim: int, block_m: int, con
     fn = kernels.part_kernel
     constants: dict[str, Any] = {
         "KIND": kind, "CAUSAL": False, "BY_ROW": by_row, "SCALE": 0.1, "GROUP": 4, "D": dim, "E": dim,
-        "IS_SPLIT": True, "BLOCK_M": block_m, "BLOCK_N": config.block_n, "BLOCK_D": kernels.power(dim),
-        "BLOCK_E": kernels.power(dim),
+        "IS_SPLIT": True, "BLOCK_M": block_m, "BLOCK_N": config.block_n, "BLOCK_D": kernels.padded(dim),
+        "BLOCK_E": kernels.padded(dim),
     }  # fmt: skip
     ones = {"q_d", "k_d", "v_e", "mask_j", "lowest_i", *(() if by_row else ("queries",))}
     pointers = dict.fromkeys("qkv", "*bf16") | {

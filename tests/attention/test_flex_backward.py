@@ -9,7 +9,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from devtools import cuda_codegen
-from inductor_fusions import _inductor, config, decisions, matching, tables
+from inductor_fusions import _inductor, config, decisions
+from inductor_fusions.decisions import tables
+from inductor_fusions.driver import matching
 from inductor_fusions.fusion import LeftToStock
 from inductor_fusions.fusions.attention import flex_backward
 from inductor_fusions.graph import inlined

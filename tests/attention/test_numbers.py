@@ -11,7 +11,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from inductor_fusions import config, passes
+from inductor_fusions import config
+from inductor_fusions.driver import passes
 from inductor_fusions.fusions import attention
 from inductor_fusions.sites import Site
 from tests.attention.support import cases, check, flex_everywhere, qkv

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from inductor_fusions import config, tables, testing
+from inductor_fusions import config, testing
+from inductor_fusions.decisions import tables
 from inductor_fusions.fusions.attention import row_bias
 from tests.attention.support import check, flex_everywhere, qkv
 from tests.attention.test_block_masks import LOWEST

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from inductor_fusions import _inductor, config, modes, passes
+from inductor_fusions import _inductor, config
+from inductor_fusions.driver import passes
+from inductor_fusions.effects import modes
 from tests.attention.support import (
     cases,
     check,

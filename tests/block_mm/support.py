@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 pytest.importorskip("triton")
 
 from devtools import cuda_codegen
-from inductor_fusions import config, fusions, passes, reporting
+from inductor_fusions import config, fusions, reporting
 from inductor_fusions.block_mm.op import BLOCK_MM
+from inductor_fusions.driver import passes
 
 POST_GRAD = tuple(fusion for fusion in fusions.ALL if fusion.stage == "post_grad")
 

@@ -14,9 +14,11 @@ pytest.importorskip("triton")
 import torch._inductor.config
 
 from devtools import cuda_codegen
-from inductor_fusions import config, disable, enable, ops, passes, tables
+from inductor_fusions import config, disable, enable, ops
 from inductor_fusions.block_mm import configurations, template
 from inductor_fusions.block_mm.problem import Problem
+from inductor_fusions.decisions import tables
+from inductor_fusions.driver import passes
 from tests.block_mm.support import POST_GRAD, GatedMLP, Linears, rand, run
 
 

@@ -15,10 +15,11 @@ pytest.importorskip("triton")
 import torch._inductor.config
 
 from devtools import cuda_codegen
-from inductor_fusions import config, ops, problems, tables
+from inductor_fusions import config, ops
 from inductor_fusions.block_mm import configurations, heuristics
 from inductor_fusions.block_mm.configurations import Config
 from inductor_fusions.block_mm.problem import Problem
+from inductor_fusions.decisions import problems, tables
 
 #: Where no register may spill, since these are what kernels are tuned for.
 ARCHS = (80, 90, 100)

@@ -12,9 +12,10 @@ from torch._dynamo.utils import counters
 
 from bench import device_table, projections, tune_projections
 from bench.projections import Row
-from inductor_fusions import config, tables
+from inductor_fusions import config
 from inductor_fusions.block_mm import configurations, heuristics
 from inductor_fusions.block_mm.problem import Problem
+from inductor_fusions.decisions import tables
 from inductor_fusions.fusion import LeftToStock
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from inductor_fusions.runs import Exact, cast, copied
+from inductor_fusions.checking.runs import Exact, cast, copied
 
 #: What hides a key.
 LOWEST = torch.finfo(torch.float32).min / 64

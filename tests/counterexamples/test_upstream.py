@@ -238,7 +238,8 @@ def test_unsloth_2319_dropout(p: float) -> None:
 
 
 def test_192042_uuid_knows_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    from inductor_fusions import fusions, passes
+    from inductor_fusions import fusions
+    from inductor_fusions.driver import passes
 
     found = set()
     for rank in "0", "1":
@@ -249,7 +250,8 @@ def test_192042_uuid_knows_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_53366_toggles_are_in_the_key() -> None:
-    from inductor_fusions import fusions, passes
+    from inductor_fusions import fusions
+    from inductor_fusions.driver import passes
 
     before = passes.FusionPass("pre_grad", fusions.ALL).uuid()
     with config.patch(empty_rows="ignore"):

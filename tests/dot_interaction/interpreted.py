@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 
 from inductor_fusions.fusions.dot_interaction import kernels
-from inductor_fusions.fusions.dot_interaction.op import triangle
+from inductor_fusions.fusions.dot_interaction.op import Triangle
 
 #: Samples, features, width, dense columns, samples of a thread block.
 SIZES: dict[str, tuple[int, int, int, int, int]] = {
@@ -32,11 +31,6 @@ CASES = {
 CASES |= {f"{n}, given {kind}": (n, dtype, None, False) for n in SIZES for kind, dtype in DTYPES.items()}
 
 
-def as_it_is(kernel: Any) -> Any:
-    """What launches a kernel of the interpreter."""
-    return kernel
-
-
 def errors(case: str) -> dict[str, float]:
     """Relative error of the result and of the gradient, against float64."""
     name, dtype, upper, diagonal = CASES[case]
@@ -46,17 +40,11 @@ def errors(case: str) -> dict[str, float]:
     t = torch.randn(f, samples, 2 * d).to(dtype).transpose(0, 1)[..., ::2]
     dense = torch.randn(x, samples).to(dtype).t() if x else None
     tiles = [block, 1, block, 1]
-    i, j = torch.randint(f, (2, 2 * f)) if upper is None else triangle(f, upper, diagonal)
-    cells = i * f + j
-    if upper is None:
-        y = kernels.pairs(t, dense, cells, tiles, as_it_is)
-    else:
-        y = kernels.interaction(t, dense, upper, diagonal, tiles, as_it_is)
+    i, j = torch.randint(f, (2, 2 * f)) if upper is None else Triangle(upper, diagonal).indices(f)
+    named = i * f + j if upper is None else Triangle(upper, diagonal)
+    y = kernels.interaction(t, dense, named, tiles)
     dy = torch.randn(y.shape[1], samples).to(dtype).t() if f % 2 else torch.randn(y.shape).to(dtype)
-    if upper is None:
-        dt = kernels.pairs_gradient(dy, t, x, cells, tiles, as_it_is)
-    else:
-        dt = kernels.gradient(dy, t, x, upper, diagonal, tiles, as_it_is)
+    dt = kernels.gradient(dy, t, x, named, tiles)
     wide = t.double().requires_grad_()
     pairs = (wide @ wide.mT)[:, i, j]
     exact = pairs if dense is None else torch.cat([dense.double(), pairs], 1)

@@ -11,8 +11,7 @@ from torch import nn
 
 from inductor_fusions import testing
 from inductor_fusions.fusions import dot_interaction
-from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
-from inductor_fusions.fusions.dot_interaction.pairs_op import DOT_PAIRS
+from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION, DOT_PAIRS
 
 SAMPLES, F, D = 6, 5, 8
 LI = [i for i in range(F) for j in range(i)]

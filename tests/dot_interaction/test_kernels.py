@@ -63,17 +63,16 @@ def test_machine_code(name: str, width: int, arch: int) -> None:
 def test_launched_by_inductor(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel of ours forward and one backward in the code that Inductor writes, and no matrix product."""
     from devtools import cuda_codegen
-    from inductor_fusions.fusions.dot_interaction import op, pairs_op
+    from inductor_fusions.fusions.dot_interaction import op
 
-    for module in (op, pairs_op):
-        monkeypatch.setattr(module, "has_kernel", lambda t: True)
+    monkeypatch.setattr(op, "has_kernel", lambda t: True)
     x, t = torch.randn(8, 64).bfloat16(), torch.randn(8, 27, 64).bfloat16()
 
     cells = torch.arange(0, 700, 3)
 
     def fn(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         if given:
-            return pairs_op.DOT_PAIRS(t, x, cells, []) * 2
+            return op.DOT_PAIRS(t, x, cells, []) * 2
         return op.DOT_INTERACTION(t, x, False, False, []) * 2
 
     code = cuda_codegen.generate(fn, (x.requires_grad_(), t.requires_grad_()), train=True, run=False)

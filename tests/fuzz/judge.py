@@ -15,7 +15,7 @@ from hypothesis import assume, reject
 
 from inductor_fusions import config, testing
 from inductor_fusions.block_mm import op
-from inductor_fusions.runs import Exact, cast, copied, run
+from inductor_fusions.checking.runs import Exact, cast, copied, run
 from inductor_fusions.sites import Site
 from tests.attention.support import flex_everywhere
 from tests.fuzz.programs import Program

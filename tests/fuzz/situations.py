@@ -14,7 +14,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from inductor_fusions import _inductor, config, reporting, testing
-from inductor_fusions.runs import Exact, cast
+from inductor_fusions.checking.runs import Exact, cast
 from inductor_fusions.sites import Site
 from tests.attention.support import flex_everywhere
 from tests.fuzz.attentions import AttentionWriter

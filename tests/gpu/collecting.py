@@ -91,7 +91,7 @@ class Recorder:
     # -- what tests call -----------------------------------------------------------------------------
 
     def check(self, fn: Any, inputs: Any, **options: Any) -> Anything:
-        from inductor_fusions.runs import split
+        from inductor_fusions.checking.runs import split
 
         args, kwargs = split(inputs)
         return self.take(fn, args, kwargs, options.get("train", True), options)
@@ -102,13 +102,13 @@ class Recorder:
         return self.take(fn, args, kwargs, options.get("train", False), options)
 
     def fusions(self, fn: Any, args: Any = (), expected: Any = None, **options: Any) -> Anything:
-        from inductor_fusions.runs import split
+        from inductor_fusions.checking.runs import split
 
         args, kwargs = split(args)
         return self.take(fn, args, kwargs, options.get("train", False), options)
 
     def close(self, fn: Any, args: Any = (), **options: Any) -> Anything:
-        from inductor_fusions.runs import split
+        from inductor_fusions.checking.runs import split
 
         args, kwargs = split(args)
         kwargs = {**kwargs, **(options.get("keywords") or {})}

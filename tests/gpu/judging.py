@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from inductor_fusions import _inductor, config, reporting
-from inductor_fusions.runs import Exact, copied, leaves, near
+from inductor_fusions.checking.runs import Exact, copied, leaves, near
 from tests.gpu.moving import HALF, Program, device_of, mapping
 
 #: Of the random numbers that a program draws.

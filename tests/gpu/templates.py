@@ -15,8 +15,7 @@ from torch import Tensor
 
 from inductor_fusions import _inductor, config
 from inductor_fusions.block_mm import configurations, heuristics
-from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
-from inductor_fusions.fusions.dot_interaction.pairs_op import DOT_PAIRS
+from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION, DOT_PAIRS
 from inductor_fusions.fusions.linear_cross_entropy.op import LINEAR_CROSS_ENTROPY, SOFTMAX_ROWS
 from inductor_fusions.fusions.lora import decode
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from inductor_fusions import _inductor, config, pinning, testing
+from inductor_fusions import _inductor, config, testing
 from inductor_fusions._inductor import templates
+from inductor_fusions.layouts import pinning
 from tests.kernel_defects.examples import of_scaled_query, scaled_query
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import loss_head as bench
-from inductor_fusions.problems import SECTIONS
+from inductor_fusions.decisions.problems import SECTIONS
 from tests.support.interactions import TIMES
 
 

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from inductor_fusions import config, tables
+from inductor_fusions import config
+from inductor_fusions.decisions import tables
 from inductor_fusions.fusion import LeftToStock
 from inductor_fusions.fusions.lora import accumulate_kernel, profit
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE

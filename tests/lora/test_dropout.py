@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 
 from devtools import cuda_codegen
-from inductor_fusions import config, reporting, tables
+from inductor_fusions import config, reporting
 from inductor_fusions.block_mm import guards
+from inductor_fusions.decisions import tables
 from inductor_fusions.fusion import LeftToStock
 from inductor_fusions.fusions.lora import inputs, profit
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inductor_fusions import _inductor, config, reporting, testing, writes
+from inductor_fusions import _inductor, config, reporting, testing
+from inductor_fusions.effects import scope, writes
 from inductor_fusions.fusions.lora import inputs
 from inductor_fusions.fusions.lora.adapters import source
 from inductor_fusions.fusions.lora.op import ROUNDED
@@ -85,7 +86,7 @@ def test_weight_that_is_a_vector() -> None:
 def test_the_graph_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many adapters there are: they are hundreds in large models."""
     calls: list[Any] = []
-    monkeypatch.setattr(inputs, "effects", lambda graph: calls.append(graph) or writes.effects(graph))
+    monkeypatch.setattr(scope, "effects", lambda graph: calls.append(graph) or writes.effects(graph))
     testing.check(Gated(), (rand(24, 64),), fused=2, train=True)
     assert len(calls) == 1
 

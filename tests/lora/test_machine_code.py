@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 import torch._inductor.config
 
 from devtools import cuda_codegen
-from inductor_fusions import _inductor, config, tables
+from inductor_fusions import _inductor, config
+from inductor_fusions.decisions import tables
 from inductor_fusions.fusions.lora import accumulate_kernel, decode, gather, lowering, narrow
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM

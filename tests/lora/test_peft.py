@@ -17,7 +17,7 @@ pytest.importorskip("peft")
 import peft
 import transformers
 
-from inductor_fusions import tables
+from inductor_fusions.decisions import tables
 from inductor_fusions.fusions.lora import inputs, profit
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._inductor import config as inductor_config
 
-from inductor_fusions import passes
+from inductor_fusions.driver import passes
 
 from ..support.arguments import named
 

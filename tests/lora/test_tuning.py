@@ -14,9 +14,9 @@ from bench import device_table
 from bench.lora import spellings
 from bench.lora.rows import Row, grid
 from bench.lora.table import write_table
-from inductor_fusions import tables
 from inductor_fusions.block_mm import configurations, heuristics
 from inductor_fusions.block_mm.problem import Problem
+from inductor_fusions.decisions import tables
 from inductor_fusions.fusion import LeftToStock
 from inductor_fusions.fusions.lora import accumulate_kernel, decode, narrow, profit
 

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import inductor_fusions
-from inductor_fusions import _inductor, config, passes, testing
+from inductor_fusions import _inductor, config, testing
+from inductor_fusions.driver import passes
 from inductor_fusions.fusion import Candidate, Fusion
 from tests import blocks
 from tests.gpu import templates

@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils import checkpoint
 
 import inductor_fusions
-from inductor_fusions import config, fusions, tables, testing
+from inductor_fusions import config, fusions, testing
+from inductor_fusions.decisions import tables
 from tests import blocks
 from tests.seed_systems.support import QUICK, check, launched, leaf, on, qkv
 from tests.support.processes import start

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from inductor_fusions import config, reporting, watching
+from inductor_fusions import config, reporting
 from inductor_fusions._inductor import fresh_compile, passes_only
-from inductor_fusions.runs import run
+from inductor_fusions.checking.runs import run
+from inductor_fusions.driver import watching
 
 #: A graph: for each node what it is, what it calls, its arguments, its users in order, and its value.
 Told = list[tuple[Any, ...]]

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ... import writes
 from ..._inductor import known_true
+from ...effects import writes
+from ...effects.writes import may_alias, storage
 from ...graph import torch_ops
-from ...writes import may_alias, storage
 
 
 class Mutations:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from ..._inductor import known_true
+from ...effects.inplace import arguments
 from ...graph.torch_ops import concrete, read, tensor
-from ...inplace import arguments
 from ...reasons import Reason
 from .arrangement import Arrangement
 from .normal_form import Term

@@ -12,9 +12,9 @@ from torch import fx
 
 from ... import config
 from ..._inductor import known_true
+from ...effects.writes import may_alias, storage, written
 from ...graph import torch_ops
 from ...graph.builder import Builder
-from ...writes import may_alias, storage, written
 from . import flex, mask_builder, row_bias
 from .decode import plan as decode
 from .decode.op import DECODE_ATTENTION

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from ... import config, decisions, modes, tables
+from ... import config, decisions
 from ..._inductor import hint, known_true, sdpa_is_fused
+from ...decisions import tables
+from ...effects import modes
 from ...fusion import LeftToStock
 from ...graph import torch_ops
 from ...operands import may_use_tf32

@@ -17,11 +17,11 @@ from torch import fx
 
 from ... import config, decisions
 from ..._inductor import holds_now, records_gradients
+from ...effects.inplace import arguments
+from ...effects.liveness import erase_dead_readers, readers
 from ...fusion import Candidate
 from ...graph import torch_ops
 from ...graph.builder import Builder
-from ...inplace import arguments
-from ...liveness import erase_dead_readers, readers
 from ...operands import check_kind, may_use_tf32, profitable, text
 from ...reasons import Reason
 from .masks import classify, negation, visibility

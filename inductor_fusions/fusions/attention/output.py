@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ..._inductor import known_true
+from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.torch_ops import (
     ADDING,
@@ -26,7 +27,6 @@ from ...graph.torch_ops import (
     tensor,
     value,
 )
-from ...liveness import readers
 from ...reasons import Reason
 from . import einsum
 from .arrangement import Arrangement, Misplaced, is_view, permuted

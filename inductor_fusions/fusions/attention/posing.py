@@ -16,10 +16,10 @@ import torch
 from torch import fx
 
 from ..._inductor import known_true, records_gradients
+from ...decisions.tables import dtype_name
 from ...graph import torch_ops
 from ...operands import holds
 from ...reasons import Reason
-from ...tables import dtype_name
 from . import structure
 from .aliasing import Mutations
 from .masks import Interpreter, elements

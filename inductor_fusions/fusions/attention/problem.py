@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from ..._inductor import holds_now, known_true
+from ...effects.liveness import readers
 from ...graph import torch_ops
-from ...liveness import readers
 from ...operands import holds
 from ...reasons import Reason
 from .masks import holds_fills_alone

@@ -17,10 +17,10 @@ import torch
 from torch import fx
 
 from ..._inductor import hint, known_true
+from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
 from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, VIEWS, read, tensor
-from ...liveness import readers
 from ...reasons import Reason
 from .arrangement import Arrangement, Misplaced
 from .masks import Interpreter

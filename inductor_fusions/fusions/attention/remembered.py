@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from ..._inductor import computing_fakes
+from ...effects.writes import memory, storage
 from ...graph import torch_ops
 from ...graph.einsum import Equation, equation
 from ...graph.torch_ops import Op
-from ...writes import memory, storage
 from .operands import product
 from .problem import takes_gradient
 

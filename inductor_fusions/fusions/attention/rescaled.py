@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import fx
 
+from ...effects.liveness import readers
 from ...graph.torch_ops import CASTS, appends_dim, read, reads_metadata, tensor
-from ...liveness import readers
 from ...reasons import Reason
 from .normal_form import Attention, Sink, Term
 from .operands import same_shape

@@ -9,14 +9,15 @@ from typing import Any
 
 from torch import fx
 
-from ... import fusion, modes
+from ... import fusion
 from ..._inductor import fake_mode_of, is_body_of_dynamo, records_gradients
-from ...derivatives import Derivatives, takes_gradient
+from ...effects import modes
+from ...effects.derivatives import Derivatives, takes_gradient
+from ...effects.inplace import arguments, inputs
 from ...fusion import Candidate, Rejected
 from ...graph import torch_ops
-from ...inplace import arguments, inputs
-from ...keeping import Keeping
-from ...leaving import even, settle
+from ...layouts.keeping import Keeping
+from ...layouts.leaving import even, settle
 from ...reasons import Reason
 from ...reporting import TAG
 from . import emit

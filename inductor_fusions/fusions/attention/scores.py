@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from ..._inductor import known_true
+from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
 from ...graph.torch_ops import Op, appends_dim, read, tensor
-from ...liveness import readers
 from ...reasons import Reason
 from .arrangement import Arrangement
 from .masks import is_fill

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ... import modes
 from ..._inductor import known_true, records_gradients, suppress_guards
-from ...derivatives import REVERSE
+from ...effects import modes
+from ...effects.derivatives import REVERSE
+from ...effects.inplace import inputs
+from ...effects.liveness import erase_dead_readers
 from ...fusion import Candidate, Rejected
 from ...graph import torch_ops
-from ...inplace import inputs
-from ...liveness import erase_dead_readers
 from ...operands import check_kind, text
 from ...reasons import Reason
 from . import emit, kernels, savings, structure

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ..._inductor import hint, known_true
+from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
 from ...graph.torch_ops import (
@@ -29,7 +30,6 @@ from ...graph.torch_ops import (
     reads_metadata,
     tensor,
 )
-from ...liveness import readers
 from ...reasons import Reason
 from . import einsum
 from .arrangement import Arrangement, Misplaced, is_view, permuted

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, Op, appends_dim, read, tensor
-from ...liveness import readers
 from ...reasons import Reason
 
 if TYPE_CHECKING:

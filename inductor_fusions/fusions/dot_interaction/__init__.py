@@ -1,9 +1,9 @@
 """Fuses pairwise dot products of features without materialising all of them.
 
 The interaction of a DLRM: of the products of a sample's feature vectors with each other some pairs are read,
-behind the dense features. It becomes `inductor_fusions::dot_interaction` (`op`), whose kernel reads the
-features once and writes the pairs of a triangle; so does its backward. `inductor_fusions::dot_pairs`
-(`pairs_op`) does it for pairs that a tensor names.
+behind the dense features. It becomes `inductor_fusions::dot_interaction`, whose kernel reads the features
+once and writes the pairs of a triangle; so does its backward. `inductor_fusions::dot_pairs` does it for pairs
+that a tensor names.
 """
 
 from __future__ import annotations
@@ -14,20 +14,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from ... import config, tables
-from ...decisions import Query, decide
-from ...derivatives import check_operation
-from ...fusion import Candidate, Fusion, Reported, Scope
+from ... import config
+from ...decisions import Query, decide, tables
+from ...effects.liveness import readers, replace
+from ...effects.scope import DynamoScope
+from ...fusion import Candidate, Fusion, Reported
 from ...graph.builder import Builder
 from ...graph.torch_ops import spellings
-from ...liveness import erase_dead_readers, readers
-from ...modes import Modes
 from ...operands import check_device, check_kind, profitable, tensor, text
 from ...reasons import Reason
-from ...writes import check_between, check_kept
 from . import recognise
-from .op import DOT_INTERACTION, DTYPES, fits
-from .pairs_op import DOT_PAIRS, takes
+from .op import DOT_INTERACTION, DOT_PAIRS, DTYPES, fits, takes
 from .recognise import Site
 
 if TYPE_CHECKING:
@@ -52,8 +49,8 @@ def _other_pairs(read: fx.Node, how: str) -> Candidate:
 class DotInteraction(Candidate):
     """The pairs of a batch of features, and the concatenation with the dense ones."""
 
-    def __init__(self, graph: fx.Graph, site: Site) -> None:
-        self.graph, self.site, self.anchor = graph, site, site.pairs
+    def __init__(self, scope: DynamoScope, site: Site) -> None:
+        self.scope, self.site, self.anchor = scope, site, site.pairs
         self.triangle: tuple[bool, bool] | None = None
         self.tiles: list[int] = []
         self.note = ""
@@ -90,9 +87,7 @@ class DotInteraction(Candidate):
         self.triangle = recognise.triangle(site, int(t.shape[1]))
         if self.triangle is None and not takes(pairs.shape[1]):
             raise Reason.LIMIT.rejected("the number of pairs is symbolic, or too large for one thread block")
-        check_between(site.sources, site.last, "the features and the pairs", Modes(self.graph))
-        check_kept([site.t], site.last)
-        check_operation([*site.sources, site.last])
+        self.scope.check_replaced(site.sources, site.last, "the features and the pairs", [site.t])
         check_kernel(t)
         if config.policy == "profitable":
             kind = "triangle" if self.triangle is not None else "given"
@@ -111,12 +106,7 @@ class DotInteraction(Candidate):
         new = build.given(tensor(site.last), torch.unsqueeze, new, -1) if site.kept else new
         for how, number in site.scales:
             new = build.given(out, operator.mul if how == "mul" else operator.truediv, new, number)
-        gone = [node for node in (site.cat, site.pairs, *site.between[::-1]) if node is not None]
-        gone = list(dict.fromkeys(gone))
-        erase_dead_readers(gone)
-        site.last.replace_all_uses_with(new)
-        for node in gone:
-            self.graph.erase_node(node)
+        replace(site.last, new, (*site.between, site.pairs))
         return f"dot_{'pairs' if self.triangle is None else 'interaction'}{self.note}"
 
     def _cells(self) -> fx.Node:
@@ -143,7 +133,7 @@ def check_kernel(t: torch.Tensor) -> None:
 
 
 def measured(t: torch.Tensor, site: Site, pairs: str) -> tuple[str, list[int]]:
-    """What the table of the device says of a shape: a note, and the tiles that were fastest.
+    """A note and the fastest tiles for a shape, from the table of the device.
 
     Args:
         t: the features.
@@ -172,22 +162,23 @@ FUSION = Fusion(
     name="dot_interaction",
     stage="pre_grad",
     summary="pairwise dot products of features, without materialising all of them",
+    scope=DynamoScope,
 )
 
 
 @FUSION.anchor(lambda: spellings("getitem", "masked_select", "index_select", "sum", "einsum", "tril", "triu"))
-def read(scope: Scope, match: Match) -> Candidate | None:
+def read(scope: DynamoScope, match: Match) -> Candidate | None:
     """A gather of pairs from products of features with themselves."""
     node = match.output_node()
     site = recognise.site(node)
     if site is not None:
-        return DotInteraction(scope.graph, site)
+        return DotInteraction(scope, site)
     how = recognise.unread(node)
     return _other_pairs(node, how) if how else None
 
 
 @FUSION.anchor(lambda: spellings(*recognise.FLATTENS))
-def read_flattened(scope: Scope, match: Match) -> Candidate | None:
+def read_flattened(scope: DynamoScope, match: Match) -> Candidate | None:
     """Products of features with themselves as one row of each sample."""
     node = match.output_node()
     if not recognise.is_flattened(node) or any(map(recognise.site, node.users)):

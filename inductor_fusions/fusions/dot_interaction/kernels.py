@@ -7,7 +7,7 @@ wanted of it go to memory, and in the backward their gradients come from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...problems import padded
-from .op import pair_count
+from ...decisions.problems import padded
+from ...lowering import launched
+from .op import Pairs
 
 #: The most features, the most pairs of a tensor, and the widest features, that a thread block holds.
 MOST_FEATURES = 64
@@ -153,80 +154,51 @@ def pairs_gradient_kernel(
         tl.store(at, gradient.to(dt.dtype.element_ty), mask=in_t)
 
 
-def interaction(
-    t: Tensor, dense: Tensor | None, upper: bool, diagonal: bool, tiles: Sequence[int],
-    wrap: Callable[[Any], Any] = torch.library.wrap_triton,
-) -> Tensor:  # fmt: skip
+def interaction(t: Tensor, dense: Tensor | None, pairs: Pairs, tiles: Sequence[int]) -> Tensor:
     """t (B, F, D), dense (B, X) -> (B, X + number of pairs)."""
     (samples, f, d), x = t.shape, 0 if dense is None else dense.shape[1]
-    out = t.new_empty((samples, x + pair_count(f, diagonal)))
+    count = pairs.shape[0] if isinstance(pairs, Tensor) else pairs.count(f)
+    out = t.new_empty((samples, x + count))
     if not out.numel():
         return out
     per_block, warps, *_ = tiles or default_tiles(f, d)
     held = t if dense is None else dense
-    wrap(interaction_kernel)[(_blocks(samples, per_block),)](
-        t, held, out, samples, *t.stride(), held.stride(0), held.stride(-1), out.shape[1],
-        F=f, D=d, X=x, UPPER=upper, DIAGONAL=diagonal, BLOCK_F=padded(f), BLOCK_D=padded(d),
-        BLOCK_X=padded(x), SAMPLES=per_block, num_warps=warps,
-    )  # fmt: skip
+    if isinstance(pairs, Tensor):
+        kernel, given = pairs_kernel, [pairs.contiguous()]
+        which = {"P": count, "BLOCK_P": padded(count)}
+    else:
+        kernel, given = interaction_kernel, []
+        which = {"UPPER": pairs.upper, "DIAGONAL": pairs.diagonal}
+    with torch.cuda.device_of(t):  # Triton launches on the current device
+        launched(kernel)[(_blocks(samples, per_block),)](
+            t, held, *given, out, samples, *t.stride(), held.stride(0), held.stride(-1), out.shape[1],
+            F=f, D=d, X=x, BLOCK_F=padded(f), BLOCK_D=padded(d), BLOCK_X=padded(x), SAMPLES=per_block,
+            num_warps=warps, **which,
+        )  # fmt: skip
     return out
 
 
-def gradient(
-    dy: Tensor, t: Tensor, x: int, upper: bool, diagonal: bool, tiles: Sequence[int],
-    wrap: Callable[[Any], Any] = torch.library.wrap_triton,
-) -> Tensor:  # fmt: skip
+def gradient(dy: Tensor, t: Tensor, x: int, pairs: Pairs, tiles: Sequence[int]) -> Tensor:
     """The gradient of t, from that of the result (B, x + number of pairs)."""
     samples, f, d = t.shape
     dt = t.new_empty((samples, f, d))
     if not dt.numel():
         return dt
     *_, per_block, warps = tiles or default_tiles(f, d)
-    wrap(gradient_kernel)[(_blocks(samples, per_block),)](
-        dy, t, dt, samples, *dy.stride(), *t.stride(),
-        F=f, D=d, X=x, UPPER=upper, DIAGONAL=diagonal, BLOCK_F=padded(f), BLOCK_D=padded(d),
-        SAMPLES=per_block, num_warps=warps,
-    )  # fmt: skip
-    return dt
-
-
-def pairs(
-    t: Tensor, dense: Tensor | None, cells: Tensor, tiles: Sequence[int],
-    wrap: Callable[[Any], Any] = torch.library.wrap_triton,
-) -> Tensor:  # fmt: skip
-    """t (B, F, D), dense (B, X), cells (P,) -> (B, X + P)."""
-    (samples, f, d), x, count = t.shape, 0 if dense is None else dense.shape[1], cells.shape[0]
-    out = t.new_empty((samples, x + count))
-    if not out.numel():
-        return out
-    per_block, warps, *_ = tiles or default_tiles(f, d)
-    held = t if dense is None else dense
-    wrap(pairs_kernel)[(_blocks(samples, per_block),)](
-        t, held, cells.contiguous(), out, samples, *t.stride(), held.stride(0), held.stride(-1), out.shape[1],
-        F=f, D=d, X=x, P=count, BLOCK_F=padded(f), BLOCK_D=padded(d), BLOCK_X=padded(x),
-        BLOCK_P=padded(count), SAMPLES=per_block, num_warps=warps,
-    )  # fmt: skip
-    return out
-
-
-def pairs_gradient(
-    dy: Tensor, t: Tensor, x: int, cells: Tensor, tiles: Sequence[int],
-    wrap: Callable[[Any], Any] = torch.library.wrap_triton,
-) -> Tensor:  # fmt: skip
-    """The gradient of t, from that of the result (B, x + P)."""
-    samples, f, d = t.shape
-    dt = t.new_empty((samples, f, d))
-    if not dt.numel():
-        return dt
-    *_, per_block, warps = tiles or default_tiles(f, d)
-    p = torch.arange(cells.shape[0], device=t.device)
-    earlier = (cells[:, None] == cells) & (p < p[:, None])
-    of_cell = torch.arange(f * f, device=t.device)[:, None] == cells
-    before, last = (torch.where(mask, p, -1).amax(1).to(torch.int32) for mask in (earlier, of_cell))
-    wrap(pairs_gradient_kernel)[(_blocks(samples, per_block),)](
-        dy, t, last, before, dt, samples, *dy.stride(), *t.stride(),
-        F=f, D=d, X=x, BLOCK_F=padded(f), BLOCK_D=padded(d), SAMPLES=per_block, num_warps=warps,
-    )  # fmt: skip
+    if isinstance(pairs, Tensor):
+        p = torch.arange(pairs.shape[0], device=t.device)
+        earlier = (pairs[:, None] == pairs) & (p < p[:, None])
+        of_cell = torch.arange(f * f, device=t.device)[:, None] == pairs
+        before, last = (torch.where(mask, p, -1).amax(1).to(torch.int32) for mask in (earlier, of_cell))
+        kernel, given, which = pairs_gradient_kernel, [last, before], {}
+    else:
+        kernel, given = gradient_kernel, []
+        which = {"UPPER": pairs.upper, "DIAGONAL": pairs.diagonal}
+    with torch.cuda.device_of(t):
+        launched(kernel)[(_blocks(samples, per_block),)](
+            dy, t, *given, dt, samples, *dy.stride(), *t.stride(),
+            F=f, D=d, X=x, BLOCK_F=padded(f), BLOCK_D=padded(d), SAMPLES=per_block, num_warps=warps, **which,
+        )  # fmt: skip
     return dt
 
 

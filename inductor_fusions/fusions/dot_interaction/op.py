@@ -1,6 +1,10 @@
-"""The operation `inductor_fusions::dot_interaction`, its gradients and FLOPs.
+"""The operations `inductor_fusions::dot_interaction` and `dot_pairs`, their gradients and FLOPs.
 
-    y[b] = dense[b], and behind it the sum over d of t[b, i, d] * t[b, j, d] for each pair i, j of a triangle
+    y[b] = dense[b], and behind it the sum over d of t[b, i, d] * t[b, j, d] for each pair i, j
+
+The pairs of `dot_interaction` are a triangle. Those of `dot_pairs` are named by a tensor of cells i * F + j
+of the matrix of all products, whose values need not be known; a pair may occur more than once. The operation
+does not check that each cell is one of the matrix: the indexing that makes the tensor does.
 
 On CUDA devices one kernel reads t once and writes y, without the matrix of all products; so does the
 backward. Inductor launches both as it does its own. Elsewhere they are what torch makes of them.
@@ -8,7 +12,7 @@ backward. Inductor launches both as it does its own. Elsewhere they are what tor
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,23 +23,29 @@ from ...lowering import define
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def check_features(name: str, t: Tensor, dense: Tensor | None) -> None:
-    """Refuse operands that the operation `name` does not take.
+class Triangle(NamedTuple):
+    """The pairs of one triangle of the matrix of products, row by row."""
 
-    Raises:
-        ValueError: t is no batch of floating features, or dense no matrix of their dtype.
-        RuntimeError: they have different numbers of samples.
-    """
-    if t.dim() != 3 or not t.is_floating_point():
-        raise ValueError(f"{name} needs floating features of shape (samples, features, width)")
-    if dense is not None:
-        if dense.dim() != 2 or dense.dtype != t.dtype:
-            raise ValueError("dense must be a matrix with the dtype of the features")
-        torch._check(dense.shape[0] == t.shape[0], lambda: "t and dense have different numbers of samples")
+    upper: bool
+    diagonal: bool
+
+    def count(self, features: Any) -> Any:
+        """How many pairs there are."""
+        return features * (features - 1) // 2 + features * self.diagonal
+
+    def indices(self, features: int, device: Any = None) -> Tensor:
+        """(2, pairs): their rows and columns."""
+        if self.upper:
+            return torch.triu_indices(features, features, 1 - self.diagonal, device=device)
+        return torch.tril_indices(features, features, self.diagonal - 1, device=device)
+
+
+#: A triangle, or the cells i * F + j of the pairs: an int64 vector.
+Pairs: TypeAlias = Triangle | Tensor
 
 
 def has_kernel(t: Tensor) -> bool:
-    """Whether the kernels compute this."""
+    """Whether the kernels take these features."""
     return t.is_cuda and torch.version.hip is None and t.dtype in DTYPES and fits(t.shape[1], t.shape[2])
 
 
@@ -46,104 +56,138 @@ def fits(features: Any, width: Any) -> bool:
     return bool(0 < features <= kernels.MOST_FEATURES and 0 < width <= kernels.WIDEST)
 
 
-def pair_count(features: Any, diagonal: bool) -> Any:
-    """How many pairs a triangle has."""
-    return features * (features - 1) // 2 + features * diagonal
+def takes(pairs: Any) -> bool:
+    """Whether a number of cells is known, and fits into a thread block."""
+    from . import kernels
+
+    return isinstance(pairs, int) and 0 < pairs <= kernels.MOST_PAIRS
 
 
-def triangle(features: int, upper: bool, diagonal: bool, device: Any = None) -> Tensor:
-    """(2, pairs): rows and columns of the pairs, row by row."""
-    if upper:
-        return torch.triu_indices(features, features, 1 - diagonal, device=device)
-    return torch.tril_indices(features, features, diagonal - 1, device=device)
+def _is_computed_by_kernel(t: Tensor, pairs: Pairs) -> bool:
+    return has_kernel(t) and (isinstance(pairs, Triangle) or takes(pairs.shape[0]))
 
 
-def _interact(
-    t: Tensor, dense: Tensor | None, upper: bool, diagonal: bool, tiles: list[int], wrap: Any
-) -> Tensor:
-    if has_kernel(t):
+def _check(t: Tensor, dense: Tensor | None, pairs: Pairs) -> None:
+    """Refuse operands that do not fit together.
+
+    Raises:
+        ValueError: t is no batch of floating features, dense no matrix of their dtype, or there are no cells.
+        RuntimeError: t and dense have different numbers of samples.
+    """
+    if t.dim() != 3 or not t.is_floating_point():
+        raise ValueError("dot products need floating features of shape (samples, features, width)")
+    if dense is not None:
+        if dense.dim() != 2 or dense.dtype != t.dtype:
+            raise ValueError("dense must be a matrix with the dtype of the features")
+        torch._check(dense.shape[0] == t.shape[0], lambda: "t and dense have different numbers of samples")
+    if isinstance(pairs, Tensor) and (pairs.dim() != 1 or pairs.dtype != torch.int64):
+        raise ValueError("cells of dot_pairs must be an int64 vector")
+
+
+def _cells(pairs: Pairs, t: Tensor) -> Tensor:
+    if isinstance(pairs, Tensor):
+        return pairs
+    first, second = pairs.indices(t.shape[1], t.device).unbind()
+    return first * t.shape[1] + second
+
+
+def _forward(t: Tensor, dense: Tensor | None, pairs: Pairs, tiles: list[int]) -> Tensor:
+    _check(t, dense, pairs)
+    if _is_computed_by_kernel(t, pairs):
         from . import kernels
 
-        return kernels.interaction(t, dense, upper, diagonal, tiles, wrap)
-    first, second = triangle(t.shape[1], upper, diagonal, t.device).unbind()
-    pairs = torch.bmm(t, t.transpose(1, 2))[:, first, second]
-    return pairs if dense is None else torch.cat([dense, pairs], 1)
+        return kernels.interaction(t, dense, pairs, tiles)
+    found = torch.bmm(t, t.transpose(1, 2)).flatten(1)[:, _cells(pairs, t)]
+    return found if dense is None else torch.cat([dense, found], 1)
 
 
-def _differentiate(
-    dy: Tensor, t: Tensor, x: int, upper: bool, diagonal: bool, tiles: list[int], wrap: Any
-) -> Tensor:
-    if has_kernel(t):
+def _differentiate(dy: Tensor, t: Tensor, x: int, pairs: Pairs, tiles: list[int]) -> Tensor:
+    if _is_computed_by_kernel(t, pairs):
         from . import kernels
 
-        return kernels.gradient(dy, t, x, upper, diagonal, tiles, wrap)
-    first, second = triangle(t.shape[1], upper, diagonal, t.device).unbind()
-    g = t.new_zeros((t.shape[0], t.shape[1], t.shape[1]))
-    g[:, first, second] = dy[:, x:]
+        return kernels.gradient(dy, t, x, pairs, tiles)
+    samples, features, _ = t.shape
+    g = t.new_zeros((samples, features * features)).index_add(1, _cells(pairs, t), dy[:, x:])
+    g = g.view(samples, features, features)
     return torch.bmm(g + g.transpose(1, 2), t)
-
-
-def as_it_is(kernel: Any) -> Any:
-    """What launches a kernel in eager mode."""
-    return kernel
 
 
 def _dot_interaction(
     t: Tensor, dense: Tensor | None, upper: bool, diagonal: bool, tiles: list[int]
 ) -> Tensor:
     """`tiles`: samples of a thread block and warps, forward and backward; empty: those of the package."""
-    check_features("dot_interaction", t, dense)
-    with torch.cuda.device_of(t):  # Triton launches on the current one
-        return _interact(t, dense, upper, diagonal, tiles, as_it_is)
+    return _forward(t, dense, Triangle(upper, diagonal), tiles)
 
 
-def _gradient(dy: Tensor, t: Tensor, x: int, upper: bool, diagonal: bool, tiles: list[int]) -> Tensor:
+def _dot_pairs(t: Tensor, dense: Tensor | None, cells: Tensor, tiles: list[int]) -> Tensor:
+    """`tiles` as in `dot_interaction`."""
+    return _forward(t, dense, cells, tiles)
+
+
+def _interaction_gradient(
+    dy: Tensor, t: Tensor, x: int, upper: bool, diagonal: bool, tiles: list[int]
+) -> Tensor:
     """The gradient of t; dense has x columns."""
-    with torch.cuda.device_of(t):
-        return _differentiate(dy, t, x, upper, diagonal, tiles, as_it_is)
+    return _differentiate(dy, t, x, Triangle(upper, diagonal), tiles)
 
 
-def _empty(t: Tensor, dense: Tensor | None, upper: bool, diagonal: bool, tiles: list[int]) -> Tensor:
-    check_features("dot_interaction", t, dense)
-    columns = 0 if dense is None else dense.shape[1]
-    return t.new_empty((t.shape[0], columns + pair_count(t.shape[1], diagonal)))
+def _pairs_gradient(dy: Tensor, t: Tensor, x: int, cells: Tensor, tiles: list[int]) -> Tensor:
+    """The gradient of t; dense has x columns."""
+    return _differentiate(dy, t, x, cells, tiles)
 
 
-def empty_gradient(dy: Tensor, t: Tensor, *_: Any) -> Tensor:
-    """The fake kernel of the gradient of t."""
+def _empty(t: Tensor, dense: Tensor | None, pairs: Pairs) -> Tensor:
+    _check(t, dense, pairs)
+    count = pairs.count(t.shape[1]) if isinstance(pairs, Triangle) else pairs.shape[0]
+    return t.new_empty((t.shape[0], (0 if dense is None else dense.shape[1]) + count))
+
+
+def _empty_gradient(dy: Tensor, t: Tensor, *_: Any) -> Tensor:
     return t.new_empty(t.shape)
 
 
-def traced(fn: Any) -> Any:
-    """`fn` with kernels that a graph can hold."""
-    return lambda *args: fn(*args, torch.library.wrap_triton)
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    t, dense, *ctx.options = inputs
+    t, dense, *options = inputs
     ctx.x = 0 if dense is None else dense.shape[1]
-    ctx.save_for_backward(t if ctx.needs_input_grad[0] else None)
+    ctx.options = [each for each in options if not isinstance(each, Tensor)]
+    tensors = [t, *(each for each in options if isinstance(each, Tensor))]
+    ctx.save_for_backward(*(tensors if ctx.needs_input_grad[0] else [None] * len(tensors)))
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    (t,) = ctx.saved_tensors
-    dt = GRADIENT(dy, t, ctx.x, *ctx.options) if ctx.needs_input_grad[0] else None
+    t, *cells = ctx.saved_tensors
+    operation, options = PAIRS_GRADIENT if cells else GRADIENT, [*cells, *ctx.options]
+    dt = operation(dy, t, ctx.x, *options) if ctx.needs_input_grad[0] else None
     # Not a view: an operation's gradients may not share memory with what comes in.
     ddense = dy[:, : ctx.x].clone() if ctx.needs_input_grad[1] else None
-    return dt, ddense, None, None, None
+    return dt, ddense, *[None] * len(options)
 
 
-def count_flops(t_shape: Any) -> int:
+def _flops(t_shape: Any) -> int:
     """Two for each multiplication and addition of all products, as the matrix product has them."""
     samples, features, width = t_shape
     return int(2 * samples * features * features * width)
 
 
+def _always(*_: Any) -> bool:
+    """A graph holds the parts of the operation, even if they are no kernel."""
+    return True
+
+
 GRADIENT = define(
-    "dot_interaction_gradient", _gradient, empty_gradient, flops=lambda dy, t, *_: count_flops(t),
-    traced=traced(_differentiate),
+    "dot_interaction_gradient", _interaction_gradient, _empty_gradient, flops=lambda dy, t, *_: _flops(t),
+    launches=_always,
 )  # fmt: skip
 DOT_INTERACTION = define(
-    "dot_interaction", _dot_interaction, _empty, flops=lambda t, *_: count_flops(t), setup=_setup,
-    backward=_backward, traced=traced(_interact),
+    "dot_interaction", _dot_interaction,
+    lambda t, dense, upper, diagonal, tiles: _empty(t, dense, Triangle(upper, diagonal)),
+    flops=lambda t, *_: _flops(t), setup=_setup, backward=_backward, launches=_always,
+)  # fmt: skip
+PAIRS_GRADIENT = define(
+    "dot_pairs_gradient", _pairs_gradient, _empty_gradient, flops=lambda dy, t, *_: _flops(t),
+    launches=_always,
+)  # fmt: skip
+DOT_PAIRS = define(
+    "dot_pairs", _dot_pairs, lambda t, dense, cells, tiles: _empty(t, dense, cells),
+    flops=lambda t, *_: _flops(t), setup=_setup, backward=_backward, launches=_always,
 )  # fmt: skip

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.einsum import equation
 from ...graph.torch_ops import Op, permuted_by, read
-from ...liveness import readers
 from ...operands import tensor
 
 _TRIANGLES = {torch.tril_indices: False, torch.triu_indices: True}

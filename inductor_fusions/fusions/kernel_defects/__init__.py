@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ... import pinning
 from ..._inductor import (
     computing_fakes,
     fails_on_broadcast_numbers,
@@ -27,6 +26,7 @@ from ...graph.builder import Builder
 from ...graph.facts import change
 from ...graph.inlined import put_in_place
 from ...graph.products import VIEWS, through
+from ...layouts import pinning
 from ...operands import tensor
 from .known import BROADCAST_NUMBER, CUDNN_ONE_QUERY, CUDNN_PADDED_KEYS, CUDNN_PLANS, KNOWN, Defect
 from .op import CUDNN_BACKWARD
@@ -60,12 +60,12 @@ _CALLS = [*SDPA_FORWARDS, *SDPA_BACKWARDS]
 _ALIGNED = 8
 #: Keys of a tile of the backward.
 TILE = 128
-#: Below this, exp(-logsumexp) overflows in float32, with room for what rounding adds.
+#: Below this, exp(-logsumexp) may overflow in float32, with a margin for rounding.
 LOW = -80.0
 
 
 class FlexQuery(Candidate):
-    """A query of flex attention whose strides are not settled when the kernel for short ones reads them."""
+    """A query of flex attention whose strides are not fixed when the kernel for short queries reads them."""
 
     reported = False
 
@@ -73,7 +73,7 @@ class FlexQuery(Candidate):
         self.anchor = call
 
     def guard(self) -> None:
-        """It is in the graph: what settles it takes no memory and no time."""
+        """Accept: the call is in the graph, and settling the strides costs neither memory nor time."""
 
     def rewrite(self) -> str:
         pinning.settle_query(self.anchor, {})
@@ -81,7 +81,7 @@ class FlexQuery(Candidate):
 
 
 class BroadcastNumbers(Candidate):
-    """Operands of SDPA that are one number for all places, which Inductor fails to lay out."""
+    """Operands of SDPA that are one number broadcast to all places, which Inductor fails to lay out."""
 
     reported = False
 
@@ -89,7 +89,7 @@ class BroadcastNumbers(Candidate):
         self.anchor, self.numbers = call, numbers
 
     def guard(self) -> None:
-        """They are in the graph: a kernel of SDPA reads them from memory in any case."""
+        """Accept: the call is in the graph, and its kernel reads the operands from memory in any case."""
 
     def rewrite(self) -> str:
         build = Builder(self.anchor, kept=("stack_trace", "custom"))
@@ -127,7 +127,7 @@ class CudnnCalls(Candidate):
         return {"calls": str(len(self.backward) + len(self.dropped))}
 
     def guard(self) -> None:
-        """They are in the graph: nothing is to be proved, and nothing else is right."""
+        """Accept: the calls are in the graph, and their results may be wrong as they are."""
 
     def rewrite(self) -> str:
         mode = fake_mode_of(self.graph)
@@ -167,10 +167,10 @@ def _write_out(call: fx.Node) -> None:
 
 
 def own_dropout(dropout: Any) -> float:
-    """A dropout probability that means the same, and that no call outside of compiled graphs has.
+    """An equivalent dropout probability that calls outside of compiled graphs do not use.
 
-    Plans are cached under its bits. The next number of float32, in which it is compared, changes one element
-    of some 10^7; the forward has it as well.
+    Plans are cached under its bits, so compiled calls get plans of their own. The probability is compared in
+    float32: the next float32 number changes about one element in 10^7, and the forward uses it as well.
     """
     one = torch.tensor(float(dropout), dtype=torch.float32)
     return -0.0 if not dropout else float(torch.nextafter(one, torch.ones_like(one)))
@@ -219,10 +219,10 @@ class _Backward:
         )
 
     def _shifted(self, logsumexp: fx.Node, bias: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """The logsumexp and the mask with what is low taken off both: their difference is what counts.
+        """The logsumexp and the mask, both shifted where the logsumexp is low: only their difference counts.
 
-        The shift is a number of the mask's dtype, so that the mask of the keys that matter stays exact. A
-        fully masked row has weights of 0 with any logsumexp.
+        The shift is a number of the mask's dtype, so that the mask of keys with a weight stays exact. A fully
+        masked row has weights of 0 with any logsumexp.
         """
         dtype = _value(bias).dtype
         rounded = self.build.to(self.build.to(logsumexp, dtype), torch.float32)

@@ -69,7 +69,7 @@ def outer_to_inner(strides: Sequence[int]) -> list[int]:
 
 
 def as_laid_out(tensor: Tensor, like: Tensor) -> Tensor:
-    """The same values, dense, with their dims in memory in the order of another tensor's."""
+    """The values in dense memory, with the dims in the order of another tensor's strides."""
     order = outer_to_inner(like.stride())
     inverse = [order.index(dim) for dim in range(len(order))]
     return tensor.permute(order).contiguous().permute(inverse)

@@ -35,7 +35,7 @@ def gradients(
     scale: float | None,
     causal: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv, and that of the bias where there is one.
+    """The gradients of q, k, v, and of the bias if there is one.
 
     Args:
         grad: (batch, heads, queries, value dim).

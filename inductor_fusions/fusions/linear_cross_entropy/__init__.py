@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ... import config, tables
+from ... import config
 from ..._inductor import hint, is_body_of_dynamo, known_true
-from ...decisions import Query, decide_for_all
-from ...derivatives import check_operation
+from ...decisions import Query, decide_for_all, tables
+from ...effects.derivatives import check_operation
+from ...effects.liveness import readers, replace
+from ...effects.modes import Modes
+from ...effects.writes import check_between, check_kept, may_alias, storage
 from ...fusion import Candidate, Fusion, Reported, Scope
 from ...graph.torch_ops import CASTS, VIEWS, read, reads_metadata
-from ...liveness import erase_dead_readers, readers
-from ...modes import Modes
 from ...operands import check_kind, profitable, tensor, text, tokens_of
 from ...reasons import Reason
-from ...writes import check_between, check_kept, may_alias, storage
 from . import emit, recognise
 from .recognise import Site, Unread
 
@@ -149,7 +149,7 @@ class LossHead(Candidate):
                 )
 
     def _measured(self) -> str:
-        """What the table of the device says.
+        """A note from the table of the device.
 
         Raises:
             LeftToStock: it is not measured, not faster, or would need more memory.
@@ -186,11 +186,7 @@ class LossHead(Candidate):
             new = emit.loss(site, self.wants, emit.detached(site))
         else:
             new = emit.loss(site, self.wants) if self.in_one_pass else emit.rows(site, self.wants)
-        erase_dead_readers([site.loss, *site.path])
-        site.loss.replace_all_uses_with(new)
-        for node in (site.loss, *reversed(site.path)):
-            if not node.users:
-                self.graph.erase_node(node)
+        replace(site.loss, new, site.path)
         name = "linear_cross_entropy" if self.in_one_pass else "linear_softmax_rows"
         return f"{name}{self.note}"
 

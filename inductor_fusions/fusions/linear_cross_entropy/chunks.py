@@ -83,7 +83,7 @@ class Found:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums are made in."""
+    """The dtype of sums."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -2,14 +2,12 @@
 
     F.cross_entropy(f(F.linear(h, w, bias)).view(-1, V), labels)
 
-and likewise `nll_loss` of a `log_softmax`, and log-probabilities (`log_probabilities`), where f may scale the
-logits, bound them by c * tanh(x / c), cast them to a wider dtype, take some of the rows or the first classes,
-or view them otherwise, as long as the classes stay a dim of their own. The bias may be an addition by itself.
+and likewise `nll_loss` of a `log_softmax`, and log-probabilities (`log_probabilities`). `logits` reads f:
+what lies between the linear and the loss.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,29 +15,24 @@ import torch
 from torch import fx
 
 from ..._inductor import known_true
+from ...effects.liveness import readers
 from ...fusion import Rejected
-from ...graph.einsum import equation
 from ...graph.torch_ops import (
     CASTS,
     COPIES,
     VIEWS,
     Op,
-    linear_of,
     permutation,
     read,
     spellings,
 )
-from ...liveness import readers
 from ...operands import holds, tensor
 from ...reasons import Reason
 from . import log_probabilities
+from .logits import SELECTS, Logits, is_as_wide, keeps_classes, walk
 
-#: Take some rows, or one, of a dim.
-_SELECTS = frozenset({"select", "narrow", "slice", "index_select"})
 #: What a loss is looked for by, beside log-probabilities.
 _LOSSES = ("cross_entropy", "nll_loss")
-#: A larger number that is added to logits rounds their digits away, which a softmax sees.
-LARGEST_SHIFT = 1e4
 #: What losses are written out with.
 _SOFTMAXES = ("log_softmax", "logsumexp")
 #: What may stand between logits and a loss.
@@ -49,55 +42,25 @@ _PASSED = frozenset(
 
 
 @dataclass(frozen=True)
-class Bend:
-    """f of a logit x: scale * x, or cap * tanh(scale * x) where cap is not 0."""
-
-    scale: float = 1.0
-    cap: float = 0.0
-
-    def times(self, factor: float) -> Bend:
-        """factor * f(x)."""
-        return Bend(self.scale, self.cap * factor) if self.cap else Bend(self.scale * factor)
-
-
-@dataclass(frozen=True)
-class Site:
+class Site(Logits):
     """A loss, and the linear that makes its logits.
 
     Attributes:
         loss: the node that is replaced.
-        linear: makes the logits.
-        h, w, bias: what it reads; h (..., H).
-        by_rows: whether w is (V, H) rather than its transpose.
-        columns: which of the classes of the linear the loss reads: the first one and how many; None: all.
-        shift: a number that is added to each logit in front of a cap.
-        wraps: whether a negative label counts from the last class, as in an index.
-        path: the nodes from the linear to what the loss reads, in order.
-        replayed: those of them that say which rows there are, and in which order.
-        bend: what is done to each logit.
         labels: what stands at each row.
         weights: of the classes, or None.
         gathers: whether the loss is log-probabilities.
         ignore_index, smoothing, reduction: of the loss.
+        wraps: whether a negative label counts from the last class, as in an index.
     """
 
     loss: fx.Node
-    linear: fx.Node
-    h: fx.Node
-    w: fx.Node
-    bias: fx.Node | None
-    by_rows: bool
-    path: tuple[fx.Node, ...]
-    replayed: tuple[fx.Node, ...]
-    bend: Bend
     labels: fx.Node
-    weights: fx.Node | None = None
+    weights: fx.Node | None
     gathers: bool = False
-    ignore_index: int = -100
+    ignore_index: int = -1
     smoothing: float = 0.0
-    reduction: str = "mean"
-    columns: tuple[int, int] | None = None
-    shift: float = 0.0
+    reduction: str = "none"
     wraps: bool = False
 
 
@@ -130,10 +93,10 @@ def written_out(node: fx.Node) -> Unread | None:
     if op is None or op.name not in _SOFTMAXES or not log_probabilities.is_over_last(op):
         return None
     try:
-        found = _walk(op.input, [], [])
+        found = walk(op.input, [], [])
     except Rejected:
         return None
-    h, w = tensor(found.operands[0]), tensor(found.operands[1])
+    h, w = tensor(found.h), tensor(found.w)
     assert h is not None and w is not None
     seen, waiting = {found.linear}, [found.linear]
     ends = dict[str, None]()
@@ -145,7 +108,7 @@ def written_out(node: fx.Node) -> Unread | None:
             seen.add(user)
             if site(user) is not None:
                 return None  # which is a site of its own
-            if op.name in _PASSED | VIEWS | COPIES | CASTS | _SELECTS | {*_SOFTMAXES, "gather"}:
+            if op.name in _PASSED | VIEWS | COPIES | CASTS | SELECTS | {*_SOFTMAXES, "gather"}:
                 waiting.append(user)
             else:
                 ends[op.name] = None
@@ -195,8 +158,12 @@ def _loss(op: Op) -> Site:
         logits = _log_softmax(logits, value.dim() == 2, path, replayed)
     if value.dim() > 2:
         logits = _classes_last(logits, path)
-    found = _walk(logits, path, replayed)
-    return _site(op, found, labels, weights, False, ignored, float(smoothing), reduction)
+    found = walk(logits, path, replayed)
+    _check_labels(labels)
+    return Site(
+        **vars(found), loss=op.node, labels=labels, weights=weights, ignore_index=ignored,
+        smoothing=float(smoothing), reduction=reduction,
+    )  # fmt: skip
 
 
 def _picked(op: Op, picked: log_probabilities.Picked) -> Site:
@@ -206,36 +173,20 @@ def _picked(op: Op, picked: log_probabilities.Picked) -> Site:
     logits = picked.logits
     if picked.of_softmax:
         logits = _log_softmax(logits, True, path, replayed)
-    found = _walk(logits, path, replayed)
-    made = _site(op, replace(found, path=tuple(sorted(found.path))), picked.labels, None, True)
-    return replace(made, wraps=picked.wraps)
+    found = walk(logits, path, replayed)
+    _check_labels(picked.labels)
+    ordered = replace(found, path=tuple(sorted(found.path)))
+    return Site(
+        **vars(ordered), loss=op.node, labels=picked.labels, weights=None, gathers=True, wraps=picked.wraps
+    )
 
 
-@dataclass(frozen=True)
-class _Logits:
-    linear: fx.Node
-    operands: tuple[fx.Node, fx.Node, bool, fx.Node | None]
-    path: tuple[fx.Node, ...]
-    replayed: tuple[fx.Node, ...]
-    bend: Bend
-    columns: tuple[int, int] | None
-    shift: float
-
-
-def _site(
-    op: Op, found: _Logits, labels: fx.Node, weights: Any, gathers: bool, ignored: int = -1,
-    smoothing: float = 0.0, reduction: str = "none",
-) -> Site:  # fmt: skip
-    h, w, by_rows, bias = found.operands
+def _check_labels(labels: fx.Node) -> None:
     value = tensor(labels)
     if value is None or value.dtype != torch.int64:
         raise Reason.LOSS.rejected(
             "the labels are not int64 class indices", "pass class indices instead of probabilities"
         )
-    return Site(
-        op.node, found.linear, h, w, bias, by_rows, found.path, found.replayed, found.bend, labels, weights,
-        gathers, ignored, smoothing, reduction, found.columns, found.shift,
-    )  # fmt: skip
 
 
 def _log_softmax(node: fx.Node, last: bool, path: list[fx.Node], replayed: list[fx.Node]) -> fx.Node:
@@ -250,9 +201,9 @@ def _log_softmax(node: fx.Node, last: bool, path: list[fx.Node], replayed: list[
         Rejected: it is none.
     """
     while (op := read(node)) is not None and op.name != "log_softmax" and isinstance(op.input, fx.Node):
-        if last and not op.inplace and _keeps_classes(op):
+        if last and not op.inplace and keeps_classes(op):
             replayed.append(node)
-        elif op.name not in COPIES | CASTS or not _is_as_wide(op):
+        elif op.name not in COPIES | CASTS or not is_as_wide(op):
             break
         path.append(node)
         node = op.input
@@ -268,13 +219,6 @@ def _log_softmax(node: fx.Node, last: bool, path: list[fx.Node], replayed: list[
     path.append(node)
     assert isinstance(logits, fx.Node)
     return logits
-
-
-def _is_as_wide(op: Op) -> bool:
-    before, after = tensor(op.input), tensor(op.node)
-    if before is None or after is None or before.device != after.device or op.inplace:
-        return False
-    return holds(after.dtype, before.dtype)
 
 
 def _classes_last(node: fx.Node, path: list[fx.Node]) -> fx.Node:
@@ -295,223 +239,3 @@ def _classes_last(node: fx.Node, path: list[fx.Node]) -> fx.Node:
     path.append(node)
     assert isinstance(op.input, fx.Node)
     return op.input
-
-
-def _walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> _Logits:
-    """From logits, whose last dim are the classes, up to the linear that makes them.
-
-    Args:
-        node: the logits.
-        path, replayed: the nodes behind them, the last one first.
-
-    Raises:
-        Rejected: there is none, or something else in between.
-    """
-    pointwise: list[tuple[str, float]] = []
-    added: tuple[fx.Node, int, torch.dtype] | None = None
-    columns: tuple[int, int] | None = None
-    shift, shifted, narrow = 0.0, 0, None
-    while (operands := _linear(node)) is None:
-        op = read(node)
-        source = op.input if op is not None else None
-        value = tensor(node)
-        if op is None or op.inplace or value is None:
-            raise _no_linear(node)
-        if op.name in ("mul", "div"):
-            source, factor = _scaled(op)
-            pointwise.append(("mul", factor))
-        elif op.name == "tanh":
-            pointwise.append(("tanh", 0.0))
-        elif op.name == "sigmoid":  # (1 + tanh(x / 2)) / 2, where a softmax does not see the number
-            pointwise += [("mul", 0.5), ("tanh", 0.0), ("mul", 0.5)]
-        elif op.name == "add" and type(op["other"]) in (int, float):
-            source, number = op.only("input", "other")
-            if number is None or not abs(number) <= LARGEST_SHIFT or (shift and ("tanh", 0.0) in pointwise):
-                raise _no_linear(node)
-            if ("tanh", 0.0) in pointwise:
-                shift, shifted, narrow = number, len(pointwise), value.dtype
-        elif op.name == "add" and added is None:
-            source, vector = _biased(op)
-            added = vector, len(pointwise), value.dtype
-        elif op.name in CASTS | COPIES:
-            if not _is_as_wide(op):
-                raise Reason.ROUNDED.rejected(f"{op.name} rounds the logits or moves them to another device")
-        elif _keeps_classes(op):
-            replayed.append(node)
-        elif columns is None and (columns := _some_classes(op)) is not None:
-            pass
-        else:
-            raise _no_linear(node)
-        path.append(node)
-        if not isinstance(source, fx.Node):
-            raise _no_linear(node)
-        node = source
-    path.append(node)
-    out = tensor(node)
-    if added is not None:
-        vector, steps, dtype = added
-        # What the linear itself could have added.
-        if operands[3] is not None or steps != len(pointwise) or out is None or out.dtype != dtype:
-            raise Reason.LOSS.rejected("a second tensor is added to the logits, or one that is not a bias")
-        operands = (*operands[:3], vector)
-    if shift and (shifted != len(pointwise) or out is None or narrow != out.dtype):
-        raise Reason.LOSS.rejected(
-            "a number is added to scaled or cast logits, in front of a tanh or a sigmoid"
-        )
-    bend = _bent(pointwise[::-1])
-    return _Logits(node, operands, tuple(reversed(path)), tuple(reversed(replayed)), bend, columns, shift)
-
-
-def _biased(op: Op) -> tuple[fx.Node, fx.Node]:
-    """Logits and the vector that is added to each row of them.
-
-    Raises:
-        Rejected: something else is added.
-    """
-    first, second = op.only("input", "other")
-    out = tensor(op.node)
-    for source, vector in ((first, second), (second, first)):
-        before, held = tensor(source), tensor(vector)
-        if before is None or held is None or out is None or held.dim() != 1 or before.dim() < 2:
-            continue
-        if before.dtype == held.dtype and known_true(held.shape[0] == before.shape[-1]):
-            return source, vector
-    raise _no_linear(op.node)
-
-
-def _some_classes(op: Op) -> tuple[int, int] | None:
-    """Which classes an operation takes of all rows: the first one, and how many."""
-    before, after = tensor(op.input), tensor(op.node)
-    if before is None or after is None or op.inplace or before.dim() != after.dim():
-        return None
-    classes, last = before.shape[-1], before.dim() - 1
-    part: Any = None
-    if op.name == "getitem":
-        index = op["index"]
-        parts = list(index) if isinstance(index, tuple) else [index]
-        *others, part = parts
-        if not all(each in (Ellipsis, slice(None)) for each in others if not isinstance(each, fx.Node)):
-            return None
-        if any(isinstance(each, fx.Node) for each in parts) or (
-            Ellipsis not in others and len(others) != last
-        ):
-            return None
-    elif op.name in ("narrow", "slice") and isinstance(op["dim"], int) and op["dim"] % before.dim() == last:
-        start = op["start"]
-        part = slice(start, start + op["length"] if op.name == "narrow" else op["end"], op["step"])
-    if not isinstance(part, slice) or not isinstance(classes, int) or part.step not in (None, 1):
-        return None
-    if not all(each is None or type(each) is int for each in (part.start, part.stop)):
-        return None
-    start, stop, _ = part.indices(classes)
-    return (start, stop - start) if stop > start else None
-
-
-def _no_linear(node: fx.Node) -> Rejected:
-    op = read(node)
-    what = node.name if op is None else op.name
-    return Reason.LOSS.rejected(
-        f"{what} is between the logits and a linear, or no linear computes them",
-        "compute the linear in the same graph, and only scale, softcap, cast, slice or view its result",
-    )
-
-
-def _bent(pointwise: list[tuple[str, float]]) -> Bend:
-    bend = Bend()
-    for name, factor in pointwise:
-        if name == "mul":
-            bend = bend.times(factor)
-        elif bend.cap:
-            raise Reason.LOSS.rejected("there are two tanh or sigmoid between the linear and the loss")
-        else:
-            bend = Bend(bend.scale, 1.0)
-    if not (math.isfinite(bend.scale) and math.isfinite(bend.cap)) or not bend.scale:
-        raise Reason.RANGE.rejected("the logits are scaled by 0, inf or NaN")
-    return bend
-
-
-def _scaled(op: Op) -> tuple[Any, float]:
-    """What is multiplied by a number, or divided by one, and the factor.
-
-    Raises:
-        Rejected: it is none.
-    """
-    first, second = op.only("input", "other")
-    if op.name == "mul" and isinstance(first, (int, float)):
-        first, second = second, first
-    before, after = tensor(first), tensor(op.node)
-    if before is None or after is None or type(second) not in (int, float) or before.dtype != after.dtype:
-        raise _no_linear(op.node)
-    if op.name == "div" and not second:
-        raise Reason.RANGE.rejected("the logits are divided by 0")
-    return first, float(second if op.name == "mul" else 1 / second)
-
-
-def _keeps_classes(op: Op) -> bool:
-    """Whether an operation takes and orders rows alone, and would do the same to other classes.
-
-    A view of all leading dims keeps the last one in its place.
-    """
-    before, after = tensor(op.input), tensor(op.node)
-    if before is None or after is None or before.dim() < 1 or after.dim() < 1:
-        return False
-    if not known_true(before.shape[-1] == after.shape[-1]) or before.dtype != after.dtype:
-        return False
-    last = before.dim() - 1
-    if op.name in VIEWS:
-        return True
-    if (dims := permutation(op)) is not None:
-        return dims[-1] == last
-    if op.name in _SELECTS:
-        return isinstance(op["dim"], int) and op["dim"] % before.dim() != last
-    return op.name == "getitem" and _indexes_rows(op["index"], last)
-
-
-def _indexes_rows(index: Any, last: int) -> bool:
-    """Whether an index leaves the last dim whole: slices and numbers, or a tensor, of leading dims alone."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    held = [value for part in parts if (value := tensor(part)) is not None]
-    if len(held) == 1 and held[0].dtype in (torch.int64, torch.int32):
-        parts = [slice(None, 0) if tensor(part) is not None else part for part in parts]
-        if not all(part is Ellipsis or isinstance(part, slice) for part in parts):
-            return False
-    if not all(part is Ellipsis or isinstance(part, (slice, int)) for part in parts):
-        return False
-    if any(isinstance(part, bool) for part in parts) or parts.count(Ellipsis) > 1:
-        return False
-    if Ellipsis in parts:
-        behind = parts[parts.index(Ellipsis) + 1 :]
-        return not behind or behind[-1] == slice(None)
-    return len(parts) <= last or parts[last] == slice(None)
-
-
-def _of_einsum(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, None] | None:
-    """The same of "bsd,vd->bsv", with any letters."""
-    op = read(node)
-    if op is None or op.name != "einsum":
-        return None
-    try:
-        found = equation(op)
-    except Rejected:
-        return None
-    for each in (found, found.turned()):
-        summed, v = each.first[-1:], each.result[-1:]
-        if len(each.second) == 2 and set(each.second) == {summed, v} and each.result[:-1] == each.first[:-1]:
-            return (each.left, each.right, each.second[0] == v, None) if summed != v else None
-    return None
-
-
-def _linear(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, fx.Node | None] | None:
-    """(input, weight, whether its rows are the classes, bias) of a product with a matrix."""
-    found = linear_of(node) or _of_einsum(node)
-    if found is None:
-        return None
-    x, w, by_rows, bias = found
-    value, weight, held = tensor(x), tensor(w), tensor(bias)
-    assert value is not None and weight is not None
-    if value.dim() < 2:
-        return None
-    classes = weight.shape[0 if by_rows else 1]
-    if bias is not None and (held is None or held.dim() != 1 or not known_true(held.shape[0] == classes)):
-        return None
-    return x, w, by_rows, bias

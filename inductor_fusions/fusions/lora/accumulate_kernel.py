@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from ... import _inductor, tables
+from ... import _inductor
 from ...block_mm.lowering import check_factors, scaled_product
-from ...decisions import Query, configured, some, tiles
+from ...decisions import Query, configured, some, tables, tiles
+from ...decisions.problems import Row
 from ...fusion import Rejected
 from ...lowering import check_device
 from ...operands import known_size
-from ...problems import Row
 from .accumulate import Sum
 from .elements import render
 from .narrow import padded
@@ -72,7 +72,7 @@ class Config:
 
 
 def elements(shape: Shape) -> int:
-    """The most elements of a tile that a thread can have in its registers, with what is under way."""
+    """The most elements of a tile that fit into the registers of a thread beside the loads in flight."""
     if shape.narrow == torch.float32 or shape.masks > 3:
         return 16
     # Of an odd width each element has an address of its own.
@@ -111,7 +111,7 @@ def _fits_registers(choice: Config, shape: Shape) -> bool:
 
 
 def key(shape: Shape) -> dict[str, Any]:
-    """What a row of a table must agree in; its tokens are the rows."""
+    """The columns of a table's row; its tokens are the rows."""
     return tables.columns_of(shape, "rows")
 
 

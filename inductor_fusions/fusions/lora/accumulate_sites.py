@@ -11,13 +11,13 @@ from torch import fx
 
 from ..._inductor import was_erased
 from ...block_mm import emit, guards
+from ...decisions.tables import dtype_name
 from ...fusion import Candidate, LeftToStock
 from ...graph.builder import substitute
 from ...graph.facts import facts
 from ...graph.products import CASTS, RESHAPES, Product, restored, same_sizes, value, widens
 from ...operands import tokens_of
 from ...reasons import Reason
-from ...tables import dtype_name
 from . import accumulate_kernel, downs, profit
 from .accumulate import LORA_ACCUMULATE
 from .adapters import Adapter, source
@@ -159,7 +159,7 @@ class Accumulated(Candidate):
         return 1.0 if self.halves and value(x).dtype == torch.bfloat16 else 0.0
 
     def _operands(self, make: Emitter, a: Adapter, made: downs.Made) -> tuple[fx.Node, fx.Node]:
-        """What the kernel multiplies, of one dtype."""
+        """Both operands of a product of the kernel, in one dtype."""
         left, form, right = made.output, made.form, a.up.b
         if a.middle is not None:
             left, form = a.middle, None
@@ -201,7 +201,7 @@ class Accumulated(Candidate):
 
 
 def _unwidened(node: fx.Node) -> fx.Node:
-    """What was cast to a wider dtype, and perhaps back, as it is in memory."""
+    """The value in memory that a node casts to a wider dtype, and perhaps back."""
     while node.op == "call_function" and isinstance(node.args[0], fx.Node):
         node = restored(node) or node
         if node.op != "call_function" or not isinstance(node.args[0], fx.Node):

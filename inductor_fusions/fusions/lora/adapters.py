@@ -92,12 +92,12 @@ class Adapter:
 
     @property
     def read(self) -> fx.Node:
-        """What has to be in memory for the product with B: f(x @ A), or x."""
+        """The node that must be in memory for the product with B: f(x @ A), or x."""
         return source(self.down.a).base if self.middle is None else self.middle
 
 
 def source(matrix: fx.Node) -> Source:
-    """What a matrix was before it was cast to a wider dtype, multiplied by numbers, and viewed.
+    """The matrix that a node casts to a wider dtype, multiplies by numbers, and views.
 
     A multiple that the graph returns is taken as it is, where what it was before is in memory for nothing
     else: behind a dropout that would be a second copy of the input.
@@ -145,7 +145,7 @@ def _is_passing(node: fx.Node) -> bool:
 
 
 def unrounded(matrix: fx.Node) -> Source:
-    """What a matrix was before it was cast to a wider dtype and back, and viewed."""
+    """The matrix that a node casts to a wider dtype and back, and views."""
     views: list[fx.Node] = []
     node, found = matrix, Source(matrix, (), 1.0)
     while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
@@ -173,7 +173,7 @@ def _of_padded_rank(up: Product) -> Product:
 
 
 def _of_padded_columns(node: fx.Node) -> Product | None:
-    """The product of which a node has the first columns: the others are those of zeros."""
+    """The product that a node has the first columns of; the others come from zeros."""
     if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.kwargs or node.args[1:3] != (1, 0):
         return None
     padded = product(node.args[0])
@@ -225,7 +225,7 @@ def down_projection(node: fx.Node) -> Product | None:
 
 
 def _around_function(up: Product) -> Adapter | None:
-    """An adapter with a function of its narrow result between A and B: what is computed stays as it is."""
+    """An adapter with a function between A and B, whose computation stays as it is."""
     if not is_floating(up.a):
         return None
     rank, size = value(up.a).shape[1], str(value(up.a).numel())
@@ -279,13 +279,13 @@ class Step:
 
     @property
     def is_number(self) -> bool:
-        """Whether it is a number times what is inside."""
+        """Whether the step is only a multiplication by a number."""
         return self.factor is None and self.kept is None
 
 
 @remembered(spreads=lambda node: True)
 def step(node: fx.Node) -> Step | None:
-    """What a node is of a single other one: one step on the way from a sum to its products."""
+    """One step from a sum towards its products: how a node is computed from a single other one."""
     if node.op != "call_function":
         return None
     if node.target in RESHAPES or node.target in CASTS:

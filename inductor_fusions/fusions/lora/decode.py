@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from ... import _inductor, tables
-from ...block_mm.configurations import shared_limit, tall
+from ... import _inductor
+from ...block_mm.configurations import shared_limit
 from ...block_mm.heuristics import capability
 from ...block_mm.lowering import check_factors, scaled_product
-from ...decisions import Query, configured, tiles
+from ...decisions import Query, configured, tables, tiles
+from ...decisions.problems import SINGLE_ROWS, Row, padded
 from ...fusion import Rejected
 from ...lowering import check_device
 from ...operands import may_use_tf32
-from ...problems import SINGLE_ROWS, Row
 from . import elements, lowering, narrow, narrow_kernel
 from .op import Linears
 
@@ -84,13 +84,8 @@ class Shape:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What a row of a table must agree in."""
+        """The columns of a table's row."""
         return tables.columns_of(self, "rows", "along")
-
-
-def block_m(rows: int) -> int:
-    """Rows of a tile."""
-    return max(16, tall(rows))
 
 
 def default(shape: Shape, arch: int) -> Config:
@@ -98,7 +93,7 @@ def default(shape: Shape, arch: int) -> Config:
     splits, early = _splits(shape, 16), arch >= 90
     if shape.rows <= 4 and shape.along:
         return Config(2 if shape.rows == 1 else 4, _row_step(shape, 1024), 4, 1, splits, early)
-    tall = block_m(shape.rows)
+    tall = padded(shape.rows)
     block_k = 128 if tall <= 32 else 64
     stages = 5 if tall == 16 else 4
     return Config(32, block_k, 4, stages, splits, early)
@@ -110,7 +105,7 @@ def vector(shape: Shape) -> int:
 
 
 def _takes_rows(shape: Shape) -> bool:
-    """Whether there are kernels without tensor cores for it: few rows, and weights that lie along K."""
+    """Whether the kernels without tensor cores support it: few rows, and weights contiguous along K."""
     return shape.rows <= MOST_SINGLE_ROWS and shape.along
 
 
@@ -144,7 +139,7 @@ LANES = (
 def candidates(shape: Shape, arch: int) -> list[Config]:
     """Configurations worth measuring."""
     first = default(shape, arch)
-    splits, early, tall = first.splits, first.early, block_m(shape.rows)
+    splits, early, tall = first.splits, first.early, padded(shape.rows)
     found = [first]
     if _takes_rows(shape):
         for block_n, wanted, warps in ONE_ROW if shape.rows == 1 else SOME_ROWS:
@@ -172,9 +167,9 @@ def candidates(shape: Shape, arch: int) -> list[Config]:
 
 
 def _under_way(shape: Shape, block_n: int, block_k: int, tiles: int, arch: int) -> bool:
-    """Whether shared memory has room for so many tiles."""
+    """Whether shared memory has room for this number of tiles."""
     room = min(160000, shared_limit(arch) - 4096)
-    return (block_m(shape.rows) + block_n) * block_k * shape.dtype.itemsize * tiles <= room
+    return (padded(shape.rows) + block_n) * block_k * shape.dtype.itemsize * tiles <= room
 
 
 def choose(shape: Shape, device: torch.device) -> Config:
@@ -199,7 +194,7 @@ def choose(shape: Shape, device: torch.device) -> Config:
         if found.lanes > 1:
             suits = shape.rows <= 16 and found.block_k <= max(256, shape.inner // 2)
         else:
-            suits = found.block_k * block_m(shape.rows) <= 4096
+            suits = found.block_k * padded(shape.rows) <= 4096
         return found if suits and room and not wide else None
 
     query = Query("lora_decode", {**shape.key, "tokens": shape.rows})
@@ -227,7 +222,7 @@ class Lowering(Linears):
         columns, ranks = ([_inductor.sizes(right)[1] for right in some] for some in (w, a))
         if not all(isinstance(size, int) for size in (*sizes, *columns, *ranks)) or sizes[0] > MOST_ROWS:
             raise Rejected("a size is not known, or there are too many rows")
-        if sum(narrow.padded(r) for r in ranks) > narrow.MOST_TOGETHER or max(ranks) > narrow.MOST_COLUMNS:
+        if sum(padded(r) for r in ranks) > narrow.MOST_TOGETHER or max(ranks) > narrow.MOST_COLUMNS:
             raise Rejected(f"the ranks of the adapters sum to more than {narrow.MOST_TOGETHER}")
         dtypes = x.get_dtype(), a[0].get_dtype()
         along = all(_inductor.strides(right)[0] == 1 for right in w)
@@ -261,7 +256,7 @@ class Lowering(Linears):
         """The down-projections, each of the shape (parts of K * rows, rank), in float32."""
         posed = narrow.Shape(shape.rows, shape.inner, shape.ranks, "n", shape.dtype, shape.adapters)
         warps = 4
-        chosen = narrow.fitted(narrow.Config(block_m(shape.rows), 128, config.splits, warps, 3), posed)
+        chosen = narrow.fitted(narrow.Config(padded(shape.rows), 128, config.splits, warps, 3), posed)
         waits = early and _inductor.captures_graphs()  # as short kernels of the grouped GEMM
         made = _inductor.lower_to_template(
             name="lora_narrow_mm",
@@ -288,7 +283,7 @@ class Lowering(Linears):
                     "b": f"B{i}",
                     "parts": f"P{i}",
                     "rank": rank,
-                    "block": narrow.padded(rank),
+                    "block": padded(rank),
                     "scale": self.scales[i],
                     "narrow": shape.adapters != torch.float32,
                     "late": shape.adapters == torch.float16 and self.scales[i] != 1,
@@ -319,7 +314,7 @@ class Lowering(Linears):
             precision="tf32" if may_use_tf32() else "tf32x3",
             **(self._of_rows(shape) if config.row else self._of_tiles(shape, config, ragged)),
         )
-        rows = tall(shape.rows) if config.row else block_m(shape.rows)
+        rows = padded(shape.rows, 1) if config.row else padded(shape.rows)
         meta = {"BLOCK_M": rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
         return _inductor.Variant(
             source=text,
@@ -332,7 +327,7 @@ class Lowering(Linears):
 
     @staticmethod
     def _of_rows(shape: Shape) -> dict[str, Any]:
-        """What the template without tensor cores takes besides."""
+        """Further arguments of the template without tensor cores."""
         return {
             "rows": shape.rows,
             # A thread adds up the products of one load, so that each row takes few registers of it.
@@ -341,10 +336,10 @@ class Lowering(Linears):
 
     @staticmethod
     def _of_tiles(shape: Shape, config: Config, ragged: bool) -> dict[str, Any]:
-        """What the template with tensor cores takes besides."""
+        """Further arguments of the template with tensor cores."""
         rows = "(rm[None, :, None] < M)" if config.lanes > 1 else "(rm[:, None] < M)"
         # Rows that are not there are not read: all thread blocks would wait for one row.
-        masks = ["(x_k < K - k)"] * ragged + [rows] * (shape.rows < block_m(shape.rows))
+        masks = ["(x_k < K - k)"] * ragged + [rows] * (shape.rows < padded(shape.rows))
         return {"lanes": config.lanes, "x_mask": " & ".join(masks)}
 
     def one_by_one(self) -> list[Any]:

@@ -117,6 +117,6 @@ def insert(
 
 
 def replace_one(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    """Let a skinny GEMM stand for a down-projection that others read as well."""
+    """Replace a down-projection that other nodes read as well by the result of a skinny GEMM."""
     if not was_erased(old):
         substitute(old, new)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from ... import _inductor, tables
+from ... import _inductor
 from ...block_mm import template
+from ...decisions import tables
 from ...fusion import Rejected
 
 #: The text that Inductor's templates take, of one of ours by its name.
@@ -20,7 +21,7 @@ ELEMENTS = 1024
 
 
 def elements_of(index: int, matrix: Any, rows_dim: int | None = None) -> dict[str, Any]:
-    """What the template of parts knows of a matrix.
+    """The description of a matrix for the template of parts.
 
     Args:
         index: its number.

@@ -36,7 +36,7 @@ class Emitter(Builder):
     def weighted(
         self, left: fx.Node, right: fx.Node, vector: fx.Node, over: Sequence[int]
     ) -> tuple[fx.Node, fx.Node]:
-        """Both operands of an up-projection of which each row, or each column, is times a number."""
+        """Both operands of an up-projection, with a factor for each row or each column."""
         if value(vector).shape[-1] != 1:
             return left, self.times(right, self.call(aten.reshape.default, vector, [1, -1]))
         rows = self.call(aten.expand.default, vector, [*over, 1])
@@ -47,7 +47,7 @@ class Emitter(Builder):
         return self.to(self.call(aten.mul.Tensor, left, factor), value(left).dtype)
 
     def bias(self, linear: Linear) -> fx.Node | None:
-        """The bias of a linear with those of its adapters, in float32 where there is something to compute.
+        """The bias of a linear together with those of its adapters, in float32 if it must be computed.
 
         With a matrix as its bias, a linear has no others.
         """
@@ -116,7 +116,7 @@ class Emitter(Builder):
         return (self.call(aten.permute.default, matrix, [1, 0]) if turned else matrix), turned
 
     def _halves(self, matrix: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
-        """What bfloat16 keeps of a float32, cut off, and the rest; both in bfloat16.
+        """A float32 matrix truncated to bfloat16, and the rest; both in bfloat16.
 
         By bits: Inductor drops a cast to bfloat16 and back where both are in one loop.
         """

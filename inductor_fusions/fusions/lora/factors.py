@@ -15,17 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ...derivatives import check_operation
+from ...effects.liveness import only_reader, replace
 from ...fusion import Candidate
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, linear_of, read
-from ...liveness import only_reader
 from ...operands import check_device, check_kind, tensor
 from ...reasons import Reason
-from ...writes import check_between, check_kept
 from .inputs import Inputs
 from .norms import normalised
-from .second_product import MOST_STEPS, erase, is_up, made, scaled_by
+from .second_product import MOST_STEPS, is_up, made, scaled_by
 
 if TYPE_CHECKING:
     from ..._inductor import Match
@@ -114,11 +112,8 @@ class Moved(Candidate):
             raise Reason.SHAPES.rejected("the adapter is broadcast")
         if not (self._is_of_rows(factor) or self._is_of_columns(factor)):
             raise Reason.BEHIND_ADAPTER.rejected("the factor has another number for each element")
-        check_between(
-            self.between, self.anchor, "the adapter and its factor", self.scope.modes, self.scope.effects
-        )
-        check_kept([*self.up.all_input_nodes, self.by], self.anchor, self.scope.effects)
-        check_operation(self.between, self.scope.derivatives)
+        saved = [*self.up.all_input_nodes, self.by]
+        self.scope.check_replaced(self.between, self.anchor, "the adapter and its factor", saved)
         check_device(out)
 
     def _is_of_rows(self, factor: torch.Tensor) -> bool:
@@ -139,6 +134,5 @@ class Moved(Candidate):
             b = made(make, self.how, b, by)
         out = made(make, F.linear if rows else torch.matmul, h, b)
         out = out if self.scale == 1 else made(make, operator.mul, out, self.scale)
-        self.anchor.replace_all_uses_with(out)
-        erase(self.between)
+        replace(self.anchor, out, self.between)
         return "a factor between both products"

@@ -57,7 +57,7 @@ class _Wanted:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parts."""
+        """The dtype of the parts."""
         read = self.reader.args[0 if self.reader.target is NARROW_MM else -1]
         if isinstance(read, fx.Node):
             return value(read).dtype
@@ -66,7 +66,7 @@ class _Wanted:
 
     @property
     def bytes(self) -> int:
-        """Of the parts, about."""
+        """The approximate number of bytes of the parts."""
         return _bytes(self.matrix)
 
 
@@ -92,7 +92,7 @@ def takes(matrix: fx.Node) -> bool:
 
 
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
-    """What the products of fused adapters read in parts, as one."""
+    """One candidate for all matrices that the products of fused adapters read in parts."""
     wanted = list(_wanted(graph))
     if wanted:
         yield Gathered(graph, wanted)
@@ -163,7 +163,7 @@ def _arguments(call: fx.Node, schema: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _wanted(graph: fx.Graph) -> Iterator[_Wanted]:
-    """What is split up of inputs, in the order in which it is read."""
+    """The inputs that are split up, in the order in which they are read."""
     for node in graph.nodes:
         if node.target is LORA_SPLIT:
             matrices, *forms, _ = node.args

@@ -48,7 +48,7 @@ class Narrow:
 
     @property
     def call(self) -> fx.Node | None:
-        """The skinny GEMM, where it is one already."""
+        """The call of the skinny GEMM, if the product is one already."""
         made = self.node.args[0] if self.node.target is operator.getitem else None
         return made if isinstance(made, fx.Node) else None
 
@@ -118,7 +118,7 @@ def _only_for_weights(down: Product) -> bool:
 
 
 def _plain(node: Any) -> Any:
-    """What was multiplied by numbers, reshaped, and cast to a wider dtype and back."""
+    """The node that a node multiplies by numbers, reshapes, and casts to a wider dtype and back."""
     while isinstance(node, fx.Node):
         step, origin = scaled(node), restored(node)
         if origin is not None:
@@ -134,7 +134,7 @@ def _plain(node: Any) -> Any:
 
 
 def candidates(graph: fx.Graph, narrows: Sequence[Narrow]) -> Iterator[Candidate]:
-    """Those that read one matrix together; none for one that is a skinny GEMM as it is."""
+    """One candidate for all that read one matrix; none for a single skinny GEMM."""
     groups: dict[Any, list[Narrow]] = {}
     for n in narrows:
         groups.setdefault(_key(n), []).append(n)

@@ -1,4 +1,4 @@
-"""Linears that are read together: which they are, and what is known of such a group."""
+"""Groups of linears on one input: which linears, and their shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def current(linear: Linear, replaced: dict[fx.Node, fx.Node]) -> Linear:
 
 
 def result_dtypes(group: Sequence[Linear]) -> tuple[torch.dtype, str]:
-    """The dtype of the results, and which of them are float32 beside those of 16 bits.
+    """The dtype of the results, and the numbers of those that are float32 beside 16-bit ones.
 
     Inductor takes out the cast to bfloat16 that another one to float32 follows, as in front of an activation.
     """
@@ -136,7 +136,7 @@ def _ends(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def by_width(members: list[Product]) -> Iterator[list[Product]]:
-    """The members in parts of so many columns as one kernel takes."""
+    """The members in parts whose columns one kernel can compute."""
     part: list[Product] = []
     for p in members:
         columns = sum(narrow.padded(int(value(q.b).shape[1])) for q in (*part, p))
@@ -148,7 +148,7 @@ def by_width(members: list[Product]) -> Iterator[list[Product]]:
 
 
 def shape_of(group: Sequence[Linear]) -> profit.Shape:
-    """What a table knows a group of linears by."""
+    """The shape of a group of linears for tables."""
     first = group[0].bases[0]
     adapters = [a for linear in group for a in linear.adapters]
     return profit.Shape(

@@ -28,8 +28,11 @@ import torch
 from torch import fx
 
 from ..._inductor import draws_as_eager, drops_narrow_casts
-from ...derivatives import Derivatives, check_operation
-from ...fusion import Candidate, Fusion, Scope
+from ...effects import liveness
+from ...effects.inplace import overwritten
+from ...effects.liveness import readers
+from ...effects.scope import DynamoScope
+from ...fusion import Candidate, Fusion
 from ...graph.builder import Builder
 from ...graph.torch_ops import (
     CASTS,
@@ -39,13 +42,9 @@ from ...graph.torch_ops import (
     read,
     spellings,
 )
-from ...inplace import overwritten
-from ...keeping import Keeping
-from ...liveness import erase_dead_readers, readers
-from ...modes import Modes
+from ...layouts.keeping import Keeping
 from ...operands import check_device, check_kind, known_size, tensor, text, tokens_of
 from ...reasons import Reason
-from ...writes import check_between, check_kept, effects
 from . import narrow, profit
 from .adapters import MOST_RANK
 from .op import LORA_DOWN, LORA_DROPPED_DOWN, ROUNDED
@@ -81,27 +80,12 @@ class Site:
         return dropout_p(op)
 
 
-class Inputs(Scope):
+class Inputs(DynamoScope):
     """A graph, and what is known of it once the first down-projection is found."""
 
     @functools.cached_property
-    def effects(self) -> list[fx.Node]:
-        """What writes, draws, or changes a mode."""
-        return effects(self.graph)
-
-    @functools.cached_property
-    def derivatives(self) -> Derivatives:
-        """Which derivatives the graph takes."""
-        return Derivatives(self.graph, self.modes)
-
-    @functools.cached_property
-    def modes(self) -> Modes:
-        """The modes that hold at its nodes."""
-        return Modes(self.graph)
-
-    @functools.cached_property
     def keeping(self) -> Keeping:
-        """What may change in it."""
+        """The values of the graph that may change."""
         return Keeping(self.graph)
 
 
@@ -124,7 +108,7 @@ def _read(node: fx.Node) -> Site | None:
 
 
 def _made(node: Any) -> Any:
-    """What made a value that others write over: the guard names them."""
+    """The node that made a value, before writes in place, which the guard checks."""
     while isinstance(node, fx.Node) and (before := overwritten(node)) is not None:
         node = before
     return node
@@ -166,7 +150,7 @@ def _ups(down: fx.Node) -> list[fx.Node]:
 
 
 def _widened(node: Any) -> fx.Node | None:
-    """What a float32 tensor was cast from, if that has 16 bits and is cast alone."""
+    """The 16-bit tensor that a float32 tensor was cast from, or None."""
     op, found = read(node), tensor(node)
     if op is None or found is None or found.dtype != torch.float32 or op.name not in CASTS:
         return None
@@ -235,9 +219,7 @@ class AdapterInput(Candidate):
         if site.drop is not None:
             self._check_dropout(site.drop)
         where = "the cast and the linear" if site.drop is None else "the dropout and the linear"
-        check_between(site.between, site.linear, where, scope.derivatives.modes, scope.effects)
-        check_kept([site.x, site.a], site.linear, scope.effects)
-        check_operation([*site.between, site.linear], scope.derivatives)
+        scope.check_replaced(site.between, site.linear, where, [site.x, site.a])
         check_device(x)
         tokens: Any = 1
         for size in x.shape[:-1]:
@@ -271,18 +253,13 @@ class AdapterInput(Candidate):
         else:
             arguments = site.x, self._mask(site.drop), self._as_read(site.a), 1 / (1 - site.chance)
             new = Builder(old).given(tensor(old), LORA_DROPPED_DOWN, *arguments)
-        erase_dead_readers((old, *site.between))
-        ups = _ups(old)
-        old.replace_all_uses_with(new)
-        for node in (old, *reversed(site.between)):
-            if not node.users:
-                self.scope.graph.erase_node(node)
-        for up in ups if drops_narrow_casts() and self.cast is None else ():
+        liveness.replace(old, new, site.between)
+        for up in _ups(new) if drops_narrow_casts() and self.cast is None else ():
             self._mark(_rounded_sum(up, x.dtype))
         return self.kernel
 
     def _kept(self) -> fx.Node:
-        """The input, or a copy where the caller may change it: eager keeps what is made of it.
+        """The input, or a copy if the caller may change it: eager saves what is computed from it.
 
         All linears that read the input read the copy, which is made in front of the first of them, so that
         their fusions see one input.
@@ -307,7 +284,7 @@ class AdapterInput(Candidate):
         return rounded
 
     def _mask(self, drop: fx.Node) -> fx.Node:
-        """What a dropout keeps, drawn where the dropout is."""
+        """The mask of a dropout, drawn in its place."""
         inside = tensor(drop)
         assert inside is not None
         build = Builder(drop)

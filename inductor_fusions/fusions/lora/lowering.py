@@ -86,7 +86,7 @@ def _firsts(stacks: Sequence[Any]) -> list[Any]:
 
 
 def narrow_inputs(b: Sequence[Any], shape: narrow.Shape) -> list[tuple[str, Any]]:
-    """What the kernel reads, by name: the narrow matrices, or the first summand of each, in memory.
+    """The kernel's inputs by name: the narrow matrices, or the first summand of each, in memory.
 
     The other summands are behind the first one. One kernel makes those of all narrow matrices.
     """
@@ -123,7 +123,7 @@ def _added_up(
     wide: torch.dtype,
     further: Sequence[float],
 ) -> list[Any]:
-    """The products from those of the parts of K, which lie one behind the other."""
+    """The products as sums over the parts of K, which follow each other in memory."""
     if len(outputs) > 1 or (any(further) and wide != dtype):
         # Inductor's loops would be a kernel for each product, and one for its form.
         factors: list[dict[str, Any]] = [
@@ -150,7 +150,7 @@ def _added_up(
 
 
 def _form(y: Any, factor: float, wide: torch.dtype, dtype: torch.dtype) -> Any:
-    """The further form of a product that is of the dtype `wide`, beside an input of the dtype `dtype`."""
+    """The further form of a product of dtype `wide`, for an input of dtype `dtype`."""
     if factor != 1:
         y = _inductor.call_lowering(aten.mul.Tensor, y, factor)
     return _inductor.cast(y, dtype) if wide == dtype else parts(y, dtype)

@@ -76,12 +76,12 @@ def drawing(kept: fx.Node) -> list[fx.Node]:
 
 
 def masks_of(products: Sequence[Product]) -> list[fx.Node]:
-    """The masks of products that all have one, or of which none has."""
+    """The masks of products, all or none of which have one."""
     return [kept for kept in map(mask_of, products) if kept is not None]
 
 
 def masked(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
-    """What a node multiplies by a mask, the mask, and the factor that it has.
+    """The value that a node multiplies by a mask, the mask, and a factor.
 
     The mask is a bool tensor with as many elements as the node. A selection is no mask: it keeps out what is
     no number, and 0 times it does not.
@@ -99,7 +99,7 @@ def masked(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
 
 
 def _mask(node: fx.Node) -> tuple[fx.Node, float] | None:
-    """The bool tensor of which a node is a number times zeros and ones, and that number."""
+    """The bool tensor that a node casts and multiplies by a number, and the number."""
     scale = 1.0
     while (found := tensor(node)) is not None:
         if found.dtype == torch.bool:

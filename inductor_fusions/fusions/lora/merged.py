@@ -11,7 +11,6 @@ ParamWrapper merge so. Others add a second linear, whose weight is `s * (b @ a)`
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +19,12 @@ import torch.nn.functional as F
 from torch import fx
 
 from ... import config
-from ...derivatives import check_operation
+from ...effects.liveness import readers, replace
 from ...fusion import Candidate, Rejected, Reported
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, TRANSPOSES, VIEWS, Op, linear_of, read
-from ...liveness import erase_dead_readers, readers
 from ...operands import check_device, check_kind, tensor, text
 from ...reasons import Reason
-from ...writes import check_between, check_kept
 from .adapters import MOST_RANK
 from .inputs import Inputs
 from .second_product import made, scaled_by
@@ -153,7 +150,7 @@ def _keeps_values(op: Op) -> bool:
 
 
 def _low_rank(weight: fx.Node) -> int:
-    """The rank of a product of two narrow matrices that a matrix is computed from; 0 where there is none."""
+    """The rank of a product of two narrow matrices that a matrix is computed from, or 0."""
     seen, waiting = set[fx.Node](), [weight]
     while waiting and len(seen) < _MOST_STEPS:
         node = waiting.pop()
@@ -217,11 +214,8 @@ class MergedWeight(Candidate):
         for node, reader in zip(site.between, (*site.between[1:], site.linear), strict=True):
             if readers(node) != [reader]:
                 raise Reason.USED_ELSEWHERE.rejected("the merged weight is also used elsewhere")
-        inside = [*site.between, site.linear]
-        check_between(inside, site.linear, "the merge and the linear", known.modes, known.effects)
         operands = [node for node in (site.x, site.w, site.a, site.b, site.factor) if node is not None]
-        check_kept(operands, site.linear, known.effects)
-        check_operation(inside, known.derivatives)
+        known.check_replaced(site.between, site.linear, "the merge and the linear", operands)
         check_device(found[0])
         _, a, b, *_, out = found
         trains = out.requires_grad and (a.requires_grad or b.requires_grad)
@@ -254,11 +248,7 @@ class MergedWeight(Candidate):
             w = self.known.keeping.kept(site.w, old)  # eager keeps the merged weight
             base = make.given(out, times, site.x, w, *([site.bias] if site.rows else []))
             up = make.given(out, operator.add, base, up)
-        gone: Sequence[fx.Node] = (old, *reversed(site.between))
-        erase_dead_readers(gone)
-        old.replace_all_uses_with(up)
-        for node in gone:
-            old.graph.erase_node(node)
+        replace(old, up, site.between)
         return "two products"
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from ... import tables
-from ...decisions import Query, tiles
-from ...problems import Row
-from ...problems import padded as padded
+from ...decisions import Query, tables, tiles
+from ...decisions.problems import Row
+from ...decisions.problems import padded as padded
 from ...reasons import Reason
 
 #: Thread blocks that fill a device, about: the number of its multiprocessors, rounded to a power of two.
@@ -115,13 +114,13 @@ def default(shape: Shape) -> Config:
 
 
 def key(shape: Shape) -> dict[str, Any]:
-    """What a row of a table must agree in; its tokens are the rows of x, or its K where x is transposed."""
+    """The columns of a table's row; its tokens are the rows of x, or K if x is transposed."""
     width = shape.inner if shape.layout == "n" else shape.rows
     return {"width": width, **tables.columns_of(shape, "rows", "inner", "made")}
 
 
 def problem(shape: Shape) -> dict[str, Any] | None:
-    """What tables have a row of; None where a size is symbolic."""
+    """The problem as a table's row; None if a size is symbolic."""
     found = {**key(shape), "tokens": shape.rows if shape.layout == "n" else shape.inner}
     return None if None in found.values() else found
 
@@ -154,7 +153,7 @@ def splits_for(rows: int, block_m: int, inner: int | None, block_k: int) -> int:
 
 
 def fitted(config: Config, shape: Shape) -> Config:
-    """The same with shorter steps or fewer of them under way, where shared memory or registers ask for it."""
+    """The configuration with a smaller `block_k` or fewer stages, if shared memory or registers need it."""
     columns = columns_of(shape)
     if shape.dtype == torch.float32:
         # A product is three, and the parts of both sides are in registers.

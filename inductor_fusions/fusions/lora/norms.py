@@ -18,16 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ...derivatives import check_operation
+from ...effects.derivatives import check_operation
+from ...effects.liveness import is_dead, only_reader, replace
+from ...effects.writes import check_between
 from ...fusion import Candidate
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, VIEWS, Op, linear_of, read
-from ...liveness import is_dead, only_reader
 from ...operands import check_device, check_kind, holds, tensor
 from ...reasons import Reason
-from ...writes import check_between
 from .inputs import Inputs
-from .second_product import MOST_STEPS, cast, erase, is_up, made, scaled_by
+from .second_product import MOST_STEPS, cast, is_up, made, scaled_by
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class _Reader:
 
 
 def _viewed(node: Any) -> Any:
-    """What a node is a view of."""
+    """The node that a node views."""
     while (view := read(node)) is not None and view.name in VIEWS and not view.inplace:
         node = view.input
     return node
@@ -259,7 +259,5 @@ class Normalised(Candidate):
         for each in self.outside:
             term = each.node if each.alone == 1 else made(make, operator.mul, each.node, each.alone)
             total = made(make, operator.add, total, term)
-        gone = list(dict.fromkeys(self.reader.inner))
-        top.replace_all_uses_with(total)
-        erase(gone)
+        replace(top, total, self.reader.inner)
         return "the vector times the sum"

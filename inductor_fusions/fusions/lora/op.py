@@ -241,7 +241,7 @@ class Linears:
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """Of each output."""
+        """The dtype of each output."""
         return dtypes(len(self.w), self.dtype, self.wide)
 
 

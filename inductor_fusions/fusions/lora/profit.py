@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from ... import config, tables
+from ... import config
 from ...block_mm.heuristics import capability
 from ...block_mm.problem import size_text
-from ...decisions import Decision, Query, Span, decide_for_all
+from ...decisions import Decision, Query, Span, decide_for_all, tables
 from ...fusion import LeftToStock
 from ...operands import may_use_tf32
 from ...reasons import Reason, like
@@ -19,7 +19,7 @@ from .decode import MOST_ROWS
 
 
 class Known:
-    """What a table knows adapters by: the columns of a row, and text for reports.
+    """A problem with adapters: the columns of a table's row, and text for reports.
 
     Attributes:
         section: of the tables.
@@ -36,7 +36,7 @@ class Known:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What a row of a table must agree in."""
+        """The columns of a table's row."""
         return tables.columns_of(self, "tokens")
 
     def text(self, sizes: str, ranks: str, adapters: str = "adapters") -> str:
@@ -48,7 +48,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Shape(Known):
-    """What a table knows linears with adapters by.
+    """Linears with adapters, as tables describe them.
 
     Attributes:
         tokens: rows of the input; None where it is not known.
@@ -76,7 +76,7 @@ class Shape(Known):
 
 @dataclass(frozen=True)
 class Accumulated(Known):
-    """What a table knows a sum of adapters and what is in memory by.
+    """Adapters that are added to a value in memory, as tables describe them.
 
     Attributes:
         tokens: rows of the sum; None where it is not known.
@@ -104,7 +104,7 @@ class Accumulated(Known):
 
 @dataclass(frozen=True)
 class Dropped(Known):
-    """What a table knows a linear by whose adapter is behind a dropout: forward and backward together.
+    """A linear with an adapter behind a dropout, forward and backward together, as tables describe it.
 
     Attributes:
         tokens: M; None where it is not known.
@@ -153,7 +153,7 @@ def check_dropped(shape: Dropped, device: torch.device) -> None:
 
 
 def check_few_rows(tokens: int | Span | None, plain: bool) -> None:
-    """Leave few rows of adapters that are not plain to stock: what is measured there is one operation.
+    """Leave adapters that are not plain to stock for few rows, for which only one operation is measured.
 
     Raises:
         LeftToStock: the policy asks for that.

@@ -99,7 +99,7 @@ class Linear:
         self.problem = self.problem or problem
 
     def check_casts(self, terms: Iterable[fx.Node]) -> str:
-        """What rounds the sum on its way, to less than its terms have and the result; "" for nothing."""
+        """Why a cast rounds the sum to less precision than its terms and its result have; or ""."""
         dtypes = [value(node).dtype for node in (self.root, *terms)]
         casts = [value(node).dtype for node in self.inner if node.target in CASTS]
         if all(holds(cast, *dtypes) for cast in casts):
@@ -157,7 +157,7 @@ def _is_around(read: Linear, top: fx.Node) -> bool:
 
 
 def _read(top: fx.Node) -> Linear:
-    """A tree of additions as a linear, with a problem where it is none."""
+    """Read a tree of additions as a linear; its `problem` says why it is none."""
     linear = Reader(top).linear
     if not linear.adapters:
         return linear
@@ -356,7 +356,7 @@ def alone(up: fx.Node) -> Said:
 
 
 def _read_elsewhere(node: fx.Node) -> Said:
-    """What else there is that reads the result of an adapter."""
+    """The other readers of the result of an adapter."""
     scaled_by = any(_other_factor(user, node) is not None for user in node.users)
     reason = "the gradient of a factor" if scaled_by else "the backward"
     return guards.read_elsewhere("the result of the adapter", node.users, reason)

@@ -36,7 +36,7 @@ class RoundTrip(Candidate):
         self.anchor = copy
 
     def guard(self) -> None:
-        """`restored` has said all."""
+        """Accept: `restored` has proved it."""
 
     def rewrite(self) -> str:
         copy, origin = self.anchor, restored(self.anchor)

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import was_erased
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, Op, linear_of, read
-from ...liveness import erase_dead_readers
 from ...operands import tensor
 from .adapters import MOST_RANK
 from .op import LORA_DOWN, LORA_DROPPED_DOWN
@@ -56,7 +54,7 @@ def _has_down(node: Any, rank: int) -> bool:
 
 
 def scaled_by(op: Op) -> tuple[Any, float] | None:
-    """What an operation multiplies by a number, and the number."""
+    """The value that an operation multiplies by a number, and the number; or None."""
     if op.name == "neg":
         return op.input, -1.0
     if op.name not in ("mul", "div") or op.rest or set(op.args) - {"input", "other"}:
@@ -81,11 +79,3 @@ def made(make: Builder, target: str | Callable[..., Any], *args: Any) -> fx.Node
 
 def cast(make: Builder, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     return node if make.value(node).dtype == dtype else made(make, "to", node, dtype)
-
-
-def erase(nodes: list[fx.Node]) -> None:
-    """Remove nodes that nothing reads any more, the last ones first."""
-    erase_dead_readers(nodes)
-    for node in sorted(nodes, reverse=True):
-        if not was_erased(node) and not node.users:
-            node.graph.erase_node(node)

@@ -171,7 +171,7 @@ class Adapted(Candidate):
         check_adapter(a, x.dtype)
 
     def _check_dropouts(self, linear: Linear) -> None:
-        """Of adapters that read what a dropout has left in memory."""
+        """Check the profitability of adapters that read a dropped-out input from memory."""
         base = value(linear.bases[0].b)
         for a in linear.adapters:
             left, tokens = value(a.down.b), tokens_of(value(a.down.a).shape[0])

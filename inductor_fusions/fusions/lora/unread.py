@@ -1,4 +1,4 @@
-"""Reports adapters of which a product is none of matrices: embeddings, convolutions, batches of matrices."""
+"""Reports adapters with other than matrix products: of embeddings, convolutions, batches of matrices."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def candidates(bases: Sequence[fx.Node]) -> Iterator[Candidate]:
 
 
 def _of_up(up: fx.Node) -> str:
-    """Why a second product of an adapter is not fused; "" where it is none that is looked for."""
+    """Why a second product of an adapter is not fused; "" if it is none."""
     if up.target is aten.bmm.default:
         narrow: Any = up.args[0]
         first = _turned(_core(narrow))
@@ -105,14 +105,14 @@ def _is_merged(matrices: Any) -> bool:
 
 
 def _turned(node: Any) -> Any:
-    """What is permuted, reshaped and split."""
+    """The node that a node permutes, reshapes and splits."""
     while isinstance(node, fx.Node) and (node.target in _TURNED or node.target in RESHAPES):
         node = node.args[0]
     return node
 
 
 def _sums_of(bases: Sequence[fx.Node]) -> list[fx.Node]:
-    """The additions, in the order of the graph, of what is cast, reshaped and multiplied by numbers."""
+    """The additions, in graph order, that read a base through casts, reshapes and numeric factors."""
     found, waiting, seen = set[fx.Node](), list(bases), set[fx.Node]()
     while waiting:
         node = waiting.pop()
@@ -128,14 +128,14 @@ def _sums_of(bases: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _core(node: Any) -> Any:
-    """What is cast, reshaped and multiplied by numbers."""
+    """The node that a node casts, reshapes and multiplies by numbers."""
     while isinstance(node, fx.Node) and (below := step(node)) is not None and below.kept is None:
         node = below.inner
     return node
 
 
 def _reason(base: Any, up: Any) -> str:
-    """Why an adapter of a base is not fused; "" where it is none of one that is looked for."""
+    """Why an adapter of a base is not fused; "" if it is none."""
     if not isinstance(base, fx.Node) or not isinstance(up, fx.Node):
         return ""
     p = product(up)

@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ... import config, tables
-from ...decisions import Query, decide
-from ...derivatives import check_operation
-from ...fusion import Candidate, Fusion, Scope
+from ... import config
+from ...decisions import Query, decide, tables
+from ...effects.liveness import readers, replace
+from ...effects.scope import DynamoScope
+from ...effects.writes import storage
+from ...fusion import Candidate, Fusion
 from ...graph.builder import Builder
 from ...graph.torch_ops import spellings
-from ...keeping import Keeping
-from ...liveness import erase_dead_readers, readers
-from ...modes import Modes
+from ...layouts.keeping import Keeping
 from ...operands import check_device, check_kind, profitable, tensor, text
 from ...reasons import Reason
-from ...writes import check_between, check_kept, storage
 from . import recognise
 from .op import OUTER_PRODUCT_LINEAR, dtypes, pairs
 from .recognise import Site
@@ -37,8 +36,8 @@ __all__ = ["FUSION", "pairs"]
 class OuterProductLinear(Candidate):
     """A linear that reads every product of two features."""
 
-    def __init__(self, graph: fx.Graph, site: Site) -> None:
-        self.graph, self.site, self.anchor = graph, site, site.linear
+    def __init__(self, scope: DynamoScope, site: Site) -> None:
+        self.scope, self.site, self.anchor = scope, site, site.linear
         self.note = ""
 
     def describe(self) -> dict[str, str]:
@@ -67,9 +66,8 @@ class OuterProductLinear(Candidate):
             raise Reason.MIXED_DTYPES.rejected("the operands have different dtypes, or autocast is on")
         if site.bias is not None and ((bias := tensor(site.bias)) is None or bias.dtype != out.dtype):
             raise Reason.MIXED_DTYPES.rejected("the operands have different dtypes, or autocast is on")
-        check_between(site.chain, site.linear, "the outer product and the linear", Modes(self.graph))
-        check_kept([site.u, site.v, site.w], site.linear)
-        check_operation([*site.chain, site.linear])
+        where = "the outer product and the linear"
+        self.scope.check_replaced(site.chain, site.linear, where, [site.u, site.v, site.w])
         check_kernel(out)
         if config.policy == "profitable":
             self.note = measured(out, operands)
@@ -77,7 +75,7 @@ class OuterProductLinear(Candidate):
     def rewrite(self) -> str:
         site, out = self.site, tensor(self.anchor)
         assert out is not None
-        keeping, factors = Keeping(self.graph), (site.u, site.v)
+        keeping, factors = Keeping(self.scope.graph), (site.u, site.v)
         # The multiplication keeps a factor where the other one takes a gradient.
         trained = [(t := tensor(node)) is not None and t.requires_grad for node in factors]
         by_eager = {storage(node) for node, other in zip(factors, reversed(trained), strict=True) if other}
@@ -98,11 +96,7 @@ class OuterProductLinear(Candidate):
             new = build.given(out, "reshape", new, tuple(out.shape))
         if site.bias is not None:
             new = build.given(out, torch.add, new, site.bias)
-        erase_dead_readers([self.anchor, *site.chain])
-        self.anchor.replace_all_uses_with(new)
-        for node in (self.anchor, *reversed(site.chain)):
-            if not node.users:
-                self.graph.erase_node(node)
+        replace(self.anchor, new, site.chain)
         return f"outer_product_linear{self.note}"
 
 
@@ -129,7 +123,7 @@ def check_kernel(out: torch.Tensor) -> None:
 
 
 def measured(out: torch.Tensor, operands: list[Any]) -> str:
-    """What the table of the device says of a shape.
+    """A note for a shape, from the table of the device.
 
     Args:
         out: the result.
@@ -153,11 +147,12 @@ FUSION = Fusion(
     name="outer_product_linear",
     stage="pre_grad",
     summary="a linear on the flattened outer product of two matrices, without materialising it",
+    scope=DynamoScope,
 )
 
 
 @FUSION.anchor(lambda: spellings("linear", "matmul", "addmm"))
-def read(scope: Scope, match: Match) -> Candidate | None:
+def read(scope: DynamoScope, match: Match) -> Candidate | None:
     """A linear on a flattened outer product."""
     site = recognise.site(match.output_node())
-    return OuterProductLinear(scope.graph, site) if site is not None else None
+    return OuterProductLinear(scope, site) if site is not None else None

@@ -1,4 +1,4 @@
-"""What launches the kernels of `outer_product_linear`: at once, or, where a graph is traced, with it."""
+"""Tiles of the kernels of `outer_product_linear`, and their launches."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...lowering import is_traced, launched
 from .kernels import linear_kernel, pack_kernel
 
 Tile = Mapping[str, int]
@@ -28,20 +29,13 @@ PACK: dict[int, Tile] = {
 PROGRAMS = 128
 
 
-def _launcher(kernel: Any, traced: bool) -> Any:
-    return torch.library.wrap_triton(kernel) if traced else kernel
-
-
-def linear(
-    u: Tensor, v: Tensor, w: Tensor, tile: Tile | None = None, block: int = 0, traced: bool = False
-) -> Tensor:
+def linear(u: Tensor, v: Tensor, w: Tensor, tile: Tile | None = None, block: int = 0) -> Tensor:
     """u, v (rows, P) and (rows, Q), w (N, P * Q) -> (rows, N).
 
     Args:
         u, v, w: of one dtype, on one device; u and v may be one matrix.
         tile: of `LINEAR` by default.
         block: columns of a block; of `BLOCK_Q` by default.
-        traced: whether this makes a graph, which holds the kernels.
     """
     (rows, p), q, n = u.shape, v.shape[1], w.shape[0]
     if not rows or not n or not p or not q:
@@ -50,40 +44,35 @@ def linear(
     tiles = triton.cdiv(rows, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"])
     # Thread blocks of four warps share a multiprocessor.
     each = max(1, 8 // tile["num_warps"])
-    one = is_one(u, v, traced)
+    one = is_one(u, v)
     steps, parts = _split(pairs(p, q, block, one), each * programs(u), tiles)
     # Triton launches on the current device, which need not be that of the tensors.
     with torch.cuda.device_of(u):
-        f = packed(w, p, q, block, one, traced=traced)
+        f = packed(w, p, q, block, one)
         out = u.new_empty((parts, rows, n), dtype=torch.float32)
         u = u.t().contiguous().t()  # one column at a time is read
-        _launcher(linear_kernel, traced)[(tiles, parts)](
+        launched(linear_kernel)[(tiles, parts)](
             u, v, f, out, rows, p, q, n, f.shape[1], steps, *u.stride(), *v.stride(),
             **_constants(u.dtype, block, one), **tile,
         )  # fmt: skip
     return (out[0] if parts == 1 else out.sum(0)).to(u.dtype)
 
 
-def packed(w: Tensor, p: int, q: int, block: int, one: bool, traced: bool = False) -> Tensor:
+def packed(w: Tensor, p: int, q: int, block: int, one: bool) -> Tensor:
     """The weight in the order of the blocks, (N, columns)."""
     n, columns = w.shape[0], pairs(p, q, block, one) * block
     f = w.new_empty((n, columns))
     tile = PACK[w.itemsize]
     grid = (triton.cdiv(p, tile["BLOCK_P"]), triton.cdiv(q, block), triton.cdiv(n, tile["BLOCK_N"]))
-    _launcher(pack_kernel, traced)[grid](
+    launched(pack_kernel)[grid](
         w, f, n, p, q, *w.stride(), *f.stride(), **_constants(w.dtype, block, one), **tile
     )
     return f
 
 
-def is_one(u: Tensor, v: Tensor, traced: bool = False) -> bool:
-    """Whether the two hold one matrix, of a dtype whose weights may be added up.
-
-    Args:
-        u, v: matrices.
-        traced: whether they are those of a graph, which have no addresses.
-    """
-    if u is v or traced:
+def is_one(u: Tensor, v: Tensor) -> bool:
+    """Whether two matrices are one, of a dtype whose weights may be added up."""
+    if u is v or is_traced():
         return u is v and u.dtype != torch.float16
     same = u.data_ptr() == v.data_ptr() and u.shape == v.shape and u.stride() == v.stride()
     return same and u.dtype != torch.float16

@@ -87,14 +87,9 @@ def pairs(u: Tensor, v: Tensor) -> Tensor:
     return (u[:, :, None] * v[:, None, :]).flatten(1)
 
 
-def _traced(u: Tensor, v: Tensor, w: Tensor) -> Any:
-    """The operation with kernels that a graph can hold."""
-    # How many thread blocks share a tile is chosen by the number of samples.
-    if not _has_kernel(u) or not all(isinstance(n, int) for t in (u, v, w) for n in t.shape):
-        return NotImplemented
-    from . import launch
-
-    return launch.linear(u, v, w, traced=True)
+def _launches(u: Tensor, v: Tensor, w: Tensor) -> bool:
+    """Whether a graph can hold the kernels, whose number of thread blocks depends on that of samples."""
+    return _has_kernel(u) and all(isinstance(n, int) for t in (u, v, w) for n in t.shape)
 
 
 def _empty(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
@@ -129,5 +124,5 @@ WEIGHT = define(
 )  # fmt: skip
 OUTER_PRODUCT_LINEAR = define(
     "outer_product_linear", _outer_product_linear, _empty, flops=lambda u, v, w: 2 * u[0] * w[0] * w[1],
-    setup=_setup, backward=_backward, traced=_traced,
+    setup=_setup, backward=_backward, launches=_launches,
 )  # fmt: skip

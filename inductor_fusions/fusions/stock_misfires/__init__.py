@@ -36,9 +36,9 @@ from ..._inductor import (
     patterns_match_decomposed_sdpa,
     patterns_take_tensors_for_numbers,
 )
+from ...effects.inplace import inputs, readers
 from ...fusion import Candidate, Fusion, Scope
 from ...graph.torch_ops import spellings
-from ...inplace import inputs, readers
 from .permutations import permuted, permuted_for
 from .reductions import REDUCTIONS, Softmax, Sum, reduction_of
 from .returned import returned
@@ -62,7 +62,7 @@ FUSION = Fusion(
 
 @FUSION.anchor(lambda: spellings(_SDPA, *REDUCTIONS))
 def read(scope: Scope, match: Match) -> Iterator[Candidate]:
-    """What stock's patterns would read wrongly: around each softmax between two products, and before SDPA."""
+    """Graphs that stock's patterns would misread: around a softmax between two products, and before SDPA."""
     node = match.output_node()
     if name_of(node) == _SDPA and patterns_match_decomposed_sdpa():
         yield from permuted_for(node)

@@ -90,7 +90,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def factor(product: fx.Node, index: int) -> Any:
-    """An operand of a product of two matrices, where it is one."""
+    """An operand of a product of two matrices; None of another operation."""
     return factors(product)[index] if name_of(product) in ("matmul", "bmm") else None
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from ...graph.torch_ops import read
-from ...leaving import settle
+from ...layouts.leaving import settle
 from ...operands import tensor
 from .respelling import Respelled
 from .walk import name_of

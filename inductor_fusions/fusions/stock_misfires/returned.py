@@ -8,7 +8,7 @@ from torch import fx
 
 from ..._inductor import is_wrapper, records_gradients
 from ...fusion import Candidate
-from ...leaving import is_returned, settle
+from ...layouts.leaving import is_returned, settle
 from ...operands import tensor
 from .respelling import Respelled
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import fx
 
+from ...effects.inplace import readers
 from ...fusion import Candidate
 from ...graph.facts import change
 from ...graph.torch_ops import read
-from ...inplace import readers
 from ...operands import tensor
 from ...reasons import Reason
 from .respelling import Respelled

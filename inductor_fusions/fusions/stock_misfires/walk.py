@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
+from ...effects.inplace import inputs
 from ...graph.torch_ops import read
-from ...inplace import inputs
 
 #: How far from a softmax its two products are looked for.
 REACH = 24

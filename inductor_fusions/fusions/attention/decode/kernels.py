@@ -10,7 +10,7 @@ is in use. The queries of all heads that share keys are the rows of one tile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ....decisions.problems import padded
+from ....lowering import launched
 from .op import MOST_ROWS
 
 #: exp(x) = exp2(x * LOG2_E)
@@ -26,8 +28,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 NO_MASK, BOOLEAN, ADDITIVE = (tl.constexpr(kind) for kind in range(3))
 #: Elements of a mask that `order_kernel` reads at once.
 CHUNK = 4096
-
-Wrap = Callable[[Any], Any]
 
 
 @triton.jit
@@ -194,7 +194,7 @@ def join_kernel(
     tl.store(to, result.to(out.dtype.element_ty), mask=e < E)
 
 
-def order(mask: Tensor, lowest: Tensor | None, kv_heads: int, block_n: int, wrap: Wrap) -> Tensor:
+def order(mask: Tensor, lowest: Tensor | None, kv_heads: int, block_n: int) -> Tensor:
     """(B or 1, kv_heads or 1, 1 + number of tiles), int32: how many tiles are seen, and which ones.
 
     Args:
@@ -202,14 +202,13 @@ def order(mask: Tensor, lowest: Tensor | None, kv_heads: int, block_n: int, wrap
         lowest: (B or 1, H or 1, Q or 1): up to which number a floating one hides; None of a boolean one.
         kv_heads: how many heads keys have.
         block_n: keys of a tile.
-        wrap: of a kernel; `torch.library.wrap_triton` where a graph is traced.
     """
     batch, mask_heads, queries, keys = mask.shape
     heads = 1 if mask_heads == 1 else kv_heads
     tiles = (keys + block_n - 1) // block_n
     found = mask.new_empty((batch, heads, tiles + 1), dtype=torch.int32)
     bounds = mask if lowest is None else lowest
-    wrap(order_kernel)[(batch * heads,)](
+    launched(order_kernel)[(batch * heads,)](
         mask, bounds, found, keys, tiles, heads, mask_heads // heads, queries, *steps(mask),
         *steps(bounds)[:3], IS_BOOLEAN=mask.dtype == torch.bool, BLOCK_N=block_n,
         TILES=max(1, CHUNK // block_n), num_warps=8,
@@ -219,7 +218,7 @@ def order(mask: Tensor, lowest: Tensor | None, kv_heads: int, block_n: int, wrap
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lowest: Tensor | None, listed: Tensor | None,
-    scale: float, causal: bool, most_queries: int, tiles: Sequence[int], wrap: Wrap,
+    scale: float, causal: bool, most_queries: int, tiles: Sequence[int],
 ) -> Tensor:  # fmt: skip
     """(B, H, Q, E), laid out (B, Q, H, E).
 
@@ -229,12 +228,11 @@ def attention(
         scale, causal: as in SDPA.
         most_queries: of which there are no more.
         tiles: keys of a tile, parts of the keys, warps, stages.
-        wrap: as in `order`.
     """
     (batch, heads, queries, d), kv_heads, keys, e = q.shape, k.shape[1], k.shape[2], v.shape[3]
     block_n, splits, warps, stages = tiles
     group = heads // kv_heads
-    block_m = max(16, min(MOST_ROWS, power(group * most_queries)))
+    block_m = max(16, min(MOST_ROWS, padded(group * most_queries)))
     out = q.new_empty((batch, queries, heads, e))
     # What a kernel does not read must be something in memory: Inductor would write q once more for it.
     unread = k if listed is None else listed
@@ -248,17 +246,17 @@ def attention(
     held, bounds, list_ = (unread if x is None else x for x in (mask, lowest, listed))
     by_row = mask is not None and not (mask.shape[1] == 1 and mask.shape[2] == 1)
     part_programs = (batch * kv_heads, splits, (group * queries + block_m - 1) // block_m)
-    wrap(part_kernel)[part_programs](
+    launched(part_kernel)[part_programs](
         q, k, v, held, bounds, list_, acc, most, total, kv_heads, queries, keys,
         *q.stride(), *k.stride(), *v.stride(), *steps(held), *steps(bounds)[:3], *steps(list_)[:2],
         KIND=kind.value, CAUSAL=causal, BY_ROW=by_row, SCALE=scale, GROUP=group, D=d, E=e,
-        IS_SPLIT=splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=power(d), BLOCK_E=power(e),
+        IS_SPLIT=splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded(d), BLOCK_E=padded(e),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
-        wrap(join_kernel)[(batch * heads * queries,)](
+        launched(join_kernel)[(batch * heads * queries,)](
             acc, most, total, out, heads, queries, splits,
-            E=e, BLOCK_S=power(splits, 1), BLOCK_E=power(e), num_warps=4 if splits > 8 else 1,
+            E=e, BLOCK_S=padded(splits, 1), BLOCK_E=padded(e), num_warps=4 if splits > 8 else 1,
         )  # fmt: skip
     return out.transpose(1, 2)
 
@@ -269,8 +267,3 @@ def steps(tensor: Tensor) -> tuple[Any, ...]:
         0 if isinstance(size, int) and size == 1 else stride
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-
-
-def power(size: int, least: int = 16) -> int:
-    """The tile of a size: a power of two, and enough for a matrix product."""
-    return max(least, 1 << (size - 1).bit_length())

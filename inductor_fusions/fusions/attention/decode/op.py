@@ -54,10 +54,12 @@ def _has_kernel(q: Tensor) -> bool:
     return is_nvidia and torch.cuda.get_device_capability(q.device) >= CAPABILITY
 
 
-def _takes(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+def _launches(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *_: Any) -> bool:
     """Whether the kernels compute this."""
     known = mask is None or mask.dtype == torch.bool or mask.dtype in MASKS
-    return q.dtype in DTYPES and known and bool(q.shape[3] <= MOST_DIM and v.shape[3] <= MOST_DIM)
+    if not (_has_kernel(q) and q.dtype in DTYPES and known):
+        return False
+    return bool(q.shape[3] <= MOST_DIM and v.shape[3] <= MOST_DIM)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> None:
@@ -79,17 +81,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -
     torch._check(mask.shape[3] == k.shape[2], lambda: "the mask has not one column for each key")
 
 
-def _as_it_is(kernel: Any) -> Any:
-    return kernel
-
-
-def _tiles(
-    mask: Tensor, lowest: Tensor | None, kv_heads: int, block_n: int, *, wrap: Any = _as_it_is
-) -> Tensor:
+def _decode_tiles(mask: Tensor, lowest: Tensor | None, kv_heads: int, block_n: int) -> Tensor:
+    """(B or 1, kv_heads or 1, 1 + tiles), int32: how many tiles of keys the mask shows, and which ones."""
     if _has_kernel(mask):
         from . import kernels
 
-        return kernels.order(mask, lowest, kv_heads, block_n, wrap)
+        with torch.cuda.device_of(mask):  # Triton launches on the current one
+            return kernels.order(mask, lowest, kv_heads, block_n)
     shown = _shown(mask, lowest)
     shown = shown.any(2) if shown.shape[1] == 1 else shown.unflatten(1, (kv_heads, -1)).any((2, 3))
     count = (shown.shape[2] + block_n - 1) // block_n
@@ -99,16 +97,17 @@ def _tiles(
     return torch.cat([seen.sum(-1, keepdim=True), listed], -1).to(torch.int32)
 
 
-def _attention(
+def _decode_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lowest: Tensor | None, listed: Tensor | None,
-    scale: float, causal: bool, most_queries: int, tiles: Sequence[int], *, wrap: Any = _as_it_is,
+    scale: float, causal: bool, most_queries: int, tiles: list[int],
 ) -> Tensor:  # fmt: skip
-    if _has_kernel(q) and _takes(q, v, mask):
+    """`tiles`: keys of a tile, parts of the keys, warps and stages."""
+    _check(q, k, v, mask, causal)
+    if _launches(q, k, v, mask):
         from . import kernels
 
-        return kernels.attention(
-            q, k, v, mask, lowest, listed, scale, causal, most_queries, tiles, wrap
-        )  # fmt: skip
+        with torch.cuda.device_of(q):
+            return kernels.attention(q, k, v, mask, lowest, listed, scale, causal, most_queries, tiles)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     scores = q.to(wide) @ k.to(wide).repeat_interleave(group, 1).mT * scale
@@ -128,22 +127,6 @@ def _attention(
 def _shown(mask: Tensor, lowest: Tensor | None) -> Tensor:
     """Which keys a mask shows; NaN shows one."""
     return mask if lowest is None else ~(mask <= lowest[..., None])
-
-
-def _decode_tiles(mask: Tensor, lowest: Tensor | None, kv_heads: int, block_n: int) -> Tensor:
-    """(B or 1, kv_heads or 1, 1 + tiles), int32: how many tiles of keys the mask shows, and which ones."""
-    with torch.cuda.device_of(mask):  # Triton launches on the current one
-        return _tiles(mask, lowest, kv_heads, block_n)
-
-
-def _decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lowest: Tensor | None, listed: Tensor | None,
-    scale: float, causal: bool, most_queries: int, tiles: list[int],
-) -> Tensor:  # fmt: skip
-    """`tiles`: keys of a tile, parts of the keys, warps and stages."""
-    _check(q, k, v, mask, causal)
-    with torch.cuda.device_of(q):
-        return _attention(q, k, v, mask, lowest, listed, scale, causal, most_queries, tiles)
 
 
 def _empty_tiles(mask: Tensor, lowest: Tensor | None, kv_heads: int, block_n: int) -> Tensor:
@@ -166,24 +149,16 @@ def _result(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3])).transpose(1, 2)
 
 
-def _tiles_traced(mask: Tensor, *others: Any) -> Any:
-    return _tiles(mask, *others, wrap=torch.library.wrap_triton) if _has_kernel(mask) else NotImplemented
-
-
-def _attention_traced(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *others: Any) -> Any:
-    if not (_has_kernel(q) and _takes(q, v, mask)):
-        return NotImplemented
-    return _attention(q, k, v, mask, *others, wrap=torch.library.wrap_triton)
-
-
 def _flops(q: Any, k: Any, v: Any, *_: Any) -> int:
     """Two for each multiplication and addition of the two products, as if each key were seen."""
     return int(2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3]))
 
 
-DECODE_TILES = define("decode_tiles", _decode_tiles, _empty_tiles, traced=_tiles_traced)
+DECODE_TILES = define(
+    "decode_tiles", _decode_tiles, _empty_tiles, launches=lambda mask, *_: _has_kernel(mask)
+)
 DECODE_ATTENTION = define(
-    "decode_attention", _decode_attention, _empty_attention, flops=_flops, traced=_attention_traced
+    "decode_attention", _decode_attention, _empty_attention, flops=_flops, launches=_launches
 )
 
 

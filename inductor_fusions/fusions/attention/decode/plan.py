@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from .... import decisions, tables
+from .... import decisions
 from ...._inductor import hint, known_true
+from ....decisions import tables
 from ....graph import torch_ops
 from ..problem import Problem
 from .op import CAPABILITY, DTYPES, MASKS, MOST_DIM, MOST_ROWS

@@ -13,9 +13,9 @@ from torch import fx
 from torch.nn import Parameter
 
 from ...._inductor import known_true
+from ....effects.inplace import arguments, current, readers
+from ....effects.writes import storage
 from ....graph import torch_ops
-from ....inplace import arguments, current, readers
-from ....writes import storage
 from ..aliasing import written
 from .proofs import LARGEST_FILL
 

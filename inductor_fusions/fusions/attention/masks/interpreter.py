@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from ...._inductor import is_batched, known_true
+from ....effects.inplace import arguments, inputs
 from ....graph import torch_ops
-from ....inplace import arguments, inputs
 from ..aliasing import Mutations, adds_nothing
 from .dtypes import held, of_dtype
 from .proofs import reduce

@@ -11,10 +11,10 @@ import torch
 
 from .... import _inductor
 from ....block_mm import template
+from ....decisions.problems import padded
 from ....fusion import Rejected
 from ....lowering import check_device
 from ....operands import may_use_tf32
-from ....problems import padded
 from . import op, plan
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -1,12 +1,13 @@
 """Outputs of a changed graph keep their strides and their aliasing.
 
-An operation that stands for others may lay its result out otherwise, and what is computed from the result
-follows. AOTAutograd takes the strides that it traces for those that the caller sees. So where such a value
-leaves the graph, it is brought to the strides that Dynamo saw: a copy where they differ, which Inductor
-computes together with what made the value, and nothing where they do not. Inside the graph layouts stay free.
+A fused operation may give its result other strides than the nodes that it replaces, and then so may what is
+computed from the result. AOTAutograd takes the strides that it traces for those that the caller sees. So
+where such a value leaves the graph, it is brought to the strides that Dynamo saw: by a copy if they differ,
+which Inductor fuses into what computes the value, and by nothing if they do not. Inside the graph, layouts
+are free.
 
-An operation may also keep its result for its backward. Where the caller gets that memory, it gets a copy: it
-may write to it.
+A fused operation may also save its result for its backward. If the caller gets that memory, it gets a copy
+instead, because it may write to it.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import _inductor
-from ._inductor import fake_mode_of, hint, known_true, range_of, suppress_guards, value_of
-from .graph.builder import Builder
-from .graph.facts import change
-from .lowering import define
-from .operands import tensor
-from .writes import is_opaque, may_alias, memory, name_of, written
+from .. import _inductor
+from .._inductor import fake_mode_of, hint, known_true, range_of, suppress_guards, value_of
+from ..effects.writes import is_opaque, may_alias, memory, name_of, written
+from ..graph.builder import Builder
+from ..graph.facts import change
+from ..lowering import define
+from ..operands import tensor
 
-#: Their results have the same strides whatever those of their first operand are.
+#: The strides of their results do not depend on those of their first operand.
 _SETTLING = frozenset("linear bmm mm addmm baddbmm multi_head_attention_forward".split())
-#: Their results are certainly new; others may be their operand, or a view of it, such as those of a dropout
-#: in evaluation, `reshape`, `contiguous` and `to`.
+#: Their results are always new memory. The result of another operation may be its operand or a view of it:
+#: that of a dropout in evaluation, of `reshape`, `contiguous` and `to`.
 _NEW = frozenset(
     "add sub mul div truediv rsub neg pow exp log sqrt rsqrt tanh sigmoid relu gelu silu sin cos abs clamp "
     "softmax log_softmax sum mean amax amin max min norm var std cat concat stack where masked_fill clone "
     "layer_norm rms_norm group_norm batch_norm matmul conv1d conv2d conv3d".split()
 )
-#: Give gradients, which are laid out as the backward of what was fused has them, and are new.
+#: Calls that return gradients: new memory, with the layout that the backward of a fused operation gives them.
 _GRADIENTS = frozenset({"autograd_grad", "grad"})
 #: Read strides, or the memory as it lies.
 _STRIDED = frozenset(
@@ -46,13 +47,13 @@ _STRIDED = frozenset(
 
 
 def _own(x: torch.Tensor) -> torch.Tensor:
-    """x in memory of its own, contiguous. A clone would be taken out before it is settled what is kept."""
+    """x in memory of its own, contiguous. A clone would be removed before it is known what is saved."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
-#: What graphs call before they are partitioned; `release` makes clones of most.
+#: Graphs call it until they are partitioned; then `release` replaces most calls by clones.
 OWN = define("own", _own, lambda x: x.new_empty(x.shape), backward=lambda ctx, dy: dy)
-# A copy that Inductor makes itself it may write over x.
+# Not lowered: a copy that Inductor generates might be written over x.
 _inductor.register_lowering_when_loaded(OWN, lambda x: _inductor.call_eagerly(OWN, x))
 
 
@@ -75,12 +76,12 @@ _inductor.register_lowering_when_loaded(_EVEN, lambda x: x)
 
 
 def release(graph: fx.Graph) -> None:
-    """Make clones of the copies in a graph behind autograd: Inductor takes out those that nobody needs.
+    """Replace the copies in a graph after autograd by clones: Inductor removes those that are not needed.
 
-    The copy stays where autograd would take the value itself for a view, which the caller may not write to;
-    where the strides depend on data: Inductor may lay out such an output as it likes
-    (`GraphLowering.run_node`); and in front of a body, such as that of a `torch.cond`: Inductor may lay out a
-    clone as it likes, and compiles the body for the strides in the metadata (`ir.Conditional`).
+    A copy stays in three cases: if autograd would take the value itself for a view, which the caller may not
+    write to; if its strides depend on data, because Inductor chooses the layout of such an output
+    (`GraphLowering.run_node`); and in front of a body, such as that of a `torch.cond`, because Inductor may
+    lay out a clone as it likes, and compiles the body for the strides in the metadata (`ir.Conditional`).
     """
     for node in graph.find_nodes(op="call_function", target=OWN):
         if _is_a_view_to_autograd(node.args[0]) or _depends_on_data(tensor(node)) or _enters_a_body(node):
@@ -100,8 +101,8 @@ def _depends_on_data(value: torch.Tensor | None) -> bool:
 def _is_a_view_to_autograd(node: Any) -> bool:
     """Whether autograd may take a value for a view although its strides are those of its memory.
 
-    Higher-order operations, such as those that keep a random state for a checkpoint, call kernels where
-    autograd sees the views in them; a kernel of attention returns one.
+    Inside higher-order operations, such as the one that keeps a random state for a checkpoint, autograd sees
+    the views that kernels return; a kernel of attention returns one.
     """
     target = getattr(node, "target", None)
     while target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and target.is_view):
@@ -147,12 +148,12 @@ class _Base:
 
     Attributes:
         node: what made it; None where it is one of several results.
-        kept: whether an operation keeps its memory for the backward.
-        leaves: whether its strides are seen.
+        kept: whether an operation saves its memory for the backward.
+        leaves: whether its strides are seen outside.
         returned: whether the caller gets its memory.
         overwritten: whether it is written to.
         enters: whether the body of a higher-order operation takes it.
-        ways: the users of `node` that lead to where it leaves.
+        ways: the users of `node` on the way to where it leaves.
     """
 
     node: fx.Node | None
@@ -174,13 +175,14 @@ def settle(
 
     Args:
         graph: Dynamo's, changed in place. The values of its nodes are those from before it was changed.
-        changed: the nodes that stand for others now, each with whether an operation in front of it keeps its
-            memory for the backward.
-        inlined: the graph is a body that becomes a part of the graph that calls it: its outputs are left.
-        strides: whether they may be others; else it is the memory alone.
+        changed: the new nodes, each with whether an operation in front of it saves its memory for the
+            backward.
+        inlined: the graph is a body that is inlined into the graph that calls it: its outputs stay as they
+            are.
+        strides: whether strides may have changed; else only shared memory is copied.
 
     Returns:
-        Of a body that is inlined, the outputs with other strides than before, as `changed` has them.
+        For an inlined body: the outputs whose strides changed, in the form of `changed`.
     """
     present = set(graph.nodes)
     sources = {node: kept for node, kept in changed if node in present}
@@ -201,7 +203,7 @@ def is_returned(node: fx.Node) -> bool:
 
 
 class _Walk:
-    """From values with other strides to where they leave the graph, or where that no longer matters.
+    """Follows values with changed strides to where they leave the graph, or to where strides do not matter.
 
     Args:
         graph, sources, inlined: as for `settle`.
@@ -284,7 +286,8 @@ def _settle(graph: fx.Graph, base: _Base, node: fx.Node) -> None:
         how = OWN if base.returned and may_own else "clone"
     elif may_own and (base.enters or (base.returned and _depends_on_data(tensor(node)))):
         how = OWN
-    # A copy that is only for the caller is read by nobody else; what is written to is one value for all.
+    # A copy for the caller is read by nobody else; a value that is overwritten stays one value for all
+    # readers.
     ways = base.ways if base.kept and not base.overwritten else set(node.users)
     new = copied(graph, node, node.next, how)
     if new is not node:
@@ -293,13 +296,13 @@ def _settle(graph: fx.Graph, base: _Base, node: fx.Node) -> None:
 
 
 def copied(graph: fx.Graph, node: fx.Node, before: fx.Node, how: Any) -> fx.Node:
-    """A value in the strides that its fake value has.
+    """A value with the strides of its fake value.
 
     Args:
-        graph: gets what this takes.
+        graph: gets the new nodes.
         node: the value.
-        before: where that goes.
-        how: "clone" or OWN copy it, "contiguous" does where its strides are others.
+        before: where they go.
+        how: "clone" or OWN copy the value; "contiguous" copies it if its strides differ at run time.
     """
     value = tensor(node)
     assert value is not None
@@ -333,7 +336,7 @@ def copied(graph: fx.Graph, node: fx.Node, before: fx.Node, how: Any) -> fx.Node
 
 
 def dense_order(value: torch.Tensor) -> list[int] | None:
-    """The dims of a tensor from the outermost one in memory; None where it has gaps, or that is not known."""
+    """The dims of a tensor, the outermost in memory first; None if it has gaps, or if that is unknown."""
     left = list(range(value.dim()))
     inner: list[int] = []
     # A contiguous tensor with sizes that may be 0 has the strides of one with ones in their place.
@@ -357,12 +360,12 @@ def dense_order(value: torch.Tensor) -> list[int] | None:
 
 
 def is_transformed(graph: fx.Graph) -> bool:
-    """Whether transforms of torch.func are in a graph: they have no rules for operations of others."""
+    """Whether a graph has transforms of torch.func, which have no rules for operations of this package."""
     return any(name_of(node).endswith("_increment_nesting") for node in graph.nodes)
 
 
 def _sees_strides(user: fx.Node, node: fx.Node) -> bool:
-    """Whether what a node calls sees the strides of an operand, and may mind them."""
+    """Whether the result of a node may depend on the strides of an operand."""
     target = user.target
     if user.op == "call_module":
         return True
@@ -372,7 +375,7 @@ def _sees_strides(user: fx.Node, node: fx.Node) -> bool:
         return _takes_a_body(user)
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         space = str(getattr(target, "_qualified_op_name", None) or target._schema.name).partition("::")[0]
-        if space not in ("aten", "prims", __package__):
+        if space not in ("aten", "prims", "inductor_fusions"):
             return True
     if not isinstance(target, str) and is_opaque(target):
         return True
@@ -384,7 +387,7 @@ def _sees_strides(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _settles(product: fx.Node, reached: list[fx.Node]) -> bool:
-    """Whether a product is laid out in one way; torch may turn that of a matrix and several ones."""
+    """Whether the layout of a product is fixed; torch may transpose that of a matrix and a batch."""
     first = tensor(product.args[0]) if product.args else None
     return first is not None and (first.dim() > 2 or product.args[1] not in reached)
 
@@ -409,7 +412,7 @@ def _may_be(result: fx.Node, operand: fx.Node) -> bool:
 
 
 def leaves_of(argument: Any) -> Iterator[Any]:
-    """What is in nested tuples and dicts, in order."""
+    """The leaves of nested tuples, lists and dicts, in order."""
     if isinstance(argument, dict):
         argument = list(argument.values())
     if isinstance(argument, (tuple, list)):

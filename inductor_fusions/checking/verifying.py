@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import _inductor, budget, config, reporting
+from .. import _inductor, config, reporting
+from ..sites import SCHEMA, Site, text
+from . import budget
 from .budget import Error, Values
 from .runs import exact, own_buffers, run
-from .sites import SCHEMA, Site, text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,7 +43,7 @@ class Row:
 
     @property
     def problems(self) -> list[str]:
-        """What is over budget, and which sites failed, in words."""
+        """Descriptions of failed sites and of errors over budget."""
         failed = [f"a fusion raised: {site.reason}" for site in self.sites if site.verdict == "failed"]
         return failed + budget.problems(self.errors)
 

@@ -14,10 +14,11 @@ from torch.utils import _pytree as pytree
 FACTOR = 1.5
 #: plus this many eps of its dtype: one is for rounding the result itself.
 SLACK = 1.0
-#: Where a user asks, a gradient may be so many eps of float32 more: the backward of an attention computes the
-#: weights anew from the logsumexp, whose rounding is relative to it and not to them.
+#: In `verify()`, a gradient may have so many eps of float32 more: the backward of an attention recomputes the
+#: weights from the logsumexp, and the rounding error of the logsumexp is relative to itself, not to the
+#: weights.
 RECOMPUTED = 4.0
-#: A gradient this small beside the largest one is nothing but rounding.
+#: A gradient whose norm is less than this share of the largest one is only rounding error.
 VANISHING = 1e-6
 
 
@@ -138,7 +139,7 @@ def worst(errors: Iterable[float]) -> float:
 
 
 def problems(errors: Sequence[Error]) -> list[str]:
-    """What is over budget, in words."""
+    """Descriptions of the errors that are over budget."""
     return [error.problem for error in errors if error.problem]
 
 
@@ -170,5 +171,5 @@ def _norm(x: torch.Tensor) -> float:
 
 
 def _error(x: torch.Tensor, true: torch.Tensor, norm: float) -> float:
-    """Distance from the reference, relative to `norm` where that is not zero."""
+    """Distance from the reference, relative to `norm` unless that is zero."""
     return float((x.double() - true.double()).norm()) / (norm if norm > 0 and math.isfinite(norm) else 1.0)

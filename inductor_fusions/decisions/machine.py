@@ -27,7 +27,8 @@ from typing import Any, Literal
 
 import torch
 
-from . import _inductor, tables
+from .. import _inductor
+from . import tables
 from .problems import SECTIONS, Row
 from .tables import Table
 
@@ -52,7 +53,7 @@ def identity(device: torch.device) -> dict[str, str]:
     return {
         "device": _device(device),
         "torch": str(torch.__version__),
-        "triton": _version("triton"),
+        "triton": version("triton"),
         "driver": _driver() if device.type == "cuda" else "",
     }
 
@@ -74,7 +75,8 @@ def _device(device: torch.device) -> str:
 
 
 @functools.cache
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """The installed version of a package, or ""."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -175,7 +177,7 @@ def _table(company: Company, name: str, device: str) -> Table | None:
 
 
 def _parsed(text: str, path: Path, device: str) -> Table | None:
-    """The table in a file; None, with a warning, where it is none of this machine."""
+    """The table in a file; None, with a warning, if it is not one of this machine."""
     table = tables.parse(text, path, device)
     if table is not None and not all(isinstance(table.get(name), str) for name in HEADER):
         log.warning("the table %s is invalid and ignored: %s", path, "its header is incomplete")

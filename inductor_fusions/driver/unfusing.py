@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._inductor import flex_backward_op, hint
-from .fusions.attention.flex_backward import FlexBackward
-from .fusions.kernel_defects.products import SDPA_BACKWARDS, gradients
-from .graph.inlined import put_in_place
-from .reporting import TAG
+from .._inductor import flex_backward_op, hint
+from ..fusions.attention.flex_backward import FlexBackward
+from ..fusions.kernel_defects.products import SDPA_BACKWARDS, gradients
+from ..graph.inlined import put_in_place
+from ..reporting import TAG
 
 #: What arguments of SDPA's backwards are called here.
 _NAMES = {

@@ -1,12 +1,12 @@
 """If a compile raises with fusions, it is repeated with fewer of them, down to none.
 
-What each attempt does to the graph, to the records and to the state of the process is undone before the next,
-so that stock Inductor compiles what it would have been given without this package. Where that raises too, the
-error is its own.
+Before each attempt, what the one before did to the graph, the records and the process state is undone. So
+stock Inductor compiles the graph that it would have got without this package, and if that raises too, the
+error is stock's.
 
-A backward is compiled when it is first called, or its error is ignored until then: the forward has run, and
-what it keeps is settled. Of its graph the sites after autograd can be left out; a backward of an attention
-that was fused before autograd is written as matrix products.
+AOTAutograd ignores an error in the compile of a backward until the backward is called. By then the forward
+has run, and what it saves is fixed. So only sites after autograd can be left out of a backward. The backward
+of an attention that was fused before autograd is computed by matrix products instead.
 """
 
 from __future__ import annotations
@@ -17,22 +17,26 @@ from typing import Any
 
 from torch import fx
 
-from . import _inductor, attempts, config, launching, reporting, unfusing
+from .. import _inductor, config, reporting
+from ..reasons import Reason
+from ..sites import Site, error_text
+from . import attempts, launching, unfusing
 from .attempts import Without
-from .reasons import Reason
-from .sites import Site
-from .trials import Made, Trials, line
+from .trials import Made, Trials
 
 
 def around(compile: Callable[..., Any], model: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """What `compile` gives, or where it raises because of our fusions, what it gives with fewer of them.
+    """Compile a graph; if that raises because of our fusions, compile it with fewer of them.
 
     Args:
         compile: Inductor's `compile_fx`.
         model, inputs, args, kwargs: its arguments.
 
+    Returns:
+        The result of `compile`.
+
     Raises:
-        Exception: what `compile` raises without any fusion; with `config.strict`, or where the error is meant
+        Exception: what `compile` raises without any fusion. With `config.strict`, or if the error is meant
             for the caller, what it raised with them.
     """
     if attempts.current() is not None or not config.enabled or not isinstance(model, fx.GraphModule):
@@ -46,7 +50,7 @@ def around(compile: Callable[..., Any], model: Any, inputs: Sequence[Any], *args
 
 
 def starts(model: Any) -> None:
-    """Inductor's first pass over a graph is about to run."""
+    """Tell the current attempt that Inductor's first pass over `model` is about to run."""
     attempt = attempts.current()
     if attempt is not None and attempt.model is model:
         attempt.starts()
@@ -55,11 +59,11 @@ def starts(model: Any) -> None:
 def _inner(
     cache_keys: list[str], compile: Callable[..., Any], graph: Any, inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Code for one aten graph. That of a backward is made when it is first called, or by then it may be."""
+    """Compile one aten graph. The compile of a backward can be repeated by itself: see `Backward`."""
     outer = attempts.current()
     if outer is not None and isinstance(graph, fx.GraphModule):
         outer.communicates |= _inductor.communicates(graph)
-    # Where an attempt leaves out a stage, nothing of a backward is fused.
+    # If an attempt leaves out a stage, nothing is fused in a backward.
     spared = config.strict or not config.enabled or (outer is not None and outer.without.stages)
     if not kwargs.get("is_backward") or spared or not isinstance(graph, fx.GraphModule):
         compiled = compile(graph, inputs, *args, **kwargs)
@@ -68,7 +72,7 @@ def _inner(
         try:
             compiled = trials.run()
         except Exception as error:
-            # AOTAutograd ignores it, and compiles the backward again when it is called.
+            # AOTAutograd ignores the error, and compiles the backward again when it is called.
             if outer is not None:
                 outer.broken = error
             raise
@@ -79,7 +83,7 @@ def _inner(
 
 
 def keyed(key: str) -> None:
-    """AOTAutograd looks for a graph in its cache."""
+    """Tell the current attempt a key under which AOTAutograd looks for its graph in the cache."""
     attempt = attempts.current()
     if attempt is not None:
         attempt.cache_keys.append(key)
@@ -112,12 +116,12 @@ class Backward(Trials):
                     raise
         of_first = self._take_back()
         try:
-            made = self._again(*self._written_out(f"the compile of its backward raised {line(error)}"))
+            made = self._again(*self._written_out(f"the compile of its backward raised {error_text(error)}"))
         except Exception as again:
             self._put_back(*of_first)
             raise self._explained(error) from again
         self._put_back(made.ledger, made.told)
-        made.state.put_back()
+        made.state.restore()
         self._say(made, error)
         self._attentions = []
         return made
@@ -134,8 +138,8 @@ class Backward(Trials):
     def _explained(self, error: Exception) -> Exception:
         where = "; ".join(dict.fromkeys(site.source or site.node for site in self._attentions))
         return RuntimeError(
-            f"the backward of the attention at {where} raised {line(error)}, after its forward had run. "
-            "INDUCTOR_FUSIONS_ATTENTION=0 disables the attention fusion"
+            f"the backward of the attention at {where} raised {error_text(error)}, after its forward had run."
+            " INDUCTOR_FUSIONS_ATTENTION=0 disables the attention fusion"
         )
 
     def _guarded(self, compiled: Any) -> Any:

@@ -8,16 +8,16 @@ from typing import Any
 
 from torch import fx
 
-from . import config
-from ._inductor import was_erased
-from .fusion import Fusion
-from .graph.facts import Journal, change
-from .writes import is_in_place
+from .. import config
+from .._inductor import was_erased
+from ..effects.writes import is_in_place
+from ..fusion import Fusion
+from ..graph.facts import Journal, change
 
 
 @contextlib.contextmanager
 def reading(fusion: Fusion, graph: fx.Graph) -> Iterator[None]:
-    """Inside, the graph stays as it is: with `config.strict`, a change is an error."""
+    """Check, with `config.strict`, that the code inside leaves the graph unchanged."""
     before = _whole(graph) if config.strict else None
     yield
     if before is not None and _whole(graph) != before:
@@ -28,20 +28,23 @@ def _whole(graph: fx.Graph) -> list[tuple[Any, ...]]:
     return [(node, node.target, node.args, node.kwargs) for node in graph.nodes]
 
 
-def take_out(mark: Any, graph: fx.Graph) -> None:
-    """Let the operand of each mark stand for it."""
+def remove_marks(mark: Any, graph: fx.Graph) -> None:
+    """Replace each mark by its operand."""
     for node in graph.find_nodes(op="call_function", target=mark):
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
 
 
 def put_back(graph: fx.Graph, journal: Journal) -> bool:
-    """Undo a change that was begun; whether the graph computes what it did.
+    """Undo a rewrite that was begun.
 
     Args:
         graph: the graph.
-        journal: what has become of it. Nodes that are gone may have been read by such alone, and wrote
-            nothing.
+        journal: the changes of the rewrite.
+
+    Returns:
+        Whether the graph computes what it did before. It may not if an erased node wrote in place, or was
+        read by a node that is still there.
     """
     lost = any(map(is_in_place, journal.gone))
     for node, was in list(journal.before.items()):

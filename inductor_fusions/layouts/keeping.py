@@ -1,10 +1,10 @@
-"""Tensors that a fused operation saves for its backward, compared with what it replaces.
+"""Copies operands that a fused operation saves for its backward, if they may be overwritten.
 
-Autograd raises where a tensor that is kept was written to. A matrix product keeps an operand only where the
-other one takes a gradient, and often a copy of it; an addition keeps nothing. So an operand of a fused
-operation may change after it, by a later node or by the caller, where eager allows it. Such an operand is
-copied: one that is written to later on, that is in the memory of an input of the graph, or that leaves it.
-What eager keeps itself is not: there it raises, too.
+Autograd raises if a saved tensor was overwritten. Eager saves less than a fused operation: a matrix product
+saves an operand only if the other one requires a gradient, and often a copy of it; an addition saves nothing.
+So where eager allows it, a later node or the caller may overwrite an operand of a fused operation. An operand
+is copied if it is written to later, if it shares memory with an input of the graph, or if the graph returns
+it. It is not copied if eager saves it as well: then eager raises, too.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from collections.abc import Collection
 
 from torch import fx
 
-from ._inductor import fake_mode_of, hint, known_true, suppress_guards
-from .graph.builder import Builder
+from .._inductor import fake_mode_of, hint, known_true, suppress_guards
+from ..effects.modes import TRANSFORMS
+from ..effects.writes import GRADIENT_MODES, may_alias, name_of, storage, written
+from ..graph.builder import Builder
+from ..operands import tensor
 from .leaving import OWN, copied, is_transformed, leaves_of
-from .modes import TRANSFORMS
-from .operands import tensor
-from .writes import GRADIENT_MODES, may_alias, name_of, storage, written
 
 #: A copy that is made on one side of these has no gradient on the other, or is of another level.
 _SWITCHES = frozenset((*GRADIENT_MODES, *TRANSFORMS, *TRANSFORMS.values()))
 
 
 class Keeping:
-    """Which values of a graph may change behind a node.
+    """Knows which values of a graph may change after a node.
 
     Args:
-        graph: Dynamo's. What it is asked about later may have been added since.
-        recomputed: the graph is the body of a checkpoint, whose inputs eager keeps in any case.
+        graph: Dynamo's. Nodes may be added to it afterwards.
+        recomputed: the graph is the body of a checkpoint, whose inputs eager saves in any case.
     """
 
     def __init__(self, graph: fx.Graph, recomputed: bool = False) -> None:
@@ -43,12 +43,12 @@ class Keeping:
         self._copies: list[tuple[fx.Node, fx.Node]] = []
 
     def kept(self, node: fx.Node, before: fx.Node, by_eager: Collection[object] = ()) -> fx.Node:
-        """An operand, or a copy of it in front of the operation that keeps it, if it may change behind that.
+        """The value to save for an operand: itself, or a copy of it if it may change afterwards.
 
         Args:
             node: the operand.
-            before: the operation.
-            by_eager: memory that eager keeps.
+            before: the operation that saves it; a copy goes in front of it.
+            by_eager: memory that eager saves.
         """
         memory = storage(node)
         if memory is None or memory in by_eager:
@@ -100,7 +100,7 @@ class Keeping:
 
 
 def _seen_through(node: fx.Node) -> fx.Node | None:
-    """What a node is a view of, where that is its only tensor."""
+    """The tensor that a node is a view of, if it is its only one; else None."""
     if node.op not in ("call_function", "call_method"):
         return None
     inputs = [each for each in node.all_input_nodes if tensor(each) is not None]

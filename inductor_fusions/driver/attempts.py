@@ -12,24 +12,24 @@ from dataclasses import replace as with_changes
 
 from torch import fx
 
+from ..reasons import Reason
+from ..sites import Site
 from .containment import Copy
-from .reasons import Reason
-from .sites import Site
 
-#: A site by what is the same in each attempt: stage, number of the graph in that stage, fusion, node, and
-#: which one of those with all of that.
+#: Identifies a site in every attempt: stage, number of the graph in that stage, fusion, name of the anchor,
+#: and a number among the candidates with the same anchor.
 Key = tuple[str, int, str, str, int]
 
 
 @dataclass(frozen=True)
 class Without:
-    """What an attempt leaves out.
+    """The sites and stages that an attempt leaves out.
 
     Attributes:
         sites: single sites.
-        stages: those of whose fusions only such run as keep a graph from a kernel that is wrong.
-        bare: not even these.
-        reason: why, as reports say it.
+        stages: in these stages, only fusions run that protect a graph from a wrong kernel.
+        bare: in these stages, no fusion runs at all.
+        reason: why, for reports.
     """
 
     sites: frozenset[Key] = frozenset()
@@ -38,11 +38,11 @@ class Without:
     reason: str = ""
 
     def digest(self) -> str:
-        """Part of every cache key that the attempt asks for; "" where nothing is left out."""
+        """A part of the cache keys of the attempt; "" if nothing is left out."""
         if not self.sites and not self.stages:
             return ""
-        told = repr((sorted(self.sites), sorted(self.stages), self.bare))
-        return hashlib.sha256(told.encode()).hexdigest()
+        content = repr((sorted(self.sites), sorted(self.stages), self.bare))
+        return hashlib.sha256(content.encode()).hexdigest()
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Fused:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """What it has in common with others that may fail for the same cause."""
+        """Fusion and kernel: sites that share both may fail for the same cause."""
         return self.site.fusion, self.site.kernel
 
 
@@ -65,12 +65,12 @@ class Attempt:
     Attributes:
         model: the graph's module.
         without: what is left out.
-        before: what an earlier attempt fused, in the order in which it was met.
-        copy: the graph as it was before any pass of Inductor; None while none has run.
-        fused: what this attempt has fused so far.
-        broken: what the compile of its backward has raised, which AOTAutograd ignores.
+        before: the sites that an earlier attempt fused, in order.
+        copy: the graph as it was before Inductor's first pass; None before that pass.
+        fused: the sites that this attempt has fused so far.
+        broken: the exception of the compile of its backward, which AOTAutograd ignores.
         communicates: whether its code may wait for other processes.
-        cache_keys, graph_keys: what AOTAutograd's cache and that of graphs know its code by.
+        cache_keys, graph_keys: the keys of its code in AOTAutograd's cache and in Inductor's cache of graphs.
     """
 
     model: fx.GraphModule
@@ -87,12 +87,12 @@ class Attempt:
     _keys: Counter[tuple[str, int, str, str]] = field(default_factory=Counter)
 
     def starts(self) -> None:
-        """Inductor's first pass over the model's graph is about to run."""
+        """Copy the graph: Inductor's first pass over it is about to run."""
         if self.copy is None:
             self.copy = Copy(self.model.graph)
 
     def enters(self, stage: str) -> None:
-        """A pass of a stage is about to read another graph."""
+        """Count a graph: a pass of this stage is about to read it."""
         self._graphs[stage] += 1
 
     def key(self, stage: str, fusion: str, anchor: fx.Node) -> Key:
@@ -102,14 +102,14 @@ class Attempt:
         return (*found, self._keys[found])
 
     def left_out(self, stage: str) -> list[Site] | None:
-        """The sites of the present graph as they are reported where its stage is left out, else None."""
+        """The sites of the current graph for the report, if its stage is left out; else None."""
         if stage not in self.without.stages:
             return None
         graph = (stage, self._graphs[stage])
         return [self.failed(each.site) for each in self.before if each.key[:2] == graph]
 
     def failed(self, site: Site) -> Site:
-        """A site that another attempt fused, as this one reports it."""
+        """The report's entry for a site that another attempt fused and this one leaves out."""
         found = with_changes(
             site, verdict="failed", reason=self.without.reason, code=Reason.RAISED.code,
             kernel="", backend="", saved={},
@@ -118,7 +118,7 @@ class Attempt:
         return found
 
     def has_left_out(self, site: Site) -> bool:
-        """Whether a site failed in another attempt, and was not tried in this one."""
+        """Whether a site is such an entry: it failed in another attempt and was not tried in this one."""
         return any(each is site for each in self._reported)
 
 
@@ -126,13 +126,13 @@ _current: ContextVar[Attempt | None] = ContextVar("inductor_fusions_attempt", de
 
 
 def current() -> Attempt | None:
-    """The attempt that this thread makes now, if any."""
+    """The current attempt of this thread, or None."""
     return _current.get()
 
 
 @contextlib.contextmanager
-def making(attempt: Attempt) -> Iterator[Attempt]:
-    """What is compiled inside belongs to `attempt`."""
+def active(attempt: Attempt) -> Iterator[Attempt]:
+    """Make `attempt` the current one inside the block."""
     token = _current.set(attempt)
     try:
         yield attempt

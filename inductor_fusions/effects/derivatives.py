@@ -1,8 +1,8 @@
 """Derivatives taken inside a Dynamo graph: forward mode, batched or higher-order.
 
-A fused kernel has a gradient, which is an operation without one, and no tangent. Both may be asked for
-inside of a compiled function: by the transforms of torch.func, by `torch.autograd.grad` where Dynamo traces
-it, and by the caller's backward through what these gave.
+A fused operation has a first derivative in reverse mode, and no other. A compiled function may need others:
+inside transforms of torch.func, if Dynamo traces `torch.autograd.grad`, or in the caller's backward through
+the results of these.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from ._inductor import is_batched, records_gradients, value_of
+from .._inductor import is_batched, records_gradients, value_of
+from ..reasons import Reason
 from .modes import Modes, name_of
-from .reasons import Reason
 from .writes import nodes_in, storage, written
 
 #: Calls that take a gradient of their first argument.
@@ -25,11 +25,11 @@ REVERSE = ("_grad_increment_nesting",)
 
 
 def check_operation(nodes: Iterable[fx.Node], known: Derivatives | None = None) -> None:
-    """Refuse an operation of this package in place of some nodes, where it lacks what is asked of them.
+    """Refuse an operation of this package in place of some nodes if it lacks a derivative that they need.
 
     Args:
-        nodes: that it stands for, of one graph.
-        known: the derivatives of the graph, where they are known.
+        nodes: the nodes that it replaces, of one graph.
+        known: the derivatives of the graph, if they are known.
 
     Raises:
         Rejected: a transform of torch.func is around one, or another derivative than the first is taken.
@@ -47,12 +47,12 @@ def takes_gradient(node: fx.Node) -> bool:
 
 
 class Derivatives:
-    """What is known of the derivatives of one graph.
+    """The derivatives that one graph takes of its own values.
 
     Args:
         graph: of Dynamo.
         modes: its modes.
-        outer: why nothing in it may be fused, where a graph around it takes such a derivative.
+        outer: why nothing in it may be fused, if a graph around it takes an unsupported derivative; else "".
     """
 
     def __init__(self, graph: fx.Graph, modes: Modes, outer: str = "") -> None:
@@ -65,7 +65,7 @@ class Derivatives:
                 self._reasons.update(dict.fromkeys(_sources(nodes[:at], node), why))
 
     def refused(self, node: fx.Node) -> str:
-        """Why an operation with a first derivative alone cannot stand where a node is; "" where it can."""
+        """Why an operation with only a first derivative cannot replace a node, or ""."""
         if self.outer:
             return self.outer
         if self.modes.at(node).within(*FORWARD):
@@ -73,7 +73,7 @@ class Derivatives:
         return self._reasons.get(node, "")
 
     def refused_operation(self, node: fx.Node) -> str:
-        """The same for an operation of this package, for which torch.func has no rule either."""
+        """The same for an operation of this package, which has no rules for torch.func either."""
         if self.modes.at(node).within(*REVERSE):
             return "inside torch.func.grad, which the fused operation does not support"
         return self.refused(node)
@@ -90,7 +90,7 @@ class Derivatives:
 
 
 def _beyond_a_gradient(node: fx.Node) -> str:
-    """What a node that takes a gradient asks beside it, of what it is taken of."""
+    """Which unsupported derivative a node that takes a gradient needs beside a first derivative, or ""."""
     several = node.kwargs.get("is_grads_batched") or node.args[_BATCHED : _BATCHED + 1] == (True,)
     results = value_of(node)
     if several or any(map(is_batched, results if isinstance(results, (tuple, list)) else (results,))):
@@ -101,7 +101,7 @@ def _beyond_a_gradient(node: fx.Node) -> str:
 
 
 def _is_differentiated(gradient: fx.Node) -> bool:
-    """Whether what a gradient becomes part of may be differentiated: behind the graph, or in it."""
+    """Whether a value that depends on a gradient may be differentiated, in the graph or by its caller."""
     waiting, seen = [gradient], {gradient}
     while waiting:
         node = waiting.pop()
@@ -121,7 +121,7 @@ def _is_differentiated(gradient: fx.Node) -> bool:
 
 
 def _sources(before: list[fx.Node], gradient: fx.Node) -> set[fx.Node]:
-    """The nodes in front of a gradient that what it is taken of is made of, through memory as well."""
+    """The nodes that the differentiated value is computed from, also through writes in place."""
     found = set(nodes_in(gradient.args[0] if gradient.args else gradient.kwargs))
     memory = {storage(node) for node in found}
     for node in reversed(before):

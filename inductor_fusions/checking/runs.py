@@ -12,16 +12,16 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ._inductor import GROUPED_MM, is_wrapper, parts_of
+from .._inductor import GROUPED_MM, is_wrapper, parts_of
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 Outcome = tuple[Any, dict[str, torch.Tensor | None], tuple[torch.Tensor, ...]]
 
 
 class Exact(TorchFunctionMode):
-    """Computes in float64 whatever floating dtype is asked for: in casts, of factories, by default.
+    """Replaces every floating dtype by float64: in casts, in factories, and as the default dtype.
 
-    But for float8, which nothing is computed in: a cast to it quantises, and is kept.
+    A cast to float8 is kept, because it quantises.
     """
 
     def __torch_function__(

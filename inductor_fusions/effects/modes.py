@@ -72,7 +72,7 @@ class State:
     deterministic: tuple[bool, bool]
 
     def differs(self, other: State) -> str:
-        """What is not the same in two places, in words; "" where all is."""
+        """Describes the first difference of two states, or ""."""
         for each in fields(self):
             if getattr(self, each.name) != getattr(other, each.name):
                 return _WORDS[each.name]
@@ -106,7 +106,7 @@ def is_restricted() -> bool:
 
 
 def ambient() -> State:
-    """What holds now, while a graph is compiled."""
+    """The state that holds now, while a graph is compiled."""
     return State(
         autocast=(),
         gradients=torch.is_grad_enabled(),
@@ -122,7 +122,7 @@ def ambient() -> State:
 
 
 def settings() -> list[Any]:
-    """What the caller has set that decides on fusions, for the keys of caches."""
+    """The settings of the caller that fusions depend on, for cache keys."""
     now = ambient()
     return [sorted(now.backends), *now.deterministic]
 
@@ -172,12 +172,12 @@ class Modes:
         self.end = state
 
     def at(self, node: fx.Node) -> State:
-        """What holds where a node runs; at the end for one that was added since."""
+        """The state where a node runs; for a node that was added later, the one at the end."""
         return self._states.get(node, self.end)
 
 
 def _after(node: fx.Node, state: State, before: dict[fx.Node, State]) -> State:
-    """What holds behind a call, which may enter or leave something; `before` remembers what was left."""
+    """The state after a call, which may enter or leave a mode; `before` has the states at the entries."""
     name = name_of(node)
     if name == "_enter_autocast":
         before[node] = state
@@ -216,7 +216,7 @@ def _after(node: fx.Node, state: State, before: dict[fx.Node, State]) -> State:
 
 
 def _entered(leaves: fx.Node, before: dict[fx.Node, State], now: State) -> State:
-    """What held in front of the region that a node leaves."""
+    """The state before the region that a node leaves."""
     enter = leaves.args[0] if leaves.args else None
     return before.get(enter, now) if isinstance(enter, fx.Node) else now
 

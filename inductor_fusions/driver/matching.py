@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import _inductor
-from .fusion import Anchor, Candidate, Fusion, Group, Replacement, Reported, Scope
-from .graph.facts import forget
-from .operands import text
-from .reasons import Reason
+from .. import _inductor
+from ..fusion import Anchor, Candidate, Fusion, Group, Replacement, Reported, Scope
+from ..graph.facts import forget
+from ..operands import text
+from ..reasons import Reason
 
 
 def candidates(fusion: Fusion, graph: fx.Graph) -> Iterator[Candidate]:
@@ -90,7 +90,7 @@ class _Matcher:
         yield from scope.finish()
 
     def _near(self, found: dict[int, list[_inductor.Found]]) -> Iterator[Candidate]:
-        """What a replacement has nearly matched."""
+        """Near misses of replacements, to be reported."""
         matched = {each.node for key in self.searched for each in found.get(key, ())}
         asked = any(isinstance(d, Replacement) and d.near is not None for d in self.fusion.patterns)
         for each in found.get(self.near, ()):
@@ -116,7 +116,7 @@ def _around(declared: Anchor, scope: Scope, found: Iterable[_inductor.Found]) ->
 
 
 class Replaced(Candidate):
-    """What a search function has matched.
+    """A match of a search function.
 
     Args:
         found: the match.
@@ -147,7 +147,7 @@ class Replaced(Candidate):
         self._check_results()
 
     def _check_results(self) -> None:
-        """What comes in the place of a value must be like it."""
+        """Refuse a replacement whose results differ from the matched ones in shape, dtype or device."""
         traced = self.found.match.replacement_graph
         assert traced is not None
         (last,) = traced.graph.find_nodes(op="output")

@@ -9,8 +9,10 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from . import _inductor, config, matching
-from .fusion import Fusion, Rejected
+from .. import _inductor, config
+from ..fusion import Fusion, Rejected
+from ..sites import error_text
+from . import matching
 
 
 @functools.cache
@@ -28,7 +30,7 @@ def problem(stage: str, fusions: tuple[Fusion, ...]) -> str:
         _inductor.probe()
         found = _attempt(fusions) if stage == "pre_grad" else ""
     except Exception as error:
-        found = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        found = error_text(error)
     if found:
         _warn(f"{said}; its self-test failed, so nothing is fused: {found}")
     elif stage == "pre_grad":
@@ -46,7 +48,7 @@ def _warn(text: str) -> None:
 
 
 def _attempt(fusions: tuple[Fusion, ...]) -> str:
-    """Fuse an attention, and compare it with itself; what is wrong, or ""."""
+    """Fuse a small attention and compare it with the unfused one; returns what is wrong, or ""."""
     with _inductor.without_modes(), config.patch(policy="always"), torch.no_grad():
         values = torch.arange(3 * 2 * 5 * 8, device="cpu", dtype=torch.float32)
         inputs = tuple(values.sin().view(3, 1, 2, 5, 8).unbind())

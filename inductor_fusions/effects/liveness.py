@@ -1,19 +1,19 @@
 """Readers of a value in Dynamo's graph, without pure operations whose result is unused.
 
-Dynamo writes down what the user's code computes, also where nobody looks at the result. Autograd's tracing
-leaves that out, so that it reads nothing in what is run.
+Dynamo's graph has every operation of the user's code, also those whose result is unused. AOTAutograd leaves
+these out, so they read nothing in the code that runs.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
 
+from .._inductor import remembered, value_of, was_erased
 from . import inplace
-from ._inductor import remembered, value_of
 from .writes import is_opaque, may_update_statistics, name_of, written
 
 #: Functions of Python that compute a value, and have no operation of their name.
@@ -21,14 +21,14 @@ _PURE = frozenset({"getitem", "getattr", "truediv", "floordiv", "and_", "or_", "
 
 
 def readers(node: fx.Node) -> list[fx.Node]:
-    """Who reads the result of a node, by whatever name, but for the dead, in graph order."""
+    """The nodes that read the result of a node, by whatever name, in graph order, without dead ones."""
     return [user for user in inplace.readers(node) if not is_dead(user)]
 
 
 def only_reader(node: fx.Node) -> fx.Node | None:
     """The only node that reads a result; None if there are several, or none.
 
-    Where nothing else reads it, the reader may be dead: then the result is as well. That saves the search.
+    A single reader is returned even if it is dead: then the result is dead as well.
     """
     found = inplace.readers(node)
     if len(found) > 1:
@@ -37,17 +37,34 @@ def only_reader(node: fx.Node) -> fx.Node | None:
 
 
 def is_dead(node: fx.Node, depth: int = 32) -> bool:
-    """Whether a node and all that reads it compute values that nobody uses, and do nothing else."""
+    """Whether a node and all of its readers only compute values that are unused."""
     return depth > 0 and _is_pure(node) and all(is_dead(user, depth - 1) for user in node.users)
 
 
 def erase_dead_readers(nodes: Iterable[fx.Node]) -> None:
-    """Remove the dead operations on values that are about to leave their graph."""
+    """Remove the dead operations on values whose nodes are about to be erased."""
     for node in nodes:
         for user in list(node.users):
             if user in node.users and is_dead(user):
                 erase_dead_readers([user])
                 user.graph.erase_node(user)
+
+
+def replace(old: fx.Node, new: fx.Node, between: Sequence[fx.Node]) -> None:
+    """Put a node in the place of another one, and remove that with its dead readers.
+
+    Args:
+        old: the node that others read.
+        new: what they read instead.
+        between: nodes that `old` is computed from; those that nothing else reads are removed as well.
+    """
+    erase_dead_readers([old])
+    old.replace_all_uses_with(new)
+    nodes = {old, *between}
+    erase_dead_readers(between)  # not before `new` is read, which may read some of them
+    for node in sorted(nodes, reverse=True):
+        if not was_erased(node) and not node.users:
+            node.graph.erase_node(node)
 
 
 @remembered()

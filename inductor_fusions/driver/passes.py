@@ -11,35 +11,21 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from torch import fx
 
-from . import (
-    _inductor,
-    attempts,
-    changes,
-    config,
-    containment,
-    decisions,
-    inplace,
-    leaving,
-    machine,
-    matching,
-    modes,
-    pinning,
-    reporting,
-    smoke,
-    tables,
-    watching,
-)
-from ._inductor import CustomGraphPass, is_body_of_dynamo, trace_artifact
-from .fusion import Candidate, Fusion, LeftToStock, Rejected, Unfinished
-from .graph.facts import Journal, held, recording
-from .reasons import Reason
-from .sites import Report, Site
+from .. import _inductor, config, decisions, reporting
+from .._inductor import CustomGraphPass, is_body_of_dynamo, trace_artifact
+from ..decisions import machine, tables
+from ..effects import inplace, modes
+from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Unfinished
+from ..graph.facts import Journal, held, recording
+from ..layouts import leaving, pinning
+from ..reasons import Reason
+from ..sites import Report, Site
+from . import attempts, changes, containment, matching, smoke, watching
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +38,10 @@ class FusionPass(CustomGraphPass):
 
     Args:
         stage: "pre_grad" or "post_grad".
-        fusions: the fusions of that stage, in order; or what gives them, which is called when the pass is
-            used: Inductor may not be imported yet, and a fusion of another package may need it.
-        before: a pass that the hook held before and that runs first (torch 2.11 and 2.12, where a
-            hook holds a single callable).
+        fusions: the fusions of that stage, in order; or a function that returns them. It is called when the
+            pass is used, because fusions of other packages may import Inductor.
+        before: a pass that was in the hook before and runs first (torch 2.11 and 2.12, where a hook holds a
+            single callable).
     """
 
     def __init__(
@@ -95,7 +81,7 @@ class FusionPass(CustomGraphPass):
             for site in sites:
                 _tell(site)
         fusions = tuple(fusion for fusion in fusions if config.is_on(fusion.name))
-        # A fusion of another package may change a graph without telling: each begins anew.
+        # A fusion of another package may change a graph without the journal: each gets new facts.
         for _, some in itertools.groupby(fusions, lambda each: containment.is_foreign(each) and each.name):
             with held():
                 for fusion in some:
@@ -109,21 +95,21 @@ class FusionPass(CustomGraphPass):
         if watcher is not None:
             watcher.ends(self.stage, graph, sites)
         if self.stage == "post_grad":
-            reporting.flush(graph, sites)
+            reporting.store(graph, sites)
         else:
-            reporting.hold(sites)
+            reporting.keep_pending(sites)
         if sites:
             trace_artifact("inductor_fusions", lambda: Report(sites).to_json())
 
     def _problem(self) -> str:
-        """Why nothing can be fused with this torch, or ""."""
+        """Why nothing can be fused with this version of torch, or ""."""
         return smoke.problem(self.stage, self.fusions)
 
     def uuid(self) -> Any:
-        """Everything that the outcome of the pass depends on beside the graph.
+        """A hash of everything but the graph that the outcome of the pass depends on.
 
-        None, which makes Inductor bypass its cache, where the outcome depends on what was compiled before,
-        where a fusion has no source to hash, and where a pass that was there before has no uuid.
+        None makes Inductor bypass its cache: if the outcome depends on earlier compiles, if the source of a
+        fusion is not found, or if the pass that was in the hook before has no uuid.
         """
         before = None
         if self.before is not None:
@@ -162,11 +148,11 @@ class FusionPass(CustomGraphPass):
 
 @functools.lru_cache
 def code_digest(fusions: tuple[Fusion, ...]) -> str | None:
-    """Hash of every source file of the package, of third parties' fusions, and of the versions.
+    """Hash of every source file of the package and of fusions of other packages, and of the versions.
 
-    None where the source of a third party's fusion is not to be found.
+    None if the source of a fusion of another package is not found.
     """
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     files = sorted(path for path in package.rglob("*") if path.suffix in (".py", ".jinja"))
     named = [(path.relative_to(package).as_posix(), path) for path in files]
     for fusion in fusions:
@@ -182,10 +168,7 @@ def code_digest(fusions: tuple[Fusion, ...]) -> str | None:
         digest.update(f"{len(name)} {len(content)} {name}".encode())
         digest.update(content)
     for name in ("inductor_fusions", "triton"):
-        try:
-            digest.update(f"{name}={metadata.version(name)}".encode())
-        except metadata.PackageNotFoundError:
-            digest.update(f"{name} absent".encode())
+        digest.update(f"{name}={machine.version(name)}".encode())
     return digest.hexdigest()
 
 
@@ -194,9 +177,9 @@ def code_digest(fusions: tuple[Fusion, ...]) -> str | None:
 def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
     """Apply one fusion to every candidate in `graph` and return their sites.
 
-    Nothing but rewrites changes the graph. A fusion that raises leaves its site as it was; `config.strict`
-    raises instead. Where a fusion of another package breaks the graph, all that it did is undone: the graph's
-    module has a copy from before.
+    Only rewrites change the graph. If a guard or a rewrite raises, its site is left unfused; with
+    `config.strict`, the exception is raised. If a fusion of another package breaks the graph, all of its
+    changes are undone: the graph is restored from a copy.
 
     Args:
         fusion: what to apply.
@@ -204,7 +187,7 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
         first: number of the first site in this graph.
 
     Raises:
-        Unfinished: what was fused cannot be left as it is.
+        Unfinished: a change was begun and cannot be undone, so the graph must not be compiled.
     """
     sites: list[Site] = []
     nodes: list[int] = []
@@ -213,7 +196,7 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
     broken = ""
     try:
         for target in fusion.marks:
-            changes.take_out(target, graph)
+            changes.remove_marks(target, graph)
         if config.measure and config.policy == "profitable" and not containment.is_foreign(fusion):
             _measure(fusion, graph)
         for candidate in _candidates(fusion, graph):
@@ -253,10 +236,10 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
 
 
 def _measure(fusion: Fusion, graph: fx.Graph) -> None:
-    """Measure the problems of a graph that nothing is known of, before the first one is decided.
+    """Measure the unknown problems of a graph before the first of them is decided.
 
-    Guards only read; what they raise, and what they find in the graph as the sites before them leave it, is
-    seen again when the sites are fused.
+    All guards run once, so that the problems with the largest savings are measured first. What the guards
+    raise is ignored here: they run again when the sites are fused.
     """
     with decisions.measurer.first_what_saves_most(), contextlib.suppress(Exception):
         for candidate in _candidates(fusion, graph):
@@ -276,13 +259,13 @@ def _pin(graph: fx.Graph) -> None:
 
 
 def _raised(site: Site) -> bool:
-    """Whether a fusion has raised at a site, now: not in an attempt before."""
+    """Whether a fusion raised at a site in this attempt, not in an earlier one."""
     attempt = attempts.current()
     return site.verdict == "failed" and not (attempt is not None and attempt.has_left_out(site))
 
 
 def _undo(fusion: Fusion, sites: list[Site], broken: str) -> None:
-    """Every site of a fusion that spoiled a graph counts as failed."""
+    """Mark every fused site of a fusion as failed: its changes of the graph were undone."""
     why = f"the graph was broken: {broken}" if broken else "another site of this fusion raised in this graph"
     undone = [site for site in sites if site.verdict == "fused"]
     for site in undone:
@@ -320,9 +303,9 @@ def _finish(fusion: Fusion, candidate: Candidate) -> None:
 
 
 def _fuse(fusion: Fusion, candidate: Candidate, number: int, named: set[fx.Graph]) -> tuple[Site, int]:
-    """One candidate as a site, and how many nodes it has replaced.
+    """Judge one candidate; returns its site, and how many nodes it replaced.
 
-    `named` has the graphs of which every node names what it reads.
+    `named` collects the graphs in which each name of a value was replaced by what it stands for.
     """
     with recording(candidate.anchor.graph) as journal:
         site = _fuse_recorded(fusion, candidate, number, named, journal)
@@ -393,7 +376,7 @@ def count_from(number: int = 0) -> int:
 
 
 def _wanted(site: Site) -> bool:
-    """Whether a site may be fused as far as those who look for a wrong one go."""
+    """Whether INDUCTOR_FUSIONS_MAX and torch's bisector allow a site to be fused."""
     most = config.most_sites()
     if most is not None:
         global _counted
@@ -404,7 +387,7 @@ def _wanted(site: Site) -> bool:
 
 
 def _mark(site: Site, fusion: Fusion, journal: Journal, number: int) -> None:
-    """Make the nodes of a fused site known by their names and to those who read the graph later."""
+    """Rename and tag the nodes of a fused site, so that generated code and reports can refer to it."""
     added = journal.added()
     calls = [node for node in added if node.op == "call_function"]
     for node in calls:

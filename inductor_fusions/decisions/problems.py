@@ -27,9 +27,9 @@ FEW_ROWS = 64
 SINGLE_ROWS = 4
 
 
-def padded(rank: int) -> int:
-    """The side of a tile that holds `rank` rows or columns: a power of two, enough for a matrix product."""
-    return max(NARROWEST, 1 << (rank - 1).bit_length())
+def padded(size: int, least: int = NARROWEST) -> int:
+    """The side of a tile that holds so many rows or columns: a power of two, enough for `tl.dot`."""
+    return max(least, 1 << max(0, size - 1).bit_length())
 
 
 # -- checks of a column -----------------------------------------------------------------------------------
@@ -144,19 +144,19 @@ class Section:
 
     Attributes:
         name: of the list in a table.
-        columns: that say which problem a row is of: name -> check.
-        may: likewise, where a row may leave them out: name -> (check, what it means then).
-        measured: columns of what was measured, which a problem that is asked for has not.
+        columns: the columns that describe the problem of a row: name -> check.
+        may: optional ones: name -> (check, the value that a missing column stands for).
+        measured: the columns of measured values, which a query does not have.
         needed: those of them that every row has.
-        same: what two problems must agree in to be alike at all.
-        sizes: positive numbers by whose ratios problems are apart; the number of tokens is the last one.
-        weights: how much a doubling of each counts.
+        same: what two problems must agree in to be comparable at all.
+        sizes: positive numbers whose ratios give the distance of two problems; the number of tokens is last.
+        weights: the weight of a doubling of each size.
         along: the column with the number of tokens, rows or samples.
-        reach: problems further apart say nothing of each other: weighted doublings of all sizes together.
-        margin: a kernel is chosen if its gain is at least this; below 1 where it saves memory.
-        doubt: of an estimate for a problem, as a standard deviation of the logarithm of its gain.
-        each: likewise, for each doubling that rows are apart.
-        gains: whether rows say what a kernel gained; else they have tiles alone.
+        reach: problems at a larger distance say nothing about each other.
+        margin: a kernel is chosen if its gain is at least this; below 1 if it saves memory.
+        doubt: of an estimate for a problem: the standard deviation of the logarithm of its gain.
+        each: the same for each doubling of distance.
+        gains: whether rows have gains; else they have only tiles.
     """
 
     name: str
@@ -175,7 +175,7 @@ class Section:
     gains: bool = True
 
     def check(self, row: Any) -> None:
-        """Refuse what is no row of this section.
+        """Refuse an object that is no row of this section.
 
         Raises:
             ValueError: names the column.
@@ -183,7 +183,7 @@ class Section:
         self._check(row, self.measured, self.needed)
 
     def check_problem(self, row: Any) -> None:
-        """Refuse what is no problem of this section: a row without what was measured.
+        """Refuse an object that is no problem of this section: a row without measured columns.
 
         Raises:
             ValueError: names the column.
@@ -204,13 +204,13 @@ class Section:
                 raise ValueError(f"{name} = {value!r} is invalid")
 
     def value(self, row: Row, name: str) -> Any:
-        """What a row has in a column, or means by leaving it out."""
+        """The value of a row in a column, or what a missing column stands for."""
         return row[name] if name in row else self.may[name][1]
 
     def key(self, row: Row) -> tuple[Hashable, ...]:
-        """Which problem a row is of, but for the number of tokens: equal where kernels compute the same.
+        """The problem of a row without the number of tokens: equal if kernels compute the same.
 
-        16-bit dtypes are one, and so are ranks that are padded to the same tile.
+        16-bit dtypes are equal, and so are ranks that are padded to the same tile.
         """
         if not self.along:
             return self.same(row) + self.sizes(row)
@@ -242,19 +242,19 @@ def _attention_sizes(row: Row) -> tuple[float, ...]:
 
 
 def _attention_doubt(row: Row) -> float:
-    """Where launches take as long as kernels, times vary: most of all in training, with more of them."""
+    """Times vary if launches take as long as kernels, most of all in training, which has more launches."""
     scores = math.log2(row["batch"] * row["heads"] * row["q_len"] * row["kv_len"])
     return (0.06 if row["train"] else 0.02) * max(0.0, 24.0 - scores)
 
 
 def _adapter_products(row: Row) -> list[int]:
-    """The K of the products of a grouped GEMM that are those of adapters: much shorter than the others."""
+    """K of the products of a grouped GEMM that belong to adapters: much smaller than that of the others."""
     inner = row["k"] or []
     return [k for k in inner if k <= 3 * 128 and 4 * k <= max(inner)]
 
 
 def has_adapters(row: Row) -> bool:
-    """Whether a grouped GEMM has products of adapters: what it gains is a row of "lora"."""
+    """Whether a grouped GEMM has products of adapters: then its gain is in a row of "lora"."""
     return bool(_adapter_products(row))
 
 
@@ -273,14 +273,14 @@ def _block_sizes(row: Row) -> tuple[float, ...]:
     return _ACTIVATIONS.get(row.get("activation", ""), 1.0), *widths, *_rows(row)
 
 
-#: Roots of about how many instructions an activation takes.
+#: Square roots of the approximate number of instructions of an activation.
 _ACTIVATIONS: Mapping[str, float] = {
     "silu": 1.4, "sigmoid": 1.4, "gelu_quick": 1.4, "gelu_tanh": 1.7, "gelu": 2.0
 }  # fmt: skip
 
 
 def _rows(row: Row) -> tuple[float, float]:
-    """The number of tokens, and beside it which kernels there are for so many."""
+    """The number of tokens, and in front of it a number for the kernels that exist for so many."""
     tokens = row["tokens"]
     return 1 if tokens <= SINGLE_ROWS else 2 if tokens <= FEW_ROWS else 4, tokens
 

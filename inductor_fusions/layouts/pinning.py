@@ -1,14 +1,14 @@
 """Materialises tensors captured by flex attention that Inductor cannot lower otherwise.
 
-Inductor writes what leads to a captured tensor into the body of the kernel, element by element. Where that
-reads a buffer whose strides are not settled yet (a cumulative sum, a matrix product, whatever has several
-readers), it raises "convert FlexibleLayout to FixedLayout first". An `as_strided` with the strides that a
-value has anyway settles them. Such a value is in memory without it as well, so nothing is copied.
+Inductor inlines the computation of a captured tensor into the kernel, element by element. If that computation
+reads a buffer whose strides are not fixed yet (a cumulative sum, a matrix product, a value with several
+readers), Inductor raises "convert FlexibleLayout to FixedLayout first". An `as_strided` with the strides that
+the value has anyway fixes them. Such a value is in memory in any case, so nothing is copied.
 
-The query is settled as well: the template for short queries reads its strides before they are.
+The strides of the query are fixed as well, because the template for short queries reads them too early.
 
-This is no fusion: it belongs to the calls of flex attention, forward and backward, that fusions have made,
-and has to hold for each of them. `kernel_defects` settles the queries of the user's own.
+This is no fusion, because it is needed for every call of flex attention that a fusion has made, forward and
+backward. `kernel_defects` does it for the queries of the user's own calls.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import _inductor, reporting
-from ._inductor import hint
-from .graph import products
-from .graph.builder import Builder
-from .graph.products import tensor
+from .. import _inductor, reporting
+from .._inductor import hint
+from ..graph import products
+from ..graph.builder import Builder
+from ..graph.products import tensor
 
 aten = torch.ops.aten
 
 #: Positions of the captured tensors, of score_mod and mask_mod, in the calls.
 _FORWARD, _BACKWARD = (7, 8), (12, 13)
-#: A captured value that so many scores share is computed once, not once for each score.
+#: A captured value that at least so many scores share is computed once, not once for each score.
 REUSE = 8
 
-#: Devices whose kernel reads nothing but the captured tensors themselves, and fails where one is inlined.
+#: Devices whose kernel fails if the computation of a captured tensor is inlined.
 _READS_BUFFERS = frozenset({"cpu"})
 
 _RESHAPES = frozenset({aten.reshape.default, aten.view.default})
@@ -50,7 +50,7 @@ _INLINED = frozenset(
 
 
 def pin(graph: fx.Graph) -> int:
-    """Settle the strides of what leads to captured tensors.
+    """Fix the strides of the values that captured tensors are computed from.
 
     Args:
         graph: of aten operations, changed in place.
@@ -76,12 +76,12 @@ def pin(graph: fx.Graph) -> int:
 
 
 def is_ours(call: fx.Node) -> bool:
-    """Whether a fusion has made a call, which is the user's own otherwise."""
+    """Whether a call was made by a fusion, not by the user."""
     return reporting.TAG in call.meta.get("custom", {})
 
 
 def query_of(call: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The value that the query of a call is, or is a view of, and who reads it; None where it is settled."""
+    """The value that the query of a call is or views, and its reader; None if its strides are fixed."""
     user: fx.Node = call
     node: Any = call.args[0]
     while isinstance(node, fx.Node) and (_is_view(node) or node.target is operator.getitem):
@@ -94,10 +94,10 @@ def query_of(call: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def settle_query(call: fx.Node, settled: dict[fx.Node, fx.Node]) -> None:
-    """Settle the value that the query of a call is, or is a view of.
+    """Fix the strides of the value that the query of a call is or views.
 
-    torch/_inductor/kernel/flex/flex_decoding.py groups the heads of the query by its strides, which may
-    change afterwards where Inductor has not settled them: its values were wrong then (seen on 2.11).
+    torch/_inductor/kernel/flex/flex_decoding.py groups the heads of the query by its strides. If Inductor
+    changes them afterwards, the results are wrong (seen on 2.11).
     """
     found = query_of(call)
     if found is None:
@@ -114,11 +114,11 @@ def settle_query(call: fx.Node, settled: dict[fx.Node, fx.Node]) -> None:
 def _settle(
     graph: fx.Graph, first: fx.Node, captured: fx.Node, least: float, settled: dict[fx.Node, fx.Node]
 ) -> None:
-    """Settle what one captured tensor is computed from, as far as it is written into the kernel.
+    """Fix the strides of the values that one captured tensor is computed from, as far as they are inlined.
 
-    What has no more than `least` elements is settled in any case. A range of which one place is read is
-    settled as well: Inductor writes that place as a number without the dims of a tile, and then raises, or
-    Triton does (seen on 2.11 and 2.13).
+    Values of at most `least` elements are fixed in any case. A range of which one place is read is fixed as
+    well: Inductor writes that place as a number without the dims of a tile, and then Inductor or Triton
+    raises (seen on 2.11 and 2.13).
     """
     waiting, seen = [(first, captured, False)], {(first, False)}
     while waiting:
@@ -171,7 +171,7 @@ def _is_inlined(node: fx.Node) -> bool:
 
 
 def _as_strided(node: fx.Node) -> fx.Node:
-    """The same value, which has to be in memory with the strides that it has."""
+    """The value as an `as_strided`, which fixes its strides."""
     build, source, value = Builder(node.next, node), node, products.value(node)
     if not _inductor.is_dense(value):
         source = build.call(aten.clone.default, node, memory_format=torch.contiguous_format)

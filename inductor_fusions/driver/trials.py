@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import _inductor, attempts, config, launching, passes, reporting, watching
+from .. import _inductor, config, reporting
+from ..sites import Site, error_text
+from . import attempts, launching, passes, watching
 from .attempts import Attempt, Fused, Key, Without
-from .sites import Site
 
 log = logging.getLogger(__name__)
 
 #: At most so many compiles of one graph, the one that raised and the one with no site among them.
 MOST = 12
 
-#: Counter of the compiles that raised with our fusions, and were made with fewer.
+#: Counter of the compiles that raised with our fusions and were repeated with fewer.
 RECOVERED = "recovered"
 
 
@@ -35,14 +36,14 @@ class Made:
 
 
 class Trials:
-    """The compile of one graph, and what is done where it, or the first call of what it gave, raises.
+    """The compiles of one graph: repeated if the first one, or the first call of its code, raises.
 
     Args:
         model: the graph's module.
-        compile: compiles it as it is then.
+        compile: compiles the module as it is when it is called.
     """
 
-    #: Whose passes work on the graph.
+    #: The stages whose passes work on the graph.
     stages = frozenset({"pre_grad", "post_grad"})
 
     def __init__(self, model: fx.GraphModule, compile: Callable[[], Any]) -> None:
@@ -59,7 +60,7 @@ class Trials:
         self._compiles = 1
 
     def run(self) -> Any:
-        """What was compiled, with as many sites as can be."""
+        """The compiled code, with as many fused sites as possible."""
         try:
             compiled = self._made_by(self.first)
         except Exception as error:
@@ -67,7 +68,7 @@ class Trials:
                 raise
             if self._communicates() and _inductor.compiles_together():
                 raise
-            _inductor.let_go(error)
+            _inductor.clear_frames(error)
             if torch.is_inference_mode_enabled() != self._inference:
                 raise
             made = self._after(error)
@@ -76,15 +77,15 @@ class Trials:
         return self._guarded(compiled)
 
     def _may_be_ours(self) -> bool:
-        """Whether a fusion can be what makes the first compile raise."""
+        """Whether a fusion can be the cause if the first compile raises."""
         return bool(self.first.fused)
 
     def _communicates(self) -> bool:
-        """Whether other processes may wait for the code: what runs once on them must not run twice here."""
+        """Whether other processes may wait for the code: it must not run twice here if it runs once there."""
         return self.first.communicates or _inductor.communicates(self.model)
 
     def _guarded(self, compiled: Any) -> Any:
-        """What was compiled, with a first call that may raise."""
+        """The compiled code, guarded against an exception in its first call."""
         if (not self.first.fused and not self._ledger.fused) or self._communicates():
             return compiled
         return launching.guarded(compiled, self._context.written, self._relaunched)
@@ -92,16 +93,16 @@ class Trials:
     # -- attempts ---------------------------------------------------------------------------------
 
     def _made_by(self, attempt: Attempt) -> Any:
-        with attempts.making(attempt):
+        with attempts.active(attempt):
             compiled = self._compile()
         if attempt.broken is not None:
             raise attempt.broken
         return compiled
 
     def _again(self, without: Without, change: Callable[[fx.Graph], None] | None = None) -> Made:
-        """Compile as if nothing had been tried before, after a change of the graph if one is given."""
+        """Undo what earlier attempts did, change the graph if `change` is given, and compile again."""
         self._compiles += 1
-        self._state.put_back()
+        self._state.restore()
         passes.count_from(self._counted)
         if self.first.copy is not None:
             self.first.copy.restore()
@@ -130,7 +131,7 @@ class Trials:
             self._watcher.put_back(told)
 
     def _tries(self, without: Without) -> Made | None:
-        """`_again`, or None where that raises."""
+        """`_again`, or None if it raises."""
         try:
             return self._again(without)
         except Exception as error:
@@ -141,14 +142,14 @@ class Trials:
     # -- the first call ---------------------------------------------------------------------------
 
     def _relaunched(self, error: Exception, call: launching.Call) -> tuple[Any, Any]:
-        """What to call in place of what raised when it was first called, and what that gave.
+        """The code that replaces the code whose first call raised, and its outputs.
 
-        Sites that become the same kernel are left out together, then all.
+        Sites that become the same kernel are left out together; then all sites are.
         """
         _inductor.forget_cached(self.cache_keys, self.first.graph_keys)
         reporting.remove(self._ledger)
         guards, self._records = self._context.guards(), reporting.mark()
-        reason = f"its first call raised {line(error)}"
+        reason = f"its first call raised {error_text(error)}"
         left = self._launches(reason)
         while True:
             (without, change), made = left.pop(0), None
@@ -170,13 +171,13 @@ class Trials:
         self._say(made, error)
         if self._context.guards() == guards:
             return made.compiled, outputs
-        # Dynamo does not check what the new code relies on beside.
+        # The new code relies on more facts about sizes than Dynamo checks: it serves these sizes alone.
         if self.first.copy is not None:
             self.first.copy.restore()
-        return launching.at_sizes(made.compiled, launching.sizes_of(call.values), self.model), outputs
+        return launching.for_sizes(made.compiled, launching.sizes_of(call.values), self.model), outputs
 
     def _launches(self, reason: str) -> list[tuple[Without, Callable[[fx.Graph], None] | None]]:
-        """What to leave out, in turn: nothing first where a cache had the code, whose sites are not known."""
+        """What to leave out, in turn: nothing at first if a cache had the code, whose sites are unknown."""
         fused = self.first.fused
         kinds = list(dict.fromkeys(each.kind for each in fused))
         some = (
@@ -188,9 +189,9 @@ class Trials:
     # -- which attempt is kept --------------------------------------------------------------------
 
     def _after(self, error: Exception) -> Made:
-        """The compile with most sites that does not raise."""
+        """The compile with the most fused sites among those that do not raise."""
         of_first = self._take_back()
-        reason = f"the compile of its graph raised {line(error)}"
+        reason = f"the compile of its graph raised {error_text(error)}"
         try:
             kept = self._stock(reason)
         except Exception as stock:
@@ -201,12 +202,12 @@ class Trials:
             if made is not None and len(made.attempt.fused) > len(kept.attempt.fused):
                 kept = made
         self._put_back(kept.ledger, kept.told)
-        kept.state.put_back()
+        kept.state.restore()
         self._say(kept, error)
         return kept
 
     def _stock(self, reason: str) -> Made:
-        """The compile without any site, but for those that keep it from kernels that are wrong."""
+        """The compile without any site but those that protect it from wrong kernels, unless these raise."""
         without = Without(stages=self.stages, reason=reason)
         try:
             return self._again(without)
@@ -216,10 +217,10 @@ class Trials:
         return self._again(replace(without, bare=True))
 
     def _with_sites(self, reason: str) -> Iterator[Made | None]:
-        """Compiles with some of the sites that the first attempt fused; those that raise are None.
+        """Compiles with some of the sites that the first attempt fused; None for a compile that raises.
 
-        The first sites are compiled alone, by halves, up to the one that raises; then all others; then all
-        that do not become the same kernel.
+        A binary search over the first sites finds the one that raises. Then it is left out; if that still
+        raises, all sites of the same fusion and kernel are.
         """
         left = list(self.first.fused)
         out: list[Fused] = []
@@ -244,14 +245,17 @@ class Trials:
 
     @staticmethod
     def _up_to(left: list[Fused], count: int, out: list[Fused], reason: str) -> Without:
-        """The first sites alone. Nodes after autograd have other names where a site before it is left out."""
+        """Leaves out all but the first sites.
+
+        If a site before autograd is left out, nodes after autograd have other names, so those sites are too.
+        """
         later = left[count:]
         if any(each.key[0] == "pre_grad" for each in later):
             return Without(_keys([*out, *later]), frozenset({"post_grad"}), reason=reason)
         return Without(_keys([*out, *later]), reason=reason)
 
     def _left(self, kept: Made) -> list[Site]:
-        """The sites that were fused at first and are not."""
+        """The sites that the first attempt fused and the kept one did not."""
         fused = {each.key for each in kept.attempt.fused}
         return [each.site for each in self.first.fused if each.key not in fused]
 
@@ -262,16 +266,10 @@ class Trials:
         more = f" and {len(where) - 3} more" if len(where) > 3 else ""
         log.warning(
             "%s was raised. The graph was compiled again with stock's code for %s%s",
-            line(error), "; ".join(where[:3]), more,
+            error_text(error), "; ".join(where[:3]), more,
         )  # fmt: skip
         log.info("traceback", exc_info=error)
 
 
 def _keys(sites: Sequence[Fused]) -> frozenset[Key]:
     return frozenset(each.key for each in sites)
-
-
-def line(error: BaseException) -> str:
-    """An exception, on one line."""
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return text if len(text) <= 300 else f"{text[:300]} ..."

@@ -1,7 +1,7 @@
 """In-place writes in Dynamo's torch-level graph, which is not functional.
 
-A node says that it writes by its name, its schema, an argument, or the graphs that it runs. One that says
-nothing about itself may write to all that it is given.
+Whether a node writes is known from its name, its schema, an argument such as `out`, or the graphs that it
+runs. If none of these tells, it may write to all of its inputs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._inductor import remembered, value_of, with_memory
+from .._inductor import remembered, value_of, with_memory
+from ..operands import tensor
+from ..reasons import Reason
 from .modes import Modes
 from .modes import name_of as name_of
-from .operands import tensor
-from .reasons import Reason
 
 #: `operator.iadd` and the like, and their names as methods.
 _IN_PLACE = frozenset(
@@ -32,7 +32,9 @@ _METHODS_IN_PLACE = frozenset(f"__{function.__name__}__" for function in _IN_PLA
 #: Functions whose names end in an underscore because they would be keywords of Python otherwise.
 _KEYWORDS = frozenset({operator.and_, operator.is_, operator.not_, operator.or_})
 #: Packages whose functions say by name or argument that they write; a call of any other may do anything.
-_KNOWN_PACKAGES = frozenset({"torch", "operator", "_operator", "builtins", "math", "einops", __package__})
+_KNOWN_PACKAGES = frozenset(
+    {"torch", "operator", "_operator", "builtins", "math", "einops", "inductor_fusions"}
+)
 #: Functions of Dynamo's own that only read, by name; others of its own run NumPy, or what the user wrote.
 _READ_BY_DYNAMO = frozenset(
     {"numpy_attr_wrapper", "untyped_storage_size", "_register_hook_trampoline", "prim_to_local",
@@ -47,11 +49,11 @@ GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """What a node may write to: all that it is given, where that is not known.
+    """The nodes whose values a node may write to; all of its inputs if that is unknown.
 
-    Running statistics of normalisations do not count.
+    Running statistics of normalisations are left out: see `may_update_statistics`.
     """
-    # Rewrites change bodies as well.
+    # Not remembered, because rewrites change bodies as well.
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return _written_by_bodies(node)
     return list(_written(node))
@@ -92,7 +94,7 @@ def _is_in_place(function: Any) -> bool:
 
 
 def may_update_statistics(node: fx.Node) -> bool:
-    """Whether a normalisation is given more than what it normalises: perhaps statistics, which it updates."""
+    """Whether a normalisation has more than one input: perhaps statistics, which it updates."""
     return "norm" in name_of(node) and len(node.all_input_nodes) > 1
 
 
@@ -123,7 +125,7 @@ def _of_aten(name: str) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _declared(operation: Any) -> tuple[tuple[int | None, torch.Argument], ...]:
-    """What an operation, or any of its overloads, is declared to write to, with positions."""
+    """The arguments that an operation, or any of its overloads, is declared to write to, with positions."""
     packet = isinstance(operation, torch._ops.OpOverloadPacket)
     overloads = [getattr(operation, name) for name in operation.overloads()] if packet else [operation]
     return tuple(
@@ -167,7 +169,7 @@ def _overwrites_an_input(graph: fx.Graph) -> bool:
 
 
 def is_opaque(function: Callable[..., Any]) -> bool:
-    """Whether a function may do anything: of another package, or of Dynamo around what is not its own."""
+    """Whether a function may do anything: one of another package, or one of Dynamo that runs user code."""
     module = getattr(function, "__module__", None) or "torch"
     if module.startswith("torch._dynamo."):
         return getattr(function, "__name__", "") not in _READ_BY_DYNAMO
@@ -180,7 +182,7 @@ def _first(call: fx.Node) -> list[fx.Node]:
 
 
 def _given(call: fx.Node, name: str) -> Any:
-    """An argument of a call of a function by its name, however it is given; None where it is not."""
+    """An argument of a call of a function by its name, given by position or keyword; else None."""
     if name in call.kwargs:
         return call.kwargs[name]
     position = _position(call.target, name)
@@ -220,13 +222,13 @@ def _tensors(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def storage(node: fx.Node) -> object:
-    """Identity of the memory behind a node's value; None where it is not known."""
+    """Identity of the memory of a node's value; None if it is unknown."""
     value = tensor(node)
     return None if value is None else memory(value)
 
 
 def memory(value: torch.Tensor) -> object:
-    """Identity of the memory of a fake value; None where it is not known."""
+    """Identity of the memory of a fake value; None if it is unknown."""
     held = with_memory(value)
     if held is None:
         return None
@@ -237,18 +239,17 @@ def memory(value: torch.Tensor) -> object:
 
 
 def may_alias(first: object, second: object) -> bool:
-    """Whether two values may share memory, of which `storage` told the identities."""
+    """Whether two values may share memory, given their identities from `storage`."""
     return first is None or second is None or first == second
 
 
-# -- what an operation asks that stands for others ---------------------------------------------------------
+# -- checks for an operation that replaces several nodes ---------------------------------------------------
 
 
 def effects(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that do more than compute a value, in order: what the checks below look at.
+    """The nodes that do more than compute a value, in order: those that the checks below read.
 
-    For a fusion with many candidates, each of which would read the whole graph otherwise. They are all for as
-    long as none is added.
+    A fusion with many candidates computes them once for a graph. They stay valid until such a node is added.
     """
     return [node for node in graph.nodes if may_update_statistics(node) or written(node)]
 
@@ -261,22 +262,23 @@ def check_between(
     known: Sequence[fx.Node] | None = None,
     read: Collection[fx.Node] | None = None,
 ) -> None:  # fmt: skip
-    """Refuse where something happens between what an operation replaces, in Dynamo's graph.
+    """Refuse if something happens between the nodes that an operation replaces, in Dynamo's graph.
 
     That is a write in place after the first of `nodes`, or another gradient mode at one of them than at
-    `last`. What is entered and left in between does not count, and a node that makes indices has no gradient.
+    `last`. A mode that is entered and left in between does not count; nor does the mode at a node that
+    computes indices, which have no gradient.
 
     Args:
-        nodes: from the first of these in the graph on, nothing may happen.
-        last: the node that is replaced, where the operation reads its operands.
+        nodes: the replaced nodes; nothing may happen after the first of them.
+        last: the last replaced node, where the operation reads its operands.
         where: between what and what this is, for the reason.
         modes: of the graph.
-        known: the `effects` of the graph, where they are known.
-        read: what the operation reads later than `nodes` did: writes to other memory do not count. None:
-            each write does.
+        known: the `effects` of the graph, if they are known.
+        read: what the operation reads later than the nodes did: only writes to this memory count. None: every
+            write counts.
 
     Raises:
-        Rejected: something does.
+        Rejected: something happens.
     """
     first, end = min(nodes), modes.at(last)
     held = None if read is None else [storage(node) for node in read]
@@ -298,17 +300,17 @@ def check_between(
 
 
 def check_kept(operands: Collection[fx.Node], last: fx.Node, known: Sequence[fx.Node] | None = None) -> None:
-    """Refuse where an operand is overwritten later on in Dynamo's graph.
+    """Refuse if an operand is overwritten later in Dynamo's graph.
 
-    For an operation that keeps its operands for the backward: what it replaces need not have kept them.
+    For an operation that saves its operands for the backward: the nodes that it replaces need not save them.
 
     Args:
         operands: of the operation.
-        last: the node that is replaced.
-        known: the `effects` of the graph, where they are known.
+        last: the last node that is replaced.
+        known: the `effects` of the graph, if they are known.
 
     Raises:
-        Rejected: one is.
+        Rejected: one is overwritten.
     """
     kept = [storage(node) for node in operands]
     for node in effects(last.graph) if known is None else known:

@@ -1,8 +1,9 @@
 """Maps a node to the one that holds its current value after in-place writes.
 
-Dynamo's graph is not functional: behind `s.masked_fill_(m, x)` others read `s`, and mean the result, which is
-the same tensor. Here each of them is seen to read the last operation before it that wrote over the value, as
-in `softmax(s.masked_fill_(m, x))`, without a change of the graph. `rename` writes that into the graph.
+Dynamo's graph is not functional: after `s.masked_fill_(m, x)`, later nodes read `s` and get the result,
+because it is the same tensor. The functions here answer as if each reader named the last operation before it
+that wrote over the value, as in `softmax(s.masked_fill_(m, x))`. They do not change the graph, except
+`rename`.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from typing import Any
 
 from torch import fx
 
-from ._inductor import remembered
-from .operands import tensor
+from .._inductor import remembered
+from ..operands import tensor
 from .writes import is_in_place, storage
 
 
 @remembered()
 def overwritten(node: fx.Node) -> fx.Node | None:
-    """The value that a node writes over and gives back, `x` of `x.add_(y)`; None of any other node."""
+    """The value that a node overwrites and returns, `x` of `x.add_(y)`; None for any other node."""
     if not is_in_place(node):
         return None
     first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
@@ -29,7 +30,7 @@ def overwritten(node: fx.Node) -> fx.Node | None:
 
 
 def _names(value: fx.Node) -> list[fx.Node]:
-    """The nodes that give one tensor: what made it, and what wrote over it, in the order of the graph."""
+    """The nodes that return one tensor: the node that made it and those that overwrote it, in graph order."""
     root = value
     while (before := overwritten(root)) is not None:
         root = before
@@ -40,7 +41,7 @@ def _names(value: fx.Node) -> list[fx.Node]:
 
 
 def current(value: fx.Node, reader: fx.Node) -> fx.Node:
-    """The node whose result another one reads by the name of `value`."""
+    """The node whose result `reader` gets if it names `value`."""
     return [value, *(name for name in _names(value) if name < reader)][-1]
 
 
@@ -70,7 +71,7 @@ def arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def rename(graph: fx.Graph) -> None:
-    """Let every node of a graph name what it reads: the graph computes what it did."""
+    """Replace each name of an overwritten value by the node that a reader gets; results do not change."""
     for node in graph.nodes:
         source = overwritten(node)
         if source is None or len(source.users) == 1:

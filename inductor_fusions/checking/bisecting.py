@@ -15,11 +15,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from .sites import SCHEMA, Site
+from ..sites import SCHEMA, Site
 
 
 class By(str, Enum):
-    """What tells a wrong run from a right one."""
+    """How a wrong run is recognised."""
 
     exit = "exit"
     output = "output"
@@ -121,9 +121,9 @@ def bisect(
 def _run(script: Sequence[str], arguments: Sequence[str], most: int) -> _Run:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", __package__, "run", "--json", str(report), *script, *arguments]
+        run = [sys.executable, "-m", "inductor_fusions", "run", "--json", str(report)]
         env = {**os.environ, "INDUCTOR_FUSIONS_MAX": str(most)}
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        done = subprocess.run([*run, *script, *arguments], env=env, capture_output=True, text=True)
         try:
             sites = [Site.from_dict(site) for site in json.loads(report.read_text("utf-8"))["sites"]]
         except (OSError, ValueError):

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._inductor import computing_fakes, copied_graph, fake_mode_of, suppress_guards, value_of
-from .fusion import Fusion
-from .writes import nodes_in
+from .._inductor import computing_fakes, copied_graph, fake_mode_of, suppress_guards, value_of
+from ..effects.writes import nodes_in
+from ..fusion import Fusion
+from ..sites import error_text
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -31,7 +32,7 @@ def _modules(fusion: Fusion) -> set[str]:
 def sources(fusion: Fusion) -> list[Path]:
     """Every Python file of the packages of a fusion, or the one file of a module outside a package.
 
-    Nothing where one of them is not to be found.
+    Empty if one of them cannot be found.
     """
     found: set[Path] = set()
     for name in _modules(fusion):
@@ -48,7 +49,7 @@ def sources(fusion: Fusion) -> list[Path]:
 
 
 class Copy:
-    """A graph, and those of its nested bodies, as they are now."""
+    """A copy of a graph and of its nested bodies, to check changes against and to restore."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.module = graph.owning_module
@@ -65,18 +66,18 @@ class Copy:
         self.graph = graph
 
     def problem(self) -> str:
-        """What is wrong with the graph now, or ""."""
+        """Describes what is wrong with the graph now, or ""."""
         for module, _ in self.graphs:
             try:
                 module.graph.lint()
             except Exception as error:
-                return f"{type(error).__name__}: {' '.join(str(error).split())}"
+                return error_text(error)
         if [node.name for node in self.graph.nodes if node.op == "placeholder"] != self.inputs:
             return "the inputs of the graph changed"
         return self._wrong_value() or ("" if _outputs(self.graph) == self.outputs else "its outputs differ")
 
     def _wrong_value(self) -> str:
-        """The first changed node that cannot be computed, or does not give what it says that it gives."""
+        """Describes the first changed node that raises with fake tensors, or gives another result; or ""."""
         mode = fake_mode_of(self.graph)
         if mode is None:
             return ""
@@ -96,7 +97,7 @@ class Copy:
                 except _Unknown:
                     continue
                 except Exception as error:
-                    return f"{node.name} raises {type(error).__name__}: {' '.join(str(error).split())}"
+                    return f"{node.name} raises {error_text(error)}"
                 said = value_of(node)
                 if said is None:
                     node.meta["example_value"] = value
@@ -105,7 +106,7 @@ class Copy:
         return ""
 
     def restore(self) -> None:
-        """Put copies in place; once more, if need be."""
+        """Replace the graphs by copies of the copies, so that this can be repeated."""
         # Dynamo reads the inputs of the graph that it has handed out, once more.
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         for node in placeholders:

@@ -10,41 +10,41 @@ from torch import fx
 
 
 class Watcher:
-    """Is told what a pass does; a subclass overrides what it wants to know."""
+    """Observes the passes; a subclass overrides the events that it wants."""
 
     def begins(self, stage: str, graph: fx.Graph) -> None:
-        """A pass is about to read `graph`."""
+        """Called before a pass reads `graph`."""
 
     def fused(self, site: Any, removed: Sequence[fx.Node], added: Sequence[fx.Node]) -> None:
-        """A site was fused: these nodes went, these came."""
+        """Called after a site was fused, with the nodes that were removed and added."""
 
     def ends(self, stage: str, graph: fx.Graph, sites: Sequence[Any]) -> None:
-        """The pass is done with `graph` and has met these sites."""
+        """Called after a pass, with the sites of `graph`."""
 
     def mark(self) -> int:
-        """How much was told so far."""
+        """The number of events so far."""
         return 0
 
     def take_back(self, mark: int) -> list[Any]:
-        """Forget what was told since: the compile is tried in another way. What that was."""
+        """Remove and return the events since a mark: the compile is repeated with other sites."""
         return []
 
     def put_back(self, told: list[Any]) -> None:
-        """That was the way after all."""
+        """Add events that `take_back` returned: that compile is kept."""
 
 
-# Not one a thread: a backward may be compiled in the thread of the autograd engine.
+# Shared by all threads: a backward may be compiled in a thread of the autograd engine.
 _watchers: list[Watcher] = []
 
 
 def current() -> Watcher | None:
-    """The watcher of now, if there is one."""
+    """The current watcher, or None."""
     return _watchers[-1] if _watchers else None
 
 
 @contextlib.contextmanager
-def by(watcher: Watcher) -> Iterator[None]:
-    """Tell `watcher` of the passes that run inside."""
+def observing(watcher: Watcher) -> Iterator[None]:
+    """Let `watcher` observe the passes that run inside."""
     _watchers.append(watcher)
     try:
         yield

@@ -57,7 +57,7 @@ def _folders() -> Iterator[Any]:
 
 
 def is_private(path: Path) -> bool:
-    """Whether a folder is there and nobody but its owner, who runs this, can write to it."""
+    """Whether a folder exists and only its owner, the current user, can write to it."""
     try:
         found = path.stat()
     except (OSError, RuntimeError):
@@ -195,7 +195,7 @@ def _read(entry: Any, name: str) -> Table | None:
 
 
 def parse(content: str, entry: Any, name: str) -> Table | None:
-    """A table from the text of its file; None, with a warning, where it is none of that device.
+    """A table from the text of its file; None, with a warning, if it is not one of that device.
 
     Args:
         content: JSON.
@@ -238,7 +238,7 @@ def merged(first: Table, second: Table) -> Table:
 
 
 def check(table: Any, name: str) -> None:
-    """Refuse what is no table of a device.
+    """Refuse an object that is no table of a device.
 
     Args:
         table: the content of `<name>.json`.

@@ -1,7 +1,7 @@
-"""The first call of compiled code: if it raises, the graph is recompiled and called again.
+"""If the first call of compiled code raises, the graph is compiled again and the call is repeated.
 
-Kernels refuse what they do not support when they are first called. From the first call that returns on, one
-Python call is all that is left of this.
+A kernel refuses inputs that it does not support when it is first called. After the first call that returns,
+one more Python call for each call is all that remains.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Any
 
 import torch
 
-from . import _inductor, config
+from .. import _inductor, config
 
-#: Inputs that the graph writes to are kept for a second call where they are no larger than this, in bytes, or
-#: than this share of what is free on their device.
+#: Inputs that the graph writes to are copied for a second call if they have at most KEPT bytes together, or
+#: at most this share of the free memory of their device.
 KEPT = 64 * 2**20
 SHARE = 0.25
 
-#: Is given what the first call raised, and the call; returns what to call from now on, and what that
-#: call gave.
+#: Takes the exception of the first call, and the call. Returns the code to call from now on, and the outputs
+#: of the repeated call.
 Relaunch = Callable[[Exception, "Call"], tuple[Any, Any]]
 
 
 def guarded(compiled: Any, written: Callable[[], Sequence[int] | None], relaunch: Relaunch) -> Any:
-    """`compiled`, or what calls it and has another answer where the first call raises.
+    """A function that calls `compiled`, and calls `relaunch` if the first call raises.
 
     Args:
-        compiled: what Inductor gives for a graph. What is no plain function is returned as it is.
-        written: which inputs of the graph it writes to, by position; None where that is not known.
-        relaunch: asked where the first call raises.
+        compiled: Inductor's result for a graph. It is returned as it is unless it is a plain function.
+        written: returns the positions of the inputs that it writes to, or None if they are unknown.
+        relaunch: called if the first call raises.
     """
     inner = _inductor.as_function(compiled)
     positions = written()
@@ -64,19 +64,19 @@ def guarded(compiled: Any, written: Callable[[], Sequence[int] | None], relaunch
     def call(*args: Any) -> Any:
         return run(*args)
 
-    return _inductor.like(call, inner)
+    return _inductor.in_place_of(call, inner)
 
 
 def guard_backward(compiled: Any, written: Sequence[int], relaunch: Relaunch) -> None:
     """The same for the code of a backward, which is changed in place.
 
-    What the forward has kept is held until the first call returns. Where memory is not enough for that, the
-    call is made again without.
+    What the forward saved is held until the first call returns. If memory runs out, the call is repeated
+    without holding it.
 
     Args:
-        compiled: what Inductor gives for an aten graph.
-        written: which inputs it may write to, because nobody reads them afterwards.
-        relaunch: asked where the first call raises.
+        compiled: Inductor's result for an aten graph.
+        written: positions of the inputs that it may write to, because nothing reads them afterwards.
+        relaunch: called if the first call raises.
     """
     original = getattr(compiled, "current_callable", None)
     if original is None:
@@ -99,14 +99,14 @@ def guard_backward(compiled: Any, written: Sequence[int], relaunch: Relaunch) ->
             if not full:
                 compiled.current_callable, outputs = relaunch(error, call)
                 return outputs
-        inputs[:] = call.given_back()
+        inputs[:] = call.released()
         return original(inputs)
 
     compiled.current_callable = first
 
 
 class Call:
-    """One call of what was compiled, and what is needed to make it again."""
+    """One call of compiled code, and what is needed to repeat it."""
 
     def __init__(self, args: tuple[Any, ...], written: Sequence[int]) -> None:
         # A function that is given its arguments in a list empties the list.
@@ -124,7 +124,7 @@ class Call:
         self.random = _inductor.random_state()
 
     def may_repeat(self) -> bool:
-        """Whether the inputs are what they were, after the call has raised."""
+        """Whether the call can be repeated: it has left the inputs as they were, and the device works."""
         mutable = {id(each) for each, _ in self.kept}
         same = all(
             id(each) in mutable or _version(each) == version
@@ -132,8 +132,8 @@ class Call:
         )
         return same and _inductor.devices_work(self.values)
 
-    def given_back(self) -> list[Any]:
-        """The arguments as they were, which are held no longer."""
+    def released(self) -> list[Any]:
+        """The arguments as they were before the call; they are released here."""
         self._put_back()
         values, self.values, self.kept = self.values, [], []
         return values
@@ -145,7 +145,7 @@ class Call:
                 each.copy_(kept)
 
     def repeat(self, compiled: Any) -> Any:
-        """Make the call with other code."""
+        """Repeat the call with other code."""
         self._put_back()
         return compiled(list(self.values)) if self.boxed else compiled(*self.values)
 
@@ -176,8 +176,8 @@ def sizes_of(values: Sequence[Any]) -> list[Any]:
     ]
 
 
-def at_sizes(compiled: Any, sizes: list[Any], otherwise: Callable[..., Any]) -> Any:
-    """`compiled` where a call has these sizes, else `otherwise`, which takes the arguments one by one."""
+def for_sizes(compiled: Any, sizes: list[Any], otherwise: Callable[..., Any]) -> Any:
+    """A function that calls `compiled` for arguments of these sizes, else `otherwise(*arguments)`."""
 
     def call(*args: Any) -> Any:
         values = args[0] if _is_boxed(args) else args

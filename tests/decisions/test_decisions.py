@@ -11,6 +11,7 @@ import torch
 
 from inductor_fusions import config, decisions, tables
 from inductor_fusions.decisions import Query, Span, bracket, decide, decide_for_all, devices, estimating
+from inductor_fusions.fusion import Rejected
 from inductor_fusions.problems import SECTIONS
 from inductor_fusions.reasons import code_of
 from inductor_fusions.tables import Table
@@ -132,6 +133,13 @@ def lora(**changes: Any) -> Query:
 
 def rows(*gains: tuple[dict[str, Any], float]) -> dict[str, Any]:
     return {"lora": [{**LORA, **changes, "gain": gain} for changes, gain in gains]}
+
+
+def test_a_size_of_0_is_near_no_row(shelf: Callable[..., None]) -> None:
+    shelf(**{H100: rows(({}, 1.5))})
+    with pytest.raises(Rejected) as refused:
+        decide(lora(tokens=0), CUDA)
+    assert refused.value.code == "empty"
 
 
 def test_row_of_the_problem(shelf: Callable[..., None]) -> None:

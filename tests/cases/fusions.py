@@ -155,6 +155,11 @@ def gated_without_a_base(x: Any, w: Any, v: Any, a: Any, b: Any, c: Any, d: Any)
     return F.silu(without_a_base(x, w, a, b)) * without_a_base(x, v, c, d)
 
 
+def merged(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """An adapter that is merged into a frozen weight in each step."""
+    return F.linear(x, w + b @ a * 0.5)
+
+
 def outer(u: Any, v: Any, w: Any) -> Any:
     return F.linear((u[:, :, None] * v[:, None, :]).flatten(1), w)
 
@@ -184,6 +189,17 @@ def attention(x: Any, q: Any, k: Any, v: Any, between: Function = lambda weights
     place = torch.arange(x.shape[1])
     scores = (q @ k.mT * 0.3).masked_fill(place > place[:, None], torch.finfo(q.dtype).min)
     return (between(torch.softmax(scores, -1)) @ v).transpose(1, 2).flatten(2)
+
+
+def layers_of_gathers(x: Any, count: int = 2) -> Any:
+    """Relative positions, in buckets, that several layers read."""
+    i = torch.arange(40)
+    far = i[:, None] - i[None, :]
+    bucket = torch.where(far.abs() < 4, far, ((far.abs() + 1.0).log() * 2).ceil() * far.sign()).long()
+    bucket = (bucket + 8).clamp(0, 15).expand(x.shape[0], -1, -1)
+    for _ in range(count):
+        x = torch.gather(x @ x.mT[..., :16] * 0.1, -1, bucket).softmax(-1) @ x
+    return x
 
 
 def loss(h: Any, w: Any, labels: Any) -> Any:
@@ -252,6 +268,17 @@ CASES = {
         "attention", attention, lambda: [leaf(2, 12, WIDTH), *weights_of_attention()],
         lambda x, q, k, v: attention(x, q, k, v, lambda weights: weights.cumsum(-1)), Reason.IN_BETWEEN,
         dims=2, early=True,
+    ),
+    "merged": Case(
+        "lora_input", merged, lambda: [*square(1), *adapter()],
+        lambda x, w, a, b: F.linear(x, w + (b @ a).tanh() * (b @ a)), Reason.MERGED, early=True,
+    ),
+    "gathers": Case(
+        "stored_indices", layers_of_gathers, lambda: [leaf(8, 40, 24)], lambda x: layers_of_gathers(x, 1),
+    ),
+    "diagonal": Case(
+        "product_diagonal", lambda a, b: torch.diagonal(a @ b.t()) + 1, lambda: leaves((16, 24), (16, 24)),
+        lambda a, b: (product := a @ b.t()).diagonal() + product.sum(), Reason.NEAR_MISS, rows=(),
     ),
     "loss": Case(
         "linear_cross_entropy", loss, labelled, loss_and_logits, Reason.USED_ELSEWHERE, rows=(0, 2),

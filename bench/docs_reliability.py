@@ -165,8 +165,8 @@ def growth(data: Json) -> str:
     count = data["settings"]["compiles"]
     said = (
         f"{count} compiles in one process, stock or with the fusions: the graphs and the memory that the "
-        "last two thirds of them leave behind. `tests/test_load.py` allows the fusions no more graphs than "
-        "stock, 10% more memory, and 4 MB for noise."
+        "last two thirds of them leave behind. `tests/torch_features/test_load.py` allows the fusions no "
+        "more graphs than stock, 10% more memory, and 4 MB for noise."
     )
     rows = [
         (

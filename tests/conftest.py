@@ -164,7 +164,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def mesh(device: torch.device) -> Iterator[Any]:
-    """A mesh of this one process; `tests/test_distributed.py` has two."""
+    """A mesh of this one process; `tests/torch_features/test_distributed.py` has two."""
     dist = pytest.importorskip("torch.distributed")
     if not dist.is_available():
         pytest.skip("this torch has no torch.distributed")

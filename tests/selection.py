@@ -36,8 +36,8 @@ BUDGET = 600.0
 ONE_EACH, WHOLE = 0.6, 0.15
 #: CPU seconds that are assumed of a test that was skipped when durations were recorded.
 GUESS = 1.0
-#: What is run first, at the top of `tests`; then what takes less than FAST seconds; and last, in this order.
-FIRST = ("layering", "config", "tables", "docs", "pages", "workflows")
+#: What is run first, in `tests`; then what takes less than FAST seconds; and last, in this order.
+FIRST = ("package/test_layering.py", "package/test_config.py", "decisions/test_tables.py", "docs")
 LATE = (("counterexamples", "fuzz"), ("models", "seed_systems"))
 FAST = 0.05
 
@@ -127,7 +127,7 @@ def stretch(cost: Seconds, length: float, seed: int) -> list[str]:
 def stage(nodeid: str, seconds: Seconds) -> int:
     """When a test is run: 0 first."""
     path = nodeid.partition("::")[0]
-    if path in {f"tests/test_{name}.py" for name in FIRST}:
+    if path.startswith(tuple(f"tests/{name}" for name in FIRST)):
         return 0
     known = seconds.get(function(nodeid))
     if known is not None and known < FAST:

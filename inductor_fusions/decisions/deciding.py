@@ -143,7 +143,12 @@ def decide(query: Query, device: torch.device, may_measure: bool = True) -> Deci
         query: the problem.
         device: where it runs.
         may_measure: whether it may be measured.
+
+    Raises:
+        Rejected: a size is 0, of which no measurement says anything.
     """
+    if not all(SECTIONS[query.section].sizes(query.row)):
+        raise Reason.EMPTY.rejected("an operand is empty")
     found = _decided(query, device)
     if not may_measure or found.near <= NEAR_ENOUGH or not config.measure:
         return found

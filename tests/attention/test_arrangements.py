@@ -270,11 +270,6 @@ def test_changing_sizes() -> None:
         check(fn, (rand(n, B, H, D), rand(n, B, H, D), rand(n, B, H, D)), dynamic=True)
 
 
-def test_half_precision() -> None:
-    fn, inputs = PRODUCTS["queries and keys first"]
-    check(fn, inputs(), dtype=torch.bfloat16)
-
-
 def test_strides_of_results() -> None:
     """What a caller gets lies in memory as in eager mode."""
     for name in ("weights on the right", "queries and keys first", "queries before heads"):

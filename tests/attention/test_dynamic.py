@@ -150,16 +150,6 @@ def test_one_graph_for_all_sizes(case) -> None:
     assert counts[0] == counts[1]
 
 
-def test_sizes_that_become_symbolic() -> None:
-    """The second call with another length compiles anew, with a symbol."""
-    fn = SEVERAL["causal"]
-    compiled = torch.compile(fn, backend=testing._AfterPasses([]))
-    with config.patch(policy="always"):
-        for length in (6, 8, 9, 4):
-            q, k, v = qkv(length, length, grad=False)
-            torch.testing.assert_close(compiled(q, k, v), fn(q, k, v))
-
-
 def test_length_of_one() -> None:
     """Sizes of 1 are never symbols."""
     fn = SEVERAL["causal"]

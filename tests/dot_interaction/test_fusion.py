@@ -139,11 +139,6 @@ class Tables(nn.Module):
         return torch.cat([x, products(t)[:, i, j]], 1)
 
 
-def test_samples_that_change() -> None:
-    run = check(Tables(), (rand(SAMPLES, D),), dynamic=True)
-    assert run.sites[0].details["features"].startswith("float32[s")
-
-
 def test_features_that_change() -> None:
     check(SPELLINGS["lists"], operands(), dynamic=True, fused=0, reason="is symbolic")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from inductor_fusions.checking.runs import Exact, cast, copied, run
 from inductor_fusions.sites import Site
 from tests.attention.support import flex_everywhere
 from tests.fuzz.programs import Program
+from tests.support.on_a_gpu import on_a_gpu
 from tests.support.padding import padded
 
 #: Of float32's eps, on top of 1.5 times the error of the unfused program: sums of terms that cancel, and
@@ -198,15 +198,11 @@ def check_products(
         draws: whether it draws random numbers: the graphs without the fusions say what is right.
         pads: which products Inductor pads, as `tests.support.padding` has it.
     """
-    from devtools.ledger.compiling import ON_A_GPU
     from tests.block_mm import support
 
     train = any(x.requires_grad for x in inputs)
-    with contextlib.ExitStack() as stack:
-        for check in ON_A_GPU:
-            stack.enter_context(mock.patch(f"inductor_fusions.{check}", lambda *_: None))
-        stack.enter_context(mock.patch.object(op, "composite", functools.partial(as_kernels, op.composite)))
-        stack.enter_context(padded(pads))
+    composite = mock.patch.object(op, "composite", functools.partial(as_kernels, op.composite))
+    with on_a_gpu(), composite, padded(pads):
         torch.manual_seed(SEED)
         fused = support.run(function, copied(tuple(inputs), train), train=train)
     found = [*fused.outputs, *fused.grads]

@@ -11,7 +11,7 @@ import torch
 
 from tests.gpu.templates import TEMPLATES, Template
 from tests.support.packages import skip_unless_they_load
-from tests.test_export import elsewhere
+from tests.torch_features.test_export import elsewhere
 
 pytestmark = pytest.mark.gpu
 

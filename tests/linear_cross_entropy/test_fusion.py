@@ -354,16 +354,6 @@ def test_strided_operands() -> None:
     check(fn, (*inputs, torch.randint(V, (B * -(-T // 2) * 2,))))
 
 
-def test_no_rows() -> None:
-    """A sum over nothing is 0, and so are its gradients."""
-    h, labels = torch.randn(0, T, H, requires_grad=True), torch.randint(V, (0, T))
-
-    def fn(logits: Any, labels: Any) -> Any:
-        return F.cross_entropy(logits.view(-1, V), labels.view(-1), reduction="sum")
-
-    check(Head(fn), (h, labels))
-
-
 @pytest.mark.parametrize("backend", [testing.EAGER_AFTER_PASSES, "inductor"])
 @pytest.mark.parametrize("fn", [returned, returned_capped, returned_wider], ids=["plain", "capped", "cast"])
 def test_returned_logits_without_gradients(fn: Function, backend: str) -> None:

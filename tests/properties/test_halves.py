@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,18 +12,15 @@ from inductor_fusions import config, testing
 from inductor_fusions._inductor import fresh_compile
 from inductor_fusions.reasons import Reason
 from tests.cases.halves import CASES, Case
+from tests.support.on_a_gpu import on_a_gpu
 
 pytestmark = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 @pytest.fixture(autouse=True)
-def on_a_gpu() -> Iterator[None]:
+def decided() -> Iterator[None]:
     """Every fusion decides as on a GPU."""
-    from devtools.ledger.compiling import ON_A_GPU
-
-    with contextlib.ExitStack() as stack:
-        for check in ON_A_GPU:
-            stack.enter_context(mock.patch(f"inductor_fusions.{check}", lambda *_: None))
+    with on_a_gpu():
         yield
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -139,10 +139,17 @@ def candidates(graph: fx.Graph, narrows: Sequence[Narrow]) -> Iterator[Candidate
     for n in narrows:
         groups.setdefault(_key(n), []).append(n)
     for members in groups.values():
+        members = [_as_it_is(n) for n in members]
         while len(members) > 1 or any(n.call is None for n in members):
             gradient = Gradients(graph, members)
             yield gradient
             members = gradient.left_over
+
+
+def _as_it_is(n: Narrow) -> Narrow:
+    """With the operands that it has now: those that it was read with may be replaced."""
+    p = product(n.node) if n.call is None else None
+    return n if p is None else replace(n, x=p.b if n.transposed else p.a, b=p.a if n.transposed else p.b)
 
 
 def _key(n: Narrow) -> tuple[Any, ...]:

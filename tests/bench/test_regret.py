@@ -12,7 +12,7 @@ from bench import regret
 from inductor_fusions.decisions import tables
 from inductor_fusions.decisions.tables import Table
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 #: Of each section of the H200's table, one width left out: the share of the gain that is kept at least.
 KEPT = {
     "attention": 0.88, "block_mm": 0.92, "lora": 0.97, "lora_sums": 0.97, "lora_dropout": 0.96,

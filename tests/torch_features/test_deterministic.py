@@ -11,20 +11,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
 import inductor_fusions
 from devtools import cuda_codegen
-from devtools.ledger.compiling import ON_A_GPU
 from inductor_fusions import config, reporting, testing
 from tests.attention.support import flex_everywhere, qkv, rand
-from tests.counterexamples.test_product_mutants import PRODUCTS
+from tests.cases.fusions import CASES
+from tests.support import on_a_gpu as support
 
 PACKAGE = Path(inductor_fusions.__file__).parent
 ATOMIC = re.compile(r"\batomic_\w+\(")
@@ -40,12 +38,9 @@ def deterministic() -> Iterator[None]:
 @contextlib.contextmanager
 def on_a_gpu(kernel: str = "auto") -> Iterator[list[reporting.Site]]:
     """Every fusion decides as on a GPU; gives what is reported."""
-    with contextlib.ExitStack() as stack:
-        for check in ON_A_GPU:
-            stack.enter_context(mock.patch(f"inductor_fusions.{check}", lambda *_: None))
-        stack.enter_context(flex_everywhere(kernel))
-        stack.enter_context(config.patch(policy="always", strict=True))
-        yield stack.enter_context(reporting.isolated())
+    decided = config.patch(policy="always", strict=True)
+    with support.on_a_gpu(), flex_everywhere(kernel), decided, reporting.isolated() as sites:
+        yield sites
 
 
 def fused(sites: list[reporting.Site]) -> set[str]:
@@ -59,42 +54,13 @@ def adds_atomically(code: cuda_codegen.Generated) -> bool:
 @pytest.mark.parametrize("name", ["shared", "gated", "epilogue", "in_float32"])
 def test_linears(name: str) -> None:
     """Block GEMMs and narrow products are used: each output is summed by one block of threads."""
-    function, inputs, fusion = PRODUCTS[name]
-    values = inputs()
+    case = CASES[name]
+    values = case.inputs()
     with on_a_gpu() as sites:
-        code = cuda_codegen.generate(function, values, train=any(x.requires_grad for x in values))
-    assert fusion in fused(sites)
+        code = cuda_codegen.generate(case.function, values, train=any(x.requires_grad for x in values))
+    assert case.fusion in fused(sites)
     assert any(kernel.is_template for kernel in code.kernels)
     assert not adds_atomically(code)
-
-
-def outer_product_linear(u: Any, v: Any, w: Any) -> Any:
-    return F.linear((u[:, :, None] * v[:, None, :]).flatten(1), w)
-
-
-def dot_interaction(t: Any) -> Any:
-    first = torch.tensor([i for i in range(5) for j in range(i)])
-    second = torch.tensor([j for i in range(5) for j in range(i)])
-    return torch.bmm(t, t.transpose(1, 2))[:, first, second]
-
-
-@pytest.mark.parametrize(
-    ("function", "shapes"),
-    [(outer_product_linear, [(6, 5), (6, 7), (9, 35)]), (dot_interaction, [(6, 5, 8)])],
-    ids=["outer_product_linear", "dot_interaction"],
-)
-def test_interactions(function: Any, shapes: list[tuple[int, ...]]) -> None:
-    """Used; and twice the same, gradients among it."""
-    inputs = [rand(*shape) for shape in shapes]
-    with on_a_gpu():
-        first, second = (
-            testing.capture(function, *inputs, train=True, backend=testing.EAGER_AFTER_PASSES)
-            for _ in range(2)
-        )
-    assert [site.fusion for site in first.fused] == [function.__name__]
-    assert torch.equal(first.outputs, second.outputs)
-    for name, grad in first.grads.items():
-        assert grad is not None and torch.equal(grad, second.grads[name])  # type: ignore[arg-type]
 
 
 def test_no_kernel_of_ours_adds_atomically() -> None:

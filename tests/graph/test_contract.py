@@ -21,7 +21,7 @@ from inductor_fusions.fusion import Candidate, Fusion, Rejected, Unfinished
 from tests.selection import todays_seed
 from tests.support.graphs import Seen, after_autograd, told
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BOTH = pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 
 

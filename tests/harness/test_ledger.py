@@ -19,7 +19,7 @@ from devtools.ledger import rows
 from devtools.ledger.compiling import DEVICES, measure
 from devtools.ledger.entries import QUICK, Entry, entries
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 KNOWN, ROWS = rows.read()
 
 

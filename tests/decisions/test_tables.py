@@ -18,7 +18,7 @@ from inductor_fusions.block_mm import configurations
 from inductor_fusions.decisions import tables
 from inductor_fusions.decisions.problems import SECTIONS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "configs" / "devices").glob("*.json"))
 
 CONFIG = {"template": "tiled", "block_m": 16, "block_n": 64, "block_k": 64, "num_warps": 4, "num_stages": 3}

@@ -25,7 +25,7 @@ from bench import (
 )
 from bench.provenance import environment
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -55,32 +55,6 @@ def test_changed_result_is_stale(tmp_path: Path) -> None:
     assert docs.stale(root) == [root / name for name in written]
 
 
-@pytest.mark.parametrize(
-    "lost",
-    [
-        "median_ms",
-        "spread",
-        "error",
-        "peak_gib",
-        "compile_s",
-        "compiles_s",
-        "sites",
-        "correct",
-        "failed",
-        "device_ms",
-    ],
-)
-def test_missing_column(lost: str, tmp_path: Path) -> None:
-    """A table that a row lacks is a dash, not an error."""
-    root = copied(tmp_path)
-    path = root / "bench" / "results" / docs.README_RESULTS
-    data = json.loads(path.read_text())
-    for row in data["rows"]:
-        row.pop(lost, None)
-    path.write_text(json.dumps(data))
-    assert all(docs.render(root).values())
-
-
 def test_gain_is_over_the_better_stock(tmp_path: Path) -> None:
     """Where stock was autotuned as well, the faster one counts, on the page, in the README and in the
     picture; the others stay as they were."""
@@ -106,30 +80,29 @@ def test_gain_is_over_the_better_stock(tmp_path: Path) -> None:
     assert any(row.count("| - ") > 4 and "1.55" in row for row in rows)
 
 
-def drop_variants(root: Path, *names: str) -> None:
-    """Take variants out of every row of the results of whole models."""
+COLUMNS = (
+    "median_ms", "spread", "error", "peak_gib", "compile_s", "compiles_s", "sites", "correct", "failed",
+    "device_ms",
+)  # fmt: skip
+VARIANTS = ("stock", "fused", "limit", "sdpa", "autotuned", "fused_autotuned")
+
+
+@pytest.mark.parametrize("lost", [*COLUMNS, *VARIANTS, "autotuned fused_autotuned"])
+def test_missing(lost: str, tmp_path: Path) -> None:
+    """A column or a variant that rows lack is a dash, not an error; nothing is said of it."""
+    root = copied(tmp_path)
     path = root / "bench" / "results" / docs.README_RESULTS
     data = json.loads(path.read_text())
     for row in data["rows"]:
-        for values in row.values():
-            for name in names if isinstance(values, dict) else ():
-                values.pop(name, None)
+        for held in (row, *(values for values in row.values() if isinstance(values, dict))):
+            for name in lost.split():
+                held.pop(name, None)
     path.write_text(json.dumps(data))
-
-
-def test_without_autotuned_rows_nothing_is_said_of_them(tmp_path: Path) -> None:
-    root = copied(tmp_path)
-    drop_variants(root, "autotuned", "fused_autotuned")
     written = docs.render(root)
-    assert "both are autotuned" not in written[root / "docs" / "performance.md"]
-    assert docs_models.BETTER not in written[root / "README.md"]
-
-
-@pytest.mark.parametrize("lost", ["stock", "fused", "limit", "sdpa", "autotuned", "fused_autotuned"])
-def test_missing_variant(lost: str, tmp_path: Path) -> None:
-    root = copied(tmp_path)
-    drop_variants(root, lost)
-    assert all(docs.render(root).values())
+    assert all(written.values())
+    if lost.count("autotuned") == 2:
+        assert "both are autotuned" not in written[root / "docs" / "performance.md"]
+        assert docs_models.BETTER not in written[root / "README.md"]
 
 
 PROJECTION = {
@@ -180,91 +153,154 @@ def mlp_row(part: str, width: int, **times: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_whole_mlp(tmp_path: Path) -> None:
-    """Without results the page says what makes them; with them, what they say, and what is out of budget."""
+def linear(activation: str, tokens: int, stock: float, ours: float) -> dict[str, Any]:
+    return {
+        "key": f"linear 64->256 {activation} m{tokens} bfloat16", "kind": "linear", "tokens": tokens,
+        "inner": [64], "outer": [256], "activation": activation, "best": "ours",
+        "times_us": {"stock": stock, "bare": 2.0, "ours": ours},
+    }  # fmt: skip
+
+
+TRAINED = {"stock": 112.0, "max_autotune": 110.0, "gemms": 100.0, "up": 30.0, "hidden": 15.0}
+TRAINED |= {"up_triton": 33.0, "hidden_triton": 17.0}
+COUNTS = {"rejected": 1, "judged": 100, "code": 5, "stock_wrong": 0, "seconds": 1800.0}
+#: A page, the results that are taken away and what it says then; results made up, and what it says of them.
+REPORTS: dict[str, tuple[str, str, str, dict[str, list[dict[str, Any]]], tuple[str, ...]]] = {
+    "whole MLP": (
+        "whole_mlp.md", "whole_mlp_*", "python -m bench.whole_mlp --out",
+        {"whole_mlp_h200.json": [
+            mlp_row("mlp", 64, stock=9.0, epilogue=8.0, whole=4.0),
+            mlp_row("mlp", 256, stock=9.0, epilogue=8.0, whole=16.0),
+            mlp_row("up", 64, stock=4.0, triton=1.0, bare=2.0),
+        ]},
+        (
+            "in 1 of 2 cases: 1 of 1 at width 64.", " 2.00, at 64 tokens and width 64.", "in 0 of 0 cases",
+            "| width 256, 64 tokens | 9.0 | 8.0 | 16.0 | 2.0 | 1.0 | epilogue |",
+            "| width 64, 64 tokens | 4.0 | wrong | 2.0 | 2.0 | 1.5 | stock |",
+        ),
+    ),
+    "training of an MLP": (
+        "whole_mlp.md", "mlp_training_*", "",
+        {"mlp_training_h200.json": [{
+            "key": "a t64", "persistent": True, "times_us": TRAINED, "device_us": None,
+            "limits": mlp_training.limits(TRAINED),
+        }]},
+        ("## Training", "| a t64 | 112 | 110 | 100 | 30 | 33 | 15 | 17 | 1.10 | 1.05 |"),
+    ),
+    "first half of an MLP, from the rows of linears": (
+        "whole_mlp.md", "projections_*", "",
+        {"projections_h200.json": [
+            linear("relu", 16, 6.0, 2.0), linear("relu", 32, 6.0, 3.0), linear("gelu", 512, 4.0, 4.0),
+            {**PROJECTION, "inner": [64]},
+        ]},
+        (
+            "first half alone", "in 2 of 3 cases", "| relu, up to 128 tokens | 2 | 2.45 | 2.00 | 1.22 |",
+            "| gelu, more tokens | 1 | 1.00 | 1.00 | 2.00 |",
+            "| 64->256 relu m16 bfloat16 | 6.0 | 2.0 | 2.0 | 3.00 | 1.00 |",
+        ),
+    ),
+    "random programs, summed over batches": (
+        "reliability.md", docs_reliability.REPORT, "Nothing is recorded yet",
+        {docs_reliability.REPORT: [
+            {"kind": "masks", **COUNTS, "fused": 60, "sites": {"attention": 61}, "failures": 0},
+            {"kind": "masks", **COUNTS, "fused": 50, "sites": {"attention": 50}, "failures": 1},
+            {"kind": "adapters", **COUNTS, "fused": 90, "sites": {"lora": 150}, "failures": 0},
+        ]},
+        (
+            "300 programs were judged: 200 had at least one fused site, 1 failed.",
+            "| masks of attentions | 200 | 2 | 110 | 10 | 0 | 1 | 1.0 |",
+            "| `lora` | 150 |\n| `attention` | 111 |",
+        ),
+    ),
+    "random programs on a GPU": (
+        "reliability.md", "fuzz_h200*", "",
+        {"fuzz_h200.json": [{
+            "kind": "adapters", "judged": 40, "rejected": 0, "fused": 30, "code": 40, "stock_wrong": 0,
+            "sites": {"lora": 31}, "failures": 0, "seconds": 1.0,
+        }]},
+        ("40 programs were judged: 30 had at least one fused site, 0 failed.",),
+    ),
+    "compute-sanitizer": (
+        "reliability.md", "sanitizer_*", "",
+        {"sanitizer_h200.json": [
+            {"tool": "memcheck", "template": "flex, window", "clean": True},
+            {"tool": "racecheck", "template": "flex, window", "clean": True},
+            {"tool": "racecheck", "template": "adapters", "clean": False},
+        ]},
+        ("| racecheck | 2 | 1 | `adapters` |", "| memcheck | 1 | 1 | none |"),
+    ),
+    "programs of the tests": (
+        "reliability.md", "programs_*", "",
+        {"programs_h200.json": [
+            {
+                "seed": 1, "file": "tests/lora/test_x.py", "seconds": 7200.0, "fused": 3, "draws": 1,
+                "judged": {"bfloat16 training": 3, "float32 inference": 2}, "stock_wrong": [{}],
+                "left": {"TypeError in eager": 4},
+                "failures": [{"name": "test_x 0", "dtype": "bfloat16", "mode": "training", "what": "off|",
+                              "alone": "passes"}],
+            },
+            {"seed": 2, "file": "tests/graph/test_casts.py", "seconds": 1.0,
+             "judged": {"float16 training": 1}},
+        ]},
+        (
+            "6 programs were judged in 2 orders and 2.0 process hours: 3 had at least one fused site",
+            "| adapters: spellings and near misses | 3 | 0 | 2 | 0 | 3 | 2 | 4 | 1 | 1 |",
+            "| `test_x 0` | bfloat16 training | 1 | off/ | passes |", "| TypeError in eager | 4 |",
+        ),
+    ),
+    "many compiles": (
+        "reliability.md", "load_*", "",
+        {"load_cpu.json": [
+            {"backend": "inductor", "kind": kind, "graphs": 0, "bytes": size * 2**20, "seconds": 9.6}
+            for kind, size in (("stock", 3), ("fused", 4))
+        ]},
+        ("1000 compiles in one process", "| Inductor as a whole, fused | 0 | 4.0 | 10 |"),
+    ),
+    "architectures": (
+        "reliability.md", "architectures_*", "",
+        {"architectures_cpu.json": [
+            {"attention": "eager", "train": False, **row} for row in (
+                {"state": "right", "name": "bert", "left": {},
+                 "fused": {"attention": 2, "stock_misfires": 1}},
+                {"state": "right", "name": "xlm", "fused": {"attention": 1},
+                 "left": {"the weights are used elsewhere": 3}},
+                {"state": "not made", "name": "other", "reason": "small: ValueError"},
+            )
+        ]},
+        ("| eager | 2 | 0 | 1 | 3 | 3 |", "| eager | the weights are used elsewhere | 1 | `xlm` |"),
+    ),
+    "libraries": (
+        "reliability.md", "libraries_*", "",
+        {"libraries_cpu.json": [
+            {"library": "timm", "train": False, **row} for row in (
+                {"state": "right", "name": "swin", "fused": {"attention": 4}, "left": {}, "codes": {}},
+                {"state": "right", "name": "cait", "fused": {"attention": 1},
+                 "codes": {"attention: in-between": 3}},
+                {"state": "not made", "name": "volo", "reason": "ValueError"},
+            )
+        ]},
+        ("| timm 1.0 | 2 | 0 | 1 | 5 | 3 |", "| timm 1.0 | attention: in-between | 3 | `cait` |"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_reports(name: str, tmp_path: Path) -> None:
+    """Without results the page says what makes them, or nothing; with them, what they say."""
+    page, taken, said, files, says = REPORTS[name]
     root = copied(tmp_path)
-    page, folder = root / "docs" / "whole_mlp.md", root / "bench" / "results"
-    for path in folder.glob("whole_mlp_*.json"):
+    folder = root / "bench" / "results"
+    for path in folder.glob(taken):
         path.unlink()
-    assert "python -m bench.whole_mlp --out" in docs.render(root)[page]
-    rows = [
-        mlp_row("mlp", 64, stock=9.0, epilogue=8.0, whole=4.0),
-        mlp_row("mlp", 256, stock=9.0, epilogue=8.0, whole=16.0),
-        mlp_row("up", 64, stock=4.0, triton=1.0, bare=2.0),
-    ]
-    data = {"schema": 1, "device": "a device", "peak": {"tflops": {"bfloat16": 700.0}, "gb_per_s": 4000.0}}
-    (folder / "whole_mlp_h200.json").write_text(json.dumps({**data, "rows": rows}))
-    text = docs.render(root)[page]
-    assert "in 1 of 2 cases: 1 of 1 at width 64." in text and " 2.00, at 64 tokens and width 64." in text
-    assert "| width 256, 64 tokens | 9.0 | 8.0 | 16.0 | 2.0 | 1.0 | epilogue |" in text
-    assert "| width 64, 64 tokens | 4.0 | wrong | 2.0 | 2.0 | 1.5 | stock |" in text
-    assert "in 0 of 0 cases" in text and "No measurements yet" not in text
-
-
-def test_training_of_an_mlp(tmp_path: Path) -> None:
-    """What fusing can gain in training is told where it was measured."""
-    root = copied(tmp_path)
-    page, folder = root / "docs" / "whole_mlp.md", root / "bench" / "results"
-    for path in folder.glob("mlp_training_*.json"):
-        path.unlink()
-    assert "## Training" not in docs.render(root)[page]
-    times = {"stock": 112.0, "max_autotune": 110.0, "gemms": 100.0, "up": 30.0, "hidden": 15.0}
-    times |= {"up_triton": 33.0, "hidden_triton": 17.0}
-    row = {
-        "key": "a t64",
-        "persistent": True,
-        "times_us": times,
-        "device_us": None,
-        "limits": mlp_training.limits(times),
-    }
-    (folder / "mlp_training_h200.json").write_text(json.dumps({"device": "a device", "rows": [row]}))
-    text = docs.render(root)[page]
-    assert "| a t64 | 112 | 110 | 100 | 30 | 33 | 15 | 17 | 1.10 | 1.05 |" in text
-
-
-def test_first_half_of_an_mlp(tmp_path: Path) -> None:
-    """When an activation in the product pays is told from the rows of linears, whatever else is measured."""
-    root = copied(tmp_path)
-    page, folder = root / "docs" / "whole_mlp.md", root / "bench" / "results"
-    assert "## The first half alone, NVIDIA H200" in page.read_text()
-    for path in folder.glob("projections_*.json"):
-        path.unlink()
-    assert "first half alone" not in docs.render(root)[page]
-
-    def linear(activation: str, tokens: int, stock: float, ours: float) -> dict[str, Any]:
-        return {
-            "key": f"linear 64->256 {activation} m{tokens} bfloat16", "kind": "linear", "tokens": tokens,
-            "inner": [64], "outer": [256], "activation": activation, "best": "ours",
-            "times_us": {"stock": stock, "bare": 2.0, "ours": ours},
-        }  # fmt: skip
-
-    rows = [linear("relu", 16, 6.0, 2.0), linear("relu", 32, 6.0, 3.0), linear("gelu", 512, 4.0, 4.0)]
-    data = {"schema": 1, "device": "a device", "rows": [*rows, {**PROJECTION, "inner": [64]}]}
-    (folder / "projections_h200.json").write_text(json.dumps(data))
-    text = docs.render(root)[page]
-    assert "in 2 of 3 cases" in text
-    assert "| relu, up to 128 tokens | 2 | 2.45 | 2.00 | 1.22 |" in text
-    assert "| gelu, more tokens | 1 | 1.00 | 1.00 | 2.00 |" in text
-    assert "| 64->256 relu m16 bfloat16 | 6.0 | 2.0 | 2.0 | 3.00 | 1.00 |" in text
-
-
-def test_reliability(tmp_path: Path) -> None:
-    """Without a report the page says what makes one; with it, sums over its batches."""
-    root = copied(tmp_path)
-    page, path = root / "docs" / "reliability.md", root / "bench" / "results" / docs_reliability.REPORT
-    path.unlink(missing_ok=True)
-    assert "python -m tests.fuzz" in docs.render(root)[page]
-    counts = {"rejected": 1, "judged": 100, "code": 5, "stock_wrong": 0, "seconds": 1800.0}
-    rows = [
-        {"kind": "masks", **counts, "fused": 60, "sites": {"attention": 61}, "failures": 0},
-        {"kind": "masks", **counts, "fused": 50, "sites": {"attention": 50}, "failures": 1},
-        {"kind": "adapters", **counts, "fused": 90, "sites": {"lora": 150}, "failures": 0},
-    ]
-    path.write_text(json.dumps({"schema": 1, "device": "a device", "rows": rows}))
-    text = docs.render(root)[page]
-    assert "300 programs were judged: 200 had at least one fused site, 1 failed." in text
-    assert "| masks of attentions | 200 | 2 | 110 | 10 | 0 | 1 | 1.0 |" in text
-    assert "| `lora` | 150 |\n| `attention` | 111 |" in text and "Nothing is recorded yet" not in text
+    text = docs.render(root)[root / "docs" / page]
+    assert said in text and not any(each in text for each in says)
+    header = {"schema": 1, "device": "a device", "settings": {"compiles": 1000}, "libraries": {"timm": "1.0"}}
+    header["peak"] = {"tflops": {"bfloat16": 700.0}, "gb_per_s": 4000.0}
+    for file, rows in files.items():
+        (folder / file).write_text(json.dumps({**header, "rows": rows}))
+    text = docs.render(root)[root / "docs" / page]
+    missing = [each for each in says if each not in text]
+    assert not missing and (not said or said not in text)
 
 
 def test_picture_fits_on_a_screen() -> None:
@@ -285,82 +321,6 @@ def test_picture_fits_on_a_screen() -> None:
     )
     assert all(float(b.get("x", "")) + float(b.get("width", "")) < width for b in bars)
     assert drawn(20)[0] < width  # one column
-
-
-def test_reliability_of_other_reports(tmp_path: Path) -> None:
-    """What ran on a GPU, what compute-sanitizer found, and what many compiles left behind."""
-    root = copied(tmp_path)
-    page, results = root / "docs" / "reliability.md", root / "bench" / "results"
-    head = {"schema": 1, "device": "a device"}
-    row = {"kind": "adapters", "judged": 40, "rejected": 0, "fused": 30, "code": 40, "stock_wrong": 0}
-    reports = {
-        "fuzz_h200.json": [{**row, "sites": {"lora": 31}, "failures": 0, "seconds": 1.0}],
-        "sanitizer_h200.json": [
-            {"tool": "memcheck", "template": "flex, window", "clean": True},
-            {"tool": "racecheck", "template": "flex, window", "clean": True},
-            {"tool": "racecheck", "template": "adapters", "clean": False},
-        ],
-        "programs_h200.json": [
-            {
-                "seed": 1,
-                "file": "tests/lora/test_x.py",
-                "seconds": 7200.0,
-                "fused": 3,
-                "draws": 1,
-                "judged": {"bfloat16 training": 3, "float32 inference": 2},
-                "left": {"TypeError in eager": 4},
-                "stock_wrong": [{}],
-                "failures": [
-                    {
-                        "name": "test_x 0",
-                        "dtype": "bfloat16",
-                        "mode": "training",
-                        "what": "off|",
-                        "alone": "passes",
-                    }
-                ],
-            },
-            {"seed": 2, "file": "tests/test_casts.py", "seconds": 1.0, "judged": {"float16 training": 1}},
-        ],
-        "load_cpu.json": [
-            {"backend": "inductor", "kind": kind, "graphs": 0, "bytes": size * 2**20, "seconds": 9.6}
-            for kind, size in (("stock", 3), ("fused", 4))
-        ],
-    }
-    for name, rows in reports.items():
-        (results / name).write_text(json.dumps({**head, "settings": {"compiles": 1000}, "rows": rows}))
-    text = docs.render(root)[page]
-    assert "40 programs were judged: 30 had at least one fused site, 0 failed." in text
-    assert "| racecheck | 2 | 1 | `adapters` |" in text and "| memcheck | 1 | 1 | none |" in text
-    assert "6 programs were judged in 2 orders and 2.0 process hours: 3 had at least one fused site" in text
-    assert "| adapters: spellings and near misses | 3 | 0 | 2 | 0 | 3 | 2 | 4 | 1 | 1 |" in text
-    assert (
-        "| `test_x 0` | bfloat16 training | 1 | off/ | passes |" in text
-        and "| TypeError in eager | 4 |" in text
-    )
-    architectures = {"attention": "eager", "train": False}
-    made = {**architectures, "state": "right"}
-    rows = [
-        {**made, "name": "bert", "fused": {"attention": 2, "stock_misfires": 1}, "left": {}},
-        {**made, "name": "xlm", "fused": {"attention": 1}, "left": {"the weights are used elsewhere": 3}},
-        {**architectures, "name": "other", "state": "not made", "reason": "small: ValueError"},
-    ]
-    (results / "architectures_cpu.json").write_text(json.dumps({**head, "rows": rows}))
-    text = docs.render(root)[page]
-    assert "| eager | 2 | 0 | 1 | 3 | 3 |" in text
-    assert "| eager | the weights are used elsewhere | 1 | `xlm` |" in text
-    vision = {"library": "timm", "train": False, "state": "right"}
-    rows = [
-        {**vision, "name": "swin", "fused": {"attention": 4}, "left": {}, "codes": {}},
-        {**vision, "name": "cait", "fused": {"attention": 1}, "codes": {"attention: in-between": 3}},
-        {**vision, "name": "volo", "state": "not made", "reason": "ValueError"},
-    ]
-    report = {**head, "libraries": {"timm": "1.0"}, "rows": rows}
-    (results / "libraries_cpu.json").write_text(json.dumps(report))
-    text = docs.render(root)[page]
-    assert "| timm 1.0 | 2 | 0 | 1 | 5 | 3 |" in text
-    assert "| timm 1.0 | attention: in-between | 3 | `cait` |" in text
-    assert "1000 compiles in one process" in text and "| Inductor as a whole, fused | 0 | 4.0 | 10 |" in text
 
 
 def test_reliability_of_loss_curves(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 On a machine with two GPUs, all with NCCL, and the times of training steps beside stock's:
 
-    python -m pytest tests/test_distributed.py -k nccl
+    python -m pytest tests/torch_features/test_distributed.py -k nccl
 """
 
 from __future__ import annotations

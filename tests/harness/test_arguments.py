@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).resolve().parents[1]
 #: Folders whose graphs hold operations of this package.
 FOLDERS = ("lora", "block_mm", "outer_product_linear", "dot_interaction", "linear_cross_entropy")
 

@@ -19,7 +19,7 @@ import inductor_fusions
 from inductor_fusions import config, reporting, testing
 from tests.load import BACKENDS, KINDS, apart, attention, grown, qkv
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 

@@ -15,7 +15,7 @@ from tests.gpu import judging
 from tests.gpu.collecting import chosen
 from tests.gpu.reading import Placed
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 #: Programs: one that is right, one that a fusion makes wrong, one that ends its process, one that loses
 #: the GPU, one at whose compile nothing runs any more, with the fusions or without; others behind them.

@@ -14,7 +14,7 @@ from inductor_fusions import _inductor, reporting
 from inductor_fusions.cli import benching, common, models
 from inductor_fusions.sites import Report, Site
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 KEY = "0123456789abcdef" * 2
 
 

@@ -30,13 +30,8 @@ def row(
 
 def results(*rows: dict[str, Any], **more: Any) -> dict[str, Any]:
     header = {
-        "schema": 1,
-        "device": "a device",
-        "torch": "2",
-        "triton": None,
-        "settings": {},
-        "date": "2026-01-01",
-    }
+        "schema": 1, "device": "a device", "torch": "2", "triton": None, "settings": {}, "date": "2026-01-01",
+    }  # fmt: skip
     return {**header, "peak": {"tflops": {"float32": 50.0}, "gb_per_s": 3000.0}, **more, "rows": list(rows)}
 
 
@@ -213,36 +208,28 @@ def test_whole_models_are_expected_to_last_as_recorded() -> None:
     assert sum(entry.seconds for entry in quick) < gate.QUICK_SECONDS
 
 
-def test_mistakes(
-    measured: dict[str, dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    bench = ("bench", "--device", "cpu")
-    assert "no suite opps" in refuse(monkeypatch, capsys, *bench, "--suite", "opps")
-    assert "--list names them" in refuse(monkeypatch, capsys, *bench, "--only", "nothing")
-    assert "not a regular expression" in refuse(monkeypatch, capsys, *bench, "--only", "(")
-    assert "cannot be read" in refuse(monkeypatch, capsys, *bench, "--compare", str(tmp_path / "none.json"))
+MISTAKES = {
+    ("--suite", "opps"): "no suite opps",
+    ("--only", "nothing"): "--list names them",
+    ("--only", "("): "not a regular expression",
+    ("--compare", "none.json"): "cannot be read",
+    ("--compare", "other.json"): "no results of",
+    ("--compare", "far.json"): "a device",
+    ("--out", "no/x.json"): "does not exist",
+    ("--out", "far.json"): "rows of the two",
+}
+
+
+def test_mistakes(measured: Any, monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "other.json").write_text('{"schema": 1}')
-    assert "no results of" in refuse(monkeypatch, capsys, *bench, "--compare", str(tmp_path / "other.json"))
     (tmp_path / "far.json").write_text(json.dumps(results(row("a"))))
-    assert "a device" in refuse(monkeypatch, capsys, *bench, "--compare", str(tmp_path / "far.json"))
-    assert "does not exist" in refuse(monkeypatch, capsys, *bench, "--out", str(tmp_path / "no" / "x.json"))
-    assert "rows of the two" in refuse(monkeypatch, capsys, *bench, "--out", str(tmp_path / "far.json"))
+    for arguments, said in MISTAKES.items():
+        assert said in refuse(monkeypatch, capsys, "bench", "--device", "cpu", *arguments)
     assert "nothing called flax" in refuse(monkeypatch, capsys, "tune", "flax")
     assert {"attention", "flex", "projections"} <= set(tune.kinds())
-    assert "no results in" in refuse(
-        monkeypatch,
-        capsys,
-        "tune",
-        "attention",
-        "--device",
-        "cpu",
-        "--table",
-        "--out",
-        str(tmp_path / "none.json"),
-    )
+    table = ("tune", "attention", "--device", "cpu", "--table", "--out", "none.json")
+    assert "no results in" in refuse(monkeypatch, capsys, *table)
 
 
 def test_outside_of_a_checkout(

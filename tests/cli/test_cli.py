@@ -92,11 +92,8 @@ def test_env(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("FusionPass" in item for item in found["hooks"]["pre_grad"]["passes"])
     toggles = {toggle["variable"]: toggle for toggle in found["toggles"]}
     assert toggles["INDUCTOR_FUSIONS_STRICT"] == {
-        "name": "strict",
-        "variable": "INDUCTOR_FUSIONS_STRICT",
-        "value": 0,
-        "from": "environment",
-    }
+        "name": "strict", "variable": "INDUCTOR_FUSIONS_STRICT", "value": 0, "from": "environment",
+    }  # fmt: skip
     assert toggles["INDUCTOR_FUSIONS"]["from"] == "default"
     assert toggles["INDUCTOR_FUSIONS_POLICY"]["value"] == "profitable"
     text = run("env")
@@ -229,14 +226,9 @@ def test_explain_leaves_no_compiled_code(tiny: str) -> None:
 def test_explain_folder(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     values = {
-        "model_type": "bert",
-        "vocab_size": 100,
-        "hidden_size": 32,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-        "max_position_embeddings": 32,
-    }
+        "model_type": "bert", "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 4,
+        "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 32,
+    }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(values))
     options = ("--attn", "eager", "--layers", "1", "--seq", "16", "--padded")
     with config.patch(policy="always"):

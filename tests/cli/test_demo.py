@@ -66,11 +66,8 @@ def test_only_unknown_is_a_mistake(tmp_path: Path) -> None:
 def test_each_size_has_four_models() -> None:
     for size in ("full", "small", "tiny"):
         assert [case.architecture for case in demo.cases(size)] == [
-            "BertModel",
-            "LlamaModel",
-            "LlamaModel",
-            "T5Model",
-        ]
+            "BertModel", "LlamaModel", "LlamaModel", "T5Model",
+        ]  # fmt: skip
 
 
 def test_a_failure_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,20 +80,9 @@ class MaskWriter:
     def leaf(self) -> str:
         w, q, k = self.w, self.q, self.k
         kind = w.pick(
-            "compared",
-            "compared",
-            "compared",
-            "compared",
-            "difference",
-            "triangle",
-            "constant",
-            "padding",
-            "documents",
-            "same document",
-            "input",
-            "packed",
-            "scalar",
-        )
+            "compared", "compared", "compared", "compared", "difference", "triangle", "constant", "padding",
+            "documents", "same document", "input", "packed", "scalar",
+        )  # fmt: skip
         if kind == "difference":
             return f"(({self.row()} - {self.column()}) {w.pick('<', '>=', '>')} {w.pick(-1, 0, 1, 3, k)})"
         if kind == "triangle":

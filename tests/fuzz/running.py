@@ -26,14 +26,10 @@ from tests.fuzz.judge import Judged, judge, judge_mask, judge_products
 from tests.support.dynamo import spend_less
 
 KINDS: dict[str, Any] = {
-    "attentions": attentions.attentions,
-    "masks": masks.masked,
-    "projections": products.projections,
-    "chains": products.chains,
-    "adapters": products.adapters,
-    "situations": situations.situations,
+    "attentions": attentions.attentions, "masks": masks.masked, "projections": products.projections,
+    "chains": products.chains, "adapters": products.adapters, "situations": situations.situations,
     "calls": situations.calls,
-}
+}  # fmt: skip
 #: What judges a kind that is no attention alone.
 JUDGES: dict[str, Any] = {
     "situations": situations.judge_situation,

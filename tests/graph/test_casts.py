@@ -128,15 +128,10 @@ def kept(x: torch.Tensor) -> torch.Tensor:
 
 #: Function -> what is fused where the cast only belongs to the computation.
 FUSED = {
-    "before an activation": "linear_epilogue",
-    "within an activation": "linear_epilogue",
-    "before a gate": "gated_mlp",
-    "behind what a gate multiplies": "gated_mlp",
-    "within an adapter": "lora",
-    "on the sum with an adapter": "lora",
-    "behind an adapter": "lora",
-    "before an adapter": "lora",
-}
+    "before an activation": "linear_epilogue", "within an activation": "linear_epilogue",
+    "before a gate": "gated_mlp", "behind what a gate multiplies": "gated_mlp", "within an adapter": "lora",
+    "on the sum with an adapter": "lora", "behind an adapter": "lora", "before an adapter": "lora",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FUSED)

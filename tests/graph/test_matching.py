@@ -53,21 +53,9 @@ def test_every_fusion_is_in_a_matcher(fusion: Fusion) -> None:
 def namespaces() -> Iterator[tuple[str, Any]]:
     """What may be one of these in torch, by its name: all that Dynamo may put into a graph."""
     words = (
-        "softmax",
-        "attention",
-        "sum",
-        "linear",
-        "mm",
-        "matmul",
-        "flatten",
-        "reshape",
-        "view",
-        "mul",
-        "masked_select",
-        "cross_entropy",
-        "nll_loss",
-        "gather",
-    )
+        "softmax", "attention", "sum", "linear", "mm", "matmul", "flatten", "reshape", "view", "mul",
+        "masked_select", "cross_entropy", "nll_loss", "gather",
+    )  # fmt: skip
     for container in (torch, F, torch.special, torch._C._nn, torch.Tensor, operator):
         for name in (each for each in dir(container) if any(word in each for word in words)):
             found = getattr(container, name, None)

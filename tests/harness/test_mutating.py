@@ -105,13 +105,8 @@ def test_every_file_can_be_marked() -> None:
 def test_mutant_is_killed_by_the_tests_that_reach_it(tmp_path: Path) -> None:
     """From the marks to the verdict; a second run has nothing left to do."""
     options = [
-        "tests/graph/test_operands.py",
-        "--sources",
-        "operands.py",
-        "--sample=2",
-        "--seed=1",
-        "--jobs=1",
-    ]
+        "tests/graph/test_operands.py", "--sources", "operands.py", "--sample=2", "--seed=1", "--jobs=1",
+    ]  # fmt: skip
     args = mutants.parser().parse_args([*options, f"--json={tmp_path / 'm.json'}"])
     result = mutants.run(args)
     assert json.loads((tmp_path / "m.json").read_text()) == result

@@ -278,12 +278,6 @@ def test_known_defects_are_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
     for each in kernel_defects.KNOWN:
         cells = (
-            f"`{each.name}`",
-            each.where,
-            each.seen,
-            each.condition,
-            each.effect,
-            each.instead,
-            each.source,
-        )
+            f"`{each.name}`", each.where, each.seen, each.condition, each.effect, each.instead, each.source,
+        )  # fmt: skip
         assert f"| {' | '.join(cells)} |" in page

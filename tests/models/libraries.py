@@ -10,24 +10,19 @@ where they take sizes, small ones. They run as those of `tests.models.survey` do
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import importlib.metadata
 import inspect
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from bench.common import Results
-from bench.provenance import environment
 from tests.models import survey
 
 #: What makes a model in evaluation mode, and its inputs by name.
@@ -236,7 +231,7 @@ def makers() -> Iterator[tuple[str, str, Maker]]:
 
 def row(library: str, name: str, maker: Maker, train: bool) -> dict[str, Any]:
     """One row of the report."""
-    found = {"key": key(library, name, train), "library": library, "name": name, "train": train}
+    found = _row(library, name, train)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
@@ -248,27 +243,17 @@ def row(library: str, name: str, maker: Maker, train: bool) -> dict[str, Any]:
     return {**found, **survey.judged(model, inputs, train)}
 
 
-def key(library: str, name: str, train: bool) -> str:
-    """What tells the rows of a report apart."""
-    return f"{library} {name}{' train' if train else ''}"
+def _row(library: str, name: str, train: bool) -> dict[str, Any]:
+    key = f"{library} {name}{' train' if train else ''}"
+    return {"key": key, "library": library, "name": name, "train": train}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.models.libraries", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--only", type=re.compile, help="models whose 'library name' matches (all)")
-    parser.add_argument("--train", action="store_true", help="gradients as well")
-    parser.add_argument("--json", type=Path, help="a report, grown row by row and resumed")
-    parser.add_argument("--jobs", type=int, default=1, help="processes (%(default)s)")
-    options = parser.parse_args(argv)
+    options = survey.parser("libraries", __doc__, "models whose 'library name' matches").parse_args(argv)
     warnings.simplefilter("ignore")
-    report, wanted, missing = None, [], dict[str, str]()
-    if options.json is not None:
-        versions = {library: _version(library) for library in dict.fromkeys(name for name, *_ in makers())}
-        made = {**environment("cpu", "tests.models.libraries"), "libraries": versions}
-        report = Results(options.json, made, lambda each: str(each["key"]))
+    missing = dict[str, str]()
+    wanted: list[tuple[Callable[[], survey.Row], survey.Row]] = []
     for library, name, maker in makers():
         if options.only is not None and not options.only.search(f"{library} {name}"):
             continue
@@ -276,20 +261,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             missing[library] = _missing(library)
             if missing[library]:
                 print(f"{library} is left out: {missing[library]}", file=sys.stderr)
-        if not missing[library] and (report is None or key(library, name, options.train) not in report):
-            wanted.append((library, name, maker, options.train))
-    wrong = 0
-    with ThreadPoolExecutor(options.jobs) as pool:
-        runs = [pool.submit(survey.apart, lambda each=each: row(*each), {
-            "key": key(each[0], each[1], each[3]), "library": each[0], "name": each[1], "train": each[3]
-        }) for each in wanted]  # fmt: skip
-        for done in as_completed(runs):
-            found = done.result()
-            wrong += found["state"] == "wrong"
-            print(f"{found['key']}: {found['state']} {found.get('reason', '')}", file=sys.stderr)
-            if report is not None:
-                report.append(found)
-    return 1 if wrong else 0
+        if not missing[library]:
+            made = partial(row, library, name, maker, options.train)
+            wanted.append((made, _row(library, name, options.train)))
+    versions = {library: _version(library) for library in dict.fromkeys(name for name, *_ in makers())}
+    return survey.run(wanted, options.jobs, survey.report_in(options.json, "libraries", libraries=versions))
 
 
 def _version(library: str) -> str:

@@ -21,6 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from inductor_fusions import config, testing
 from inductor_fusions.cli.models import hugging_face_inputs, shrink
 
 BATCH, LENGTH, LAYERS, VOCABULARY = 2, 24, 2, 96
+Row = dict[str, Any]
 #: The largest model that is made in its own sizes.
 PARAMETERS = 150e6
 #: Seconds that one model may take.
@@ -218,11 +220,6 @@ def key(name: str, attention: str, train: bool) -> str:
     return f"{name} {attention}{' train' if train else ''}"
 
 
-def _apart(name: str, attention: str, train: bool) -> dict[str, Any]:
-    """The row, from a process of its own, which may take long or die."""
-    return apart(lambda: survey(name, attention, train), _row(name, attention, train))
-
-
 def apart(surveyed: Callable[[], dict[str, Any]], row: dict[str, Any]) -> dict[str, Any]:
     """What a function returns in a process of its own; `row` with the reason where it is late or dies."""
     context = multiprocessing.get_context("fork")
@@ -241,36 +238,55 @@ def apart(surveyed: Callable[[], dict[str, Any]], row: dict[str, Any]) -> dict[s
     return {**row, "seconds": round(time.monotonic() - start, 1)}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.models.survey", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--only", type=re.compile, help="types of models whose names match (all)")
-    parser.add_argument("--attention", choices=("eager", "sdpa"), action="append", help="(both)")
-    parser.add_argument("--train", action="store_true", help="gradients as well")
-    parser.add_argument("--json", type=Path, help="a report, grown row by row and resumed")
-    parser.add_argument("--jobs", type=int, default=1, help="processes (%(default)s)")
-    options = parser.parse_args(argv)
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    names = [name for name in architectures() if options.only is None or options.only.search(name)]
-    wanted = [
-        (name, kind, options.train) for kind in options.attention or ("eager", "sdpa") for name in names
-    ]
-    report = None
-    if options.json is not None:
-        report = Results(options.json, environment("cpu", "tests.models.survey"), lambda row: str(row["key"]))
-        wanted = [each for each in wanted if key(*each) not in report]
+def parser(name: str, text: str, only: str) -> argparse.ArgumentParser:
+    """Of a survey, whose rows are in a report."""
+    found = argparse.ArgumentParser(prog=f"python -m tests.models.{name}", description=text.splitlines()[0])
+    found.add_argument("--only", type=re.compile, help=f"{only} (all)")
+    found.add_argument("--train", action="store_true", help="gradients as well")
+    found.add_argument("--json", type=Path, help="a report, grown row by row and resumed")
+    found.add_argument("--jobs", type=int, default=1, help="processes (%(default)s)")
+    return found
+
+
+def run(wanted: Sequence[tuple[Callable[[], Row], Row]], jobs: int, report: Results | None) -> int:
+    """The exit status of a survey: 1 where one is wrong.
+
+    Args:
+        wanted: what makes a row, and the row as it is where that dies.
+        jobs: processes.
+        report: takes the rows; those that it has are not made again.
+    """
     wrong = 0
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for done in as_completed([pool.submit(_apart, *each) for each in wanted]):
+    new = [each for each in wanted if report is None or each[1]["key"] not in report]
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in as_completed([pool.submit(apart, *each) for each in new]):
             row = done.result()
             wrong += row["state"] == "wrong"
             print(f"{row['key']}: {row['state']} {row.get('reason', '')}", file=sys.stderr)
             if report is not None:
                 report.append(row)
     return 1 if wrong else 0
+
+
+def report_in(path: Path | None, name: str, **more: Any) -> Results | None:
+    """The report of a survey; None without a path."""
+    made = {**environment("cpu", f"tests.models.{name}"), **more}
+    return None if path is None else Results(path, made, lambda row: str(row["key"]))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    options_of = parser("survey", __doc__, "types of models whose names match")
+    options_of.add_argument("--attention", choices=("eager", "sdpa"), action="append", help="(both)")
+    options = options_of.parse_args(argv)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    names = [name for name in architectures() if options.only is None or options.only.search(name)]
+    wanted = [
+        (name, kind, options.train) for kind in options.attention or ("eager", "sdpa") for name in names
+    ]
+    rows = [(partial(survey, *each), _row(*each)) for each in wanted]
+    return run(rows, options.jobs, report_in(options.json, "survey"))
 
 
 if __name__ == "__main__":

@@ -67,12 +67,9 @@ def test_known_variables() -> None:
     )
     assert start(code).stdout.split() == ["True", "True", "profitable", "keep", "False"]
     variables = {
-        "INDUCTOR_FUSIONS": "0",
-        "INDUCTOR_FUSIONS_ATTENTION": "False",
-        "INDUCTOR_FUSIONS_POLICY": "always",
-        "INDUCTOR_FUSIONS_EMPTY_ROWS": "stock",
-        "INDUCTOR_FUSIONS_STRICT": "on",
-    }
+        "INDUCTOR_FUSIONS": "0", "INDUCTOR_FUSIONS_ATTENTION": "False", "INDUCTOR_FUSIONS_POLICY": "always",
+        "INDUCTOR_FUSIONS_EMPTY_ROWS": "stock", "INDUCTOR_FUSIONS_STRICT": "on",
+    }  # fmt: skip
     done = start(code, **variables)
     assert done.stdout.split() == ["False", "False", "always", "stock", "True"]
     assert "Warning" not in done.stderr

@@ -56,13 +56,9 @@ def test_installed(wheel: Path, tmp_path: Path) -> None:
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
+            [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True,
             timeout=300,
-        )
+        )  # fmt: skip
 
     shown = "print(tables.__file__, *tables.load('nvidia_h200'))"
     done = run("-c", f"from inductor_fusions.decisions import tables; {shown}")

@@ -44,54 +44,29 @@ def empty() -> None:
 
 
 def test_report() -> None:
+    """Each site with the user's line, what was found there and what it became; equal ones are one row."""
+    assert "no candidate" in str(inductor_fusions.report())
     for fn in (attention, of_summed_weights, attention):
         compile_with_passes(fn)
     found = inductor_fusions.report()
     assert [site.verdict for site in found] == ["fused", "rejected", "fused"]
-    assert len(found) == 3
-    assert (found.count(), found.count("rejected"), found.count("failed")) == (2, 1, 0)
+    assert (len(found), found.count(), found.count("rejected"), found.count("failed")) == (3, 2, 1, 0)
     assert (found.count("fused", "attention"), found.count("fused", "another")) == (2, 0)
-    inductor_fusions.clear()
-    assert len(inductor_fusions.report()) == 0
-
-
-def test_site() -> None:
-    """The user's line, what was found there, and what it became."""
-    compile_with_passes(attention)
-    compile_with_passes(of_summed_weights)
-    fused, rejected = inductor_fusions.report()
+    assert dict(counters["inductor_fusions"]) == {"attention_fused": 2, "attention_rejected": 1}
+    fused, rejected, _ = found
     line = attention.__code__.co_firstlineno + 1
     assert fused.source.startswith(f"{__file__}:{line} in attention: return torch.softmax(")
     assert fused.kernel.startswith("sdpa") and not fused.reason
     assert "[1, 2, 5, 5]" in fused.details["scores"]
     assert "cumsum" in rejected.reason and not rejected.kernel
     assert "of_summed_weights" in str(rejected) and "rejected" in str(rejected)
-
-
-def test_text() -> None:
-    """Equal sites are one row."""
-    assert "no candidate" in str(inductor_fusions.report())
-    for fn in (attention, attention, of_summed_weights):
-        compile_with_passes(fn)
-    text = str(inductor_fusions.report())
-    rows = [line.split() for line in text.splitlines()]
-    assert ["2", "attention", "fused", "sdpa"] in [row[:4] for row in rows]
-    assert ["1", "attention", "rejected", "cumsum"] in [row[:4] for row in rows]
-    assert text.endswith("2 fused, 1 rejected")
-
-
-def test_json() -> None:
-    compile_with_passes(attention)
-    data = json.loads(inductor_fusions.report().to_json())
-    assert data["schema"] == 1
-    (site,) = data["sites"]
-    assert Report([Site(**site)]).sites == inductor_fusions.report().sites
-
-
-def test_counters() -> None:
-    compile_with_passes(attention)
-    compile_with_passes(of_summed_weights)
-    assert dict(counters["inductor_fusions"]) == {"attention_fused": 1, "attention_rejected": 1}
+    rows = [line.split()[:4] for line in str(found).splitlines()]
+    assert ["2", "attention", "fused", "sdpa"] in rows and ["1", "attention", "rejected", "cumsum"] in rows
+    assert str(found).endswith("2 fused, 1 rejected")
+    data = json.loads(found.to_json())
+    assert data["schema"] == 1 and Report([Site(**site) for site in data["sites"]]).sites == found.sites
+    inductor_fusions.clear()
+    assert len(inductor_fusions.report()) == 0
 
 
 def test_log(caplog: pytest.LogCaptureFixture) -> None:

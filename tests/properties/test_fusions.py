@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -102,6 +103,21 @@ def test_checkpointed(name: str) -> None:
     plain, _ = run(case.function, inputs)
     again, seen = run(partial(checkpoint, case.function, use_reentrant=False), inputs)
     assert fused(case, seen) and same(again, plain)
+
+
+#: A program's constants are no indices that a graph shows, and aten's own cross-entropy is not read; a merged
+#: adapter is fused in training alone.
+NOT_EXPORTED = ("pairs", "every_pair", "loss", "merged")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_EXPORTED])
+def test_exported(name: str) -> None:
+    """As torch.export gives it, in operations of aten, and without gradients."""
+    case = CASES[name]
+    inputs = [x.detach() for x in case.inputs()]
+    module = Model(replace(case, rows=tuple(range(len(inputs)))), inputs).eval()
+    found, seen = run(torch.export.export(module, tuple(inputs)).module(), inputs)
+    assert fused(case, seen) and same(found, results(case.function, inputs))
 
 
 @EVERY

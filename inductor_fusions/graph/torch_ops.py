@@ -127,7 +127,8 @@ _SYNONYMS = {
     "__and__": "bitwise_and", "__or__": "bitwise_or", "__invert__": "bitwise_not",
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne",
     "_safe_softmax": "safe_softmax", "type_as": "type_as", "clip": "clamp",
-    "concat": "cat", "concatenate": "cat", "absolute": "abs",
+    "concat": "cat", "concatenate": "cat", "absolute": "abs", "cross_entropy_loss": "cross_entropy",
+    "nll_loss_nd": "nll_loss",
 }  # fmt: skip
 
 VIEWS = frozenset(

@@ -164,6 +164,14 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
         assert run.ours.fused[0].kernel == "linear_softmax_rows"
 
 
+@pytest.mark.parametrize("name", ["weighted", "each", "likelihood in the middle", "another label is ignored"])
+def test_exported(name: str) -> None:
+    """Operators of aten have a number for the reduction."""
+    head = Head(FORMS[name][0])
+    exported = torch.export.export(head, operands()).module()
+    check(exported, reference=head, kernel=FORMS[name][1])
+
+
 @pytest.mark.parametrize("name", ["causal", "capped", "log-probabilities"])
 def test_in_full(name: str) -> None:
     """As Inductor compiles it."""

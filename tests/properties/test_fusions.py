@@ -105,9 +105,8 @@ def test_checkpointed(name: str) -> None:
     assert fused(case, seen) and same(again, plain)
 
 
-#: A program's constants are no indices that a graph shows, and aten's own cross-entropy is not read; a merged
-#: adapter is fused in training alone.
-NOT_EXPORTED = ("pairs", "every_pair", "loss", "merged")
+#: A program's constants are no indices that a graph shows; a merged adapter is fused in training alone.
+NOT_EXPORTED = ("pairs", "every_pair", "merged")
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_EXPORTED])

@@ -33,6 +33,7 @@ from .logits import SELECTS, Logits, is_as_wide, keeps_classes, walk
 
 #: What a loss is looked for by, beside log-probabilities.
 _LOSSES = ("cross_entropy", "nll_loss")
+_REDUCTIONS: dict[Any, str] = {0: "none", 1: "mean", 2: "sum"}
 #: What losses are written out with.
 _SOFTMAXES = ("log_softmax", "logsumexp")
 #: What may stand between logits and a loss.
@@ -144,7 +145,8 @@ def _loss(op: Op) -> Site:
     if average is not None or reduce is not None:
         raise Reason.LOSS.rejected("the loss has the deprecated arguments size_average or reduce")
     ignored, smoothing = -100 if ignored is None else ignored, smoothing or 0.0
-    reduction = "mean" if reduction is None else reduction
+    # Operators of aten have its number.
+    reduction = "mean" if reduction is None else _REDUCTIONS.get(reduction, reduction)
     if type(ignored) is not int or not isinstance(smoothing, (int, float)):
         raise Reason.NOT_A_TENSOR.rejected("ignore_index or label_smoothing is not a constant")
     if not 0.0 <= smoothing <= 1.0 or reduction not in ("none", "mean", "sum"):

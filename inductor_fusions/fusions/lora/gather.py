@@ -17,7 +17,7 @@ from torch import fx
 from ...fusion import Candidate
 from ...graph.builder import Builder, substitute
 from ...graph.facts import change, move
-from ...graph.products import VIEWS, tensor, through, value
+from ...graph.products import VIEWS, tensor, unviewed, value
 from ...operands import known_size
 from ...reasons import Reason
 from . import narrow, narrow_kernel
@@ -72,7 +72,7 @@ class _Wanted:
 
 def is_input(matrix: fx.Node) -> bool:
     """Whether a matrix is an input of the graph, or a view of one."""
-    return through(matrix, VIEWS).op in ("placeholder", "get_attr")
+    return unviewed(matrix).op in ("placeholder", "get_attr")
 
 
 def takes(matrix: fx.Node) -> bool:
@@ -215,6 +215,8 @@ def _period(kinds: Sequence[Any]) -> int:
         same = sum(first == second for first, second in pairs) / len(pairs)
         if same > share:
             best, share = period, same
+        if share == 1:
+            break
     return best
 
 

@@ -66,7 +66,7 @@ class Memory:
         self._returned: frozenset[fx.Node] = frozenset()
         self._profile = Profile()
         self._touched: dict[fx.Node, None] = dict.fromkeys(graph.nodes)
-        #: What nodes read, until something is touched.
+        #: What nodes read, seen through views, until these nodes or the views are touched.
         self._seen: dict[fx.Node, tuple[fx.Node, ...]] = {}
         #: How many nodes were looked at: what a test of the cost counts.
         self.visits = 0
@@ -171,15 +171,19 @@ class Memory:
     def _settle(self) -> None:
         if not self._touched:
             return
+        for node in self._touched:
+            for reader in (node, *readers(node)) if kind(node).view else (node,):
+                self._seen.pop(reader, None)
         touched = [node for node in self._touched if not was_erased(node)]
         self._touched.clear()
-        self._seen.clear()
         around = dict.fromkeys(touched)
         for node in touched:
-            inputs: Iterable[fx.Node] = node.all_input_nodes
             if node.op == "output":  # it has many, of which few change
-                inputs, self._returned = self._returned.symmetric_difference(inputs), frozenset(inputs)
-            around.update((unviewed(x), None) for x in inputs if not was_erased(x))
+                before, self._returned = self._returned, frozenset(node.all_input_nodes)
+                others = before ^ self._returned
+                around.update((unviewed(x), None) for x in others if not was_erased(x))
+            else:
+                around.update(dict.fromkeys(self._inputs(node)))
         siblings: dict[fx.Node, None] = {}
         read_by = {node: frozenset(readers(node)) for node in around}
         changed = [node for node, users in read_by.items() if self._store(node, users, siblings)]

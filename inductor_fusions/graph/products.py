@@ -262,6 +262,13 @@ def unviewed(node: fx.Node) -> fx.Node:
     return node
 
 
+def transpose_of(node: fx.Node) -> fx.Node | None:
+    """The matrix that a node is the transpose of; None where it is no such view."""
+    if node.target is not aten.permute.default or node.args[1:] != ([1, 0],):
+        return None
+    return node.args[0] if isinstance(node.args[0], fx.Node) else None
+
+
 def identity(node: fx.Node) -> tuple[Any, ...]:
     """A key that two nodes have in common where they hold the same matrix.
 

@@ -17,7 +17,7 @@ from torch import fx
 from ...fusion import Candidate
 from ...graph.builder import Builder, substitute
 from ...graph.facts import change, move
-from ...graph.products import VIEWS, tensor, unviewed, value
+from ...graph.products import VIEWS, tensor, transpose_of, unviewed, value
 from ...operands import known_size
 from ...reasons import Reason
 from . import narrow, narrow_kernel
@@ -49,6 +49,11 @@ class _Wanted:
     matrix: fx.Node
     turned: bool
     form: tuple[int, int, int]
+
+    @property
+    def stored(self) -> fx.Node | None:
+        """As it lies in memory, where there is a node for that."""
+        return transpose_of(self.matrix) if self.turned else self.matrix
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -231,16 +236,13 @@ def _make(
     build = Builder(before)
     distinct: dict[tuple[Any, ...], _Wanted] = {}
     for w in chunk:
-        for node in _chain(w.matrix):
+        for node in _chain(w.stored or w.matrix):
             # Views, and attributes, that stand behind the place.
             if node.op != "placeholder" and node not in moved and index[node] > index[before]:
                 move(node, before)
                 moved.add(node)
         distinct.setdefault(_key(w), w)
-    matrices = [
-        build.call(aten.permute.default, w.matrix, [1, 0]) if w.turned else w.matrix
-        for w in distinct.values()
-    ]
+    matrices = [w.stored or build.call(aten.permute.default, w.matrix, [1, 0]) for w in distinct.values()]
     forms = [list(each) for each in zip(*(w.form for w in distinct.values()), strict=True)]
     parts = build.parts(LORA_SPLIT, matrices, *forms, chunk[0].dtype)
     read = {

@@ -158,7 +158,7 @@ class _Remembered:
         """Forget what depends on nodes that are new, about to be erased, or changed."""
         for read, known in self.results.items():
             spreads = self.spreading[read]
-            for node in nodes:
+            for node in nodes if known else ():
                 if spreads(node):
                     known.clear()
                     break

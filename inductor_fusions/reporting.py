@@ -225,8 +225,8 @@ def keep_pending(sites: Sequence[Site]) -> None:
     if sites:
         _pending.sites = [*_pending.sites, *sites]
         _pending.stored = False
-        _pending.counted = _times(_pending.sites)
-        _remember_key(sites)
+        _pending.counted = _times(_key(_pending.sites))
+        _remember_key(sites, _key(sites))
 
 
 def store(graph: fx.Graph, own: Sequence[Site]) -> None:
@@ -241,30 +241,33 @@ def store(graph: fx.Graph, own: Sequence[Site]) -> None:
         own: the sites of this graph itself.
     """
     _name_backends(graph, _pending.sites)
-    # A cache may have served the forward of which this is the backward.
-    served = _pending.stored or _times(_pending.sites) > _pending.counted
-    batches = [] if served else [_pending.sites]
+    batches: list[tuple[Sequence[Site], str]] = []
+    if not _pending.stored:
+        batches.append((_pending.sites, _key(_pending.sites)))
+        # A cache may have served the forward of which this is the backward.
+        if _times(batches[0][1]) > _pending.counted:
+            batches.clear()
     _pending.stored = True
     if own:
-        _remember_key(own)
-        batches.append(list(own))
+        batches.append((own, _key(own)))
+        _remember_key(*batches[-1])
     counters = _inductor.compile_counters()["inductor"]
-    for sites in batches:
+    for sites, key in batches:
         for site in sites:
             if site.verdict == "fused":
                 counters[f"fusions_{site.fusion}"] += 1
-        counters[RECORD + _key(sites)] += 1
-        _write(sites)
+        counters[RECORD + key] += 1
+        _write(sites, key)
     if batches:
-        _warn_if_nothing([site for sites in batches for site in sites])
+        _warn_if_nothing([site for sites, _ in batches for site in sites])
 
 
-def _remember_key(sites: Sequence[Site]) -> None:
+def _remember_key(sites: Sequence[Site], key: str) -> None:
     """Remember the key of the records of these sites, so that they are not read back as well."""
     with _lock:
         entry = next((e for e in reversed(_entries) if e.site is sites[0]), None)
         if entry is not None:
-            entry.batch = _key(sites)
+            entry.batch = key
 
 
 def _key(sites: Sequence[Site]) -> str:
@@ -273,9 +276,9 @@ def _key(sites: Sequence[Site]) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _times(sites: Sequence[Site]) -> int:
-    """How often the records of these sites were counted."""
-    return int(_inductor.compile_counters()["inductor"][RECORD + _key(sites)])
+def _times(key: str) -> int:
+    """How often records were counted."""
+    return int(_inductor.compile_counters()["inductor"][RECORD + key])
 
 
 _SDPA = re.compile(r"_scaled_dot_product_(?:fused_)?(\w+?)_attention")
@@ -315,8 +318,8 @@ def _path(key: str) -> Path | None:
     return None if folder is None else folder / "inductor_fusions" / key[:2] / f"{key}.json"
 
 
-def _write(sites: Sequence[Site]) -> None:
-    path = _path(_key(sites))
+def _write(sites: Sequence[Site], key: str) -> None:
+    path = _path(key)
     if path is None or path.exists():
         return
     try:

@@ -8,6 +8,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -66,8 +67,16 @@ def trace_decomposed(
 
 
 def rename(node: fx.Node, name: str) -> None:
-    """Give a node another name, made unique in its graph."""
-    node._rename(name)
+    """Give a node another name, made unique in its graph.
+
+    For torch, each of its readers reads another one then; those that `watching_nodes` tells are not told.
+    """
+    hooks = getattr(node.graph.owning_module, "_replace_hooks", [])
+    told, hooks[:] = list(hooks), [hook for hook in hooks if not isinstance(hook, _Replaced)]
+    try:
+        node._rename(name)
+    finally:
+        hooks[:] = told
 
 
 def copied_graph(graph: fx.Graph) -> fx.Graph:
@@ -77,6 +86,16 @@ def copied_graph(graph: fx.Graph) -> fx.Graph:
         if old.op == "placeholder" and hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
     return made
+
+
+@dataclass(eq=False)
+class _Replaced:
+    """A hook of torch that tells who reads another node than before."""
+
+    tell: Callable[[fx.Node, fx.Node], None]
+
+    def __call__(self, old: fx.Node, new: str, user: fx.Node) -> None:
+        self.tell(old, user)
 
 
 @contextlib.contextmanager
@@ -94,14 +113,10 @@ def watching_nodes(
         erased: gets a node that is about to be erased.
         replaced: gets a node and a user of it that is about to read another one instead.
     """
-
-    def replace(old: fx.Node, new: str, user: fx.Node) -> None:
-        replaced(old, user)
-
     hooks: list[tuple[list[Any], Any]] = [
         (module._create_node_hooks, created),
         (module._erase_node_hooks, erased),
-        (module._replace_hooks, replace),
+        (module._replace_hooks, _Replaced(replaced)),
     ]
     for found, hook in hooks:
         found.append(hook)
@@ -143,7 +158,7 @@ class _Remembered:
         """Forget what depends on nodes that are new, about to be erased, or changed."""
         for read, known in self.results.items():
             spreads = self.spreading[read]
-            for node in nodes:
+            for node in nodes if known else ():
                 if spreads(node):
                     known.clear()
                     break

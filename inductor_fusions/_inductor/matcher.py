@@ -182,10 +182,13 @@ class Patterns:
         if not self.matcher.patterns:
             return []
         was_known = _REGION in next(iter(graph.nodes)).meta
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
         search = _Search()
         token = _search.set(search)
         try:
-            self.matcher.apply(owner)
+            with unset_fake_temporarily():  # it asks each node for its device, which is faster without
+                self.matcher.apply(owner)
             self._read_skipped(graph, search)
         finally:
             _search.reset(token)

@@ -118,17 +118,29 @@ class Decision:
         return f"estimated from {count}{where or ' nearby'} ({says})"
 
 
-_known: ContextVar[dict[Any, Decision] | None] = ContextVar("inductor_fusions_decisions", default=None)
+_known: ContextVar[dict[Any, Any] | None] = ContextVar("inductor_fusions_decisions", default=None)
 
 
 @contextlib.contextmanager
 def once() -> Iterator[None]:
-    """Decide each distinct problem once inside the block, unless problems are measured."""
+    """Ask the tables once for each distinct problem inside the block, unless problems are measured."""
     token = _known.set({})
     try:
         yield
     finally:
         _known.reset(token)
+
+
+def _asked(find: Callable[[Query, torch.device], Found], query: Query, device: torch.device) -> Found:
+    """What tables say of a problem."""
+    known = None if config.measure else _known.get()
+    if known is None:
+        return find(query, device)
+    key = (find, repr(query), device)
+    if key not in known:
+        known[key] = find(query, device)
+    found: Found = known[key]
+    return found
 
 
 def decide(query: Query, device: torch.device, may_measure: bool = True) -> Decision:
@@ -149,7 +161,7 @@ def decide(query: Query, device: torch.device, may_measure: bool = True) -> Deci
     """
     if not all(SECTIONS[query.section].sizes(query.row)):
         raise Reason.EMPTY.rejected("an operand is empty")
-    found = _decided(query, device)
+    found = _asked(_from_tables, query, device)
     if not may_measure or found.near <= NEAR_ENOUGH or not config.measure:
         return found
     problem = (query.section, query.row, query.candidates)
@@ -158,20 +170,11 @@ def decide(query: Query, device: torch.device, may_measure: bool = True) -> Deci
     if measurer.collects(problem, device):
         return replace(found, kernel=None, source="pending", reason=found.reason or _unknown(query, device))
     measurer.measure({json.dumps(problem): 1}, device)
-    return _decided(query, device)
-
-
-def _decided(query: Query, device: torch.device) -> Decision:
-    """The decision without a measurement."""
-    known = None if config.measure else _known.get()
-    if known is None:
-        return _from_tables(query, device)
-    key = (repr(query), device)
-    found = known.get(key)
-    return known.setdefault(key, _from_tables(query, device)) if found is None else found
+    return _from_tables(query, device)
 
 
 def _from_tables(query: Query, device: torch.device) -> Decision:
+    """The decision from what is known."""
     name, known, near, found_any = tables.device_name(device), False, math.inf, False
     for some in sources(device):
         found_any = found_any or bool(some)
@@ -244,16 +247,24 @@ def tiles(query: Query, device: torch.device, fits: Callable[[Row], Found | None
         device: where it runs.
         fits: maps a row to its configuration for the problem, or to None if it does not fit.
     """
+    for row in _asked(_rows_with_tiles, query, device):
+        found = fits(row)
+        if found is not None:
+            return found
+    return None
+
+
+def _rows_with_tiles(query: Query, device: torch.device) -> list[Row]:
+    """The rows whose tiles may be those of a problem: source by source, the nearest first."""
+    found: list[Row] = []
     for some in sources(device):
         near = [
             (apart, source.table.rows(query.section)[index].row)
             for source, apart, index in _near(query, [source for source in some if source.is_alike])
         ]
-        for apart, row in sorted(near, key=lambda item: item[0]):
-            found = fits(row) if row["config"] is not None and apart <= TILES_REACH else None
-            if found is not None:
-                return found
-    return None
+        near.sort(key=lambda item: item[0])
+        found += [row for apart, row in near if row["config"] is not None and apart <= TILES_REACH]
+    return found
 
 
 # -- rows of the problem itself ------------------------------------------------------------------------------

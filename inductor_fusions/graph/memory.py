@@ -12,25 +12,13 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
 from .._inductor import hint, was_erased
 from ..reasons import Reason
-from .products import CASTS, VIEWS, Product, readers, tensor, through, value
+from .products import Product, kind, readers, tensor, unviewed, value
 from .profile import Interval, Profile
-
-aten = torch.ops.aten
-
-#: Operations that read and write memory themselves; loops of Inductor's own are fused away around them.
-_KERNELS = frozenset(
-    {
-        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
-        aten.convolution.default,
-    }
-)  # fmt: skip
 
 #: What the peak may grow by: relative to it, and in bytes, to which CUDA's allocator rounds large blocks up.
 SLACK, ROUNDING = 1 / 1024, 2 * 2**20
@@ -67,6 +55,8 @@ class Memory:
     def __init__(self, graph: fx.Graph) -> None:
         self._values: dict[fx.Node, _Stored] = {}
         self._is_stored: dict[fx.Node, bool] = {}
+        #: What is computed where it is read: pointwise, and not in memory.
+        self._inlined: set[fx.Node] = set()
         self._read_by: dict[fx.Node, frozenset[fx.Node]] = {}
         #: The loops that read a value, by number of elements: in the order in which they run.
         self._loops: dict[tuple[fx.Node, str], list[tuple[fx.Node, fx.Node]]] = {}
@@ -76,7 +66,7 @@ class Memory:
         self._returned: frozenset[fx.Node] = frozenset()
         self._profile = Profile()
         self._touched: dict[fx.Node, None] = dict.fromkeys(graph.nodes)
-        #: What nodes read, until something is touched.
+        #: What nodes read, seen through views, until these nodes or the views are touched.
         self._seen: dict[fx.Node, tuple[fx.Node, ...]] = {}
         #: How many nodes were looked at: what a test of the cost counts.
         self.visits = 0
@@ -87,18 +77,19 @@ class Memory:
         """These nodes are new, or their inputs or users change."""
         for node in nodes:
             self._touched[node] = None
-            self._touched[through(node, VIEWS)] = None
+            self._touched[unviewed(node)] = None
 
     def forget(self, node: fx.Node) -> None:
         """A node is about to be erased, or moved: then `touch` it as well."""
-        self.touch(*node.all_input_nodes)
         for x in node.all_input_nodes:
-            self._read_by.pop(through(x, VIEWS), None)
+            self._touched[x] = self._touched[unviewed(x)] = None
+            self._read_by.pop(unviewed(x), None)
         self._touched.update(self._consumers.get(node, {}))
         for other in [node, *self._born.get(node, ())]:
             self._touched[other] = None
             self._touched.update(self._drop(other))
         self._is_stored.pop(node, None)
+        self._inlined.discard(node)
         for other in list(self._dead.get(node, ())):
             self._touched[other] = None
             self._unsettle(other)
@@ -123,10 +114,10 @@ class Memory:
         members = [p.node for p in products]
         made = list(members if outputs is None else outputs)
         # A product whose rows are padded is a view of what is stored.
-        inner = {*members, *(through(node, VIEWS) for node in members)}
-        reads = {through(x, VIEWS) for p in products for x in (p.a, p.b, p.bias) if x is not None}
+        inner = {*members, *(unviewed(node) for node in members)}
+        reads = {unviewed(x) for p in products for x in (p.a, p.b, p.bias) if x is not None}
         # Another spelling of an operand is in memory for these products alone.
-        spelled = {through(x, VIEWS) for node in inner for x in node.all_input_nodes}
+        spelled = {unviewed(x) for node in inner for x in node.all_input_nodes}
         gone = {
             node
             for node in (spelled | set(made)) - reads
@@ -180,15 +171,19 @@ class Memory:
     def _settle(self) -> None:
         if not self._touched:
             return
+        for node in self._touched:
+            for reader in (node, *readers(node)) if kind(node).view else (node,):
+                self._seen.pop(reader, None)
         touched = [node for node in self._touched if not was_erased(node)]
         self._touched.clear()
-        self._seen.clear()
         around = dict.fromkeys(touched)
         for node in touched:
-            inputs: Iterable[fx.Node] = node.all_input_nodes
             if node.op == "output":  # it has many, of which few change
-                inputs, self._returned = self._returned.symmetric_difference(inputs), frozenset(inputs)
-            around.update((through(x, VIEWS), None) for x in inputs if not was_erased(x))
+                before, self._returned = self._returned, frozenset(node.all_input_nodes)
+                others = before ^ self._returned
+                around.update((unviewed(x), None) for x in others if not was_erased(x))
+            else:
+                around.update(dict.fromkeys(self._inputs(node)))
         siblings: dict[fx.Node, None] = {}
         read_by = {node: frozenset(readers(node)) for node in around}
         changed = [node for node, users in read_by.items() if self._store(node, users, siblings)]
@@ -203,6 +198,7 @@ class Memory:
         before, self._is_stored[node] = self._is_stored.get(node), now
         if not now:
             siblings.update(self._drop(node))
+        (self._inlined.add if kind(node).pointwise and not now else self._inlined.discard)(node)
         return now is not before
 
     def _is_read_anew(self, node: fx.Node, now: frozenset[fx.Node]) -> bool:
@@ -218,8 +214,7 @@ class Memory:
         """The values in memory that loops compute of nodes, with those among the nodes themselves."""
 
         def users(node: fx.Node, depth: int) -> Iterator[tuple[fx.Node, int]]:
-            kind = _kind(node)
-            left = depth if kind.view else depth - 1 if kind.pointwise else 0
+            left = depth if kind(node).view else depth - 1 if kind(node).pointwise else 0
             if left and not self._stores(node):
                 yield from ((user, left) for user in node.users)
 
@@ -232,7 +227,7 @@ class Memory:
             for source in self._inputs(node) if node.op != "output" else ():
                 if self._stores(source):
                     yield source, 0
-                elif depth > 1 and _kind(source).pointwise:
+                elif depth > 1 and source in self._inlined:
                     yield source, depth - 1
 
         return self._reached(nodes, sources)
@@ -266,12 +261,8 @@ class Memory:
         """What a node reads, seen through views."""
         found = self._seen.get(node)
         if found is None:
-            found = self._seen[node] = tuple(through(x, VIEWS) for x in node.all_input_nodes)
+            found = self._seen[node] = tuple(unviewed(x) for x in node.all_input_nodes)
         return found
-
-    def _passes(self, node: fx.Node) -> bool:
-        """Whether a value is computed where it is read."""
-        return _kind(node).pointwise and not self._stores(node)
 
     def _settle_births(self, nodes: list[fx.Node]) -> list[fx.Node]:
         """Find out when values are made; those of which that is new.
@@ -287,7 +278,7 @@ class Memory:
             queued.discard(node)
             self.visits += 1
             before = self._values.get(node)
-            now = self._looped(node) if _kind(node).pointwise else _Stored(node, "", frozenset(), None)
+            now = self._looped(node) if kind(node).pointwise else _Stored(node, "", frozenset(), None)
             later: dict[fx.Node, None] = {}
             if before is not None and before.birth is now.birth:
                 later.update(self._leave(node, before.sources - now.sources))
@@ -368,17 +359,16 @@ class Memory:
     def _death(self, node: fx.Node) -> fx.Node:
         """When a value is read last: by what is computed in a loop, when that loop runs."""
         last, seen = node, set[fx.Node]()
-        users = set(readers(node))
+        users = self._read_by[node]
         for depth in reversed(range(_DEPTH + 1)):
             level = users - seen
+            if not level:
+                break
             seen |= level
-            users = set()
-            for user in level:
-                self.visits += 1
-                stored = self._values.get(user)
-                last = max(last, user if stored is None else stored.birth)
-                if stored is None and depth and _kind(user).pointwise:
-                    users |= self._read_by.get(user) or frozenset(readers(user))
+            self.visits += len(level)
+            last = max(last, *(self._values[user].birth if user in self._values else user for user in level))
+            inlined = level & self._inlined if depth else ()
+            users = frozenset().union(*(self._read_by[user] for user in inlined))
         return last
 
     def _sources(self, node: fx.Node) -> set[fx.Node]:
@@ -388,13 +378,15 @@ class Memory:
         level = [node]
         for depth in reversed(range(_DEPTH)):
             inputs = [source for each in level for source in self._inputs(each)]
+            if not inputs:
+                break
             level = []
             for source in inputs:
                 if source in seen:
                     continue
                 self.visits += 1
                 seen.add(source)
-                if depth and self._passes(source):
+                if depth and source in self._inlined:
                     level.append(source)
                 else:
                     found.add(source)
@@ -418,42 +410,11 @@ class Memory:
             stored.interval = None
 
 
-class _Kind(NamedTuple):
-    """What an operation is, whatever it is given."""
-
-    view: bool
-    pointwise: bool
-    kernel: bool
-
-
-_NO_CALL = _Kind(False, False, False)
-#: By the id of a target: the hash of an operator is computed in Python.
-_KINDS: dict[int, tuple[Any, _Kind]] = {}
-
-
-def _kind_of(target: Any) -> _Kind:
-    pointwise = torch.Tag.pointwise in getattr(target, "tags", ()) or target in CASTS
-    space = getattr(target, "namespace", "")
-    own = space not in ("aten", "prims", "_operator")
-    return _Kind(target in VIEWS, pointwise, target in _KERNELS or own or "scaled_dot" in str(target))
-
-
-def _kind(node: fx.Node) -> _Kind:
-    if node.op != "call_function":
-        return _NO_CALL
-    target = node.target
-    found = _KINDS.get(id(target))
-    if found is None or found[0] is not target:
-        found = _KINDS[id(target)] = (target, _kind_of(target))
-    return found[1]
-
-
 def _is_stored(node: fx.Node, users: Iterable[fx.Node]) -> bool:
     """Whether the value of a node is surely in memory: kernels make it, read it, or it is returned."""
-    kind = _kind(node)
-    if node.op != "call_function" or kind.view or tensor(node) is None:
+    if node.op != "call_function" or kind(node).view or tensor(node) is None:
         return False
-    return kind.kernel or any(user.op == "output" or _kind(user).kernel for user in users)
+    return kind(node).kernel or any(user.op == "output" or kind(user).kernel for user in users)
 
 
 def _is_read_by(node: fx.Node, readers_: set[fx.Node]) -> bool:

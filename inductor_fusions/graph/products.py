@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import fx
@@ -31,6 +31,13 @@ VIEWS = RESHAPES | {
     aten.expand.default, aten.detach.default,
 }  # fmt: skip
 CASTS = frozenset({torch.ops.prims.convert_element_type.default, aten._to_copy.default})
+#: Operations that read and write memory themselves; loops of Inductor's own are fused away around them.
+_KERNELS = frozenset(
+    {
+        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
+        aten.convolution.default,
+    }
+)  # fmt: skip
 MUL = (aten.mul.Tensor, aten.mul.Scalar)
 DIV = (aten.div.Tensor, aten.div.Scalar)
 
@@ -57,6 +64,37 @@ class Product:
         """K; 0 if it is symbolic."""
         size = value(self.a).shape[1]
         return size if isinstance(size, int) else 0
+
+
+class Kind(NamedTuple):
+    """What an operation is, whatever it is given: a view, computed element by element, or a kernel."""
+
+    view: bool
+    pointwise: bool
+    kernel: bool
+
+
+_NO_CALL = Kind(False, False, False)
+#: By the id of a target: the hash of an operator is computed in Python.
+_KINDS: dict[int, tuple[Any, Kind]] = {}
+
+
+def _kind_of(target: Any) -> Kind:
+    pointwise = torch.Tag.pointwise in getattr(target, "tags", ()) or target in CASTS
+    space = getattr(target, "namespace", "")
+    own = space not in ("aten", "prims", "_operator")
+    return Kind(target in VIEWS, pointwise, target in _KERNELS or own or "scaled_dot" in str(target))
+
+
+def kind(node: fx.Node) -> Kind:
+    """What the operation of a node is."""
+    if node.op != "call_function":
+        return _NO_CALL
+    target = node.target
+    found = _KINDS.get(id(target))
+    if found is None or found[0] is not target:
+        found = _KINDS[id(target)] = (target, _kind_of(target))
+    return found[1]
 
 
 def tensor(node: Any) -> torch.Tensor | None:
@@ -217,6 +255,20 @@ def through(node: fx.Node, targets: frozenset[Any] | set[Any]) -> fx.Node:
     return node
 
 
+def unviewed(node: fx.Node) -> fx.Node:
+    """What a node is a view of, through all views; itself where it is none."""
+    while kind(node).view and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def transpose_of(node: fx.Node) -> fx.Node | None:
+    """The matrix that a node is the transpose of; None where it is no such view."""
+    if node.target is not aten.permute.default or node.args[1:] != ([1, 0],):
+        return None
+    return node.args[0] if isinstance(node.args[0], fx.Node) else None
+
+
 def identity(node: fx.Node) -> tuple[Any, ...]:
     """A key that two nodes have in common where they hold the same matrix.
 
@@ -246,10 +298,10 @@ def identity(node: fx.Node) -> tuple[Any, ...]:
     return (base, tuple(casts), shape)
 
 
-def readers(node: fx.Node, targets: frozenset[Any] | set[Any] = VIEWS) -> Iterator[fx.Node]:
-    """The users of a value and of its views."""
+def readers(node: fx.Node, targets: frozenset[Any] | None = None) -> Iterator[fx.Node]:
+    """The users of a value and of its views: of those that are operations of `targets`, or of all."""
     for user in node.users:
-        if user.op == "call_function" and user.target in targets and user.args[0] is node:
+        if kind(user).view and (targets is None or user.target in targets) and user.args[0] is node:
             yield from readers(user, targets)
         else:
             yield user
@@ -257,8 +309,7 @@ def readers(node: fx.Node, targets: frozenset[Any] | set[Any] = VIEWS) -> Iterat
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether a node is computed element by element."""
-    tags = getattr(node.target, "tags", ())
-    return node.op == "call_function" and (torch.Tag.pointwise in tags or node.target in CASTS)
+    return kind(node).pointwise
 
 
 def is_floating(node: Any) -> bool:

@@ -152,3 +152,20 @@ def test_fakes_of_calls_that_are_alike(
         seen += found
         with torch.no_grad(), mode:  # it can be computed with
             assert (found[0] + 1).shape == found[0].shape
+
+
+def test_a_rename_is_no_change() -> None:
+    """Who watches a graph is told of other inputs, and not of other names."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(aten.relu.default, (x,))
+    z = graph.call_function(aten.neg.default, (y,))
+    graph.output(z)
+    told: list[fx.Node] = []
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    (_, y, z, _) = module.graph.nodes
+    with _inductor.watching_nodes(module, told.append, told.append, lambda old, user: told.append(user)):
+        _inductor.rename(y, "other")
+        assert (y.name, told) == ("other", [])
+        y.replace_all_uses_with(y.args[0])
+    assert told == [z]

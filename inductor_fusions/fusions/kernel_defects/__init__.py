@@ -25,7 +25,7 @@ from ...fusion import Candidate, Fusion, Scope, nodes_of
 from ...graph.builder import Builder
 from ...graph.facts import change
 from ...graph.inlined import put_in_place
-from ...graph.products import VIEWS, through
+from ...graph.products import unviewed
 from ...layouts import pinning
 from ...operands import tensor
 from .known import BROADCAST_NUMBER, CUDNN_ONE_QUERY, CUDNN_PADDED_KEYS, CUDNN_PLANS, KNOWN, Defect
@@ -101,7 +101,7 @@ class BroadcastNumbers(Candidate):
 
 def _is_broadcast_number(node: fx.Node) -> bool:
     """Whether a node is a view of a tensor without dims, and its last dim may be no multiple of 8."""
-    found, source = tensor(node), tensor(through(node, VIEWS))
+    found, source = tensor(node), tensor(unviewed(node))
     if found is None or source is None or source.dim() or not found.dim():
         return False
     return not known_true(found.shape[-1] % _ALIGNED == 0)

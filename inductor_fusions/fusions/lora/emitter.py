@@ -10,7 +10,7 @@ from torch import fx
 
 from ...block_mm import guards
 from ...graph.builder import Builder
-from ...graph.products import value
+from ...graph.products import transpose_of, value
 from . import gather
 from .adapters import Source
 from .recognise import Linear, Term
@@ -113,7 +113,11 @@ class Emitter(Builder):
     def _as_stored(self, matrix: fx.Node) -> tuple[fx.Node, bool]:
         """A matrix as it lies in memory, and whether that is transposed."""
         turned = value(matrix).stride(1) != 1
-        return (self.call(aten.permute.default, matrix, [1, 0]) if turned else matrix), turned
+        return (self.transposed(matrix) if turned else matrix), turned
+
+    def transposed(self, matrix: fx.Node) -> fx.Node:
+        """The transpose of a matrix: what it is a transpose of, or a new view."""
+        return transpose_of(matrix) or self.call(aten.permute.default, matrix, [1, 0])
 
     def _halves(self, matrix: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
         """A float32 matrix truncated to bfloat16, and the rest; both in bfloat16.

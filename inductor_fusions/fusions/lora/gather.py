@@ -17,7 +17,7 @@ from torch import fx
 from ...fusion import Candidate
 from ...graph.builder import Builder, substitute
 from ...graph.facts import change, move
-from ...graph.products import VIEWS, tensor, through, value
+from ...graph.products import VIEWS, tensor, transpose_of, unviewed, value
 from ...operands import known_size
 from ...reasons import Reason
 from . import narrow, narrow_kernel
@@ -51,6 +51,11 @@ class _Wanted:
     form: tuple[int, int, int]
 
     @property
+    def stored(self) -> fx.Node | None:
+        """As it lies in memory, where there is a node for that."""
+        return transpose_of(self.matrix) if self.turned else self.matrix
+
+    @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for two matrices whose part of a kernel is the same code."""
         return (self.form, self.turned, tuple(value(self.matrix).shape), tuple(value(self.matrix).stride()))
@@ -72,7 +77,7 @@ class _Wanted:
 
 def is_input(matrix: fx.Node) -> bool:
     """Whether a matrix is an input of the graph, or a view of one."""
-    return through(matrix, VIEWS).op in ("placeholder", "get_attr")
+    return unviewed(matrix).op in ("placeholder", "get_attr")
 
 
 def takes(matrix: fx.Node) -> bool:
@@ -215,6 +220,8 @@ def _period(kinds: Sequence[Any]) -> int:
         same = sum(first == second for first, second in pairs) / len(pairs)
         if same > share:
             best, share = period, same
+        if share == 1:
+            break
     return best
 
 
@@ -229,16 +236,13 @@ def _make(
     build = Builder(before)
     distinct: dict[tuple[Any, ...], _Wanted] = {}
     for w in chunk:
-        for node in _chain(w.matrix):
+        for node in _chain(w.stored or w.matrix):
             # Views, and attributes, that stand behind the place.
             if node.op != "placeholder" and node not in moved and index[node] > index[before]:
                 move(node, before)
                 moved.add(node)
         distinct.setdefault(_key(w), w)
-    matrices = [
-        build.call(aten.permute.default, w.matrix, [1, 0]) if w.turned else w.matrix
-        for w in distinct.values()
-    ]
+    matrices = [w.stored or build.call(aten.permute.default, w.matrix, [1, 0]) for w in distinct.values()]
     forms = [list(each) for each in zip(*(w.form for w in distinct.values()), strict=True)]
     parts = build.parts(LORA_SPLIT, matrices, *forms, chunk[0].dtype)
     read = {

@@ -500,7 +500,7 @@ def weights_mixed_with_distances(q: Any, k: Any, v: Any) -> Any:
     return (0.7 * scored(q, k).softmax(-1) + 0.3 * near) @ v
 
 
-@form((2, 5, 16), (2, 9, 16), fused=0, reasons=("weights", "another dim than the softmax"))
+@form((2, 5, 16), (2, 9, 16), fused=0, reasons=("used-elsewhere", "another dim than the softmax"))
 def weights_of_both_sides(a: Any, b: Any) -> Any:
     """BiDAF and QANet: the weights of one side times those of the other."""
     s = a @ b.mT
@@ -613,3 +613,41 @@ def nan_of_masked_rows_is_one(q: Any, k: Any, v: Any, hidden: Any) -> Any:
 )
 def nan_of_rows_of_two_masks(q: Any, k: Any, v: Any, hidden: Any, mask: Any) -> Any:
     return torch.nan_to_num((scored(q, k).masked_fill(hidden, float("-inf")) + mask).softmax(-1)) @ v
+
+
+@form(*QKV, (2, 4, 9, 3, 5))
+def features_and_vectors(q: Any, k: Any, v: Any, vectors: Any) -> Any:
+    """Both by the same weights; the result of one is changed before the values of the other are there."""
+    w = scored(q, k).softmax(-1)
+    x = (w @ v).transpose(1, 2).flatten(2)
+    x += 1
+    return x, einsum("bhij,bhjcd->bihcd", w, vectors.relu())
+
+
+@form((2, 9, 8), (2, 9, 8), (2, 9, 8), (2, 9, 3), lambda: torch.rand(2, 1, 9) > 0.4)
+def features_and_coordinates(q: Any, k: Any, v: Any, x: Any, hidden: Any) -> Any:
+    """One sample sees no key."""
+    hidden = hidden | (torch.arange(2) == 1)[:, None, None]
+    w = scored(q, k).masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0)
+    return w @ v, w.bmm(x) - x
+
+
+@form(*QKV, fused=0, reasons=("weights",))
+def two_steps_along_the_same_weights(q: Any, k: Any, v: Any) -> Any:
+    w = scored(q, k).softmax(-1)
+    return w @ (w @ v)
+
+
+@form(*QKV, (2, 4, 9, 8), fused=0, reasons=("weights",))
+def values_overwritten_between_two_products(q: Any, k: Any, v: Any, u: Any) -> Any:
+    u, w = u * 1, scored(q, k).softmax(-1)
+    x = w @ v
+    u.mul_(2)
+    return x, w @ u.relu()
+
+
+@form(*QKV, (2, 9, 9, 5), fused=0, reasons=("weights",))
+def values_of_pairs(q: Any, k: Any, v: Any, pairs: Any) -> Any:
+    """AlphaFold's points: values that depend on the query as well."""
+    w = scored(q, k).softmax(-1)
+    return w @ v, einsum("bhij,bijc->bihc", w, pairs)

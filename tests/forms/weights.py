@@ -651,3 +651,27 @@ def values_of_pairs(q: Any, k: Any, v: Any, pairs: Any) -> Any:
     """AlphaFold's points: values that depend on the query as well."""
     w = scored(q, k).softmax(-1)
     return w @ v, einsum("bhij,bijc->bihc", w, pairs)
+
+
+def marked(seen: torch.Tensor) -> torch.Tensor:
+    """Drawn marks on lower triangles: one query sees no key."""
+    return torch.ones(9, 9).tril() * (seen & (torch.arange(9) != 3)[:, None]).float()
+
+
+@form(*QKV, lambda: torch.rand(2, 1, 9, 9) > 0.4)
+def scores_times_marks(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    """As the first GPT-2 has its mask: what is hidden is multiplied by 0 and gets a number."""
+    b = marked(seen)
+    return (scored(q, k) * b - 1e4 * (1 - b)).softmax(-1) @ v
+
+
+@form(*QKV, lambda: torch.rand(2, 1, 9, 9) > 0.4, fused=0, reasons=("through mul",))
+def scores_times_other_marks(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    """The number is added where another mask hides."""
+    return (scored(q, k) * marked(seen) - 1e4 * torch.ones(9, 9).triu(1)).softmax(-1) @ v
+
+
+@form(*QKV, lambda: torch.rand(2, 1, 9, 9) > 0.4, fused=0, reasons=("through mul",))
+def scores_times_twice_the_marks(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    b = marked(seen)
+    return (scored(q, k) * (2 * b) - 1e4 * (1 - b)).softmax(-1) @ v

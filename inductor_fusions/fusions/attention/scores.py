@@ -17,9 +17,10 @@ from ...graph import torch_ops
 from ...graph.torch_ops import Op, appends_dim, read, tensor
 from ...reasons import Reason
 from .arrangement import Arrangement
-from .masks import is_fill
+from .masks import is_fill, is_one_or_zero
 from .normal_form import Attention, Sink, Term
 from .operands import Operand
+from .structure import predicate
 from .walk import Walk, between, result_of
 
 #: Reductions of scores that may be subtracted from them.
@@ -143,9 +144,25 @@ class Upwards(Walk):
                     "something that is neither a number nor a tensor is added to the scores"
                 )
             self.add(site, op, other, at, factor * bias_factor, scalers)
+            self._read_as_fill(site)
             return site
 
         return self.either(op, [(scores, other) for scores, other, _ in sides], try_side)
+
+    def _read_as_fill(self, site: Attention) -> None:
+        """Read `x * b + n * (1 - b)`, where b is proved to be 1 or 0, as x with a fill of n where b is 0."""
+        stage = site.stages[-1] if site.stages else None
+        by = stage.operand if stage is not None and stage.function == "mul" else None
+        operand = None if by is None else Operand.of(by.node)
+        if stage is None or operand is None or site.scale != 1 or site.scalers or len(site.terms) != 1:
+            return
+        seen, numbers = self.interpreter.boolean(operand), self.interpreter.read(operand)
+        mask = predicate(site.terms[0], self.interpreter, self.shifts_cancel)
+        if by is None or mask is None or mask[0] != seen or not is_one_or_zero(numbers):
+            return
+        fill = Term(operand.then("bool"), by.lead, fill=mask[1], hides=False)
+        del site.stages[-1]
+        site.scale, site.scalers, site.terms = stage.scale, stage.scalers, [*stage.terms, fill]
 
     def _of_rows(self, node: Any, scores: Any, at: Arrangement) -> str:
         """The reduction, such as the largest score of each row, that a node holds and serves for; or ""."""

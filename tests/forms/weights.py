@@ -675,3 +675,54 @@ def scores_times_other_marks(q: Any, k: Any, v: Any, seen: Any) -> Any:
 def scores_times_twice_the_marks(q: Any, k: Any, v: Any, seen: Any) -> Any:
     b = marked(seen)
     return (scored(q, k) * (2 * b) - 1e4 * (1 - b)).softmax(-1) @ v
+
+
+@form(*QKV)
+def softmax_with_zeros_of_its_own(q: Any, k: Any, v: Any) -> Any:
+    """Softmax-n: a number of zeros in the sum, shifted as the scores are; one query sees no key."""
+    s = scored(q, k).masked_fill(torch.ones(9, 9).tril(-2).bool().flip(0), -1e9)
+    highest = s.max(dim=-1, keepdim=True).values
+    e = torch.exp(torch.subtract(s, highest))
+    zeros = torch.exp(torch.multiply(highest, -1)) * 2
+    return (e / torch.add(e.sum(dim=-1, keepdim=True), zeros)) @ v
+
+
+@form(*QKV)
+def quiet_attention(q: Any, k: Any, v: Any) -> Any:
+    """The largest is raised to the zero, and takes no gradient."""
+    s = scored(q, k)
+    m = s.detach().amax(-1, keepdim=True).clamp(min=0)
+    e = torch.exp(s - m)
+    return (e / ((-m).exp() + e.sum(-1, True))) @ v
+
+
+@form(*QKV)
+def zero_in_front_of_the_scores(q: Any, k: Any, v: Any) -> Any:
+    """Made of a part of them."""
+    s = scored(q, k)
+    return torch.cat([torch.zeros_like(s[..., :1]), s], -1).softmax(-1)[..., 1:] @ v
+
+
+@form(*QKV, fused=0, reasons=("not by their plain sum",))
+def another_number_than_zero(q: Any, k: Any, v: Any) -> Any:
+    s = scored(q, k)
+    m = s.amax(-1, keepdim=True)
+    e = torch.exp(s - m)
+    return (e / (torch.exp(-2 * m) + e.sum(-1, keepdim=True))) @ v
+
+
+@form(*QKV, fused=0, reasons=("which is not 1",))
+def quiet_weights_normalised_again(q: Any, k: Any, v: Any) -> Any:
+    s = scored(q, k)
+    m = s.amax(-1, keepdim=True)
+    e = torch.exp(s - m)
+    w = e / (torch.exp(-m) + e.sum(-1, keepdim=True))
+    return (w / w.sum(-1, keepdim=True)) @ v
+
+
+@form(*QKV, fused=0, reasons=("are also used by",))
+def returned_maximum(q: Any, k: Any, v: Any) -> Any:
+    s = scored(q, k)
+    m = s.amax(-1, keepdim=True)
+    e = torch.exp(s - m)
+    return (e / (torch.exp(-m) + e.sum(-1, keepdim=True))) @ v, m

@@ -43,7 +43,7 @@ MERGED = Reason.IN_BETWEEN(
 
 def downwards(
     site: Attention, number: Callable[[Any], float | None], at: Arrangement,
-    beside: Collection[fx.Node] = (), merged: bool = False,
+    beside: Collection[fx.Node] = (), merged: bool = False, dropped: bool = False,
 ) -> None:  # fmt: skip
     """Read from the softmax down to the product with the values, into `site`.
 
@@ -53,8 +53,9 @@ def downwards(
         at: what the dims of the softmax are.
         beside: nodes that read the weights and are part of the softmax.
         merged: whether the queries count as leading dims, the last of them at the product.
+        dropped: whether the weights have no column for a sink.
     """
-    node, dropped, beside = site.softmax, False, {*beside}
+    node, beside = site.softmax, {*beside}
     while True:
         read_by = [reader for reader in readers(node) if reader not in beside]
         users = [u for u in read_by if not reads_metadata(u, node)]
@@ -223,7 +224,9 @@ def _normalised(node: fx.Node, users: list[fx.Node], at: Arrangement) -> tuple[f
         small = least is None or (isinstance(least, float) and least <= 0.5)
         return (users[-1], 0.0, True) if plain and small and len(users) == 1 else None
     sums = sums_at(division["other"]) if division.name == "div" and len(users) == 2 else None
-    if sums is None or sums.of is not node or not sums.keeps or users[0] is not sums.nodes[-1]:
+    if sums is None or sums.zero is not None or sums.of is not node:
+        return None
+    if not sums.keeps or users[0] is not sums.nodes[-1]:
         return None
     alone = all(len(readers(each)) == 1 for each in sums.nodes)
     small = sums.least <= 0.5 and 0 <= sums.more <= 0.5 and division["rounding_mode"] is None

@@ -22,6 +22,7 @@ from .normal_form import Attention, Sink, Term
 from .operands import Operand
 from .structure import predicate
 from .walk import Walk, between, result_of
+from .written_out import reduction
 
 #: Reductions of scores that may be subtracted from them.
 _OF_ROWS = ("amax", "max", "amin", "min", "mean", "logsumexp")
@@ -176,17 +177,14 @@ class Upwards(Walk):
                 return ""
             own.append(current)
             if op.name in _OF_ROWS:
-                dim, keep = op["dim"], op["keepdim"]
-                if op.name == "max" and dim is None:  # x.max(-1, True)
-                    dim, keep = op["other"], keep if not op.rest else op.rest[0]
-                dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+                dim, keep = reduction(op)
                 over_keys = isinstance(dim, int) and dim % whole.dim() == at.columns[0]
                 over_all = op.name != "logsumexp" and dim is None and tensor(current) is not None
                 source, detached = op.input, read(op.input)
                 if detached is not None and detached.name == "detach" and len(readers(source)) == 1:
                     own.append(source)
                     source = detached.input
-                if source is not scores or not (over_all or (over_keys and bool(keep) is not dropped)):
+                if source is not scores or not (over_all or (over_keys and keep is not dropped)):
                     return ""
                 self.beside.update(own)
                 self.maxima.update(own if over_keys and op.name in ("amax", "max") else ())

@@ -192,6 +192,10 @@ def _read(
     downwards(
         site, upwards.number, at, beside=written.inside, merged=merged, dropped=written.sink is not None
     )
+    if upwards.chooses:
+        raise Reason.NO_PRODUCT.rejected(
+            "a linear of each token chooses among values of its own (experts): they are no keys"
+        )
     if written.division is not None:
         divided(site, written.division, written.inside)
     if logsumexp is not None:

@@ -38,7 +38,7 @@ def only_reader(node: fx.Node) -> fx.Node | None:
 
 def is_dead(node: fx.Node, depth: int = 32) -> bool:
     """Whether a node and all of its readers only compute values that are unused."""
-    return depth > 0 and _is_pure(node) and all(is_dead(user, depth - 1) for user in node.users)
+    return depth > 0 and is_pure(node) and all(is_dead(user, depth - 1) for user in node.users)
 
 
 def erase_dead_readers(nodes: Iterable[fx.Node]) -> None:
@@ -68,7 +68,7 @@ def replace(old: fx.Node, new: fx.Node, between: Sequence[fx.Node]) -> None:
 
 
 @remembered()
-def _is_pure(node: fx.Node) -> bool:
+def is_pure(node: fx.Node) -> bool:
     """Whether an operation is known to compute tensors, and neither writes nor draws."""
     if node.op not in ("call_function", "call_method") or not _makes_tensors(node):
         return False

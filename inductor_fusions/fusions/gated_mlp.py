@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -142,6 +143,8 @@ class GatedPair(Candidate):
         guards.check_device(self.anchor)
         if identity(gate.a) != identity(up.a):
             raise Reason.INPUTS.rejected("the gate and the up projection are linears of different inputs")
+        up = replace(up, a=gate.a)  # which may have been copied for each of them
+        self.pair = gate, up
         guards.check_products(self.pair)
         if not same_sizes(value(gate.node).shape, value(up.node).shape):
             raise Reason.SHAPES.rejected("the gate is broadcast over the up projection")
@@ -286,7 +289,8 @@ def _why(sides: list[fx.Node], functions: list[str]) -> Said:
     """Why there is no kernel for the product of functions of two linears; "" is no function."""
     if any(_of_many(side) for side in sides):
         return Reason.LIMIT(
-            "gate and up are batches of products (experts), and the kernel supports one matrix each"
+            "gate and up are batches of products (experts, or an input whose rows are apart in memory), and "
+            "the kernel supports one matrix each"
         )
     if not all(product(side) or columns(side) for side in sides):
         return Reason.LAYOUT(

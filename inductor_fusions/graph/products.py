@@ -269,11 +269,21 @@ def transpose_of(node: fx.Node) -> fx.Node | None:
     return node.args[0] if isinstance(node.args[0], fx.Node) else None
 
 
+def _copies(node: fx.Node) -> bool:
+    """Whether a node copies a tensor, or expands it to its own size.
+
+    A linear of an input that is not contiguous copies it for itself, or is a product of batches.
+    """
+    source = node.args[0] if node.target in (aten.clone.default, aten.expand.default) else None
+    return isinstance(source, fx.Node) and same_sizes(value(source).shape, value(node).shape)
+
+
 def identity(node: fx.Node) -> tuple[Any, ...]:
     """A key that two nodes have in common where they hold the same matrix.
 
-    Reshapes fall away, since they keep the elements in their order; what is left is a source, the casts
-    it went through, and the shape. Padding that is the same is equal: Inductor pads each product by itself.
+    Copies and reshapes fall away, since they keep the elements in their order; what is left is a source, the
+    casts it went through, and the shape. Padding that is the same is equal: Inductor pads each product by
+    itself.
     """
     casts: list[torch.dtype] = []
     shape = tuple(str(size) for size in value(node).shape)
@@ -286,7 +296,7 @@ def identity(node: fx.Node) -> tuple[Any, ...]:
                 continue
             if not casts or casts[-1] != value(base).dtype:
                 casts.append(value(base).dtype)
-        elif base.target not in RESHAPES:
+        elif base.target not in RESHAPES and not _copies(base):
             break
         base = base.args[0]
     if base.op == "call_function" and base.target in (aten.permute.default, aten.t.default):

@@ -375,12 +375,13 @@ def same_dtype_device(op: Op) -> bool:
 def reads_metadata(user: fx.Node, node: fx.Node) -> bool:
     """Whether `user` reads the shape or dtype of `node` and none of its values.
 
-    So does a cast of which others read no more than that: `w.type_as(w.float().type_as(w))`.
+    So does a cast or a part of which others read no more than that: `w.type_as(w.float().type_as(w))`,
+    `zeros_like(s[..., :1])`.
     """
     op = read(user)
     if op is None:
         return False
-    if op.input is node and not op.inplace and op.name in CASTS | COPIES:
+    if op.input is node and not op.inplace and op.name in CASTS | COPIES | {"getitem", "narrow", "slice"}:
         read_by = readers(user)
         return bool(read_by) and all(reads_metadata(reader, user) for reader in read_by)
     if op.name in ("type_as", "to", "view_as", "reshape_as", "expand_as"):

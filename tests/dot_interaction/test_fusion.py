@@ -286,6 +286,19 @@ def test_left_alone(name: str) -> None:
     check(fn, inputs, fused=0, reason=reason)
 
 
+@pytest.mark.parametrize("rows", [lambda t: t.unbind(1), lambda t: [t[:, i] for i in range(F)]])
+def test_a_loop_over_pairs_is_reported_once(rows: Function) -> None:
+    def weighted(x: Any, t: Any) -> Any:
+        features, total = rows(t), 0.0
+        for i in range(1, F):
+            for j in range(i):
+                total = total + (features[i] * features[j]).sum(-1) * (i + j)
+        return total
+
+    run = check(weighted, operands(), fused=0, reason="one by one")
+    assert len(run.sites) == 1, run.sites
+
+
 @pytest.mark.parametrize("select", [lambda z, m: z[:, m], torch.masked_select], ids=["index", "select"])
 def test_selected_by_a_mask(select: Any) -> None:
     """How many there are depends on data: Dynamo breaks the graph there, unless it is told not to."""

@@ -281,6 +281,14 @@ def convolution_as_b(x: Any, w: Any, a: Any, b: Any) -> Any:
     return F.linear(x, w) + F.conv1d(narrow, b.unsqueeze(-1)).transpose(-2, -1) * 0.5
 
 
+@form(X, "frozen 192x64", (16, 64), (128, 8), left=(0, 0), reasons=("no-matrix", "no-matrix"))
+def convolution_of_a_with_b(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """loralib's MergedLinear merges its groups first, and puts the rows where they belong."""
+    rows = F.conv1d(a.unsqueeze(0), b.unsqueeze(-1), groups=2).squeeze(0)
+    at = torch.cat([torch.arange(64), torch.arange(128, 192)])
+    return F.linear(x, w) + x @ rows.new_zeros(192, 64).index_put((at,), rows).t() * 0.5
+
+
 @form(X, "frozen 128x64", (2, 64, 8), (2, 8, 128), left=(1, 1), reasons=("limit", "limit"))
 def adapter_of_each_sample(x: Any, w: Any, a: Any, b: Any) -> Any:
     return F.linear(x, w) + torch.bmm(torch.bmm(x, a), b) * 2.0

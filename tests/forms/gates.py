@@ -245,3 +245,21 @@ def gates_of_heads(x: Any, w: Any) -> Any:
 @form(X, "frozen 128x64", "frozen 128x64", reasons=("where", "where"))
 def leaky(x: Any, w: Any, v: Any) -> Any:
     return F.leaky_relu(F.linear(x, w)) * F.linear(x, v)
+
+
+@form((2, 64, 48), (128, 64), (128, 64), (8, 64), (128, 8), reasons=("", "used-elsewhere"), left=(0, 0))
+def linears_of_channels(x: Any, w: Any, v: Any, a: Any, b: Any) -> Any:
+    """Tokens of a convolution: each linear copies them for itself."""
+    x = x.transpose(1, 2)
+    return F.silu(F.linear(x, w)) * F.linear(x, v), F.linear(x, v) + F.linear(F.linear(x, a), b)
+
+
+@form((64, 96), (128, 64), (128, 64), left=(0, 0), reasons=("", "used-elsewhere"))
+def gate_of_a_copy(x: Any, w: Any, v: Any) -> Any:
+    """The same matrix in another layout."""
+    return torch.sigmoid(F.linear(x.t().contiguous(), w)) * F.linear(x.t(), v)
+
+
+@form((64, 96), (128, 64), (128, 64), left=(1, 1), reasons=("different inputs", "different inputs"))
+def gate_of_copies_of_two_halves(x: Any, w: Any, v: Any) -> Any:
+    return torch.sigmoid(F.linear(x[:, :48].t().contiguous(), w)) * F.linear(x[:, 48:].t().contiguous(), v)

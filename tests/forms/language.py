@@ -253,7 +253,7 @@ def two_more_in_the_sum(q: Any, k: Any, v: Any) -> Any:
     return F.pad(q @ k.mT * 8**-0.5, (2, 0)).softmax(-1)[..., 2:] @ v
 
 
-@form(*QKV, fused=0, reasons=("in-between",))
+@form(*QKV)
 def off_by_one(q: Any, k: Any, v: Any) -> Any:
     """exp / (1 + sum): a softmax written out, with a zero logit."""
     s = q @ k.mT * 8**-0.5
@@ -389,7 +389,7 @@ class StaticCache(nn.Module):
         return merged(s.softmax(-1) @ v)
 
 
-@form((2, 9, 32), (2, 4, 6, 8), (2, 4, 6, 8), fused=0, reasons=("in-between",))
+@form((2, 9, 32), (2, 4, 6, 8), (2, 4, 6, 8))
 class GrowingCache(nn.Module):
     """Past and present keys; a mask that is right aligned."""
 

@@ -500,7 +500,7 @@ def weights_mixed_with_distances(q: Any, k: Any, v: Any) -> Any:
     return (0.7 * scored(q, k).softmax(-1) + 0.3 * near) @ v
 
 
-@form((2, 5, 16), (2, 9, 16), fused=0, reasons=("weights", "another dim than the softmax"))
+@form((2, 5, 16), (2, 9, 16), fused=0, reasons=("used-elsewhere", "another dim than the softmax"))
 def weights_of_both_sides(a: Any, b: Any) -> Any:
     """BiDAF and QANet: the weights of one side times those of the other."""
     s = a @ b.mT
@@ -613,3 +613,116 @@ def nan_of_masked_rows_is_one(q: Any, k: Any, v: Any, hidden: Any) -> Any:
 )
 def nan_of_rows_of_two_masks(q: Any, k: Any, v: Any, hidden: Any, mask: Any) -> Any:
     return torch.nan_to_num((scored(q, k).masked_fill(hidden, float("-inf")) + mask).softmax(-1)) @ v
+
+
+@form(*QKV, (2, 4, 9, 3, 5))
+def features_and_vectors(q: Any, k: Any, v: Any, vectors: Any) -> Any:
+    """Both by the same weights; the result of one is changed before the values of the other are there."""
+    w = scored(q, k).softmax(-1)
+    x = (w @ v).transpose(1, 2).flatten(2)
+    x += 1
+    return x, einsum("bhij,bhjcd->bihcd", w, vectors.relu())
+
+
+@form((2, 9, 8), (2, 9, 8), (2, 9, 8), (2, 9, 3), lambda: torch.rand(2, 1, 9) > 0.4)
+def features_and_coordinates(q: Any, k: Any, v: Any, x: Any, hidden: Any) -> Any:
+    """One sample sees no key."""
+    hidden = hidden | (torch.arange(2) == 1)[:, None, None]
+    w = scored(q, k).masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0)
+    return w @ v, w.bmm(x) - x
+
+
+@form(*QKV, fused=0, reasons=("weights",))
+def two_steps_along_the_same_weights(q: Any, k: Any, v: Any) -> Any:
+    w = scored(q, k).softmax(-1)
+    return w @ (w @ v)
+
+
+@form(*QKV, (2, 4, 9, 8), fused=0, reasons=("weights",))
+def values_overwritten_between_two_products(q: Any, k: Any, v: Any, u: Any) -> Any:
+    u, w = u * 1, scored(q, k).softmax(-1)
+    x = w @ v
+    u.mul_(2)
+    return x, w @ u.relu()
+
+
+@form(*QKV, (2, 9, 9, 5), fused=0, reasons=("weights",))
+def values_of_pairs(q: Any, k: Any, v: Any, pairs: Any) -> Any:
+    """AlphaFold's points: values that depend on the query as well."""
+    w = scored(q, k).softmax(-1)
+    return w @ v, einsum("bhij,bijc->bihc", w, pairs)
+
+
+def marked(seen: torch.Tensor) -> torch.Tensor:
+    """Drawn marks on lower triangles: one query sees no key."""
+    return torch.ones(9, 9).tril() * (seen & (torch.arange(9) != 3)[:, None]).float()
+
+
+@form(*QKV, lambda: torch.rand(2, 1, 9, 9) > 0.4)
+def scores_times_marks(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    """As the first GPT-2 has its mask: what is hidden is multiplied by 0 and gets a number."""
+    b = marked(seen)
+    return (scored(q, k) * b - 1e4 * (1 - b)).softmax(-1) @ v
+
+
+@form(*QKV, lambda: torch.rand(2, 1, 9, 9) > 0.4, fused=0, reasons=("through mul",))
+def scores_times_other_marks(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    """The number is added where another mask hides."""
+    return (scored(q, k) * marked(seen) - 1e4 * torch.ones(9, 9).triu(1)).softmax(-1) @ v
+
+
+@form(*QKV, lambda: torch.rand(2, 1, 9, 9) > 0.4, fused=0, reasons=("through mul",))
+def scores_times_twice_the_marks(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    b = marked(seen)
+    return (scored(q, k) * (2 * b) - 1e4 * (1 - b)).softmax(-1) @ v
+
+
+@form(*QKV)
+def softmax_with_zeros_of_its_own(q: Any, k: Any, v: Any) -> Any:
+    """Softmax-n: a number of zeros in the sum, shifted as the scores are; one query sees no key."""
+    s = scored(q, k).masked_fill(torch.ones(9, 9).tril(-2).bool().flip(0), -1e9)
+    highest = s.max(dim=-1, keepdim=True).values
+    e = torch.exp(torch.subtract(s, highest))
+    zeros = torch.exp(torch.multiply(highest, -1)) * 2
+    return (e / torch.add(e.sum(dim=-1, keepdim=True), zeros)) @ v
+
+
+@form(*QKV)
+def quiet_attention(q: Any, k: Any, v: Any) -> Any:
+    """The largest is raised to the zero, and takes no gradient."""
+    s = scored(q, k)
+    m = s.detach().amax(-1, keepdim=True).clamp(min=0)
+    e = torch.exp(s - m)
+    return (e / ((-m).exp() + e.sum(-1, True))) @ v
+
+
+@form(*QKV)
+def zero_in_front_of_the_scores(q: Any, k: Any, v: Any) -> Any:
+    """Made of a part of them."""
+    s = scored(q, k)
+    return torch.cat([torch.zeros_like(s[..., :1]), s], -1).softmax(-1)[..., 1:] @ v
+
+
+@form(*QKV, fused=0, reasons=("not by their plain sum",))
+def another_number_than_zero(q: Any, k: Any, v: Any) -> Any:
+    s = scored(q, k)
+    m = s.amax(-1, keepdim=True)
+    e = torch.exp(s - m)
+    return (e / (torch.exp(-2 * m) + e.sum(-1, keepdim=True))) @ v
+
+
+@form(*QKV, fused=0, reasons=("which is not 1",))
+def quiet_weights_normalised_again(q: Any, k: Any, v: Any) -> Any:
+    s = scored(q, k)
+    m = s.amax(-1, keepdim=True)
+    e = torch.exp(s - m)
+    w = e / (torch.exp(-m) + e.sum(-1, keepdim=True))
+    return (w / w.sum(-1, keepdim=True)) @ v
+
+
+@form(*QKV, fused=0, reasons=("are also used by",))
+def returned_maximum(q: Any, k: Any, v: Any) -> Any:
+    s = scored(q, k)
+    m = s.amax(-1, keepdim=True)
+    e = torch.exp(s - m)
+    return (e / (torch.exp(-m) + e.sum(-1, keepdim=True))) @ v, m

@@ -40,14 +40,14 @@ def queries_and_keys(op: Op, at: Arrangement) -> tuple[Operand, Operand]:
 def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[Any, ...], tuple[int, ...]]:
     """The values of an einsum with the weights, and its result: as (*lead, *queries, *dim), and permuted."""
     found = equation(op)
-    if op["bias"] is not None:
-        raise Reason.IN_BETWEEN.rejected("a bias is added to the product with v by linear")
     if found.left is found.right:
         raise Reason.NO_PRODUCT.rejected("the attention weights are multiplied by themselves")
     if found.left is not weights:
         found = found.turned()
     if all(found.first[d] in found.result for d in (*at.rows, *at.columns)):
         raise Reason.IN_BETWEEN.rejected(f"{found.text} is between the softmax and the product with v")
+    if op["bias"] is not None:
+        raise Reason.IN_BETWEEN.rejected("a bias is added to the product with v by linear")
     lead, rows, columns = ("".join(found.first[d] for d in dims) for dims in (at.lead, at.rows, at.columns))
     free = "".join(c for c in found.second if c not in found.first)
     natural = lead + rows + free

@@ -19,6 +19,7 @@ from . import flex, mask_builder, row_bias
 from .decode import plan as decode
 from .decode.op import DECODE_ATTENTION
 from .mask_builder import Mask, MaskMemo, build_mask
+from .normal_form import Result
 from .operands import Operand, same_shape
 from .problem import Problem, Scaler, is_in_rows
 from .short import terms
@@ -93,19 +94,27 @@ class Emitter:
             result = build.call(torch.where, seen, result, 0.0)
         for scaler in problem.behind:
             result = _scaled(build, result, scaler)
-        original = torch_ops.tensor(output)
-        assert original is not None
-        natural = list(problem.out_shape)
-        if not same_shape(build.value(result).shape, natural):
-            result = build.call("reshape", result, tuple(natural))
-        if problem.out_dims != tuple(range(len(problem.out_dims))):
-            result = build.call("permute", result, *problem.out_dims)
-        if not same_shape(build.value(result).shape, original.shape):
-            result = build.call("reshape", result, tuple(original.shape))
-        result = build.to(result, original.dtype)
-        self.changed.append((result, problem.train and kernel != "short" and _is_kernels(result)))
-        result.meta = {**output.meta, **{k: v for k, v in result.meta.items() if k != "example_value"}}
-        output.replace_all_uses_with(result)
+        kept, column = problem.train and kernel != "short", 0
+        for each in problem.results:
+            part, width = result, each.v.shape[-1]
+            if len(problem.results) > 1:
+                part = build.call("narrow", result, -1, column, width)
+                column += width
+            self._replaced(build, part, each, kept)
+
+    def _replaced(self, build: Builder, found: fx.Node, result: Result, kept: bool) -> None:
+        """Let what is on (batch, heads, queries, dim) be the value of a result."""
+        original = torch_ops.value(result.node)
+        if not same_shape(build.value(found).shape, result.shape):
+            found = build.call("reshape", found, tuple(result.shape))
+        if result.dims != tuple(range(len(result.dims))):
+            found = build.call("permute", found, *result.dims)
+        if not same_shape(build.value(found).shape, original.shape):
+            found = build.call("reshape", found, tuple(original.shape))
+        found = build.to(found, original.dtype)
+        self.changed.append((found, kept and _is_kernels(found)))
+        found.meta = {**result.node.meta, **{k: v for k, v in found.meta.items() if k != "example_value"}}
+        result.node.replace_all_uses_with(found)
 
     def _short(self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node) -> fx.Node:
         """The masks one by one, in the order of the unfused graph: fully masked rows come out as there."""

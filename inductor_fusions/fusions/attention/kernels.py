@@ -71,9 +71,10 @@ def choose(given: Problem, call: Call | None = None) -> Choice:
         return _restricted(given, call)
     asked, problem = config.attention_kernel, _without_limited_structure(given)
     few_queries = hint(problem.q.shape[2]) < hint(problem.q.shape[3])
-    if (problem.key_scalers or problem.value_scalers) and few_queries and config.policy != "always":
+    copied = problem.key_scalers or problem.value_scalers or len(problem.results) > 1
+    if copied and few_queries and config.policy != "always":
         raise Reason.NOT_FASTER.left_to_stock(
-            "few queries, for which scaled keys or values would be written to memory"
+            "few queries, for which keys or values would be written to memory once more"
         )
     unable = flex.takes(problem)
     if problem.stages and unable:
@@ -196,6 +197,7 @@ def _measured(problem: Problem, candidates: tuple[str, ...]) -> decisions.Decisi
         names = []  # its rows are of SDPA that is told so, and takes no bias then
     if "row_bias" in candidates and biased:
         names.insert(0, f"alibi {problem.flex_kind}")
+    several = len(problem.results) > 1
     for name in dict.fromkeys([*names, problem.mask_kind]):
         verdict = decisions.attention(
             device=problem.q.value.device,
@@ -205,7 +207,7 @@ def _measured(problem: Problem, candidates: tuple[str, ...]) -> decisions.Decisi
             batch_heads=hint(problem.q.shape[0] * problem.q.shape[1]),
             q_len=hint(problem.q.shape[2]),
             kv_len=hint(problem.k.shape[2]),
-            head_dim=hint(problem.q.shape[3]),
+            head_dim=max(hint(problem.q.shape[3]), hint(problem.v.shape[3]) if several else 0),
             candidates=candidates,
             tf32=problem.q.value.device.type == "cuda" and may_use_tf32(),
             heads=hint(problem.q.shape[1]),
@@ -313,7 +315,10 @@ def _in_rows(value: torch.Tensor) -> torch.Tensor:
 def _copies_pay(problem: Problem, grouped: bool) -> bool:
     """Whether copies for SDPA, read and written, move less than the scores, written and read."""
     k, v = (problem.k, problem.v) if grouped else (problem.full_k, problem.full_v)
-    copied = sum(hint(t.value.numel()) for t in (problem.q, k, v) if not is_in_rows(t.value))
+    joined = len(problem.results) > 1
+    copied = sum(
+        hint(t.value.numel()) for t in (problem.q, k, v) if not is_in_rows(t.value) or (joined and t is v)
+    )
     if not copied or config.policy == "always":
         return True
     batch, heads, queries, _ = problem.q.shape

@@ -8,7 +8,7 @@ with, in between, functions of a score (`Stage`: the softcap is one) and an atte
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -96,12 +96,31 @@ class Sink:
     has_column: bool = True
 
 
+@dataclass(frozen=True)
+class Result:
+    """A product of the weights with values.
+
+    Attributes:
+        node: what holds it, and gets its value from the fused operation.
+        v: the values, of shape (*lead, keys, dim).
+        lead: leading dims of the product.
+        shape: of the result as (*lead, q_len, v_dim), where the last two may be several dims each.
+        dims: that is permuted by these to give `node`.
+    """
+
+    node: fx.Node
+    v: Operand
+    lead: tuple[Any, ...]
+    shape: tuple[Any, ...]
+    dims: tuple[int, ...]
+
+
 @dataclass
 class Attention:
     """One attention in the normal form.
 
     Attributes:
-        q, k, v: operands of shape (*lead, length, dim); leads of k and v broadcast to that of q.
+        q, k: operands of shape (*lead, length, dim); the lead of k broadcasts to that of q.
         stages: functions of the scores, in order; what follows is applied after the last one.
         scale: number that the scores are multiplied by.
         scalers: tensors or symbolic numbers, constant over queries or keys, that the scores are multiplied
@@ -114,10 +133,8 @@ class Attention:
         drops_nan: whether weights that are NaN are set to 0.
         renormalised: whether the weights are divided by their sum after that: 1, or 0 and a small number.
         behind: as `scalers`, of the weights.
-        lead: leading dims of the product; `softmax_lead` and `out_lead` those at the softmax and at
-            the product with v.
-        out_shape: of the result as (*out_lead, q_len, v_dim), where the last two may be several dims each.
-        out_dims: that is permuted by these to give `output`.
+        lead: leading dims of the product; `softmax_lead` those at the softmax.
+        results: products of the weights with values, in graph order, of the same leading dims.
         chain: the nodes that the site consists of, each used by the next one only.
         readers: nodes that read the shape or dtype of the scores, not their values.
         partners: other softmaxes on the same scores, each of an attention by itself.
@@ -140,15 +157,30 @@ class Attention:
     renormalised: bool = False
     behind: list[tuple[str, Any, tuple[Any, ...]]] = field(default_factory=list)
     dropout: float = 0.0
-    v: Operand | None = None
-    output: fx.Node | None = None
     softmax_lead: tuple[Any, ...] = ()
-    out_lead: tuple[Any, ...] = ()
-    out_shape: tuple[Any, ...] = ()
-    out_dims: tuple[int, ...] = ()
+    results: list[Result] = field(default_factory=list)
     chain: list[fx.Node] = field(default_factory=list)
     readers: list[fx.Node] = field(default_factory=list)
     partners: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def output(self) -> fx.Node:
+        """The first result."""
+        return self.results[0].node
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        return [result.node for result in self.results]
+
+    @property
+    def v(self) -> Operand:
+        """The values, those of several products beside each other."""
+        first, *others = (result.v for result in self.results)
+        return first.beside(others) if others else first
+
+    def ends_behind(self, node: fx.Node) -> None:
+        """Let the only result be held by a node behind the product."""
+        self.results = [replace(self.results[0], node=node)]
 
     def read_on_the_way(self) -> Iterator[fx.Node]:
         """Every tensor that acts on the scores or the weights."""

@@ -48,7 +48,11 @@ class Operand(torch_ops.Seen):
         """The operand after one more operation, which may take others."""
         value, given = self.value, [arg.value if isinstance(arg, Operand) else arg for arg in args]
         with torch.no_grad():
-            changed = getattr(value, method)(*given) if isinstance(method, str) else method(value, *given)
+            changed = (
+                getattr(value, method)(*given)
+                if isinstance(method, str)
+                else method(*_arguments(method, value, given))
+            )
         trained = value.requires_grad or any(isinstance(a, Operand) and a.value.requires_grad for a in args)
         changed = changed.detach().requires_grad_(trained)
         return Operand(self.node, changed, (*self.steps, (method, args)))
@@ -58,12 +62,26 @@ class Operand(torch_ops.Seen):
         node = self.node
         for method, args in self.steps:
             given = [arg.built(build) if isinstance(arg, Operand) else arg for arg in args]
-            node = build.call(method, node, *given)
+            node = build.call(method, *_arguments(method, node, given))
         return node
 
     @property
     def shape(self) -> torch.Size:
         return self.value.shape
+
+    def beside(self, others: Sequence[Operand]) -> Operand:
+        """This and others beside each other in the last dim, leading dims of size 1 expanded as needed.
+
+        Kernels for a GPU take a last dim that is a multiple of 8: zeros behind them make it one.
+        """
+        rank = max(each.value.dim() for each in (self, *others))
+        first, *rest = (each.padded(rank) for each in (self, *others))
+        lead = torch.broadcast_shapes(*(each.shape[:-1] for each in (first, *rest)))
+        first, *rest = (each.expand((*lead, each.shape[-1])) for each in (first, *rest))
+        joined = first.then(torch.cat, *rest)
+        width = joined.shape[-1]
+        extra = -width % 8 if isinstance(width, int) else 0
+        return joined.then(torch.nn.functional.pad, (0, extra)) if extra else joined
 
     def permute(self, dims: Sequence[int]) -> Operand:
         return self if list(dims) == list(range(len(dims))) else self.then("permute", *dims)
@@ -81,6 +99,11 @@ class Operand(torch_ops.Seen):
         """With dims of size 1 in front, up to `rank` dims."""
         missing = rank - self.value.dim()
         return self if missing <= 0 else self.then("reshape", (*([1] * missing), *self.shape))
+
+
+def _arguments(method: Any, first: Any, others: list[Any]) -> list[Any]:
+    """The arguments of a step: `torch.cat` takes its tensors in a list, and is along the last dim here."""
+    return [[first, *others], -1] if method is torch.cat else [first, *others]
 
 
 def same_shape(first: Sequence[Any], second: Sequence[Any]) -> bool:

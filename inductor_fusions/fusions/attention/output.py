@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Collection
 from typing import Any
@@ -31,7 +32,7 @@ from ...reasons import Reason
 from . import einsum
 from .arrangement import Arrangement, Misplaced, is_view, permuted
 from .assigned import condition as assigned_to
-from .normal_form import Attention, Term
+from .normal_form import Attention, Result, Term
 from .operands import Operand, product, same_shape
 from .written_out import SOFTMAXES, sums_at
 
@@ -42,7 +43,7 @@ MERGED = Reason.IN_BETWEEN(
 
 def downwards(
     site: Attention, number: Callable[[Any], float | None], at: Arrangement,
-    beside: Collection[fx.Node] = (), merged: bool = False,
+    beside: Collection[fx.Node] = (), merged: bool = False, dropped: bool = False,
 ) -> None:  # fmt: skip
     """Read from the softmax down to the product with the values, into `site`.
 
@@ -52,8 +53,9 @@ def downwards(
         at: what the dims of the softmax are.
         beside: nodes that read the weights and are part of the softmax.
         merged: whether the queries count as leading dims, the last of them at the product.
+        dropped: whether the weights have no column for a sink.
     """
-    node, dropped, beside = site.softmax, False, {*beside}
+    node, beside = site.softmax, {*beside}
     while True:
         read_by = [reader for reader in readers(node) if reader not in beside]
         users = [u for u in read_by if not reads_metadata(u, node)]
@@ -79,7 +81,8 @@ def downwards(
             site.chain.append(division)
             node = division
             continue
-        if len(users) != 1:
+        ops = [read(user) for user in users]
+        if not users or (len(users) > 1 and any(op is None or op.name not in PRODUCTS for op in ops)):
             other = next((u for u in users if (op := read(u)) is None or op.name not in PRODUCTS), users[-1])
             raise Reason.WEIGHTS.rejected(
                 f"the attention weights are also used by {other.name}",
@@ -87,8 +90,7 @@ def downwards(
                 if any(map(_is_returned, users))
                 else "",
             )
-        user = users[0]
-        op = read(user)
+        user, op = users[0], ops[0]
         if op is None:
             raise Reason.WEIGHTS.rejected("the attention weights are returned")
         if op.name in PRODUCTS:
@@ -150,18 +152,39 @@ def downwards(
     if merged and (site.behind or site.zeroed):
         raise Rejected(MERGED)
     at = at.split() if merged else at
-    site.output = user
+    site.results = [_result(op, node, at)]
+    for other in users[1:]:
+        also = read(other)
+        assert also is not None
+        with contextlib.suppress(Rejected):
+            result = _result(also, node, at)
+            if _alike(site.results[0], result):
+                site.results.append(result)
+                continue
+        raise Reason.WEIGHTS.rejected(f"the attention weights are also used by {other.name}")
+
+
+def _result(op: Op, node: fx.Node, at: Arrangement) -> Result:
+    """A product of the weights, which a node holds, with values."""
     if op.node.kwargs.get("out") is not None:
         raise Reason.OVERWRITTEN.rejected("the product with v writes to a given tensor (out=)")
-    weights, result = tensor(node), tensor(user)
-    assert weights is not None and result is not None
-    site.out_lead = at.sizes(weights.shape)
+    weights, made = tensor(node), tensor(op.node)
+    assert weights is not None and made is not None
     if op.name in EQUATIONS:
-        site.v, site.out_shape, site.out_dims = einsum.values(op, node, at)
+        v, shape, dims = einsum.values(op, node, at)
+        result = Result(op.node, v, at.sizes(weights.shape), shape, dims)
     else:
-        _matrices(site, op, node, at)
-    if not known_true(product(result.shape) == product(site.out_shape)):
+        result = _matrices(op, node, at)
+    if not known_true(product(made.shape) == product(result.shape)):
         raise Reason.SHAPES.rejected("the weights are broadcast in the product with v")
+    return result
+
+
+def _alike(first: Result, second: Result) -> bool:
+    """Whether two results may be parts of one, with the same dtypes and gradients."""
+    one, other = value(first.node), value(second.node)
+    same = one.dtype == other.dtype and one.requires_grad == other.requires_grad
+    return same and first.v.value.dtype == second.v.value.dtype and same_shape(first.lead, second.lead)
 
 
 def _assigned(
@@ -201,7 +224,9 @@ def _normalised(node: fx.Node, users: list[fx.Node], at: Arrangement) -> tuple[f
         small = least is None or (isinstance(least, float) and least <= 0.5)
         return (users[-1], 0.0, True) if plain and small and len(users) == 1 else None
     sums = sums_at(division["other"]) if division.name == "div" and len(users) == 2 else None
-    if sums is None or sums.of is not node or not sums.keeps or users[0] is not sums.nodes[-1]:
+    if sums is None or sums.zero is not None or sums.of is not node:
+        return None
+    if not sums.keeps or users[0] is not sums.nodes[-1]:
         return None
     alone = all(len(readers(each)) == 1 for each in sums.nodes)
     small = sums.least <= 0.5 and 0 <= sums.more <= 0.5 and division["rounding_mode"] is None
@@ -230,15 +255,15 @@ def divided(site: Attention, division: fx.Node, sums: Collection[fx.Node]) -> No
         sums: what computes the sums, the last one first.
     """
     op, product_, by = read(division), tensor(site.output), tensor(next(iter(sums)))
-    assert op is not None and product_ is not None and by is not None and site.output is not None
+    assert op is not None and product_ is not None and by is not None
     used = [user for user in readers(site.output) if not reads_metadata(user, site.output)]
     rows = (*product_.shape[:-1], 1)
-    natural = site.out_dims == tuple(range(product_.dim()))
+    natural = site.results[0].dims == tuple(range(product_.dim())) and len(site.results) == 1
     fits = natural and same_shape(by.shape, rows) and not site.drops_nan
     if op.input is not site.output or used != [division] or not fits:
         raise Reason.IN_BETWEEN.rejected("the product with v is not divided by the sum of its exponentials")
     site.chain += [site.output, *sums]
-    site.output = division
+    site.ends_behind(division)
 
 
 _DIFFERENCE = Reason.IN_BETWEEN(
@@ -289,8 +314,8 @@ def _is_returned(node: fx.Node, steps: int = 8) -> bool:
     return any(_is_returned(user, steps - 1) for user in readers(node))
 
 
-def _matrices(site: Attention, op: Op, node: fx.Node, at: Arrangement) -> None:
-    """Read a product of matrices, of which either may be the weights, into `site`."""
+def _matrices(op: Op, node: fx.Node, at: Arrangement) -> Result:
+    """A product of matrices, of which either may be the weights."""
     weights, result = tensor(node), tensor(op.node)
     is_left = op.input is node
     other = op["other"] if is_left else op.input
@@ -306,11 +331,10 @@ def _matrices(site: Attention, op: Op, node: fx.Node, at: Arrangement) -> None:
         raise Misplaced(
             Reason.NO_PRODUCT("the product after the softmax sums over another dim than the softmax")
         )
-    site.v = permuted(operand, (*single.lead, *last))
+    v, lead = permuted(operand, (*single.lead, *last)), single.sizes(weights.shape)
     lengths = weights.shape[single.rows[0]], operand.shape[-1 if is_left else -2]
-    site.out_lead = single.sizes(weights.shape)
-    site.out_shape = (*site.out_lead, *lengths)
-    site.out_dims = (*(single.lead.index(d) for d in range(rank - 2)), *last)
+    dims = (*(single.lead.index(d) for d in range(rank - 2)), *last)
+    return Result(op.node, v, lead, (*lead, *lengths), dims)
 
 
 def _scaler(

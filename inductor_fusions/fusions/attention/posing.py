@@ -42,7 +42,6 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
     Raises:
         Rejected: where dims do not line up, or dtypes cannot be settled.
     """
-    assert site.v is not None and site.output is not None
     q, k, v = site.q, site.k, site.v
     if not known_true(q.shape[-1] == k.shape[-1]) or not known_true(k.shape[-2] == v.shape[-2]):
         raise Reason.SHAPES.rejected("the sizes of q, k and v do not match")
@@ -70,7 +69,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
         wide = [t.padded(len(lead) + 2).expand((*lead, *t.shape[-2:])) for t in (k, v)]
         full_k, full_v = (t.reshape((*target, *t.shape[-2:])) for t in wide)
     else:
-        k, v = _moved(k, site.lead, target), _moved(v, site.out_lead, target)
+        k, v = _moved(k, site.lead, target), _moved(v, site.results[0].lead, target)
         full_k, full_v = _whole(k, target), _whole(v, target)
         short_k, short_v = few_heads(k, v, target, interpreter.mutations, site.output)
     zeroed = zeroed_fills(site, interpreter)
@@ -107,14 +106,13 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
             for t, operand in terms
         ],
         dtype=dtype,
-        out_shape=site.out_shape,
-        out_dims=site.out_dims,
+        results=site.results,
         scalers=scalers,
         late_scalers=late_scalers,
         behind=behind,
         key_scalers=key_scalers,
         value_scalers=value_scalers,
-        train=_needs_grad(site.q.node, site.k.node, site.v.node, site.output),
+        train=_needs_grad(site.q.node, site.k.node, *(r.v.node for r in site.results), *site.outputs),
         stages=[_stage(stage, target, interpreter) for stage in site.stages],
         sink=_sink(site, target, interpreter),
         structure=_structure(causal, hidden, site, target, interpreter),
@@ -253,8 +251,7 @@ def _before_upcast(operand: Operand, dtype: torch.dtype) -> Operand | None:
 
 def _batch_and_heads(site: Attention) -> tuple[tuple[Any, ...], bool]:
     """Leading dims to compute with, and whether the last of them holds groups that share a key."""
-    assert site.v is not None
-    stages = [site.lead, site.softmax_lead, site.out_lead, *(t.lead for t in site.terms)]
+    stages = [site.lead, site.softmax_lead, site.results[0].lead, *(t.lead for t in site.terms)]
     two = [lead for lead in stages if len(lead) == 2]
     if two:
         return two[0], False

@@ -15,7 +15,7 @@ from ...graph import torch_ops
 from ...operands import holds
 from ...reasons import Reason
 from .masks import holds_fills_alone
-from .normal_form import Stage, Term
+from .normal_form import Result, Stage, Term
 from .operands import Operand, same_shape
 from .structure import Structure
 
@@ -51,7 +51,7 @@ class Problem:
         version: what has last written to the memory of a node before another one reads it: where that is the
             same for two readers, they read the same.
         dtype: dtype of the kernel (that of autocast, where it is on).
-        out_shape: shape of (*out_lead, q_len, v_dim), before `out_dims`.
+        results: what the result is for: with several, each is a range of its last dim, in order.
         train: whether a gradient flows into q, k or v, or into anything else that the result is made of.
         transformed: whether it is inside of torch.func.grad.
         autocast: whether autocast is on, which rounds what products are made of anyway.
@@ -67,8 +67,7 @@ class Problem:
     causal: bool
     terms: list[tuple[Term, Operand]]
     dtype: torch.dtype
-    out_shape: tuple[Any, ...]
-    out_dims: tuple[int, ...]
+    results: list[Result]
     scalers: list[Scaler] = field(default_factory=list)
     late_scalers: list[list[Scaler]] = field(default_factory=list)
     behind: list[Scaler] = field(default_factory=list)
@@ -114,8 +113,8 @@ class Problem:
     @property
     def bare_output(self) -> bool:
         """Whether the result goes into products as it is, with nothing pointwise behind the kernel."""
-        found = torch_ops.tensor(self.output)
-        return found is not None and found.dtype == self.dtype and _feeds_products(self.output)
+        nodes = [result.node for result in self.results]
+        return all(torch_ops.value(node).dtype == self.dtype and _feeds_products(node) for node in nodes)
 
     @property
     def first_scale(self) -> Any:

@@ -24,7 +24,7 @@ from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, VIEWS, read, ten
 from ...reasons import Reason
 from .arrangement import Arrangement, Misplaced
 from .masks import Interpreter
-from .normal_form import Attention
+from .normal_form import Attention, Sink, Term
 from .operands import Operand, product, same_shape
 from .output import MERGED, divided, downwards
 from .rescaled import logsumexp_of, read_sink
@@ -172,16 +172,30 @@ def _read(
     logsumexp = logsumexp_of(written.scores) if at.is_plain and not written.inside else None
     upwards = Upwards(interpreter, logsumexp, merged)
     upwards.beside.update(written.inside)
+    upwards.shifts_cancel &= written.sink is None
     site = upwards.walk(written.scores, written.reader, written.factor, [], at)
     written.check(upwards.maxima)
     site = replace(site, softmax=softmax, softmax_lead=at.sizes(weights.shape), readers=upwards.readers)
     if merged:
+        if written.sink is not None:
+            raise Rejected(MERGED)
         _take_apart(site)
     site.chain.append(softmax)
     site.chain.extend(upwards.beside)
     if site.sink is not None and len(site.terms) > site.below_sink:
         raise Reason.SINK.rejected("a mask or a bias is also added to the attention sink")
-    downwards(site, upwards.number, at, beside=written.inside, merged=merged)
+    if written.sink is not None:
+        if site.sink is not None:
+            raise Reason.SINK.rejected("the attention has two sinks")
+        column = site.q.then("new_full", (1,) * weights.dim(), written.sink)
+        site.sink, site.below_sink = Sink(Term(column, site.softmax_lead), first=False), len(site.terms)
+    downwards(
+        site, upwards.number, at, beside=written.inside, merged=merged, dropped=written.sink is not None
+    )
+    if upwards.chooses:
+        raise Reason.NO_PRODUCT.rejected(
+            "a linear of each token chooses among values of its own (experts): they are no keys"
+        )
     if written.division is not None:
         divided(site, written.division, written.inside)
     if logsumexp is not None:

@@ -33,11 +33,10 @@ def read_sink(site: Attention, logsumexp: fx.Node) -> None:
     Raises:
         Rejected: the logsumexp serves for something else.
     """
-    output = site.output
-    op = read(logsumexp)
-    assert output is not None and op is not None
+    output, op = site.output, read(logsumexp)
+    assert op is not None
     elsewhere = Reason.USED_ELSEWHERE.rejected(f"the scores are also used by {logsumexp.name}")
-    if site.sink is not None or site.zeroed is not None:
+    if site.sink is not None or site.zeroed is not None or len(site.results) > 1:
         raise elsewhere
     node, has_column, gated = logsumexp, bool(op["keepdim"]), False
     sink: Sink | None = None
@@ -71,7 +70,7 @@ def read_sink(site: Attention, logsumexp: fx.Node) -> None:
         raise elsewhere
     site.sink, site.below_sink = sink, len(site.terms)
     site.chain += [*chain, output]
-    site.output = user
+    site.ends_behind(user)
 
 
 def _only_user(site: Attention, node: fx.Node) -> fx.Node | None:

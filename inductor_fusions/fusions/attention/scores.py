@@ -17,10 +17,12 @@ from ...graph import torch_ops
 from ...graph.torch_ops import Op, appends_dim, read, tensor
 from ...reasons import Reason
 from .arrangement import Arrangement
-from .masks import is_fill
+from .masks import is_fill, is_one_or_zero
 from .normal_form import Attention, Sink, Term
 from .operands import Operand
+from .structure import predicate
 from .walk import Walk, between, result_of
+from .written_out import reduction
 
 #: Reductions of scores that may be subtracted from them.
 _OF_ROWS = ("amax", "max", "amin", "min", "mean", "logsumexp")
@@ -143,9 +145,25 @@ class Upwards(Walk):
                     "something that is neither a number nor a tensor is added to the scores"
                 )
             self.add(site, op, other, at, factor * bias_factor, scalers)
+            self._read_as_fill(site)
             return site
 
         return self.either(op, [(scores, other) for scores, other, _ in sides], try_side)
+
+    def _read_as_fill(self, site: Attention) -> None:
+        """Read `x * b + n * (1 - b)`, where b is proved to be 1 or 0, as x with a fill of n where b is 0."""
+        stage = site.stages[-1] if site.stages else None
+        by = stage.operand if stage is not None and stage.function == "mul" else None
+        operand = None if by is None else Operand.of(by.node)
+        if stage is None or operand is None or site.scale != 1 or site.scalers or len(site.terms) != 1:
+            return
+        seen, numbers = self.interpreter.boolean(operand), self.interpreter.read(operand)
+        mask = predicate(site.terms[0], self.interpreter, self.shifts_cancel)
+        if by is None or mask is None or mask[0] != seen or not is_one_or_zero(numbers):
+            return
+        fill = Term(operand.then("bool"), by.lead, fill=mask[1], hides=False)
+        del site.stages[-1]
+        site.scale, site.scalers, site.terms = stage.scale, stage.scalers, [*stage.terms, fill]
 
     def _of_rows(self, node: Any, scores: Any, at: Arrangement) -> str:
         """The reduction, such as the largest score of each row, that a node holds and serves for; or ""."""
@@ -159,17 +177,14 @@ class Upwards(Walk):
                 return ""
             own.append(current)
             if op.name in _OF_ROWS:
-                dim, keep = op["dim"], op["keepdim"]
-                if op.name == "max" and dim is None:  # x.max(-1, True)
-                    dim, keep = op["other"], keep if not op.rest else op.rest[0]
-                dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+                dim, keep = reduction(op)
                 over_keys = isinstance(dim, int) and dim % whole.dim() == at.columns[0]
                 over_all = op.name != "logsumexp" and dim is None and tensor(current) is not None
                 source, detached = op.input, read(op.input)
                 if detached is not None and detached.name == "detach" and len(readers(source)) == 1:
                     own.append(source)
                     source = detached.input
-                if source is not scores or not (over_all or (over_keys and bool(keep) is not dropped)):
+                if source is not scores or not (over_all or (over_keys and keep is not dropped)):
                     return ""
                 self.beside.update(own)
                 self.maxima.update(own if over_keys and op.name in ("amax", "max") else ())

@@ -14,7 +14,7 @@ from ..._inductor import known_true, records_gradients, suppress_guards
 from ...effects import modes
 from ...effects.derivatives import REVERSE
 from ...effects.inplace import inputs
-from ...effects.liveness import erase_dead_readers
+from ...effects.liveness import erase_dead_readers, is_pure
 from ...fusion import Candidate, Rejected
 from ...graph import torch_ops
 from ...operands import check_kind, text
@@ -24,7 +24,7 @@ from .decode import plan as decode
 from .mask_builder import check_empty_rows
 from .masks import may_hide_rows
 from .multihead import FastPath, MultiheadForward
-from .normal_form import Attention, Term
+from .normal_form import Attention, Result, Term
 from .operands import Operand
 from .posing import few_heads, pose
 from .problem import Problem, check_not_empty, check_sizes, same_problem_shapes
@@ -79,6 +79,7 @@ class HandWritten(Candidate):
     def __init__(self, scope: Scope, softmax: fx.Node, beside: tuple[fx.Node, ...] = ()) -> None:
         self.scope, self.anchor, self.beside = scope, softmax, beside
         self.site: Attention | None = None
+        self.ahead: list[fx.Node] = []
 
     def describe(self) -> dict[str, str]:
         return {"scores": _text(self.anchor)}
@@ -88,12 +89,13 @@ class HandWritten(Candidate):
         state = self.scope.modes.at(self.anchor)
         with suppress_guards(self.scope.fake_mode), modes.asking(state), torch.no_grad():
             site = self.site = recognise(self.anchor, self.scope.interpreter, self.beside)
-            assert site.output is not None and site.v is not None
-            self.scope.check_modes([*site.chain, site.output])
+            self.ahead = self._computed_ahead(site)
+            self.scope.check_modes([*site.chain, *site.outputs, *self.ahead])
             state = self.scope.modes.at(site.output)
-            self.scope.derivatives.check([site.output])
-            inputs = [site.q.node, site.k.node, site.v.node, *site.read_on_the_way()]
-            own = {*site.chain, site.output}
+            self.scope.derivatives.check(site.outputs)
+            values = [result.v.node for result in site.results]
+            inputs = [site.q.node, site.k.node, *values, *site.read_on_the_way()]
+            own = {*site.chain, *site.outputs}
             for node in own:
                 for target in self.scope.mutations.targets(node):
                     if target not in own:
@@ -101,7 +103,7 @@ class HandWritten(Candidate):
                             f"the scores, or a value computed from them, overwrite {target.name}"
                         )
             for node in inputs:
-                if self.scope.mutations.between(node, site.product, site.output, ignore=own):
+                if self.scope.mutations.between(node, site.product, site.outputs[-1], ignore=own):
                     raise Reason.OVERWRITTEN.rejected(
                         f"{node.name} is overwritten before the attention reads it"
                     )
@@ -127,9 +129,27 @@ class HandWritten(Candidate):
         except Rejected as miss:
             raise type(miss)(f"another softmax also reads the scores: {miss.reason}", miss.hint) from None
 
+    def _computed_ahead(self, site: Attention) -> list[fx.Node]:
+        """What computes values of later products behind the first one, and may as well be in front of it."""
+        found: set[fx.Node] = set()
+        frontier = [result.v.node for result in site.results]
+        while frontier:
+            node = frontier.pop()
+            if node in found or node < site.output:
+                continue
+            read = inputs(node)
+            between = self.scope.mutations.between
+            if node in site.outputs or not is_pure(node) or any(between(r, site.output, node) for r in read):
+                raise Reason.WEIGHTS.rejected(
+                    "the attention weights are also used by another product, for which "
+                    f"{node.name} is not known to be the same in front of the first one"
+                )
+            found.add(node)
+            frontier += read
+        return sorted(found)
+
     def _check_dtypes(self, site: Attention) -> None:
         """A product of two dtypes raises in eager mode; fake tensors may allow it."""
-        assert site.output is not None
         products = (node for node in (site.output, *reversed(site.chain)) if _is_product(node))
         both = (torch_ops.tensor(node) for node in inputs(next(products)))
         if len({each.dtype for each in both if each is not None}) > 1:
@@ -140,12 +160,14 @@ class HandWritten(Candidate):
         return savings.of_hand_written(self.choice.problem, self.site.product)
 
     def rewrite(self) -> str:
-        assert self.site is not None and self.site.output is not None
+        assert self.site is not None
         site, output = self.site, self.site.output
         erase_dead_readers([*site.chain, *site.readers])
-        nodes = [site.product, *site.chain, output]
+        for node in self.ahead:
+            output.prepend(node)
+        nodes = [site.product, *site.chain, *site.outputs]
         return _replace(
-            self.scope, self.choice, output, [*site.chain, *site.readers, output],
+            self.scope, self.choice, output, [*site.chain, *site.readers, *site.outputs],
             lambda: remembered(nodes, self.scope.fake_mode),
         )  # fmt: skip
 
@@ -212,8 +234,8 @@ class SdpaCall(Candidate):
             few_k, few_v = few_heads(k, v, q.shape[:2], self.scope.mutations, self.anchor)
         problem = Problem(
             q=q, k=few_k, v=few_v, full_k=k, full_v=v, scale=scale, dropout=float(dropout),
-            causal=causal, terms=[], dtype=out.dtype, out_shape=tuple(out.shape),
-            out_dims=tuple(range(out.dim())), attn_mask=mask,
+            causal=causal, terms=[], dtype=out.dtype, attn_mask=mask,
+            results=[Result(self.anchor, v, shape[:2], tuple(out.shape), tuple(range(out.dim())))],
             train=any(records_gradients(torch_ops.tensor(op[n])) for n in ("query", "key", "value"))
             or records_gradients(out),
             structure=None if term is None else self._structure(term, shape),

@@ -102,6 +102,8 @@ class Walk:
         self.writing: set[fx.Node] = set()
         #: Parts of the scores that are being read.
         self.regions: list[Reading] = []
+        #: Whether each token is one query, whose scores are a linear of it.
+        self.chooses = False
         self._steps = 0
 
     def walk(self, node: Any, user: fx.Node, factor: float, scalers: Scalers, at: Arrangement) -> Attention:
@@ -364,8 +366,7 @@ class Walk:
         if self.merged:
             at = at.split()
         if op.name in EQUATIONS:
-            if op.name == "linear" and not at.rows:  # a choice of experts, by one query for each token
-                raise Misplaced(NO_PRODUCT)
+            self.chooses = op.name == "linear" and not at.rows
             try:
                 q, k = einsum.queries_and_keys(op, at)
             except Misplaced:

@@ -4,6 +4,7 @@
     exp2(s - s.amax(-1, keepdim=True)) in the place of exp, which scales the scores by log(2)
     (e @ v) / e.sum(-1, keepdim=True)
     exp(s - s.logsumexp(-1, keepdim=True)),  exp(log_softmax(s, -1))
+    e / (e.sum(-1, keepdim=True) + exp(-m)) with the m that is subtracted: a sink of 0 ("softmax one")
 
 All of them are what a softmax computes, in the same range. Exponentials of scores whose largest is not
 subtracted overflow where it does not; whatever is done to exponentials or to their sum makes other weights.
@@ -12,7 +13,7 @@ subtracted overflow where it does not; whatever is done to exponentials or to th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +48,7 @@ class Softmax:
         inside: nodes between the scores and the weights.
         maximum: what the scores have had subtracted, which has to be the largest of each row; or None.
         factor: what the scores are multiplied by.
+        sink: a score that takes weight and has no value; or None.
         division: what divides the product with the values by the sum of the exponentials; the weights are
             these then.
     """
@@ -59,6 +61,7 @@ class Softmax:
     maximum: Any = None
     factor: float = 1.0
     division: fx.Node | None = None
+    sink: float | None = None
 
     def check(self, row_maxima: set[fx.Node]) -> None:
         """Refuse exponentials of scores of which something else than one of these nodes is subtracted."""
@@ -154,19 +157,95 @@ def _divided(op: Op) -> Softmax:
         raise Reason.IN_BETWEEN.rejected("a number is added to the sum of the exponentials, or bounds it")
     if not sums.keeps:
         raise Reason.SHAPES.rejected("the exponentials are divided by sums over another dim")
-    inside = [*sums.nodes, *(twins(exp) if product is None else ())]
-    for node in inside:
-        other = {*readers(node)} - {*inside, op.node}
-        if other:
-            raise Reason.WEIGHTS.rejected(f"the exponentials are also used by {min(other).name}")
-    shifted = read(exp.input)
+    shifted, exps = read(exp.input), twins(exp)
     if shifted is None or shifted.name != "sub" or shifted["alpha"] is not None:
         raise Rejected(_OVERFLOWS, _HINT)
+    scores, reader, maximum, sink = exp.input, exp.node, shifted["other"], None
+    inside = [*sums.nodes, *(exps if product is None else ())]
+    if sums.zero is not None:
+        highest = _row_maximum(maximum, shifted.input, sums.dim)
+        if not highest or sums.zero.maximum is not maximum or sums.zero.function != exp.name:
+            raise Rejected(_OVERFLOWS, _HINT)
+        inside += [shifted.node, *highest, *sums.zero.nodes]
+        scores, reader, maximum, sink = shifted.input, shifted.node, None, math.log(sums.zero.count)
+    for node in inside:
+        other = {*readers(node)} - {*inside, *exps, op.node}
+        if other:
+            raise Reason.WEIGHTS.rejected(
+                f"the exponentials, their sum or their maximum are also used by {min(other).name}"
+            )
     held = op.node if product is None else exp.node
     return Softmax(
-        held, exp.input, exp.node, sums.dim, tuple(inside), shifted["other"], EXPONENTIALS[exp.name],
-        None if product is None else op.node,
+        held, scores, reader, sums.dim, tuple(inside), maximum, EXPONENTIALS[exp.name],
+        None if product is None else op.node, sink,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Zero:
+    """Exponentials of scores of 0, which are added to a sum: `count * exp(-maximum)`.
+
+    Attributes:
+        count: how many.
+        function: the exponential.
+        maximum: what is subtracted of them.
+        nodes: that compute it.
+    """
+
+    count: float
+    function: str
+    maximum: Any
+    nodes: tuple[fx.Node, ...]
+
+
+def _zero_at(node: Any, count: float = 1.0) -> Zero | None:
+    """The exponentials of zeros that a node holds."""
+    op = read(node)
+    if op is None or op.inplace:
+        return None
+    other = op["other"]
+    if op.name == "mul" and isinstance(other, (int, float)) and other > 0 and count == 1.0:
+        found = _zero_at(op.input, float(other))
+        return None if found is None else replace(found, nodes=(*found.nodes, op.node))
+    negative = read(op.input) if op.name in EXPONENTIALS else None
+    minus = negative is not None and (
+        negative.name == "neg" or (negative.name == "mul" and negative["other"] in (-1, -1.0))
+    )
+    if negative is None or negative.inplace or not minus:
+        return None
+    return Zero(count, op.name, negative.input, (negative.node, op.node))
+
+
+def _row_maximum(node: Any, scores: Any, dim: Any) -> list[fx.Node]:
+    """What computes the largest score of each row, or 0 if that is larger; nothing of another."""
+    found: list[fx.Node] = []
+    while (op := read(node)) is not None and not op.inplace:
+        found.append(op.node)
+        if op.name in ("amax", "max"):
+            over, keep = reduction(op)
+            rank = 0 if (whole := tensor(op.input)) is None else whole.dim()
+            same = isinstance(over, int) and isinstance(dim, int) and (over - dim) % max(rank, 1) == 0
+            source = read(op.input)
+            if source is not None and source.name == "detach":
+                found.append(source.node)
+            given = op.input if source is None or source.name != "detach" else source.input
+            return found if given is scores and same and keep else []
+        raised = op.name in ("clamp", "clamp_min") and op["max"] is None and op["min"] in (0, 0.0)
+        picks = (op.name == "getattr" and op["name"] == "values") or (
+            op.name == "getitem" and op["index"] == 0
+        )
+        if not raised and not picks and op.name != "detach":
+            return []
+        node = op.input
+    return []
+
+
+def reduction(op: Op) -> tuple[Any, bool]:
+    """The dim of a reduction, and whether it is kept."""
+    dim, keep = op["dim"], op["keepdim"]
+    if op.name == "max" and dim is None:  # x.max(-1, True)
+        dim, keep = op["other"], keep if not op.rest else op.rest[0]
+    return _only(dim), bool(keep)
 
 
 @dataclass(frozen=True)
@@ -180,6 +259,7 @@ class Sums:
         more: a number that is added to them.
         least: a number that they are raised to, after or before that.
         nodes: that compute them.
+        zero: exponentials of zeros that are added to them.
     """
 
     of: Any
@@ -188,11 +268,12 @@ class Sums:
     more: float
     least: float
     nodes: tuple[fx.Node, ...]
+    zero: Zero | None = None
 
 
 def sums_at(node: Any) -> Sums | None:
     """The sums that a node holds, perhaps raised by a small number that avoids a division by zero."""
-    more, least, nodes, appended = 0.0, 0.0, list[fx.Node](), False
+    more, least, nodes, appended, zero = 0.0, 0.0, list[fx.Node](), False, None
     while (op := read(node)) is not None and not op.inplace:
         nodes.append(op.node)
         number: Any = None
@@ -200,14 +281,16 @@ def sums_at(node: Any) -> Sums | None:
             dim, whole = _only(op["dim"]), tensor(op.input)
             last = whole is not None and isinstance(dim, int) and dim % whole.dim() == whole.dim() - 1
             keeps = bool(op["keepdim"]) is not appended and (not appended or last)
-            return Sums(op.input, dim, keeps, more, least, tuple(nodes))
-        if appends_dim(op) and not appended:
+            return Sums(op.input, dim, keeps, more, least, tuple(nodes), zero)
+        if appends_dim(op) and not appended and zero is None:
             appended, node = True, op.input
             continue
         if op.name == "add" and op["alpha"] is None:
-            number, node = (
-                (op["other"], op.input) if isinstance(op.input, fx.Node) else (op.input, op["other"])
-            )
+            number, node = op["other"], op.input
+            if not isinstance(node, fx.Node) or _zero_at(node) is not None:
+                number, node = node, number
+            if zero is None and not appended and (zero := _zero_at(number)) is not None:
+                continue
             more += number if isinstance(number, float) else math.inf
         elif op.name in ("clamp", "clamp_min") and op["max"] is None:
             number, node = op["min"], op.input

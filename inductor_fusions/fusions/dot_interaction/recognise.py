@@ -173,6 +173,8 @@ def unread(node: fx.Node) -> str:
     if op is None:
         return ""
     source, index = op.input, op["index"]
+    if op.name == "sum":
+        return "pairs are multiplied one by one" if _begins_loop(node) else ""
     if op.name in ("tril", "triu"):
         rows = all((by := read(user)) is not None and by.name in FLATTENS for user in readers(node))
         return f"all products are read, through {op.name}" if rows and _squared_at(source) else ""
@@ -184,6 +186,40 @@ def unread(node: fx.Node) -> str:
     if mask is not None and mask.dtype == torch.bool and mask.dim() == 2 and _squared_at(source):
         return "pairs are selected by a mask"
     return ""
+
+
+def _begins_loop(node: fx.Node) -> bool:
+    """Whether a sum is the first of three products of two features, or more, such as a loop computes."""
+    op = read(node)
+    pair = None if op is None else read(op.input)
+    found = None if pair is None or pair.name != "mul" else _feature(pair.input)
+    if found is None:
+        return False
+    loop: list[fx.Node] = []
+    for feature in filter(_feature, readers(found)):
+        for product in readers(feature):
+            op = read(product)
+            sides = [] if op is None or op.name != "mul" else [op.input, op["other"]]
+            two = sides and sides[0] is not sides[1] and all(_feature(side) is found for side in sides)
+            loop += [each for each in readers(product) if two and (by := read(each)) and by.name == "sum"]
+            if loop and loop[0] is not node:
+                return False
+            if len(set(loop)) >= 3:
+                return True
+    return False
+
+
+def _feature(node: Any) -> fx.Node | None:
+    """The features of which a node is one: `t[:, 2]`, `t.unbind(1)[2]`."""
+    op = read(node)
+    if op is None or op.name not in ("getitem", "select") or not isinstance(op.input, fx.Node):
+        return None
+    parts, index = read(op.input), op["index"]
+    if parts is not None and parts.name in ("unbind", "split", "chunk"):
+        return op.input if type(index) is int else None
+    whole = tensor(op.input)
+    rows = isinstance(index, tuple) and len(index) == 2 and index[0] == _WHOLE and type(index[1]) is int
+    return op.input if whole is not None and whole.dim() == 3 and (rows or op["dim"] == 1) else None
 
 
 def _squared_at(z: Any) -> bool:

@@ -15,6 +15,7 @@ from ...graph.products import (
     CASTS,
     RESHAPES,
     additions_behind,
+    is_pointwise,
     product,
     summands,
     tensor,
@@ -33,6 +34,9 @@ EMBEDDING = Reason.NO_MATRIX(
 )
 CONVOLUTION = Reason.NO_MATRIX("the adapter belongs to a convolution, whose base is not a matrix product")
 UP = Reason.NO_MATRIX("the second product of the adapter is a convolution, and only linears are fused")
+CONVOLVED = Reason.NO_MATRIX(
+    "a convolution of A with B makes the weight of a linear in each step, and only products are taken apart"
+)
 BATCH = Reason.LIMIT(
     "the adapters are a batch, one for each sample, expert or block, and the kernels support one matrix each"
 )
@@ -87,9 +91,23 @@ def _of_up(up: fx.Node) -> str:
     if not _is_convolution(up) or any(size != 1 for size in value(weight).shape[2:]):
         return ""
     found = product(_turned(up.args[0]))
+    if found is None and _is_narrow(weight, 1) and 2 * value(weight).shape[1] <= value(up).shape[2]:
+        return CONVOLVED if value(up).shape[0] == 1 and _is_weight(up) else ""
     if found is None or found.inner < 2 * value(found.node).shape[1]:
         return ""
     return UP if _is_narrow(found.node, 1) else ""
+
+
+def _is_weight(node: fx.Node, steps: int = 8) -> bool:
+    """Whether a matrix, or the sum with another one, is the weight of a linear."""
+    below = (*_TURNED, *RESHAPES, *CASTS, aten.squeeze.dim, aten.index_put.default)
+    for user in node.users:
+        found = product(user)
+        if found is not None and found.b is node:
+            return True
+        if steps and (user.target in below or is_pointwise(user)) and _is_weight(user, steps - 1):
+            return True
+    return False
 
 
 def _is_merged(matrices: Any) -> bool:

@@ -36,6 +36,7 @@ from .values import (
     identity,
     is_condition,
     is_known,
+    is_one_or_zero,
     negation,
     substitute,
     within,

@@ -263,6 +263,8 @@ def seen_through(value: Value, seen: Any) -> Value:
         if method == "permute":
             rank = len(args)
             value = substitute(value, renamed({d - rank: i - rank for i, d in enumerate(args)}))
+        elif method == "bool":
+            value = as_bool(value)
         elif not (method == "reshape" and place == 0 and adds_dims_in_front(seen.node, args[0])):
             return None
     return value

@@ -203,6 +203,12 @@ def dims(value: Value) -> set[int]:
     return {atom for each in found for atom, _ in each.coeffs if isinstance(atom, int)}
 
 
+def is_one_or_zero(value: Value) -> bool:
+    """Whether a number is proved to be 1 or 0 everywhere."""
+    parts = branches(as_number(value))
+    return bool(parts) and all(part.is_constant and part.const in (0, 1) for part in parts)
+
+
 def is_known(value: Value) -> bool:
     """Whether a value was read, and nothing in it is unknown."""
     return value is not None and not any(isinstance(each, Unknown) for each in within(value))

@@ -309,9 +309,10 @@ def identity(node: fx.Node) -> tuple[Any, ...]:
 
 
 def readers(node: fx.Node, targets: frozenset[Any] | None = None) -> Iterator[fx.Node]:
-    """The users of a value and of its views: of those that are operations of `targets`, or of all."""
+    """The users of a value and of what operations of `targets`, views if none are given, make of it."""
     for user in node.users:
-        if kind(user).view and (targets is None or user.target in targets) and user.args[0] is node:
+        follows = kind(user).view if targets is None else user.target in targets
+        if follows and user.op == "call_function" and user.args[0] is node:
             yield from readers(user, targets)
         else:
             yield user

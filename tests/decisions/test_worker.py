@@ -28,13 +28,13 @@ FOUND = {"attention": 385, "block_mm": 12, "lora": 188, "lora_sums": 252}
 def asked() -> Iterator[list[Query]]:
     """The problems that are asked for inside."""
     found: list[Query] = []
-    decided = deciding._decided
+    decided = deciding._from_tables
 
     def note(query: Query, device: torch.device) -> Any:
         found.append(query)
         return decided(query, device)
 
-    with mock.patch.object(deciding, "_decided", note):
+    with mock.patch.object(deciding, "_from_tables", note):
         yield found
 
 

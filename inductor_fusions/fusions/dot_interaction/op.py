@@ -84,11 +84,12 @@ def _check(t: Tensor, dense: Tensor | None, pairs: Pairs) -> None:
         raise ValueError("cells of dot_pairs must be an int64 vector")
 
 
-def _cells(pairs: Pairs, t: Tensor) -> Tensor:
-    if isinstance(pairs, Tensor):
-        return pairs
-    first, second = pairs.indices(t.shape[1], t.device).unbind()
-    return first * t.shape[1] + second
+def _of_pairs(pairs: Pairs, t: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and columns of the pairs in the matrix of all products."""
+    if isinstance(pairs, Triangle):
+        first, second = pairs.indices(t.shape[1], t.device).unbind()
+        return first, second
+    return pairs // t.shape[1], pairs % t.shape[1]
 
 
 def _forward(t: Tensor, dense: Tensor | None, pairs: Pairs, tiles: list[int]) -> Tensor:
@@ -97,7 +98,8 @@ def _forward(t: Tensor, dense: Tensor | None, pairs: Pairs, tiles: list[int]) ->
         from . import kernels
 
         return kernels.interaction(t, dense, pairs, tiles)
-    found = torch.bmm(t, t.transpose(1, 2)).flatten(1)[:, _cells(pairs, t)]
+    first, second = _of_pairs(pairs, t)
+    found = torch.bmm(t, t.transpose(1, 2))[:, first, second]
     return found if dense is None else torch.cat([dense, found], 1)
 
 
@@ -107,8 +109,11 @@ def _differentiate(dy: Tensor, t: Tensor, x: int, pairs: Pairs, tiles: list[int]
 
         return kernels.gradient(dy, t, x, pairs, tiles)
     samples, features, _ = t.shape
-    g = t.new_zeros((samples, features * features)).index_add(1, _cells(pairs, t), dy[:, x:])
-    g = g.view(samples, features, features)
+    first, second = _of_pairs(pairs, t)
+    g = t.new_zeros((samples, features, features))
+    every = torch.arange(samples, device=t.device)[:, None]
+    # Cells may name a pair more than once.
+    g = g.index_put((every, first, second), dy[:, x:], accumulate=isinstance(pairs, Tensor))
     return torch.bmm(g + g.transpose(1, 2), t)
 
 

@@ -112,7 +112,7 @@ def test_broken_record(content: str, fresh_cache: None) -> None:
     """Is no record: the report says that it does not know, and nothing raises."""
     inductor_fusions.clear()
     sites = [site("one")]
-    reporting._write(sites)
+    reporting._write(sites, reporting._key(sites))
     path = reporting._path(reporting._key(sites))
     assert path is not None and path.is_file()
     counters["inductor"][reporting.RECORD + reporting._key(sites)] += 2
@@ -137,5 +137,6 @@ def test_key() -> None:
 def test_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "inductor_fusions").write_text("a file where the folder would be")
     monkeypatch.setattr(reporting._inductor, "cache_folder", lambda: tmp_path)
-    reporting._write([site()])
+    sites = [site()]
+    reporting._write(sites, reporting._key(sites))
     assert (tmp_path / "inductor_fusions").is_file()

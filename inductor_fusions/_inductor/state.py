@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -168,15 +168,22 @@ def donated() -> list[int]:
 
 
 class Context:
-    """Where a graph was compiled: what Dynamo's contexts say there, for compiling it again later."""
+    """Where a graph was compiled: what Dynamo's contexts say there, for compiling it again later.
 
-    def __init__(self) -> None:
+    Args:
+        inputs: of the graph.
+    """
+
+    def __init__(self, inputs: Sequence[Any] = ()) -> None:
         from torch._guards import CompileContext, TracingContext
 
         self._tracing, self._compile = TracingContext.try_get(), CompileContext.try_get()
         self._grad = torch.is_grad_enabled()
-        # Which sizes of an input are symbolic; Dynamo forgets it behind a compile, and all of them would be.
-        self._sizes = dict[Any, Any]() if self._tracing is None else self._tracing.tensor_to_context.copy()
+        # Which sizes of an input are symbolic. Dynamo forgets that after a compile, because its weak
+        # references keep `torch.utils.swap_tensors` from working; without it all sizes would be.
+        known = {} if self._tracing is None else self._tracing.tensor_to_context
+        tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
+        self._sizes = [(each, known[each]) for each in tensors if each in known]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -189,9 +196,14 @@ class Context:
             compile_lock, _disable_current_modes(), torch.set_grad_enabled(self._grad),
             tracing(self._tracing), compile_context(self._compile),
         ):  # fmt: skip
-            if self._tracing is not None:
-                self._tracing.tensor_to_context.update(self._sizes)
-            yield
+            if self._tracing is None:
+                yield
+                return
+            self._tracing.tensor_to_context.update(self._sizes)
+            try:
+                yield
+            finally:
+                self._tracing.tensor_to_context.clear()
 
     def written(self) -> list[int] | None:
         """Positions of the inputs that the graph writes to; None if they are unknown."""

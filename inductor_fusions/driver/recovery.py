@@ -41,7 +41,7 @@ def around(compile: Callable[..., Any], model: Any, inputs: Sequence[Any], *args
     """
     if attempts.current() is not None or not config.enabled or not isinstance(model, fx.GraphModule):
         return compile(model, inputs, *args, **kwargs)
-    trials = Trials(model, lambda: compile(model, list(inputs), *args, **kwargs))
+    trials = Trials(model, lambda: compile(model, list(inputs), *args, **kwargs), inputs)
     inner = functools.partial(_inner, trials.cache_keys)
     args, kwargs = _inductor.with_inner_compile(inner, args, kwargs)
     if not _inductor.is_flat(model, inputs):

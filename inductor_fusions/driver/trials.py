@@ -41,16 +41,17 @@ class Trials:
     Args:
         model: the graph's module.
         compile: compiles the module as it is when it is called.
+        inputs: of Dynamo's graph.
     """
 
     #: The stages whose passes work on the graph.
     stages = frozenset({"pre_grad", "post_grad"})
 
-    def __init__(self, model: fx.GraphModule, compile: Callable[[], Any]) -> None:
+    def __init__(self, model: fx.GraphModule, compile: Callable[[], Any], inputs: Sequence[Any] = ()) -> None:
         self.model, self._compile = model, compile
         self.cache_keys: list[str] = []
         self.first = self._last = Attempt(model, cache_keys=self.cache_keys)
-        self._state, self._context = _inductor.GlobalState(), _inductor.Context()
+        self._state, self._context = _inductor.GlobalState(), _inductor.Context(inputs)
         self._inference = torch.is_inference_mode_enabled()  # which only its guard can switch off
         self._records = reporting.mark()
         self._watcher = watching.current()

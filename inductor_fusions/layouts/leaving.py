@@ -121,6 +121,7 @@ def _enters_a_body(node: fx.Node) -> bool:
 
 
 def _takes_a_body(node: fx.Node) -> bool:
+    """Whether a node calls a higher-order operation; flex attention has operands of any strides."""
     return (
         isinstance(node.target, torch._ops.HigherOrderOperator)
         and node.target is not _inductor.flex_attention_op()

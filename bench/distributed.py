@@ -6,7 +6,7 @@ reads a prompt. DDP compiles the whole model, FSDP2 and tensor parallel each blo
 switched off, `fused` the default policy; the two take turns, each is the best of six blocks of steps, by the
 wall clock, on the slower process. Memory is the peak of a step, with weights, on the process with more.
 
-    python -m bench.distributed --out bench/results/distributed_h200.json
+    python -m bench.distributed --out bench/results/distributed_h100.json
     python -m bench.distributed --backend gloo --out /tmp/try.json --only '^tp'
 
 The first needs two GPUs. The processes are those of `tests/distributed_worker.py`, so it runs in a checkout.

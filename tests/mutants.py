@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ SOURCES = (
 #: A run with a mutant may take SLOWER times as long as its tests took, and START seconds. One that takes
 #: longer loops, and the mutant is killed.
 SLOWER, START = 5.0, 240.0
+#: A process runs tests of so many seconds; those of one mutant may be in several.
+CHUNK = 60.0
 
 
 @dataclass(frozen=True)
@@ -93,11 +96,22 @@ def reach(chosen: Sequence[Site], part: str, args: argparse.Namespace, journal: 
     ]
 
 
-def killer(site: Site, ran: Sequence[Ran]) -> tuple[str | None, int]:
-    """The first test that fails with the mutant, of those that pass without and reach it; how many do."""
+def chunks(site: Site, ran: Sequence[Ran]) -> list[list[Ran]]:
+    """The tests that pass without a mutant and reach it, the cheap ones first, in runs of CHUNK seconds."""
     tests = sorted((t for t in ran if t.passed and str(site) in t.reached), key=lambda t: t.seconds)
-    if not tests:
-        return None, 0
+    found: list[list[Ran]] = []
+    seconds = math.inf
+    for test in tests:
+        if seconds + test.seconds > CHUNK:
+            found.append([])
+            seconds = 0.0
+        found[-1].append(test)
+        seconds += test.seconds
+    return found
+
+
+def killer(site: Site, tests: Sequence[Ran]) -> str | None:
+    """The first of some tests that fails with the mutant."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder, "journal")
         wanted = {"mutant": str(site), "tests": [t.nodeid for t in tests]}
@@ -105,7 +119,29 @@ def killer(site: Site, ran: Sequence[Ran]) -> tuple[str | None, int]:
         limit = START + SLOWER * sum(t.seconds for t in tests)
         code = pytest_run(wanted, ["-x", "-pno:xdist", f"--journal={journal}", *files], limit)
         failed = [entry["test"] for entry in entries(journal) if entry["outcome"] == "failed"]
-    return (None if code == 0 else failed[0] if failed else f"pytest: {code}"), len(tests)
+    return None if code == 0 else failed[0] if failed else f"pytest: {code}"
+
+
+def judge(left: Sequence[Site], ran: Sequence[Ran], jobs: int) -> Iterator[tuple[Site, str | None, int]]:
+    """Each mutant as soon as it is judged: the test that kills it, if one does, and how many reach it."""
+    runs = {site: chunks(site, ran) for site in left}
+    waiting = {site: len(runs[site]) for site in left}
+    for site in (site for site in left if not runs[site]):
+        yield site, None, 0
+    order = sorted((i, str(site)) for site in left for i in range(len(runs[site])))
+    named = {str(site): site for site in left}
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = {pool.submit(killer, named[name], runs[named[name]][i]): named[name] for i, name in order}
+        for future in as_completed(futures):
+            site = futures[future]
+            if future.cancelled() or not waiting[site]:
+                continue
+            by = future.result()
+            waiting[site] = 0 if by else waiting[site] - 1
+            if not waiting[site]:
+                yield site, by, sum(map(len, runs[site]))
+                for other in (f for f, its in futures.items() if its is site):
+                    other.cancel()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -132,14 +168,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ran = reach(chosen, part, args, args.json.with_suffix(f".{part}.journal"))
         print(f"{part}: {len(ran)} tests, {sum(not t.passed for t in ran)} fail without a mutant", flush=True)
         left = [site for site in alive if part not in verdicts[str(site)]]
-        with ThreadPoolExecutor(args.jobs) as pool:
-            results = pool.map(killer, left, [ran] * len(left))
-            for site, (by, tests) in zip(left, results, strict=True):
-                found = {part: by, f"{part} tests": tests}
-                verdicts[str(site)] |= found
-                with journal.open("a") as file:
-                    file.write(json.dumps([str(site), found]) + "\n")
-                print(f"{site}: {by or 'survives'} ({tests} tests of the {part} part reach it)", flush=True)
+        for site, by, tests in judge(left, ran, args.jobs):
+            found = {part: by, f"{part} tests": tests}
+            verdicts[str(site)] |= found
+            with journal.open("a") as file:
+                file.write(json.dumps([str(site), found]) + "\n")
+            print(f"{site}: {by or 'survives'} ({tests} tests of the {part} part reach it)", flush=True)
         alive = [site for site in alive if verdicts[str(site)][part] is None]
     rows = [{"mutant": site, **found} for site, found in verdicts.items()]
     quick = sum(row["quick"] is not None for row in rows)

@@ -115,3 +115,27 @@ def test_mutant_is_killed_by_the_tests_that_reach_it(tmp_path: Path) -> None:
         assert row["quick tests"] > 0 or row["quick"] is None
         assert "rest" in row or row["quick"] is not None
     assert mutants.run(args) == result
+
+
+def test_runs_of_a_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cheap tests run first; a mutant that one run kills is judged at once, the others after all runs."""
+    killed, lives, unreached = (Site("m.py", line, 0, "flipped") for line in (1, 2, 3))
+    reached = frozenset(map(str, (killed, lives)))
+    ran = [mutants.Ran(f"t{i}", i != 4, 25.0 - i, reached) for i in range(6)]
+    monkeypatch.setattr(mutants, "CHUNK", 50.0)
+    runs = [[t.nodeid for t in run] for run in mutants.chunks(lives, ran)]
+    assert runs == [["t5", "t3"], ["t2", "t1"], ["t0"]]
+    seen = []
+
+    def killer(site: Site, tests: list[mutants.Ran]) -> str | None:
+        seen.append((site, tests[0].nodeid))
+        return tests[0].nodeid if (site, tests[0].nodeid) == (killed, "t2") else None
+
+    monkeypatch.setattr(mutants, "killer", killer)
+    judged = list(mutants.judge([killed, lives, unreached], ran, 1))
+    assert sorted(judged, key=lambda row: row[0]) == [
+        (killed, "t2", 5),
+        (lives, None, 5),
+        (unreached, None, 0),
+    ]
+    assert (killed, "t5") in seen and (lives, "t0") in seen

@@ -80,9 +80,13 @@ def rename(node: fx.Node, name: str) -> None:
 
 
 def copied_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy, whose inputs say where they come from as those of Dynamo's graphs do."""
+    """A copy, whose inputs say where they come from as those of Dynamo's graphs do.
+
+    It does not refer to the tensors of the call: Dynamo drops those references of its own graph as well.
+    """
     made = copy.deepcopy(graph)
     for old, new in zip(graph.nodes, made.nodes, strict=True):
+        new.meta.pop("grapharg", None)
         if old.op == "placeholder" and hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
     return made

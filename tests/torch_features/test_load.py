@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,28 @@ from tests.load import BACKENDS, KINDS, apart, attention, grown, qkv
 ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_inputs_are_not_referred_to(train: bool) -> None:
+    """Nothing that a compile leaves behind refers to an input, so that `swap_tensors` takes it at once."""
+    function, inputs = attention(0.3), [x.requires_grad_(train) for x in qkv()]
+    collects = gc.isenabled()
+    gc.disable()  # what is left in cycles counts
+    try:
+        with config.patch(policy="always"), torch.set_grad_enabled(train):
+            compiled = torch.compile(function, dynamic=False)
+            result = compiled(*inputs)
+        assert any(site.verdict == "fused" for site in inductor_fusions.report())
+        if train:
+            result.sum().backward()
+        del result
+        assert not any(weakref.getweakrefs(x) for x in inputs)
+        for x in inputs:
+            torch.utils.swap_tensors(x, torch.zeros_like(x))
+    finally:
+        if collects:
+            gc.enable()
 
 
 @pytest.mark.parametrize("backend", ["passes", pytest.param("inductor", marks=pytest.mark.slow)])

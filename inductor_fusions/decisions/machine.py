@@ -110,7 +110,11 @@ def digest() -> str:
 
 def load(device: torch.device) -> Table | None:
     """The rows of this machine: those that the process has found, and those that it has added."""
-    if not _may_have() or _inductor.is_absent():
+    if _inductor.is_absent():
+        return None
+    if company() == "together":
+        _compare_device(tables.device_name(device))
+    if not _may_have():
         return None
     return _table(company(), file_name(device), tables.device_name(device))
 
@@ -118,6 +122,24 @@ def load(device: torch.device) -> Table | None:
 def _may_have() -> bool:
     """Whether there may be rows at all; asked before the device, which takes longer."""
     return bool(_found(company())) or _added
+
+
+@functools.lru_cache
+def _compare_device(name: str) -> None:
+    """Say so, once, if the first process of the job that asked has another model of this kind of device.
+
+    Each process then decides by what is known of its own device. Their code differs, but not the order of
+    its collectives, which no fusion moves.
+    """
+    with contextlib.suppress(AttributeError, RuntimeError):
+        first = _inductor.first_to_say(f"inductor_fusions/device/{name.partition('_')[0]}", name)
+        if first != name:
+            log.warning(
+                "this process runs on %s, another one of the job on %s: each fuses what pays on its own "
+                "device, so that they may differ in rounding. INDUCTOR_FUSIONS=0 leaves all to stock",
+                name,
+                first,
+            )
 
 
 _added = False
@@ -129,6 +151,7 @@ def forget() -> None:
     _added = False
     _found.cache_clear()
     _table.cache_clear()
+    _compare_device.cache_clear()
 
 
 @functools.lru_cache

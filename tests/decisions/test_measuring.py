@@ -546,6 +546,53 @@ def test_two_ranks_with_other_files_decide_alike(
     assert said[0][2] == said[1][2]
 
 
+def _on_another_gpu(rank: int, store: str, found: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    from torch.distributed._functional_collectives import all_reduce
+
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine.log, "warning", lambda text, *args: said.append(text % args))
+        patch.setattr(machine.tables, "device_name", lambda device: ("nvidia_h100", "nvidia_a100")[rank])
+        machine.load(CPU)
+    with config.patch(policy=("always", "profitable")[rank]):
+        torch.manual_seed(rank)
+        inputs = [torch.randn(1, 2, 12, 8, requires_grad=True) for _ in range(3)]
+
+        def step(q: Any, k: Any, v: Any) -> Any:
+            o = torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1) @ v
+            return all_reduce(o * o, "sum", torch.distributed.group.WORLD)
+
+        def results(fn: Any) -> list[Any]:
+            out = fn(*inputs)
+            return [out.detach(), *torch.autograd.grad(out.sum(), inputs)]
+
+        ours, exact = results(torch.compile(step)), results(step)
+        error = max(float((a - b).abs().max()) for a, b in zip(ours, exact, strict=True))
+        found.put((rank, [site.verdict for site in inductor_fusions.report()], error, said))
+        torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_on_unlike_gpus(tmp_path: Path) -> None:
+    """One fuses and the other does not: nobody waits for ever, the results are right, and one says why."""
+    context = multiprocessing.get_context("spawn")
+    found = context.Queue()
+    ranks = [
+        context.Process(target=_on_another_gpu, args=(rank, str(tmp_path / "store"), found))
+        for rank in (0, 1)
+    ]
+    for each in ranks:
+        each.start()
+    (_, first, error, said), (_, second, other, more) = sorted(found.get(timeout=240) for _ in ranks)
+    for each in ranks:
+        each.join(60)
+    assert first == ["fused"] and second == ["left to stock"]
+    assert max(error, other) < 1e-5
+    (warning,) = said + more
+    assert "nvidia_h100" in warning and "nvidia_a100" in warning
+
+
 # -- the process that measures -----------------------------------------------------------------------------
 
 

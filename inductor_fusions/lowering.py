@@ -33,7 +33,6 @@ def define(
     """Define the operation `inductor_fusions::NAME`, which changes none of its operands.
 
     Args:
-        name: of it.
         compute: its kernel in eager mode, and its reference.
         empty: takes the same, and gives results of these dtypes, sizes and strides: its fake kernel.
         flops: takes the same, with shapes for tensors.
@@ -103,7 +102,6 @@ def kernel_or(name: str, kernel: Callable[[], T | None], instead: Callable[[], T
     """The outputs of a kernel; those of `instead` if there is no kernel, or making it raises.
 
     Args:
-        name: of the operation, for the log.
         kernel: makes the kernel and returns its outputs, as Inductor's values; where there is none, it
             raises `Rejected` or returns None. Of any other error there is a warning, and `config.strict`
             raises it.
@@ -129,8 +127,6 @@ def lower_by(
     """Tell Inductor how to lower an operation of ours, now or as soon as it is imported.
 
     Args:
-        operation: the operation.
-        name: of it, for the log.
         kernel: takes its arguments, with Inductor's values for tensors, as those of `kernel_or` do.
         instead: takes the same; None: the operation is called as it is.
     """

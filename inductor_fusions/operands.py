@@ -101,9 +101,6 @@ def check_device(value: torch.Tensor, dtypes: Collection[torch.dtype] | None = N
     Args:
         value: an operand or the result.
         dtypes: those that there are kernels for; None: they are not asked for here.
-
-    Raises:
-        LeftToStock: another device than CUDA, or another dtype.
     """
     device = value.device
     if device.type == "cpu":

@@ -103,11 +103,7 @@ def _crosses(nodes: Sequence[fx.Node]) -> bool:
 
 
 class Patterns:
-    """The patterns of one fusion: a `PatternMatcherPass`.
-
-    Args:
-        name: of the fusion.
-    """
+    """The patterns of one fusion: a `PatternMatcherPass`."""
 
     def __init__(self, name: str) -> None:
         self.matcher = _torch().PatternMatcherPass(pass_name=name, subsystem="inductor_fusions")
@@ -116,7 +112,6 @@ class Patterns:
         """Look for patterns.
 
         Args:
-            key: what matches are found by.
             patterns: patterns of torch; functions and operators, and names of methods, which match with
                 whatever arguments and users.
             check: which matches are filed; None: all.
@@ -300,7 +295,6 @@ def difference(pattern: Any, node: Any) -> tuple[str, int]:
     """Where a graph stops to be what a pattern says, or "", and how many operations agree before that.
 
     Args:
-        pattern: one of torch's.
         node: where it should end.
     """
     agreed = [0]
@@ -373,7 +367,6 @@ def count_match(name: str, nodes: int) -> None:
     """Count a fused site as torch counts a pattern that it has replaced.
 
     Args:
-        name: of the fusion.
         nodes: how many nodes were replaced.
     """
     from torch._dynamo.utils import counters

@@ -69,10 +69,8 @@ def lower_to_template(
     """One Triton kernel with one or several outputs.
 
     Args:
-        name: of the kernel.
         inputs: its arguments by name, in memory.
         shapes: of its outputs, which are row-major.
-        dtype, device: of its outputs.
         variants: its configurations; the fastest is taken where there are several.
         stock: what does the same without it, on tensors that are `inputs` and outputs: where
             given, it is measured as well.
@@ -112,13 +110,10 @@ def lower_to_kernel(
     """One Triton kernel with outputs of any layout and a grid of its own.
 
     Args:
-        name: of the kernel.
         inputs: its arguments by name, in memory.
         outputs: its outputs; those after the first are its last arguments.
-        device: of its outputs.
         grid: called with `grid_sizes`, the constants of the kernel, `cdiv` and `min`.
         grid_sizes: sizes that the number of programs depends on.
-        variant: its source and configuration.
 
     Returns:
         The outputs; None of a first output of one number.

@@ -67,7 +67,6 @@ def default(problem: Problem, arch: int) -> Config:
     """A configuration that fits every device of an architecture; it is not tuned.
 
     Args:
-        problem: what is computed.
         arch: 80, 86, 89, 90, 100, 120.
     """
     rows = [512 if m is None else m for m in problem.rows]
@@ -231,8 +230,6 @@ def shared_bytes(choice: Config, problem: Problem, stored: int = 0) -> int:
     """About what a configuration needs of shared memory for the tiles that are under way.
 
     Args:
-        choice: the configuration.
-        problem: what is computed.
         stored: bytes of a part of a tile that goes through shared memory when it is stored.
     """
     if choice.template == "row":
@@ -279,10 +276,7 @@ def fitted(choice: Config, problem: Problem, arch: int, dtype: torch.dtype) -> C
     there may be no room for a persistent kernel: such a sum gets a tiled one.
 
     Args:
-        choice: the configuration.
-        problem: what is computed.
         arch: 80, 90, 100.
-        dtype: the widest that is stored.
     """
     if choice.template != "persistent":
         return choice

@@ -64,7 +64,6 @@ def sizes_of(node: fx.Node, product: fx.Node, inner: Iterable[fx.Node]) -> list[
     """The sizes of a node, for `reshaped`.
 
     Args:
-        node: the node.
         product: one that has the sizes of what comes in its place.
         inner: nodes in front of it, among which there is a reshape to its sizes if these are symbolic, and
             not those of the product.

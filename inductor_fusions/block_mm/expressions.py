@@ -196,7 +196,6 @@ def behind(start: fx.Node, alone: bool = False) -> list[fx.Node]:
     """The nodes, in graph order, of whose expression a node may be a part.
 
     Args:
-        start: the node.
         alone: leave out what reads another tensor as well.
     """
     found, edge = {start: None}, [start]

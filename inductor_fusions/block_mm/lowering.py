@@ -28,11 +28,7 @@ MOST_PRODUCTS = 8
 
 
 def check_factors(factors: Sequence[float]) -> None:
-    """Refuse factors that a kernel might overflow with, or that are no numbers.
-
-    Raises:
-        Rejected: there is one.
-    """
+    """Refuse factors that a kernel might overflow with, or that are no numbers."""
     if not all(abs(factor) <= LARGEST_FACTOR for factor in factors):
         raise Rejected(f"a product has a scale that is NaN or larger than {LARGEST_FACTOR:g}")
 
@@ -206,7 +202,6 @@ def stock_products(
 
     Args:
         names: the tensors that it is called with.
-        products: pairs of them.
     """
 
     def run(*tensors: torch.Tensor) -> torch.Tensor:

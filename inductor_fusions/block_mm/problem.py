@@ -121,11 +121,8 @@ def of_operands(
 
     Args:
         a, b: of each product: ((rows, columns), (strides)).
-        groups: group of each product.
         gated: whether the groups are multiplied.
-        dtype: of the operands.
         names: of each product: what tells its operands apart, a pair.
-        activation: of the first group.
     """
     first = [list(groups).index(group) for group in range(groups[-1] + 1)]
     lefts = list(dict.fromkeys(pair[0] for pair in names))

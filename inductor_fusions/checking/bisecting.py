@@ -76,10 +76,7 @@ def bisect(
 
     Args:
         script: a file, or "-m" and a module.
-        arguments: of the script.
-        by: what tells a wrong run.
         rtol: with `By.output`, how far numbers on stdout may be apart, relatively.
-        say: is told of each run.
 
     Raises:
         Nothing: no site changes the result.

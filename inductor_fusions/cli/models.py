@@ -149,7 +149,6 @@ def hugging_face_inputs(model: Any, batch: int, seq: int, padded: bool) -> dict[
 
     Args:
         model: as `AutoModel` makes it.
-        batch, seq: samples, and tokens of each.
         padded: whether a padding mask leaves between half and all of the tokens.
 
     Raises:

@@ -152,7 +152,6 @@ def decide(query: Query, device: torch.device, may_measure: bool = True) -> Deci
     from every row is measured on this machine if `config.measure` is set.
 
     Args:
-        query: the problem.
         device: where it runs.
         may_measure: whether it may be measured.
 
@@ -243,7 +242,6 @@ def tiles(query: Query, device: torch.device, fits: Callable[[Row], Found | None
     """The tiles of the nearest row whose tiles fit a problem, or None.
 
     Args:
-        query: the problem.
         device: where it runs.
         fits: maps a row to its configuration for the problem, or to None if it does not fit.
     """

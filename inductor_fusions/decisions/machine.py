@@ -231,7 +231,6 @@ def add(device: torch.device, found: Mapping[str, Sequence[Row]]) -> None:
 
     Args:
         device: where they were measured.
-        found: the rows of each section.
 
     Raises:
         ValueError: what is no row of its section.

@@ -56,9 +56,6 @@ def configured(section: str, row: Mapping[str, Any], usual: C, candidates: Calla
     """The configuration of a kernel: the usual one, except inside of `trial`.
 
     Args:
-        section: of the table with its tiles.
-        row: the problem.
-        usual: the best known configuration.
         candidates: returns the configurations that are worth measuring.
     """
     if _now is None:

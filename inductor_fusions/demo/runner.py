@@ -73,10 +73,7 @@ class Runner:
     """Measures one case.
 
     Args:
-        case: which.
         device: where.
-        dtype: of weights and activations.
-        seconds: how long to time.
         say: called with the name of each phase as it begins.
     """
 

@@ -113,10 +113,6 @@ class GatedPair(Candidate):
     """One gate and what it multiplies.
 
     Args:
-        graph: the graph.
-        root: the product of both.
-        name: the activation.
-        gate, up: both linears.
         others: what they are multiplied by as well: numbers and nodes.
     """
 
@@ -208,12 +204,7 @@ class GatedPair(Candidate):
 
 
 def _without_kernel(root: fx.Node, reason: Said) -> Candidate:
-    """A linear times a function of another one on the same input, for which there is no kernel.
-
-    Args:
-        root: the product.
-        reason: why there is none.
-    """
+    """A linear times a function of another one on the same input, for which there is no kernel."""
     why: Rejected = LeftToStock(reason)
     try:
         guards.check_device(root)

@@ -102,13 +102,9 @@ class Memory:
         """Refuse where values would live longer at a time of peak memory.
 
         Args:
-            products: what one operation computes.
             position: the node in front of which it goes.
             outputs: the nodes whose values are made there: the products themselves by default. Products
                 that are not among them are never stored.
-
-        Raises:
-            Rejected: the peak over the graph would grow.
         """
         self._settle()
         members = [p.node for p in products]

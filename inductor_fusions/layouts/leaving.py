@@ -300,8 +300,6 @@ def copied(graph: fx.Graph, node: fx.Node, before: fx.Node, how: Any) -> fx.Node
     """A value with the strides of its fake value.
 
     Args:
-        graph: gets the new nodes.
-        node: the value.
         before: where they go.
         how: "clone" or OWN copy the value; "contiguous" copies it if its strides differ at run time.
     """

@@ -61,7 +61,6 @@ def may_be_true(seen: Bool | None, queries: Interval, keys: Interval) -> bool:
 
     Args:
         seen: what `predicate` gives.
-        queries, keys: first and last index.
     """
     index = {level: affine(first, {dim: 1}) for level, dim, first in ((3, -2, queries[0]), (4, -1, keys[0]))}
     within = substitute(seen, identity, index)
@@ -256,7 +255,6 @@ class FlexBackward(Candidate):
 
         Args:
             parts: first key, the one behind the last, and what they get: (batch * shared, keys, size).
-            shape, device: of the sum.
         """
         edges = sorted({0, shape[1], *(e for low, high, _ in parts for e in (low, high))})
         found = []

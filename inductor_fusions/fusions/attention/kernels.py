@@ -60,7 +60,6 @@ def choose(given: Problem, call: Call | None = None) -> Choice:
     """The kernel of an attention: the one that is asked for where it takes it, else the fastest.
 
     Args:
-        given: what to compute.
         call: that of SDPA; None for an attention that is spelled out.
 
     Raises:

@@ -38,11 +38,7 @@ def is_call(node: fx.Node) -> bool:
 
 
 class FastPath(Candidate):
-    """A call of one operation that holds an attention with its linears, in inference.
-
-    Args:
-        call: the node.
-    """
+    """A call of one operation that holds an attention with its linears, in inference."""
 
     def __init__(self, call: fx.Node) -> None:
         self.anchor = call
@@ -58,12 +54,7 @@ class FastPath(Candidate):
 
 
 class MultiheadForward(Candidate):
-    """A call that may be asked for weights that nothing reads.
-
-    Args:
-        scope: of its graph.
-        call: the node.
-    """
+    """A call that may be asked for weights that nothing reads."""
 
     def __init__(self, scope: Scope, call: fx.Node) -> None:
         self.scope, self.anchor = scope, call

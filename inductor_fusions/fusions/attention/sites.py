@@ -69,8 +69,6 @@ class HandWritten(Candidate):
     """An attention spelled out around a softmax.
 
     Args:
-        scope: what is known of its graph.
-        softmax: the node.
         beside: other softmaxes on the same scores, which are asked about already.
     """
 

@@ -195,9 +195,7 @@ def _log_softmax(node: fx.Node, last: bool, path: list[fx.Node], replayed: list[
     """What the logarithm of a softmax is of that a node is, or takes rows of.
 
     Args:
-        node: what a loss reads.
         last: whether the classes are its last dim; else they are the second one.
-        path, replayed: are added to.
 
     Raises:
         Rejected: it is none.

@@ -46,11 +46,7 @@ class Sum:
 
 
 def check(call: Sum) -> None:
-    """Refuse arguments that do not fit together.
-
-    Raises:
-        ValueError: says which.
-    """
+    """Refuse arguments that do not fit together."""
     base, a, b, scales = call.base, call.a, call.b, call.scales
     kept, kept_products = call.kept, call.kept_products
     if base.dim() != 2 or not base.is_floating_point():

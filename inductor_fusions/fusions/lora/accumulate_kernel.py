@@ -203,10 +203,6 @@ def variant(
     """The template for one configuration.
 
     Args:
-        config: the configuration.
-        shape: the sizes.
-        scales: factor of each product.
-        masks: the products that have one.
         stored: whether the kernel reads the base; else it is added behind it.
     """
     products = [

@@ -38,12 +38,7 @@ def candidates(graph: fx.Graph, found: Sequence[Linear]) -> Iterator[Candidate]:
 
 
 class Accumulated(Candidate):
-    """A sum with adapters, as one operation on the sum without them.
-
-    Args:
-        graph: the graph.
-        found: the sum.
-    """
+    """A sum with adapters, as one operation on the sum without them."""
 
     def __init__(self, graph: fx.Graph, found: Linear) -> None:
         self.graph, self.sum = graph, found

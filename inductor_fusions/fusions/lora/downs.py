@@ -94,8 +94,6 @@ def insert(
     """Add one skinny GEMM to a graph: its results by down-projection.
 
     Args:
-        graph: the graph.
-        down: what to add.
         moved: views that other places have moved; those of this one are added.
         further: the factor of the further form of a down-projection of a matrix, or 0.
     """

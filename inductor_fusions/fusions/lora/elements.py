@@ -25,7 +25,6 @@ def elements_of(index: int, matrix: Any, rows_dim: int | None = None) -> dict[st
 
     Args:
         index: its number.
-        matrix: the matrix.
         rows_dim: the dim whose rows are to lie one behind the other; as they are in memory by default.
     """
     sizes, strides = _inductor.sizes(matrix), _inductor.strides(matrix)
@@ -49,13 +48,10 @@ def by_elements(
     """One kernel for several matrices, each with thread blocks of its own that go over its elements.
 
     Args:
-        name: of the template.
-        inputs: the matrices.
         factors: what the template knows of each, its "name" and "size" among it; here they get "start" and
             "end", the thread blocks that are theirs.
         outputs: name, sizes and dtype of each; the first has no name.
         dtype: of 16 bits, or that of x.
-        structure: what else the template takes.
 
     Raises:
         Rejected: Inductor took no template.

@@ -188,12 +188,7 @@ def _is_adapter(x: fx.Node, read: fx.Node, a: Any) -> bool:
 
 
 class AdapterInput(Candidate):
-    """A down-projection of a widened or dropped input.
-
-    Args:
-        scope: of its graph.
-        site: what it is.
-    """
+    """A down-projection of a widened or dropped input."""
 
     def __init__(self, scope: Inputs, site: Site) -> None:
         self.scope, self.site, self.anchor = scope, site, site.linear

@@ -190,12 +190,7 @@ def _is_narrow(a: fx.Node, b: fx.Node, rows: bool) -> bool:
 
 
 class MergedWeight(Candidate):
-    """A linear whose adapter is merged.
-
-    Args:
-        site: what it is.
-        known: of the graph.
-    """
+    """A linear whose adapter is merged."""
 
     def __init__(self, site: Merged, known: Inputs) -> None:
         self.site, self.known, self.anchor = site, known, site.linear

@@ -52,11 +52,7 @@ class Narrow:
 
 
 def check(call: Narrow) -> None:
-    """Refuse arguments that do not fit together.
-
-    Raises:
-        ValueError: says which.
-    """
+    """Refuse arguments that do not fit together."""
     x, b, scales, further, kept = call.x, call.b, call.scales, call.further, call.kept
     if not b or not (len(b) == len(scales) == len(further)):
         raise ValueError("narrow_mm needs at least one matrix, and a scale and a form for each")

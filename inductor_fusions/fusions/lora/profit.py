@@ -153,11 +153,7 @@ def check_dropped(shape: Dropped, device: torch.device) -> None:
 
 
 def check_few_rows(tokens: int | Span | None, plain: bool) -> None:
-    """Leave adapters that are not plain to stock for few rows, for which only one operation is measured.
-
-    Raises:
-        LeftToStock: the policy asks for that.
-    """
+    """Leave adapters that are not plain to stock for few rows, for which only one operation is measured."""
     few = tokens if isinstance(tokens, int) else tokens.hint if isinstance(tokens, Span) else None
     if not plain and config.policy != "always" and few is not None and few <= MOST_ROWS:
         raise Reason.NOT_MEASURED.left_to_stock(
@@ -169,7 +165,6 @@ def narrow_kernel(shape: narrow.Shape, tokens: int | Span | None, device: torch.
     """The kernel of a skinny GEMM that stands alone, for the report.
 
     Args:
-        shape: its sizes.
         tokens: the rows of x, or its K where x is transposed.
         device: where it runs.
 

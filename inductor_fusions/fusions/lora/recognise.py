@@ -108,11 +108,7 @@ class Linear:
 
 
 def linears(products: Sequence[Product]) -> list[Linear]:
-    """Every sum with an adapter in it, in the order of the graph; and every adapter that is in none.
-
-    Args:
-        products: those of the graph.
-    """
+    """Every sum with an adapter in it, in the order of the graph; and every adapter that is in none."""
     adapters = [a for p in products if (a := adapter_of(p.node)) is not None]
     # A matrix between A and B is no B.
     between = {through(a.middle, RESHAPES) for a in adapters if a.middle is not None}
@@ -185,7 +181,6 @@ class Reader:
     """Reads a tree of additions and subtractions.
 
     Args:
-        top: the last one.
         alone: whether only what has an adapter in it is read, perhaps behind a mask: all else is a term. By
             default, what has a product in it.
 
@@ -302,7 +297,6 @@ def leads_to_adapter(node: Any, in_sums: bool = True) -> bool:
     """Whether a node is an adapter, or has one behind casts, reshapes, factors and masks, or in a sum.
 
     Args:
-        node: what is added.
         in_sums: whether it may be in a sum.
     """
     while isinstance(node, fx.Node) and node.op == "call_function" and len(node.users) == 1:

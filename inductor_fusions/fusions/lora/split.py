@@ -47,11 +47,7 @@ def _split(
 def check(
     matrices: Sequence[Tensor], summands: Sequence[int], along: Sequence[int], sizes: Sequence[int]
 ) -> None:
-    """Refuse arguments that do not fit together.
-
-    Raises:
-        ValueError: says which.
-    """
+    """Refuse arguments that do not fit together."""
     if not matrices or not (len(matrices) == len(summands) == len(along) == len(sizes)):
         raise ValueError("lora_split needs at least one matrix, and a form for each")
     for matrix, count, dim, size in zip(matrices, summands, along, sizes, strict=True):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -39,10 +39,6 @@ class Config:
     subtiles: int = 1
     per_processor: int = 1
     across: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """The form in tables, without options that are off."""
-        return {name: value for name, value in asdict(self).items() if value is not False}
 
 
 def suits(choice: Config, problem: Problem) -> bool:

@@ -78,12 +78,7 @@ class Runner:
     """
 
     def __init__(
-        self,
-        case: Case,
-        device: torch.device,
-        dtype: torch.dtype,
-        seconds: float,
-        say: Callable[[str], None],
+        self, case: Case, device: torch.device, dtype: torch.dtype, seconds: float, say: Callable[[str], None]
     ) -> None:
         self.case, self.device, self.dtype, self.seconds, self.say = case, device, dtype, seconds, say
         say(PHASES[0])

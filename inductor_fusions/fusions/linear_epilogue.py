@@ -20,17 +20,7 @@ from ..block_mm.op import ACTIVATIONS
 from ..fusion import Candidate, Fusion, Scope, nodes_of
 from ..graph.builder import Builder, substitute
 from ..graph.placement import Place
-from ..graph.products import (
-    CASTS,
-    RESHAPES,
-    Product,
-    is_pointwise,
-    product,
-    readers,
-    tensor,
-    through,
-    value,
-)
+from ..graph.products import CASTS, RESHAPES, Product, is_pointwise, product, readers, tensor, through, value
 from ..reasons import Reason
 
 if TYPE_CHECKING:
@@ -181,9 +171,7 @@ class Activated(LinearEpilogue):
 
 
 FUSION = Fusion(
-    name="linear_epilogue",
-    stage="post_grad",
-    summary="a linear and the activation after it to one kernel",
+    name="linear_epilogue", stage="post_grad", summary="a linear and the activation after it to one kernel"
 )
 
 

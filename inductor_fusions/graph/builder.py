@@ -9,14 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._inductor import (
-    expression,
-    fake_mode_of,
-    is_dense,
-    known_true,
-    symbol_parts,
-    was_erased,
-)
+from .._inductor import expression, fake_mode_of, is_dense, known_true, symbol_parts, was_erased
 from ..operands import tensor
 from ..reasons import Reason
 from .facts import facts

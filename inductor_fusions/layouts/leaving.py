@@ -167,10 +167,7 @@ class _Base:
 
 
 def settle(
-    graph: fx.Graph,
-    changed: Iterable[tuple[fx.Node, bool]],
-    inlined: bool = False,
-    strides: bool = True,
+    graph: fx.Graph, changed: Iterable[tuple[fx.Node, bool]], inlined: bool = False, strides: bool = True
 ) -> dict[Any, bool]:
     """Give what leaves the graph the strides that it had, and memory of its own.
 

@@ -246,10 +246,7 @@ class FlexBackward(Candidate):
         return torch.cat(dq, 2), dk, dv
 
     def _total(
-        self,
-        parts: list[tuple[int, int, torch.Tensor]],
-        shape: tuple[int, int, int],
-        device: torch.device,
+        self, parts: list[tuple[int, int, torch.Tensor]], shape: tuple[int, int, int], device: torch.device
     ) -> torch.Tensor:
         """The sum of what the chunks give to each key, in float32.
 

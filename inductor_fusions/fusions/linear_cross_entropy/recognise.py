@@ -17,15 +17,7 @@ from torch import fx
 from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
-from ...graph.torch_ops import (
-    CASTS,
-    COPIES,
-    VIEWS,
-    Op,
-    permutation,
-    read,
-    spellings,
-)
+from ...graph.torch_ops import CASTS, COPIES, VIEWS, Op, permutation, read, spellings
 from ...operands import holds, tensor
 from ...reasons import Reason
 from . import log_probabilities

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,10 +65,6 @@ class Config:
     block_m: int
     block_n: int
     num_warps: int
-
-    def to_json(self) -> dict[str, Any]:
-        """As tables have it."""
-        return asdict(self)
 
 
 def elements(shape: Shape) -> int:

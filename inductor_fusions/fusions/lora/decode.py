@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,10 +53,6 @@ class Config:
     splits: int
     early: bool
     lanes: int = 1
-
-    def to_json(self) -> dict[str, Any]:
-        """As tables have it."""
-        return asdict(self)
 
     @property
     def row(self) -> bool:
@@ -104,11 +100,6 @@ def vector(shape: Shape) -> int:
     return 16 // shape.dtype.itemsize
 
 
-def _takes_rows(shape: Shape) -> bool:
-    """Whether the kernels without tensor cores support it: few rows, and weights contiguous along K."""
-    return shape.rows <= MOST_SINGLE_ROWS and shape.along
-
-
 def _row_step(shape: Shape, wanted: int) -> int:
     return min(wanted, 1 << max(7, (shape.inner - 1).bit_length()))
 
@@ -141,7 +132,7 @@ def candidates(shape: Shape, arch: int) -> list[Config]:
     first = default(shape, arch)
     splits, early, tall = first.splits, first.early, padded(shape.rows)
     found = [first]
-    if _takes_rows(shape):
+    if shape.rows <= MOST_SINGLE_ROWS and shape.along:
         for block_n, wanted, warps in ONE_ROW if shape.rows == 1 else SOME_ROWS:
             block_k = _row_step(shape, wanted)
             # With more rows, fewer columns spill.

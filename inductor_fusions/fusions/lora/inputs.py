@@ -34,14 +34,7 @@ from ...effects.liveness import readers
 from ...effects.scope import DynamoScope
 from ...fusion import Candidate, Fusion
 from ...graph.builder import Builder
-from ...graph.torch_ops import (
-    CASTS,
-    dropout_p,
-    linear_of,
-    permuted_by,
-    read,
-    spellings,
-)
+from ...graph.torch_ops import CASTS, dropout_p, linear_of, permuted_by, read, spellings
 from ...layouts.keeping import Keeping
 from ...operands import check_device, check_kind, known_size, tensor, text, tokens_of
 from ...reasons import Reason

@@ -11,7 +11,7 @@ from torch import fx
 from ..graph.products import CASTS, MUL, RESHAPES, product, tensor, value
 from ..operands import holds
 from .columns import SPLITS, columns
-from .op import QUICK
+from .op import ACTIVATIONS, QUICK
 
 aten = torch.ops.aten
 
@@ -170,6 +170,11 @@ def activation(name: str, x: Any) -> Any:
         cubic = _flat("add", x, mul(0.044715, x, x, x))
         return mul(0.5, x, _flat("add", 1.0, ("tanh", mul(math.sqrt(2 / math.pi), cubic))))
     return x
+
+
+def named(expression: Any, leaf: fx.Node) -> str | None:
+    """The name of the activation of a leaf that an expression is."""
+    return next((name for name in ACTIVATIONS if name and same(activation(name, leaf), expression)), None)
 
 
 def leaves(expression: Any) -> set[fx.Node]:

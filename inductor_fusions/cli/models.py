@@ -61,13 +61,7 @@ def from_callable(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
 
 
 _LAYER_COUNTS = (
-    "num_hidden_layers",
-    "num_layers",
-    "num_decoder_layers",
-    "encoder_layers",
-    "decoder_layers",
-    "n_layer",
-    "n_layers",
+    "num_hidden_layers num_layers num_decoder_layers encoder_layers decoder_layers n_layer n_layers".split()
 )
 
 

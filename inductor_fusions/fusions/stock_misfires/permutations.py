@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from ..._inductor import known_true
 from ...fusion import Candidate
 from ...graph.torch_ops import permutation, read
-from ...operands import tensor
+from ...operands import same_shape, tensor
 from .respelling import Respelled
 from .walk import factors, name_of
 
@@ -72,7 +71,7 @@ def permutations_of(
         before, after = tensor(below), tensor(node)
         if before is None or after is None or before.dim() != after.dim():
             return None
-        if not copied and not all(map(_same, before.stride(), after.stride())):
+        if not copied and not same_shape(before.stride(), after.stride()):
             return None
         node = below
     if not isinstance(node, fx.Node):
@@ -83,10 +82,6 @@ def permutations_of(
         source = found[0]
         steps.insert(0, found[1])
     return (node, source, steps) if len(steps[0]) in (3, 4) else None
-
-
-def _same(one: Any, other: Any) -> bool:
-    return known_true(one == other)
 
 
 def factor(product: fx.Node, index: int) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ... import _inductor
-from ...block_mm.lowering import check_factors, scaled_product
+from ...block_mm.lowering import check_factors
 from ...decisions import Query, configured, some, tables, tiles
 from ...decisions.problems import Row
 from ...fusion import Rejected
@@ -168,29 +168,12 @@ def kernel(*given: Any) -> Any:
         dtype=dtype if stored else torch.float32,
         device=device,
         variants=[variant(choose(shape, device), shape, call.scales, sorted(masks), stored)],
-        stock=None,
         over="BASE" if stored else "",
     )
-    if found is None:
-        raise Rejected("Inductor accepted no template")
     if stored:
         return found[0]
     total = _inductor.call_lowering(aten.add.Tensor, found[0], _inductor.cast(base, torch.float32))
     return _inductor.cast(total, dtype)
-
-
-def one_by_one(*given: Any) -> Any:
-    """The products as stock lowers them, each by itself."""
-    asked, call = Sum(*given), _inductor.call_lowering
-    base, masks = asked.base, asked.masks()
-    wide = torch.float64 if torch.float64 in (base.get_dtype(), asked.a[0].get_dtype()) else torch.float32
-    total = _inductor.cast(base, wide)
-    for i, (left, right, scale) in enumerate(zip(asked.a, asked.b, asked.scales, strict=True)):
-        part = _inductor.cast(scaled_product(left, right, scale), wide)
-        if i in masks:
-            part = call(aten.mul.Tensor, part, _inductor.cast(masks[i], wide))
-        total = call(aten.add.Tensor, total, part)
-    return _inductor.cast(total, asked.dtype)
 
 
 def variant(

@@ -12,7 +12,6 @@ import torch
 from ... import _inductor
 from ...block_mm import template
 from ...decisions import tables
-from ...fusion import Rejected
 
 #: The text that Inductor's templates take, of one of ours by its name.
 render = functools.partial(template.render, Path(__file__).parent / "templates")
@@ -76,10 +75,7 @@ def by_elements(
         dtype=outputs[0][2],
         device=inputs[0].get_device(),
         variants=[_inductor.Variant(text, meta, num_warps=4, num_stages=1, outputs=names)],
-        stock=None,
         dtypes=[kind for _, _, kind in outputs],
         grid_sizes=[size for f in factors for size in (f["size"], 1)],
     )
-    if found is None:
-        raise Rejected("Inductor accepted no template")
     return found

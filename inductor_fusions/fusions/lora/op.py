@@ -26,6 +26,9 @@ from torch import Tensor
 from ...block_mm.op import dtypes, exact_dtype
 from ...lowering import define
 
+#: The bits of a float32 that a bfloat16 has as well.
+HIGH_BITS = -(1 << 16)
+
 
 @dataclass(frozen=True)
 class Narrow:
@@ -70,14 +73,19 @@ def check(call: Narrow) -> None:
             raise ValueError(f"narrow_mm does not multiply {x.dtype} by {right.dtype}")
     if len(kept) not in (0, len(b)):
         raise ValueError("narrow_mm needs a mask for each product, or none")
+    check_masks(kept, x, "narrow_mm")
+
+
+def check_masks(kept: Sequence[Tensor], like: Tensor, name: str) -> None:
+    """Refuse masks that are not those of the elements of a matrix."""
     for mask in kept:
         if mask.dim() != 2 or mask.dtype != torch.bool:
-            raise ValueError("kept of narrow_mm must be bool matrices")
-        torch._check(mask.shape[0] == x.shape[0], lambda: "a mask in kept has other rows than x")
-        torch._check(mask.shape[1] == x.shape[1], lambda: "a mask in kept has other columns than x")
+            raise ValueError(f"kept of {name} must be bool matrices")
+        torch._check(mask.shape[0] == like.shape[0], lambda: "a mask in kept has other rows")
+        torch._check(mask.shape[1] == like.shape[1], lambda: "a mask in kept has other columns")
 
 
-def _narrow_mm(*given: Any) -> list[Tensor]:
+def narrow_mm(*given: Any) -> list[Tensor]:
     """Every product, shape (M, r) and row-major, then the further forms: `parts`."""
     call = Narrow(*given)
     check(call)
@@ -107,8 +115,11 @@ def parts(y: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if y.dtype == dtype:
         return y
-    high = y.to(dtype)
-    return torch.cat([high, high, (y - high.to(y.dtype)).to(dtype)], dim=1)
+    # By bits where it can be: Inductor drops a cast to bfloat16 and back where both are in one loop.
+    cut = y.dtype == torch.float32
+    high = (y.view(torch.int32) & HIGH_BITS).view(torch.float32) if cut else y.to(dtype).to(y.dtype)
+    low = (y - high).to(dtype)
+    return torch.cat([high.to(dtype), high.to(dtype), low], dim=1)
 
 
 def _empty(*given: Any) -> list[Tensor]:
@@ -162,7 +173,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 
 
 NARROW_MM = define(
-    "lora_narrow_mm", _narrow_mm, _empty, setup=_setup, backward=_backward,
+    "lora_narrow_mm", narrow_mm, _empty, setup=_setup, backward=_backward,
     flops=lambda x, b, *_: sum(2 * x[0] * right[-2] * right[-1] for right in b),
     schema="(Tensor x, Tensor[] b, float[] scales, float[] further, bool transposed, Tensor[] kept) -> "
     "Tensor[]",
@@ -241,7 +252,7 @@ class Linears:
         return dtypes(len(self.w), self.dtype, self.wide)
 
 
-def _lora_linear(*given: Any) -> list[Tensor]:
+def lora_linear(*given: Any) -> list[Tensor]:
     call = Linears(*given)
     outputs = [call.x @ right for right in call.w]
     for down, up, group, scale in zip(call.a, call.b, call.groups, call.scales, strict=True):
@@ -258,7 +269,7 @@ def _empty_linear(*given: Any) -> list[Tensor]:
 
 
 LORA_LINEAR = define(
-    "lora_linear", _lora_linear, _empty_linear,
+    "lora_linear", lora_linear, _empty_linear,
     flops=lambda x, w, bias, bias_groups, a, b, *_: sum(2 * x[0] * y[0] * y[1] for y in (*w, *a, *b)),
     schema="(Tensor x, Tensor[] w, Tensor[] bias, SymInt[] bias_groups, Tensor[] a, Tensor[] b, "
     'SymInt[] groups, float[] scales, bool early, ScalarType dtype, str wide="") -> Tensor[]',

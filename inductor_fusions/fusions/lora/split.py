@@ -16,9 +16,7 @@ from ... import _inductor
 from ...fusion import Rejected
 from ...lowering import check_device, define
 from . import elements
-
-#: The bits of a float32 that a bfloat16 has as well.
-HIGH_BITS = -(1 << 16)
+from .op import HIGH_BITS
 
 
 def _split(

@@ -81,9 +81,6 @@ def may_use_tf32() -> bool:
 def check_kind(*values: Any) -> None:
     """Refuse tensors for which an operation may not be defined.
 
-    Args:
-        values: operands or the result.
-
     Raises:
         Rejected: inside of vmap.
         LeftToStock: a DTensor, or another tensor around tensors.

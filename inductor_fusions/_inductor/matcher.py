@@ -36,7 +36,6 @@ class Found:
 
     Attributes:
         key: what the pattern was added with.
-        entry: torch's entry of it.
         match: the match, as it was when the graph was searched.
         check: of a replacement, torch's own: whether the search function means the same with these shapes and
             constants, and what it is replaced by. It may raise what the check of the fusion raises.
@@ -150,7 +149,6 @@ class Patterns:
             key: what matches are found by.
             search, replace: functions of the same tensors.
             inputs: makes examples of them; called under fake tensors.
-            check: of torch's.
         """
         known = [entry for entries in self.matcher.patterns.values() for entry in entries]
         with _tracing():
@@ -292,11 +290,7 @@ def _is_default(node: fx.Node, name: str, given: Any) -> bool:
 
 
 def difference(pattern: Any, node: Any) -> tuple[str, int]:
-    """Where a graph stops to be what a pattern says, or "", and how many operations agree before that.
-
-    Args:
-        node: where it should end.
-    """
+    """Where a graph stops to be what a pattern says, or "", and how many operations agree before that."""
     agreed = [0]
     if isinstance(pattern, _torch().MultiOutputPattern):
         pattern = pattern.outputs[0]

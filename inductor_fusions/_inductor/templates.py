@@ -41,8 +41,6 @@ class Variant:
 
     Attributes:
         source: what Inductor's TritonTemplate takes.
-        meta: constants of the kernel.
-        num_warps, num_stages: as Triton has them.
         outputs: arguments of the kernel, at its end, that are outputs beside the first.
         early: whether it starts before the kernel in front of it ends, and waits in its own code.
         wider: by a number of bytes, constants in place of those of `meta`, and `num_stages`, where the

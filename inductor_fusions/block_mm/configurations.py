@@ -22,7 +22,6 @@ class Config:
             blocks as the multiprocessors hold) or "row" (few rows of input, without tensor cores).
         block_m, block_n, block_k: the tile; powers of two, but `block_n` of "tiled" may be three times one.
             Of "row", `block_m` is the most rows that it is for.
-        num_warps, num_stages: as Triton has them.
         group_m: tiles in M that are neighbours in time.
         subtiles: parts in which a tile is stored.
         per_processor: thread blocks of a persistent kernel on each multiprocessor.

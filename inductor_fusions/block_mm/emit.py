@@ -32,9 +32,7 @@ def insert(
         anchor: the node whose source line the new nodes get.
         groups: the products of each group. At most one of a group has a bias.
         activations: of each group; none by default.
-        gated: as in `op`.
         dtype: of the outputs; that of the first product by default.
-        wide: as in `op`.
 
     Returns:
         One node for each output.

@@ -21,7 +21,6 @@ class Problem:
         rows: M of each group; None where it is symbolic.
         columns: N of each group.
         inner: K of each product; None where it is symbolic.
-        groups: group of each product.
         layouts: of each product, two letters: whether a and b have their elements in order ("n", along
             the last dim) or are transposed ("t", along the first).
         dtype: of the operands of the first product.

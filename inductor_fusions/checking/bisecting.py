@@ -35,8 +35,6 @@ class Found:
 
     Attributes:
         number: it is the so-many-th fused site of the process; with one less the result is right.
-        sites: fused sites in all.
-        site: which it is.
     """
 
     number: int

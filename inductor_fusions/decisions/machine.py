@@ -229,9 +229,6 @@ def add(device: torch.device, found: Mapping[str, Sequence[Row]]) -> None:
 
     Called inside of `lock`. The file is replaced as a whole, so that nobody reads a part of it.
 
-    Args:
-        device: where they were measured.
-
     Raises:
         ValueError: what is no row of its section.
         OSError: the file cannot be written.

@@ -74,7 +74,6 @@ class Runner:
     """Measures one case.
 
     Args:
-        device: where.
         say: called with the name of each phase as it begins.
     """
 

@@ -26,7 +26,6 @@ class Builder:
     """Adds nodes in front of one node of a graph. Sizes may be symbolic: they become nodes.
 
     Args:
-        before: where new nodes go.
         like: the node that they come from, whose source line they get; `before` by default.
         kept: what they get of its `meta`.
     """

@@ -234,7 +234,6 @@ class Memory:
         """The values in memory among nodes and what is reached from them.
 
         Args:
-            nodes: where to begin.
             onwards: where to go from a node, and how many steps may follow there.
         """
         found: dict[fx.Node, None] = {}

@@ -204,7 +204,6 @@ class _Walk:
     """Follows values with changed strides to where they leave the graph, or to where strides do not matter.
 
     Args:
-        graph, sources, inlined: as for `settle`.
         respell: whether views on the way become reshapes.
     """
 
@@ -297,7 +296,6 @@ def copied(graph: fx.Graph, node: fx.Node, before: fx.Node, how: Any) -> fx.Node
     """A value with the strides of its fake value.
 
     Args:
-        before: where they go.
         how: "clone" or OWN copy the value; "contiguous" copies it if its strides differ at run time.
     """
     value = tensor(node)

@@ -34,7 +34,6 @@ class Choice:
         kernel: "sdpa" (its own choice of backend), "efficient", "row_bias", "flex", "short" or "decode".
         problem: as that kernel takes it.
         grouped: whether k and v keep their own heads.
-        text: for reports.
     """
 
     kernel: str

@@ -30,7 +30,6 @@ class Operand(torch_ops.Seen):
     Attributes:
         node: the tensor in the graph.
         value: its fake tensor after `steps`; requires a gradient where that of the node does.
-        steps: the operations, in order.
     """
 
     node: fx.Node

@@ -138,7 +138,6 @@ class BlockWriter:
     Args:
         shape: (batch, heads, q_len, kv_len).
         size: length of a block of queries and of a block of keys.
-        device: where the tensors are.
     """
 
     def __init__(

@@ -160,7 +160,6 @@ def _read(
     """The attention around a softmax whose dims are known.
 
     Args:
-        interpreter, beside: as for `recognise`.
         merged: whether a view counts the queries as leading dims, as they are in `at`.
     """
     softmax, weights = written.weights, tensor(written.weights)

@@ -128,7 +128,6 @@ def remaining(
 
     Args:
         lengths: (q_len, kv_len).
-        interpreter, cancels: as for `predicate`.
     """
     left: list[Term] = []
     causal = 0

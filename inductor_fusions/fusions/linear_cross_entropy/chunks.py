@@ -186,7 +186,6 @@ class _Sums:
     """The gradients that chunks add to.
 
     Args:
-        chunks: how many there are.
         wants: which of dh, dw and db are wanted.
     """
 

@@ -43,7 +43,6 @@ class Site(Logits):
         labels: what stands at each row.
         weights: of the classes, or None.
         gathers: whether the loss is log-probabilities.
-        ignore_index, smoothing, reduction: of the loss.
         wraps: whether a negative label counts from the last class, as in an index.
     """
 

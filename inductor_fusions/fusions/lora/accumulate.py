@@ -27,10 +27,8 @@ class Sum:
         base: shape (M, N), any strides.
         a: shape (M, K_i) each, all of one dtype with b.
         b: shape (K_i, N) each.
-        scales: factor of each product.
         kept: bool, shape (M, N) each: multiplies a product as 0 and 1, so that 0 times NaN is NaN.
         kept_products: which product each of them belongs to.
-        dtype: of the result.
     """
 
     base: Any

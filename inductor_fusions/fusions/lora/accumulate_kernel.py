@@ -41,7 +41,6 @@ class Shape:
         columns: N.
         inner: K of each product.
         masks: how many of them have a mask.
-        dtype: of the base.
         narrow: of the operands of the products.
     """
 
@@ -59,7 +58,6 @@ class Config:
 
     Attributes:
         block_m, block_n: the tile of the result.
-        num_warps: as Triton has it.
     """
 
     block_m: int

@@ -27,8 +27,6 @@ class Down:
 
     Attributes:
         members: the down-projections of one input: all of them of what a mask keeps of it, or none.
-        origin: what they read.
-        place: where it goes.
     """
 
     members: list[Product]

@@ -23,7 +23,6 @@ def elements_of(index: int, matrix: Any, rows_dim: int | None = None) -> dict[st
     """The description of a matrix for the template of parts.
 
     Args:
-        index: its number.
         rows_dim: the dim whose rows are to lie one behind the other; as they are in memory by default.
     """
     sizes, strides = _inductor.sizes(matrix), _inductor.strides(matrix)

@@ -44,7 +44,6 @@ class Merged:
     """A linear whose weight is `w + scale * factor * (b @ a)`.
 
     Attributes:
-        linear: the node.
         between: what makes the weight, in order: the product of b and a first, the sum last.
         x, w, a, b: its operands; w may be None.
         bias: or None.

@@ -55,7 +55,6 @@ class Config:
     Attributes:
         block_m, block_k: the tile of x.
         splits: parts of K that thread blocks of their own compute; they are added up afterwards.
-        num_warps, num_stages: as Triton has them.
     """
 
     block_m: int

@@ -38,7 +38,6 @@ class Narrow:
         x: shape (M, K), any strides.
         b: shape (K, r) each, of the dtype of x or wider; or each of them as summands of the dtype of x, shape
             (count, K, r), that stand for their sum in float32.
-        scales: factor of each product.
         further: for each product, the factor of the form that a product of the dtype of x reads; 0: it is
             not wanted.
         transposed: whether the products are returned as (r, M), row-major.
@@ -227,10 +226,8 @@ class Linears:
         bias_groups: which linear each bias belongs to.
         a, b: of each adapter, shapes (K, r) and (r, N_g), of the dtype of x or float32.
         groups: which linear each adapter belongs to.
-        scales: factor of each adapter.
         early: whether the weights are there before the down-projections start, so that the kernel that
             reads them need not wait for their end.
-        dtype: of the outputs.
         wide: the numbers of the linears whose output is float32 instead, with commas between.
     """
 

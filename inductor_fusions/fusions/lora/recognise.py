@@ -54,7 +54,6 @@ class Term:
 
     Attributes:
         node: what is added: of the size of the sum; or a vector, a bias, which is added to each row.
-        scale: its factor.
         factor: a tensor of one element by which it is multiplied as well, or None.
     """
 
@@ -75,9 +74,7 @@ class Linear:
     Attributes:
         root: the node that holds it.
         bases: products that are no adapters, with their factors in `scale`; one may have a bias.
-        adapters: the adapters.
         offsets: vectors that are added beside the bias of the bases.
-        terms: what else is added.
         rest: the only one of these that a grouped GEMM adds; or None.
         inner: the nodes between the products and the root.
         problem: why it is not one operation, or "".
@@ -183,9 +180,6 @@ class Reader:
     Args:
         alone: whether only what has an adapter in it is read, perhaps behind a mask: all else is a term. By
             default, what has a product in it.
-
-    Attributes:
-        linear: what it is.
     """
 
     def __init__(self, top: fx.Node, alone: bool = False) -> None:

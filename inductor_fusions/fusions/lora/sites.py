@@ -42,9 +42,6 @@ def candidates(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     """Linears with adapters, those on one input together; then what is left of the adapters' gradients.
 
     What all of these read in parts is split up together in the end.
-
-    Args:
-        matches: of `ANCHORS`.
     """
     graph, nodes = scope.graph, nodes_of(matches)
     yield from units.candidates(graph)

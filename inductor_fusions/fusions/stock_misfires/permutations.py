@@ -59,7 +59,6 @@ def permutations_of(
     """(last node, input, steps) of the permutations, in a row, of an operand of a product or of SDPA.
 
     Args:
-        operand: the operand.
         copied: whether what lies behind them may lay it out anew.
     """
     node = operand
@@ -117,7 +116,6 @@ def respelled(operand: Any, transposed: bool, copied: bool = True) -> Iterator[C
     Args:
         operand: what a product or SDPA reads.
         transposed: whether the pattern has the transpose of k among them.
-        copied: as for `permutations_of`.
     """
     found = permutations_of(operand, copied)
     if found is None:

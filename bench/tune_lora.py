@@ -34,6 +34,7 @@ import argparse
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 
@@ -191,21 +192,21 @@ def conclude(row: Row, device: str, result: Json, choices: dict[str, Choice], se
     if seen.decode:
         shape = seen.decode[0]
         chosen = choice.decode or decode.default(shape, arch)
-        result["decode"] = {**shape.key, "config": chosen.to_json()}
+        result["decode"] = {**shape.key, "config": asdict(chosen)}
     if seen.block and row.kind in ("forward", "backward") and not row.dropout:
         posed = seen.block[0]
         chosen = choice.block or configurations.default(posed, arch)
-        result["block"] = {**posed.key, "config": chosen.to_json()}
+        result["block"] = {**posed.key, "config": asdict(chosen)}
     if seen.added and row.kind in ADDED:
         tile = seen.added[0]
         chosen = choice.added or accumulate_kernel.default(tile)
-        result["added"] = {**accumulate_kernel.key(tile), "config": chosen.to_json()}
+        result["added"] = {**accumulate_kernel.key(tile), "config": asdict(chosen)}
     elif row.kind == "step":
         result["masks"] = max((shape.masks for shape in seen.narrow), default=0)
     elif seen.narrow:
         thin = choice.narrow
         result["narrow"] = [
-            {**narrow.key(shape), "config": (thin or narrow.default(shape)).to_json()}
+            {**narrow.key(shape), "config": asdict(thin or narrow.default(shape))}
             for shape in dict.fromkeys(seen.narrow)
         ]
 

@@ -31,6 +31,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def measure(row: Row, options: argparse.Namespace, lock: FileLock) -> Json:
         result["capability"] = list(torch.cuda.get_device_capability())
     best = min((n for n in result["times_us"] if n in configs), key=result["times_us"].get, default=None)
     result["best"] = best
-    result["config"] = configs[best].to_json() if best else None
+    result["config"] = asdict(configs[best]) if best else None
     del runs, sets, first
     free(device)
     return result

@@ -76,8 +76,6 @@ class Reported(Candidate):
     """A site that is never fused, and is listed in the report with its reason.
 
     Args:
-        anchor: the node.
-        why: the reason.
         details: as `describe` gives them.
     """
 
@@ -95,11 +93,7 @@ class Reported(Candidate):
 
 
 class Scope:
-    """Facts of one graph, shared by the candidates of a fusion.
-
-    Args:
-        graph: the graph.
-    """
+    """Facts of one graph, shared by the candidates of a fusion."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph

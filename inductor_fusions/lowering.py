@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -15,8 +15,6 @@ from . import _inductor, config
 from .fusion import Rejected
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def define(
@@ -33,7 +31,6 @@ def define(
     """Define the operation `inductor_fusions::NAME`, which changes none of its operands.
 
     Args:
-        name: of it.
         compute: its kernel in eager mode, and its reference.
         empty: takes the same, and gives results of these dtypes, sizes and strides: its fake kernel.
         flops: takes the same, with shapes for tensors.
@@ -99,45 +96,32 @@ def check_device(device: torch.device) -> None:
         raise Rejected("the device is older than compute capability 8.0")
 
 
-def kernel_or(name: str, kernel: Callable[[], T | None], instead: Callable[[], T]) -> T:
-    """The outputs of a kernel; those of `instead` if there is no kernel, or making it raises.
-
-    Args:
-        name: of the operation, for the log.
-        kernel: makes the kernel and returns its outputs, as Inductor's values; where there is none, it
-            raises `Rejected` or returns None. Of any other error there is a warning, and `config.strict`
-            raises it.
-        instead: the same from operations that Inductor has.
-    """
-    try:
-        found = kernel()
-        if found is not None:
-            return found
-    except Rejected as miss:
-        log.info("%s runs without its fused kernel: %s", name, miss.reason)
-    except Exception as error:
-        if config.strict:
-            raise
-        log.warning("the fused kernel of %s raised %r; the operation runs without it", name, error)
-        log.info("traceback", exc_info=True)
-    return instead()
-
-
 def lower_by(
-    operation: Any, name: str, kernel: Callable[..., Any], instead: Callable[..., Any] | None = None
+    operation: Any, name: str, kernel: Callable[..., Any], compute: Callable[..., Any] | None = None
 ) -> None:
     """Tell Inductor how to lower an operation of ours, now or as soon as it is imported.
 
     Args:
-        operation: the operation.
-        name: of it, for the log.
-        kernel: takes its arguments, with Inductor's values for tensors, as those of `kernel_or` do.
-        instead: takes the same; None: the operation is called as it is.
+        kernel: takes its arguments, with Inductor's values for tensors, and returns the outputs of a kernel;
+            where there is none, it raises `Rejected`. Of any other error there is a warning, and
+            `config.strict` raises it.
+        compute: what is lowered where there is no kernel: the operation in functions of torch; None: the
+            operation is called as it is.
     """
 
     def lower(*given: Any) -> Any:
         arguments = [list(each) if isinstance(each, (list, tuple)) else each for each in given]
-        other = instead or functools.partial(_inductor.call_eagerly, operation)
-        return kernel_or(name, lambda: kernel(*arguments), lambda: other(*arguments))
+        try:
+            return kernel(*arguments)
+        except (Rejected, _inductor.NoKernel) as miss:
+            log.info("%s runs without its fused kernel: %s", name, miss)
+        except Exception as error:
+            if config.strict:
+                raise
+            log.warning("the fused kernel of %s raised %r; the operation runs without it", name, error)
+            log.info("traceback", exc_info=True)
+        if compute is None:
+            return _inductor.call_eagerly(operation, *arguments)
+        return _inductor.lower_as(compute, arguments)
 
     _inductor.register_lowering_when_loaded(operation, lower)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from ._inductor import is_batched, is_wrapper, range_of, value_of
+from ._inductor import is_batched, is_wrapper, known_true, range_of, value_of
 from .decisions import Decision, Span
 from .decisions.tables import dtype_name
 from .fusion import LeftToStock
@@ -39,6 +39,11 @@ def tensor(node: Any) -> torch.Tensor | None:
 def known_size(size: Any) -> int | None:
     """A size that is a number; None for a symbolic one."""
     return size if isinstance(size, int) else None
+
+
+def same_shape(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Whether two shapes are known to be equal."""
+    return len(first) == len(second) and all(known_true(a == b) for a, b in zip(first, second, strict=True))
 
 
 def tokens_of(size: Any) -> int | Span | None:
@@ -76,9 +81,6 @@ def may_use_tf32() -> bool:
 def check_kind(*values: Any) -> None:
     """Refuse tensors for which an operation may not be defined.
 
-    Args:
-        values: operands or the result.
-
     Raises:
         Rejected: inside of vmap.
         LeftToStock: a DTensor, or another tensor around tensors.
@@ -101,9 +103,6 @@ def check_device(value: torch.Tensor, dtypes: Collection[torch.dtype] | None = N
     Args:
         value: an operand or the result.
         dtypes: those that there are kernels for; None: they are not asked for here.
-
-    Raises:
-        LeftToStock: another device than CUDA, or another dtype.
     """
     device = value.device
     if device.type == "cpu":

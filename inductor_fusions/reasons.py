@@ -10,11 +10,7 @@ from enum import Enum
 
 
 class Said(str):
-    """The message of one site, with its reason.
-
-    Attributes:
-        reason: the member of `Reason`.
-    """
+    """The message of one site, with its reason."""
 
     reason: Reason
 
@@ -46,7 +42,6 @@ class Reason(Enum):
 
     Attributes:
         code: the name in reports: lower case, with hyphens.
-        meaning: what the code means.
         remedy: what the user can do.
     """
 

@@ -27,7 +27,6 @@ class Foreign:
     Attributes:
         name: of the entry point.
         package: the distribution that declares it.
-        fusions: what it gave.
         problem: why it gave nothing, or "".
     """
 

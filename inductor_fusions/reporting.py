@@ -37,7 +37,6 @@ class _Entry:
     Attributes:
         attempt: (compile, attempt) of Dynamo.
         batch: key of the records that it is the first site of; "" for the others.
-        thread: that has met it.
     """
 
     attempt: tuple[str, int] | None
@@ -119,7 +118,6 @@ class _Pending(threading.local):
     """The sites of the graph that is compiled by this thread, until Inductor compiles what became of it.
 
     Attributes:
-        sites: in order.
         stored: whether a cache entry has them.
         counted: how often their records were counted before.
     """
@@ -135,7 +133,6 @@ class Ledger:
     """What was recorded up to a point in time, or since one.
 
     Attributes:
-        entries: the sites.
         counts: counters of the sites, by name.
         pending: the pending sites of this thread.
     """

@@ -25,7 +25,6 @@ class Site:
     """One candidate and what became of it.
 
     Attributes:
-        fusion: name of the fusion.
         verdict: "fused"; "rejected" (not proved to be correct); "left to stock" (not expected to be faster);
             "failed" (the fusion raised an exception, and the site runs unfused).
         reason: why it was not fused, in words; "" if it was.

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 from unittest import mock
 
@@ -73,7 +73,7 @@ class Choice:
         parts = []
         for kind, chosen in self._kinds():
             if chosen is not None:
-                parts.append(f"{kind} " + "-".join(str(v) for v in chosen.to_json().values()))
+                parts.append(f"{kind} " + "-".join(str(v) for v in asdict(chosen).values()))
         return ", ".join(parts) or "defaults"
 
 

@@ -63,6 +63,7 @@ from .lowering import (
     cast,
     decompose_in_graphs,
     in_memory,
+    lower_as,
     lower_attention_backward,
     realize,
     register_lowering_when_loaded,
@@ -112,6 +113,7 @@ from .shapes import (
 )
 from .state import Context, GlobalState, donated, random_state
 from .templates import (
+    NoKernel,
     Output,
     Variant,
     captures_graphs,

@@ -31,7 +31,6 @@ class AbsentDevice:
     Attributes:
         name: as `torch.cuda.get_device_name` gives it.
         capability: compute capability (major, minor).
-        multiprocessors: their number.
         shared_bytes: most shared memory of one thread block.
         total_bytes: device memory.
         l2_bytes: size of the L2 cache.

@@ -33,7 +33,6 @@ def flex_block_mask(
             visible, and their indices first in order.
         columns, full_columns: the reverse, for the backward.
         block: side of a block; None for one block that holds everything.
-        mask_mod: graph of the mask.
     """
     flex = importlib.import_module("torch.nn.attention.flex_attention")
     side = flex._LARGE_SPARSE_BLOCK_SIZE if block is None else block

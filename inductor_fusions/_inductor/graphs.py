@@ -112,7 +112,6 @@ def watching_nodes(
     """Call the given functions for changes of a module's graph inside the block.
 
     Args:
-        module: a module with a graph.
         created: gets a node that is new, but not in the graph yet.
         erased: gets a node that is about to be erased.
         replaced: gets a node and a user of it that is about to read another one instead.
@@ -135,11 +134,7 @@ _T = TypeVar("_T")
 
 
 class _Remembered:
-    """The results of functions of nodes, kept until the nodes change.
-
-    Args:
-        stack: what ends with it.
-    """
+    """The results of functions of nodes, kept until the nodes change."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self.stack = stack

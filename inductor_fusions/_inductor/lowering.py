@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
+from torch.utils import _pytree as pytree
 
+from .graphs import trace_decomposed
 from .loading import when_one_is_loaded
 
 
@@ -64,6 +67,30 @@ def call_eagerly(op: Any, *args: Any) -> Any:
     """A call of an operation as it is, from generated code."""
     lowering = importlib.import_module("torch._inductor.lowering")
     return lowering.fallback_handler(op, add_to_fallback_set=False)(*args)
+
+
+def lower_as(compute: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """The operation that is lowered now, as the operations of torch that `compute` is made of.
+
+    Args:
+        compute: gives a tensor or a list of tensors, from the arguments of the operation.
+        arguments: these, with values of Inductor for tensors.
+    """
+    virtualized = importlib.import_module("torch._inductor.virtualized").V
+    lowering = importlib.import_module("torch._inductor.lowering")
+    fakes = fx.node.map_arg(virtualized.graph.current_node.args, lambda node: node.meta["val"])
+    flat, spec = pytree.tree_flatten(list(fakes))
+    places = [i for i, each in enumerate(flat) if isinstance(each, torch.Tensor)]
+
+    def of_tensors(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = dict(zip(places, tensors, strict=True))
+        found = compute(*pytree.tree_unflatten([given.get(i, x) for i, x in enumerate(flat)], spec))
+        return tuple(found) if isinstance(found, list) else (found,)
+
+    traced = trace_decomposed(of_tensors, [flat[i] for i in places], virtualized.fake_mode)
+    values = pytree.tree_leaves(list(arguments))
+    found = list(lowering.process_subgraph_nodes(traced, [values[i] for i in places]))
+    return found if isinstance(virtualized.graph.current_node.meta["val"], (list, tuple)) else found[0]
 
 
 def beside(values: Sequence[Any]) -> Any:

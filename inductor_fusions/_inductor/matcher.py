@@ -36,7 +36,6 @@ class Found:
 
     Attributes:
         key: what the pattern was added with.
-        entry: torch's entry of it.
         match: the match, as it was when the graph was searched.
         check: of a replacement, torch's own: whether the search function means the same with these shapes and
             constants, and what it is replaced by. It may raise what the check of the fusion raises.
@@ -103,11 +102,7 @@ def _crosses(nodes: Sequence[fx.Node]) -> bool:
 
 
 class Patterns:
-    """The patterns of one fusion: a `PatternMatcherPass`.
-
-    Args:
-        name: of the fusion.
-    """
+    """The patterns of one fusion: a `PatternMatcherPass`."""
 
     def __init__(self, name: str) -> None:
         self.matcher = _torch().PatternMatcherPass(pass_name=name, subsystem="inductor_fusions")
@@ -116,7 +111,6 @@ class Patterns:
         """Look for patterns.
 
         Args:
-            key: what matches are found by.
             patterns: patterns of torch; functions and operators, and names of methods, which match with
                 whatever arguments and users.
             check: which matches are filed; None: all.
@@ -155,7 +149,6 @@ class Patterns:
             key: what matches are found by.
             search, replace: functions of the same tensors.
             inputs: makes examples of them; called under fake tensors.
-            check: of torch's.
         """
         known = [entry for entries in self.matcher.patterns.values() for entry in entries]
         with _tracing():
@@ -297,12 +290,7 @@ def _is_default(node: fx.Node, name: str, given: Any) -> bool:
 
 
 def difference(pattern: Any, node: Any) -> tuple[str, int]:
-    """Where a graph stops to be what a pattern says, or "", and how many operations agree before that.
-
-    Args:
-        pattern: one of torch's.
-        node: where it should end.
-    """
+    """Where a graph stops to be what a pattern says, or "", and how many operations agree before that."""
     agreed = [0]
     if isinstance(pattern, _torch().MultiOutputPattern):
         pattern = pattern.outputs[0]
@@ -373,7 +361,6 @@ def count_match(name: str, nodes: int) -> None:
     """Count a fused site as torch counts a pattern that it has replaced.
 
     Args:
-        name: of the fusion.
         nodes: how many nodes were replaced.
     """
     from torch._dynamo.utils import counters

@@ -12,18 +12,7 @@ from .shapes import value_of
 
 #: Operations of these libraries run on one process alone. What a library of somebody else does is not known.
 _ALONE = frozenset(
-    {
-        "aten",
-        "prims",
-        "prim",
-        "rngprims",
-        "profiler",
-        "inductor",
-        "inductor_fusions",
-        "quantized",
-        "mkldnn",
-        "torchvision",
-    }
+    "aten prims prim rngprims profiler inductor inductor_fusions quantized mkldnn torchvision".split()
 )
 _TOGETHER = "torch.distributed"
 

@@ -22,7 +22,6 @@ def write_over(template: Any, value: Any) -> None:
     Args:
         template: a TritonTemplateBuffer. Each program has what it needs of the input before it writes, and
             no other program needs what it writes over.
-        value: the input, in memory.
     """
     template.make_kernel_render = _over(template.make_kernel_render, template, value)
 

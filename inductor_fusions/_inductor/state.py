@@ -168,11 +168,7 @@ def donated() -> list[int]:
 
 
 class Context:
-    """Where a graph was compiled: what Dynamo's contexts say there, for compiling it again later.
-
-    Args:
-        inputs: of the graph.
-    """
+    """Where a graph was compiled: what Dynamo's contexts say there, for compiling it again later."""
 
     def __init__(self, inputs: Sequence[Any] = ()) -> None:
         from torch._guards import CompileContext, TracingContext

@@ -31,14 +31,16 @@ def interprets_triton() -> bool:
     return bool(importlib.import_module("triton").knobs.runtime.interpret)
 
 
+class NoKernel(Exception):
+    """There is no kernel of ours for an operation that is lowered, and why."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """One configuration of a kernel template.
 
     Attributes:
         source: what Inductor's TritonTemplate takes.
-        meta: constants of the kernel.
-        num_warps, num_stages: as Triton has them.
         outputs: arguments of the kernel, at its end, that are outputs beside the first.
         early: whether it starts before the kernel in front of it ends, and waits in its own code.
         wider: by a number of bytes, constants in place of those of `meta`, and `num_stages`, where the
@@ -61,18 +63,16 @@ def lower_to_template(
     dtype: torch.dtype,
     device: torch.device,
     variants: Sequence[Variant],
-    stock: Callable[..., torch.Tensor] | None,
+    stock: Callable[..., torch.Tensor] | None = None,
     dtypes: Sequence[torch.dtype] = (),
     grid_sizes: Sequence[Any] = (),
     over: str = "",
-) -> list[Any] | None:
-    """One Triton kernel with one or several outputs.
+) -> list[Any]:
+    """The outputs of one Triton kernel.
 
     Args:
-        name: of the kernel.
         inputs: its arguments by name, in memory.
         shapes: of its outputs, which are row-major.
-        dtype, device: of its outputs.
         variants: its configurations; the fastest is taken where there are several.
         stock: what does the same without it, on tensors that are `inputs` and outputs: where
             given, it is measured as well.
@@ -81,8 +81,8 @@ def lower_to_template(
         over: the input that the first output may take the memory of: each program reads of it what it
             writes, and only then writes.
 
-    Returns:
-        The outputs; None where `stock` is faster, and of an output of one number.
+    Raises:
+        NoKernel: `stock` is faster, or the first output has one number, or Inductor takes no template.
     """
     each = list(dtypes) or [dtype] * len(shapes)
     row_major = [Output("", s, (s[1], 1), kind) for s, kind in zip(shapes, each, strict=True)]
@@ -108,20 +108,17 @@ def lower_to_kernel(
     grid: Callable[..., Any],
     grid_sizes: Sequence[Any],
     variant: Variant,
-) -> list[Any] | None:
-    """One Triton kernel with outputs of any layout and a grid of its own.
+) -> list[Any]:
+    """The outputs, of any layout, of one Triton kernel with a grid of its own.
 
     Args:
-        name: of the kernel.
         inputs: its arguments by name, in memory.
         outputs: its outputs; those after the first are its last arguments.
-        device: of its outputs.
         grid: called with `grid_sizes`, the constants of the kernel, `cdiv` and `min`.
         grid_sizes: sizes that the number of programs depends on.
-        variant: its source and configuration.
 
-    Returns:
-        The outputs; None of a first output of one number.
+    Raises:
+        NoKernel: the first output has one number, or Inductor takes no template.
     """
     return _lower(name, inputs, outputs, device, grid, grid_sizes, [variant], None)
 
@@ -142,13 +139,14 @@ def _lower(
     variants: Sequence[Variant],
     stock: Callable[..., torch.Tensor] | None,
     over: str = "",
-) -> list[Any] | None:
+) -> list[Any]:
     ir = importlib.import_module("torch._inductor.ir")
     select = importlib.import_module("torch._inductor.select_algorithm")
     lowering = importlib.import_module("torch._inductor.lowering")
     first = outputs[0]
     if _is_one_number(first.size):
-        return None  # Inductor stores it without a mask: whatever else a tile holds goes there too
+        # Inductor stores it without a mask: whatever else a tile holds goes there too.
+        raise NoKernel("the result is one number")
     layout = ir.FixedLayout(device, first.dtype, list(first.size), list(first.stride))
     more = [
         lowering.empty_strided(list(out.size), list(out.stride), dtype=out.dtype, device=device)
@@ -168,14 +166,14 @@ def _lower(
             },
         )  # fmt: skip
     if not choices:
-        return None
+        raise NoKernel("Inductor accepted no template")
     if stock is not None:
         choices.append(_extern(stock).bind(tuple(nodes), layout))
     chosen = select.autotune_select_algorithm(name, choices, nodes, layout, return_multi_template=False)
     output = chosen[0] if isinstance(chosen, tuple) else chosen
     buffer = output.data.data
     if not isinstance(buffer, ir.TritonTemplateBuffer):
-        return None
+        raise NoKernel("stock's products are measured to be faster")
     if any(variant.wider for variant in variants):
         buffer.make_kernel_render = _with_wider(buffer.make_kernel_render)
     if over:

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 from ..lowering import lower_by
 from .lowering import Lowering
-from .op import BLOCK_MM
+from .op import BLOCK_MM, Call, composite
 
 lower_by(
-    BLOCK_MM,
-    "block_mm",
-    lambda *given: Lowering(*given).kernel(),
-    lambda *given: Lowering(*given).one_by_one(),
+    BLOCK_MM, "block_mm", lambda *given: Lowering(*given).kernel(), lambda *given: composite(Call(*given))
 )

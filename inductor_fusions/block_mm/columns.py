@@ -26,12 +26,7 @@ SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.unbin
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns start, start + step, ... of a product.
-
-    Attributes:
-        base: the product.
-        count: how many columns.
-    """
+    """Columns start, start + step, ... of a product."""
 
     base: Product
     start: int

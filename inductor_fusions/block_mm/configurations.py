@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -22,7 +22,6 @@ class Config:
             blocks as the multiprocessors hold) or "row" (few rows of input, without tensor cores).
         block_m, block_n, block_k: the tile; powers of two, but `block_n` of "tiled" may be three times one.
             Of "row", `block_m` is the most rows that it is for.
-        num_warps, num_stages: as Triton has them.
         group_m: tiles in M that are neighbours in time.
         subtiles: parts in which a tile is stored.
         per_processor: thread blocks of a persistent kernel on each multiprocessor.
@@ -39,10 +38,6 @@ class Config:
     subtiles: int = 1
     per_processor: int = 1
     across: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """The form in tables, without options that are off."""
-        return {name: value for name, value in asdict(self).items() if value is not False}
 
 
 def suits(choice: Config, problem: Problem) -> bool:
@@ -67,7 +62,6 @@ def default(problem: Problem, arch: int) -> Config:
     """A configuration that fits every device of an architecture; it is not tuned.
 
     Args:
-        problem: what is computed.
         arch: 80, 86, 89, 90, 100, 120.
     """
     rows = [512 if m is None else m for m in problem.rows]
@@ -231,8 +225,6 @@ def shared_bytes(choice: Config, problem: Problem, stored: int = 0) -> int:
     """About what a configuration needs of shared memory for the tiles that are under way.
 
     Args:
-        choice: the configuration.
-        problem: what is computed.
         stored: bytes of a part of a tile that goes through shared memory when it is stored.
     """
     if choice.template == "row":
@@ -279,10 +271,7 @@ def fitted(choice: Config, problem: Problem, arch: int, dtype: torch.dtype) -> C
     there may be no room for a persistent kernel: such a sum gets a tiled one.
 
     Args:
-        choice: the configuration.
-        problem: what is computed.
         arch: 80, 90, 100.
-        dtype: the widest that is stored.
     """
     if choice.template != "persistent":
         return choice

@@ -32,9 +32,7 @@ def insert(
         anchor: the node whose source line the new nodes get.
         groups: the products of each group. At most one of a group has a bias.
         activations: of each group; none by default.
-        gated: as in `op`.
         dtype: of the outputs; that of the first product by default.
-        wide: as in `op`.
 
     Returns:
         One node for each output.
@@ -64,7 +62,6 @@ def sizes_of(node: fx.Node, product: fx.Node, inner: Iterable[fx.Node]) -> list[
     """The sizes of a node, for `reshaped`.
 
     Args:
-        node: the node.
         product: one that has the sizes of what comes in its place.
         inner: nodes in front of it, among which there is a reshape to its sizes if these are symbolic, and
             not those of the product.

@@ -11,7 +11,7 @@ from torch import fx
 from ..graph.products import CASTS, MUL, RESHAPES, product, tensor, value
 from ..operands import holds
 from .columns import SPLITS, columns
-from .op import QUICK
+from .op import ACTIVATIONS, QUICK
 
 aten = torch.ops.aten
 
@@ -172,6 +172,11 @@ def activation(name: str, x: Any) -> Any:
     return x
 
 
+def named(expression: Any, leaf: fx.Node) -> str | None:
+    """The name of the activation of a leaf that an expression is."""
+    return next((name for name in ACTIVATIONS if name and same(activation(name, leaf), expression)), None)
+
+
 def leaves(expression: Any) -> set[fx.Node]:
     """The products in an expression, and the parts of products."""
     if isinstance(expression, fx.Node):
@@ -196,7 +201,6 @@ def behind(start: fx.Node, alone: bool = False) -> list[fx.Node]:
     """The nodes, in graph order, of whose expression a node may be a part.
 
     Args:
-        start: the node.
         alone: leave out what reads another tensor as well.
     """
     found, edge = {start: None}, [start]

@@ -28,20 +28,12 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check_device(node: fx.Node) -> None:
-    """Leave devices other than CUDA to stock.
-
-    Raises:
-        LeftToStock: the device is another one.
-    """
+    """Leave devices other than CUDA to stock."""
     operands.check_device(value(node))
 
 
 def check_operands(nodes: Sequence[fx.Node]) -> None:
-    """Refuse matrices that the kernels cannot read.
-
-    Raises:
-        Rejected: a dtype, a size or a stride.
-    """
+    """Refuse matrices that the kernels cannot read."""
     first = value(nodes[0])
     for node in nodes:
         found = value(node)
@@ -80,11 +72,7 @@ def _check_layout(matrix: torch.Tensor) -> None:
 
 
 def check_result(node: fx.Node, product: fx.Node) -> None:
-    """Refuse a result that is computed from products in float64, or broadcast.
-
-    Raises:
-        Rejected: it is.
-    """
+    """Refuse a result that is computed from products in float64, or broadcast."""
     found = value(node)
     if found.dtype not in DTYPES:
         raise Reason.DTYPE.rejected(
@@ -178,9 +166,7 @@ def kernel(groups: Sequence[Sequence[Product]], gated: bool = False, activation:
     """Which kernel the products get, for the report.
 
     Args:
-        groups: the products of each group.
         gated: whether the two groups are multiplied.
-        activation: of the first group.
 
     Raises:
         LeftToStock: none pays, or their sizes are not known.

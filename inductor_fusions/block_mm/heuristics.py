@@ -23,8 +23,6 @@ def decided(problem: Problem, device: torch.device, span: Span | None = None) ->
     """The decision for a problem on a device.
 
     Args:
-        problem: the sizes.
-        device: where it runs.
         span: of a symbolic number of rows.
 
     Raises:
@@ -46,8 +44,6 @@ def choose(problem: Problem, device: torch.device, tokens: int | None = None) ->
     """The tiles of the nearest problem that is measured and whose tiles fit, or the default ones.
 
     Args:
-        problem: the sizes.
-        device: where it runs.
         tokens: for how many it is decided, where their number is symbolic.
 
     Raises:

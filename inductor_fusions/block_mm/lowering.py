@@ -16,7 +16,7 @@ from ..fusion import Rejected
 from ..lowering import check_device
 from ..operands import known_size, may_use_tf32
 from . import configurations, guards, heuristics, template
-from .op import QUICK, Call, exact_dtype
+from .op import Call
 from .problem import Problem, of_operands
 
 #: Bulk copies know strides below this, in bytes.
@@ -28,21 +28,9 @@ MOST_PRODUCTS = 8
 
 
 def check_factors(factors: Sequence[float]) -> None:
-    """Refuse factors that a kernel might overflow with, or that are no numbers.
-
-    Raises:
-        Rejected: there is one.
-    """
+    """Refuse factors that a kernel might overflow with, or that are no numbers."""
     if not all(abs(factor) <= LARGEST_FACTOR for factor in factors):
         raise Rejected(f"a product has a scale that is NaN or larger than {LARGEST_FACTOR:g}")
-
-
-def scaled_product(a: Any, b: Any, scale: float) -> Any:
-    """`scale * a @ b` as stock lowers it, in the dtype of b."""
-    call, aten = _inductor.call_lowering, torch.ops.aten
-    dtype = exact_dtype(b.get_dtype(), scale)
-    y = call(aten.mm.default, _inductor.cast(a, dtype), _inductor.cast(b, dtype))
-    return y if scale == 1 else _inductor.cast(call(aten.mul.Tensor, y, scale), b.get_dtype())
 
 
 @dataclass
@@ -56,8 +44,8 @@ class Lowering(Call):
     left: list[Any] = field(default_factory=list)
     right: list[Any] = field(default_factory=list)
 
-    def kernel(self) -> list[Any] | None:
-        """The outputs of one kernel; None if stock's products are measured to be faster, or no template fits.
+    def kernel(self) -> list[Any]:
+        """The outputs of one kernel.
 
         Raises:
             Rejected: there is no kernel for it.
@@ -116,35 +104,6 @@ class Lowering(Call):
                 _repeats(self.groups, p) and _small(inner, left.get_dtype())
             ):
                 raise Rejected("a product has another dtype and is not a low-rank adapter")
-
-    def one_by_one(self) -> list[Any]:
-        """The products as stock lowers them, each by itself."""
-        aten = torch.ops.aten
-        call = _inductor.call_lowering
-        outputs, offsets = [], self.offsets()
-        for group, activation in enumerate(self.names):
-            total: Any = None
-            offset: Any = offsets.get(group)
-            members = [p for p, owner in enumerate(self.groups) if owner == group]
-            plain = len(members) == 1 and self.scales[members[0]] == 1 and offset is not None
-            if plain and self.a[members[0]].get_dtype() == offset.get_dtype() == self.dtypes[group]:
-                total = call(aten.addmm.default, offset, self.a[members[0]], self.b[members[0]])
-                offset = None
-            else:
-                for p in members:
-                    product = scaled_product(self.a[p], self.b[p], self.scales[p])
-                    total = product if total is None else call(aten.add.Tensor, total, product)
-            if offset is not None:
-                total = call(aten.add.Tensor, self._wide(total), self._wide(offset))
-            if activation:
-                total = _activate(activation, self._wide(total))
-            outputs.append(total)
-        if self.gated:
-            outputs = [call(aten.mul.Tensor, self._wide(outputs[0]), self._wide(outputs[1]))]
-        return [_inductor.cast(y, kind) for y, kind in zip(outputs, self.dtypes, strict=True)]
-
-    def _wide(self, x: Any) -> Any:
-        return x if x.get_dtype() == torch.float64 else _inductor.cast(x, torch.float32)
 
     def _structure(self) -> tuple[list[tuple[str, Any]], template.Structure]:
         """The distinct inputs of the kernel by name, and what it computes."""
@@ -206,7 +165,6 @@ def stock_products(
 
     Args:
         names: the tensors that it is called with.
-        products: pairs of them.
     """
 
     def run(*tensors: torch.Tensor) -> torch.Tensor:
@@ -250,28 +208,6 @@ def _precision(dtype: torch.dtype, later: bool) -> str:
 def _rendered(activation: str, dtype: torch.dtype) -> str:
     """The name of an activation in the templates, for results of a dtype."""
     return "gelu_rounded" if activation == "gelu" and dtype == torch.bfloat16 else activation
-
-
-def _activate(name: str, x: Any) -> Any:
-    aten, call = torch.ops.aten, _inductor.call_lowering
-    if name == "relu":
-        return call(aten.relu.default, x)
-    if name == "sigmoid":
-        return call(aten.sigmoid.default, x)
-    if name in ("silu", "gelu_quick"):
-        inner = x if name == "silu" else call(aten.mul.Tensor, x, QUICK)
-        return call(aten.mul.Tensor, x, call(aten.sigmoid.default, inner))
-    if name == "relu_squared":
-        y = call(aten.relu.default, x)
-        return call(aten.mul.Tensor, y, y)
-    half = call(aten.mul.Tensor, x, 0.5)
-    if name == "gelu":
-        inner = call(aten.erf.default, call(aten.mul.Tensor, x, 0.5**0.5))
-    else:
-        cubic = call(aten.mul.Tensor, call(aten.mul.Tensor, call(aten.mul.Tensor, x, x), x), 0.044715)
-        inner = call(aten.mul.Tensor, call(aten.add.Tensor, x, cubic), 0.7978845608028654)
-        inner = call(aten.tanh.default, inner)
-    return call(aten.mul.Tensor, half, call(aten.add.Tensor, inner, 1))
 
 
 def _inner(x: Any, dim: int) -> bool:

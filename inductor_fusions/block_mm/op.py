@@ -55,7 +55,6 @@ class Call:
         groups, scales: the group of each product, 0, 1, ... in order, and its factor.
         activations: the name of that of each group, with commas between: a schema has no list of strings.
         gated: whether the two groups are multiplied, and are one output.
-        dtype: of the outputs.
         wide: the numbers of the outputs that are float32 instead, with commas between.
         decided: for how many rows a kernel was decided on, whose gain is not asked for again; 0: it was not.
     """

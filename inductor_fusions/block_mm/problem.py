@@ -21,7 +21,6 @@ class Problem:
         rows: M of each group; None where it is symbolic.
         columns: N of each group.
         inner: K of each product; None where it is symbolic.
-        groups: group of each product.
         layouts: of each product, two letters: whether a and b have their elements in order ("n", along
             the last dim) or are transposed ("t", along the first).
         dtype: of the operands of the first product.
@@ -121,11 +120,8 @@ def of_operands(
 
     Args:
         a, b: of each product: ((rows, columns), (strides)).
-        groups: group of each product.
         gated: whether the groups are multiplied.
-        dtype: of the operands.
         names: of each product: what tells its operands apart, a pair.
-        activation: of the first group.
     """
     first = [list(groups).index(group) for group in range(groups[-1] + 1)]
     lefts = list(dict.fromkeys(pair[0] for pair in names))

@@ -35,11 +35,9 @@ class Factor:
 
     Attributes:
         group: which group it is summed into.
-        a, b: its operands.
         scale: its factor, not 0.
         size: K; None where it is symbolic.
         precision: of `tl.dot`: "tf32", "tf32x3" or "ieee"; only float32 depends on it.
-        dtype: of its operands.
     """
 
     group: int
@@ -57,9 +55,7 @@ class Structure:
 
     Attributes:
         names: the kernel's arguments, in order: operands, biases, further outputs.
-        factors: the products.
         biases: of each group: (name, whether it has rows), or None.
-        activations: of each group.
         outputs: of each group from the second on: name of its output. Empty where gated.
         gated: whether the two groups are multiplied.
         pair: whether the first products of a gated pair have weights of one layout, so that bulk copies can
@@ -125,7 +121,6 @@ def source(
 
     Args:
         template: "tiled", "persistent" or "row".
-        structure: what is computed.
         block_k: most of K that one step takes.
         rows: M of every group where it is known to be less than a tile has, else 0; "row" needs it.
         early: whether it starts before the kernel in front ends, and waits: "tiled" and "row".

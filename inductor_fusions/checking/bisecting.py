@@ -35,8 +35,6 @@ class Found:
 
     Attributes:
         number: it is the so-many-th fused site of the process; with one less the result is right.
-        sites: fused sites in all.
-        site: which it is.
     """
 
     number: int
@@ -76,10 +74,7 @@ def bisect(
 
     Args:
         script: a file, or "-m" and a module.
-        arguments: of the script.
-        by: what tells a wrong run.
         rtol: with `By.output`, how far numbers on stdout may be apart, relatively.
-        say: is told of each run.
 
     Raises:
         Nothing: no site changes the result.

@@ -28,7 +28,6 @@ class Error:
 
     Attributes:
         name: "output[i]", or the name of a gradient.
-        gradient: whether it is one.
         ours, stock: relative errors, in the Euclidean norm, with the fusions and without.
         budget: what `ours` may be.
         problem: what is wrong with it, or "".

@@ -83,7 +83,6 @@ def run(
     Args:
         call: what is run: `fn`, or `fn` compiled.
         fn: whose parameters are differentiated.
-        args, kwargs: its arguments.
         train: differentiate as well; else everything runs without gradients.
         cotangents: one for each floating output that requires a gradient, instead of random ones (the same
             at each call).
@@ -199,7 +198,6 @@ def near(tree: Any, sample: int) -> Any:
     """The same tree with other floating tensors near its own: each element times 1 + 1e-3 of a random number.
 
     Args:
-        tree: arguments.
         sample: which ones; 0 are the arguments themselves.
     """
     if sample == 0:

@@ -18,7 +18,6 @@ def show_decision(section: str, problem: str, target: str | None, device: Device
     """Print the kernel, where the decision comes from, what it is expected to gain, and the rows behind it.
 
     Args:
-        section: of a table.
         problem: a row of it as JSON, without what was measured.
         target: a GPU that need not be in this machine.
         device: where, without a target.

@@ -14,17 +14,7 @@ from ..explaining import Explanation
 from ..explaining import explain as explain_model
 from ..sites import error_text, groups
 from . import app
-from .common import (
-    PROG,
-    Device,
-    JsonFlag,
-    UserError,
-    calm,
-    console,
-    find_device,
-    print_json,
-    writable,
-)
+from .common import PROG, Device, JsonFlag, UserError, calm, console, find_device, print_json, writable
 from .deciding import absent_gpu
 from .models import Attention, Precision, from_callable, from_hugging_face, to_dtype
 
@@ -69,8 +59,7 @@ def explain(
     target: Annotated[
         str | None,
         typer.Option(
-            metavar="GPU",
-            help="Explain for a GPU that need not be in this machine, such as nvidia_h200.",
+            metavar="GPU", help="Explain for a GPU that need not be in this machine, such as nvidia_h200."
         ),
     ] = None,
     html: Annotated[

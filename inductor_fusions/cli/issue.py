@@ -44,8 +44,6 @@ def write(path: Path, collector: Collector, error: str) -> None:
     """Write environment, report, graphs and what was raised.
 
     Args:
-        path: of a JSON file.
-        collector: that watched the script.
         error: traceback of what the script raised, or "".
     """
     found = {

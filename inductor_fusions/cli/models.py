@@ -61,13 +61,7 @@ def from_callable(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
 
 
 _LAYER_COUNTS = (
-    "num_hidden_layers",
-    "num_layers",
-    "num_decoder_layers",
-    "encoder_layers",
-    "decoder_layers",
-    "n_layer",
-    "n_layers",
+    "num_hidden_layers num_layers num_decoder_layers encoder_layers decoder_layers n_layer n_layers".split()
 )
 
 
@@ -149,7 +143,6 @@ def hugging_face_inputs(model: Any, batch: int, seq: int, padded: bool) -> dict[
 
     Args:
         model: as `AutoModel` makes it.
-        batch, seq: samples, and tokens of each.
         padded: whether a padding mask leaves between half and all of the tokens.
 
     Raises:

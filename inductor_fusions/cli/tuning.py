@@ -28,7 +28,6 @@ def run_script(given: Sequence[str], device: torch.device) -> int:
 
     Args:
         given: what `run` takes: the script and its arguments.
-        device: of which the rows are shown.
 
     Raises:
         UserError: there is no script, or nothing can be kept.
@@ -83,7 +82,6 @@ def export(given: Sequence[str], device: torch.device) -> None:
 
     Args:
         given: a file, or a folder; empty: the user's folder.
-        device: whose.
 
     Raises:
         UserError: there are none, or the file cannot be written.

@@ -34,7 +34,6 @@ def attention(
     """Whether an attention of this shape pays on this device, and as which kernel.
 
     Args:
-        device: where it runs.
         dtype: dtype of q, k and v.
         mask: "none", "causal", "pad" (varies over keys), "bias_batch" (and queries), "bias" (and heads),
             "bias_full" (and the batch); the last two end in "_grad" where the mask takes a gradient. Or a
@@ -63,9 +62,6 @@ def flex_options(
     Those of the forward are named `fwd_...`, those of the backward `bwd_...`. They fit the shared memory of
     a device for one head dim and dtype, so only rows that agree in these count, of devices of one compute
     capability. The nearest one decides: without options in it, Inductor's own tiles were faster.
-
-    Args:
-        device, dtype, mask, batch_heads, q_len, kv_len, head_dim: as in `attention`.
     """
     wanted = _row(dtype, batch_heads, q_len, kv_len, head_dim)
     for rows in _rows(device, wanted, "options"):
@@ -85,7 +81,6 @@ def flex_backward(
     """Into chunks of how many queries the backward of flex attention is cut; 0: its own template is faster.
 
     Args:
-        device, dtype, batch_heads, q_len, kv_len, head_dim: as in `attention`.
         visible: the share of the scores that the mask leaves, between 0 and 1.
     """
     wanted = _row(dtype, batch_heads, q_len, kv_len, head_dim)

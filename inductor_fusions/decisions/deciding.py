@@ -52,7 +52,6 @@ class Query:
     """A problem that is asked for.
 
     Attributes:
-        section: the kind of problem.
         row: its columns, as a row has them.
         kernels: those that support it; empty: the one that the section is named after.
         text: the problem in words, for reports.
@@ -152,8 +151,6 @@ def decide(query: Query, device: torch.device, may_measure: bool = True) -> Deci
     from every row is measured on this machine if `config.measure` is set.
 
     Args:
-        query: the problem.
-        device: where it runs.
         may_measure: whether it may be measured.
 
     Raises:
@@ -243,8 +240,6 @@ def tiles(query: Query, device: torch.device, fits: Callable[[Row], Found | None
     """The tiles of the nearest row whose tiles fit a problem, or None.
 
     Args:
-        query: the problem.
-        device: where it runs.
         fits: maps a row to its configuration for the problem, or to None if it does not fit.
     """
     for row in _asked(_rows_with_tiles, query, device):

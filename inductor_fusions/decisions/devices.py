@@ -20,7 +20,6 @@ class Hardware:
 
     Attributes:
         capability: compute capability (major, minor).
-        multiprocessors: their number.
         bandwidth: of the device memory in GB/s; 0 where it is not known.
     """
 
@@ -106,8 +105,6 @@ class Source:
     """A table whose rows count for a device.
 
     Attributes:
-        name: of its device.
-        table: the rows.
         whose, of: the device of the table, and the one that is asked for; None where it is that one.
         is_here: whether it was measured on this machine.
     """

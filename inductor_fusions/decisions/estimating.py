@@ -21,8 +21,6 @@ class Estimate:
     """An estimate of the logarithm of a gain.
 
     Attributes:
-        mean: the expected value.
-        doubt: its standard deviation.
         rows: indices of the rows that it is made of, the nearest first.
         distance: of the nearest row.
     """

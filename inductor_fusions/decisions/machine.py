@@ -252,10 +252,6 @@ def add(device: torch.device, found: Mapping[str, Sequence[Row]]) -> None:
 
     Called inside of `lock`. The file is replaced as a whole, so that nobody reads a part of it.
 
-    Args:
-        device: where they were measured.
-        found: the rows of each section.
-
     Raises:
         ValueError: what is no row of its section.
         OSError: the file cannot be written.

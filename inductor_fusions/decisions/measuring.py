@@ -212,7 +212,6 @@ class Measurer:
 
         Args:
             counts: of each problem as JSON, the number of places where it stands.
-            device: where.
         """
         read = [(json.loads(text), count) for text, count in counts.items()]
         found = [((section, row, tuple(kernels)), count) for (section, row, kernels), count in read]

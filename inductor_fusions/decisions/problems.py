@@ -175,19 +175,11 @@ class Section:
     gains: bool = True
 
     def check(self, row: Any) -> None:
-        """Refuse an object that is no row of this section.
-
-        Raises:
-            ValueError: names the column.
-        """
+        """Refuse an object that is no row of this section."""
         self._check(row, self.measured, self.needed)
 
     def check_problem(self, row: Any) -> None:
-        """Refuse an object that is no problem of this section: a row without measured columns.
-
-        Raises:
-            ValueError: names the column.
-        """
+        """Refuse an object that is no problem of this section: a row without measured columns."""
         self._check(row, {}, ())
 
     def _check(self, row: Any, measured: Mapping[str, Check], needed: tuple[str, ...]) -> None:

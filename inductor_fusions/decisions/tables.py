@@ -101,12 +101,7 @@ def names() -> list[str]:
 
 
 def columns_of(sizes: Any, *without: str) -> dict[str, Any]:
-    """The fields of a dataclass as columns of a row: dtypes by name, tuples as lists.
-
-    Args:
-        sizes: the dataclass.
-        without: fields that are no columns.
-    """
+    """The fields of a dataclass as columns of a row: dtypes by name, tuples as lists."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.dtype):
@@ -198,8 +193,6 @@ def parse(content: str, entry: Any, name: str) -> Table | None:
     """A table from the text of its file; None, with a warning, if it is not one of that device.
 
     Args:
-        content: JSON.
-        entry: the file, for the warning.
         name: of the device, as `device_name` gives it.
     """
     try:

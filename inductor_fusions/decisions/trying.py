@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 from .problems import Row
 
-
-class _Config(Protocol):
-    def to_json(self) -> dict[str, Any]: ...
-
-
-C = TypeVar("C", bound=_Config)
+#: A configuration: a dataclass.
+C = TypeVar("C", bound=Any)
 
 
 class Trial:
@@ -56,9 +53,6 @@ def configured(section: str, row: Mapping[str, Any], usual: C, candidates: Calla
     """The configuration of a kernel: the usual one, except inside of `trial`.
 
     Args:
-        section: of the table with its tiles.
-        row: the problem.
-        usual: the best known configuration.
         candidates: returns the configurations that are worth measuring.
     """
     if _now is None:
@@ -68,7 +62,7 @@ def configured(section: str, row: Mapping[str, Any], usual: C, candidates: Calla
         others = [each for each in candidates() if each != usual]
         _now.exhausted |= _now.number > len(others)
         chosen = usual if _now.exhausted else others[_now.number - 1]
-    made = {**row, "config": chosen.to_json()}
+    made = {**row, "config": asdict(chosen)}
     known = _now.rows.setdefault(section, [])
     if made not in known:
         known.append(made)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..checking import budget
 from ..decisions import machine
 from ..sites import error_text
 from .models import Case, cases
-from .reference import ERROR_FACTOR
 from .runner import PHASES, Row, Runner
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def show(result: Result, console: Console) -> None:
 
     caption = (
         f"{result.device}, {result.dtype}, torch {torch.__version__}; medians of interleaved steps; error: "
-        f"against float64, at most {ERROR_FACTOR} times stock's; {result.seconds:.0f} s in all"
+        f"against float64, at most {budget.FACTOR} times stock's; {result.seconds:.0f} s in all"
     )
     if result.quick:
         caption += "; tiny models: the times are not valid"

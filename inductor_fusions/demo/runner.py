@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from .. import _inductor, config, reporting
+from ..checking import budget
 from ..worker.clock import Timing, interleave, synchronize
 from .models import Case, build, make_inputs
-from .reference import reference_tokens, run_reference, within_budget
+from .reference import gradients_of, reference_tokens, run_reference, shown
 
 #: Blocks of each that are timed.
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 25
@@ -73,20 +74,11 @@ class Runner:
     """Measures one case.
 
     Args:
-        case: which.
-        device: where.
-        dtype: of weights and activations.
-        seconds: how long to time.
         say: called with the name of each phase as it begins.
     """
 
     def __init__(
-        self,
-        case: Case,
-        device: torch.device,
-        dtype: torch.dtype,
-        seconds: float,
-        say: Callable[[str], None],
+        self, case: Case, device: torch.device, dtype: torch.dtype, seconds: float, say: Callable[[str], None]
     ) -> None:
         self.case, self.device, self.dtype, self.seconds, self.say = case, device, dtype, seconds, say
         say(PHASES[0])
@@ -107,23 +99,23 @@ class Runner:
         with _inductor.fresh_compile():
             self.say(PHASES[1])
             with toggles.patch(enabled=False):
-                row.stock_compile_s, stock_output, stock_gradients = self._first(stock)
+                row.stock_compile_s, unfused = self._first(stock)
             self.say(PHASES[2])
             reporting.clear()
-            row.fused_compile_s, output, gradients = self._first(fused)
+            row.fused_compile_s, ours = self._first(fused)
             self._count_sites()
             self.say(PHASES[3])
             reference = run_reference(self.case, self.model, self.inputs, self.cotangent)
-            row.stock_errors = reference.errors(stock_output, stock_gradients)
-            row.errors = reference.errors(output, gradients)
-            del reference, stock_output, stock_gradients, output, gradients
+            errors = budget.compare(ours, unfused, reference)
+            row.errors, row.stock_errors = shown(errors, "ours"), shown(errors, "stock")
+            del reference, unfused, ours
             self.say(PHASES[4])
             times = self._interleaved({"stock": stock, "fused": fused})
             row.stock_ms, row.fused_ms = (1e3 * times[name].median for name in ("stock", "fused"))
             row.ratio = row.stock_ms / row.fused_ms
         if row.fused + row.left < row.sites:
             row.verdict = f"{row.sites - row.fused - row.left} not fused"
-        elif not within_budget(row.errors, row.stock_errors, self.dtype):
+        elif budget.problems(errors):
             row.verdict = "error over budget"
         elif row.left:
             row.verdict = f"ok, {row.left} left to stock"
@@ -151,14 +143,14 @@ class Runner:
             output.backward(self.cotangent)
         return output.detach()
 
-    def _first(self, compiled: Callable[..., Any]) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
-        """Compile and run one step: seconds, output and gradients."""
+    def _first(self, compiled: Callable[..., Any]) -> tuple[float, budget.Values]:
+        """Compile and run one step: seconds, and what the float64 run has of output and gradients."""
         start = time.perf_counter()
-        output = self.step(compiled)
-        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        output = self.step(compiled)[:1, : reference_tokens(self.case)]
+        gradients = gradients_of(self.model)
         synchronize(self.device.type)
         self.model.zero_grad(set_to_none=True)
-        return time.perf_counter() - start, output, gradients
+        return time.perf_counter() - start, budget.Values(output, gradients)
 
     def _cotangent(self) -> torch.Tensor:
         """A random gradient of the output, zero beyond the slice that the float64 run takes."""

@@ -26,10 +26,8 @@ class Without:
     """The sites and stages that an attempt leaves out.
 
     Attributes:
-        sites: single sites.
         stages: in these stages, only fusions run that protect a graph from a wrong kernel.
         bare: in these stages, no fusion runs at all.
-        reason: why, for reports.
     """
 
     sites: frozenset[Key] = frozenset()
@@ -63,8 +61,6 @@ class Attempt:
     """A compile of one graph.
 
     Attributes:
-        model: the graph's module.
-        without: what is left out.
         before: the sites that an earlier attempt fused, in order.
         copy: the graph as it was before Inductor's first pass; None before that pass.
         fused: the sites that this attempt has fused so far.

@@ -38,10 +38,6 @@ def remove_marks(mark: Any, graph: fx.Graph) -> None:
 def put_back(graph: fx.Graph, journal: Journal) -> bool:
     """Undo a rewrite that was begun.
 
-    Args:
-        graph: the graph.
-        journal: the changes of the rewrite.
-
     Returns:
         Whether the graph computes what it did before. It may not if an erased node wrote in place, or was
         read by a node that is still there.

@@ -25,7 +25,6 @@ def candidates(fusion: Fusion, graph: fx.Graph) -> Iterator[Candidate]:
     """Every candidate of a fusion in a graph, and in the bodies that its scope names.
 
     Args:
-        fusion: the fusion.
         graph: changed in between by those who take a candidate.
     """
     if fusion.recognise is not None:
@@ -119,7 +118,6 @@ class Replaced(Candidate):
     """A match of a search function.
 
     Args:
-        found: the match.
         kernel: what the report calls the replacement.
     """
 

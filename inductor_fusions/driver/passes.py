@@ -182,8 +182,6 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
     changes are undone: the graph is restored from a copy.
 
     Args:
-        fusion: what to apply.
-        graph: changed in place.
         first: number of the first site in this graph.
 
     Raises:

@@ -30,7 +30,6 @@ def around(compile: Callable[..., Any], model: Any, inputs: Sequence[Any], *args
 
     Args:
         compile: Inductor's `compile_fx`.
-        model, inputs, args, kwargs: its arguments.
 
     Returns:
         The result of `compile`.

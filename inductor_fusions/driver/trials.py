@@ -39,9 +39,7 @@ class Trials:
     """The compiles of one graph: repeated if the first one, or the first call of its code, raises.
 
     Args:
-        model: the graph's module.
         compile: compiles the module as it is when it is called.
-        inputs: of Dynamo's graph.
     """
 
     #: The stages whose passes work on the graph.

@@ -50,8 +50,6 @@ class Derivatives:
     """The derivatives that one graph takes of its own values.
 
     Args:
-        graph: of Dynamo.
-        modes: its modes.
         outer: why nothing in it may be fused, if a graph around it takes an unsupported derivative; else "".
     """
 
@@ -79,11 +77,7 @@ class Derivatives:
         return self.refused(node)
 
     def check(self, nodes: Iterable[fx.Node]) -> None:
-        """Refuse where one of these nodes needs another derivative.
-
-        Raises:
-            Rejected: one does.
-        """
+        """Refuse where one of these nodes needs another derivative."""
         why = next(filter(None, map(self.refused, nodes)), "")
         if why:
             raise Reason.TRANSFORM.rejected(why)

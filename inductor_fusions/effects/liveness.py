@@ -54,8 +54,6 @@ def replace(old: fx.Node, new: fx.Node, between: Sequence[fx.Node]) -> None:
     """Put a node in the place of another one, and remove that with its dead readers.
 
     Args:
-        old: the node that others read.
-        new: what they read instead.
         between: nodes that `old` is computed from; those that nothing else reads are removed as well.
     """
     erase_dead_readers([old])

@@ -152,7 +152,6 @@ class Modes:
     """The state at each node of one graph.
 
     Args:
-        graph: of Dynamo.
         start: what holds where it begins; None: what is ambient.
     """
 

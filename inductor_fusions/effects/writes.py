@@ -272,13 +272,9 @@ def check_between(
         nodes: the replaced nodes; nothing may happen after the first of them.
         last: the last replaced node, where the operation reads its operands.
         where: between what and what this is, for the reason.
-        modes: of the graph.
         known: the `effects` of the graph, if they are known.
         read: what the operation reads later than the nodes did: only writes to this memory count. None: every
             write counts.
-
-    Raises:
-        Rejected: something happens.
     """
     first, end = min(nodes), modes.at(last)
     held = None if read is None else [storage(node) for node in read]
@@ -305,12 +301,8 @@ def check_kept(operands: Collection[fx.Node], last: fx.Node, known: Sequence[fx.
     For an operation that saves its operands for the backward: the nodes that it replaces need not save them.
 
     Args:
-        operands: of the operation.
         last: the last node that is replaced.
         known: the `effects` of the graph, if they are known.
-
-    Raises:
-        Rejected: one is overwritten.
     """
     kept = [storage(node) for node in operands]
     for node in effects(last.graph) if known is None else known:

@@ -55,7 +55,6 @@ def rows(before: Sequence[Line], after: Sequence[Line], mark: Callable[[Line], o
     """The lines before and after side by side, layer by layer; layers that are alike are one row.
 
     Args:
-        before, after: lines of both graphs.
         mark: what must be equal, beside the operations, for two lines to look alike: what their site says.
     """
     left, right = tree(before), tree(after)

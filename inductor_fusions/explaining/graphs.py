@@ -25,10 +25,8 @@ class Line:
     """One node of a graph.
 
     Attributes:
-        name: of the node.
         operation: what it calls; "input" or "output".
         arguments: as text, with the names of other nodes.
-        uses: the names among them.
         shape: dtype and shape of its value, such as "f32[2, 8, 16]", or "".
         module: path of the module that it belongs to.
         source: the user's line, as "file:line in function".

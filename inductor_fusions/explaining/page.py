@@ -40,13 +40,8 @@ def _group(index: int, count: int, same: list[Site]) -> dict[str, Any]:
         "code": site.source.partition(": ")[2],
         "modules": modules(same),
         "saved": saved(site),
-        "hue": _hue(index),
+        "hue": (150 + 137 * index) % 360,  # far apart for neighbours
     }
-
-
-def _hue(index: int) -> int:
-    """Colours far apart for neighbours, around the circle."""
-    return (150 + 137 * index) % 360
 
 
 def _graph(pair: Pair, number: dict[int, int]) -> dict[str, Any]:

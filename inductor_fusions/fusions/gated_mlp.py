@@ -17,7 +17,17 @@ from .. import config
 from .._inductor import was_erased
 from ..block_mm import emit, guards, units
 from ..block_mm.columns import SPLITS, Columns, columns, halves, is_apart
-from ..block_mm.expressions import NONLINEAR, Expressions, activation, behind, between, leaves, mul, same
+from ..block_mm.expressions import (
+    NONLINEAR,
+    Expressions,
+    activation,
+    behind,
+    between,
+    leaves,
+    mul,
+    named,
+    same,
+)
 from ..block_mm.op import ACTIVATIONS
 from ..decisions.problems import FEW_ROWS
 from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Reported, Scope
@@ -113,10 +123,6 @@ class GatedPair(Candidate):
     """One gate and what it multiplies.
 
     Args:
-        graph: the graph.
-        root: the product of both.
-        name: the activation.
-        gate, up: both linears.
         others: what they are multiplied by as well: numbers and nodes.
     """
 
@@ -208,12 +214,7 @@ class GatedPair(Candidate):
 
 
 def _without_kernel(root: fx.Node, reason: Said) -> Candidate:
-    """A linear times a function of another one on the same input, for which there is no kernel.
-
-    Args:
-        root: the product.
-        reason: why there is none.
-    """
+    """A linear times a function of another one on the same input, for which there is no kernel."""
     why: Rejected = LeftToStock(reason)
     try:
         guards.check_device(root)
@@ -274,15 +275,10 @@ def _other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node],
         if len(ends) != 1:
             return None
         sides += ends
-        functions.append(_named(expressions.of(argument), *ends) or ", ".join(sorted(names)))
+        functions.append(named(expressions.of(argument), *ends) or ", ".join(sorted(names)))
     if sides[0] is sides[1] or identity(_input(sides[0])) != identity(_input(sides[1])):
         return None
     return frozenset(sides), _why(sides, functions)
-
-
-def _named(expression: Any, leaf: fx.Node) -> str:
-    """The name of the activation that an expression is, or ""."""
-    return next((name for name in ACTIVATIONS if name and same(activation(name, leaf), expression)), "")
 
 
 def _why(sides: list[fx.Node], functions: list[str]) -> Said:

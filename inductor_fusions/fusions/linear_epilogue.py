@@ -15,22 +15,11 @@ from torch import fx
 
 from .._inductor import was_erased
 from ..block_mm import emit, guards, units
-from ..block_mm.expressions import Expressions, activation, behind, between, leaves, same
-from ..block_mm.op import ACTIVATIONS
+from ..block_mm.expressions import Expressions, behind, between, leaves, named
 from ..fusion import Candidate, Fusion, Scope, nodes_of
 from ..graph.builder import Builder, substitute
 from ..graph.placement import Place
-from ..graph.products import (
-    CASTS,
-    RESHAPES,
-    Product,
-    is_pointwise,
-    product,
-    readers,
-    tensor,
-    through,
-    value,
-)
+from ..graph.products import CASTS, RESHAPES, Product, is_pointwise, product, readers, tensor, through, value
 from ..reasons import Reason
 
 if TYPE_CHECKING:
@@ -61,17 +50,13 @@ def _whole_activation(linear: Product, expressions: Expressions) -> tuple[fx.Nod
         if node.target not in _LAST:
             continue
         expression = expressions.of(node)
-        name = _name(expression, linear.node) if leaves(expression) == {linear.node} else None
+        name = named(expression, linear.node) if leaves(expression) == {linear.node} else None
         if name and _only_between(node, linear.node):
             # The last one counts: that of silu comes after that of its sigmoid. A cast back to float32 would
             # only make the result twice as large.
             if value(node).dtype.itemsize <= value(linear.node).dtype.itemsize or found is None:
                 found = node, name
     return found
-
-
-def _name(expression: Any, leaf: fx.Node) -> str | None:
-    return next((name for name in ACTIVATIONS if name and same(activation(name, leaf), expression)), None)
 
 
 def _only_between(root: fx.Node, linear: fx.Node) -> bool:
@@ -181,9 +166,7 @@ class Activated(LinearEpilogue):
 
 
 FUSION = Fusion(
-    name="linear_epilogue",
-    stage="post_grad",
-    summary="a linear and the activation after it to one kernel",
+    name="linear_epilogue", stage="post_grad", summary="a linear and the activation after it to one kernel"
 )
 
 

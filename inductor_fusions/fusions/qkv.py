@@ -63,10 +63,7 @@ class SharedOperand(Candidate):
 
     def describe(self) -> dict[str, str]:
         first = self.group[0]
-        return {
-            "input": guards.text(first.a),
-            "weights": ", ".join(guards.text(p.b) for p in self.group),
-        }
+        return {"input": guards.text(first.a), "weights": ", ".join(guards.text(p.b) for p in self.group)}
 
     def guard(self) -> None:
         guards.check_device(self.anchor)

@@ -93,10 +93,7 @@ class StoredIndices(Candidate):
         self.graph, self.anchor, self.readers = graph, source, readers
 
     def describe(self) -> dict[str, str]:
-        return {
-            "index": text(value(self.anchor)),
-            "read by": f"{len(self.readers)}",
-        }
+        return {"index": text(value(self.anchor)), "read by": f"{len(self.readers)}"}
 
     def guard(self) -> None:
         own = hint(value(self.anchor).numel())

@@ -9,14 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._inductor import (
-    expression,
-    fake_mode_of,
-    is_dense,
-    known_true,
-    symbol_parts,
-    was_erased,
-)
+from .._inductor import expression, fake_mode_of, is_dense, known_true, symbol_parts, was_erased
 from ..operands import tensor
 from ..reasons import Reason
 from .facts import facts
@@ -33,7 +26,6 @@ class Builder:
     """Adds nodes in front of one node of a graph. Sizes may be symbolic: they become nodes.
 
     Args:
-        before: where new nodes go.
         like: the node that they come from, whose source line they get; `before` by default.
         kept: what they get of its `meta`.
     """

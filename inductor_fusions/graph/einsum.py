@@ -18,7 +18,6 @@ class Equation:
     Attributes:
         text: as it was written, for reasons; the name of another product.
         first, second, result: the letters of both operands and of the result.
-        left, right: the operands.
     """
 
     text: str

@@ -15,11 +15,7 @@ from .memory import Memory
 
 
 class GraphFacts:
-    """What is known of one graph. Each fact is computed when it is first asked for.
-
-    Args:
-        graph: of aten operations.
-    """
+    """What is known of one graph. Each fact is computed when it is first asked for."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph

@@ -102,13 +102,9 @@ class Memory:
         """Refuse where values would live longer at a time of peak memory.
 
         Args:
-            products: what one operation computes.
             position: the node in front of which it goes.
             outputs: the nodes whose values are made there: the products themselves by default. Products
                 that are not among them are never stored.
-
-        Raises:
-            Rejected: the peak over the graph would grow.
         """
         self._settle()
         members = [p.node for p in products]
@@ -238,7 +234,6 @@ class Memory:
         """The values in memory among nodes and what is reached from them.
 
         Args:
-            nodes: where to begin.
             onwards: where to go from a node, and how many steps may follow there.
         """
         found: dict[fx.Node, None] = {}

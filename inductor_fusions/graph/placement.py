@@ -67,7 +67,6 @@ def find(
     """The place where one operation can replace `products`.
 
     Args:
-        products: what it computes.
         others: operands that it has beside those of the products; also symbolic sizes.
         after: the first node in front of which it may go.
         movable: what operands are made of that may move with it as well.

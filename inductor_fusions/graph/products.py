@@ -50,7 +50,6 @@ class Product:
         node: the mm or addmm.
         a, b: its operands, matrices of one dtype.
         bias: what is added: shape (N,) or (M, N); or None.
-        scale: factor of the product.
     """
 
     node: fx.Node

@@ -23,101 +23,49 @@ from ..effects.liveness import readers
 from ..effects.writes import is_in_place, is_told_to_overwrite
 from ..reasons import Reason
 
+#: Every operation that is read, by the names of its arguments in positional order.
+_BY_ARGUMENTS = {
+    "": "arange ones zeros",
+    "input": "neg tanh sigmoid relu abs exp exp2 log sqrt bitwise_not logical_not new_ones new_zeros "
+    "ones_like zeros_like view reshape flatten unflatten view_as reshape_as _unsafe_view expand expand_as "
+    "broadcast_to permute t contiguous clone detach alias lift_fresh_copy lift_fresh repeat to type_as type "
+    "_to_copy convert_element_type float half bfloat16 double bool int long cpu cuda "
+    "_transformer_encoder_layer_fwd _native_multi_head_attention",
+    "input other": "add sub rsub mul div min max minimum maximum matmul bmm eq ne lt le gt ge bitwise_and "
+    "bitwise_or logical_and logical_or",
+    "input exponent": "pow",
+    "input dim keepdim": "sum amax amin mean logsumexp",
+    "input p dim eps": "normalize",
+    "input min max": "clamp", "input min": "clamp_min", "input max": "clamp_max",
+    "input min_val max_val inplace": "hardtanh",
+    "tensors dim": "cat stack", "input pad mode value": "pad",
+    # products
+    "input batch1 batch2": "baddbmm addbmm", "input mat1 other": "addmm",
+    "input weight bias": "linear", "equation": "einsum", "input other dims": "tensordot",
+    # attention
+    "input dim dtype": "softmax log_softmax", "input dim half_to_float": "_softmax",
+    "input p training inplace": "dropout", "input nan posinf neginf": "nan_to_num",
+    "query key value attn_mask dropout_p is_causal scale enable_gqa": "scaled_dot_product_attention",
+    # losses
+    "input target weight size_average ignore_index reduce reduction label_smoothing": "cross_entropy",
+    "input target weight size_average ignore_index reduce reduction": "nll_loss",
+    "input dim index": "gather index_select select", "input indices dim": "take_along_dim",
+    # masks
+    "input mask value": "masked_fill", "input mask": "masked_select", "condition input other": "where",
+    "input diagonal": "tril triu", "input indices": "index", "input n dim prepend append": "diff",
+    # constants
+    "size fill_value": "full", "input fill_value": "full_like", "input size fill_value": "new_full",
+    "data": "tensor scalar_tensor",
+    # views
+    "input dim": "cumsum squeeze unsqueeze unbind", "input dim0 dim1": "transpose swapaxes swapdims",
+    "input source destination": "movedim moveaxis", "input index": "getitem", "input name": "getattr",
+    "input repeats dim": "repeat_interleave", "input dim start length": "narrow",
+    "input dim start end step": "slice", "input sizes dim": "split split_with_sizes",
+}  # fmt: skip
 #: Names of the arguments, in positional order, of every operation that is read.
 SIGNATURES: dict[str, tuple[str, ...]] = {
-    # arithmetic
-    "add": ("input", "other"),
-    "sub": ("input", "other"),
-    "rsub": ("input", "other"),
-    "mul": ("input", "other"),
-    "div": ("input", "other"),
-    "neg": ("input",),
-    "tanh": ("input",), "sigmoid": ("input",), "relu": ("input",), "abs": ("input",), "exp": ("input",),
-    "exp2": ("input",), "log": ("input",), "sqrt": ("input",),
-    "pow": ("input", "exponent"),
-    "min": ("input", "other"),
-    "max": ("input", "other"),
-    "minimum": ("input", "other"),
-    "maximum": ("input", "other"),
-    "sum": ("input", "dim", "keepdim"), "amax": ("input", "dim", "keepdim"),
-    "amin": ("input", "dim", "keepdim"), "mean": ("input", "dim", "keepdim"),
-    "logsumexp": ("input", "dim", "keepdim"), "normalize": ("input", "p", "dim", "eps"),
-    "clamp": ("input", "min", "max"), "clamp_min": ("input", "min"), "clamp_max": ("input", "max"),
-    "hardtanh": ("input", "min_val", "max_val", "inplace"),
-    "cat": ("tensors", "dim"), "stack": ("tensors", "dim"), "pad": ("input", "pad", "mode", "value"),
-    # products
-    "matmul": ("input", "other"),
-    "bmm": ("input", "other"),
-    "baddbmm": ("input", "batch1", "batch2"),
-    "addmm": ("input", "mat1", "other"), "addbmm": ("input", "batch1", "batch2"),
-    "linear": ("input", "weight", "bias"),
-    "einsum": ("equation",), "tensordot": ("input", "other", "dims"),
-    # attention
-    "softmax": ("input", "dim", "dtype"),
-    "_softmax": ("input", "dim", "half_to_float"), "log_softmax": ("input", "dim", "dtype"),
-    "dropout": ("input", "p", "training", "inplace"), "nan_to_num": ("input", "nan", "posinf", "neginf"),
-    "scaled_dot_product_attention": (
-        "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa",
-    ),
-    "_transformer_encoder_layer_fwd": ("input",), "_native_multi_head_attention": ("input",),
-    # losses
-    "cross_entropy": (
-        "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
-    ),
-    "nll_loss": ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
-    "gather": ("input", "dim", "index"), "take_along_dim": ("input", "indices", "dim"),
-    # masks
-    "masked_fill": ("input", "mask", "value"), "masked_select": ("input", "mask"),
-    "where": ("condition", "input", "other"),
-    "eq": ("input", "other"),
-    "ne": ("input", "other"),
-    "lt": ("input", "other"),
-    "le": ("input", "other"),
-    "gt": ("input", "other"),
-    "ge": ("input", "other"),
-    "bitwise_and": ("input", "other"),
-    "bitwise_or": ("input", "other"),
-    "bitwise_not": ("input",),
-    "logical_and": ("input", "other"),
-    "logical_or": ("input", "other"),
-    "logical_not": ("input",),
-    "tril": ("input", "diagonal"),
-    "triu": ("input", "diagonal"),
-    "cumsum": ("input", "dim"),
-    "index": ("input", "indices"),
-    "diff": ("input", "n", "dim", "prepend", "append"),
-    # constants
-    "arange": (),
-    "full": ("size", "fill_value"),
-    "full_like": ("input", "fill_value"),
-    "new_full": ("input", "size", "fill_value"),
-    "ones": (), "zeros": (), "new_ones": ("input",), "new_zeros": ("input",),
-    "ones_like": ("input",), "zeros_like": ("input",),
-    "tensor": ("data",), "scalar_tensor": ("data",),
-    # views
-    "view": ("input",), "reshape": ("input",), "flatten": ("input",), "unflatten": ("input",),
-    "view_as": ("input",), "reshape_as": ("input",), "_unsafe_view": ("input",),
-    "squeeze": ("input", "dim"), "unsqueeze": ("input", "dim"),
-    "expand": ("input",), "expand_as": ("input",), "broadcast_to": ("input",),
-    "transpose": ("input", "dim0", "dim1"), "swapaxes": ("input", "dim0", "dim1"),
-    "swapdims": ("input", "dim0", "dim1"), "permute": ("input",), "t": ("input",),
-    "movedim": ("input", "source", "destination"), "moveaxis": ("input", "source", "destination"),
-    "getitem": ("input", "index"), "getattr": ("input", "name"),
-    "index_select": ("input", "dim", "index"),
-    "contiguous": ("input",), "clone": ("input",), "detach": ("input",), "alias": ("input",),
-    "lift_fresh_copy": ("input",), "lift_fresh": ("input",),
-    "repeat_interleave": ("input", "repeats", "dim"), "repeat": ("input",),
-    "select": ("input", "dim", "index"), "narrow": ("input", "dim", "start", "length"),
-    "slice": ("input", "dim", "start", "end", "step"),
-    "unbind": ("input", "dim"),
-    "split": ("input", "sizes", "dim"), "split_with_sizes": ("input", "sizes", "dim"),
-    # casts
-    "to": ("input",), "type_as": ("input",), "type": ("input",), "_to_copy": ("input",),
-    "convert_element_type": ("input",),
-    "float": ("input",), "half": ("input",), "bfloat16": ("input",), "double": ("input",),
-    "bool": ("input",), "int": ("input",), "long": ("input",),
-    "cpu": ("input",), "cuda": ("input",),
-}  # fmt: skip
+    name: tuple(arguments.split()) for arguments, names in _BY_ARGUMENTS.items() for name in names.split()
+}
 
 #: Spellings whose name is not that of the operation.
 _SYNONYMS = {

@@ -46,9 +46,7 @@ class Keeping:
         """The value to save for an operand: itself, or a copy of it if it may change afterwards.
 
         Args:
-            node: the operand.
             before: the operation that saves it; a copy goes in front of it.
-            by_eager: memory that eager saves.
         """
         memory = storage(node)
         if memory is None or memory in by_eager:

@@ -167,10 +167,7 @@ class _Base:
 
 
 def settle(
-    graph: fx.Graph,
-    changed: Iterable[tuple[fx.Node, bool]],
-    inlined: bool = False,
-    strides: bool = True,
+    graph: fx.Graph, changed: Iterable[tuple[fx.Node, bool]], inlined: bool = False, strides: bool = True
 ) -> dict[Any, bool]:
     """Give what leaves the graph the strides that it had, and memory of its own.
 
@@ -207,7 +204,6 @@ class _Walk:
     """Follows values with changed strides to where they leave the graph, or to where strides do not matter.
 
     Args:
-        graph, sources, inlined: as for `settle`.
         respell: whether views on the way become reshapes.
     """
 
@@ -300,9 +296,6 @@ def copied(graph: fx.Graph, node: fx.Node, before: fx.Node, how: Any) -> fx.Node
     """A value with the strides of its fake value.
 
     Args:
-        graph: gets the new nodes.
-        node: the value.
-        before: where they go.
         how: "clone" or OWN copy the value; "contiguous" copies it if its strides differ at run time.
     """
     value = tensor(node)

@@ -20,7 +20,6 @@ class Case:
 
     Attributes:
         fn: what a model computes; a list of tensors.
-        inputs: its arguments.
         leaves: those of them that a backward differentiates by; empty in inference.
         fused: the same by the operation of the package, where that is not what the fusions make of `fn`.
         samples: whether the first dim of inputs, outputs and gradients is that of samples, unless it is 1:

@@ -215,8 +215,6 @@ class Operands:
     """Tensors of linears with adapters, flat and in order.
 
     Args:
-        x: inputs.
-        w: weights.
         down, up: of each linear, those of its adapters.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ def test_fused_sites_are_counted() -> None:
 
 def row(tokens: int, gain: float, **changes: Any) -> dict[str, Any]:
     """A row of a table, for linears of 64 columns -> 64 + 32."""
-    chosen = configurations.Config("tiled", 16, 32, 64, 4, 2).to_json() if gain > 1 else None
+    chosen = asdict(configurations.Config("tiled", 16, 32, 64, 4, 2)) if gain > 1 else None
     wanted = Problem((tokens,) * 2, (64, 32), (64,) * 2, (0, 1), ("nt",) * 2, torch.bfloat16, False, "a")
     return {**wanted.key, "tokens": tokens, "gain": gain, "config": chosen, **changes}
 

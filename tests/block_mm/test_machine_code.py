@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -209,7 +209,7 @@ def test_default_in_float32(tokens: int, arch: int, tf32: None) -> None:
         )
         for candidate in configurations.candidates(problem(kind, tokens), 90)
     ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(str(v) for v in value.to_json().values()),
+    ids=lambda value: value if isinstance(value, str) else "-".join(str(v) for v in asdict(value).values()),
 )
 def test_candidate(kind: str, chosen: Config) -> None:
     """What tuning tries on Hopper does not spill."""

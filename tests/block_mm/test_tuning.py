@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def measured(row: Row, stock: float, autotuned: float, ours: float) -> dict[str,
     chosen = configurations.default(posed, 90)
     return {
         "key": row.key, "tokens": row.tokens, "problem": posed.key, "best": "ours", "capability": [9, 0],
-        "config": chosen.to_json(), "times_us": {"stock": stock, "max_autotune": autotuned, "ours": ours},
+        "config": asdict(chosen), "times_us": {"stock": stock, "max_autotune": autotuned, "ours": ours},
     }  # fmt: skip
 
 
@@ -96,7 +97,7 @@ def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> N
     one, four, tile = (configurations.default(posed(m), 90) for m in (1, 4, 16))
     assert (one.template, four.template, tile.template) == ("row", "row", "tiled")
     found = [
-        {**posed(m).key, "tokens": m, "gain": 2.0, "config": c.to_json()}
+        {**posed(m).key, "tokens": m, "gain": 2.0, "config": asdict(c)}
         for m, c in ((1, one), (4, four), (16, tile))
     ]
     monkeypatch.setattr(tables, "load", lambda name: {"block_mm": found})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -106,8 +106,8 @@ def test_table(monkeypatch: pytest.MonkeyPatch) -> None:
     posed = profit.Accumulated(4096, (64,), 64, (16,), 1, HALF, HALF)
     found = {
         "lora_accumulate": [
-            {**accumulate_kernel.key(shape), "tokens": 2048, "config": first.to_json()},
-            {**accumulate_kernel.key(shape), "tokens": 8192, "config": second.to_json()},
+            {**accumulate_kernel.key(shape), "tokens": 2048, "config": asdict(first)},
+            {**accumulate_kernel.key(shape), "tokens": 8192, "config": asdict(second)},
         ],
         "lora_sums": [{**posed.key, "tokens": 4096, "gain": 1.5}],
     }

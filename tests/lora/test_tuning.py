@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,17 +105,17 @@ def test_table(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tile = accumulate_kernel.Shape(128, 48, (48,), 0, torch.bfloat16, torch.bfloat16)
     tiled = accumulate_kernel.Config(64, 64, 4)
     rows = [
-        measured(ROWS[0], 30.0, 20.0, block={**posed.key, "config": block.to_json()}),
-        measured(Row("forward", 4, 64, (64,)), 30.0, 31.0, decode={**few.key, "config": pair.to_json()}),
+        measured(ROWS[0], 30.0, 20.0, block={**posed.key, "config": asdict(block)}),
+        measured(Row("forward", 4, 64, (64,)), 30.0, 31.0, decode={**few.key, "config": asdict(pair)}),
         measured(Row("gradient", 4096, 64, ()), 30.0, 10.0, narrow=[
-            {**narrow.key(thin), "config": chosen.to_json()}
+            {**narrow.key(thin), "config": asdict(chosen)}
         ]),
         measured(ROWS[3], 30.0, 10.0),
-        measured(ROWS[5], 30.0, 15.0, added={**accumulate_kernel.key(tile), "config": tiled.to_json()}),
+        measured(ROWS[5], 30.0, 15.0, added={**accumulate_kernel.key(tile), "config": asdict(tiled)}),
         measured(ROWS[7], 30.0, 12.0),
         measured(Row("forward", 128, 64, (48,), 16, "float32", 0.1), 30.0, 15.0, narrow=[
-            {**narrow.key(masked), "config": reading.to_json()},
-            {**narrow.key(replace(masked, masks=0)), "config": chosen.to_json()},
+            {**narrow.key(masked), "config": asdict(reading)},
+            {**narrow.key(replace(masked, masks=0)), "config": asdict(chosen)},
         ]),
         measured(Row("step", 128, 64, (48,), 16, "float32", 0.1), 30.0, 20.0, masks=1),
         measured(Row("step", 128, 64, (48,), 16, "bfloat16", 0.1), 30.0, 31.0),
@@ -171,7 +171,7 @@ def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> N
     few = decode.Shape(1, 4096, (4096,), (16,), torch.bfloat16, torch.float32)
     row, rows = decode.Config(2, 2048, 4, 1, 16, True), decode.Config(4, 1024, 4, 1, 8, True)
     tile = decode.Config(32, 256, 4, 4, 8, True, lanes=4)
-    found = [{**few.key, "tokens": m, "config": c.to_json()} for m, c in ((1, row), (4, rows), (16, tile))]
+    found = [{**few.key, "tokens": m, "config": asdict(c)} for m, c in ((1, row), (4, rows), (16, tile))]
     monkeypatch.setattr(tables, "load", lambda name: {"lora_decode": found})
     monkeypatch.setattr(tables, "device_name", lambda device: "any")
     monkeypatch.setattr(decode, "capability", lambda device: 90)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from ...fusion import Fusion
 from ...graph.torch_ops import spellings
 from . import sites
-from .multihead import FAST_PATHS
+from .multihead import FAST_PATHS, MultiheadForward, fast_path
 from .recognise import is_in_attention, is_written_out
 from .scope import scope_of
 from .written_out import EXPONENTIALS, SOFTMAXES
@@ -23,8 +23,14 @@ FUSION = Fusion(
     summary="softmax(q @ k^T) @ v and SDPA calls to the fastest fused attention kernel",
     scope=scope_of,
 )
-FUSION.anchor(lambda: spellings(*SOFTMAXES), is_in_attention)(sites.hand_written)
+FUSION.anchor(lambda: spellings(*SOFTMAXES), is_in_attention)(
+    lambda scope, match: sites.HandWritten(scope, match.output_node())
+)
 FUSION.anchor(lambda: [*spellings(*EXPONENTIALS), "exp_", torch.exp_], is_written_out)(sites.written_out)
-FUSION.anchor(lambda: spellings("scaled_dot_product_attention"))(sites.sdpa_call)
-FUSION.anchor(lambda: spellings(*FAST_PATHS))(sites.fast_path)
-FUSION.anchor(lambda: [F.multi_head_attention_forward])(sites.multihead_call)
+FUSION.anchor(lambda: spellings("scaled_dot_product_attention"))(
+    lambda scope, match: sites.SdpaCall(scope, match.output_node())
+)
+FUSION.anchor(lambda: spellings(*FAST_PATHS))(lambda scope, match: fast_path(match.output_node()))
+FUSION.anchor(lambda: [F.multi_head_attention_forward])(
+    lambda scope, match: MultiheadForward(scope, match.output_node())
+)

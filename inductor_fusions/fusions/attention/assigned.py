@@ -37,7 +37,7 @@ class Region:
 
     def is_of(self, node: Any, index: Any) -> bool:
         """Whether `node[index]` is this part."""
-        return node is self.scores and _same_index(index, self.index)
+        return node is self.scores and repr(index) == repr(self.index)
 
     def padded(self, term: Term, at: Arrangement) -> Term:
         """What acts on the part as what acts on all scores, and leaves the rest as it is.
@@ -146,8 +146,3 @@ def _counted(at: Any, size: Any, default: Any) -> Any:
         return default
     found = at + size if known_true(at < 0) else at
     return size if known_true(found > size) else found
-
-
-def _same_index(one: Any, other: Any) -> bool:
-    """Whether two indices are written alike."""
-    return repr(one) == repr(other)

@@ -42,7 +42,6 @@ class Emitter:
         """Insert the fused call and make it the value of `output`.
 
         Args:
-            problem: what to compute.
             output: the node whose users read the result from now on.
             kernel: "sdpa" lets SDPA choose its backend; "efficient" calls that backend, "row_bias" cuDNN
                 with one row of biases; "flex" calls flex attention, "short" and "decode" the operations of

@@ -54,7 +54,6 @@ class Body:
     Args:
         outer: adds nodes to the graph around it.
         scored: whether the first argument is the score.
-        device: of what it captures.
     """
 
     def __init__(self, outer: Builder, scored: bool, device: torch.device) -> None:
@@ -192,7 +191,6 @@ def emit(
     """The call, as (result, logsumexp of the natural logarithm or None).
 
     Args:
-        build: adds the nodes.
         problem: what to compute; its structure is the mask, its stages and biases the score_mod.
         once: gives a block mask that is made already.
         q, k, v: operands of one dtype, k and v with heads of their own.

@@ -61,7 +61,6 @@ def may_be_true(seen: Bool | None, queries: Interval, keys: Interval) -> bool:
 
     Args:
         seen: what `predicate` gives.
-        queries, keys: first and last index.
     """
     index = {level: affine(first, {dim: 1}) for level, dim, first in ((3, -2, queries[0]), (4, -1, keys[0]))}
     within = substitute(seen, identity, index)
@@ -247,16 +246,12 @@ class FlexBackward(Candidate):
         return torch.cat(dq, 2), dk, dv
 
     def _total(
-        self,
-        parts: list[tuple[int, int, torch.Tensor]],
-        shape: tuple[int, int, int],
-        device: torch.device,
+        self, parts: list[tuple[int, int, torch.Tensor]], shape: tuple[int, int, int], device: torch.device
     ) -> torch.Tensor:
         """The sum of what the chunks give to each key, in float32.
 
         Args:
             parts: first key, the one behind the last, and what they get: (batch * shared, keys, size).
-            shape, device: of the sum.
         """
         edges = sorted({0, shape[1], *(e for low, high, _ in parts for e in (low, high))})
         found = []

@@ -34,7 +34,6 @@ class Choice:
         kernel: "sdpa" (its own choice of backend), "efficient", "row_bias", "flex", "short" or "decode".
         problem: as that kernel takes it.
         grouped: whether k and v keep their own heads.
-        text: for reports.
     """
 
     kernel: str
@@ -60,7 +59,6 @@ def choose(given: Problem, call: Call | None = None) -> Choice:
     """The kernel of an attention: the one that is asked for where it takes it, else the fastest.
 
     Args:
-        given: what to compute.
         call: that of SDPA; None for an attention that is spelled out.
 
     Raises:

@@ -27,8 +27,6 @@ def taken_apart(terms: Terms, interpreter: Interpreter, operand: Callable[[Term]
     """Terms of which each that holds a bias and a mask is two or more, whose sum it is.
 
     Args:
-        terms: what acts on the scores.
-        interpreter: reads conditions and numbers.
         operand: brings a new term to the dims of the problem.
     """
     found: Terms = []

@@ -19,7 +19,7 @@ from ... import config, decisions
 from ..._inductor import holds_now, records_gradients
 from ...effects.inplace import arguments
 from ...effects.liveness import erase_dead_readers, readers
-from ...fusion import Candidate
+from ...fusion import Candidate, Reported
 from ...graph import torch_ops
 from ...graph.builder import Builder
 from ...operands import check_kind, may_use_tf32, profitable, text
@@ -37,33 +37,17 @@ def is_call(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is F.multi_head_attention_forward
 
 
-class FastPath(Candidate):
-    """A call of one operation that holds an attention with its linears, in inference.
-
-    Args:
-        call: the node.
-    """
-
-    def __init__(self, call: fx.Node) -> None:
-        self.anchor = call
-
-    def guard(self) -> None:
-        raise Reason.CHOSEN.left_to_stock(
-            "torch's fast path for inference computes this attention inside of one operation",
-            "torch.backends.mha.set_fastpath_enabled(False) lets Inductor compile its parts",
-        )
-
-    def rewrite(self) -> str:
-        raise AssertionError("a fast path is never replaced")
+def fast_path(call: fx.Node) -> Candidate:
+    """A call of one operation that holds an attention with its linears, in inference."""
+    why = Reason.CHOSEN.left_to_stock(
+        "torch's fast path for inference computes this attention inside of one operation",
+        "torch.backends.mha.set_fastpath_enabled(False) lets Inductor compile its parts",
+    )
+    return Reported(call, why)
 
 
 class MultiheadForward(Candidate):
-    """A call that may be asked for weights that nothing reads.
-
-    Args:
-        scope: of its graph.
-        call: the node.
-    """
+    """A call that may be asked for weights that nothing reads."""
 
     def __init__(self, scope: Scope, call: fx.Node) -> None:
         self.scope, self.anchor = scope, call

@@ -17,6 +17,7 @@ from torch import fx
 from ..._inductor import known_true
 from ...graph import torch_ops
 from ...graph.builder import Builder
+from ...operands import same_shape as same_shape
 
 #: The name of a method of tensors, or a function, and its arguments after the tensor.
 Step = tuple[str | Callable[..., torch.Tensor], tuple[Any, ...]]
@@ -29,7 +30,6 @@ class Operand(torch_ops.Seen):
     Attributes:
         node: the tensor in the graph.
         value: its fake tensor after `steps`; requires a gradient where that of the node does.
-        steps: the operations, in order.
     """
 
     node: fx.Node
@@ -104,11 +104,6 @@ class Operand(torch_ops.Seen):
 def _arguments(method: Any, first: Any, others: list[Any]) -> list[Any]:
     """The arguments of a step: `torch.cat` takes its tensors in a list, and is along the last dim here."""
     return [[first, *others], -1] if method is torch.cat else [first, *others]
-
-
-def same_shape(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether two shapes are known to be equal."""
-    return len(first) == len(second) and all(known_true(a == b) for a, b in zip(first, second, strict=True))
 
 
 def product(sizes: Sequence[Any]) -> Any:

@@ -48,7 +48,6 @@ def downwards(
     """Read from the softmax down to the product with the values, into `site`.
 
     Args:
-        site: read down to its softmax.
         number: the value of an argument that is a number, or a tensor of one number.
         at: what the dims of the softmax are.
         beside: nodes that read the weights and are part of the softmax.
@@ -251,7 +250,6 @@ def divided(site: Attention, division: fx.Node, sums: Collection[fx.Node]) -> No
 
     Args:
         site: read down to the product; its weights are exponentials.
-        division: the division.
         sums: what computes the sums, the last one first.
     """
     op, product_, by = read(division), tensor(site.output), tensor(next(iter(sums)))

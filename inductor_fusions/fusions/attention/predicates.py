@@ -28,7 +28,6 @@ class Writer:
     """Writes values for given indices.
 
     Args:
-        calls: adds the nodes.
         index: for each dim the node (or number) that holds the index.
         load: gives the element of a tensor at indices that are written already.
     """
@@ -137,10 +136,8 @@ class BlockWriter:
     over the tensor; any other element has no bounds, and the block counts as partly visible.
 
     Args:
-        build: adds the nodes.
         shape: (batch, heads, q_len, kv_len).
         size: length of a block of queries and of a block of keys.
-        device: where the tensors are.
     """
 
     def __init__(

@@ -154,11 +154,7 @@ class Problem:
 
 
 def check_sizes(problem: Problem) -> None:
-    """Refuse what kernels raise for or do not define: nothing to attend with or to, or no weight left.
-
-    Raises:
-        Rejected: a size is 0 or may be, or each weight is dropped.
-    """
+    """Refuse what kernels raise for or do not define: nothing to attend with or to, or no weight left."""
     if problem.dropout >= 1:
         raise Reason.DROPOUT.rejected("dropout with p = 1 sets all weights to 0")
     check_not_empty(problem)
@@ -168,11 +164,7 @@ def check_sizes(problem: Problem) -> None:
 
 
 def check_not_empty(problem: Problem) -> None:
-    """Refuse where a size is known to be 0: no question about the problem has an answer then.
-
-    Raises:
-        Rejected: one is.
-    """
+    """Refuse where a size is known to be 0: no question about the problem has an answer then."""
     if any(known_true(size == 0) for size in _sizes(problem)):
         raise Reason.EMPTY.rejected("an operand is empty")
 

@@ -99,8 +99,6 @@ def recognise(softmax: fx.Node, interpreter: Interpreter, beside: Collection[fx.
     """Read the attention around `softmax`.
 
     Args:
-        softmax: the node.
-        interpreter: reads masks.
         beside: other softmaxes on the same scores, which are known to be those of attentions.
 
     Raises:
@@ -162,9 +160,6 @@ def _read(
     """The attention around a softmax whose dims are known.
 
     Args:
-        written: the softmax.
-        at: what its dims are.
-        interpreter, beside: as for `recognise`.
         merged: whether a view counts the queries as leading dims, as they are in `at`.
     """
     softmax, weights = written.weights, tensor(written.weights)

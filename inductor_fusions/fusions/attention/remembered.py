@@ -22,7 +22,6 @@ def remembered(nodes: Iterable[fx.Node], fake_mode: Any) -> set[object]:
 
     Args:
         nodes: the products and what is between them.
-        fake_mode: the mode of their values.
     """
     found: set[object] = set()
     with torch.no_grad(), computing_fakes(fake_mode):

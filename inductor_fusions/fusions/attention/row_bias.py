@@ -82,7 +82,6 @@ def takes(problem: Problem, grouped: bool) -> bool:
     """Whether cuDNN has a kernel for the tensors of a problem that is not refused.
 
     Args:
-        problem: what to compute.
         grouped: whether k and v keep their own heads.
     """
     if problem.q.value.device.type != "cuda":
@@ -121,8 +120,6 @@ def emit(build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node, r
     """The call; fully masked rows hold some finite number.
 
     Args:
-        build: adds the nodes.
-        problem: what to compute.
         q, k, v: operands, of the dtype of the kernel.
         row: the bias, as `bias` gives it.
     """

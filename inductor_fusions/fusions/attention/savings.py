@@ -24,7 +24,6 @@ def of_sdpa_call(problem: Problem, mask: Any) -> dict[str, int]:
     """A mask that is not read, keys and values that are not repeated, and what causality leaves out.
 
     Args:
-        problem: what is emitted.
         mask: the mask of the call, or None.
     """
     gone = torch_ops.tensor(mask) if problem.attn_mask is None else None

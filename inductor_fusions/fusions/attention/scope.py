@@ -33,7 +33,6 @@ class Scope(fusion.Scope):
     """What is known of one graph while its candidates are tried.
 
     Args:
-        graph: the graph.
         bindings: what the placeholders of a body stand for.
         outer: the scope of the graph that runs this one, and the nodes that run it.
     """
@@ -97,7 +96,6 @@ class Scope(fusion.Scope):
 
         Args:
             known: the nodes that were there before.
-            by_eager: memory that eager keeps.
         """
         for node in [node for node in self.graph.nodes if node not in known and emit.keeps_operands(node)]:
             for operand in node.all_input_nodes:

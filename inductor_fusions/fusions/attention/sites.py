@@ -23,7 +23,6 @@ from . import emit, kernels, savings, structure
 from .decode import plan as decode
 from .mask_builder import check_empty_rows
 from .masks import may_hide_rows
-from .multihead import FastPath, MultiheadForward
 from .normal_form import Attention, Result, Term
 from .operands import Operand
 from .posing import few_heads, pose
@@ -39,38 +38,16 @@ if TYPE_CHECKING:
     from ..._inductor import Match
 
 
-def hand_written(scope: Scope, match: Match) -> Candidate:
-    """The attention around a softmax."""
-    return HandWritten(scope, match.output_node())
-
-
 def written_out(scope: Scope, match: Match) -> Candidate | None:
     """The attention around a softmax that is made of exponentials."""
     weights = weights_of(match)
     return None if weights is None else HandWritten(scope, weights)
 
 
-def sdpa_call(scope: Scope, match: Match) -> Candidate:
-    """A call of scaled_dot_product_attention."""
-    return SdpaCall(scope, match.output_node())
-
-
-def multihead_call(scope: Scope, match: Match) -> Candidate:
-    """A call of `F.multi_head_attention_forward`."""
-    return MultiheadForward(scope, match.output_node())
-
-
-def fast_path(scope: Scope, match: Match) -> Candidate:
-    """A call of torch's fast path of nn.TransformerEncoderLayer or nn.MultiheadAttention."""
-    return FastPath(match.output_node())
-
-
 class HandWritten(Candidate):
     """An attention spelled out around a softmax.
 
     Args:
-        scope: what is known of its graph.
-        softmax: the node.
         beside: other softmaxes on the same scores, which are asked about already.
     """
 

@@ -108,7 +108,6 @@ def predicate(term: Term, interpreter: Interpreter, cancels: bool) -> tuple[Bool
 
     Args:
         term: a bias or a fill.
-        interpreter: reads it.
         cancels: whether a number that is added to all scores is not seen.
     """
     mask = torch_ops.tensor(term.node)
@@ -128,9 +127,7 @@ def remaining(
     """The terms without those that hide nothing; None where what is left says exactly "causal".
 
     Args:
-        terms: biases and fills.
         lengths: (q_len, kv_len).
-        interpreter, cancels: as for `predicate`.
     """
     left: list[Term] = []
     causal = 0
@@ -157,7 +154,6 @@ def find(
     Args:
         terms: what is left of biases and fills.
         shape: (batch, heads, q_len, kv_len).
-        interpreter: reads the conditions.
         graph: where code for the mask will be; elements of tensors of other graphs cannot be used.
         aligned: brings a part of a term to the dims of the problem.
         cancels: whether a number that is added to all scores is not seen.

@@ -34,12 +34,7 @@ __all__ = ["FUSION"]
 
 
 def _other_pairs(read: fx.Node, how: str) -> Candidate:
-    """Products of features that are read in a way for which there is no kernel.
-
-    Args:
-        read: what reads them.
-        how: in words.
-    """
+    """Products of features that are read in a way for which there is no kernel."""
     why = Reason.PAIRS.rejected(
         f"{how}, not by indices of the matrix of products", "z[:, i, j] with vectors of indices"
     )
@@ -136,8 +131,6 @@ def measured(t: torch.Tensor, site: Site, pairs: str) -> tuple[str, list[int]]:
     """A note and the fastest tiles for a shape, from the table of the device.
 
     Args:
-        t: the features.
-        site: the pairs.
         pairs: a "triangle", or "given" by a tensor; or that stock has no matrix of products, since rows are
             "gathered" first.
 

@@ -43,17 +43,8 @@ _FORWARD = aten._scaled_dot_product_cudnn_attention.default
 _BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
 #: Positions in the arguments of the forward, and in those of the backward.
 _WITH_LOGSUMEXP, _FORWARD_DROPOUT = 4, 5
-_GRADIENT, _QUERY, _KEY, _VALUE, _LOGSUMEXP, _BIAS, _MAX_KEYS, _DROPOUT, _CAUSAL = (
-    0,
-    1,
-    2,
-    3,
-    5,
-    8,
-    12,
-    13,
-    14,
-)
+_GRADIENT, _QUERY, _KEY, _VALUE, _LOGSUMEXP = 0, 1, 2, 3, 5
+_BIAS, _MAX_KEYS, _DROPOUT, _CAUSAL = 8, 12, 13, 14
 #: Operations whose operands Inductor lays out for SDPA's kernels.
 _CALLS = [*SDPA_FORWARDS, *SDPA_BACKWARDS]
 #: What their last dim is asked to be a multiple of.

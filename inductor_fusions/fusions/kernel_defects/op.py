@@ -23,30 +23,10 @@ GRADIENT, OUTPUT = 0, 4
 _QUERY = 1
 
 
-def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    bias: Tensor | None,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(grad: Tensor, *given: Any) -> Any:
+    q, k, v, out, *others, scale = given
     grad, out = (as_laid_out(each, q) for each in (grad, out))
-    found: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
-        grad, q, k, v, out, logsumexp, seed, offset, bias, cum_seq_q, cum_seq_k, max_q, max_k, dropout,
-        causal, scale=scale,
-    )  # fmt: skip
-    return found
+    return aten._scaled_dot_product_cudnn_attention_backward(grad, q, k, v, out, *others, scale=scale)
 
 
 def _empty(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,7 +34,12 @@ def _empty(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple
 
 
 #: What graphs call. Arguments are those of aten's operation, its scale the last one.
-CUDNN_BACKWARD = define("cudnn_attention_backward", _backward, _empty)
+CUDNN_BACKWARD = define(
+    "cudnn_attention_backward", _backward, _empty,
+    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor seed, "
+    "Tensor offset, Tensor? bias, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, "
+    "float dropout, bool causal, float? scale) -> (Tensor, Tensor, Tensor)",
+)  # fmt: skip
 
 
 def outer_to_inner(strides: Sequence[int]) -> list[int]:

@@ -110,7 +110,6 @@ def walk(
 
     Args:
         h: (rows, H), of the dtype of the weight.
-        head: what makes logits of them.
         labels: (rows,), in 0..V-1; negative: the row is left out, its results and gradients are 0.
         weights: (V,), in the wide dtype; None: all are 1.
         totals: whether `total` is wanted.
@@ -187,8 +186,6 @@ class _Sums:
     """The gradients that chunks add to.
 
     Args:
-        h, head: the operands.
-        chunks: how many there are.
         wants: which of dh, dw and db are wanted.
     """
 

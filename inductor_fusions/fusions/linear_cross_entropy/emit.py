@@ -17,7 +17,6 @@ def loss(site: Site, wants: list[bool], raw: fx.Node | None = None) -> fx.Node:
     """One number, with gradients that the forward makes. In front of the loss, for it.
 
     Args:
-        site: the loss.
         wants: whether the gradients of h, w and the bias are wanted.
         raw: all logits, as the linear gives them, where they are there.
     """

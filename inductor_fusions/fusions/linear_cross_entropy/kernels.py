@@ -106,7 +106,6 @@ def rows(
     Args:
         x: contiguous rows, which are overwritten where there are `pulls`.
         labels: (rows,), int64.
-        scale, cap: of a `chunks.Head`.
         weights: (V,) float32, or None.
         stats: (2 or 3, rows) float32.
         pulls: see there; None: there are no gradients.

@@ -17,7 +17,7 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...graph.torch_ops import Op, read
-from ...operands import tensor
+from ...operands import same_shape, tensor
 
 #: What they are called by.
 SPELLED = ("gather", "take_along_dim", "getitem", "sub", "stack")
@@ -87,7 +87,7 @@ def _gathered(op: Op) -> Picked | None:
     last = value.dim() - 1
     if not last or dim % value.dim() != last or not known_true(labels.shape[-1] == 1):
         return None
-    if not _are_same(labels.shape[:-1], value.shape[:-1]):  # some rows alone are gathered from
+    if not same_shape(labels.shape[:-1], value.shape[:-1]):  # some rows alone are gathered from
         return None
     return Picked(source, True, index, ())
 
@@ -102,7 +102,7 @@ def _indexed(op: Op) -> Picked | None:
     if by is None or by.name != "arange" or held is None or count is None or held.dim() != 1:
         return None
     starts_at_0 = len(by.rest) == 1 or (len(by.rest) == 2 and by.rest[0] == 0)
-    if not starts_at_0 or not _are_same((*count.shape, *held.shape), value.shape[:1] * 2):
+    if not starts_at_0 or not same_shape((*count.shape, *held.shape), value.shape[:1] * 2):
         return None
     return Picked(op.input, True, labels, (), wraps=True)
 
@@ -111,7 +111,7 @@ def _difference(op: Op) -> Picked | None:
     """What is gathered from logits, less their logsumexp."""
     first, second = op.only("input", "other")
     shapes = [value.shape for node in (first, second, op.node) if (value := tensor(node)) is not None]
-    if len(shapes) != 3 or not all(len(s) == len(shapes[0]) and _are_same(s, shapes[0]) for s in shapes):
+    if len(shapes) != 3 or not all(len(s) == len(shapes[0]) and same_shape(s, shapes[0]) for s in shapes):
         return None
     (taken, views), (summed, others) = _viewed(first), _viewed(second)
     gathered = read(taken)
@@ -172,7 +172,7 @@ def _stacked(op: Op) -> Picked | None:
     held, value = tensor(first), tensor(whole)
     if held is None or value is None or not isinstance(first, fx.Node):
         return None
-    if held.dim() != value.dim() - 1 or not _are_same(held.shape, value.shape[:-1]):
+    if held.dim() != value.dim() - 1 or not same_shape(held.shape, value.shape[:-1]):
         return None
     return Picked(whole, False, first, tuple(path))
 
@@ -211,7 +211,3 @@ def _viewed(node: Any) -> tuple[Any, list[fx.Node]]:
 
 def _large(shape: Any) -> list[str]:
     return [str(size) for size in shape if str(size) != "1"]
-
-
-def _are_same(first: Any, second: Any) -> bool:
-    return len(first) == len(second) and all(known_true(a == b) for a, b in zip(first, second, strict=True))

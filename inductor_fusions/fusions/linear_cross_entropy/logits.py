@@ -70,7 +70,6 @@ def walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> Logits:
     """From logits, whose last dim are the classes, up to the linear that makes them.
 
     Args:
-        node: the logits.
         path, replayed: the nodes behind them, the last one first.
 
     Raises:

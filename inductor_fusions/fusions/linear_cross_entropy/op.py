@@ -50,7 +50,6 @@ def _linear_cross_entropy(
         labels: (rows,), int64.
         weights: (V,), of the classes, or None.
         logits: (rows, V), h @ w.T + bias, where something else needs them all; None: they are made here.
-        scale, cap, ignore_index, smoothing: numbers.
         mean: whether the sum is divided by the weights of the labels that count.
         wants: whether the gradients of h, w and bias are wanted.
 
@@ -93,7 +92,6 @@ def _rows(
     """Of each row of y = scale * (h @ w.T + bias), or cap * tanh(of that): y[label], the logsumexp, the sum.
 
     Args:
-        h, w, bias, weights, scale, cap: as of `linear_cross_entropy`.
         labels: (rows,), int64; -1: the results of the row are 0, and so is its gradient.
         totals: whether the sum of y * weights is wanted; else it is empty.
 

@@ -17,15 +17,7 @@ from torch import fx
 from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
-from ...graph.torch_ops import (
-    CASTS,
-    COPIES,
-    VIEWS,
-    Op,
-    permutation,
-    read,
-    spellings,
-)
+from ...graph.torch_ops import CASTS, COPIES, VIEWS, Op, permutation, read, spellings
 from ...operands import holds, tensor
 from ...reasons import Reason
 from . import log_probabilities
@@ -51,7 +43,6 @@ class Site(Logits):
         labels: what stands at each row.
         weights: of the classes, or None.
         gathers: whether the loss is log-probabilities.
-        ignore_index, smoothing, reduction: of the loss.
         wraps: whether a negative label counts from the last class, as in an index.
     """
 
@@ -195,9 +186,7 @@ def _log_softmax(node: fx.Node, last: bool, path: list[fx.Node], replayed: list[
     """What the logarithm of a softmax is of that a node is, or takes rows of.
 
     Args:
-        node: what a loss reads.
         last: whether the classes are its last dim; else they are the second one.
-        path, replayed: are added to.
 
     Raises:
         Rejected: it is none.

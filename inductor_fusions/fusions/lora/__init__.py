@@ -31,16 +31,9 @@ INPUTS = inputs.FUSION
 INPUTS.anchor(lambda: spellings("linear", "matmul"))(merged.merged_weight)
 INPUTS.anchor(lambda: spellings("linear", "matmul"))(factors.vectors)
 
-lower_by(op.NARROW_MM, "narrow_mm", lowering.kernel, lowering.one_by_one)
-lower_by(
-    op.LORA_LINEAR,
-    "lora_linear",
-    lambda *given: decode.Lowering(*given).kernels(),
-    lambda *given: decode.Lowering(*given).one_by_one(),
-)
+lower_by(op.NARROW_MM, "narrow_mm", lowering.kernel, op.narrow_mm)
+lower_by(op.LORA_LINEAR, "lora_linear", lambda *given: decode.Lowering(*given).kernels(), op.lora_linear)
 lower_by(split.LORA_SPLIT, "lora_split", split.kernel)
-lower_by(
-    accumulate.LORA_ACCUMULATE, "lora_accumulate", accumulate_kernel.kernel, accumulate_kernel.one_by_one
-)
+lower_by(accumulate.LORA_ACCUMULATE, "lora_accumulate", accumulate_kernel.kernel, accumulate.accumulate)
 # Where the fusion of adapters has not read the graph, and taken the mark out.
 register_lowering_when_loaded(op.ROUNDED, lambda y: y)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...lowering import define
+from .op import check_masks
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,8 @@ class Sum:
         base: shape (M, N), any strides.
         a: shape (M, K_i) each, all of one dtype with b.
         b: shape (K_i, N) each.
-        scales: factor of each product.
         kept: bool, shape (M, N) each: multiplies a product as 0 and 1, so that 0 times NaN is NaN.
         kept_products: which product each of them belongs to.
-        dtype: of the result.
     """
 
     base: Any
@@ -46,11 +45,7 @@ class Sum:
 
 
 def check(call: Sum) -> None:
-    """Refuse arguments that do not fit together.
-
-    Raises:
-        ValueError: says which.
-    """
+    """Refuse arguments that do not fit together."""
     base, a, b, scales = call.base, call.a, call.b, call.scales
     kept, kept_products = call.kept, call.kept_products
     if base.dim() != 2 or not base.is_floating_point():
@@ -69,14 +64,10 @@ def check(call: Sum) -> None:
         raise ValueError("kept_products of lora_accumulate needs one product for each mask")
     if any(not 0 <= p < len(a) for p in kept_products):
         raise ValueError("kept_products of lora_accumulate names a product that does not exist")
-    for mask in kept:
-        if mask.dim() != 2 or mask.dtype != torch.bool:
-            raise ValueError("kept of lora_accumulate must be bool matrices")
-        torch._check(mask.shape[0] == base.shape[0], lambda: "a mask in kept has other rows than base")
-        torch._check(mask.shape[1] == base.shape[1], lambda: "a mask in kept has other columns than base")
+    check_masks(kept, base, "lora_accumulate")
 
 
-def _accumulate(*given: Any) -> Tensor:
+def accumulate(*given: Any) -> Tensor:
     """The sum, shape (M, N), row-major, computed in float32 (float64 where an operand is)."""
     call = Sum(*given)
     check(call)
@@ -134,7 +125,7 @@ def _flops(base: Any, a: Any, *_: Any) -> int:
 
 
 LORA_ACCUMULATE = define(
-    "lora_accumulate", _accumulate, _empty, flops=_flops, setup=_setup, backward=_backward,
+    "lora_accumulate", accumulate, _empty, flops=_flops, setup=_setup, backward=_backward,
     schema="(Tensor base, Tensor[] a, Tensor[] b, float[] scales, Tensor[] kept, SymInt[] kept_products, "
     "ScalarType dtype) -> Tensor",
 )  # fmt: skip

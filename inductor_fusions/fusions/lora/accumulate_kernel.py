@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ... import _inductor
-from ...block_mm.lowering import check_factors, scaled_product
+from ...block_mm.lowering import check_factors
 from ...decisions import Query, configured, some, tables, tiles
 from ...decisions.problems import Row
 from ...fusion import Rejected
@@ -41,7 +41,6 @@ class Shape:
         columns: N.
         inner: K of each product.
         masks: how many of them have a mask.
-        dtype: of the base.
         narrow: of the operands of the products.
     """
 
@@ -59,16 +58,11 @@ class Config:
 
     Attributes:
         block_m, block_n: the tile of the result.
-        num_warps: as Triton has it.
     """
 
     block_m: int
     block_n: int
     num_warps: int
-
-    def to_json(self) -> dict[str, Any]:
-        """As tables have it."""
-        return asdict(self)
 
 
 def elements(shape: Shape) -> int:
@@ -172,29 +166,12 @@ def kernel(*given: Any) -> Any:
         dtype=dtype if stored else torch.float32,
         device=device,
         variants=[variant(choose(shape, device), shape, call.scales, sorted(masks), stored)],
-        stock=None,
         over="BASE" if stored else "",
     )
-    if found is None:
-        raise Rejected("Inductor accepted no template")
     if stored:
         return found[0]
     total = _inductor.call_lowering(aten.add.Tensor, found[0], _inductor.cast(base, torch.float32))
     return _inductor.cast(total, dtype)
-
-
-def one_by_one(*given: Any) -> Any:
-    """The products as stock lowers them, each by itself."""
-    asked, call = Sum(*given), _inductor.call_lowering
-    base, masks = asked.base, asked.masks()
-    wide = torch.float64 if torch.float64 in (base.get_dtype(), asked.a[0].get_dtype()) else torch.float32
-    total = _inductor.cast(base, wide)
-    for i, (left, right, scale) in enumerate(zip(asked.a, asked.b, asked.scales, strict=True)):
-        part = _inductor.cast(scaled_product(left, right, scale), wide)
-        if i in masks:
-            part = call(aten.mul.Tensor, part, _inductor.cast(masks[i], wide))
-        total = call(aten.add.Tensor, total, part)
-    return _inductor.cast(total, asked.dtype)
 
 
 def variant(
@@ -203,10 +180,6 @@ def variant(
     """The template for one configuration.
 
     Args:
-        config: the configuration.
-        shape: the sizes.
-        scales: factor of each product.
-        masks: the products that have one.
         stored: whether the kernel reads the base; else it is added behind it.
     """
     products = [

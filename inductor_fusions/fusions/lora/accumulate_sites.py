@@ -38,12 +38,7 @@ def candidates(graph: fx.Graph, found: Sequence[Linear]) -> Iterator[Candidate]:
 
 
 class Accumulated(Candidate):
-    """A sum with adapters, as one operation on the sum without them.
-
-    Args:
-        graph: the graph.
-        found: the sum.
-    """
+    """A sum with adapters, as one operation on the sum without them."""
 
     def __init__(self, graph: fx.Graph, found: Linear) -> None:
         self.graph, self.sum = graph, found
@@ -184,11 +179,7 @@ class Accumulated(Candidate):
             node = term.node if term.is_bias or len(sizes) == 1 else self._matrix(make, term.node)
             if value(node).dtype.itemsize < dtype.itemsize:
                 node = make.call(torch.ops.prims.convert_element_type.default, node, dtype)
-            if term.scale != 1:
-                node = make.call(aten.mul.Tensor, node, term.scale)
-            if term.factor is not None:
-                node = make.call(aten.mul.Tensor, node, term.factor)
-            total = node if total is None else make.call(aten.add.Tensor, total, node)
+            total = make.plus(total, node, term)
         assert total is not None
         return self._matrix(make, total)
 

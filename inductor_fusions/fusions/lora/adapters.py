@@ -47,7 +47,6 @@ class Source:
     Attributes:
         base: the tensor that is in memory.
         views: the views from there on, in order, without casts and factors.
-        scale: product of the factors.
     """
 
     base: fx.Node
@@ -67,7 +66,6 @@ class Adapter:
     Attributes:
         up: the product with B.
         down: the product with A.
-        scale: its factor.
         factor: a tensor of one element by which it is multiplied as well, or None; with `over`, one of a
             number for each row (its last dim has size 1), or for each column.
         over: the leading sizes of the result where it is multiplied by that.
@@ -267,7 +265,6 @@ class Step:
 
     Attributes:
         inner: of a floating dtype, and of as many elements.
-        scale: a number.
         factor: a tensor of one element, or None.
         kept: a mask: a bool tensor with as many elements; or None.
     """
@@ -318,7 +315,6 @@ class Weighted:
 
     Attributes:
         up: the product with B of an adapter.
-        scale: its factor.
         vector: the numbers, as they are broadcast.
         over: the leading sizes of what they multiply.
         inner: the nodes from the product on.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from ... import _inductor
 from ...block_mm.configurations import shared_limit
 from ...block_mm.heuristics import capability
-from ...block_mm.lowering import check_factors, scaled_product
+from ...block_mm.lowering import check_factors
 from ...decisions import Query, configured, tables, tiles
 from ...decisions.problems import SINGLE_ROWS, Row, padded
 from ...fusion import Rejected
@@ -53,10 +53,6 @@ class Config:
     splits: int
     early: bool
     lanes: int = 1
-
-    def to_json(self) -> dict[str, Any]:
-        """As tables have it."""
-        return asdict(self)
 
     @property
     def row(self) -> bool:
@@ -104,11 +100,6 @@ def vector(shape: Shape) -> int:
     return 16 // shape.dtype.itemsize
 
 
-def _takes_rows(shape: Shape) -> bool:
-    """Whether the kernels without tensor cores support it: few rows, and weights contiguous along K."""
-    return shape.rows <= MOST_SINGLE_ROWS and shape.along
-
-
 def _row_step(shape: Shape, wanted: int) -> int:
     return min(wanted, 1 << max(7, (shape.inner - 1).bit_length()))
 
@@ -141,7 +132,7 @@ def candidates(shape: Shape, arch: int) -> list[Config]:
     first = default(shape, arch)
     splits, early, tall = first.splits, first.early, padded(shape.rows)
     found = [first]
-    if _takes_rows(shape):
+    if shape.rows <= MOST_SINGLE_ROWS and shape.along:
         for block_n, wanted, warps in ONE_ROW if shape.rows == 1 else SOME_ROWS:
             block_k = _row_step(shape, wanted)
             # With more rows, fewer columns spill.
@@ -243,11 +234,8 @@ class Lowering(Linears):
             dtypes=self.dtypes,
             device=device,
             variants=[self._variant([name for name, _ in inputs], shape, config, early)],
-            stock=None,
             grid_sizes=[size for n in columns for size in (1, n)],
         )
-        if outputs is None:
-            raise Rejected("Inductor accepted no template")
         return outputs
 
     def _parts(
@@ -265,11 +253,8 @@ class Lowering(Linears):
             dtype=torch.float32,
             device=device,
             variants=[narrow_kernel.variant(chosen, posed, [1.0] * len(a), (), False, early, waits)],
-            stock=None,
             grid_sizes=[shape.rows, 1],
         )
-        if made is None:
-            raise Rejected("Inductor accepted no template")
         return _inductor.realize(made)
 
     def _variant(self, names: list[str], shape: Shape, config: Config, early: bool) -> _inductor.Variant:
@@ -341,14 +326,3 @@ class Lowering(Linears):
         # Rows that are not there are not read: all thread blocks would wait for one row.
         masks = ["(x_k < K - k)"] * ragged + [rows] * (shape.rows < padded(shape.rows))
         return {"lanes": config.lanes, "x_mask": " & ".join(masks)}
-
-    def one_by_one(self) -> list[Any]:
-        """The products as stock lowers them, each by itself."""
-        call, cast = _inductor.call_lowering, _inductor.cast
-        outputs = [call(aten.mm.default, self.x, right) for right in self.w]
-        for down, up, group, scale in zip(self.a, self.b, self.groups, self.scales, strict=True):
-            y = scaled_product(scaled_product(self.x, down, 1.0), up, scale)
-            outputs[group] = call(aten.add.Tensor, cast(outputs[group], torch.float32), y)
-        for group, offset in zip(self.bias_groups, self.bias, strict=True):
-            outputs[group] = call(aten.add.Tensor, cast(outputs[group], torch.float32), offset)
-        return [cast(y, kind) for y, kind in zip(outputs, self.dtypes, strict=True)]

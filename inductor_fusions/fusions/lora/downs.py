@@ -27,8 +27,6 @@ class Down:
 
     Attributes:
         members: the down-projections of one input: all of them of what a mask keeps of it, or none.
-        origin: what they read.
-        place: where it goes.
     """
 
     members: list[Product]
@@ -94,8 +92,6 @@ def insert(
     """Add one skinny GEMM to a graph: its results by down-projection.
 
     Args:
-        graph: the graph.
-        down: what to add.
         moved: views that other places have moved; those of this one are added.
         further: the factor of the further form of a down-projection of a matrix, or 0.
     """

@@ -12,7 +12,6 @@ import torch
 from ... import _inductor
 from ...block_mm import template
 from ...decisions import tables
-from ...fusion import Rejected
 
 #: The text that Inductor's templates take, of one of ours by its name.
 render = functools.partial(template.render, Path(__file__).parent / "templates")
@@ -24,8 +23,6 @@ def elements_of(index: int, matrix: Any, rows_dim: int | None = None) -> dict[st
     """The description of a matrix for the template of parts.
 
     Args:
-        index: its number.
-        matrix: the matrix.
         rows_dim: the dim whose rows are to lie one behind the other; as they are in memory by default.
     """
     sizes, strides = _inductor.sizes(matrix), _inductor.strides(matrix)
@@ -49,13 +46,10 @@ def by_elements(
     """One kernel for several matrices, each with thread blocks of its own that go over its elements.
 
     Args:
-        name: of the template.
-        inputs: the matrices.
         factors: what the template knows of each, its "name" and "size" among it; here they get "start" and
             "end", the thread blocks that are theirs.
         outputs: name, sizes and dtype of each; the first has no name.
         dtype: of 16 bits, or that of x.
-        structure: what else the template takes.
 
     Raises:
         Rejected: Inductor took no template.
@@ -80,10 +74,7 @@ def by_elements(
         dtype=outputs[0][2],
         device=inputs[0].get_device(),
         variants=[_inductor.Variant(text, meta, num_warps=4, num_stages=1, outputs=names)],
-        stock=None,
         dtypes=[kind for _, _, kind in outputs],
         grid_sizes=[size for f in factors for size in (f["size"], 1)],
     )
-    if found is None:
-        raise Rejected("Inductor accepted no template")
     return found

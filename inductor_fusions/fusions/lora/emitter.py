@@ -13,8 +13,9 @@ from ...graph.builder import Builder
 from ...graph.products import transpose_of, value
 from . import gather
 from .adapters import Source
+from .op import HIGH_BITS
 from .recognise import Linear, Term
-from .split import HIGH_BITS, LORA_SPLIT
+from .split import LORA_SPLIT
 
 aten = torch.ops.aten
 
@@ -59,13 +60,16 @@ class Emitter(Builder):
         if offsets == [Term(offsets[0].node)]:
             return offsets[0].node
         for offset in offsets:
-            term = self.to(offset.node, torch.float32)
-            if offset.scale != 1:
-                term = self.call(aten.mul.Tensor, term, offset.scale)
-            if offset.factor is not None:
-                term = self.call(aten.mul.Tensor, term, offset.factor)
-            total = term if total is None else self.call(aten.add.Tensor, total, term)
+            total = self.plus(total, self.to(offset.node, torch.float32), offset)
         return total
+
+    def plus(self, total: fx.Node | None, node: fx.Node, term: Term) -> fx.Node:
+        """A sum, if there is one yet, and a node with the scale and the factor of a term."""
+        if term.scale != 1:
+            node = self.call(aten.mul.Tensor, node, term.scale)
+        if term.factor is not None:
+            node = self.call(aten.mul.Tensor, node, term.factor)
+        return node if total is None else self.call(aten.add.Tensor, total, node)
 
     def padded(self, right: fx.Node, pad: tuple[int, int]) -> fx.Node:
         """(r, n) with columns of zeros before and behind it, lying in memory as before."""

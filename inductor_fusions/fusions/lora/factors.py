@@ -83,12 +83,9 @@ class Moved(Candidate):
     """An adapter times a tensor, which moves in front of B, or to B.
 
     Args:
-        up: the product with B.
         between: the nodes from it to the one that multiplies it, which is the last.
-        by: the tensor.
         scale: the factor of the numbers in between.
         how: "mul" or "div".
-        scope: of the graph.
     """
 
     reported = False

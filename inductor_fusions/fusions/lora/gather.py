@@ -226,10 +226,7 @@ def _period(kinds: Sequence[Any]) -> int:
 
 
 def _make(
-    graph: fx.Graph,
-    chunk: Sequence[_Wanted],
-    index: dict[fx.Node, int],
-    moved: set[fx.Node],
+    graph: fx.Graph, chunk: Sequence[_Wanted], index: dict[fx.Node, int], moved: set[fx.Node]
 ) -> list[tuple[_Wanted, fx.Node]]:
     """One call of the operation for a chunk, in front of its first reader; what each reads then."""
     before = chunk[0].reader

@@ -57,7 +57,6 @@ def read(products: Sequence[Product], downs: set[fx.Node], middles: Sequence[fx.
     """The products of a backward that are no part of a sum: `dY @ B`, `dY^T @ h` and `dh^T @ x`.
 
     Args:
-        products: those of a post-grad graph.
         downs: the down-projections that it has, in whatever direction.
         middles: what is computed of some of them, and multiplied by the other matrix of an adapter.
     """

@@ -53,31 +53,25 @@ def current(linear: Linear, replaced: dict[fx.Node, fx.Node]) -> Linear:
         return node
 
     def of(p: Product) -> Product:
-        return replace(p, a=now(p.a), b=now(p.b), bias=None if p.bias is None else now(p.bias))
+        return replace(p, a=now(p.a), b=now(p.b), bias=p.bias and now(p.bias))
 
     def down(p: Product) -> Product:
         # Another linear that reads it may have replaced it.
         return (narrow_product(now(p.node)) if p.node in replaced else None) or of(p)
 
-    return replace(
-        linear,
-        bases=[of(p) for p in linear.bases],
-        adapters=[
-            replace(
-                a,
-                up=of(a.up),
-                down=down(a.down),
-                factor=None if a.factor is None else now(a.factor),
-                middle=None if a.middle is None else now(a.middle),
-            )
-            for a in linear.adapters
-        ],
-        offsets=[
-            replace(o, node=now(o.node), factor=None if o.factor is None else now(o.factor))
-            for o in linear.offsets
-        ],
-        rest=None if linear.rest is None else now(linear.rest),
-    )
+    adapters = [
+        replace(
+            a,
+            up=of(a.up),
+            down=down(a.down),
+            factor=a.factor and now(a.factor),
+            middle=a.middle and now(a.middle),
+        )
+        for a in linear.adapters
+    ]
+    offsets = [replace(o, node=now(o.node), factor=o.factor and now(o.factor)) for o in linear.offsets]
+    bases, rest = [of(p) for p in linear.bases], linear.rest and now(linear.rest)
+    return replace(linear, bases=bases, adapters=adapters, offsets=offsets, rest=rest)
 
 
 def result_dtypes(group: Sequence[Linear]) -> tuple[torch.dtype, str]:

@@ -34,14 +34,7 @@ from ...effects.liveness import readers
 from ...effects.scope import DynamoScope
 from ...fusion import Candidate, Fusion
 from ...graph.builder import Builder
-from ...graph.torch_ops import (
-    CASTS,
-    dropout_p,
-    linear_of,
-    permuted_by,
-    read,
-    spellings,
-)
+from ...graph.torch_ops import CASTS, dropout_p, linear_of, permuted_by, read, spellings
 from ...layouts.keeping import Keeping
 from ...operands import check_device, check_kind, known_size, tensor, text, tokens_of
 from ...reasons import Reason
@@ -188,12 +181,7 @@ def _is_adapter(x: fx.Node, read: fx.Node, a: Any) -> bool:
 
 
 class AdapterInput(Candidate):
-    """A down-projection of a widened or dropped input.
-
-    Args:
-        scope: of its graph.
-        site: what it is.
-    """
+    """A down-projection of a widened or dropped input."""
 
     def __init__(self, scope: Inputs, site: Site) -> None:
         self.scope, self.site, self.anchor = scope, site, site.linear

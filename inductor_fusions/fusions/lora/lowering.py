@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ... import _inductor
-from ...block_mm.lowering import check_factors, scaled_product
+from ...block_mm.lowering import check_factors
 from ...decisions import configured, some
 from ...fusion import Rejected
 from ...lowering import check_device
@@ -17,7 +17,7 @@ from ...operands import known_size
 from . import narrow
 from .elements import by_elements, elements_of
 from .narrow_kernel import ahead, variant
-from .op import Narrow
+from .op import HIGH_BITS, Narrow
 
 aten = torch.ops.aten
 
@@ -65,12 +65,9 @@ def kernel(*given: Any) -> list[Any]:
         dtype=wide,
         device=device,
         variants=[variant(config, shape, scales, further if whole else (), transposed)],
-        stock=None,
         dtypes=[wide] * len(b) + [x.get_dtype()] * len(forms),
         grid_sizes=[rows, 1],
     )
-    if outputs is None:
-        raise Rejected("Inductor accepted no template")
     if not whole:
         outputs = _added_up(outputs, shapes, config.splits, x.get_dtype(), thin, further)
     return outputs
@@ -164,33 +161,7 @@ def parts(y: Any, dtype: torch.dtype) -> Any:
     """
     call = _inductor.call_lowering
     y.realize()
-    bits = call(aten.bitwise_and.Tensor, call(aten.view.dtype, y, torch.int32), -65536)
+    bits = call(aten.bitwise_and.Tensor, call(aten.view.dtype, y, torch.int32), HIGH_BITS)
     high = call(aten.view.dtype, bits, torch.float32)
     low = call(aten.sub.Tensor, y, high)
     return _inductor.cast(_inductor.beside([high, high, low]), dtype)
-
-
-def one_by_one(*given: Any) -> list[Any]:
-    """The products as stock lowers them, each by itself."""
-    asked, call = Narrow(*given), _inductor.call_lowering
-    found, forms, x = [], [], asked.x
-    read = [call(aten.mul.Tensor, x, mask) for mask in asked.kept] or [x] * len(asked.b)
-    for left, right, scale, factor in zip(read, map(_sum, asked.b), asked.scales, asked.further, strict=True):
-        y = scaled_product(left, right, scale)
-        found.append(call(aten.permute.default, y, [1, 0]) if asked.transposed else y)
-        if factor:
-            forms.append(_form(y, factor, right.get_dtype(), x.get_dtype()))
-    if asked.transposed:
-        found = [call(aten.clone.default, y) for y in found]
-    return found + forms
-
-
-def _sum(right: Any) -> Any:
-    """A narrow matrix, where it came in summands."""
-    if len(right.get_size()) == 2:
-        return right
-    call, total = _inductor.call_lowering, None
-    for i in range(_inductor.static(right.get_size()[0])):
-        part = _inductor.cast(call(aten.select.int, right, 0, i), torch.float32)
-        total = part if total is None else call(aten.add.Tensor, total, part)
-    return total

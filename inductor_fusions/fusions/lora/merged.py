@@ -44,7 +44,6 @@ class Merged:
     """A linear whose weight is `w + scale * factor * (b @ a)`.
 
     Attributes:
-        linear: the node.
         between: what makes the weight, in order: the product of b and a first, the sum last.
         x, w, a, b: its operands; w may be None.
         bias: or None.
@@ -190,12 +189,7 @@ def _is_narrow(a: fx.Node, b: fx.Node, rows: bool) -> bool:
 
 
 class MergedWeight(Candidate):
-    """A linear whose adapter is merged.
-
-    Args:
-        site: what it is.
-        known: of the graph.
-    """
+    """A linear whose adapter is merged."""
 
     def __init__(self, site: Merged, known: Inputs) -> None:
         self.site, self.known, self.anchor = site, known, site.linear

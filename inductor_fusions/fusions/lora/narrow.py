@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,7 +55,6 @@ class Config:
     Attributes:
         block_m, block_k: the tile of x.
         splits: parts of K that thread blocks of their own compute; they are added up afterwards.
-        num_warps, num_stages: as Triton has them.
     """
 
     block_m: int
@@ -63,10 +62,6 @@ class Config:
     splits: int
     num_warps: int
     num_stages: int
-
-    def to_json(self) -> dict[str, Any]:
-        """As tables have it."""
-        return asdict(self)
 
 
 def beside(shape: Shape, summands: int) -> int:

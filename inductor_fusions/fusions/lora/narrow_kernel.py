@@ -51,9 +51,6 @@ def variant(
     """The template for one configuration.
 
     Args:
-        config: the configuration.
-        shape: the sizes.
-        scales: factor of each product.
         further: of each product the factor of its further form, or 0; none has one where it is empty.
         transposed: whether they are stored as (r, M).
         early: whether the kernel behind it may start before this one ends.

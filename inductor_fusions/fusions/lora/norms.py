@@ -59,7 +59,6 @@ class _Reader:
     """Reads a tree of sums and products as a polynomial in one vector.
 
     Attributes:
-        columns: of the result.
         vector: the node that multiplies, as it is broadcast.
         key: the vector without views.
         inner: the operations in between, and the products.
@@ -188,12 +187,8 @@ class Normalised(Candidate):
     """Such a sum, which becomes the product of the vector with a sum.
 
     Args:
-        top: the sum.
-        reader: what is between.
         base: the term of the linear.
-        up: that of the adapter.
         inside, outside: the biases that the vector multiplies, and the others.
-        scope: of the graph.
     """
 
     reported = False

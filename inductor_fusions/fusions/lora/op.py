@@ -26,6 +26,9 @@ from torch import Tensor
 from ...block_mm.op import dtypes, exact_dtype
 from ...lowering import define
 
+#: The bits of a float32 that a bfloat16 has as well.
+HIGH_BITS = -(1 << 16)
+
 
 @dataclass(frozen=True)
 class Narrow:
@@ -35,7 +38,6 @@ class Narrow:
         x: shape (M, K), any strides.
         b: shape (K, r) each, of the dtype of x or wider; or each of them as summands of the dtype of x, shape
             (count, K, r), that stand for their sum in float32.
-        scales: factor of each product.
         further: for each product, the factor of the form that a product of the dtype of x reads; 0: it is
             not wanted.
         transposed: whether the products are returned as (r, M), row-major.
@@ -52,11 +54,7 @@ class Narrow:
 
 
 def check(call: Narrow) -> None:
-    """Refuse arguments that do not fit together.
-
-    Raises:
-        ValueError: says which.
-    """
+    """Refuse arguments that do not fit together."""
     x, b, scales, further, kept = call.x, call.b, call.scales, call.further, call.kept
     if not b or not (len(b) == len(scales) == len(further)):
         raise ValueError("narrow_mm needs at least one matrix, and a scale and a form for each")
@@ -74,14 +72,19 @@ def check(call: Narrow) -> None:
             raise ValueError(f"narrow_mm does not multiply {x.dtype} by {right.dtype}")
     if len(kept) not in (0, len(b)):
         raise ValueError("narrow_mm needs a mask for each product, or none")
+    check_masks(kept, x, "narrow_mm")
+
+
+def check_masks(kept: Sequence[Tensor], like: Tensor, name: str) -> None:
+    """Refuse masks that are not those of the elements of a matrix."""
     for mask in kept:
         if mask.dim() != 2 or mask.dtype != torch.bool:
-            raise ValueError("kept of narrow_mm must be bool matrices")
-        torch._check(mask.shape[0] == x.shape[0], lambda: "a mask in kept has other rows than x")
-        torch._check(mask.shape[1] == x.shape[1], lambda: "a mask in kept has other columns than x")
+            raise ValueError(f"kept of {name} must be bool matrices")
+        torch._check(mask.shape[0] == like.shape[0], lambda: "a mask in kept has other rows")
+        torch._check(mask.shape[1] == like.shape[1], lambda: "a mask in kept has other columns")
 
 
-def _narrow_mm(*given: Any) -> list[Tensor]:
+def narrow_mm(*given: Any) -> list[Tensor]:
     """Every product, shape (M, r) and row-major, then the further forms: `parts`."""
     call = Narrow(*given)
     check(call)
@@ -111,8 +114,11 @@ def parts(y: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if y.dtype == dtype:
         return y
-    high = y.to(dtype)
-    return torch.cat([high, high, (y - high.to(y.dtype)).to(dtype)], dim=1)
+    # By bits where it can be: Inductor drops a cast to bfloat16 and back where both are in one loop.
+    cut = y.dtype == torch.float32
+    high = (y.view(torch.int32) & HIGH_BITS).view(torch.float32) if cut else y.to(dtype).to(y.dtype)
+    low = (y - high).to(dtype)
+    return torch.cat([high.to(dtype), high.to(dtype), low], dim=1)
 
 
 def _empty(*given: Any) -> list[Tensor]:
@@ -166,7 +172,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 
 
 NARROW_MM = define(
-    "lora_narrow_mm", _narrow_mm, _empty, setup=_setup, backward=_backward,
+    "lora_narrow_mm", narrow_mm, _empty, setup=_setup, backward=_backward,
     flops=lambda x, b, *_: sum(2 * x[0] * right[-2] * right[-1] for right in b),
     schema="(Tensor x, Tensor[] b, float[] scales, float[] further, bool transposed, Tensor[] kept) -> "
     "Tensor[]",
@@ -220,10 +226,8 @@ class Linears:
         bias_groups: which linear each bias belongs to.
         a, b: of each adapter, shapes (K, r) and (r, N_g), of the dtype of x or float32.
         groups: which linear each adapter belongs to.
-        scales: factor of each adapter.
         early: whether the weights are there before the down-projections start, so that the kernel that
             reads them need not wait for their end.
-        dtype: of the outputs.
         wide: the numbers of the linears whose output is float32 instead, with commas between.
     """
 
@@ -245,7 +249,7 @@ class Linears:
         return dtypes(len(self.w), self.dtype, self.wide)
 
 
-def _lora_linear(*given: Any) -> list[Tensor]:
+def lora_linear(*given: Any) -> list[Tensor]:
     call = Linears(*given)
     outputs = [call.x @ right for right in call.w]
     for down, up, group, scale in zip(call.a, call.b, call.groups, call.scales, strict=True):
@@ -262,7 +266,7 @@ def _empty_linear(*given: Any) -> list[Tensor]:
 
 
 LORA_LINEAR = define(
-    "lora_linear", _lora_linear, _empty_linear,
+    "lora_linear", lora_linear, _empty_linear,
     flops=lambda x, w, bias, bias_groups, a, b, *_: sum(2 * x[0] * y[0] * y[1] for y in (*w, *a, *b)),
     schema="(Tensor x, Tensor[] w, Tensor[] bias, SymInt[] bias_groups, Tensor[] a, Tensor[] b, "
     'SymInt[] groups, float[] scales, bool early, ScalarType dtype, str wide="") -> Tensor[]',

@@ -22,7 +22,6 @@ class Known:
     """A problem with adapters: the columns of a table's row, and text for reports.
 
     Attributes:
-        section: of the tables.
         kernels: what they are computed by.
         tokens: rows; None where it is not known.
         dtype, adapters: of the base, or of the sum, and of the adapters.
@@ -81,8 +80,6 @@ class Accumulated(Known):
     Attributes:
         tokens: rows of the sum; None where it is not known.
         inner: K of each down-projection.
-        columns: of the sum.
-        ranks: of the adapters.
         masks: how many of them pass one.
         dtype, adapters: of the sum and of the adapters.
     """
@@ -109,7 +106,6 @@ class Dropped(Known):
     Attributes:
         tokens: M; None where it is not known.
         inner, outer: K and N of the linear.
-        rank: of the adapter.
         dtype, adapters: of the base and of the adapter.
         masks: 1, or 0 where the skinny GEMM reads what the dropout has left in memory.
     """
@@ -153,11 +149,7 @@ def check_dropped(shape: Dropped, device: torch.device) -> None:
 
 
 def check_few_rows(tokens: int | Span | None, plain: bool) -> None:
-    """Leave adapters that are not plain to stock for few rows, for which only one operation is measured.
-
-    Raises:
-        LeftToStock: the policy asks for that.
-    """
+    """Leave adapters that are not plain to stock for few rows, for which only one operation is measured."""
     few = tokens if isinstance(tokens, int) else tokens.hint if isinstance(tokens, Span) else None
     if not plain and config.policy != "always" and few is not None and few <= MOST_ROWS:
         raise Reason.NOT_MEASURED.left_to_stock(
@@ -169,9 +161,7 @@ def narrow_kernel(shape: narrow.Shape, tokens: int | Span | None, device: torch.
     """The kernel of a skinny GEMM that stands alone, for the report.
 
     Args:
-        shape: its sizes.
         tokens: the rows of x, or its K where x is transposed.
-        device: where it runs.
 
     Raises:
         LeftToStock: it is not expected to pay, and the policy asks for that.

@@ -54,7 +54,6 @@ class Term:
 
     Attributes:
         node: what is added: of the size of the sum; or a vector, a bias, which is added to each row.
-        scale: its factor.
         factor: a tensor of one element by which it is multiplied as well, or None.
     """
 
@@ -75,9 +74,7 @@ class Linear:
     Attributes:
         root: the node that holds it.
         bases: products that are no adapters, with their factors in `scale`; one may have a bias.
-        adapters: the adapters.
         offsets: vectors that are added beside the bias of the bases.
-        terms: what else is added.
         rest: the only one of these that a grouped GEMM adds; or None.
         inner: the nodes between the products and the root.
         problem: why it is not one operation, or "".
@@ -108,11 +105,7 @@ class Linear:
 
 
 def linears(products: Sequence[Product]) -> list[Linear]:
-    """Every sum with an adapter in it, in the order of the graph; and every adapter that is in none.
-
-    Args:
-        products: those of the graph.
-    """
+    """Every sum with an adapter in it, in the order of the graph; and every adapter that is in none."""
     adapters = [a for p in products if (a := adapter_of(p.node)) is not None]
     # A matrix between A and B is no B.
     between = {through(a.middle, RESHAPES) for a in adapters if a.middle is not None}
@@ -185,12 +178,8 @@ class Reader:
     """Reads a tree of additions and subtractions.
 
     Args:
-        top: the last one.
         alone: whether only what has an adapter in it is read, perhaps behind a mask: all else is a term. By
             default, what has a product in it.
-
-    Attributes:
-        linear: what it is.
     """
 
     def __init__(self, top: fx.Node, alone: bool = False) -> None:
@@ -302,7 +291,6 @@ def leads_to_adapter(node: Any, in_sums: bool = True) -> bool:
     """Whether a node is an adapter, or has one behind casts, reshapes, factors and masks, or in a sum.
 
     Args:
-        node: what is added.
         in_sums: whether it may be in a sum.
     """
     while isinstance(node, fx.Node) and node.op == "call_function" and len(node.users) == 1:

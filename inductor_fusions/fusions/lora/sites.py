@@ -42,10 +42,6 @@ def candidates(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     """Linears with adapters, those on one input together; then what is left of the adapters' gradients.
 
     What all of these read in parts is split up together in the end.
-
-    Args:
-        scope: of the graph.
-        matches: of `ANCHORS`.
     """
     graph, nodes = scope.graph, nodes_of(matches)
     yield from units.candidates(graph)
@@ -77,8 +73,6 @@ class Adapted(Candidate):
     """Linears on one input, some of them with adapters; or one sum of products with adapters.
 
     Args:
-        graph: the graph.
-        group: what is read together.
         replaced: what came in the place of which node; this candidate adds to it.
 
     Attributes:

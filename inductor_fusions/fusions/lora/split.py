@@ -16,9 +16,7 @@ from ... import _inductor
 from ...fusion import Rejected
 from ...lowering import check_device, define
 from . import elements
-
-#: The bits of a float32 that a bfloat16 has as well.
-HIGH_BITS = -(1 << 16)
+from .op import HIGH_BITS
 
 
 def _split(
@@ -47,11 +45,7 @@ def _split(
 def check(
     matrices: Sequence[Tensor], summands: Sequence[int], along: Sequence[int], sizes: Sequence[int]
 ) -> None:
-    """Refuse arguments that do not fit together.
-
-    Raises:
-        ValueError: says which.
-    """
+    """Refuse arguments that do not fit together."""
     if not matrices or not (len(matrices) == len(summands) == len(along) == len(sizes)):
         raise ValueError("lora_split needs at least one matrix, and a form for each")
     for matrix, count, dim, size in zip(matrices, summands, along, sizes, strict=True):

@@ -12,15 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from ...graph.products import (
-    CASTS,
-    RESHAPES,
-    additions_behind,
-    is_sum,
-    product,
-    summands,
-    value,
-)
+from ...graph.products import CASTS, RESHAPES, additions_behind, is_sum, product, summands, value
 from ...reasons import Reason
 from .adapters import step
 from .recognise import BROADCAST, NO_PRODUCT, Linear, Reader, leads_to_adapter

@@ -125,10 +125,6 @@ def check_kernel(out: torch.Tensor) -> None:
 def measured(out: torch.Tensor, operands: list[Any]) -> str:
     """A note for a shape, from the table of the device.
 
-    Args:
-        out: the result.
-        operands: u, v and w.
-
     Raises:
         LeftToStock: it is not measured, or not faster.
     """

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import known_true
 from ...fusion import Rejected
 from ...graph.einsum import equation
 from ...graph.torch_ops import VIEWS, Op, linear_of, read
-from ...operands import tensor
+from ...operands import same_shape, tensor
 
 #: Views that keep the elements in their order. `getitem` is one where it only adds dims.
 _VIEWS = VIEWS | {"contiguous"}
@@ -71,7 +70,7 @@ def _outer(x: fx.Node) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
     if len(chain) < 2 or product is None or flat is None or product.dim() != flat.dim() + 1:
         return None
     rows = flat.shape[:-1]
-    if not _are_same(product.shape[:-2], rows):
+    if not same_shape(product.shape[:-2], rows):
         return None
     op, factors = read(x), None
     if op is not None and op.name == "einsum":
@@ -86,7 +85,7 @@ def _outer(x: fx.Node) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
     u, v, more = factors
     for factor in (u, v):  # an einsum broadcasts rows
         held = tensor(factor)
-        if held is None or not _are_same(held.shape[:-1], rows):
+        if held is None or not same_shape(held.shape[:-1], rows):
             return None
     return u, v, (*reversed(more), *reversed(chain))
 
@@ -126,7 +125,7 @@ def _pair(first: Any, second: Any, product: torch.Tensor) -> tuple[fx.Node, fx.N
 def _matrix(node: fx.Node, shape: tuple[Any, ...]) -> tuple[fx.Node, list[fx.Node]] | None:
     """The tensor with a dim less of which a node is a view of this shape, and the views."""
     found, views = tensor(node), []
-    if found is None or not _are_same(found.shape, shape):
+    if found is None or not same_shape(found.shape, shape):
         return None
     while found is not None and found.dim() == len(shape):
         op = read(node)
@@ -137,13 +136,9 @@ def _matrix(node: fx.Node, shape: tuple[Any, ...]) -> tuple[fx.Node, list[fx.Nod
         views.append(node)
         node = before
         found = tensor(node)
-    if found is None or not _are_same(found.shape[:-1], shape[:-2]):
+    if found is None or not same_shape(found.shape[:-1], shape[:-2]):
         return None
     return node, views
-
-
-def _are_same(first: Any, second: Any) -> bool:
-    return len(first) == len(second) and all(known_true(a == b) for a, b in zip(first, second, strict=True))
 
 
 def _adds_dims(index: Any) -> bool:

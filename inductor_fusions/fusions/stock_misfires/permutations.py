@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from ..._inductor import known_true
 from ...fusion import Candidate
 from ...graph.torch_ops import permutation, read
-from ...operands import tensor
+from ...operands import same_shape, tensor
 from .respelling import Respelled
 from .walk import factors, name_of
 
@@ -60,7 +59,6 @@ def permutations_of(
     """(last node, input, steps) of the permutations, in a row, of an operand of a product or of SDPA.
 
     Args:
-        operand: the operand.
         copied: whether what lies behind them may lay it out anew.
     """
     node = operand
@@ -72,7 +70,7 @@ def permutations_of(
         before, after = tensor(below), tensor(node)
         if before is None or after is None or before.dim() != after.dim():
             return None
-        if not copied and not all(map(_same, before.stride(), after.stride())):
+        if not copied and not same_shape(before.stride(), after.stride()):
             return None
         node = below
     if not isinstance(node, fx.Node):
@@ -83,10 +81,6 @@ def permutations_of(
         source = found[0]
         steps.insert(0, found[1])
     return (node, source, steps) if len(steps[0]) in (3, 4) else None
-
-
-def _same(one: Any, other: Any) -> bool:
-    return known_true(one == other)
 
 
 def factor(product: fx.Node, index: int) -> Any:
@@ -122,7 +116,6 @@ def respelled(operand: Any, transposed: bool, copied: bool = True) -> Iterator[C
     Args:
         operand: what a product or SDPA reads.
         transposed: whether the pattern has the transpose of k among them.
-        copied: as for `permutations_of`.
     """
     found = permutations_of(operand, copied)
     if found is None:

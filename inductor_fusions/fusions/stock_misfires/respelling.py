@@ -14,12 +14,7 @@ from ...reasons import Reason
 
 
 class Respelled(Candidate):
-    """An operation that is written in another way.
-
-    Args:
-        anchor: the node.
-        source: its input.
-    """
+    """An operation that is written in another way."""
 
     def __init__(self, anchor: fx.Node, source: Any) -> None:
         self.anchor, self.source = anchor, source

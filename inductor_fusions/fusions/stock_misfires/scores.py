@@ -74,7 +74,6 @@ def divided(softmax: fx.Node, product: fx.Node, ignored: bool) -> Iterator[Candi
     """Divisions of the scores, and of q, by something else than sqrt(head_dim).
 
     Args:
-        softmax, product: what they lie between.
         ignored: whether patterns ignore the divisor. Those that read it take a tensor for a number, and
             raise (pytorch#191203, before torch 2.15): there it is divisions by tensors alone.
     """

@@ -201,7 +201,6 @@ def order(mask: Tensor, lowest: Tensor | None, kv_heads: int, block_n: int) -> T
         mask: (B or 1, H or 1, Q or 1, K), boolean or floating.
         lowest: (B or 1, H or 1, Q or 1): up to which number a floating one hides; None of a boolean one.
         kv_heads: how many heads keys have.
-        block_n: keys of a tile.
     """
     batch, mask_heads, queries, keys = mask.shape
     heads = 1 if mask_heads == 1 else kv_heads

@@ -41,7 +41,6 @@ def lowest_of(mask: Any, dtype: torch.dtype, call: Callable[..., Any] = _called)
 
     Args:
         mask: (B or 1, H or 1, Q or 1, K); what `call` takes for a tensor.
-        dtype: of it.
         call: calls a function of torch, or adds a call to a graph.
     """
     least = torch.finfo(dtype).min

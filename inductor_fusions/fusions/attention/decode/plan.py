@@ -32,7 +32,6 @@ class Config:
     Attributes:
         block_n: keys of a tile.
         programs: thread blocks of a multiprocessor that the keys are split for.
-        num_warps, num_stages: as Triton has them.
     """
 
     block_n: int

@@ -52,11 +52,7 @@ def _backward(
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Tensor], numbers: Sequence[float]) -> None:
-    """Refuse arguments that do not fit together.
-
-    Raises:
-        ValueError: says which.
-    """
+    """Refuse arguments that do not fit together."""
     for fault in _faults(q, k, v, masks, numbers):
         raise ValueError(fault)
 

@@ -31,7 +31,6 @@ class Plan:
         block_m: queries of one step.
         block_n: all keys.
         windows: samples that a program goes over.
-        num_warps, num_stages: as Triton has them.
     """
 
     block_m: int
@@ -63,7 +62,6 @@ def forward(
         kv_len, v_dim: keys, and the size of a value.
         period: after how many samples the masks repeat.
         masked: whether there are masks.
-        dtype: of q.
     """
     rows, columns, wide = _tile(q_shape, kv_len, v_dim, dtype)
     windows = windows_of(q_shape, kv_len, period) if masked else 1

@@ -196,7 +196,6 @@ REPORTS: dict[str, tuple[str, str, str, dict[str, list[dict[str, Any]]], tuple[s
         (
             "first half alone", "in 2 of 3 cases", "| relu, up to 128 tokens | 2 | 2.45 | 2.00 | 1.22 |",
             "| gelu, more tokens | 1 | 1.00 | 1.00 | 2.00 |",
-            "| 64->256 relu m16 bfloat16 | 6.0 | 2.0 | 2.0 | 3.00 | 1.00 |",
         ),
     ),
     "random programs, summed over batches": (

@@ -419,7 +419,9 @@ def _warn_if_nothing(sites: Sequence[Site]) -> None:
     most, count = reasons.most_common(1)[0]
     program = Path((sys.argv or [""])[0])
     command = "print(inductor_fusions.report())"
-    if program.suffix == ".py" and program.is_file():
+    if (
+        program.suffix == ".py" and program.stem != "__main__" and program.is_file()
+    ):  # not `python -m package`
         command = f"python -m inductor_fusions run --report {program}"
     what = "a site was not fused"
     if len(sites) > 1:

@@ -308,6 +308,7 @@ with the details (`Site.reason`). The verdict is `rejected` if the fusion is not
 no code.
 
 This page is generated from `inductor_fusions/reasons.py`. Releases may add codes; the meaning of a code never
-changes. [attention.md](attention.md#what-to-change-if-a-site-is-not-fused) and
-[lora.md](lora.md#what-to-change-if-a-site-is-not-fused) say more of their codes.
+changes. [attention.md](attention.md#what-to-change-if-a-site-is-not-fused),
+[projections.md](projections.md#what-to-change-if-a-site-is-not-fused) and
+[lora.md](lora.md#what-to-change-if-a-site-is-not-fused) have the cases of each code.
 """

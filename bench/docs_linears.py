@@ -55,10 +55,11 @@ def projections_section(data: Json) -> str:
     columns = ("kind", "problems", "least gain", "median gain", "largest gain", "pays", "of the limit")
     parts.append(table(columns, body))
     parts.append(
-        "Linears on one input and gated pairs, in microseconds. `bare` is the library's products alone, one "
-        "for each weight and without the activation; `limit` one product on concatenated weights."
+        "Linears on one input, gated pairs and linears with an activation, in microseconds. `bare` is the "
+        "library's products alone, one for each weight and without the activation; `limit` one product on "
+        "concatenated weights."
     )
-    forward = [row for row in rows if row["kind"] in ("shared_a", "gated")]
+    forward = [row for row in rows if row["kind"] in ("shared_a", "gated", "linear")]
     return "\n\n".join([*parts, details("problem", sorted(forward, key=_order), "limit", also=("bare",))])
 
 
@@ -131,18 +132,17 @@ def summary(what: str, count: str, groups: Mapping[str, Sequence[Json]], limit: 
     return table(columns, body)
 
 
-def details(what: str, rows: Iterable[Json], limit: str, prefix: str = "", also: Sequence[str] = ()) -> str:
+def details(what: str, rows: Iterable[Json], limit: str, also: Sequence[str] = ()) -> str:
     """Each row: times of stock, of a limit and of ours in microseconds, and their quotients.
 
     Args:
         what: head of the first column.
         rows: of a tuner.
         limit: the variant that is one.
-        prefix: of the rows' names, which is left out.
         also: further variants, whose times are shown.
     """
     columns = {
-        what: lambda row: str(row["key"]).removeprefix(prefix),
+        what: lambda row: str(row["key"]),
         "stock": lambda row: number(stock_time(row), 1),
         **fixed("times_us", 1, {name: name for name in (*also, limit)}),
         "ours": lambda row: number(best_time(row), 1),

@@ -68,7 +68,7 @@ def attention_section(data: Json) -> str:
     rows: list[Json] = data["rows"]
     wrong = sorted(str(row["key"]) for row in rows if row.get("wrong"))
     text = (
-        f"{len(rows)} shapes. Each is timed as written out (stock) and as each kernel that takes it. A gain "
+        f"{len(rows)} shapes. Each is timed hand-written (stock) and as each kernel that takes it. A gain "
         "is the time of stock over that of the kernel, the worse one of the wall time and the time on the "
         "device. `none pays` counts shapes where no kernel that the package can emit reaches "
         f"{MARGIN:.2f}, or where all are out of the error budget; the package also weighs the nearest "

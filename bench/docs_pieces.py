@@ -62,7 +62,10 @@ def header(data: Json) -> str:
     lines = [f"- device: {data.get('device', '?')}", f"- versions: {', '.join(versions)}"]
     if commit := data.get("commit"):
         lines.append(f"- commit of the last run: {commit}")
-    if clocks := data.get("clocks_mhz"):
+    clocks = data.get("clocks_mhz") or {}
+    if clocks.get("sm", 0) < clocks.get("max.sm", 0) / 2:  # read while the device was idle
+        clocks = {name: value for name, value in clocks.items() if name.startswith("max.")}
+    if clocks:
         lines.append("- clocks in MHz: " + ", ".join(f"{name} {value}" for name, value in clocks.items()))
     lines.append(f"- date: {data.get('date', '?')}")
     commands = [c for c in (*data.get("previous_commands", ()), data.get("command")) if c]

@@ -71,7 +71,7 @@ def roofline(results: Path, stem: str) -> Json:
     """
     linears, attentions = _read(results, f"projections_{stem}"), _read(results, f"attention_{stem}")
     worked = [
-        (row, work_of_linears(row), f"block GEMM, {str(row['best']).partition(' ')[0]}")
+        (row, work_of_linears(row), f"grouped GEMM, {str(row['best']).partition(' ')[0]}")
         for row in linears.get("rows", [])
         if row.get("dtype") == "bfloat16" and row.get("best")
     ]

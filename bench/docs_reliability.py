@@ -21,6 +21,9 @@ ARCHITECTURES = "architectures_cpu.json"
 #: The report of `python -m tests.models.libraries --json`.
 LIBRARIES = "libraries_cpu.json"
 
+#: How many reasons of architectures are listed, those of most models first.
+MOST = 10
+
 COMMAND = (
     "Nothing is recorded yet: `python -m tests.fuzz --examples 5000 --json bench/results/fuzz_cpu.json`, and "
     "then `make docs`."
@@ -94,10 +97,12 @@ def architectures(data: Json) -> str:
     names = ("attention", "correct", "wrong", "not built", "attentions fused", "left unfused")
     told = [
         (attention, reason, str(len(models)), ", ".join(f"`{m}`" for m in models[:4]))
-        for (attention, reason), models in sorted(reasons.items(), key=lambda item: -len(item[1]))
+        for (attention, reason), models in sorted(reasons.items(), key=lambda item: -len(item[1]))[:MOST]
     ]
     why = table(("attention", "reason", "models", "examples"), told)
-    return "\n\n".join([table(names, body), f"<details><summary>Why</summary>\n\n{why}\n\n</details>"])
+    summary = f"Why: the {len(told)} reasons of most models"
+    folded = f"<details><summary>{summary}</summary>\n\n{why}\n\n</details>"
+    return "\n\n".join([table(names, body), folded])
 
 
 def libraries(data: Json) -> str:
@@ -124,10 +129,10 @@ def libraries(data: Json) -> str:
 
 
 def convergence(data: Json) -> str:
-    """The verdict of the criterion on each model, and the fused sites of its run."""
+    """The verdict of the criterion on each model."""
     rows, window = data["rows"], int(data["window"])
     verdicts = {found["model"]: found for found in judge(rows, window)}
-    body, sites = [], []
+    body = []
     for model in sorted({str(row["model"]) for row in rows}):
         own = [row for row in rows if row["model"] == model]
         pair = [next((row for row in own if row["variant"] == v), None) for v in ("stock", "fused")]
@@ -136,11 +141,9 @@ def convergence(data: Json) -> str:
         apart = [number(found.get(name), 4) for name in ("fused", "stock")]
         passes = {True: "yes", False: "no"}.get(found.get("within"), NONE)
         times = [number(row["step_ms"] if row else None, 1) for row in pair]
-        body.append((model, f"{own[0]['parameters'] / 1e6:.0f}", *losses, *apart, passes, *times))
-        for what, count in (pair[1]["sites"]["what"] if pair[1] else {}).items():
-            fusion, fused, kernel = what.partition(": fused: ")
-            if fused:
-                sites.append((model, f"`{fusion}`", kernel.replace("|", "/"), str(count)))
+        told = (pair[1]["sites"]["what"] if pair[1] else {}).items()
+        fused = sum(count for what, count in told if ": fused: " in what)
+        body.append((model, f"{own[0]['parameters'] / 1e6:.0f}", str(fused), *losses, *apart, passes, *times))
     passed = sum(found["within"] for found in verdicts.values())
     settings = data["settings"]
     said = (
@@ -149,11 +152,9 @@ def convergence(data: Json) -> str:
         f"{len(verdicts)} models pass. The last loss is s at the end. The runs shared the device, so their "
         "times are not comparable with those of other pages."
     )
-    columns = ("model", "million parameters", "last loss, stock", "fused", "d(fused, stock)")
+    columns = ("model", "million parameters", "fused sites", "last loss, stock", "fused", "d(fused, stock)")
     columns += ("d(stock, stock)", "passes", "ms a step, stock", "fused")
-    what = table(("model", "fusion", "kernel", "sites"), sites)
-    folded = f"<details><summary>Sites of the fused runs</summary>\n\n{what}\n\n</details>"
-    return "\n\n".join([said, table(columns, body), folded])
+    return "\n\n".join([said, table(columns, body)])
 
 
 #: Backend -> what was compiled, in words.
@@ -179,7 +180,7 @@ def growth(data: Json) -> str:
 
 
 def figures(data: Json) -> str:
-    """The tables of a report, and what they come to."""
+    """The table of a report, and what it comes to."""
     kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in data["rows"])]
     body = []
     for kind in kinds:
@@ -192,10 +193,6 @@ def figures(data: Json) -> str:
         body.append((KINDS[kind], *map(str, numbers), f"{hours:.1f}"))
     columns = ("programs", "judged", "invalid", "with a fused site", "compiled")
     columns += ("wrong in stock", "failures", "hours")
-    sites: Counter[str] = Counter()
-    for row in data["rows"]:
-        sites.update(row["sites"])
-    counted = table(("fusion", "fused sites"), [(f"`{n}`", str(c)) for n, c in sites.most_common()])
     judged, fused, failures = (sum(r[n] for r in data["rows"]) for n in ("judged", "fused", "failures"))
     said = f"{judged} programs were judged: {fused} had at least one fused site, {failures} failed."
-    return "\n\n".join([said, table(columns, body), counted])
+    return "\n\n".join([said, table(columns, body)])

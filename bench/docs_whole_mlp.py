@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.docs_linears import details, gain, summary
+from bench.docs_linears import gain, summary
 from bench.docs_pieces import NONE, NOTICE, Json, get, number, opening, table
 from inductor_fusions.decisions.problems import MARGIN
 
@@ -104,10 +104,9 @@ def epilogues(data: Json) -> list[str]:
     return [
         f"## The first half alone, {data.get('device', '?')}",
         f"torch {data.get('torch', '?')}, {str(data.get('date', '?'))[:10]}; "
-        "[measurements.html](measurements.html) has the commands.",
+        "[measurements.html](measurements.html) has the commands and each row.",
         text,
         summary("activation", "cases", dict(sorted(kinds.items())), "bare"),
-        details("case", rows, "bare", "linear "),
     ]
 
 

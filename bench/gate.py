@@ -38,55 +38,60 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @app.command(
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 no case is worse than the limit allows; 1 one is by more than its noise, or is out "
-    "of its error budget, or failed; 2 a wrong argument. Only in a checkout.",
+    epilog="Exit codes: 0 no case is worse than the limit; 1 a case is worse by more than its noise, exceeds "
+    "its error budget, or failed; 2 a wrong argument. Needs a checkout.",
 )
 def bench(
     suite: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help=f"{', '.join(NAMES)}; may be given again. Default: all."),
     ] = None,
-    only: Annotated[str, typer.Option(metavar="REGEX", help="Only cases whose name matches this.")] = "",
+    only: Annotated[
+        str, typer.Option(metavar="REGEX", help="Only cases whose name matches this regular expression.")
+    ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="A few cases, four minutes at most.")] = False,
-    device: Annotated[Device, typer.Option(help="Where; auto takes a GPU if there is one.")] = Device.auto,
+    device: Annotated[Device, typer.Option(help="The device; auto: a GPU if there is one.")] = Device.auto,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Keep the results here; cases that it has are not measured again."),
+        typer.Option(
+            metavar="FILE", help="The results file. Cases that it already has are not measured again."
+        ),
     ] = None,
     budget: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help=f"Start no case that would not end in this time. Default: {QUICK_SECONDS:.0f} for each "
-            "--repeat with --quick, else no limit.",
+            help="Limit the run to this many seconds: a case that would exceed it is not started. Default: "
+            f"{QUICK_SECONDS:.0f} for each --repeat with --quick, else no limit.",
         ),
     ] = None,
     repeat: Annotated[
-        int, typer.Option(min=1, help="Time each case this often: the noise band comes from the runs.")
+        int, typer.Option(min=1, help="Time each case this often; the runs give the noise of its ratio.")
     ] = 1,
-    autotune: Annotated[bool, typer.Option("--autotune", help="With max-autotune as well.")] = False,
+    autotune: Annotated[bool, typer.Option("--autotune", help="Also time stock under max-autotune.")] = False,
     compare: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Results of an earlier run, to compare ratios with.")
+        Path | None,
+        typer.Option(metavar="FILE", help="A results file of an earlier run; its ratios are compared."),
     ] = None,
     fail_under: Annotated[
         float | None,
         typer.Option(
             metavar="RATIO",
-            help="Least quotient of the new ratio and the old one; without --compare: of stock and fused. "
-            "Default: 0.97 with --compare, else no limit.",
+            help="Fail if the new ratio over the old one is below this; without --compare: if stock over "
+            "fused is. Default: 0.97 with --compare, else no limit.",
         ),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Draw speed-ups, a roofline and curves: PNG and SVG."),
+        typer.Option(metavar="FOLDER", help="Write plots as PNG and SVG: speedups, a roofline, curves."),
     ] = None,
-    list_only: Annotated[bool, typer.Option("--list", help="Name the cases and stop.")] = False,
+    list_only: Annotated[bool, typer.Option("--list", help="Print the names of the cases and exit.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Time operations, blocks and whole models, stock beside fused, and compare with an earlier run.
 
-    Correct before fast: what is timed is compared with float64 first. Ratios are compared, never times, and a
-    case counts as worse only where it is by more than its noise.
+    Each case is compared with float64 before it is timed. Ratios of stock to fused are compared, not times,
+    and a case is worse only if its ratio is lower by more than its noise.
     """
     where = find_device(device).type
     todo = _selected(suite, only, quick, where)
@@ -256,7 +261,7 @@ def _show(data: dict[str, Any], verdict: dict[str, Any], compared: bool) -> None
     if data["left"]:
         out.print(
             f"{data['left']} cases are left: the time was up. --out FILE keeps what was measured, "
-            "--budget gives more time"
+            "--budget sets the limit"
         )
     if verdict["worse"]:
         what = "the earlier run" if compared else "stock"

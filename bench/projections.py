@@ -1,4 +1,4 @@
-"""Linears of real models as block GEMMs: the grid, the operands, and each way to compute them."""
+"""Linears of real models as grouped GEMMs: the grid, the operands, and each way to compute them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class Row:
-    """One block GEMM to measure.
+    """One grouped GEMM to measure.
 
     Attributes:
         kind: as `problem.Problem` has it.

@@ -8,6 +8,8 @@ import shlex
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -59,16 +61,15 @@ def commit() -> str | None:
 
 
 def clocks(device: str) -> Json:
-    """Clocks of the device now and at most, in MHz, as far as the system tells."""
+    """Clocks of the device under load and at most, in MHz, as far as the system tells."""
     found: Json = {}
     if device == "cuda":
         query = "clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem"
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", "0"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-        except (OSError, subprocess.TimeoutExpired):
+            values = [part.strip() for part in _under_load(command).split(",")]
+        except OSError:
             return found
-        values = [part.strip() for part in done.stdout.split(",")]
         names = query.replace("clocks.", "").split(",")
         return {n: int(v) for n, v in zip(names, values, strict=False) if v.isdigit()}
     try:
@@ -77,6 +78,26 @@ def clocks(device: str) -> Json:
         return found
     now = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
     return {"cpu": round(statistics.median(now))} if now else found
+
+
+def _under_load(command: Sequence[str], warm_up: float = 0.5, limit: float = 20.0) -> str:
+    """What a command prints while the GPU is busy; "" if it does not end within `limit` seconds."""
+    start, matrix = time.monotonic(), torch.ones(4096, 4096, dtype=torch.bfloat16, device="cuda")
+
+    def work() -> float:
+        for _ in range(20):
+            matrix @ matrix
+        torch.cuda.synchronize()
+        return time.monotonic() - start
+
+    while work() < warm_up:
+        pass
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            if work() > limit:
+                process.kill()
+                return ""
+        return process.stdout.read() if process.stdout is not None else ""
 
 
 def environment(device: str, module: str) -> Json:

@@ -14,7 +14,7 @@ Its candidates:
     stock          what `torch.compile` makes of it without the fusions
     max_autotune   the same with mode="max-autotune-no-cudagraphs"
     frozen         the linears without adapters, by the library
-    the others     the fusion, in the configurations of its kernels: of the block GEMM first, then of the
+    the others     the fusion, in the configurations of its kernels: of the grouped GEMM first, then of the
                    narrow product beside the best of those; for few rows, of the pair of kernels; of the
                    kernel that adds to what is in memory
 

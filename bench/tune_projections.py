@@ -1,6 +1,6 @@
-"""Measure every configuration of the block GEMM against stock, over the linears of real models.
+"""Measure every configuration of the grouped GEMM against stock, over the linears of real models.
 
-A row is one block GEMM at one number of tokens: QKV, gate and up with the activation between, the gradient
+A row is one grouped GEMM at one number of tokens: QKV, gate and up with the activation between, the gradient
 of an input that linears share (a sum of products), the gradients of their weights, a linear with an
 activation. Its candidates:
 

@@ -20,7 +20,7 @@ model = LlamaForCausalLM(
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
-        attn_implementation="eager",  # written out, as in models that have no other
+        attn_implementation="eager",  # hand-written, as in models that have no other
     )
 )
 ids = torch.randint(3, 96, (8, 12), generator=torch.Generator().manual_seed(1))

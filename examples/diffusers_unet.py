@@ -1,4 +1,4 @@
-"""One step of a diffusion model of diffusers, whose attention is written out (`AttnProcessor`)."""
+"""One step of a diffusion model of diffusers, whose attention is hand-written (`AttnProcessor`)."""
 
 import torch
 from diffusers import UNet2DConditionModel

@@ -10,7 +10,7 @@ model = timm.create_model(
     "vit_tiny_patch16_224", pretrained=False, img_size=32, patch_size=8, depth=2, num_classes=10
 )
 for block in model.blocks:
-    block.attn.fused_attn = False  # written out, as older timm has it; by default it calls SDPA
+    block.attn.fused_attn = False  # hand-written, as in older versions; by default timm calls SDPA
 compiled = torch.compile(model)
 images, labels = torch.randn(4, 3, 32, 32), torch.randint(10, (4,))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -3,7 +3,7 @@
 >>> import inductor_fusions
 >>> compiled = torch.compile(model)
 
-Nothing else is needed. `inductor_fusions.report()` lists what was fused, and why the rest was not;
+`inductor_fusions.report()` lists what was fused, and why the rest was not;
 `explain(model, *args)` lists it for a model that was not compiled yet; `verify(model, *args)` measures errors
 against float64. `INDUCTOR_FUSIONS=0` switches the package off; `inductor_fusions.config` has all settings.
 """

@@ -82,7 +82,7 @@ estimate: bool = Config(default=switch("INDUCTOR_FUSIONS_ESTIMATE", True))
 #: processes. Off: such shapes are left to stock.
 measure: bool = Config(default=switch("INDUCTOR_FUSIONS_MEASURE", False))
 
-#: The most seconds that a process spends on measuring.
+#: The most seconds that a process spends on measuring, as text.
 measure_budget: str = Config(default=text("INDUCTOR_FUSIONS_MEASURE_BUDGET", "a number") or "60")
 
 #: Fully masked rows under a finite fill (left padding). "keep": a fused kernel gives them the value of the
@@ -100,7 +100,7 @@ skip: str = Config(default=text("INDUCTOR_FUSIONS_SKIP", "names with commas") or
 #: Run fusions of other packages. Off: none of their code is imported.
 plugins: bool = Config(default=switch("INDUCTOR_FUSIONS_PLUGINS", True))
 
-#: Fuse only the first so many sites of the process, and bypass caches; None: all.
+#: Fuse only this many sites of the process, the first ones, and bypass caches; None: all.
 max: str | None = Config(default=text("INDUCTOR_FUSIONS_MAX", "a number"))
 
 
@@ -134,12 +134,12 @@ def skipped() -> frozenset[str]:
 
 
 def most_sites() -> int | None:
-    """How many sites of this process may be fused, or None for all."""
+    """The number of sites of this process that may be fused (`max`), or None for all."""
     count = sys.modules[__name__].max
     return None if count is None else int(count)
 
 
-#: Of `tables`, which reads it with the first table.
+#: Read by `decisions.tables`, with the first table.
 text("INDUCTOR_FUSIONS_TABLES", "a folder")
 check()
 install_config_module(sys.modules[__name__])

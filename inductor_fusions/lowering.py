@@ -28,20 +28,22 @@ def define(
     launches: Callable[..., bool] | None = None,
     schema: str | None = None,
 ) -> Any:
-    """Define the operation `inductor_fusions::NAME`, which changes none of its operands.
+    """Define the operation `inductor_fusions::NAME`, which does not write to its operands.
 
     Args:
-        compute: its kernel in eager mode, and its reference.
-        empty: takes the same, and gives results of these dtypes, sizes and strides: its fake kernel.
-        flops: takes the same, with shapes for tensors.
+        name: the name of the operation.
+        compute: its eager kernel, which is also its reference.
+        empty: its fake kernel: takes the same arguments and returns empty results with their dtypes, sizes
+            and strides.
+        flops: takes the same arguments, with shapes in place of tensors, and returns FLOPs.
         setup, backward: its gradient, as `register_autograd` takes it; None: it has none.
-        launches: of an operation that launches Triton kernels itself (`launched`): takes the same, and says
-            whether AOTAutograd traces `compute` in its place, so that Inductor launches the kernels; else the
-            graph keeps the operation. None: it always does.
-        schema: as torch.library.custom_op takes it; None: as the annotations of `compute` say.
+        launches: for an operation that launches Triton kernels itself (`launched`): takes the same arguments
+            and returns whether AOTAutograd traces `compute`, so that Inductor launches the kernels. None or
+            False: the graph keeps the operation.
+        schema: as `torch.library.custom_op` takes it; None: from the annotations of `compute`.
 
     Returns:
-        What graphs call.
+        The overload that graphs call.
     """
     operation = torch.library.custom_op(f"inductor_fusions::{name}", compute, mutates_args=(), schema=schema)
     operation.register_fake(empty)
@@ -73,20 +75,21 @@ def _trace(compute: Callable[..., Any], launches: Callable[..., bool], *given: A
 
 
 def is_traced() -> bool:
-    """Whether the operation that runs is being traced: then its tensors have no addresses."""
+    """Whether the running operation is being traced, so that its tensors have no addresses."""
     return _traced.get()
 
 
 def launched(kernel: Any) -> Any:
-    """A Triton kernel to launch: as it is in eager mode, as a node of the graph in a trace."""
+    """A Triton kernel to launch: itself in eager mode; in a trace, a wrapper that adds a graph node."""
     return torch.library.wrap_triton(kernel) if is_traced() else kernel
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a device that no kernel template of ours is made for.
+    """Check that the kernel templates of the package support a device.
 
     Raises:
-        Rejected: another one than CUDA, an old one, or no pass of ours to tell caches of the kernel.
+        Rejected: it is not a CUDA device of compute capability 8.0 or later; or the passes are not installed,
+            so that Inductor's cache keys would not cover the kernel.
     """
     if not _inductor.passes_installed():
         raise Rejected("the passes are not installed, so the cache key would not cover the kernel")
@@ -99,7 +102,7 @@ def check_device(device: torch.device) -> None:
 def lower_by(
     operation: Any, name: str, kernel: Callable[..., Any], compute: Callable[..., Any] | None = None
 ) -> None:
-    """Tell Inductor how to lower an operation of ours, now or as soon as it is imported.
+    """Register a lowering of an operation of the package, now or as soon as Inductor is imported.
 
     Args:
         kernel: takes its arguments, with Inductor's values for tensors, and returns the outputs of a kernel;

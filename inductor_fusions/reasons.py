@@ -82,8 +82,10 @@ class Reason(Enum):
         "If the size is symbolic, call `torch._check(n > 0)` before the operation.",
     )
     LIMIT = (
-        "The site exceeds a limit of the kernel: too many products, too high a rank, or too many features.",
-        "Use fewer adapters in one sum, lower ranks or fewer features, if the model allows it.",
+        "The site exceeds a limit of the kernel: too many products, too high a rank, too many features, or a "
+        "batch of matrices instead of one.",
+        "Use fewer adapters in one sum, lower ranks, fewer features, or one product for each matrix, if the "
+        "model allows it.",
     )
     NOT_A_TENSOR = (
         "An argument is not of a supported kind: a tensor, a number, or a boolean mask.",
@@ -98,7 +100,7 @@ class Reason(Enum):
         "Write out of place, or write before the first operation of the site.",
     )
     MODE = (
-        "Grad mode or autocast changes between the operations of the site.",
+        "Grad mode, autocast or the allowed backends of SDPA change between the operations of the site.",
         "Put all of the operations inside the same context manager.",
     )
     TRANSFORM = (
@@ -123,8 +125,9 @@ class Reason(Enum):
         "Cast before the first operation of the site, or after the last.",
     )
     RANGE = (
-        "A constant is zero, infinite, or too large or too small for the kernel to reproduce eager's result.",
-        "Mask with `torch.finfo(dtype).min` or `-inf`; keep scales finite and nonzero.",
+        "A number is zero, infinite, too large or too small for the kernel to reproduce eager's result, or a "
+        "float16 value may overflow.",
+        "Mask with `torch.finfo(dtype).min` or `-inf`; keep scales finite and nonzero; use bfloat16.",
     )
     NOT_MEASURED = (
         "No measurement covers this device, or no measured shape is close to this one.",
@@ -164,7 +167,7 @@ class Reason(Enum):
         "multiply the weights by v with another.",
     )
     IN_BETWEEN = (
-        "An operation between the two products of the attention is not supported by any kernel.",
+        "An operation between the two products of the attention is not supported.",
         "Move the operation before the first product or after the second.",
     )
     MASK = (
@@ -220,7 +223,8 @@ class Reason(Enum):
         "Nothing. Stock compiles this layer.",
     )
     BEHIND_ADAPTER = (
-        "The adapter's result is masked or scaled by a tensor before it is added to the base, as in DoRA.",
+        "The adapter's result is masked, multiplied or divided by a tensor before it is added to the base, "
+        "in an unsupported form. Supported are factors of rows or columns, and DoRA as PEFT writes it.",
         "Apply the factor to the whole sum, or to the low-rank result between A and B.",
     )
     MERGED = (
@@ -249,8 +253,8 @@ class Reason(Enum):
         "same graph.",
     )
     GATHERED = (
-        "The index tensor is too small for the number of elements gathered by it: writing it to "
-        "memory would not pay.",
+        "Too few elements are gathered for each element of the index tensor: writing it to memory would "
+        "not be faster.",
         "Nothing. Stock computes the index where it is used.",
     )
 
@@ -299,5 +303,7 @@ with the details (`Site.reason`). The verdict is `rejected` if the fusion is not
 no code.
 
 This page is generated from `inductor_fusions/reasons.py`. Releases may add codes; the meaning of a code never
-changes.
+changes. [attention.md](attention.md#what-to-change-if-a-site-is-not-fused),
+[projections.md](projections.md#what-to-change-if-a-site-is-not-fused) and
+[lora.md](lora.md#what-to-change-if-a-site-is-not-fused) have the cases of each code.
 """

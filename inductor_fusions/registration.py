@@ -49,7 +49,10 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Remove the passes from Inductor's hooks; passes of others stay."""
+    """Remove the passes from Inductor's config hooks; passes of others stay. Idempotent and thread-safe.
+
+    Code that is already compiled keeps its fused kernels until `torch._dynamo.reset()`.
+    """
     global _wanted
     with _lock:
         _wanted = False
@@ -92,10 +95,10 @@ def _keyed(key: str) -> None:
 
 
 def _install() -> None:
-    """Put a pass of ours last into each hook that lacks one.
+    """Append a pass to each hook that has none of the package.
 
-    With a torch that is newer than those tested, what raises is a warning: it would break the import of
-    Inductor.
+    With a torch that is newer than those tested, an exception becomes a warning, because it would break the
+    import of Inductor.
     """
     try:
         _add_passes()
@@ -142,9 +145,9 @@ def _add_passes() -> None:
 
 
 def _notice_loss() -> None:
-    """Say once that somebody has assigned over a hook, so that nothing of its stage is fused.
+    """Log once that a hook was overwritten, so that nothing of its stage is fused.
 
-    Into the log: this runs in the middle of a compile, which a warning that is an error would end.
+    A log record, not a warning: in a compile, a warning that is configured as an error would end it.
     """
     from .driver.passes import FusionPass
 

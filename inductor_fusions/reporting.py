@@ -35,8 +35,9 @@ class _Entry:
     """A site of this process.
 
     Attributes:
-        attempt: (compile, attempt) of Dynamo.
-        batch: key of the records that it is the first site of; "" for the others.
+        attempt: the compile and the attempt of Dynamo.
+        batch: the key of the records of which it is the first site; "" for the others.
+        thread: the thread that compiled it.
     """
 
     attempt: tuple[str, int] | None
@@ -47,8 +48,8 @@ class _Entry:
 
 _lock = threading.RLock()
 _entries: list[_Entry] = []
-#: Of each of the records: how often it was counted up to the last `clear()`, at the last look, and before
-#: somebody cleared the counters.
+#: For the key of each record, how often it was counted: up to the last `clear()`, at the last query, and
+#: before the counters of torch were cleared.
 _seen: Counter[str] = Counter()
 _last: Counter[str] = Counter()
 _cleared: Counter[str] = Counter()
@@ -78,10 +79,10 @@ def clear() -> None:
 
 @contextlib.contextmanager
 def isolated(keep: bool = True) -> Iterator[list[Site]]:
-    """Collect the sites of the compiles inside in a list of their own, which is filled at the end.
+    """Collect the sites of the compiles inside in a list, which is filled at the end.
 
     Args:
-        keep: whether they are in `report()` as well.
+        keep: whether `report()` includes them too.
     """
     collected: list[Site] = []
     with _lock:
@@ -101,7 +102,7 @@ def isolated(keep: bool = True) -> Iterator[list[Site]]:
 
 
 def record(site: Site) -> None:
-    """Keep a site for `report()` and count it; those of an attempt that Dynamo has abandoned go."""
+    """Add a site to `report()` and count it; drop the sites of an attempt that Dynamo abandoned."""
     attempt = _inductor.trace_id()
     with _lock:
         while attempt is not None and attempt[1] > 0 and _entries:
@@ -118,8 +119,9 @@ class _Pending(threading.local):
     """The sites of the graph that is compiled by this thread, until Inductor compiles what became of it.
 
     Attributes:
-        stored: whether a cache entry has them.
-        counted: how often their records were counted before.
+        sites: the sites, in order.
+        stored: whether a cache entry has their records.
+        counted: how often their records were counted before this compile.
     """
 
     def __init__(self) -> None:
@@ -172,7 +174,7 @@ def take_back(before: Ledger) -> Ledger:
 
 
 def remove(ledger: Ledger) -> None:
-    """Remove the sites and counts of a ledger."""
+    """Remove the sites and counts of a ledger from the report and the counters."""
     with _lock:
         gone = {id(entry) for entry in ledger.entries}
         _entries[:] = [entry for entry in _entries if id(entry) not in gone]
@@ -181,7 +183,7 @@ def remove(ledger: Ledger) -> None:
             counter.subtract(counts)
             for each in [each for each in counts if counter[each] <= 0]:
                 del counter[each]
-            # Else `_counted` would think that somebody has cleared the counters.
+            # Otherwise `_counted` would take this for cleared counters.
             for key in [each.removeprefix(RECORD) for each in counts if each.startswith(RECORD)]:
                 _last[key] = min(_last[key], counter[RECORD + key])
 
@@ -260,7 +262,7 @@ def store(graph: fx.Graph, own: Sequence[Site]) -> None:
 
 
 def _remember_key(sites: Sequence[Site], key: str) -> None:
-    """Remember the key of the records of these sites, so that they are not read back as well."""
+    """Note the key of the records of these sites, so that `_restore` does not add them again."""
     with _lock:
         entry = next((e for e in reversed(_entries) if e.site is sites[0]), None)
         if entry is not None:
@@ -282,7 +284,7 @@ _SDPA = re.compile(r"_scaled_dot_product_(?:fused_)?(\w+?)_attention")
 
 
 def _name_backends(graph: fx.Graph, sites: Sequence[Site]) -> None:
-    """Tell the fused sites which operation Inductor got for them."""
+    """Set the backend of the fused sites: the operation that Inductor got for them."""
     if not any(site.verdict == "fused" and not site.backend for site in sites):
         return
     for node in graph.nodes:
@@ -330,7 +332,7 @@ def _write(sites: Sequence[Site], key: str) -> None:
 
 def _read(key: str) -> list[Site] | None:
     if not _KEY.fullmatch(key):
-        return None  # it names a file, and a cache has told it
+        return None  # a key from a cache names a file, so its form is checked
     path = _path(key)
     try:
         values = json.loads(path.read_text()) if path is not None else {}
@@ -342,9 +344,9 @@ def _read(key: str) -> list[Site] | None:
 
 
 def _counted() -> Counter[str]:
-    """How many times each of the records was counted in this process.
+    """How often each record was counted in this process.
 
-    Whoever clears the counters starts at zero again: what was there at the last look is added.
+    If the counters were cleared in between, the counts of the last query are added.
     """
     if "torch._dynamo.utils" not in sys.modules:  # then nothing was compiled
         return Counter()
@@ -359,7 +361,7 @@ def _counted() -> Counter[str]:
 
 
 def _restore() -> int:
-    """Append the sites of graphs that a cache served; the number of those that nothing is known of."""
+    """Append the sites of graphs that a cache served; returns the number of graphs without records."""
     unknown = 0
     here = Counter(entry.batch for entry in _entries if entry.batch)
     counted = _counted()
@@ -377,9 +379,9 @@ def _restore() -> int:
 
 
 def _restore_backends(counted: set[str]) -> None:
-    """Read which operations Inductor got for sites of this process whose code a cache served.
+    """Read the backends of sites of this process whose code a cache served.
 
-    torch 2.11 runs the pre-grad passes before it asks its caches: the sites are known, their backends not.
+    torch 2.11 runs the pre-grad passes before the cache look-up, so these sites are known without backends.
     """
     for start, entry in enumerate(_entries):
         if entry.batch not in counted or not any(_lacks_backend(each.site) for each in _entries[start:]):
@@ -401,9 +403,9 @@ def _lacks_backend(site: Site) -> bool:
 
 
 def _warn_if_nothing(sites: Sequence[Site]) -> None:
-    """Say once that a model has candidates and none was fused, and how to see why.
+    """Warn once if there are candidates but none was fused, with the command that shows why.
 
-    What is left to stock without a hint is as good as it can be: an SDPA call without a mask, say.
+    A site that is left to stock without a hint does not count: an SDPA call without a mask is optimal.
     """
     if _state.fused or _state.warned or _state.quiet:
         return
@@ -416,7 +418,9 @@ def _warn_if_nothing(sites: Sequence[Site]) -> None:
     most, count = reasons.most_common(1)[0]
     program = Path((sys.argv or [""])[0])
     command = "print(inductor_fusions.report())"
-    if program.suffix == ".py" and program.is_file():
+    if (
+        program.suffix == ".py" and program.stem != "__main__" and program.is_file()
+    ):  # not `python -m package`
         command = f"python -m inductor_fusions run --report {program}"
     what = "a site was not fused"
     if len(sites) > 1:
@@ -432,7 +436,7 @@ _FRAME = re.compile(
 
 
 def source_line(node: fx.Node) -> str:
-    """The innermost user line that made `node`, as "file:line in function: text"."""
+    """The innermost line of user code that made `node`, as "file:line in function: text"; or ""."""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     own = os.path.dirname(_inductor.__file__)
     frames = [frame for frame in frames if os.path.dirname(frame["file"]) != own]
@@ -444,7 +448,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def module_path(node: fx.Node) -> str:
-    """Path of the module whose forward made `node`, from the compiled one on: "layers.3.attention"."""
+    """The path, in the compiled module, of the module that made `node`: "layers.3.attention"; or ""."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""

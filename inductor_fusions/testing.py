@@ -43,7 +43,7 @@ __all__ = [
 EAGER_AFTER_PASSES = "eager_after_passes"
 
 
-#: Runs that are judged together where one is over budget.
+#: If an error exceeds its budget, this many runs on nearby inputs are judged together.
 SAMPLES = 4
 
 
@@ -347,7 +347,7 @@ class _AfterPasses:
         symbolic = any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in values)
         if not symbolic and not _inductor.only_traced_autograd_runs(graph.graph):
             return graph.forward
-        # AOTAutograd, which traces the graph once more, knows what to do with these.
+        # Such graphs run only after AOTAutograd has traced them once more.
         functorch: Any = importlib.import_module("functorch.compile")
 
         def as_it_is(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -356,7 +356,7 @@ class _AfterPasses:
         return functorch.aot_module_simplified(graph, example_inputs, fw_compiler=as_it_is)  # type: ignore[no-any-return]
 
     def _transform(self, graph: fx.GraphModule) -> None:
-        """Bodies first, as Inductor does."""
+        """Run the passes on a graph and its nested graphs, which come first, as in Inductor."""
         names = sorted({str(node.target) for node in graph.graph.nodes if node.op == "get_attr"})
         for name in names:
             body = getattr(graph, name, None)

@@ -7,7 +7,7 @@ import difflib
 import os
 import warnings
 
-#: How a switch may be spelled, as torch's own variables and those of others are.
+#: The valid values of a switch, in lower case.
 SWITCHES = {
     "1": True,
     "true": True,
@@ -23,7 +23,7 @@ _takes: dict[str, tuple[str, ...]] = {}
 
 
 def variables() -> dict[str, tuple[str, ...]]:
-    """Every variable that is declared, with the values that it takes."""
+    """The declared variables: name -> valid values, or a description of them."""
     return dict(_takes)
 
 
@@ -43,7 +43,7 @@ def switch(name: str, default: bool) -> bool:
 
 
 def choice(name: str, *values: str) -> str:
-    """Declare a variable that takes one of these; the first is the default.
+    """Declare a variable that takes one of these values; the first is the default.
 
     Raises:
         ValueError: it is set to something else.
@@ -56,7 +56,7 @@ def choice(name: str, *values: str) -> str:
 
 
 def text(name: str, meaning: str) -> str | None:
-    """Declare a variable that takes "a number", which is 0 or more, or any text of this meaning.
+    """Declare a variable that takes text; if `meaning` is "a number", an integer of 0 or more.
 
     Raises:
         ValueError: it is set to something else.
@@ -69,7 +69,7 @@ def text(name: str, meaning: str) -> str | None:
 
 
 def check() -> None:
-    """Warn of variables that are set and do not exist."""
+    """Warn of variables in the environment that are not declared, with the closest declared name."""
     for name in os.environ:
         if name.startswith("INDUCTOR_FUSIONS") and name not in _takes:
             near = difflib.get_close_matches(name, _takes, n=1, cutoff=0.0)

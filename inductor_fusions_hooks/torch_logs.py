@@ -6,14 +6,15 @@ names come too late, and the long one has to do: TORCH_LOGS="+inductor_fusions".
 
 
 def register() -> None:
-    """Register the log `fusions` and the artifact `fusion_misses`, and nothing if that fails."""
+    """Register the log `fusions` and the artifact `fusion_misses`; a failure is one warning."""
     try:
         from torch._logging import _internal as logs
 
         logs.register_log("fusions", "inductor_fusions")
         logs.register_artifact(
             "fusion_misses",
-            "Each site that inductor_fusions left as it was, and why.",
+            "Each site that inductor_fusions did not fuse, and why. With a warm cache no pass runs, so "
+            "there are fewer or none: inductor_fusions.report() has all.",
             visible=True,
             off_by_default=True,
         )
@@ -21,5 +22,5 @@ def register() -> None:
         import warnings
 
         warnings.warn(
-            "inductor_fusions: TORCH_LOGS takes the long name alone: +inductor_fusions", stacklevel=2
+            "inductor_fusions: TORCH_LOGS knows only the long name, +inductor_fusions", stacklevel=2
         )

@@ -28,7 +28,11 @@ MOST_PRODUCTS = 8
 
 
 def check_factors(factors: Sequence[float]) -> None:
-    """Refuse factors that a kernel might overflow with, or that are no numbers."""
+    """Refuse factors that are NaN or with which a kernel might overflow.
+
+    Raises:
+        Rejected: there is one.
+    """
     if not all(abs(factor) <= LARGEST_FACTOR for factor in factors):
         raise Rejected(f"a product has a scale that is NaN or larger than {LARGEST_FACTOR:g}")
 

@@ -26,7 +26,7 @@ class By(str, Enum):
 
 
 class Nothing(Exception):
-    """There is no such site, and why."""
+    """No site changes the result; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,10 @@ class Found:
     """The site that changes the result.
 
     Attributes:
-        number: it is the so-many-th fused site of the process; with one less the result is right.
+        number: its position among the fused sites of the process, from 1. With fewer sites the result is
+            right.
+        sites: the number of fused sites.
+        site: the site.
     """
 
     number: int
@@ -51,8 +54,8 @@ class Found:
     def __str__(self) -> str:
         return (
             f"site {self.number} of {self.sites} changes the result:\n{self.site}\n"
-            f"INDUCTOR_FUSIONS_MAX={self.number - 1} gives the right one, INDUCTOR_FUSIONS_MAX={self.number} "
-            "the wrong one"
+            f"The result is right with INDUCTOR_FUSIONS_MAX={self.number - 1}, and wrong with "
+            f"INDUCTOR_FUSIONS_MAX={self.number}"
         )
 
 
@@ -74,7 +77,10 @@ def bisect(
 
     Args:
         script: a file, or "-m" and a module.
-        rtol: with `By.output`, how far numbers on stdout may be apart, relatively.
+        arguments: of the script.
+        by: when a run counts as wrong.
+        rtol: with `By.output`: the allowed relative difference of numbers on stdout.
+        say: called with one line about each run.
 
     Raises:
         Nothing: no site changes the result.

@@ -96,7 +96,7 @@ class Verification:
             return f"{self.title}: WRONG, {sum(len(row.problems) for row in self.rows)} problems"
         if not any(row.fused for row in self.rows):
             return f"{self.title}: nothing was fused, so there is nothing to check"
-        return f"{self.title}: ok, {self.rows[0].fused} sites fused"
+        return f"{self.title}: ok; sites fused: {self.rows[0].fused}"
 
     def __rich__(self) -> Table:
         from rich.box import SIMPLE_HEAD

@@ -41,9 +41,10 @@ def show_decision(section: str, problem: str, target: str | None, device: Device
     if not found.rows:
         return
     columns = list(dict.fromkeys(name for each in found.rows for name in each))
+    cells = [tuple(json.dumps(each[name]) if name in each else "" for name in columns) for each in found.rows]
     shown = table(*columns)
-    for each in found.rows:
-        shown.add_row(*(json.dumps(each[name]) if name in each else "" for name in columns))
+    for row_cells in dict.fromkeys(cells):  # the row of the problem itself bounds it from both sides
+        shown.add_row(*row_cells)
     out.print(shown)
 
 

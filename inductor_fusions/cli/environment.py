@@ -12,6 +12,7 @@ import torch
 from .. import __version__, _inductor, config, registry
 from ..decisions import machine, problems, tables
 from ..fusion import Fusion
+from ..variables import SWITCHES
 from . import app
 from .common import EXIT_CODES, Device, JsonFlag, console, find_device, print_json
 from .common import table as table_of
@@ -51,7 +52,7 @@ def env(as_json: JsonFlag = False) -> None:
         measured = ", ".join(f"{what} {version}" for what, version in entry["measured_with"].items())
         told = f"rows: {rows}; measured with {measured}"
         table.add_row(entry["file"], told if entry["usable"] else "not usable")
-    own = "found" if tuned["found"] else "none: attention written by hand is left to stock here"
+    own = "found" if tuned["found"] else "none: estimated from other devices, or left to stock"
     if tuned["hint"]:
         own += f"; {tuned['hint']}"
     table.add_row(f"for this device: {tuned['device']}.json", own)
@@ -103,7 +104,7 @@ def _describe_pass(item: Any) -> str:
     kind = type(item)
     if kind.__module__.partition(".")[0] == PACKAGE:
         names = ", ".join(fusion.name for fusion in item.fusions)
-        return f"{kind.__name__}: {names or 'no fusion in this stage yet'}"
+        return f"{kind.__name__}: {names or 'no fusion'}"
     return getattr(item, "__qualname__", f"{kind.__module__}.{kind.__qualname__}")
 
 
@@ -118,6 +119,8 @@ def _toggles() -> list[dict[str, Any]]:
         variable = _variable(name)
         shown = int(value) if isinstance(value, bool) else value  # as the variable takes it
         given = os.environ.get(variable)
+        if given is not None and isinstance(value, bool):  # true, on and yes are 1
+            given = str(int(SWITCHES.get(given.lower(), not value)))
         source = "default" if given is None else "environment"
         if str(shown) != (str(defaults[name]) if given is None else given) and value is not None:
             source = "assigned"
@@ -154,7 +157,7 @@ def _table_files() -> list[dict[str, Any]]:
 
 @app.command("list", epilog=EXIT_CODES)
 def list_fusions(as_json: JsonFlag = False) -> None:
-    "List the fusions: what each matches, its setting, and where it was measured with which speedup."
+    "List the fusions: what each does, its setting, and its measured gain on each device."
     found = [_describe_fusion(fusion) for fusion in registry.of()]
     problems = [
         {"name": entry.name, "package": entry.package, "problem": entry.problem}
@@ -164,7 +167,9 @@ def list_fusions(as_json: JsonFlag = False) -> None:
     if as_json:
         print_json({"schema": 1, "fusions": found, "not_loaded": problems})
         return
-    table = table_of("fusion", "stage", "toggle", "what it does", "measured gain of the shapes where it pays")
+    table = table_of(
+        "fusion", "stage", "toggle", "what it does", "median gain of the shapes where it is faster"
+    )
     for row in found:
         name = f"{row['name']}\n({row['package']})" if row["package"] else row["name"]
         toggle = f"{row['variable']} ({'on' if row['on'] else 'off'})"

@@ -264,7 +264,8 @@ class Trials:
         where = list(dict.fromkeys(f"{site.fusion} at {site.source or site.node}" for site in left))
         more = f" and {len(where) - 3} more" if len(where) > 3 else ""
         log.warning(
-            "%s was raised. The graph was compiled again with stock's code for %s%s",
+            "%s was raised. The graph was compiled again with stock's code for %s%s. Please report it: "
+            "python -m inductor_fusions run --issue FILE SCRIPT collects what is needed",
             error_text(error), "; ".join(where[:3]), more,
         )  # fmt: skip
         log.info("traceback", exc_info=error)

@@ -23,7 +23,7 @@ TRANSFORMS = {
     "_enter_dual_level": "_exit_dual_level",
     "enter_dual_level": "exit_dual_level",
 }
-#: Settings of one backend of SDPA, in its public and its private spelling.
+#: Settings of one backend of SDPA, by its public and its private function.
 _BACKENDS = {
     "enable_flash_sdp": "FLASH_ATTENTION",
     "_set_sdp_use_flash": "FLASH_ATTENTION",

@@ -19,8 +19,8 @@ from . import (
 )
 from .attention import flex_backward
 
-#: Every fusion, in the order in which it is applied within its stage. What attention has fused is out of the
-#: reach of stock's patterns, so their misfires are looked for last.
+#: Every fusion, in the order in which it is applied within its stage. Stock's patterns cannot
+#: misread what attention has fused, so `stock_misfires` follows.
 ALL: tuple[Fusion, ...] = (
     attention.FUSION,
     stock_misfires.FUSION,

@@ -23,11 +23,12 @@ _COMBINE: dict[str, Any] = {
 
 
 class Builder:
-    """Adds nodes in front of one node of a graph. Sizes may be symbolic: they become nodes.
+    """Adds nodes in front of one node of a graph. Symbolic sizes among the arguments become nodes.
 
     Args:
-        like: the node that they come from, whose source line they get; `before` by default.
-        kept: what they get of its `meta`.
+        before: the node in front of which new nodes are inserted.
+        like: the node whose `meta` they get; `before` by default.
+        kept: the entries of that `meta` which are copied; by default the source line.
     """
 
     def __init__(
@@ -40,11 +41,11 @@ class Builder:
         self.fake_mode, self.fakes = fake_mode_of(self.graph), facts(self.graph).fakes
 
     def call(self, target: str | Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """A call of a tensor method (its name) or of a function.
+        """Add a call of a tensor method (its name) or of a function, with its fake value.
 
         Raises:
-            Rejected: no value of the graph holds a symbolic size.
-            RuntimeError: an argument is in no graph any more. No call is added, so the site stays as it is.
+            Rejected: no input of the graph has a symbolic size of the arguments.
+            RuntimeError: an argument was erased from the graph. No call is added.
         """
         values: Any = fx.node.map_arg((args, kwargs), _value)
         if target is operator.getitem and isinstance(values[0][0], (tuple, list)):
@@ -66,7 +67,7 @@ class Builder:
         return node
 
     def parts(self, target: Callable[..., Any], *args: Any) -> list[fx.Node]:
-        """A call of a function that gives several tensors, as one node for each."""
+        """Call a function that returns several tensors; one `getitem` node for each."""
         made = self.call(target, *args)
         return [self.call(operator.getitem, made, i) for i in range(len(made.meta[self.key]))]
 
@@ -77,18 +78,18 @@ class Builder:
         return found
 
     def to(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """Cast, where it changes something."""
+        """The node cast to `dtype`, or itself if it has that dtype."""
         if self.value(node).dtype == dtype:
             return node
         return self.call("to" if self.key == "example_value" else _CONVERT, node, dtype)
 
     def settled(self, node: fx.Node) -> fx.Node:
-        """The value in a buffer that has its strides, of numbers that are known, once for all of its readers.
+        """The value materialised once for all of its readers, with its strides.
 
-        Inductor inlines pointwise code into each reader, and a kernel that wants strides of its own is one:
-        every layer would write a mask. A call of `as_strided` needs the buffer. That buffer is dense, and
-        begins with the value: where the value is a part of another one it is copied first, without what is
-        repeated in it. A part that begins elsewhere in dense memory is left, since torch 2.11 forgets where.
+        Inductor inlines pointwise code into each reader, also into a kernel that requires strides: every
+        layer would write the same mask again. `as_strided` requires a buffer, which has to be dense and to
+        begin with the value. So a part of another tensor is copied first, without its broadcast dims. A part
+        of dense memory with a storage offset is returned as it is, because torch 2.11 drops the offset.
         """
         value = self.value(node)
         shape, steps = tuple(value.shape), value.stride()
@@ -104,10 +105,10 @@ class Builder:
         return self.call("expand", node, shape) if repeated else node
 
     def number(self, size: Any) -> Any:
-        """A size as an argument: an int, or a node that holds a symbolic one.
+        """A size as an argument of a call: an int, or a node that computes a symbolic size.
 
         Raises:
-            Rejected: where no value of the graph holds it.
+            Rejected: no input of the graph has the size.
         """
         if not isinstance(size, torch.SymInt):
             return size
@@ -172,9 +173,9 @@ def _value(node: Any) -> Any:
 
 
 def substitute(old: fx.Node, new: fx.Node) -> None:
-    """Let every user of `old` use `new`, and remove what nothing uses any more."""
+    """Replace `old` by `new` in all users, and erase the nodes that are left without users."""
     old.replace_all_uses_with(new)
-    # A node with two users is met twice.
+    # A dict, because a node with two users is found twice.
     dead = {old: None}
     while dead:
         node, _ = dead.popitem()

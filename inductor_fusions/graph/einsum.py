@@ -16,8 +16,9 @@ class Equation:
     """An einsum of two operands, with a letter for each dim.
 
     Attributes:
-        text: as it was written, for reasons; the name of another product.
-        first, second, result: the letters of both operands and of the result.
+        text: the einsum as written, or the name of another product; for messages.
+        first, second, result: the letters of both operands and of the result, one for each dim.
+        left, right: the operands.
     """
 
     text: str
@@ -36,7 +37,7 @@ def equation(op: Op) -> Equation:
     """The equation of an einsum, a tensordot, or a linear without its bias.
 
     Raises:
-        Rejected: it is no product of two tensors with a letter for each dim.
+        Rejected: it is not a product of two tensors with one letter for each dim.
     """
     if op.name != "einsum":
         return _of_dims(op)

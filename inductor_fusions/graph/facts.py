@@ -15,39 +15,46 @@ from .memory import Memory
 
 
 class GraphFacts:
-    """What is known of one graph. Each fact is computed when it is first asked for."""
+    """Facts of one graph, each computed at its first use.
+
+    Args:
+        graph: a functional graph of aten operations.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        #: Of the nodes that are added to it.
+        #: Fake values of new nodes.
         self.fakes = Fakes()
         self._memory: Memory | None = None
 
     @property
     def memory(self) -> Memory:
-        """When its values are in memory."""
+        """The lifetimes of its values."""
         if self._memory is None:
             self._memory = Memory(self.graph)
         return self._memory
 
     @functools.cached_property
     def writers(self) -> tuple[fx.Node, ...]:
-        """What writes in place, by its schema; no rewrite adds any."""
+        """The nodes whose schema writes in place. No rewrite adds one, so they are found once."""
         schemas = ((node, getattr(node.target, "_schema", None)) for node in self.graph.nodes)
         return tuple(node for node, schema in schemas if schema is not None and schema.is_mutable)
 
     def changes(self, *nodes: fx.Node) -> None:
-        """These nodes are new, or get other inputs or users. torch tells of all but single arguments."""
+        """Update the facts: these nodes are new, or have other inputs or users.
+
+        torch calls this for every change except that of a single argument.
+        """
         if self._memory is not None:
             self._memory.touch(*(node for node in nodes if node.graph is self.graph))
 
     def leaves(self, node: fx.Node) -> None:
-        """A node is about to be erased, or to stand elsewhere."""
+        """Update the facts: a node is about to be erased or moved."""
         if self._memory is not None and node.graph is self.graph:
             self._memory.forget(node)
 
 
-#: Of the graphs that a fusion works on now, and what ends with that.
+#: The facts of the graphs inside `held`, and what is undone at its end.
 _held: ContextVar[tuple[dict[fx.Graph, GraphFacts], contextlib.ExitStack] | None] = ContextVar(
     "inductor_fusions_facts", default=None
 )
@@ -55,7 +62,7 @@ _held: ContextVar[tuple[dict[fx.Graph, GraphFacts], contextlib.ExitStack] | None
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """What is found out of graphs inside is kept, and kept up to date, until the end of the outermost one."""
+    """Inside, facts of graphs are kept and updated. Nested calls share those of the outermost one."""
     if _held.get() is not None:
         yield
         return
@@ -68,7 +75,7 @@ def held() -> Iterator[None]:
 
 
 def facts(graph: fx.Graph) -> GraphFacts:
-    """What is known of a graph; found out anew where nothing is held."""
+    """The facts of a graph: the kept ones inside `held`, otherwise new ones."""
     found = _held.get()
     if found is None:
         return GraphFacts(graph)
@@ -80,12 +87,12 @@ def facts(graph: fx.Graph) -> GraphFacts:
 
 
 class Journal:
-    """What becomes of a graph.
+    """The changes of a graph since the journal began.
 
     Attributes:
-        made: the nodes that are new, whether they are still there or not.
-        gone: those that were there and are no more.
-        before: what was called, and with what, where that may have changed.
+        made: new nodes, also those that were erased again.
+        gone: erased nodes that are not new.
+        before: node -> (target, args, kwargs) before the first change of these.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -93,17 +100,17 @@ class Journal:
         self.clear()
 
     def clear(self) -> None:
-        """It begins now."""
+        """Begin now: forget the changes so far."""
         self.made: dict[fx.Node, None] = {}
         self.gone: dict[fx.Node, None] = {}
         self.before: dict[fx.Node, tuple[Any, Any, Any]] = {}
 
     def added(self) -> list[fx.Node]:
-        """The nodes that are new, in the order of the graph."""
+        """The new nodes that are in the graph, in its order."""
         return sorted(node for node in self.made if not was_erased(node))
 
     def removed(self) -> list[fx.Node]:
-        """The nodes that are gone, in the order that they had."""
+        """The erased nodes, in the order that they had."""
         return sorted(self.gone)
 
     def creates(self, node: fx.Node) -> None:
@@ -117,7 +124,7 @@ class Journal:
             self.gone[node] = None
 
     def changes(self, node: fx.Node) -> None:
-        """What a node calls, or with what, is about to change."""
+        """Note a node whose target or arguments are about to change."""
         if node.graph is self.graph and node not in self.made:
             self.before.setdefault(node, (node.target, node.args, node.kwargs))
 
@@ -127,7 +134,7 @@ _journals: ContextVar[tuple[Journal, ...]] = ContextVar("inductor_fusions_journa
 
 @contextlib.contextmanager
 def recording(graph: fx.Graph) -> Iterator[Journal]:
-    """What becomes of a graph inside. A change of a node's arguments is to be made by `change`."""
+    """Record the changes of a graph inside. Arguments of nodes must be changed by `change`."""
     journal = Journal(graph)
 
     def replaced(old: fx.Node, user: fx.Node) -> None:
@@ -142,7 +149,7 @@ def recording(graph: fx.Graph) -> Iterator[Journal]:
 
 
 def change(node: fx.Node, target: Any = None, args: Any = None, kwargs: Any = None) -> None:
-    """Let a node call something else, or with other arguments; None: as it is."""
+    """Change the target, args or kwargs of a node; None leaves one as it is."""
     for journal in _journals.get():
         journal.changes(node)
     before = node.all_input_nodes
@@ -157,14 +164,14 @@ def change(node: fx.Node, target: Any = None, args: Any = None, kwargs: Any = No
 
 
 def forget(graph: fx.Graph) -> None:
-    """Find out anew what is known of a graph: nodes have got other places."""
+    """Forget the lifetimes of a graph, because nodes were reordered."""
     held = _held.get()
     if held is not None and graph in held[0]:
         held[0][graph]._memory = None
 
 
 def move(node: fx.Node, before: fx.Node) -> None:
-    """Let a node stand in front of another one."""
+    """Move a node in front of another one."""
     held = _held.get()
     known = held[0].get(node.graph) if held is not None else None
     if known is None:

@@ -16,11 +16,12 @@ from .products import value
 def put_in_place(
     node: fx.Node, compute: Callable[..., tuple[torch.Tensor, ...]], inputs: Sequence[fx.Node]
 ) -> None:
-    """Put what `compute` is made of in the place of `node`, whose results are taken one by one.
+    """Replace a node with several results by the aten operations of a function.
 
     Args:
-        node: its users are `getitem`; those of results that `compute` does not give stay.
-        compute: a function of the values of `inputs`.
+        node: its users are `getitem` nodes. It stays for results that `compute` does not return.
+        compute: takes the values of `inputs` and returns the first results of `node`.
+        inputs: nodes of the graph.
 
     Raises:
         Rejected: the function holds a constant tensor.

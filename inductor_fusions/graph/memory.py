@@ -1,7 +1,7 @@
 """Lifetimes of a graph's values, and whether longer ones raise its peak memory.
 
-All of it is computed once, and then kept up to date: a node that is made, erased, moved, or that gets other
-inputs changes what is known of the values around it, and nothing else.
+Lifetimes are computed once and then updated: a node that is added, erased, moved, or gets other inputs
+changes only those of the values around it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .profile import Interval, Profile
 
 #: What the peak may grow by: relative to it, and in bytes, to which CUDA's allocator rounds large blocks up.
 SLACK, ROUNDING = 1 / 1024, 2 * 2**20
-#: How many values that are in no memory are looked through, for what they read and for who reads them.
+#: How many values in a row that are not in memory are looked through, for their sources and their readers.
 _DEPTH = 16
 
 
@@ -31,11 +31,11 @@ class _Stored:
     """A value that is in memory.
 
     Attributes:
-        birth: the node at which it is made: itself, or that of the loop that computes it.
-        size: its number of elements, as text, which symbols that are compared would add a guard for.
-        sources: of a pointwise value, what the loop reads.
-        ready: when the last of these is there; None where there is none.
-        interval: as it counts in the profile; None where it is not settled.
+        birth: the node at which it is computed: itself, or the first value of its loop.
+        size: its number of elements as text, because a comparison of symbols would add a guard.
+        sources: of a pointwise value: the values that its loop reads.
+        ready: the node at which the last source is computed; None if there is no source.
+        interval: its interval in the profile; None if that is not known yet.
     """
 
     birth: fx.Node
@@ -46,10 +46,10 @@ class _Stored:
 
 
 class Memory:
-    """What is in memory when, in a graph that is not fused further.
+    """The lifetimes of the values that a graph keeps in memory, as Inductor will compile it.
 
     Args:
-        graph: of aten operations, and functional.
+        graph: a functional graph of aten operations.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -74,13 +74,13 @@ class Memory:
     # -- what is told of changes ---------------------------------------------------------------------------
 
     def touch(self, *nodes: fx.Node) -> None:
-        """These nodes are new, or their inputs or users change."""
+        """Note nodes that are new, or whose inputs or users changed."""
         for node in nodes:
             self._touched[node] = None
             self._touched[unviewed(node)] = None
 
     def forget(self, node: fx.Node) -> None:
-        """A node is about to be erased, or moved: then `touch` it as well."""
+        """Forget a node that is about to be erased or moved; `touch` a moved one afterwards."""
         for x in node.all_input_nodes:
             self._touched[x] = self._touched[unviewed(x)] = None
             self._read_by.pop(unviewed(x), None)
@@ -99,12 +99,16 @@ class Memory:
     def check(
         self, products: Sequence[Product], position: fx.Node, outputs: Sequence[fx.Node] | None = None
     ) -> None:
-        """Refuse where values would live longer at a time of peak memory.
+        """Check that one operation in place of several products does not raise peak memory.
 
         Args:
-            position: the node in front of which it goes.
-            outputs: the nodes whose values are made there: the products themselves by default. Products
-                that are not among them are never stored.
+            products: the products.
+            position: the node in front of which the operation is inserted.
+            outputs: the nodes whose values it computes; by default the products. Other products are not
+                stored.
+
+        Raises:
+            Rejected: the peak over the graph would grow.
         """
         self._settle()
         members = [p.node for p in products]
@@ -112,7 +116,7 @@ class Memory:
         # A product whose rows are padded is a view of what is stored.
         inner = {*members, *(unviewed(node) for node in members)}
         reads = {unviewed(x) for p in products for x in (p.a, p.b, p.bias) if x is not None}
-        # Another spelling of an operand is in memory for these products alone.
+        # Another form of an operand is in memory for these products alone.
         spelled = {unviewed(x) for node in inner for x in node.all_input_nodes}
         gone = {
             node
@@ -139,12 +143,12 @@ class Memory:
             raise Reason.MEMORY.rejected("computing all results at once would raise peak memory")
 
     def intervals(self) -> dict[fx.Node, Interval]:
-        """Each value that is in memory."""
+        """The interval of each value that is in memory."""
         self._settle()
         return {node: self._interval(node) for node in self._values}
 
     def peak(self) -> int:
-        """The most bytes that are in memory at once, without the inputs of the graph."""
+        """The most bytes in memory at once, without the inputs of the graph."""
         self._settle()
         return self._profile.peak()
 

@@ -1,8 +1,8 @@
-"""Where one operation can stand for several products: after all operands, before all readers.
+"""Where one operation can replace several products: after all operands, before all readers.
 
-Views, and what is computed of symbolic sizes, cost nothing and move with it; nothing else moves but what is
-named. So no cycle is ever made, and no computation changes its place but the products themselves. What lives
-longer for it is counted in `memory`.
+Views and arithmetic on symbolic sizes cost nothing and are moved with the operation. Other nodes are moved
+only if the caller names them. So no cycle can arise, and no other computation changes its place. `memory`
+checks what lives longer.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Place:
 
     Attributes:
         before: the node in front of which it is inserted.
-        hoisted: views of operands, and their sizes, that come to stand in front of it, in order.
-        sunk: views of results that come to stand behind it, in order.
+        hoisted: views of operands, and their sizes, that are moved in front of it, in order.
+        sunk: views of results that are moved behind it, in order.
     """
 
     before: fx.Node
@@ -39,18 +39,18 @@ class Place:
     sunk: tuple[fx.Node, ...]
 
     def hoist(self) -> Place:
-        """Move the views of operands; the place where they are there."""
+        """Move the views of operands; returns the place without them."""
         for node in self.hoisted:
             move(node, self.before)
         return replace(self, hoisted=())
 
     def sink(self) -> None:
-        """Move the views of results behind what was inserted: to be called last."""
+        """Move the views of results behind what was inserted. Call it last."""
         for node in self.sunk:
             move(node, self.before)
 
     def without(self, moved: Container[fx.Node]) -> Place:
-        """The same place for one who moves neither of these views: another place has moved them."""
+        """The same place without these views, which another place has moved."""
         return replace(
             self,
             hoisted=tuple(n for n in self.hoisted if n not in moved),
@@ -67,12 +67,13 @@ def find(
     """The place where one operation can replace `products`.
 
     Args:
-        others: operands that it has beside those of the products; also symbolic sizes.
-        after: the first node in front of which it may go.
-        movable: what operands are made of that may move with it as well.
+        products: the products.
+        others: further operands of the operation, also symbolic sizes.
+        after: the first node in front of which the operation may be inserted.
+        movable: nodes that compute operands and may be moved in addition to views.
 
     Raises:
-        Rejected: nowhere.
+        Rejected: there is no such place.
     """
     members = {p.node for p in products}
     operands = [x for p in products for x in (p.a, p.b, p.bias) if x is not None] + list(others)
@@ -94,7 +95,7 @@ def find(
 
 
 def earliest(operands: Iterable[fx.Node], after: fx.Node | None = None) -> Place:
-    """The first place where all operands are there, from the node `after` on."""
+    """The first place, from the node `after` on, where all operands are computed."""
     free, roots = _free(operands)
     position = _first_behind(roots, after)
     if position is None:
@@ -104,13 +105,13 @@ def earliest(operands: Iterable[fx.Node], after: fx.Node | None = None) -> Place
 
 
 def _first_behind(roots: Iterable[fx.Node], after: fx.Node | None) -> fx.Node | None:
-    """The first node from `after` on behind which all of these are; None: the first of the graph."""
+    """The first node from `after` on that all of these precede; None: the first node of the graph."""
     last = max(roots, default=None)
     return max((n for n in (after, last and last.next) if n is not None), default=None)
 
 
 def _behind(position: fx.Node, hoisted: Container[fx.Node]) -> fx.Node:
-    """The first node from `position` on that stays, and is no input."""
+    """The first node from `position` on that is neither moved nor an input of the graph."""
     while position in hoisted or position.op == "placeholder":
         position = position.next
     return position
@@ -119,12 +120,12 @@ def _behind(position: fx.Node, hoisted: Container[fx.Node]) -> fx.Node:
 def _free(
     operands: Iterable[fx.Node], members: Container[fx.Node] = (), movable: Container[fx.Node] = ()
 ) -> tuple[set[fx.Node], set[fx.Node]]:
-    """What operands are made by that may move, and what that is made of.
+    """The nodes that compute operands and may be moved, and the nodes that these are computed from.
 
     Args:
         operands: tensors or symbolic sizes.
-        members: nodes that stay where they are, though they may be views.
-        movable: nodes that may move, though they are none.
+        members: nodes that stay, even if they are views.
+        movable: nodes that may be moved, although they are not views.
     """
     free: set[fx.Node] = set()
     roots: set[fx.Node] = set()

@@ -1,7 +1,7 @@
-"""The products of a post-grad graph in a normal form.
+"""The matrix products of a functional aten graph in a normal form.
 
-The graph is functional aten. A product is `mm` or `addmm`; linears on inputs of more dims are products
-between two reshapes. Reshapes and casts are looked through, so that two spellings of one value are one.
+A product is an `mm` or `addmm`; a linear on an input of more dims is one between two reshapes. Reshapes and
+casts are looked through, so that two forms of one value are equal.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ RESHAPES = frozenset(
         aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.alias.default,
     }
 )  # fmt: skip
-#: Every view: no memory of its own, and free to stand elsewhere.
+#: Every view: it has no memory of its own and may be moved.
 VIEWS = RESHAPES | {
     aten.permute.default, aten.t.default, aten.transpose.int, aten.slice.Tensor, aten.select.int,
     aten.expand.default, aten.detach.default,
 }  # fmt: skip
 CASTS = frozenset({torch.ops.prims.convert_element_type.default, aten._to_copy.default})
-#: Operations that read and write memory themselves; loops of Inductor's own are fused away around them.
+#: Operations with a kernel of their own, which read and write memory.
 _KERNELS = frozenset(
     {
         aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
@@ -48,8 +48,9 @@ class Product:
 
     Attributes:
         node: the mm or addmm.
-        a, b: its operands, matrices of one dtype.
-        bias: what is added: shape (N,) or (M, N); or None.
+        a, b: its operands, matrices (M, K) and (K, N) of one dtype.
+        bias: added to it, of shape (N,) or (M, N); or None.
+        scale: the factor of the product.
     """
 
     node: fx.Node
@@ -66,7 +67,7 @@ class Product:
 
 
 class Kind(NamedTuple):
-    """What an operation is, whatever it is given: a view, computed element by element, or a kernel."""
+    """Whether an operation is a view, pointwise, or a kernel, whatever its arguments are."""
 
     view: bool
     pointwise: bool
@@ -86,7 +87,7 @@ def _kind_of(target: Any) -> Kind:
 
 
 def kind(node: fx.Node) -> Kind:
-    """What the operation of a node is."""
+    """The kind of a node's operation."""
     if node.op != "call_function":
         return _NO_CALL
     target = node.target
@@ -110,10 +111,10 @@ def value(node: fx.Node) -> torch.Tensor:
 
 
 def product(node: Any) -> Product | None:
-    """Read an mm or an addmm.
+    """Read an mm or an addmm; None for other nodes.
 
-    Where it pays on the device, Inductor pads the rows of a product to a multiple of 8, and slices the result
-    (torch/_inductor/fx_passes/pad_mm.py). Both together are the product of what is padded.
+    Inductor may pad the rows of a product to a multiple of 8 and slice the result
+    (torch/_inductor/fx_passes/pad_mm.py). The slice is then the product of the matrices without padding.
     """
     if not isinstance(node, fx.Node) or tensor(node) is None:
         return None
@@ -137,14 +138,14 @@ def product(node: Any) -> Product | None:
 
 
 def is_factor(argument: Any) -> TypeGuard[float]:
-    """Whether an argument is a number that a kernel may multiply by at another place."""
+    """Whether an argument is a finite number, so that a kernel may apply it elsewhere as a factor."""
     return isinstance(argument, (int, float)) and math.isfinite(argument)
 
 
 def scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
-    """The floating tensor that a node multiplies by a number, and that number.
+    """The floating-point tensor that a node multiplies by a number, and that number; None for other nodes.
 
-    To divide by a number and to negate are to multiply as well.
+    A division by a number and a negation count as multiplications.
     """
     if node.op != "call_function" or node.kwargs or len(node.args) > 2:
         return None
@@ -164,7 +165,7 @@ def scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
 
 
 def _of_padded_rows(node: fx.Node) -> fx.Node | None:
-    """The product that a node has the first rows of."""
+    """The product whose first rows a node is, or None."""
     if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.kwargs or node.args[1:3] != (0, 0):
         return None
     inner = node.args[0]
@@ -187,13 +188,13 @@ def _without_padding(node: fx.Node, inner: fx.Node) -> Product | None:
 
 
 def _without_rows(node: fx.Node) -> fx.Node | None:
-    """The matrix that has got rows of zeros behind its own, and no columns."""
+    """The matrix that a node pads with rows of zeros at its end, or None."""
     found = zero_padding(node)
     return found[0] if found is not None and _same(found[1], 0) else None
 
 
 def zero_padding(node: fx.Node) -> tuple[fx.Node, Any, Any] | None:
-    """The matrix that has got zeros behind its own columns and rows, and how many of both."""
+    """The matrix that a node pads with zeros at its end, and the numbers of rows and columns; or None."""
     if node.target is not aten.constant_pad_nd.default or node.kwargs or value(node).dim() != 2:
         return None
     source, pads, *fill = node.args
@@ -210,19 +211,19 @@ def _nodes(node: fx.Node) -> list[fx.Node]:
 
 #: Anchors of products: `products_of` finds what Inductor has padded.
 PRODUCTS = (aten.mm.default, aten.addmm.default)
-#: What a term passes on its way into a sum, beside what is pointwise: Inductor pads what an addmm adds.
+#: Operations between a term and its sum, beside pointwise ones: Inductor pads the bias of an addmm.
 _PASSED = VIEWS | {*PRODUCTS, aten.constant_pad_nd.default, aten.cat.default}
 
 
 def products(graph: fx.Graph) -> list[Product]:
-    """Every product of a graph, in its order."""
+    """The products of a graph, in its order."""
     return products_of(n for target in PRODUCTS for n in graph.find_nodes(op="call_function", target=target))
 
 
 def products_of(nodes: Iterable[fx.Node]) -> list[Product]:
-    """The products that matches of `PRODUCTS` are, in the order of the graph.
+    """The products at these nodes, which match `PRODUCTS`, in the order of the graph.
 
-    With its padding one is not looked at once more, unless somebody else reads it.
+    A padded product is returned without its padding, and as it is only if other nodes read it.
     """
     found: list[Product] = []
     for node in nodes:
@@ -243,26 +244,26 @@ def _same(first: Any, second: Any) -> bool:
 
 
 def same_sizes(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether sizes are written alike: symbols that are compared themselves would add a guard."""
+    """Whether sizes are equal as text: a comparison of symbols would add a guard."""
     return [str(size) for size in first] == [str(size) for size in second]
 
 
 def through(node: fx.Node, targets: frozenset[Any] | set[Any]) -> fx.Node:
-    """The first node upstream that is no operation of `targets`, each on one tensor."""
+    """The node itself, or the first one upstream that is not a call of `targets`, by first arguments."""
     while node.op == "call_function" and node.target in targets and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
 
 def unviewed(node: fx.Node) -> fx.Node:
-    """What a node is a view of, through all views; itself where it is none."""
+    """The node that a node is a view of, through all views; itself if it is not a view."""
     while kind(node).view and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
 
 def transpose_of(node: fx.Node) -> fx.Node | None:
-    """The matrix that a node is the transpose of; None where it is no such view."""
+    """The matrix that a node transposes, or None."""
     if node.target is not aten.permute.default or node.args[1:] != ([1, 0],):
         return None
     return node.args[0] if isinstance(node.args[0], fx.Node) else None
@@ -271,18 +272,17 @@ def transpose_of(node: fx.Node) -> fx.Node | None:
 def _copies(node: fx.Node) -> bool:
     """Whether a node copies a tensor, or expands it to its own size.
 
-    A linear of an input that is not contiguous copies it for itself, or is a product of batches.
+    A linear on an input that is not contiguous copies the input, or becomes a batched product.
     """
     source = node.args[0] if node.target in (aten.clone.default, aten.expand.default) else None
     return isinstance(source, fx.Node) and same_sizes(value(source).shape, value(node).shape)
 
 
 def identity(node: fx.Node) -> tuple[Any, ...]:
-    """A key that two nodes have in common where they hold the same matrix.
+    """A key: two nodes with equal keys hold the same matrix.
 
-    Copies and reshapes fall away, since they keep the elements in their order; what is left is a source, the
-    casts it went through, and the shape. Padding that is the same is equal: Inductor pads each product by
-    itself.
+    Copies and reshapes keep the order of elements and are skipped. The key has the source, its casts and the
+    shape. Equal paddings are equal, because Inductor pads each product on its own.
     """
     casts: list[torch.dtype] = []
     shape = tuple(str(size) for size in value(node).shape)
@@ -308,7 +308,7 @@ def identity(node: fx.Node) -> tuple[Any, ...]:
 
 
 def readers(node: fx.Node, targets: frozenset[Any] | None = None) -> Iterator[fx.Node]:
-    """The users of a value and of what operations of `targets`, views if none are given, make of it."""
+    """The users of a value, through operations of `targets` (views, if None), which are not yielded."""
     for user in node.users:
         follows = kind(user).view if targets is None else user.target in targets
         if follows and user.op == "call_function" and user.args[0] is node:
@@ -323,15 +323,15 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def is_floating(node: Any) -> bool:
-    """Whether a node is a tensor of floating dtype."""
+    """Whether a node is a floating-point tensor."""
     found = tensor(node)
     return found is not None and found.is_floating_point()
 
 
 def restored(node: Any) -> fx.Node | None:
-    """What a node gives back that was cast to a wider dtype alone: a copy of it. None of any other node.
+    """The source of a cast to a wider dtype and back, of which a node is a copy; None for other nodes.
 
-    What is not dense is copied on its way, and may be viewed as only the copy can.
+    The strides must be equal: a cast makes its result dense, and later views may require that.
     """
     wide: Any = node.args[0] if isinstance(node, fx.Node) and node.target in CASTS else None
     if not isinstance(wide, fx.Node) or wide.target not in CASTS or not widens(wide):
@@ -343,7 +343,7 @@ def restored(node: Any) -> fx.Node | None:
 
 
 def widens(cast: fx.Node) -> bool:
-    """Whether a cast keeps every number that it is given, and both dtypes are such that one computes in."""
+    """Whether a cast is exact for every number, between dtypes that kernels compute in."""
     inner = tensor(cast.args[0])
     return inner is not None and holds(value(cast).dtype, inner.dtype)
 
@@ -352,7 +352,7 @@ def widens(cast: fx.Node) -> bool:
 
 
 def additions_behind(ups: Iterable[fx.Node]) -> list[fx.Node]:
-    """The additions, in the order of the graph, that may have some of these products in them."""
+    """The additions, in the order of the graph, that may sum some of these products."""
     found, seen = set[fx.Node](), set[fx.Node]()
     for node in ups:
         while node not in seen and node.op == "call_function":
@@ -389,6 +389,6 @@ def is_sum(node: fx.Node) -> bool:
 
 
 def has_size_of(argument: Any, node: fx.Node) -> bool:
-    """Whether an operand is of a floating dtype and has the shape of a result: nothing is broadcast."""
+    """Whether an operand is floating-point and has the shape of a result, so that it is not broadcast."""
     found = tensor(argument)
     return found is not None and found.is_floating_point() and same_sizes(found.shape, value(node).shape)

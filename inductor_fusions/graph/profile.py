@@ -10,7 +10,7 @@ from torch import fx
 
 
 class Interval(NamedTuple):
-    """A value in memory: made at one node, read last at another, and how large it is."""
+    """A value in memory: the node that makes it, the node that reads it last, and its size in bytes."""
 
     birth: fx.Node
     death: fx.Node
@@ -18,10 +18,10 @@ class Interval(NamedTuple):
 
 
 class Profile:
-    """The bytes in memory over the nodes of a graph: gains and losses at those where a value is made or dies.
+    """The bytes in memory over the nodes of a graph, from gains and losses at births and deaths of values.
 
-    They are in blocks of about the square root of their number, so that a change looks at one block, and a
-    question at one number of each.
+    The nodes are in blocks of about the square root of their number: a change visits one block, and a query
+    reads one sum of each other block.
     """
 
     def __init__(self) -> None:
@@ -29,24 +29,24 @@ class Profile:
         self._losses: dict[fx.Node, int] = {}
         self._blocks: list[list[fx.Node]] = []
         self._starts: list[fx.Node] = []
-        #: Of each block, what it adds up to and the peak within; None where that has changed.
+        #: Of each block: the sum of its changes and the peak inside it; None if it has changed.
         self._sums: list[tuple[int, int] | None] = []
 
     def add(self, interval: Interval, sign: int = 1) -> None:
-        """Count a value."""
+        """Add a value."""
         for changes, node in ((self._gains, interval.birth), (self._losses, interval.death)):
             self._sums[self._block(node)] = None
             changes[node] = changes.get(node, 0) + sign * interval.bytes
 
     def remove(self, interval: Interval) -> None:
-        """Count a value no more."""
+        """Remove a value that was added."""
         self.add(interval, -1)
         for node in {interval.birth, interval.death}:
             if not self._gains.get(node) and not self._losses.get(node):
                 self._discard(node)
 
     def peak(self, without: Iterable[Interval] = (), with_: Iterable[Interval] = ()) -> int:
-        """The most bytes at once: as it is, or if these values were gone and those came."""
+        """The most bytes at once, if the values `without` were removed and those of `with_` added."""
         gains: dict[fx.Node, int] = {}
         losses: dict[fx.Node, int] = {}
         for sign, intervals in ((-1, without), (1, with_)):
@@ -82,11 +82,11 @@ class Profile:
         return total, most
 
     def _find(self, node: fx.Node) -> int:
-        """The block that a node belongs into."""
+        """The index of the block that a node belongs to."""
         return max(bisect_right(self._starts, node) - 1, 0)
 
     def _block(self, node: fx.Node) -> int:
-        """The block that a node is in, which it is put into if it is in none."""
+        """The index of the block of a node, which is inserted if it is in none."""
         at = self._find(node)
         if node in self._gains or node in self._losses:
             return at

@@ -1,8 +1,8 @@
 """Reads the nodes of Dynamo's torch-level graph: which operation, with which arguments.
 
-One operation has many spellings there (`torch.add`, `operator.add`, `operator.iadd`, `x.add_`,
-`aten.add.Tensor`). `read` gives them one name and binds their arguments by name, so that everything
-else in this package reads meanings and not spellings.
+One operation has many forms there (`torch.add`, `operator.add`, `operator.iadd`, `x.add_`,
+`aten.add.Tensor`). `read` gives them one name and binds their arguments by name, so that no other module
+depends on the form.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ class Op:
         return self.args.get("input")
 
     def only(self, *names: str) -> tuple[Any, ...]:
-        """The arguments of these names, None where one is not given.
+        """The arguments of these names; None for one that is not given.
 
-        Nones alone where others are given as well, or where the operation writes.
+        All are None if another argument is given too, or if the operation writes in place.
         """
         plain = not (self.rest or self.inplace or set(self.args) - set(names))
         return tuple(self.args.get(name) if plain else None for name in names)
@@ -154,7 +154,7 @@ def _functions() -> dict[Callable[..., Any], str]:
 
 
 def spellings(*names: str) -> list[Any]:
-    """Everything that is read as one of these operations, out of place: functions, methods, operators."""
+    """All targets that `read` gives one of these names, out of place: functions, methods, operators."""
     found: list[Any] = [
         f for f, name in _functions().items() if _canonical(name) in [(n, False) for n in names]
     ]
@@ -260,12 +260,12 @@ class Seen:
 
 
 def source(node: Any) -> Any:
-    """The node of the graph that something is, or is seen of."""
+    """The node of a `Seen`; anything else is returned."""
     return node.node if isinstance(node, Seen) else node
 
 
 def value(node: Any) -> Any:
-    """The fake value of a node (a tensor, a SymInt, ...), or `node` itself where it is no node."""
+    """The fake value of a node (a tensor, a SymInt, ...); anything else is returned."""
     if isinstance(node, Seen):
         return node.value
     if not isinstance(node, fx.Node):
@@ -280,7 +280,7 @@ def tensor(node: Any) -> torch.Tensor | None:
 
 
 def linear_of(node: Any) -> tuple[fx.Node, fx.Node, bool, Any] | None:
-    """(input, weight, whether its rows are those of the output, bias or None) of a product with a matrix."""
+    """(input, weight, whether the weight is (out, in), bias or None) of a product with a matrix; or None."""
     op = read(node)
     x: Any = None
     w: Any = None
@@ -298,7 +298,7 @@ def linear_of(node: Any) -> tuple[fx.Node, fx.Node, bool, Any] | None:
 
 
 def concrete(argument: Any) -> Any:
-    """`argument` with every node that stands for a number replaced by that (symbolic) number."""
+    """`argument` with every node whose value is a (symbolic) number replaced by that number."""
     if isinstance(argument, fx.Node):
         found = value(argument)
         return found if isinstance(found, (int, float, bool, torch.SymInt, torch.SymFloat)) else argument
@@ -310,7 +310,7 @@ def concrete(argument: Any) -> Any:
 
 
 def same_dtype_device(op: Op) -> bool:
-    """Whether an operation leaves dtype and device as they are (a cast that does nothing)."""
+    """Whether the result of an operation has the dtype and device of its input."""
     before, after = tensor(op.input), tensor(op.node)
     return (
         before is not None
@@ -321,9 +321,9 @@ def same_dtype_device(op: Op) -> bool:
 
 
 def reads_metadata(user: fx.Node, node: fx.Node) -> bool:
-    """Whether `user` reads the shape or dtype of `node` and none of its values.
+    """Whether `user` reads the shape or dtype of `node`, but no values.
 
-    So does a cast or a part of which others read no more than that: `w.type_as(w.float().type_as(w))`,
+    Likewise a cast or a slice of which only the shape or dtype is read: `w.type_as(w.float().type_as(w))`,
     `zeros_like(s[..., :1])`.
     """
     op = read(user)
@@ -338,10 +338,10 @@ def reads_metadata(user: fx.Node, node: fx.Node) -> bool:
 
 
 def dropout_p(op: Op) -> float:
-    """Probability with which a dropout drops now: 0 in evaluation.
+    """The probability of a dropout; 0 in evaluation mode.
 
     Raises:
-        Rejected: if it is not known.
+        Rejected: it is not a constant.
     """
     training = op["training"] if op["training"] is not None else True
     p = op["p"] if op["p"] is not None else 0.5
@@ -353,10 +353,9 @@ def dropout_p(op: Op) -> float:
 
 
 def permutation(op: Op) -> list[int] | None:
-    """The dims of a transpose or permute, `movedim`, `x.T` and `x.mT` too: result dim i is input dim
-    `permutation[i]`.
+    """The permutation of a transpose, permute, `movedim`, `x.T` or `x.mT`; None for other operations.
 
-    None of any other operation, and where the dims are not known.
+    Dim i of the result is dim `permutation[i]` of the input. None also if the dims are not constants.
     """
     source = tensor(op.input)
     if source is None or op.name not in TRANSPOSES | _MOVES | {"getattr"}:
@@ -391,7 +390,7 @@ def permutation(op: Op) -> list[int] | None:
 
 
 def permuted_by(node: Any, dims: list[int]) -> fx.Node | None:
-    """The node that a node permutes by these dims, or None."""
+    """The input of a permutation by these dims; None for other nodes."""
     op = read(node)
     if op is None or op.inplace or permutation(op) != dims:
         return None

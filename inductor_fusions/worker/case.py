@@ -11,7 +11,7 @@ Tensors = list[torch.Tensor]
 
 
 class UnableError(ValueError):
-    """A problem that cannot be written out from what a table knows of it."""
+    """A problem that the columns of its table do not determine."""
 
 
 @dataclass

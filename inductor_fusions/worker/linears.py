@@ -59,7 +59,7 @@ def products(row: Row, device: str) -> Case:
 
 
 def multiplied(kind: str, activation: str, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> Tensors:
-    """The products of a block GEMM as the graph of a model has them, the first with its activation."""
+    """The products of a grouped GEMM as the graph of a model has them, the first with its activation."""
     found = [x @ w for x, w in zip(a, b, strict=True)]
     if kind == "sum":
         total = found[0]

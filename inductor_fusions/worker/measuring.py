@@ -28,7 +28,7 @@ _numbers = itertools.count()
 
 
 class NotFusedError(RuntimeError):
-    """Nothing was fused where a problem was written out for that."""
+    """Nothing was fused in the function of a problem."""
 
 
 def gains(case: Case, kernels: Sequence[str], device: str) -> dict[str, float]:

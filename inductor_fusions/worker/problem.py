@@ -23,7 +23,7 @@ def rows_of(section: str, row: Row, kernels: Sequence[str], device: str) -> dict
     """The rows of a problem and of the kernels that it is made of, by section.
 
     Raises:
-        UnableError: it cannot be written out, or no kernel takes it.
+        UnableError: its columns do not determine it, or no kernel supports it.
         NotFusedError: nothing was fused.
     """
     SECTIONS[section].check_problem(row)

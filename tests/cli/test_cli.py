@@ -145,11 +145,13 @@ def test_a_table_that_another_triton_was_measured_with(installed: str | None, to
 
 def test_env_shows_assigned_toggles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INDUCTOR_FUSIONS_STRICT", "1")
+    monkeypatch.setenv("INDUCTOR_FUSIONS_QKV", "on")
     with config.patch(policy="always"):
         toggles = {toggle["name"]: toggle for toggle in run_json("env")["toggles"]}
     assert (toggles["policy"]["value"], toggles["policy"]["from"]) == ("always", "assigned")
     assert (toggles["strict"]["value"], toggles["strict"]["from"]) == (0, "assigned")
     assert toggles["attention"]["from"] == "default"
+    assert (toggles["qkv"]["value"], toggles["qkv"]["from"]) == (1, "environment")
 
 
 def test_list_shows_gains(own_tables: Path) -> None:

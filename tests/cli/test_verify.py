@@ -88,7 +88,7 @@ def test_another_default_device() -> None:
 def test_right() -> None:
     model = Model()
     found = verify(model, torch.randn(2, 5, 8, requires_grad=True), policy="always")
-    assert found.ok and found.verdict() == "Model: ok, 1 sites fused"
+    assert found.ok and found.verdict() == "Model: ok; sites fused: 1"
     (row,) = found.rows
     assert row.fusions == ("attention",) and row.fused == 1 and row.problems == []
     assert {error.name for error in row.errors} == {"output[0]", "0", "qkv.weight", "qkv.bias"}

@@ -16,7 +16,13 @@ from inductor_fusions import cli, config
 from inductor_fusions import fusions as fusions_of_the_package
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
+    *(ROOT / "docs").glob("*.md"),
+]
+#: Pages that the site does not have.
+OTHERS = [ROOT / "configs" / "README.md", ROOT / "examples" / "README.md"]
+TESTS = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
 
 
 def test_first_screen() -> None:
@@ -72,7 +78,7 @@ def anchors(page: Path) -> set[str]:
     return {docs_pieces.anchor(heading) for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links(page: Path) -> None:
     """Links to files of the repository, and to headings in them, lead somewhere."""
     for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
@@ -82,7 +88,7 @@ def test_links(page: Path) -> None:
             assert not anchor or anchor in anchors(found), f"{page.name}: {target}#{anchor}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_exist(page: Path) -> None:
     """Modules that are run, commands of the package, targets of make, and tests that are named."""
     text = page.read_text()
@@ -95,6 +101,8 @@ def test_commands_exist(page: Path) -> None:
     assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
     for name in re.findall(r"`(tests/[\w/]+(?:\.\w+)?)", text):
         assert (ROOT / name).exists(), f"{page.name}: {name}"
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in TESTS, f"{page.name}: {name}"
 
 
 #: Packages of which each module has a row.

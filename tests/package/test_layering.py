@@ -55,7 +55,18 @@ LAYERS = {
     "explaining": {"checking", "driver"} | BASE,
     "checking": BASE,
     "testing": {"public", "checking", "registration", "fusion", "fusions"} | BASE,
-    "cli": {"public", "checking", "demo", "driver", "explaining", "registry", "testing", "fusion", "fusions"}
+    "cli": {
+        "public",
+        "variables",
+        "checking",
+        "demo",
+        "driver",
+        "explaining",
+        "registry",
+        "testing",
+        "fusion",
+        "fusions",
+    }
     | BASE,
     "demo": {"public", "checking", "testing", "fusion", "worker"} | BASE,
     "__main__": {"cli"},

@@ -226,16 +226,18 @@ def test_left_to_stock_with_a_hint_is_said(unsaid: None, caplog: pytest.LogCaptu
     assert warnings_of(caplog, [missed("set a variable", "left to stock")])
 
 
-def test_said_by_a_compile(unsaid: None, caplog: pytest.LogCaptureFixture, tmp_path: Path,
+@pytest.mark.parametrize("name", ["train.py", "__main__.py"])
+def test_said_by_a_compile(name: str, unsaid: None, caplog: pytest.LogCaptureFixture, tmp_path: Path,
                            monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    """With the command that explains it, for the script that runs."""
-    script = tmp_path / "train.py"
+    """With the command that explains it, for the script that runs; a package does not run as a file."""
+    script = tmp_path / name
     script.touch()
     monkeypatch.setattr(sys, "argv", [str(script)])
     torch.compile(of_summed_weights, backend=_inductor.passes_only())(*inputs())
     (record,) = [r for r in caplog.records if r.name == "inductor_fusions.reporting"]
     assert record.levelno == logging.WARNING
-    assert record.getMessage().endswith(f"python -m inductor_fusions run --report {script}")
+    command = f"python -m inductor_fusions run --report {script}"
+    assert record.getMessage().endswith(command if name == "train.py" else "print(inductor_fusions.report())")
 
 
 # -- names ----------------------------------------------------------------------------------------

@@ -238,7 +238,7 @@ class Emitter:
         )
 
     def _score_change(self, build: Builder, problem: Problem, k: fx.Node, v: fx.Node) -> fx.Node:
-        """By how much the result of an empty row changes with its query: scale / n * k^T (v - mean)."""
+        """By how much the result of a fully masked row changes with its query: scale / n * k^T (v - mean)."""
         fixed = build.call("detach", v)
         centred = build.call(torch.sub, fixed, build.call(torch.mean, fixed, -2, True))
         matrix = build.call(torch.matmul, build.call("transpose", k, -2, -1), centred)

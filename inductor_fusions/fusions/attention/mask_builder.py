@@ -156,7 +156,7 @@ def build_mask(build: Builder, problem: Problem, memo: MaskMemo) -> Mask:
 
 
 def check_empty_rows(problem: Problem) -> None:
-    """Leave a site in training alone where the user wants every gradient of empty rows as in stock.
+    """Leave a site in training to stock if the user wants all gradients of fully masked rows as in stock.
 
     Raises:
         LeftToStock: under INDUCTOR_FUSIONS_EMPTY_ROWS=stock, where such rows cannot be ruled out.
@@ -302,7 +302,7 @@ class _Terms:
         return Mask(self._sum(filled), empty, True)
 
     def _absorbed(self, empty: fx.Node) -> list[fx.Node]:
-        """The plain biases, without value in empty rows; with the gradient that the unfused graph has."""
+        """The plain biases: 0 in fully masked rows, with the gradient of the unfused graph."""
         parts = []
         for bias, filled_after in self.plain:
             if self.problem.train and not filled_after:

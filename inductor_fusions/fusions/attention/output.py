@@ -84,7 +84,7 @@ def downwards(
         if not users or (len(users) > 1 and any(op is None or op.name not in PRODUCTS for op in ops)):
             other = next((u for u in users if (op := read(u)) is None or op.name not in PRODUCTS), users[-1])
             raise Reason.WEIGHTS.rejected(
-                f"the attention weights are also used by {other.name}",
+                f"the attention weights are {_read_by(other)}",
                 "do not request the weights: output_attentions=False, need_weights=False"
                 if any(map(_is_returned, users))
                 else "",
@@ -160,7 +160,11 @@ def downwards(
             if _alike(site.results[0], result):
                 site.results.append(result)
                 continue
-        raise Reason.WEIGHTS.rejected(f"the attention weights are also used by {other.name}")
+        raise Reason.WEIGHTS.rejected(f"the attention weights are {_read_by(other)}")
+
+
+def _read_by(user: fx.Node) -> str:
+    return "returned" if user.op == "output" else f"also used by {user.name}"
 
 
 def _result(op: Op, node: fx.Node, at: Arrangement) -> Result:

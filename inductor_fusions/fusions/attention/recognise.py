@@ -1,10 +1,9 @@
-"""Finds attention in Dynamo's torch-level graph by what it means.
+"""Finds attention in Dynamo's torch-level graph by what it computes.
 
-Every softmax is an anchor, in all of its spellings (`torch_ops`), and those that are written out
-(`written_out`). From it the graph is read upwards to the
-product of queries and keys (`scores`), and downwards to the product with the values (`output`), into the
-normal form (`normal_form`). Whatever stands on the way and is not part of that form rejects the site, with
-the reason.
+Every softmax is an anchor, in all of its forms (`torch_ops`), also as exponentials over their sum
+(`written_out`). From there the graph is read upwards to the product of queries and keys (`scores`), and
+downwards to the product with the values (`output`), into the normal form (`normal_form`). An operation in
+between that is not part of this form rejects the site, with the reason.
 """
 
 from __future__ import annotations

@@ -227,10 +227,10 @@ class Walk:
         return Term(at.seen(node, shape), at.sizes(shape), **how)
 
     def add(self, site: Attention, op: Op, node: Any, at: Arrangement, factor: float, scalers: Any) -> None:
-        """Let a tensor that `op` adds to the scores act on them.
+        """Add a tensor that `op` adds to the scores to the biases of the site.
 
-        A softmax does not see what is the same for all keys, if the scores do not drown in it: q takes zero
-        times that, for its gradient, which is zero.
+        A softmax does not change by a term that is equal for all keys, unless the term absorbs the scores. So
+        such a term is dropped, and q gets 0 times the term, for the gradient of the term, which is zero.
         """
         term = self.term(op, node, at, factor=factor)
         added = tensor(term.node)

@@ -1,4 +1,4 @@
-"""Matches softmax, also written out as exponentials divided by their sum.
+"""Matches softmax, also as exponentials divided by their sum.
 
     e = exp(s - s.amax(-1, keepdim=True));  e / e.sum(-1, keepdim=True)
     exp2(s - s.amax(-1, keepdim=True)) in the place of exp, which scales the scores by log(2)

@@ -26,7 +26,7 @@ from .logits import SELECTS, Logits, is_as_wide, keeps_classes, walk
 #: What a loss is looked for by, beside log-probabilities.
 _LOSSES = ("cross_entropy", "nll_loss")
 _REDUCTIONS: dict[Any, str] = {0: "none", 1: "mean", 2: "sum"}
-#: What losses are written out with.
+#: The operations of hand-written losses.
 _SOFTMAXES = ("log_softmax", "logsumexp")
 #: What may stand between logits and a loss.
 _PASSED = frozenset(
@@ -118,12 +118,12 @@ def written_out(node: fx.Node) -> Unread | None:
 
 
 def spelled() -> list[Any]:
-    """What losses are called by."""
+    """The targets of losses."""
     return spellings(*_LOSSES, *log_probabilities.SPELLED)
 
 
 def spelled_out() -> list[Any]:
-    """What losses that are written out are called by."""
+    """The targets of hand-written losses."""
     return spellings(*_SOFTMAXES)
 
 

@@ -83,8 +83,8 @@ def masks_of(products: Sequence[Product]) -> list[fx.Node]:
 def masked(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
     """The value that a node multiplies by a mask, the mask, and a factor.
 
-    The mask is a bool tensor with as many elements as the node. A selection is no mask: it keeps out what is
-    no number, and 0 times it does not.
+    The mask is a bool tensor with as many elements as the node. `where` is not such a mask: it removes NaN,
+    and 0 * NaN is NaN.
     """
     if node.target not in MUL or len(node.args) != 2 or node.kwargs or not is_floating(node):
         return None

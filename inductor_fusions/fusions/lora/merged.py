@@ -213,7 +213,7 @@ class MergedWeight(Candidate):
         check_device(found[0])
         _, a, b, *_, out = found
         trains = out.requires_grad and (a.requires_grad or b.requires_grad)
-        # Without w, two narrow products take the place of a wide one.
+        # Without w, two products of low rank replace a wide one.
         if config.policy != "always" or not (trains or site.w is None):
             raise Reason.NOT_MEASURED.left_to_stock(
                 (

@@ -327,7 +327,7 @@ def alone(up: fx.Node) -> Said:
                 return Reason.BEHIND_ADAPTER("a mask is applied to the result of the adapter")
             how = "divided" if user.target in DIV else "multiplied"
             return Reason.BEHIND_ADAPTER(
-                f"the result of the adapter is {how} by a tensor before the addition, as in DoRA"
+                f"the result of the adapter is {how} by a tensor before the addition (another form of DoRA)"
             )
         if user.target is aten.where.self:
             return Reason.BEHIND_ADAPTER(

@@ -83,7 +83,7 @@ def _chunks(u: Tensor, v: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def pairs(u: Tensor, v: Tensor) -> Tensor:
-    """(rows, P * Q): each product of an element of u and one of v, written out."""
+    """(rows, P * Q): each product of an element of u and one of v, materialised."""
     return (u[:, :, None] * v[:, None, :]).flatten(1)
 
 

@@ -2,8 +2,8 @@
 
     F.linear((u[:, :, None] * v[:, None, :]).flatten(1), w, bias)
 
-in any spelling: `mul`, `bmm`, `matmul` and `einsum`; `unsqueeze`, indexing, `view` and `reshape`. All of
-these keep the elements in their order, so that shapes alone say what they mean.
+in any form: `mul`, `bmm`, `matmul` and `einsum`; `unsqueeze`, indexing, `view` and `reshape`. All of these
+keep the order of elements, so that the shapes determine what they compute.
 """
 
 from __future__ import annotations

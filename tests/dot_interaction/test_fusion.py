@@ -236,6 +236,11 @@ def test_a_cell_that_is_none() -> None:
         testing.capture(lambda t, i: products(t)[:, i, i], operands()[1].detach(), torch.tensor([0, F]))
 
 
+def matrices_of_pairs(x: Any) -> Any:
+    """(pairs, D, D)"""
+    return (x[0, :, None] * x[1]).expand(len(LI), -1, -1)
+
+
 OTHERS: dict[str, tuple[Function, str | None]] = {
     "gathered of two": (lambda x, t: (t[:, LI] * (t + 1)[:, LJ]).sum(-1), None),
     "summed over the pairs": (lambda x, t: (t[:, LI] * t[:, LJ]).sum(1), None),
@@ -274,6 +279,14 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     "one gather": (lambda x, t: (t[:, LI] * x[:, None]).sum(-1), None),
     "a mask of others": (lambda x, t: t[:, torch.ones(F, D, dtype=torch.bool).tril(-1)], None),
     "all products of samples": (lambda x, t: products(t).flatten(0, 1), None),
+    "matrices of pairs": (
+        lambda x, t: (torch.einsum("bpd,pde->bpe", t[:, LI], matrices_of_pairs(x)) * t[:, LJ]).sum((1, 2)),
+        "a matrix of each pair",
+    ),
+    "matrices of pairs, of two": (
+        lambda x, t: (torch.einsum("bpd,pde->bpe", t[:, LI], matrices_of_pairs(x)) * (t + 1)[:, LJ]).sum(-1),
+        None,
+    ),
     "a slice of samples": (lambda x, t: products(t)[1:, LI, LJ], None),
 }  # fmt: skip
 SQUARE = {"another transpose", "permuted"}

@@ -52,6 +52,13 @@ def test_no_linear_with_an_adapter(name: str) -> None:
     assert reason.code in seen.codes("lora"), seen.reasons("lora")
 
 
+def test_two_products_of_a_batch_and_a_residual_are_no_adapters() -> None:
+    def fn(x: Any, a: Any, b: Any) -> Any:
+        return x + torch.bmm(torch.bmm(x, a), b) * 2.0
+
+    assert not check(fn, [torch.randn(2, *s).bfloat16() for s in ((48, 64), (64, 8), (8, 64))]).sites
+
+
 def test_float16_whose_factor_overflows() -> None:
     """What A gives is in the range of float16, twice that is not, and the result is."""
     x, w, a, b = (torch.full(shape, fill, dtype=torch.float16) for shape, fill in (

@@ -40,9 +40,8 @@ def _other_pairs(read: fx.Node, how: str) -> Candidate:
         read: what reads them.
         how: in words.
     """
-    why = Reason.PAIRS.rejected(
-        f"{how}, not by indices of the matrix of products", "z[:, i, j] with vectors of indices"
-    )
+    hint = "" if how == recognise.BY_MATRICES else "z[:, i, j] with vectors of indices"
+    why = Reason.PAIRS.rejected(f"{how}, not by indices of the matrix of products", hint)
     return Reported(read, why, {"products": text(tensor(read))})
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from inductor_fusions import testing
+from inductor_fusions import config, testing
 from inductor_fusions.fusions import dot_interaction
 from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION, DOT_PAIRS
+from tests.attention.test_leaving import traced
 
 SAMPLES, F, D = 6, 5, 8
 LI = [i for i in range(F) for j in range(i)]
@@ -401,3 +402,23 @@ def test_on_a_gpu(given: bool, samples: int, width: int, dtype: torch.dtype) -> 
 
     inputs = [(value.detach() / 4).cuda().requires_grad_() for value in (x, t)]
     check(fn, inputs, dtype=dtype, backend="inductor")
+
+
+def test_features_that_the_caller_changes_before_the_backward() -> None:
+    """Eager keeps what is gathered of them."""
+
+    def pairs(t: Any) -> Any:
+        return (t[:, LI] * t[:, LJ]).sum(-1)
+
+    def gradient(fn: Function) -> Any:
+        t = given.clone().requires_grad_()
+        out = fn(t)
+        with torch.no_grad():
+            t.mul_(-1.3)
+        out.sin().sum().backward()
+        return t.grad
+
+    given = torch.randn(SAMPLES, F, D)
+    with config.patch(policy="always"):
+        found = gradient(torch.compile(pairs, backend=traced()))
+    torch.testing.assert_close(found, gradient(pairs))

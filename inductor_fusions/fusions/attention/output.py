@@ -268,7 +268,7 @@ def divided(site: Attention, division: fx.Node, sums: Collection[fx.Node]) -> No
 
 _DIFFERENCE = Reason.IN_BETWEEN(
     "the weights of two softmaxes are subtracted or added (differential attention): fused, both results "
-    "would be rounded before the subtraction, which cancels digits"
+    "would be rounded before that, and a subtraction cancels digits"
 )
 
 

@@ -145,11 +145,13 @@ def is_factor(argument: Any) -> TypeGuard[float]:
 def scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
     """The floating-point tensor that a node multiplies by a number, and that number; None for other nodes.
 
-    A division by a number and a negation count as multiplications.
+    A division by a number, a negation and an addition of 0 (Python's `sum`) count as multiplications.
     """
     if node.op != "call_function" or node.kwargs or len(node.args) > 2:
         return None
     x, *by = node.args
+    if node.target is aten.add.Tensor and by and is_factor(by[0]) and by[0] == 0:
+        return (x, 1.0) if isinstance(x, fx.Node) and is_floating(x) else None
     if node.target in MUL and is_factor(x):
         x, by = by[0], [x]
     if not isinstance(x, fx.Node) or not is_floating(x) or not all(map(is_factor, by)):
@@ -368,11 +370,11 @@ def additions_behind(ups: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def summands(node: fx.Node) -> list[tuple[Any, float]]:
-    """The terms of an addition or a subtraction, with the factor of each; empty for other nodes."""
+    """The terms of an addition or a subtraction, but of 0, with the factor of each; empty for other nodes."""
     if node.target not in (aten.add.Tensor, aten.sub.Tensor) or not is_floating(node):
         return []
     alpha = node.kwargs.get("alpha", 1)
-    if not is_factor(alpha):
+    if not is_factor(alpha) or scaled(node) is not None:
         return []
     sign = 1.0 if node.target is aten.add.Tensor else -1.0
     return [(node.args[0], 1.0), (node.args[1], sign * float(alpha))]

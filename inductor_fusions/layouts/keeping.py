@@ -40,6 +40,8 @@ class Keeping:
         returned = [node for last in graph.find_nodes(op="output") for node in leaves_of(last.args[0])]
         seen = [] if recomputed else [*given, *(node for node in returned if isinstance(node, fx.Node))]
         self.in_other_hands = {storage(node) for node in seen} - {None}
+        #: Memory of inputs that repeat elements, and each repetition has a gradient of its own.
+        self.repeated = {storage(n) for n in given if _repeats(n) and _requires_grad(n)} - {None}
         self._copies: list[tuple[fx.Node, fx.Node]] = []
 
     def kept(self, node: fx.Node, before: fx.Node, by_eager: Collection[object] = ()) -> fx.Node:
@@ -75,7 +77,7 @@ class Keeping:
                 return copy
         with suppress_guards(fake_mode_of(self.graph)):
             kind = OWN if others and not is_transformed(self.graph) else "clone"
-            short = self._without_repeats(node, before)
+            short = node if memory in self.repeated else self._without_repeats(node, before)
             copy = copied(self.graph, short, before, kind)
             if short is not node:
                 copy = Builder(before).call("expand_as", copy, node)
@@ -84,11 +86,8 @@ class Keeping:
 
     def _without_repeats(self, node: fx.Node, before: fx.Node) -> fx.Node:
         """A value with one element of each dim over which it is expanded."""
-        value = tensor(node)
-        assert value is not None
-        for dim in range(value.dim()):
-            if known_true(value.stride(dim) == 0) and not known_true(value.shape[dim] == 1):
-                node = Builder(before).call("narrow", node, dim, 0, 1)
+        for dim in _repeats(node):
+            node = Builder(before).call("narrow", node, dim, 0, 1)
         return node
 
     def _between(self, first: fx.Node, last: fx.Node, memory: object) -> bool:
@@ -107,6 +106,20 @@ def _seen_through(node: fx.Node) -> fx.Node | None:
         return None
     # Strides that are given are those of the original.
     return inputs[0] if before.dtype == after.dtype and name_of(node) != "as_strided" else None
+
+
+def _repeats(node: fx.Node) -> list[int]:
+    """The dims over which a value is expanded."""
+    value = tensor(node)
+    if value is None:
+        return []
+    dims = range(value.dim())
+    return [d for d in dims if known_true(value.stride(d) == 0) and not known_true(value.shape[d] == 1)]
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    value = tensor(node)
+    return value is not None and value.requires_grad
 
 
 def _size(node: fx.Node) -> int:

@@ -106,3 +106,14 @@ def test_keys_in_another_order(train: bool) -> None:
     inputs = [torch.randn(2, 8, 3, 8, requires_grad=train) for _ in range(3)]
     found = testing.check(program, inputs, fused=1, train=train, backend="inductor", slack=8.0)
     assert found.ours.fused
+
+
+def test_values_that_are_repeated_in_memory_have_gradients_of_their_own() -> None:
+    """An input with a stride of 0 is a leaf: what is kept for the backward is not one of its repetitions."""
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return torch.softmax(q @ k.mT * 0.3, dim=-1) @ v
+
+    q, k, _ = qkv(7, 13)
+    v = torch.randn(1, *k.shape[1:]).expand_as(k).detach().requires_grad_()
+    check(attention, (q, k, v), slack=4.0)

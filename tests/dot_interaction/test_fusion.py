@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from inductor_fusions import testing
+from inductor_fusions import config, testing
 from inductor_fusions.fusions import dot_interaction
 from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION, DOT_PAIRS
+from tests.attention.test_leaving import traced
 
 SAMPLES, F, D = 6, 5, 8
 LI = [i for i in range(F) for j in range(i)]
@@ -236,6 +237,11 @@ def test_a_cell_that_is_none() -> None:
         testing.capture(lambda t, i: products(t)[:, i, i], operands()[1].detach(), torch.tensor([0, F]))
 
 
+def matrices_of_pairs(x: Any) -> Any:
+    """(pairs, D, D)"""
+    return (x[0, :, None] * x[1]).expand(len(LI), -1, -1)
+
+
 OTHERS: dict[str, tuple[Function, str | None]] = {
     "gathered of two": (lambda x, t: (t[:, LI] * (t + 1)[:, LJ]).sum(-1), None),
     "summed over the pairs": (lambda x, t: (t[:, LI] * t[:, LJ]).sum(1), None),
@@ -274,6 +280,14 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     "one gather": (lambda x, t: (t[:, LI] * x[:, None]).sum(-1), None),
     "a mask of others": (lambda x, t: t[:, torch.ones(F, D, dtype=torch.bool).tril(-1)], None),
     "all products of samples": (lambda x, t: products(t).flatten(0, 1), None),
+    "matrices of pairs": (
+        lambda x, t: (torch.einsum("bpd,pde->bpe", t[:, LI], matrices_of_pairs(x)) * t[:, LJ]).sum((1, 2)),
+        "a matrix of each pair",
+    ),
+    "matrices of pairs, of two": (
+        lambda x, t: (torch.einsum("bpd,pde->bpe", t[:, LI], matrices_of_pairs(x)) * (t + 1)[:, LJ]).sum(-1),
+        None,
+    ),
     "a slice of samples": (lambda x, t: products(t)[1:, LI, LJ], None),
 }  # fmt: skip
 SQUARE = {"another transpose", "permuted"}
@@ -388,3 +402,23 @@ def test_on_a_gpu(given: bool, samples: int, width: int, dtype: torch.dtype) -> 
 
     inputs = [(value.detach() / 4).cuda().requires_grad_() for value in (x, t)]
     check(fn, inputs, dtype=dtype, backend="inductor")
+
+
+def test_features_that_the_caller_changes_before_the_backward() -> None:
+    """Eager keeps what is gathered of them."""
+
+    def pairs(t: Any) -> Any:
+        return (t[:, LI] * t[:, LJ]).sum(-1)
+
+    def gradient(fn: Function) -> Any:
+        t = given.clone().requires_grad_()
+        out = fn(t)
+        with torch.no_grad():
+            t.mul_(-1.3)
+        out.sin().sum().backward()
+        return t.grad
+
+    given = torch.randn(SAMPLES, F, D)
+    with config.patch(policy="always"):
+        found = gradient(torch.compile(pairs, backend=traced()))
+    torch.testing.assert_close(found, gradient(pairs))

@@ -39,6 +39,17 @@ def lycoris_difference_of_weights(x: Any, w: Any, a: Any, b: Any, scalar: Any) -
     return F.linear(x, w) + F.linear(x, merged - base)
 
 
+@form(*LORA, (8, 64), (128, 8))
+def mean_of_adapters_by_sum(x: Any, w: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Python's `sum` adds the first one to 0."""
+    return F.linear(x, w) + sum(F.linear(F.linear(x, p), q) for p, q in ((a, b), (c, d))) / 2
+
+
+@form(*LORA, left=(2, 2), reasons=("no-base", "no-base"))
+def adapter_and_a_number(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(x, w) * 0.5, F.linear(F.linear(x, a), b) + 1
+
+
 @form(*LORA)
 def weight_of_the_adapter(x: Any, w: Any, a: Any, b: Any) -> Any:
     """A and B are multiplied first."""

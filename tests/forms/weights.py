@@ -653,6 +653,13 @@ def values_of_pairs(q: Any, k: Any, v: Any, pairs: Any) -> Any:
     return w @ v, einsum("bhij,bijc->bihc", w, pairs)
 
 
+@form((9, 16), (13, 16), (16, 16), fused=0, reasons=("no-product",))
+def values_less_those_of_the_query(x: Any, candidates: Any, w: Any) -> Any:
+    """TabR: candidates are weighed by their distance, and what they add depends on the query as well."""
+    weights = (2 * x @ candidates.mT - candidates.square().sum(-1)).softmax(-1)
+    return (weights.unsqueeze(1) @ ((x[:, None] - candidates) @ w)).squeeze(1)
+
+
 def marked(seen: torch.Tensor) -> torch.Tensor:
     """Drawn marks on lower triangles: one query sees no key."""
     return torch.ones(9, 9).tril() * (seen & (torch.arange(9) != 3)[:, None]).float()

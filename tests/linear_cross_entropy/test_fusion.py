@@ -14,6 +14,7 @@ from torch import nn
 from inductor_fusions import config, testing
 from inductor_fusions.fusions.linear_cross_entropy import chunks
 from inductor_fusions.fusions.linear_cross_entropy.op import LINEAR_CROSS_ENTROPY
+from tests.attention.test_leaving import traced
 
 B, T, H, V = 2, 9, 24, 61
 CHUNK_ROWS = chunks.chunk_rows  # as it is, where a fixture has another
@@ -431,3 +432,28 @@ def test_chunk_rows() -> None:
     for count in (1, 5, 1000, 4097, 16384):
         found = CHUNK_ROWS(count, 50257, 2, "cuda")
         assert 1 <= found <= count and found * 50257 * 2 <= max(chunks.CHUNK["cuda"], 50257 * 2)
+
+
+@pytest.mark.parametrize("trained, changed", [("hwc", "c"), ("h", "h"), ("w", "w"), ("c", "hw")])
+def test_operands_that_the_caller_changes_before_the_backward(trained: str, changed: str) -> None:
+    """Eager keeps no bias, and the hidden states and the weight only for each other's gradient."""
+
+    def losses(h: Any, w: Any, c: Any, labels: Any) -> Any:
+        return F.cross_entropy(F.linear(h, w, c), labels, reduction="none")
+
+    given = {"h": torch.randn(B * T, H), "w": torch.randn(V, H), "c": torch.randn(V)}
+    labels = torch.randint(V, (B * T,))
+
+    def gradients(fn: Function) -> list[torch.Tensor]:
+        own = {name: x.clone().requires_grad_(name in trained) for name, x in given.items()}
+        out = fn(*own.values(), labels)
+        with torch.no_grad():
+            for name in changed:
+                own[name].mul_(-1.3)
+        out.square().sum().backward()
+        return [x.grad for x in own.values() if x.grad is not None]
+
+    with config.patch(policy="always"):
+        found = gradients(torch.compile(losses, backend=traced()))
+    for ours, eager in zip(found, gradients(losses), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)

@@ -38,6 +38,9 @@ NEAR_MISSES: dict[str, tuple[Callable[..., Any], Reason]] = {
     "times a tensor inside and outside": (
         lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a) * w[0, 0], b) * w[0, 1], Reason.TERMS,
     ),
+    "packed with another A": (
+        lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a)[:, :8], b[:, :8]), Reason.LAYOUT,
+    ),
     "permuted": (
         lambda x, w, a, b: F.linear(x, w)[:, :96] + F.linear(F.linear(x, a), b)[:, :96].t(), Reason.NO_BASE,
     ),
@@ -50,6 +53,13 @@ def test_no_linear_with_an_adapter(name: str) -> None:
     seen = check(fn, operands(), budget=2.0)
     assert not seen.fused("lora")
     assert reason.code in seen.codes("lora"), seen.reasons("lora")
+
+
+def test_two_products_of_a_batch_and_a_residual_are_no_adapters() -> None:
+    def fn(x: Any, a: Any, b: Any) -> Any:
+        return x + torch.bmm(torch.bmm(x, a), b) * 2.0
+
+    assert not check(fn, [torch.randn(2, *s).bfloat16() for s in ((48, 64), (64, 8), (8, 64))]).sites
 
 
 def test_float16_whose_factor_overflows() -> None:

@@ -10,7 +10,7 @@ from ..._inductor import known_true
 from ...graph.einsum import Equation, equation
 from ...graph.torch_ops import Op, tensor
 from ...reasons import Reason
-from .arrangement import Arrangement, Misplaced
+from .arrangement import OWN_VALUES, Arrangement, Misplaced
 from .operands import Operand, product
 
 Groups = tuple[str, str, str]
@@ -51,6 +51,9 @@ def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[An
     lead, rows, columns = ("".join(found.first[d] for d in dims) for dims in (at.lead, at.rows, at.columns))
     free = "".join(c for c in found.second if c not in found.first)
     natural = lead + rows + free
+    over_columns = set(columns) <= set(found.second) and not set(columns) & set(found.result)
+    if rows and over_columns and set(rows) <= set(found.second) & set(found.result):
+        raise Misplaced(OWN_VALUES)
     if (
         not free
         or set(columns) - set(found.second)

@@ -30,7 +30,7 @@ from ...graph.torch_ops import (
 )
 from ...reasons import Reason
 from . import einsum
-from .arrangement import Arrangement, Misplaced, is_view, permuted
+from .arrangement import OWN_VALUES, Arrangement, Misplaced, is_view, permuted
 from .assigned import condition as assigned_to
 from .normal_form import Attention, Result, Term
 from .operands import Operand, product, same_shape
@@ -270,7 +270,7 @@ def divided(site: Attention, division: fx.Node, sums: Collection[fx.Node]) -> No
 
 _DIFFERENCE = Reason.IN_BETWEEN(
     "the weights of two softmaxes are subtracted or added (differential attention): fused, both results "
-    "would be rounded before the subtraction, which cancels digits"
+    "would be rounded before that, and a subtraction cancels digits"
 )
 
 
@@ -329,6 +329,8 @@ def _matrices(op: Op, node: fx.Node, at: Arrangement) -> Result:
         raise Reason.SHAPES.rejected("the weights are broadcast in the product with v")
     rank, single = weights.dim(), at.single(weights.shape)
     last = (rank - 2, rank - 1) if is_left else (rank - 1, rank - 2)
+    if single is not None and single.rows[0] != last[0] and single.columns[0] == last[1]:
+        raise Misplaced(OWN_VALUES)
     if single is None or (single.rows[0], single.columns[0]) != last:
         raise Misplaced(
             Reason.NO_PRODUCT("the product after the softmax sums over another dim than the softmax")

@@ -21,7 +21,7 @@ from ...fusion import Rejected
 from ...graph import torch_ops
 from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, VIEWS, read, tensor
 from ...reasons import Reason
-from .arrangement import Arrangement, Misplaced
+from .arrangement import OWN_VALUES, Arrangement, Misplaced
 from .masks import Interpreter
 from .normal_form import Attention, Sink, Term
 from .operands import Operand, product, same_shape
@@ -122,7 +122,8 @@ def recognise(softmax: fx.Node, interpreter: Interpreter, beside: Collection[fx.
         try:
             return _read(written, at, interpreter, beside, merged=True)
         except Rejected as miss:
-            misses += [miss] if miss.reason == MERGED else []
+            named = any(other.reason == OWN_VALUES for other in misses)
+            misses += [miss] if miss.reason == MERGED and not named else []
     if not found:
         raise min(misses, key=lambda miss: (isinstance(miss, Misplaced), miss.reason == NOT_OVER_KEYS))
     return max(found, key=lambda pair: _rank(pair[0], pair[1], scores))[0]
@@ -187,9 +188,7 @@ def _read(
         site, upwards.number, at, beside=written.inside, merged=merged, dropped=written.sink is not None
     )
     if upwards.chooses:
-        raise Reason.NO_PRODUCT.rejected(
-            "a linear of each token chooses among values of its own (experts): they are no keys"
-        )
+        raise Rejected(OWN_VALUES)
     if written.division is not None:
         divided(site, written.division, written.inside)
     if logsumexp is not None:

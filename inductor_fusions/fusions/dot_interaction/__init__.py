@@ -21,6 +21,7 @@ from ...effects.scope import DynamoScope
 from ...fusion import Candidate, Fusion, Reported
 from ...graph.builder import Builder
 from ...graph.torch_ops import spellings
+from ...layouts.keeping import Keeping
 from ...operands import check_device, check_kind, profitable, tensor, text
 from ...reasons import Reason
 from . import recognise
@@ -35,9 +36,8 @@ __all__ = ["FUSION"]
 
 def _other_pairs(read: fx.Node, how: str) -> Candidate:
     """Products of features that are read in a way for which there is no kernel."""
-    why = Reason.PAIRS.rejected(
-        f"{how}, not by indices of the matrix of products", "z[:, i, j] with vectors of indices"
-    )
+    hint = "" if how == recognise.BY_MATRICES else "z[:, i, j] with vectors of indices"
+    why = Reason.PAIRS.rejected(f"{how}, not by indices of the matrix of products", hint)
     return Reported(read, why, {"products": text(tensor(read))})
 
 
@@ -91,13 +91,15 @@ class DotInteraction(Candidate):
     def rewrite(self) -> str:
         site, out = self.site, tensor(self.site.last)
         # Its shape, dtype, and whether it takes a gradient, are those of what it replaces.
-        build = Builder(site.last, self.anchor)
+        build, t = Builder(site.last, self.anchor), site.t
         assert out is not None
+        if site.gathers and out.requires_grad:  # eager keeps what is gathered instead
+            t = Keeping(self.scope.graph).kept(t, site.last)
         out = out.squeeze(-1) if site.kept else out
         if self.triangle is None:
-            new = build.given(out, DOT_PAIRS, site.t, site.dense, self._cells(), list(self.tiles))
+            new = build.given(out, DOT_PAIRS, t, site.dense, self._cells(), list(self.tiles))
         else:
-            new = build.given(out, DOT_INTERACTION, site.t, site.dense, *self.triangle, list(self.tiles))
+            new = build.given(out, DOT_INTERACTION, t, site.dense, *self.triangle, list(self.tiles))
         new = build.given(tensor(site.last), torch.unsqueeze, new, -1) if site.kept else new
         for how, number in site.scales:
             new = build.given(out, operator.mul if how == "mul" else operator.truediv, new, number)

@@ -22,7 +22,7 @@ from torch import fx
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.einsum import equation
-from ...graph.torch_ops import Op, permuted_by, read
+from ...graph.torch_ops import PRODUCTS, Op, permuted_by, read
 from ...operands import tensor
 
 _TRIANGLES = {torch.tril_indices: False, torch.triu_indices: True}
@@ -31,6 +31,9 @@ FLATTENS = ("flatten", "reshape", "view")
 #: What keeps the values of indices.
 _SAME = frozenset("to long cuda cpu contiguous clone detach".split())
 _WHOLE = slice(None)
+BY_MATRICES = "features are multiplied through a matrix of each pair"
+#: What may be between features and their product with a matrix of each pair.
+_TO_MATRICES = frozenset("matmul bmm einsum squeeze unsqueeze transpose permute".split())
 #: Dense features of more columns are concatenated by others.
 WIDEST_DENSE = 1024
 
@@ -174,6 +177,8 @@ def unread(node: fx.Node) -> str:
         return ""
     source, index = op.input, op["index"]
     if op.name == "sum":
+        if _of_matrices(op):
+            return BY_MATRICES
         return "pairs are multiplied one by one" if _begins_loop(node) else ""
     if op.name in ("tril", "triu"):
         rows = all((by := read(user)) is not None and by.name in FLATTENS for user in readers(node))
@@ -186,6 +191,30 @@ def unread(node: fx.Node) -> str:
     if mask is not None and mask.dtype == torch.bool and mask.dim() == 2 and _squared_at(source):
         return "pairs are selected by a mask"
     return ""
+
+
+def _of_matrices(op: Op) -> bool:
+    """Whether a sum is over `(t[:, i] @ m) * t[:, j]`, with a matrix for each pair (FmFM)."""
+    product = read(op.input)
+    if product is None or product.name != "mul":
+        return False
+    sides = product.only("input", "other")
+    for side, other in (sides, sides[::-1]):
+        at = _gathered(other)
+        products = 0
+        while at is not None and (by := read(side)) is not None and by.name in _TO_MATRICES:
+            products += by.name in PRODUCTS
+            if by.name == "einsum":
+                try:
+                    side = equation(by).left
+                except Rejected:
+                    break
+            else:
+                side = by.input
+            found = _gathered(side)
+            if products and found is not None and found[0] is at[0]:
+                return True
+    return False
 
 
 def _begins_loop(node: fx.Node) -> bool:

@@ -8,6 +8,7 @@ of its own.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from ...effects.modes import Modes
 from ...effects.writes import check_between, check_kept, may_alias, storage
 from ...fusion import Candidate, Fusion, Reported, Scope
 from ...graph.torch_ops import CASTS, VIEWS, read, reads_metadata
+from ...layouts.keeping import Keeping
 from ...operands import check_kind, profitable, tensor, text, tokens_of
 from ...reasons import Reason
 from . import emit, recognise
@@ -184,11 +186,23 @@ class LossHead(Candidate):
         site = self.site
         if self.returns:
             new = emit.loss(site, self.wants, emit.detached(site))
+        elif self.in_one_pass:
+            new = emit.loss(site, self.wants)
         else:
-            new = emit.loss(site, self.wants) if self.in_one_pass else emit.rows(site, self.wants)
+            new = emit.rows(self._kept() if self.trains else site, self.wants)
         replace(site.loss, new, site.path)
         name = "linear_cross_entropy" if self.in_one_pass else "linear_softmax_rows"
         return f"{name}{self.note}"
+
+    def _kept(self) -> Site:
+        """The site with operands that may be saved for the backward."""
+        site, (wants_h, wants_w, _) = self.site, self.wants
+        keeping = Keeping(self.graph, recomputed=is_body_of_dynamo(self.graph))
+        # The product keeps an operand where the other one takes a gradient, and an addition keeps none.
+        by_eager = {storage(x) for x, other in ((site.h, wants_w), (site.w, wants_h)) if other}
+        h, w = (keeping.kept(x, site.loss, by_eager) for x in (site.h, site.w))
+        bias = None if site.bias is None else keeping.kept(site.bias, site.loss, by_eager)
+        return dataclasses.replace(site, h=h, w=w, bias=bias)
 
 
 def _first_reader(site: Site, operand: fx.Node) -> fx.Node:

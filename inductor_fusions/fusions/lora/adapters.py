@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ..._inductor import remembered
+from ...block_mm.columns import columns
 from ...graph.products import (
     CASTS,
     MUL,
@@ -227,6 +228,9 @@ def _around_function(up: Product) -> Adapter | None:
     if not is_floating(up.a):
         return None
     rank, size = value(up.a).shape[1], str(value(up.a).numel())
+    packed = _of_packed(up)
+    if packed is not None:
+        return packed
     down: Product | None = None
     seen, waiting = set[fx.Node](), [_in_front_of_squares(up.a, rank)]
     while waiting:
@@ -248,6 +252,17 @@ def _around_function(up: Product) -> Adapter | None:
     narrow = same_sizes(value(down.node).shape, value(up.a).shape)
     narrow = narrow and (not isinstance(inner, int) or inner >= 2 * rank)
     return Adapter(up, down, up.scale, None, up.a) if narrow else None
+
+
+def _of_packed(up: Product) -> Adapter | None:
+    """An adapter whose A is packed with those of others: some columns of one narrow product."""
+    part = columns(through(up.a, RESHAPES | CASTS))
+    if part is None or part.base.bias is not None or part.count != value(up.a).shape[1]:
+        return None
+    width, inner = value(part.base.node).shape[1], value(part.base.a).shape[1]
+    if not isinstance(width, int) or width > MOST_RANK or (isinstance(inner, int) and inner < 2 * width):
+        return None
+    return Adapter(up, part.base, up.scale, None, up.a)
 
 
 def _in_front_of_squares(node: fx.Node, rank: int) -> fx.Node:

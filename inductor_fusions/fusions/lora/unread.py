@@ -16,6 +16,7 @@ from ...graph.products import (
     RESHAPES,
     additions_behind,
     is_pointwise,
+    is_sum,
     product,
     summands,
     tensor,
@@ -86,7 +87,7 @@ def _of_up(up: fx.Node) -> str:
         last = up
         while len(last.users) == 1 and ((user := next(iter(last.users))).target in (*_TURNED, *RESHAPES)):
             last = user
-        return BATCH if fits and additions_behind([last]) else ""
+        return BATCH if fits and any(map(_adds_product, additions_behind([last]))) else ""
     weight: Any = up.args[1]
     if not _is_convolution(up) or any(size != 1 for size in value(weight).shape[2:]):
         return ""
@@ -96,6 +97,13 @@ def _of_up(up: fx.Node) -> str:
     if found is None or found.inner < 2 * value(found.node).shape[1]:
         return ""
     return UP if _is_narrow(found.node, 1) else ""
+
+
+def _adds_product(node: fx.Node) -> bool:
+    """Whether both terms of an addition are products or sums. A residual is no base, nor is an attention."""
+    terms = [_turned(_core(term)) for term, _ in summands(node)]
+    known = [isinstance(t, fx.Node) and (t.target in BASES or is_sum(t) or product(t)) for t in terms]
+    return not terms or all(known)
 
 
 def _is_weight(node: fx.Node, steps: int = 8) -> bool:

@@ -78,7 +78,6 @@ _CACHED_IN = (
     "torch._inductor.choices",
     "torch._inductor.codegen.cuda.cuda_env",
     "torch._inductor.codegen.triton",
-    "torch._inductor.template_heuristics.triton",
     "torch._inductor.runtime.triton_heuristics",
     "torch._inductor.runtime.triton_helpers",
     "torch._dynamo.device_interface",
@@ -136,6 +135,7 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
         "_exchange_device": lambda device: 0,
         "_maybe_exchange_device": lambda device: 0,
         "is_initialized": lambda: False,
+        "is_current_stream_capturing": lambda: False,  # Dynamo asks; a torch built with CUDA asks the driver
     }
 
     def with_real_tensors(initialize: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,6 +148,9 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
         return call
 
     with contextlib.ExitStack() as stack:
+        # Dynamo reads the current stream of an accelerator, which only a device that is there has.
+        accelerated = torch.accelerator.is_available()
+        stack.enter_context(mock.patch.object(torch.accelerator, "is_available", lambda: accelerated))
         for name, answer in answers.items():
             if hasattr(torch.cuda, name):
                 stack.enter_context(mock.patch.object(torch.cuda, name, answer))

@@ -11,8 +11,8 @@
 | 2.11 | a fake product has numbers for a symbolic batch, outside of the Python dispatcher |
 | 2.11, 2.12 | the key of AOTAutograd's cache lacks the dtype of autocast |
 | 2.11, 2.12 | a nested compile region is differentiated only where AOTAutograd traces it |
-| 2.13 | attention patterns misread SDPA that is decomposed |
-| before 2.15 | attention patterns raise where scores are divided by a tensor |
+| 2.13, 2.14 | attention patterns misread SDPA that is decomposed |
+| before 2.15 | attention patterns ignore dims, permutations and `alpha`, and raise at a tensor as divisor |
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ from .versions import (
     counts_in_32_bits,
     drops_narrow_casts,
     fails_on_broadcast_numbers,
+    patterns_ignore_constants,
     patterns_ignore_the_scale,
     patterns_match_decomposed_sdpa,
-    patterns_take_tensors_for_numbers,
     torch_version,
     version_problem,
 )

@@ -77,7 +77,6 @@ _CACHED_IN = (
     "torch._inductor.choices",
     "torch._inductor.codegen.cuda.cuda_env",
     "torch._inductor.codegen.triton",
-    "torch._inductor.template_heuristics.triton",
     "torch._inductor.runtime.triton_heuristics",
     "torch._inductor.runtime.triton_helpers",
     "torch._dynamo.device_interface",
@@ -116,7 +115,7 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
     global _absent
     from torch._dynamo import device_interface
     from torch._inductor.fx_passes import joint_graph, post_grad
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses import fake_tensor
     from torch.fx.experimental import proxy_tensor
 
     properties, is_available = device.properties(), torch.cuda.is_available
@@ -135,6 +134,7 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
         "_exchange_device": lambda device: 0,
         "_maybe_exchange_device": lambda device: 0,
         "is_initialized": lambda: False,
+        "is_current_stream_capturing": lambda: False,  # Dynamo asks; a torch built with CUDA asks the driver
     }
 
     def with_real_tensors(initialize: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,6 +147,11 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
         return call
 
     with contextlib.ExitStack() as stack:
+        # Dynamo reads the current stream of an accelerator, which only a device that is there has.
+        accelerated = torch.accelerator.is_available()
+        stack.enter_context(mock.patch.object(torch.accelerator, "is_available", lambda: accelerated))
+        if not accelerated:  # a fake would initialise the device
+            stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None))
         for name, answer in answers.items():
             if hasattr(torch.cuda, name):
                 stack.enter_context(mock.patch.object(torch.cuda, name, answer))
@@ -162,7 +167,7 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
         if importlib.util.find_spec("triton") is not None:
             stack.enter_context(_stub_driver(device))
         # No constant is computed on the device, such as `torch.tensor(number, device="cuda")`.
-        stack.enter_context(mock.patch.object(FakeTensorMode, "avoid_device_init", True))
+        stack.enter_context(mock.patch.object(fake_tensor.FakeTensorMode, "avoid_device_init", True))
         stack.enter_context(mock.patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", 0))
         stack.enter_context(device_guard())
         _forget_answers()

@@ -7,7 +7,7 @@ import re
 import torch
 
 OLDEST, NEWEST_TESTED = (2, 11), (2, 15)
-#: Operations of aten that stand for `x.T` and the like from torch 2.15 on, where Dynamo had getattr(x, "T").
+#: Operations of aten that stand for `x.T` and the like from torch 2.14 on, where Dynamo had getattr(x, "T").
 ATTRIBUTES = {"numpy_T": "T", "mT": "mT", "mH": "mH", "matrix_H": "H"}
 
 
@@ -34,15 +34,16 @@ def beyond_tested() -> bool:
 def patterns_ignore_the_scale() -> bool:
     """Whether Inductor's attention patterns take any divisor of the scores for sqrt(head_dim).
 
-    Seen on 2.11; right on 2.13.
+    Seen on 2.11; right on 2.12.
     """
-    return torch_version() < (2, 13)
+    return torch_version() < (2, 12)
 
 
-def patterns_take_tensors_for_numbers() -> bool:
-    """Whether Inductor's attention patterns raise where the scores are divided by a tensor (pytorch#191203).
+def patterns_ignore_constants() -> bool:
+    """Whether Inductor's attention patterns ignore dims, permutations and `alpha` (pytorch#196468, #195320).
 
-    Seen on 2.13; right on 2.15.
+    They also take a tensor for a number, and raise (pytorch#191203). Seen on 2.11 to 2.14; 2.15 compares
+    dims, and refuses keyword arguments that a pattern does not name.
     """
     return torch_version() < (2, 15)
 
@@ -50,9 +51,9 @@ def patterns_take_tensors_for_numbers() -> bool:
 def patterns_match_decomposed_sdpa() -> bool:
     """Whether Inductor's attention patterns misread what SDPA is decomposed to where no backend takes it.
 
-    Seen on 2.13; 2.11 has no such pattern, and 2.15 reads it rightly.
+    Seen on 2.13 and 2.14; 2.12 has no such pattern, and 2.15 reads it rightly.
     """
-    return (2, 12) <= torch_version() < (2, 15)
+    return (2, 13) <= torch_version() < (2, 15)
 
 
 def counts_in_32_bits() -> bool:

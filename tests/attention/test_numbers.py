@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from devtools import cuda_codegen
 from inductor_fusions import config
 from inductor_fusions.driver import passes
 from inductor_fusions.fusions import attention
@@ -24,7 +24,7 @@ QKV: list[Given] = [((2, 3, 32, 64), torch.bfloat16, "cuda")] * 3
 
 @pytest.fixture
 def device() -> Iterator[None]:
-    with mock.patch("torch.cuda.get_device_capability", lambda *_: (9, 0)):
+    with cuda_codegen.pretended(cuda_codegen.DEVICES[90]):
         yield
 
 

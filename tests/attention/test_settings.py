@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from inductor_fusions import _inductor, config
+from inductor_fusions import _inductor, config, reporting
 from inductor_fusions.driver import passes
 from inductor_fusions.effects import modes
 from tests.attention.support import (
@@ -197,10 +197,29 @@ def test_bits_of_eager() -> None:
     inputs = (*qkv(), rand(7, 13, grad=False))
     asked = _inductor.loading.inductor_config
     for value, fused in (("strict", 0), ("strict_reduction", 0), ("default", 1)):
-        config_of_2_15 = mock.Mock(wraps=asked(), numerics=value)
-        with mock.patch.object(_inductor.loading, "inductor_config", lambda found=config_of_2_15: found):
+        if hasattr(asked(), "numerics"):
+            setting = asked().patch(numerics=value)
+        else:  # an older torch, told of it
+            told = mock.Mock(wraps=asked(), numerics=value)
+            setting = mock.patch.object(_inductor.loading, "inductor_config", lambda found=told: found)
+        with setting:
             check(biased, inputs, fused=fused, reason=None if fused else "eager-bits")
     check(biased, inputs)
+
+
+@pytest.mark.usefixtures("fresh_cache")
+def test_lite_mode() -> None:
+    """Inductor runs no pass, so nothing is fused and nothing reported."""
+    q, k, v = (x.detach() for x in qkv())
+
+    def plain(q: Any, k: Any, v: Any) -> Any:
+        return torch.softmax(q @ k.mT, -1) @ v
+
+    for mode, fused in (("lite", 0), (None, 1)):
+        with config.patch(policy="always"), reporting.isolated() as sites:
+            found = torch.compile(plain, mode=mode)(q, k, v)
+        assert [site.verdict for site in sites] == ["fused"] * fused
+        assert fused or torch.equal(found, plain(q, k, v))
 
 
 def test_caches_tell_settings_apart() -> None:

@@ -155,8 +155,8 @@ def _fuse(
     from functorch.compile import make_boxed_func
     from torch._inductor import config as inductor_config
 
-    moved, _ = cuda_codegen.on_cuda(gm, example_inputs)
     with cuda_codegen.pretended(cuda_codegen.DEVICES[arch]), inductor_config.patch(inductor):
+        moved, _ = cuda_codegen.on_cuda(gm, example_inputs)
         for fusion in POST_GRAD:
             if config.is_on(fusion.name):
                 passes.apply(fusion, moved.graph)

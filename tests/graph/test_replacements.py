@@ -61,6 +61,10 @@ def applied(fusion: Fusion, fn: Callable[..., Any], *inputs: torch.Tensor) -> li
 )  # fmt: skip
 def test_diagonal(fn: Any, dtype: torch.dtype) -> None:
     a, b = torch.randn(6, 8).to(dtype), torch.randn(6, 8).to(dtype)
+    try:
+        fn(a, b)
+    except NotImplementedError:  # 2.11 has no trace of bfloat16
+        pytest.skip("eager mode of this torch has no such operation")
     assert applied(product_diagonal.FUSION, fn, a, b) == [("fused", "")]
 
 

@@ -41,6 +41,14 @@ def test_attention_by_the_table_of_the_target():
     assert found.facts["device"].startswith("nvidia_h200")
 
 
+@absent
+def test_a_torch_that_is_built_with_cuda(monkeypatch):
+    """It names an accelerator, also without a driver, and Dynamo reads the stream of an available one."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
+    (site,) = explain(attention, *inputs(512), gpu="nvidia_h200")
+    assert site.verdict == "fused"
+
+
 def test_a_number_that_the_function_puts_on_the_device():
     def divided(q, k, v):
         return torch.softmax(q @ k.mT / torch.tensor(8.0, device=q.device), dim=-1) @ v

@@ -1,9 +1,10 @@
 """Rewrites graphs that Inductor's own attention patterns misread.
 
-Those patterns ignore some constants of the operations that they match: the dim of a softmax, the order of a
-permutation, `alpha` of an addition, a divisor. A graph that differs from attention in nothing but such a
-constant is replaced by attention, and the result is silently wrong (pytorch#196468, #195320). Each of them is
-brought here to an equal form that means to the pattern what it means to everybody else:
+Before torch 2.15 those patterns ignore some constants of the operations that they match: the dim of a
+softmax, the order of a permutation, `alpha` of an addition, a divisor. A graph that differs from attention in
+nothing but such a constant is replaced by attention, and the result is silently wrong (pytorch#196468,
+#195320). Each of them is brought here to an equal form that means to the pattern what it means to everybody
+else:
 
 | graph | equal form |
 |---|---|
@@ -12,17 +13,19 @@ brought here to an equal form that means to the pattern what it means to everybo
 | `add(x, y, alpha=a)` | `add(x, a * y)` |
 | q, k or v permuted otherwise than by the pattern | several permutations, the last ones as it assumes them |
 | `scores / c`, or `q / c`, where c is not sqrt(head_dim) (torch 2.11) | `-(-scores / c)` |
-| the same where c is a tensor (before torch 2.15) | `-(-scores / c)` |
+| the same where c is a tensor | `-(-scores / c)` |
 
-What a pattern puts there keeps its result for its backward, and a product does not: of a result that leaves
-the graph in training the caller gets a copy (`returned`), which Inductor drops where nothing keeps it.
+With any torch, what a pattern puts there keeps its result for its backward, and a product does not: of a
+result that leaves the graph in training the caller gets a copy (`returned`), which Inductor drops where
+nothing keeps it.
 
 Views cost nothing, and a factor is computed in the kernel of the addition. Only what lies between two matrix
 products is touched, and attention that is fused before has none of it left.
 
-torch 2.13 also has patterns (29 and 30) for what SDPA is decomposed to where no backend takes it: where the
-last dim of q, k or v is not in order in memory, or v has another head dim, or the mask takes a gradient. They
-ignore the permutations of q, k and v as well, so those of every SDPA call are brought to that form.
+torch 2.13 and 2.14 also have patterns (29 and 30) for what SDPA is decomposed to where no backend takes it:
+where the last dim of q, k or v is not in order in memory, or v has another head dim, or the mask takes a
+gradient. They ignore the permutations of q, k and v as well, so those of every SDPA call are brought to that
+form.
 """
 
 from __future__ import annotations
@@ -32,9 +35,9 @@ from typing import TYPE_CHECKING
 
 from ..._inductor import (
     is_body_of_dynamo,
+    patterns_ignore_constants,
     patterns_ignore_the_scale,
     patterns_match_decomposed_sdpa,
-    patterns_take_tensors_for_numbers,
 )
 from ...effects.inplace import inputs, readers
 from ...fusion import Candidate, Fusion, Scope
@@ -73,15 +76,16 @@ def read(scope: Scope, match: Match) -> Iterator[Candidate]:
     product, output = nearest_product(node, inputs), nearest_product(node, readers)
     if product is None or output is None:
         return
-    for each in between(node, product):
-        if name_of(each) == "add" and each.kwargs.get("alpha", 1) != 1:
-            yield Alpha(each, None)
-    divisions, ignored = [], patterns_ignore_the_scale()
-    if ignored or patterns_take_tensors_for_numbers():
-        divisions = list(divided(node, product, ignored))
-    yield from permuted(product, output)
-    if dims != (rank - 1,):
-        yield Sum(node, source, dims) if name_of(node) == "sum" else Softmax(node, source, dims[0])
-    elif not is_body_of_dynamo(scope.graph):
+    over_keys = dims == (rank - 1,)
+    divisions: list[Candidate] = []
+    if patterns_ignore_constants():
+        for each in between(node, product):
+            if name_of(each) == "add" and each.kwargs.get("alpha", 1) != 1:
+                yield Alpha(each, None)
+        divisions += divided(node, product, patterns_ignore_the_scale())
+        yield from permuted(product, output)
+        if not over_keys:
+            yield Sum(node, source, dims) if name_of(node) == "sum" else Softmax(node, source, dims[0])
+    if over_keys and not is_body_of_dynamo(scope.graph):
         yield from returned(output)
     yield from divisions

@@ -75,7 +75,7 @@ def divided(softmax: fx.Node, product: fx.Node, ignored: bool) -> Iterator[Candi
 
     Args:
         ignored: whether patterns ignore the divisor. Those that read it take a tensor for a number, and
-            raise (pytorch#191203, before torch 2.15): there it is divisions by tensors alone.
+            raise (pytorch#191203): there it is divisions by tensors alone.
     """
     q, _ = factors(product)
     operand = tensor(q)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,47 +70,61 @@ def test_einsum_on_three_dims(equation: str, shape: tuple[int, ...], monkeypatch
     assert seen.products(0) == seen.products(1) == 0
 
 
-def test_inputs_that_meet_through_a_cast() -> None:
-    def fn(x: Any, w: Any, v: Any) -> Any:
-        return F.linear(x.to(w.dtype), w), F.linear(x.reshape(32, 64).to(w.dtype), v)
-
-    args = (rand(2, 16, 64, dtype=torch.float32), rand(32, 64), rand(16, 64))
-    assert len(check(fn, args).calls()) == 1
+def linears(x: Any, *weights: Any) -> Any:
+    return tuple(F.linear(x, w) for w in weights)
 
 
-def test_inputs_that_differ() -> None:
-    def fn(x: Any, y: Any, w: Any, v: Any) -> Any:
-        return F.linear(x, w), F.linear(y, v)
-
-    seen = check(fn, (rand(32, 64), rand(32, 64), rand(32, 64), rand(16, 64)))
-    assert not seen.calls() and not seen.sites
+def meet_through_a_cast(x: Any, w: Any, v: Any) -> Any:
+    return F.linear(x.to(w.dtype), w), F.linear(x.reshape(32, 64).to(w.dtype), v)
 
 
-def test_inputs_that_are_permuted_differently() -> None:
-    def fn(x: Any, w: Any, v: Any) -> Any:
-        return x.t() @ w, x.reshape(64, 64) @ v
-
-    seen = check(fn, (rand(64, 64), rand(64, 32), rand(64, 16)))
-    assert not seen.calls()
+def padded_columns(x: Any, w: Any, v: Any) -> Any:
+    """The input is padded once for each product, in the same way: one value."""
+    return F.pad(x, (0, 4)) @ w.t(), F.pad(x, (0, 4)) @ v.t(), F.pad(x, (4, 0)) @ v.t()
 
 
-def test_one_transposed_input() -> None:
-    def fn(x: Any, w: Any, v: Any) -> Any:
-        return x.t() @ w, x.t() @ v
-
-    assert len(check(fn, (rand(64, 32), rand(64, 32), rand(64, 16))).calls()) == 1
+def one_stands_in_the_way(x: Any, w: Any, v: Any) -> Any:
+    q, k = x @ w, x @ v
+    return q, k, x @ q.relu()
 
 
-def test_weights_that_are_views() -> None:
-    """Slices of one weight, in rows and in columns, and one that is not transposed."""
+#: A function, its inputs, and how many products each operation has.
+INPUTS: dict[str, tuple[Callable[..., Any], list[torch.Tensor], list[int]]] = {
+    "that meet through a cast": (
+        meet_through_a_cast, [rand(2, 16, 64, dtype=torch.float32), rand(32, 64), rand(16, 64)], [2],
+    ),
+    "that differ": (
+        lambda x, y, w, v: (F.linear(x, w), F.linear(y, v)),
+        [rand(32, 64), rand(32, 64), rand(32, 64), rand(16, 64)], [],
+    ),
+    "that are permuted differently": (
+        lambda x, w, v: (x.t() @ w, x.reshape(64, 64) @ v), [rand(64, 64), rand(64, 32), rand(64, 16)], [],
+    ),
+    "that are transposed": (
+        lambda x, w, v: (x.t() @ w, x.t() @ v), [rand(64, 32), rand(64, 32), rand(64, 16)], [2],
+    ),
+    "whose columns are padded": (padded_columns, [rand(32, 60), rand(32, 64), rand(16, 64)], [2]),
+    "of which one stands in the way": (
+        one_stands_in_the_way, [rand(64, 64), rand(64, 64), rand(64, 64)], [2],
+    ),
+    "of ten linears": (linears, [rand(8, 32), *(rand(16, 32) for _ in range(10))], [2, 8]),
+    "of which one has odd columns": (linears, [rand(16, 64), rand(64, 64), rand(60, 64), rand(64, 64)], [2]),
+    "of weights that are views": (
+        lambda x, w, v, u: (F.linear(x, w[:32]), F.linear(x, w[32:]), x @ v[:, :48], x @ u),
+        [rand(2, 16, 64), rand(64, 64), rand(64, 64), rand(64, 24)], [4],
+    ),
+}  # fmt: skip
 
-    def fn(x: Any, w: Any, v: Any, u: Any) -> Any:
-        return F.linear(x, w[:32]), F.linear(x, w[32:]), x @ v[:, :48], x @ u
 
-    args = (rand(2, 16, 64), rand(64, 64), rand(64, 64), rand(64, 24))
-    seen = check(fn, args, train=True)
-    (call,) = seen.calls()
-    assert len(named(call).a) == 4
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs(name: str) -> None:
+    """Each product is in an operation, or is left: none is lost."""
+    fn, inputs, products = INPUTS[name]
+    seen = check(fn, inputs)
+    assert sorted(len(named(call).a) for call in seen.calls()) == products
+    assert name != "that differ" or not seen.sites
+    trained = check(fn, inputs, train=True, budget=2.0)
+    assert sorted(len(named(call).a) for call in trained.calls()) == products
 
 
 def test_tied_weights() -> None:
@@ -122,40 +137,19 @@ def test_tied_weights() -> None:
     assert named(call).b[0] is named(call).b[1]
 
 
-def test_no_cycle() -> None:
-    """The second weight is made from the first result, the third one from the second's."""
-
-    def fn(x: Any, w: Any) -> Any:
-        y = x @ w
-        z = x @ y
-        return y, z, x @ (z + 1)
-
-    seen = check(fn, (rand(64, 64), rand(64, 64)), train=True)
-    assert not seen.calls(0)
-    assert "operand" in seen.reasons("qkv")[0]
-
-
-def test_operand_between_a_result_and_its_reader() -> None:
-    """The second weight is made from a function of the first result: never before it."""
-
-    def fn(x: Any, w: Any) -> Any:
-        y = x @ w
-        v = y.relu()
-        return x @ v
-
-    seen = check(fn, (rand(64, 64), rand(64, 64)))
-    assert not seen.fused("qkv")
-    assert "before the operands of another are computed" in seen.reasons("qkv")[0]
-
-
-def test_the_rest_is_fused_where_one_stands_in_the_way() -> None:
-    def fn(x: Any, w: Any, v: Any) -> Any:
-        q, k = x @ w, x @ v
-        return q, k, x @ q.relu()
-
-    seen = check(fn, (rand(64, 64), rand(64, 64), rand(64, 64)))
-    (call,) = seen.calls()
-    assert len(named(call).a) == 2 and seen.products() == 1
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        # The second weight is made from the first result, the third one from the second's.
+        (lambda x, w: (y := x @ w, z := x @ y, x @ (z + 1)), "one of the products is an operand of another"),
+        # The second weight is made from a function of the first result: never before it.
+        (lambda x, w: x @ (x @ w).relu(), "before the operands of another are computed"),
+    ],
+)
+def test_operand_of_another_product(fn: Any, reason: str) -> None:
+    seen = check(fn, (rand(64, 64), rand(64, 64)), train=True, budget=2.0)
+    assert all(len(named(call).a) == 1 for call in seen.calls(0))
+    assert reason in seen.reasons("qkv")[0]
 
 
 def test_keys_and_values_of_all_decoder_layers() -> None:
@@ -188,12 +182,6 @@ def test_not_where_it_needs_more_memory() -> None:
     assert any("peak memory" in reason for reason in seen.reasons("qkv"))
 
 
-def test_more_than_a_kernel_takes() -> None:
-    """Ten linears: eight in one operation, and two in another."""
-    seen = check(Linears(32, (16,) * 10).bfloat16(), (rand(8, 32),))
-    assert sorted(len(named(call).a) for call in seen.calls()) == [2, 8]
-
-
 @pytest.mark.parametrize(
     ("width", "outs", "says"),
     [
@@ -206,12 +194,6 @@ def test_odd_sizes(width: int, outs: tuple[int, ...], says: str) -> None:
     assert not seen.calls()
     (reason,) = seen.reasons("qkv")
     assert says in reason
-
-
-def test_one_odd_linear_is_left_out() -> None:
-    seen = check(Linears(64, (64, 60, 64)).bfloat16(), (rand(16, 64),))
-    (call,) = seen.calls()
-    assert len(named(call).a) == 2 and seen.products() == 1
 
 
 def test_float64() -> None:
@@ -321,28 +303,16 @@ def test_padding_that_is_read_elsewhere() -> None:
     check(fn, (rand(37, 64), rand(32, 64), rand(16, 64)))
 
 
-@pytest.mark.parametrize("name", ["in front", "ones", "fewer rows", "columns"])
+#: x and w -> a product of padded rows that is cut otherwise.
+NO_PADDING: dict[str, Callable[[Any, Any], Any]] = {
+    "in front": lambda x, w: (F.pad(x, (0, 0, 3, 0)) @ w.t())[:-3],
+    "ones": lambda x, w: (F.pad(x, (0, 0, 0, 3), value=1.0) @ w.t())[:-3],
+    "fewer rows": lambda x, w: (F.pad(x, (0, 0, 0, 3)) @ w.t())[:-4],
+    "columns": lambda x, w: (F.pad(x, (0, 0, 0, 3)) @ w.t())[:, :-8],
+}
+
+
+@pytest.mark.parametrize("name", NO_PADDING)
 def test_slices_that_are_no_padding(name: str) -> None:
-    def fn(x: Any, w: Any, v: Any) -> Any:
-        if name == "in front":
-            first = (F.pad(x, (0, 0, 3, 0)) @ w.t())[:-3]
-        elif name == "ones":
-            first = (F.pad(x, (0, 0, 0, 3), value=1.0) @ w.t())[:-3]
-        elif name == "fewer rows":
-            first = (F.pad(x, (0, 0, 0, 3)) @ w.t())[:-4]
-        else:
-            first = (F.pad(x, (0, 0, 0, 3)) @ w.t())[:, :-8]
-        return first, padded(x, v)
-
-    seen = check(fn, (rand(37, 64), rand(32, 64), rand(16, 64)))
-    assert not seen.calls()
-
-
-def test_equal_padding_of_columns() -> None:
-    """The input is padded once for each product, in the same way: one value."""
-
-    def fn(x: Any, w: Any, v: Any) -> Any:
-        return F.pad(x, (0, 4)) @ w.t(), F.pad(x, (0, 4)) @ v.t(), F.pad(x, (4, 0)) @ v.t()
-
-    (call,) = check(fn, (rand(32, 60), rand(32, 64), rand(16, 64))).calls()
-    assert len(named(call).a) == 2
+    fn = lambda x, w, v: (NO_PADDING[name](x, w), padded(x, v))  # noqa: E731
+    assert not check(fn, (rand(37, 64), rand(32, 64), rand(16, 64))).calls()

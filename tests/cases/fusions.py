@@ -68,10 +68,6 @@ def leaves(*shapes: tuple[int, ...]) -> Tensors:
     return [leaf(*shape) for shape in shapes]
 
 
-def shared(x: Any, q: Any, k: Any, v: Any, bias: Any) -> Any:
-    return F.linear(x, q), F.linear(x, k, bias), x @ v.t()
-
-
 def one_after_the_other(x: Any, q: Any, k: Any, v: Any, bias: Any) -> Any:
     first = F.linear(x, q)
     second = F.linear(first, k, bias)
@@ -86,36 +82,12 @@ def heads_of_others(x: Any, q: Any, k: Any, v: Any) -> Any:
     return heads(x, q, k, v)[0], F.linear(x.roll(1, 1), k), F.linear(x.roll(2, 1), v)
 
 
-def gated(x: Any, gate: Any, up: Any) -> Any:
-    return F.silu(F.linear(x, gate)) * F.linear(x, up)
-
-
-def gated_and_clamped(x: Any, gate: Any, up: Any) -> Any:
-    return F.silu(F.linear(x, gate)) * F.linear(x, up).clamp(-7, 7)
-
-
 def whole_mlp(x: Any, gate: Any, up: Any, down: Any) -> Any:
     return F.linear(F.gelu(x @ gate.t(), approximate="tanh") * F.linear(x, up), down)
 
 
 def clamped_mlp(x: Any, gate: Any, up: Any, down: Any) -> Any:
     return F.linear(F.gelu(x @ gate.t(), approximate="tanh") * F.linear(x, up).clamp(-7, 7), down)
-
-
-def epilogue(x: Any, w: Any, bias: Any, residual: Any) -> Any:
-    return torch.sigmoid(F.linear(x, w, bias) * 0.3 + residual)
-
-
-def no_activation(x: Any, w: Any, bias: Any, residual: Any) -> Any:
-    return F.linear(x, w, bias) * 0.3 + residual
-
-
-def activated(x: Any, w: Any) -> Any:
-    return F.gelu(torch.matmul(x, w.mT))
-
-
-def summed(x: Any, w: Any) -> Any:
-    return torch.matmul(x, w.mT).cumsum(-1)
 
 
 def adapted(x: Any, w: Any, a: Any, b: Any) -> Any:
@@ -160,22 +132,10 @@ def merged(x: Any, w: Any, a: Any, b: Any) -> Any:
     return F.linear(x, w + b @ a * 0.5)
 
 
-def outer(u: Any, v: Any, w: Any) -> Any:
-    return F.linear((u[:, :, None] * v[:, None, :]).flatten(1), w)
-
-
-def outer_and_bias(u: Any, v: Any, w: Any, bias: Any) -> Any:
-    return torch.bmm(u.unsqueeze(2), v.unsqueeze(1)).reshape(-1, w.shape[1]) @ w.t() + bias
-
-
 def pairs(dense: Any, t: Any) -> Any:
     first = torch.tensor([i for i in range(4) for _ in range(i)])
     second = torch.tensor([j for i in range(4) for j in range(i)])
     return torch.cat([dense, torch.bmm(t, t.transpose(1, 2))[:, first, second]], dim=1)
-
-
-def pairs_of_two(dense: Any, t: Any) -> Any:
-    return torch.cat([dense, torch.bmm(t, (t + 1).transpose(1, 2))[:, [1, 2, 2], [0, 0, 1]]], dim=1)
 
 
 def every_pair(t: Any) -> Any:
@@ -202,10 +162,6 @@ def layers_of_gathers(x: Any, count: int = 2) -> Any:
     return x
 
 
-def loss(h: Any, w: Any, labels: Any) -> Any:
-    return F.cross_entropy(F.linear(h, w), labels)
-
-
 def loss_and_logits(h: Any, w: Any, labels: Any) -> Any:
     logits = F.linear(h, w)
     return F.cross_entropy(logits, labels), logits
@@ -220,19 +176,29 @@ def weights_of_attention() -> Tensors:
 
 
 CASES = {
-    "shared": Case("qkv", shared, lambda: [*square(3), frozen(WIDTH)], one_after_the_other),
+    "shared": Case(
+        "qkv", lambda x, q, k, v, bias: (F.linear(x, q), F.linear(x, k, bias), x @ v.t()),
+        lambda: [*square(3), frozen(WIDTH)], one_after_the_other,
+    ),
     "heads": Case("qkv", heads, lambda: [leaf(2, 16, WIDTH), *square(3)[1:]], heads_of_others, rows=()),
     "gated": Case(
-        "gated_mlp", gated, lambda: square(2, train=False), gated_and_clamped, Reason.ACTIVATION
+        "gated_mlp", lambda x, gate, up: F.silu(F.linear(x, gate)) * F.linear(x, up),
+        lambda: square(2, train=False),
+        lambda x, gate, up: F.silu(F.linear(x, gate)) * F.linear(x, up).clamp(-7, 7), Reason.ACTIVATION,
     ),
     "whole_mlp": Case(
         "gated_mlp", whole_mlp, lambda: square(3, train=False), clamped_mlp, Reason.ACTIVATION
     ),
     "epilogue": Case(
-        "linear_epilogue", epilogue, lambda: [*square(1), frozen(WIDTH), leaf(WIDTH, WIDTH)], no_activation,
-        rows=(0, 3),
+        "linear_epilogue",
+        lambda x, w, bias, residual: torch.sigmoid(F.linear(x, w, bias) * 0.3 + residual),
+        lambda: [*square(1), frozen(WIDTH), leaf(WIDTH, WIDTH)],
+        lambda x, w, bias, residual: F.linear(x, w, bias) * 0.3 + residual, rows=(0, 3),
     ),
-    "activated": Case("linear_epilogue", activated, lambda: square(1), summed),
+    "activated": Case(
+        "linear_epilogue", lambda x, w: F.gelu(torch.matmul(x, w.mT)), lambda: square(1),
+        lambda x, w: torch.matmul(x, w.mT).cumsum(-1),
+    ),
     "adapted": Case("lora", adapted, lambda: [*square(1), *adapter()], without_a_base, Reason.NO_BASE),
     "scaled_by_alpha": Case(
         "lora", scaled_by_alpha, lambda: [*square(1), *adapter()], without_a_base, Reason.NO_BASE
@@ -249,16 +215,24 @@ CASES = {
         Reason.NO_BASE,
     ),
     "outer": Case(
-        "outer_product_linear", outer, lambda: leaves((8, 8), (8, 8), (8, 64)),
+        "outer_product_linear", lambda u, v, w: F.linear((u[:, :, None] * v[:, None, :]).flatten(1), w),
+        lambda: leaves((8, 8), (8, 8), (8, 64)),
         lambda u, v, w: F.linear((u[:, :, None] + v[:, None, :]).flatten(1), w), rows=(0, 1), early=True,
     ),
     "outer_and_bias": Case(
-        "outer_product_linear", outer_and_bias, lambda: leaves((8, 8), (8, 8), (8, 64), (8,)),
+        "outer_product_linear",
+        lambda u, v, w, bias: (
+            torch.bmm(u.unsqueeze(2), v.unsqueeze(1)).reshape(-1, w.shape[1]) @ w.t() + bias
+        ),
+        lambda: leaves((8, 8), (8, 8), (8, 64), (8,)),
         lambda u, v, w, bias: (u[:, :, None] * v[:, None, :]).mT.flatten(1) @ w.t() + bias, rows=(0, 1),
         early=True,
     ),
     "pairs": Case(
-        "dot_interaction", pairs, lambda: leaves((4, 4), (4, 4, 4)), pairs_of_two, rows=(), early=True
+        "dot_interaction", pairs, lambda: leaves((4, 4), (4, 4, 4)),
+        lambda dense, t: torch.cat(
+            [dense, torch.bmm(t, (t + 1).transpose(1, 2))[:, [1, 2, 2], [0, 0, 1]]], dim=1
+        ), rows=(), early=True,
     ),
     "every_pair": Case(
         "dot_interaction", every_pair, lambda: leaves((4, 4, 4)),
@@ -281,7 +255,7 @@ CASES = {
         lambda a, b: (product := a @ b.t()).diagonal() + product.sum(), Reason.NEAR_MISS, rows=(),
     ),
     "loss": Case(
-        "linear_cross_entropy", loss, labelled, loss_and_logits, Reason.USED_ELSEWHERE, rows=(0, 2),
-        early=True,
+        "linear_cross_entropy", lambda h, w, labels: F.cross_entropy(F.linear(h, w), labels), labelled,
+        loss_and_logits, Reason.USED_ELSEWHERE, rows=(0, 2), early=True,
     ),
 }  # fmt: skip

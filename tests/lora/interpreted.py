@@ -67,132 +67,96 @@ PAIR = decode.Config(16, 32, 4, 2, 2, False)
 ROW = decode.Config(4, 64, 4, 1, 2, False)
 LANES = decode.Config(16, 64, 4, 2, 2, False, lanes=4)
 DECODE = Case(3, 96, (16,), (HALF, HALF), PAIR, columns=(48,), groups=(0,))
-CASES = {
-    "narrow": NARROW,
-    "narrow ranks": replace(NARROW, ranks=(16, 5, 20)),
-    "narrow rank 1": replace(NARROW, ranks=(1,), dtypes=(HALF, WHOLE)),
-    "narrow odd K": replace(NARROW, inner=83),
-    "narrow in parts": replace(NARROW, config=replace(PLAIN, splits=3)),
-    "narrow in uneven parts": replace(NARROW, inner=83, ranks=(16, 8), config=replace(PLAIN, splits=2)),
-    "narrow widened": replace(NARROW, dtypes=(HALF, WHOLE)),
-    "narrow in summands": replace(NARROW, dtypes=(HALF, WHOLE), summands=True),
-    "narrow in summands made ahead": replace(
-        NARROW, rows=70, dtypes=(HALF, WHOLE), summands=True, ranks=(16, 5)
-    ),
-    "narrow in summands one by one": replace(
-        NARROW, rows=70, dtypes=(HALF, WHOLE), summands=True, ranks=(16, 5, 20)
-    ),
-    "narrow t in summands made ahead": replace(
-        NARROW, rows=96, inner=83, layout="t", transposed=True, dtypes=(HALF, WHOLE), summands=True
-    ),
-    "narrow in summands given": replace(
-        NARROW, rows=70, dtypes=(HALF, WHOLE), summands=True, ranks=(16, 5), given=True, split=True
-    ),
-    "narrow t in summands given, in parts": replace(
-        NARROW,
-        rows=96,
-        inner=83,
-        layout="t",
-        transposed=True,
-        dtypes=(HALF, WHOLE),
-        summands=True,
-        given=True,
-        config=replace(PLAIN, splits=3),
-    ),
-    "narrow float32": replace(NARROW, dtypes=(WHOLE, WHOLE)),
-    "narrow halves": replace(NARROW, dtypes=(HALF, WHOLE), split=True, ranks=(16, 5)),
-    "narrow halves in parts": replace(
-        NARROW, dtypes=(HALF, WHOLE), split=True, config=replace(PLAIN, splits=3)
-    ),
-    "narrow halves of three in parts": replace(
-        NARROW, dtypes=(HALF, WHOLE), split=True, ranks=(16, 5, 20), config=replace(PLAIN, splits=3)
-    ),
-    "narrow doubled of two in parts": replace(
-        NARROW, rows=131, split=True, ranks=(16, 5), config=replace(PLAIN, splits=2)
-    ),
-    "narrow doubled": replace(NARROW, split=True, ranks=(16, 5)),
-    "narrow doubled in parts": replace(NARROW, split=True, config=replace(PLAIN, splits=3)),
-    "narrow t": replace(NARROW, layout="t"),
-    "narrow t odd": replace(NARROW, layout="t", inner=83, ranks=(16, 5)),
-    "narrow t transposed": replace(NARROW, layout="t", transposed=True, ranks=(16, 5)),
-    "narrow t transposed in parts": replace(
-        NARROW, layout="t", transposed=True, ranks=(16, 5), config=replace(PLAIN, splits=3)
-    ),
-    "narrow alone transposed in parts": replace(
-        NARROW, transposed=True, dtypes=(HALF, WHOLE), ranks=(5,), config=replace(PLAIN, splits=2)
-    ),
-    "narrow transposed float32": replace(NARROW, transposed=True, dtypes=(HALF, WHOLE)),
-    "narrow masked": replace(NARROW, ranks=(16, 5), masks=True, split=True),
-    "narrow masked odd K in parts": replace(
-        NARROW, inner=83, ranks=(16, 5, 20), masks=True, config=replace(PLAIN, splits=3)
-    ),
-    "narrow masked float32": replace(NARROW, dtypes=(WHOLE, WHOLE), masks=True),
-    "narrow masked in summands": replace(
-        NARROW, rows=70, dtypes=(HALF, WHOLE), summands=True, ranks=(16, 5), masks=True, split=True
-    ),
-    "narrow t masked": replace(
-        NARROW, layout="t", inner=83, transposed=True, ranks=(16, 5), dtypes=(HALF, WHOLE), masks=True
-    ),
-    "narrow t masked in summands, in parts": replace(
-        NARROW,
-        rows=96,
-        inner=83,
-        layout="t",
-        transposed=True,
-        dtypes=(HALF, WHOLE),
-        summands=True,
-        masks=True,
-        config=replace(PLAIN, splits=3),
-    ),
-    "narrow masked dynamic": replace(NARROW, dynamic=True, ranks=(16, 8), masks=True),
-    "narrow dynamic": replace(NARROW, dynamic=True, ranks=(16, 8)),
-    "decode": DECODE,
-    "decode one row": replace(DECODE, rows=1),
-    "decode qkv": replace(DECODE, columns=(48, 16, 24), groups=(0, 1, 2), ranks=(16, 8, 16), bias=True),
-    "decode with large factors": replace(DECODE, large=True, groups=(0, 0), ranks=(16, 5)),
-    "decode lanes with large factors": replace(DECODE, large=True, config=LANES, inner=128),
-    "decode row with large factors": replace(DECODE, large=True, rows=1, config=ROW),
-    "decode some": replace(DECODE, columns=(48, 16, 24), groups=(0, 2), ranks=(16, 5)),
-    "decode two adapters": replace(DECODE, groups=(0, 0), ranks=(16, 20)),
-    "decode float32": replace(DECODE, dtypes=(HALF, WHOLE), bias=True),
-    "decode odd K": replace(DECODE, inner=83, columns=(50,)),
-    "decode row": replace(DECODE, rows=1, config=ROW),
-    "decode row qkv": replace(
-        DECODE, rows=1, config=ROW, columns=(48, 16, 24), groups=(0, 1, 2), ranks=(16, 8, 5), bias=True
-    ),
-    "decode row, two adapters": replace(DECODE, rows=1, config=ROW, groups=(0, 0), ranks=(16, 20)),
-    "decode row float32": replace(DECODE, rows=1, config=ROW, dtypes=(HALF, WHOLE), inner=83, columns=(50,)),
-    "decode row, one column a program": replace(DECODE, rows=1, config=replace(ROW, block_n=1)),
-    "decode, the first result in float32": replace(
-        DECODE, columns=(48, 16), groups=(0, 1), ranks=(16, 8), wide="0"
-    ),
-    "decode row, the second result in float32": replace(
-        DECODE, rows=1, config=ROW, columns=(48, 16), groups=(0, 1), ranks=(16, 8), wide="1"
-    ),
-    "decode 33 rows": replace(DECODE, rows=33),
-    "decode 16 rows": replace(DECODE, rows=16),
-    "decode row, three rows of three linears": replace(
-        DECODE, config=ROW, columns=(48, 16, 24), groups=(0, 1, 2), ranks=(16, 8, 5), bias=True
-    ),
-    "decode row, four rows, two adapters": replace(DECODE, rows=4, config=ROW, groups=(0, 0), ranks=(16, 20)),
-    "decode row, two rows of float32 results": replace(
-        DECODE, rows=2, config=ROW, columns=(48, 16), groups=(0, 1), ranks=(16, 8), wide="0"
-    ),
-    "decode lanes": replace(DECODE, config=LANES, inner=128),
-    "decode lanes, whole tile": replace(DECODE, config=LANES, rows=16, inner=83, columns=(50,)),
-    "decode lanes qkv": replace(
-        DECODE, config=LANES, columns=(48, 16, 24), groups=(0, 1, 2), ranks=(16, 8, 5), bias=True
-    ),
-    "decode lanes float32": replace(
-        DECODE, rows=7, config=LANES, dtypes=(HALF, WHOLE), inner=83, columns=(50,), wide="0"
-    ),
+
+
+def parts(count: int) -> dict[str, Any]:
+    """K in so many parts."""
+    return {"config": replace(PLAIN, splits=count)}
+
+
+TWO, THREE = {"ranks": (16, 5)}, {"ranks": (16, 5, 20)}
+FLOAT32 = {"dtypes": (HALF, WHOLE)}
+#: Halves of the product, and a product that is doubled.
+HALVES, DOUBLED = {**FLOAT32, "split": True}, {"split": True}
+SUMMANDS = {**FLOAT32, "summands": True, "rows": 70}
+TURNED = {"layout": "t", "transposed": True}
+LONG = {**SUMMANDS, **TURNED, "rows": 96, "inner": 83}
+ALONE = {"rows": 1, "config": ROW}
+QKV = {"columns": (48, 16, 24), "groups": (0, 1, 2), "ranks": (16, 8, 5), "bias": True}
+FIRST_TWO = {"columns": (48, 16), "groups": (0, 1), "ranks": (16, 8)}
+PAIRS = {"groups": (0, 0), "ranks": (16, 20)}
+ODD = {"inner": 83, "columns": (50,)}
+#: What is another than in NARROW, and in DECODE.
+NARROWS: dict[str, dict[str, Any]] = {
+    "": {},
+    "ranks": THREE,
+    "rank 1": {"ranks": (1,), **FLOAT32},
+    "odd K": {"inner": 83},
+    "in parts": parts(3),
+    "in uneven parts": {"inner": 83, "ranks": (16, 8), **parts(2)},
+    "widened": FLOAT32,
+    "in summands": {**FLOAT32, "summands": True},
+    "in summands made ahead": {**SUMMANDS, **TWO},
+    "in summands one by one": {**SUMMANDS, **THREE},
+    "t in summands made ahead": LONG,
+    "in summands given": {**SUMMANDS, **TWO, "given": True, "split": True},
+    "t in summands given, in parts": {**LONG, "given": True, **parts(3)},
+    "float32": {"dtypes": (WHOLE, WHOLE)},
+    "halves": {**HALVES, **TWO},
+    "halves in parts": {**HALVES, **parts(3)},
+    "halves of three in parts": {**HALVES, **THREE, **parts(3)},
+    "doubled of two in parts": {"rows": 131, **DOUBLED, **TWO, **parts(2)},
+    "doubled": {**DOUBLED, **TWO},
+    "doubled in parts": {**DOUBLED, **parts(3)},
+    "t": {"layout": "t"},
+    "t odd": {"layout": "t", "inner": 83, **TWO},
+    "t transposed": {**TURNED, **TWO},
+    "t transposed in parts": {**TURNED, **TWO, **parts(3)},
+    "alone transposed in parts": {"transposed": True, **FLOAT32, "ranks": (5,), **parts(2)},
+    "transposed float32": {"transposed": True, **FLOAT32},
+    "masked": {**TWO, "masks": True, "split": True},
+    "masked odd K in parts": {"inner": 83, **THREE, "masks": True, **parts(3)},
+    "masked float32": {"dtypes": (WHOLE, WHOLE), "masks": True},
+    "masked in summands": {**SUMMANDS, **TWO, "masks": True, "split": True},
+    "t masked": {**TURNED, "inner": 83, **TWO, **FLOAT32, "masks": True},
+    "t masked in summands, in parts": {**LONG, "masks": True, **parts(3)},
+    "masked dynamic": {"dynamic": True, "ranks": (16, 8), "masks": True},
+    "dynamic": {"dynamic": True, "ranks": (16, 8)},
 }
-CASES |= {
-    f"decode row, {rows} rows of odd sizes": replace(
-        DECODE, rows=rows, config=ROW, dtypes=(HALF, WHOLE), inner=83, columns=(50,)
-    )
-    for rows in (2, 3, 4, 5, 8)
+DECODES: dict[str, dict[str, Any]] = {
+    "": {},
+    "one row": {"rows": 1},
+    "qkv": {**QKV, "ranks": (16, 8, 16)},
+    "with large factors": {"large": True, "groups": (0, 0), **TWO},
+    "lanes with large factors": {"large": True, "config": LANES, "inner": 128},
+    "row with large factors": {"large": True, **ALONE},
+    "some": {"columns": (48, 16, 24), "groups": (0, 2), **TWO},
+    "two adapters": PAIRS,
+    "float32": {**FLOAT32, "bias": True},
+    "odd K": ODD,
+    "row": ALONE,
+    "row qkv": {**ALONE, **QKV},
+    "row, two adapters": {**ALONE, **PAIRS},
+    "row float32": {**ALONE, **FLOAT32, **ODD},
+    "row, one column a program": {"rows": 1, "config": replace(ROW, block_n=1)},
+    "the first result in float32": {**FIRST_TWO, "wide": "0"},
+    "row, the second result in float32": {**ALONE, **FIRST_TWO, "wide": "1"},
+    "33 rows": {"rows": 33},
+    "16 rows": {"rows": 16},
+    "row, three rows of three linears": {"config": ROW, **QKV},
+    "row, four rows, two adapters": {"rows": 4, "config": ROW, **PAIRS},
+    "row, two rows of float32 results": {"rows": 2, "config": ROW, **FIRST_TWO, "wide": "0"},
+    "lanes": {"config": LANES, "inner": 128},
+    "lanes, whole tile": {"config": LANES, "rows": 16, **ODD},
+    "lanes qkv": {"config": LANES, **QKV},
+    "lanes float32": {"rows": 7, "config": LANES, **FLOAT32, **ODD, "wide": "0"},
+    **{
+        f"row, {rows} rows of odd sizes": {"rows": rows, "config": ROW, **FLOAT32, **ODD}
+        for rows in (2, 3, 4, 5, 8)
+    },
 }
+CASES = {f"narrow {name}".strip(): replace(NARROW, **changes) for name, changes in NARROWS.items()}
+CASES |= {f"decode {name}".strip(): replace(DECODE, **changes) for name, changes in DECODES.items()}
 
 
 def rand(rows: int, columns: int, dtype: torch.dtype, turned: bool = False) -> torch.Tensor:

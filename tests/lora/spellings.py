@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,24 +23,7 @@ def operands(rank: int = 16, dtype: torch.dtype = torch.bfloat16, rows: int = 96
     return rand(rows, 64), rand(128, 64), rand(rank, 64, dtype=dtype), rand(128, rank, dtype=dtype)
 
 
-def plain(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return x @ w.t() + 0.25 * ((x @ a.t()) @ b.t())
-
-
 def linear(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return F.linear(x, w) + F.linear(F.linear(x, a), b) * 2.0
-
-
-def scaled_first(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return F.linear(F.linear(2.0 * x, a) * 0.5, b) + F.linear(x, w)
-
-
-def addition_with_alpha(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return torch.add(x @ w.t(), (x @ a.t()) @ b.t(), alpha=3.0)
-
-
-def several_dims(x: Any, w: Any, a: Any, b: Any) -> Any:
-    x = x.view(2, 3, 16, 64)
     return F.linear(x, w) + F.linear(F.linear(x, a), b) * 2.0
 
 
@@ -52,57 +36,34 @@ def with_a_tail(x: Any, w: Any, a: Any, b: Any) -> Any:
     return torch.sigmoid(linear(x, w, a, b) * 0.3 + 1)
 
 
-def with_a_residual(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return linear(x, w, a, b) + torch.cat([x, x], dim=1)
-
-
-def padded_rows(x: Any, w: Any, a: Any, b: Any) -> Any:
-    """As Inductor pads rows that are aligned badly: each product by itself."""
-
-    def product(x: Any, w: Any) -> Any:
-        return (F.pad(x, (0, 0, 0, 5)) @ w.t())[:-5]
-
-    return product(x, w) + product(product(x, a), b) * 2.0
-
-
-def divided(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return F.linear(x, w) + F.linear(F.linear(x / 4, a), b) * 16 / 3
-
-
-def subtracted(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return F.linear(x, w) - F.linear(F.linear(x, a), b) * 2.0
-
-
-def subtracted_from(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return torch.sub(F.linear(F.linear(x, a), b), F.linear(x, w, w[:, 0]), alpha=0.5)
-
-
-def negated(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return -F.linear(-F.linear(x, a), b) + F.linear(x, w)
-
-
-def added_by_addmm(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return torch.addmm(x @ w.t(), x @ a.t(), b.t(), alpha=2.0)
-
-
-def added_in_place(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return (x @ w.t()).addmm_(x @ a.t(), b.t(), alpha=2.0)
-
-
-def base_added_by_addmm(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return torch.addmm(((x @ a.t()) @ b.t()) * 0.5, x, w.t())
-
-
-def added_to_an_addmm(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return torch.addmm(F.linear(x, w, w[:, 0]), x @ a.t(), b.t(), alpha=-2.0)
+def padded(x: Any, w: Any) -> Any:
+    """A product whose rows Inductor pads, as those that are aligned badly."""
+    return (F.pad(x, (0, 0, 0, 5)) @ w.t())[:-5]
 
 
 #: All but the base is a number times the adapter, whatever it is written with.
-SCALES = [
-    divided, subtracted, subtracted_from, negated, added_by_addmm, added_in_place, base_added_by_addmm,
-    added_to_an_addmm,
-]  # fmt: skip
-SPELLINGS = [
-    plain, padded_rows, linear, scaled_first, addition_with_alpha, several_dims, with_a_tail, with_a_residual,
-    *SCALES,
-]  # fmt: skip
+SCALES: dict[str, Callable[..., Any]] = {
+    "divided": lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x / 4, a), b) * 16 / 3,
+    "subtracted": lambda x, w, a, b: F.linear(x, w) - F.linear(F.linear(x, a), b) * 2.0,
+    "subtracted_from": lambda x, w, a, b: torch.sub(
+        F.linear(F.linear(x, a), b), F.linear(x, w, w[:, 0]), alpha=0.5
+    ),
+    "negated": lambda x, w, a, b: -F.linear(-F.linear(x, a), b) + F.linear(x, w),
+    "added_by_addmm": lambda x, w, a, b: torch.addmm(x @ w.t(), x @ a.t(), b.t(), alpha=2.0),
+    "added_in_place": lambda x, w, a, b: (x @ w.t()).addmm_(x @ a.t(), b.t(), alpha=2.0),
+    "base_added_by_addmm": lambda x, w, a, b: torch.addmm(((x @ a.t()) @ b.t()) * 0.5, x, w.t()),
+    "added_to_an_addmm": lambda x, w, a, b: torch.addmm(
+        F.linear(x, w, w[:, 0]), x @ a.t(), b.t(), alpha=-2.0
+    ),
+}
+SPELLINGS: dict[str, Callable[..., Any]] = {
+    "plain": lambda x, w, a, b: x @ w.t() + 0.25 * ((x @ a.t()) @ b.t()),
+    "padded_rows": lambda x, w, a, b: padded(x, w) + padded(padded(x, a), b) * 2.0,
+    "linear": linear,
+    "scaled_first": lambda x, w, a, b: F.linear(F.linear(2.0 * x, a) * 0.5, b) + F.linear(x, w),
+    "addition_with_alpha": lambda x, w, a, b: torch.add(x @ w.t(), (x @ a.t()) @ b.t(), alpha=3.0),
+    "several_dims": lambda x, w, a, b: linear(x.view(2, 3, 16, 64), w, a, b),
+    "with_a_tail": with_a_tail,
+    "with_a_residual": lambda x, w, a, b: linear(x, w, a, b) + torch.cat([x, x], dim=1),
+    **SCALES,
+}

@@ -90,34 +90,6 @@ def test_few_rows_are_not_measured() -> None:
     assert seen.codes("lora") == [Reason.NOT_MEASURED.code]
 
 
-def test_what_is_reached_by_other_operations() -> None:
-    """Another order of the rows: nothing is known of what is between."""
-    assert not check(adapted(lambda h: h.flip(0)), operands(), budget=2.0).fused("lora")
-
-
-def test_two_narrow_products() -> None:
-    """A gated pair of narrow products is no adapter: which of them would be A?"""
-
-    def fn(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
-        return F.linear(x, w) + F.linear(F.silu(F.linear(x, a)) * F.linear(x, c), b)
-
-    assert not check(fn, (*operands(), rand(16, 64)), budget=2.0).fused("lora")
-
-
-def test_a_narrow_result_that_is_broadcast() -> None:
-    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
-        h = F.linear(x[:1], a).relu() + x[:, :16]
-        return F.linear(x, w) + F.linear(h, b)
-
-    assert not check(fn, operands(), budget=2.0).fused("lora")
-
-
-def test_a_bottleneck_alone() -> None:
-    """Two linears with an activation between them are a small MLP, of which nothing is said."""
-    seen = check(lambda x, w, a, b: F.linear(F.relu(F.linear(x, a)), b).sin(), operands(), budget=2.0)
-    assert not seen.fused("lora") and not seen.codes("lora")
-
-
 def test_vector_behind_b() -> None:
     """VeRA: one vector is between A and B, and the other one goes to B."""
 
@@ -138,6 +110,26 @@ def test_gate_of_rows(dtype: torch.dtype, rows: int) -> None:
     x, w, a, b = operands(rows=rows)
     seen = check(fn, (x, w, a.to(dtype), b.to(dtype), rand(rows, 1, dtype=dtype)), budget=2.0)
     assert seen.fused("lora") == 1 and not seen.products()
+
+
+#: Of an input, a linear, an adapter and another narrow matrix: what is none behind something.
+OTHERS: dict[str, Callable[..., Any]] = {
+    # Another order of the rows: nothing is known of what is between.
+    "reached by other operations": lambda x, w, a, b, c: adapted(lambda h: h.flip(0))(x, w, a, b),
+    # A gated pair of narrow products is no adapter: which of them would be A?
+    "two narrow products": lambda x, w, a, b, c: (
+        F.linear(x, w) + F.linear(F.silu(F.linear(x, a)) * F.linear(x, c), b)
+    ),
+    "broadcast": lambda x, w, a, b, c: F.linear(x, w) + F.linear(F.linear(x[:1], a).relu() + x[:, :16], b),
+    # Two linears with an activation between them are a small MLP, of which nothing is said.
+    "a bottleneck alone": lambda x, w, a, b, c: F.linear(F.relu(F.linear(x, a)), b).sin(),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_adapter(name: str) -> None:
+    seen = check(OTHERS[name], (*operands(), rand(16, 64)), budget=2.0)
+    assert not seen.fused("lora") and not (name == "a bottleneck alone" and seen.codes("lora"))
 
 
 def test_the_backward_of_a_small_mlp() -> None:

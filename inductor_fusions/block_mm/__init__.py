@@ -14,5 +14,8 @@ from .lowering import Lowering
 from .op import BLOCK_MM, Call, composite
 
 lower_by(
-    BLOCK_MM, "block_mm", lambda *given: Lowering(*given).kernel(), lambda *given: composite(Call(*given))
+    BLOCK_MM,
+    "block_mm",
+    lambda *given: Lowering(*given).kernel(),
+    lambda *given: composite(Call(*given), as_stock=True),
 )

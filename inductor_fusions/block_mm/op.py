@@ -146,10 +146,14 @@ def _check_size(name: str, what: str, size: Any, wanted: Any, other: str) -> Non
         torch._check(size == wanted, lambda: says)
 
 
-def composite(call: Call) -> list[Tensor]:
+def composite(call: Call, as_stock: bool = False) -> list[Tensor]:
     """The outputs of a call, computed by torch operations.
 
     As many roundings as those have in the graph: a product and its bias are one `addmm`.
+
+    Args:
+        as_stock: compute each product in the dtype of its operands, also for a float32 result: a float32
+            GEMM of 16-bit operands takes many times as long.
     """
     outputs, kinds = [], dtypes(len(call.names), call.dtype, call.wide)
     offsets = call.offsets()
@@ -159,9 +163,12 @@ def composite(call: Call) -> list[Tensor]:
         for left, right, owner, scale in zip(call.a, call.b, call.groups, call.scales, strict=True):
             if owner != group:
                 continue
-            kind = exact_dtype(torch.promote_types(kinds[group], left.dtype), scale)
-            left, right = left.to(kind), right.to(kind)  # a float32 result has nothing rounded in it
-            if scale == 1 and total is None and offset is not None and offset.dtype == kind:
+            # A float32 result has nothing rounded in it.
+            kind = right.dtype if as_stock else torch.promote_types(kinds[group], left.dtype)
+            kind = exact_dtype(kind, scale)
+            left, right = left.to(kind), right.to(kind)
+            whole = scale == 1 and total is None and (kind == kinds[group] or not as_stock)
+            if whole and offset is not None and offset.dtype == kind:
                 product, offset = torch.addmm(offset, left, right), None
             else:
                 product = left @ right

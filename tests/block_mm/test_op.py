@@ -179,3 +179,20 @@ def test_nothing_is_broadcast(change: dict[str, Any]) -> None:
     x, w = torch.randn(5, 8), torch.randn(8, 6)
     with pytest.raises(ValueError, match=r"rows|columns"):
         ops.block_mm(**{"a": [x, x], "b": [w, w], **change})
+
+
+def test_a_wide_result_without_a_kernel() -> None:
+    """Compiled for a device without a kernel, its product is one of 16-bit operands, as in stock."""
+    from torch._inductor.utils import run_and_get_code
+
+    x, w = torch.randn(64, 32).bfloat16(), torch.randn(32, 48).bfloat16()
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        (y,) = BLOCK_MM([x], [w], [], [], [0], [1.0], "", False, torch.bfloat16, "0")
+        return y
+
+    with torch._inductor.config.patch(force_disable_caches=True):
+        found, (code,) = run_and_get_code(torch.compile(fn), x, w)
+    assert found.dtype == torch.float32
+    assert "extern_kernels.mm(arg0_1, arg1_1" in code, code
+    torch.testing.assert_close(found, (x @ w).float(), rtol=1e-2, atol=1e-2)

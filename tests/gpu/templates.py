@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -146,7 +146,7 @@ def pair(early: bool, **wanted: int) -> Iterator[None]:
 
     def choose(shape: Any, device: torch.device) -> Any:
         found = made(shape, heuristics.capability(device))
-        return type(found)(**{**found.to_json(), "early": early, **wanted})
+        return replace(found, **{"early": early, **wanted})
 
     with mock.patch.object(decode, "choose", choose):
         yield

@@ -87,7 +87,7 @@ PRIVATE_LAYERS = {
     "graphs": {"shapes", "versions"},
     "reports": {"loading"},
     "compiling": {"loading", "shapes"},
-    "lowering": {"loading"},
+    "lowering": {"graphs", "loading"},
     "matcher": {"versions"},
     "reuse": {"loading"},
     "templates": {"loading", "reuse"},

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.flop_counter import FlopCounterMode
 
 from inductor_fusions import testing
 from inductor_fusions.fusions.attention.decode import op, plan
@@ -66,6 +67,13 @@ def test_opcheck(kind: str) -> None:
         listed = op.DECODE_TILES(mask, lowest, case.kv_heads, 16)
     arguments = (q, k, v, mask, lowest, listed, 0.3, case.causal, case.queries, [16, 3, 4, 2])
     torch.library.opcheck(op.DECODE_ATTENTION, arguments)
+
+
+def test_flops() -> None:
+    q, k, v = torch.ones(2, 4, 3, 8), torch.ones(2, 2, 5, 8), torch.ones(2, 2, 5, 6)
+    with FlopCounterMode(display=False) as counter:
+        op.DECODE_ATTENTION(q, k, v, None, None, None, 0.3, False, 3, [16, 3, 4, 2])
+    assert counter.get_total_flops() == 2 * 2 * 4 * 3 * 5 * (8 + 6)
 
 
 def test_tiles_that_are_seen() -> None:

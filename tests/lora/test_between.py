@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from inductor_fusions.fusions.lora.decode import MOST_ROWS
 from inductor_fusions.fusions.lora.op import NARROW_MM
-from inductor_fusions.reasons import Reason
+from inductor_fusions.fusions.lora.profit import check_few_rows
+from inductor_fusions.reasons import LeftToStock, Reason
 from tests.block_mm.support import check, rand, run
 from tests.lora.spellings import WHOLE, operands, targets
 from tests.support.arguments import named
@@ -140,3 +143,12 @@ def test_the_backward_of_a_small_mlp() -> None:
 
     seen = check(fn, (rand(96, 128), rand(16, 128), rand(16, 128), rand(128, 16)), train=True, budget=2.0)
     assert not seen.fused("lora") and not seen.codes("lora")
+
+
+@pytest.mark.parametrize("tokens, plain, left", [
+    (MOST_ROWS, False, True), (MOST_ROWS + 1, False, False), (None, False, False), (1, True, False),
+])  # fmt: skip
+def test_few_rows_are_left_to_stock(tokens: int | None, plain: bool, left: bool) -> None:
+    """The operation for few rows is not measured with anything between A and B."""
+    with pytest.raises(LeftToStock, match="not measured") if left else contextlib.nullcontext():
+        check_few_rows(tokens, plain)

@@ -125,13 +125,11 @@ def killer(site: Site, tests: Sequence[Ran]) -> str | None:
 def judge(left: Sequence[Site], ran: Sequence[Ran], jobs: int) -> Iterator[tuple[Site, str | None, int]]:
     """Each mutant as soon as it is judged: the test that kills it, if one does, and how many reach it."""
     runs = {site: chunks(site, ran) for site in left}
-    waiting = {site: len(runs[site]) for site in left}
-    for site in (site for site in left if not runs[site]):
-        yield site, None, 0
-    order = sorted((i, str(site)) for site in left for i in range(len(runs[site])))
-    named = {str(site): site for site in left}
+    waiting = {site: len(found) for site, found in runs.items()}
+    yield from ((site, None, 0) for site in left if not runs[site])
+    order = sorted((i, site) for site in left for i in range(len(runs[site])))
     with ThreadPoolExecutor(jobs) as pool:
-        futures = {pool.submit(killer, named[name], runs[named[name]][i]): named[name] for i, name in order}
+        futures = {pool.submit(killer, site, runs[site][i]): site for i, site in order}
         for future in as_completed(futures):
             site = futures[future]
             if future.cancelled() or not waiting[site]:

@@ -167,8 +167,8 @@ def composite(call: Call, as_stock: bool = False) -> list[Tensor]:
             kind = right.dtype if as_stock else torch.promote_types(kinds[group], left.dtype)
             kind = exact_dtype(kind, scale)
             left, right = left.to(kind), right.to(kind)
-            whole = scale == 1 and total is None and (kind == kinds[group] or not as_stock)
-            if whole and offset is not None and offset.dtype == kind:
+            fine = torch.promote_types(kind, kinds[group]) == kind  # rounds no more than the result
+            if scale == 1 and total is None and fine and offset is not None and offset.dtype == kind:
                 product, offset = torch.addmm(offset, left, right), None
             else:
                 product = left @ right

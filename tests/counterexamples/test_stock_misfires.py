@@ -237,7 +237,7 @@ def test_training(name: str) -> None:
         "addition with a factor",
         pytest.param(
             "k permuted by (1, 0, 2), 3-D",
-            marks=pytest.mark.skipif(torch.__version__.startswith("2.14"), reason="its pattern 13 looks"),
+            marks=pytest.mark.skipif(torch.__version__.startswith("2.14"), reason="2.14 checks permutations"),
         ),
     ],
 )
@@ -358,7 +358,9 @@ def test_decomposed_sdpa(train: bool) -> None:
                 assert error(run.grads[str(i)], wanted) < 1e-6, (list(CALLS)[i // 4], "qkv"[i % 4])
 
 
-@pytest.mark.skipif(not torch.__version__.startswith(("2.13", "2.14")), reason="other patterns")
+@pytest.mark.skipif(
+    not torch.__version__.startswith(("2.13", "2.14")), reason="patterns of other releases differ"
+)
 @pytest.mark.parametrize(
     "name", ["k (batch, heads, dim, length)", "(length, batch, heads, dim), values of another size"]
 )

@@ -17,8 +17,9 @@ from torch import fx
 from ..._inductor import known_true
 from ...fusion import Rejected
 from ...graph import torch_ops
+from ...operands import same_shape
 from ...reasons import Reason
-from .operands import Operand, alignment, product, same_shape
+from .operands import Operand, alignment, product
 
 OWN_VALUES = Reason.NO_PRODUCT(
     "each row of weights has values of its own (experts, neighbours), but no keys of its own"

@@ -13,10 +13,11 @@ from torch import fx
 from ..._inductor import known_true
 from ...effects.inplace import arguments
 from ...graph.torch_ops import concrete, read, tensor
+from ...operands import same_shape
 from ...reasons import Reason
 from .arrangement import Arrangement
 from .normal_form import Term
-from .operands import Operand, same_shape
+from .operands import Operand
 
 
 @dataclass(frozen=True)

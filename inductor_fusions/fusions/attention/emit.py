@@ -15,12 +15,13 @@ from ..._inductor import known_true
 from ...effects.writes import may_alias, storage, written
 from ...graph import torch_ops
 from ...graph.builder import Builder
+from ...operands import same_shape
 from . import flex, mask_builder, row_bias
 from .decode import plan as decode
 from .decode.op import DECODE_ATTENTION
 from .mask_builder import Mask, MaskMemo, build_mask
 from .normal_form import Result
-from .operands import Operand, same_shape
+from .operands import Operand
 from .problem import Problem, Scaler, is_in_rows
 from .short import terms
 from .short.op import SHORT_ATTENTION

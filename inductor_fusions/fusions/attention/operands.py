@@ -17,7 +17,7 @@ from torch import fx
 from ..._inductor import known_true
 from ...graph import torch_ops
 from ...graph.builder import Builder
-from ...operands import same_shape as same_shape
+from ...operands import same_shape
 
 #: The name of a method of tensors, or a function, and its arguments after the tensor.
 Step = tuple[str | Callable[..., torch.Tensor], tuple[Any, ...]]

@@ -28,12 +28,13 @@ from ...graph.torch_ops import (
     tensor,
     value,
 )
+from ...operands import same_shape
 from ...reasons import Reason
 from . import einsum
 from .arrangement import OWN_VALUES, Arrangement, Misplaced, is_view, permuted
 from .assigned import condition as assigned_to
 from .normal_form import Attention, Result, Term
-from .operands import Operand, product, same_shape
+from .operands import Operand, product
 from .written_out import SOFTMAXES, sums_at
 
 MERGED = Reason.IN_BETWEEN(

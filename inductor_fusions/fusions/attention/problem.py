@@ -12,11 +12,11 @@ from torch import fx
 from ..._inductor import holds_now, known_true
 from ...effects.liveness import readers
 from ...graph import torch_ops
-from ...operands import holds
+from ...operands import holds, same_shape
 from ...reasons import Reason
 from .masks import holds_fills_alone
 from .normal_form import Result, Stage, Term
-from .operands import Operand, same_shape
+from .operands import Operand
 from .structure import Structure
 
 #: "mul" or "div", and by what: a tensor on (batch, heads, length or 1, 1), or the node of a symbolic number.

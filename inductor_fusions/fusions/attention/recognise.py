@@ -20,11 +20,12 @@ from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
 from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, VIEWS, read, tensor
+from ...operands import same_shape
 from ...reasons import Reason
 from .arrangement import OWN_VALUES, Arrangement, Misplaced
 from .masks import Interpreter
 from .normal_form import Attention, Sink, Term
-from .operands import Operand, product, same_shape
+from .operands import Operand, product
 from .output import MERGED, divided, downwards
 from .rescaled import logsumexp_of, read_sink
 from .scores import Upwards

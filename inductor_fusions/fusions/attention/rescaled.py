@@ -10,9 +10,9 @@ from torch import fx
 
 from ...effects.liveness import readers
 from ...graph.torch_ops import CASTS, appends_dim, read, reads_metadata, tensor
+from ...operands import same_shape
 from ...reasons import Reason
 from .normal_form import Attention, Sink, Term
-from .operands import same_shape
 
 
 def logsumexp_of(scores: fx.Node) -> fx.Node | None:

@@ -18,6 +18,7 @@ from torch import fx
 from ... import config
 from ..._inductor import known_true
 from ...graph import torch_ops
+from ...operands import same_shape
 from .masks import (
     Affine,
     And,
@@ -41,7 +42,7 @@ from .masks import (
 )
 from .mixed_masks import Terms, taken_apart
 from .normal_form import Term
-from .operands import Operand, same_shape
+from .operands import Operand
 
 BATCH, HEAD, QUERY, KEY = -4, -3, -2, -1
 

@@ -30,13 +30,14 @@ from ...graph.torch_ops import (
     reads_metadata,
     tensor,
 )
+from ...operands import same_shape
 from ...reasons import Reason
 from . import einsum
 from .arrangement import Arrangement, Misplaced, is_view, permuted
 from .assigned import Region, condition, region
 from .masks import Interpreter, is_fill, may_hide_rows
 from .normal_form import Attention, Stage, Term
-from .operands import Operand, same_shape
+from .operands import Operand
 
 NO_PRODUCT = Reason.NO_PRODUCT("no product of queries and keys precedes the softmax")
 NOT_OVER_KEYS = Reason.NO_PRODUCT("the softmax is not over the keys")

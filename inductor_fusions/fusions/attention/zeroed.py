@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from ..._inductor import known_true
 from ...graph import torch_ops
+from ...operands import same_shape
 from ...reasons import Reason
 from .masks import Interpreter, may_hide_rows, negation
 from .normal_form import Attention, Term
-from .operands import same_shape
 from .structure import MASK_FILL
 
 

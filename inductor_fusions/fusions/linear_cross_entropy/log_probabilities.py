@@ -111,7 +111,7 @@ def _difference(op: Op) -> Picked | None:
     """What is gathered from logits, less their logsumexp."""
     first, second = op.only("input", "other")
     shapes = [value.shape for node in (first, second, op.node) if (value := tensor(node)) is not None]
-    if len(shapes) != 3 or not all(len(s) == len(shapes[0]) and same_shape(s, shapes[0]) for s in shapes):
+    if len(shapes) != 3 or not all(same_shape(shape, shapes[0]) for shape in shapes):
         return None
     (taken, views), (summed, others) = _viewed(first), _viewed(second)
     gathered = read(taken)

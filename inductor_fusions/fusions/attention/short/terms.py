@@ -12,8 +12,9 @@ from torch import fx
 
 from ...._inductor import hint, known_true
 from ....graph import torch_ops
+from ....operands import same_shape
 from ..normal_form import Term
-from ..operands import Operand, alignment, product, same_shape
+from ..operands import Operand, alignment, product
 from ..problem import Problem
 from . import plan
 from .lowering import DTYPES, MOST_MASKS

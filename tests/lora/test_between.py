@@ -152,3 +152,15 @@ def test_few_rows_are_left_to_stock(tokens: int | None, plain: bool, left: bool)
     """The operation for few rows is not measured with anything between A and B."""
     with pytest.raises(LeftToStock, match="not measured") if left else contextlib.nullcontext():
         check_few_rows(tokens, plain)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_some_columns_of_a_packed_a_for_one_row(train: bool) -> None:
+    """Those of one row are contiguous, unlike those of several: B reads them where they are."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        _, middle, _ = F.linear(x, a).chunk(3, dim=-1)
+        return F.linear(x, w) + F.linear(middle, b) * 2.0
+
+    seen = check(fn, (rand(1, 256), rand(128, 256), rand(24, 256), rand(128, 8)), train=train, budget=2.0)
+    assert seen.fused("lora") == 1

@@ -3,6 +3,9 @@
 The linear becomes a grouped GEMM of one group. An activation that is all that reads it goes into the kernel
 (`gelu(x @ W + b)`). Whatever else follows stays in the graph, and Inductor's scheduler fuses it into the
 kernel's epilogue (`sigmoid(x @ W + m * y + bias)`, or an activation beside a value that a backward needs).
+
+For up to four rows, as in decoding, a linear without an activation is a site as well: a kernel without tensor
+cores reads the weight faster than the library's GEMM does.
 """
 
 from __future__ import annotations
@@ -16,10 +19,25 @@ from torch import fx
 from .._inductor import was_erased
 from ..block_mm import emit, guards, units
 from ..block_mm.expressions import Expressions, behind, between, leaves, named
+from ..block_mm.problem import few_rows
+from ..decisions.problems import SINGLE_ROWS
 from ..fusion import Candidate, Fusion, Scope, nodes_of
 from ..graph.builder import Builder, substitute
 from ..graph.placement import Place
-from ..graph.products import CASTS, RESHAPES, Product, is_pointwise, product, readers, tensor, through, value
+from ..graph.products import (
+    CASTS,
+    PRODUCTS,
+    RESHAPES,
+    Product,
+    is_pointwise,
+    product,
+    products_of,
+    readers,
+    tensor,
+    through,
+    value,
+)
+from ..operands import known_size
 from ..reasons import Reason
 
 if TYPE_CHECKING:
@@ -165,14 +183,33 @@ class Activated(LinearEpilogue):
         return self.kernel
 
 
+class FewRows(LinearEpilogue):
+    """A linear of a few rows, whatever reads it."""
+
+    def guard(self) -> None:
+        guards.check_products([self.product])
+        self.kernel = guards.kernel([[self.product]])
+
+
+def _of_few_rows(found: Product) -> bool:
+    """Whether the kernel for few rows takes a linear: 16 bits, on a CUDA device, weight (out, in)."""
+    a = value(found.a)
+    rows = known_size(a.shape[0])
+    if a.device.type != "cuda" or a.dtype.itemsize != 2 or rows is None or not 0 < rows <= SINGLE_ROWS:
+        return False
+    return few_rows(guards.problem([[found]])) > 0
+
+
 FUSION = Fusion(
-    name="linear_epilogue", stage="post_grad", summary="a linear and the activation after it to one kernel"
+    name="linear_epilogue",
+    stage="post_grad",
+    summary="a linear and the activation after it, or a linear of up to four rows, to one kernel",
 )
 
 
-@FUSION.group(lambda: [*_NONLINEAR, aten.mul.Tensor])
+@FUSION.group(lambda: [*_NONLINEAR, aten.mul.Tensor, *PRODUCTS])
 def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
-    """Every linear that an activation follows, and every one of a cross layer."""
+    """Every linear that an activation follows, every one of a cross layer, and every one of a few rows."""
     yield from units.candidates(scope.graph)
     nodes = nodes_of(matches)
     expressions, linears = Expressions(), _linears_before([n for n in nodes if n.target in _NONLINEAR])
@@ -183,9 +220,12 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
             continue
         if last is not None:
             yield Activated(scope.graph, found, *last)
-        elif _has_nonlinear_tail(node):
+        elif _has_nonlinear_tail(node) and not _of_few_rows(found):
             yield LinearEpilogue(scope.graph, found)
     for node in nodes:
         crossed = _crossed(node) if node.target is aten.mul.Tensor and not was_erased(node) else None
-        if crossed is not None and crossed.node not in whole:
+        if crossed is not None and crossed.node not in whole and not _of_few_rows(crossed):
             yield LinearEpilogue(scope.graph, crossed)
+    for linear in products_of(n for n in nodes if n.target in PRODUCTS and not was_erased(n)):
+        if whole.get(linear.node) is None and _of_few_rows(linear):
+            yield FewRows(scope.graph, linear)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from inductor_fusions.fusions import linear_epilogue
-from tests.block_mm.support import check, rand
+from tests.block_mm.support import check, rand, run
 from tests.support.arguments import named
 
 TAILS: dict[str, Callable[..., Any]] = {
@@ -84,6 +84,52 @@ def test_read_beside_its_activation() -> None:
 def test_no_activation(fn: Callable[..., Any]) -> None:
     seen = check(fn, (rand(16, 64), rand(32, 64)), budget=2.0)
     assert not seen.sites
+
+
+#: Functions of x (rows, 64) and a weight (32, 64), beside which no activation stands.
+FEW_ROWS: dict[str, Callable[..., Any]] = {
+    "alone": F.linear,
+    "residual": lambda x, w: F.linear(x, w) + x[:, :32],
+    "bias": lambda x, w: F.linear(x, w, w[:, 0].contiguous()),
+    "normalised": lambda x, w: F.linear(x, w).softmax(-1),
+    "decoding": lambda x, w: F.linear(x.unsqueeze(1), w).amax(-1),
+    "read by a product": lambda x, w: F.linear(x, w) @ w,
+}
+
+
+@pytest.mark.parametrize("name", FEW_ROWS)
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_few_rows(name: str, rows: int) -> None:
+    seen = check(FEW_ROWS[name], (rand(rows, 64), rand(32, 64)), budget=2.0)
+    assert seen.fused("linear_epilogue") == 1
+    assert [site.kernel.split()[1] for site in seen.sites if site.verdict == "fused"] == ["row"]
+
+
+@pytest.mark.parametrize(
+    "fn, args",
+    [
+        (F.linear, (rand(5, 64), rand(32, 64))),
+        (F.linear, (rand(1, 64).float(), rand(32, 64).float())),
+        (torch.mm, (rand(1, 64), rand(64, 32))),
+    ],
+    ids=["five rows", "float32", "a weight (in, out)"],
+)
+def test_no_few_rows(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    assert not check(fn, args, budget=2.0).sites
+
+
+def test_symbolic_rows_are_not_few() -> None:
+    assert not check(F.linear, (rand(3, 64), rand(32, 64)), budget=2.0, dynamic=True).sites
+
+
+def test_few_rows_are_fused_where_they_pay() -> None:
+    """The second linear of an MLP of Llama-3.1-8B pays; one of 16 columns is near no measurement."""
+    weights = torch.empty(4096, 14336, dtype=torch.bfloat16), torch.empty(16, 2048, dtype=torch.bfloat16)
+    found = []
+    for weight in weights:
+        x = torch.empty(1, weight.shape[1], dtype=torch.bfloat16)
+        found += [(site.verdict, site.code) for site in run(F.linear, (x, weight), policy="auto").sites]
+    assert found == [("fused", ""), ("left to stock", "not-measured")]
 
 
 def test_read_by_a_product() -> None:

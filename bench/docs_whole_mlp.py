@@ -84,7 +84,7 @@ def page(results: Path) -> str:
 def epilogues(data: Json) -> list[str]:
     """What a file of bench.tune_projections says of linears with their activation."""
     rows = sorted(
-        (row for row in data["rows"] if row["kind"] == "linear" and gain(row)),
+        (row for row in data["rows"] if row["kind"] == "linear" and row["activation"] and gain(row)),
         key=lambda row: (row["inner"], str(row["activation"]), row["tokens"], str(row["key"])),
     )
     if not rows:

@@ -96,14 +96,16 @@ def measure(row: Row, options: argparse.Namespace, lock: FileLock) -> Json:
         first = make(row, device, 0)
         arch = heuristics.capability(torch.device("cuda")) if device == "cuda" else 80
         runs: dict[str, Run] = {"stock": stock(row, first, None)}
-        judge = Judge(row, first, runs["stock"])
+        with lock.shared():
+            judge = Judge(row, first, runs["stock"])
         result["error"]["stock"] = worst(judge.stock)
         choices: dict[str, Choice] = {}
 
         def attempt(choice: Choice) -> None:
             try:
                 run = ours(row, first, choice, seen)
-                error, wrong = judge.judge(run)
+                with lock.shared():
+                    error, wrong = judge.judge(run)
             except Exception as problem:
                 if is_fatal(problem):
                     raise
@@ -129,13 +131,13 @@ def measure(row: Row, options: argparse.Namespace, lock: FileLock) -> Json:
             for choice in second_choices(choices[best], seen, quick):
                 attempt(choice)
             fresh = {n: r for n, r in runs.items() if n not in before and n in choices}
-            if not options.no_autotune:
-                runs["max_autotune"] = stock(row, first, "max-autotune-no-cudagraphs")
             if row.kind != "gradient":
                 runs["frozen"] = frozen_run(row)
             result["compile_s"] = round(result["compile_s"] + time.monotonic() - started, 2)
             with lock:
                 started = time.monotonic()
+                if not options.no_autotune:
+                    runs["max_autotune"] = stock(row, first, "max-autotune-no-cudagraphs")
                 looked |= look(device, fresh, sets)
                 time_all(device, quick, runs, looked, choices, sets, result)
         result["measure_s"] = round(time.monotonic() - started, 2)

@@ -44,7 +44,7 @@ lora: bool = Config(default=switch("INDUCTOR_FUSIONS_LORA", True))
 #: Fuse act(x @ Wg) * (x @ Wu) to one kernel.
 gated_mlp: bool = Config(default=switch("INDUCTOR_FUSIONS_GATED_MLP", True))
 
-#: Fuse a linear and the activation after it to one kernel, and linears of one to four rows.
+#: Fuse a linear and the activation after it to one kernel, and linears of up to 16 rows.
 linear_epilogue: bool = Config(default=switch("INDUCTOR_FUSIONS_LINEAR_EPILOGUE", True))
 
 #: Compute the backward of flex attention by library GEMMs, for wide heads.

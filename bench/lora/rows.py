@@ -84,8 +84,21 @@ def grid() -> list[Row]:
         rows += [Row("forward", m, 4096, (4096, 1024, 1024), 16, adapters) for m in (1, 4, 16, 2048, 4096)]
         rows += [Row("gradient", m, 4096, (), 16, adapters) for m in (2048, 4096, 8192)]
         rows += [Row("gradient", m, 14336, (), 16, adapters) for m in (2048, 4096, 8192)]
-    rows += [*accumulated(), *dropped()]
+    rows += [*accumulated(), *dropped(), *wide_gradients()]
     return list(dict.fromkeys(rows))
+
+
+def wide_gradients() -> list[Row]:
+    """Gradients of adapters of larger ranks, at which the library catches up."""
+    rows = []
+    for rank in (32, 64, 128):
+        for adapters in ("float32", "bfloat16"):
+            for width in (1024, 2048, 4096, 14336):
+                rows.append(Row("gradient", 4096, width, (), rank, adapters))
+            for count in (2, 3):
+                rows.append(Row("gradient", 4096, 2048, (rank,) * count, rank, adapters))
+            rows += [Row("gradient", tokens, 4096, (), rank, adapters) for tokens in (2048, 8192)]
+    return rows
 
 
 def behind_dropouts() -> list[Row]:

@@ -180,7 +180,7 @@ def carried(source: Source, section: str, kernel: str, row: Row) -> Carried | No
     Between compute capabilities, only gains that follow from memory traffic carry over: attention without
     materialised scores, decoding that reads a cache once, skinny GEMMs that read the large matrix once, and
     weights that are read once for a few rows. Those of grouped GEMMs do not, because how close the library
-    comes to the limit differs.
+    comes to the limit differs; nor those of a linear of a few rows by itself, which gains nothing else.
     """
     whose, of = source.whose, source.of
     if whose is None or of is None:
@@ -198,4 +198,5 @@ def carried(source: Source, section: str, kernel: str, row: Row) -> Carried | No
     few = section == "lora" and row["tokens"] <= FEW_ROWS
     single = section == "block_mm" and row["tokens"] <= SINGLE_ROWS
     single = single and (row.get("config") or {"template": "row"})["template"] == "row"
+    single = single and (row["kind"] != "linear" or bool(row.get("activation")))
     return Carried(0.5, 0.0, 0.1) if memory or few or single else None

@@ -4,8 +4,8 @@ The linear becomes a grouped GEMM of one group. An activation that is all that r
 (`gelu(x @ W + b)`). Whatever else follows stays in the graph, and Inductor's scheduler fuses it into the
 kernel's epilogue (`sigmoid(x @ W + m * y + bias)`, or an activation beside a value that a backward needs).
 
-For up to four rows, as in decoding, a linear without an activation is a site as well: a kernel without tensor
-cores reads the weight faster than the library's GEMM does.
+For up to 16 rows, as in decoding, a linear without an activation is a site as well: a kernel of the package
+may read the weight faster than the library's GEMM does.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from .._inductor import was_erased
+from .._inductor import known_true, was_erased
 from ..block_mm import emit, guards, units
 from ..block_mm.expressions import Expressions, behind, between, leaves, named
-from ..block_mm.problem import few_rows
-from ..decisions.problems import SINGLE_ROWS
 from ..fusion import Candidate, Fusion, Scope, nodes_of
 from ..graph.builder import Builder, substitute
 from ..graph.placement import Place
@@ -59,6 +57,8 @@ _LAST = CASTS | {
 }  # fmt: skip
 #: How far behind the linear it may be.
 _STEPS = 8
+#: Rows of a linear that is a site without an activation. For more, the library was as fast.
+MOST_ROWS = 16
 
 
 def _whole_activation(linear: Product, expressions: Expressions) -> tuple[fx.Node, str] | None:
@@ -184,7 +184,7 @@ class Activated(LinearEpilogue):
 
 
 class FewRows(LinearEpilogue):
-    """A linear of a few rows, whatever reads it."""
+    """A linear of a few rows, whatever reads it: its time is that of reading the weight."""
 
     def guard(self) -> None:
         guards.check_products([self.product])
@@ -192,18 +192,17 @@ class FewRows(LinearEpilogue):
 
 
 def _of_few_rows(found: Product) -> bool:
-    """Whether the kernel for few rows takes a linear: 16 bits, on a CUDA device, weight (out, in)."""
-    a = value(found.a)
-    rows = known_size(a.shape[0])
-    if a.device.type != "cuda" or a.dtype.itemsize != 2 or rows is None or not 0 < rows <= SINGLE_ROWS:
+    """Whether a linear is one of few rows: 16 bits, on a CUDA device, its weight (out, in)."""
+    a, rows = value(found.a), known_size(value(found.a).shape[0])
+    if a.device.type != "cuda" or a.dtype.itemsize != 2 or rows is None or not 0 < rows <= MOST_ROWS:
         return False
-    return few_rows(guards.problem([[found]])) > 0
+    return known_true(value(found.b).stride(0) == 1)
 
 
 FUSION = Fusion(
     name="linear_epilogue",
     stage="post_grad",
-    summary="a linear and the activation after it, or a linear of up to four rows, to one kernel",
+    summary="a linear and the activation after it, or a linear of up to 16 rows, to one kernel",
 )
 
 

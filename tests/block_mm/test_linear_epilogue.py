@@ -82,7 +82,7 @@ def test_read_beside_its_activation() -> None:
     ],
 )
 def test_no_activation(fn: Callable[..., Any]) -> None:
-    seen = check(fn, (rand(16, 64), rand(32, 64)), budget=2.0)
+    seen = check(fn, (rand(32, 64), rand(32, 64)), budget=2.0)
     assert not seen.sites
 
 
@@ -98,21 +98,22 @@ FEW_ROWS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", FEW_ROWS)
-@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize("rows", [1, 3, 16])
 def test_few_rows(name: str, rows: int) -> None:
     seen = check(FEW_ROWS[name], (rand(rows, 64), rand(32, 64)), budget=2.0)
     assert seen.fused("linear_epilogue") == 1
-    assert [site.kernel.split()[1] for site in seen.sites if site.verdict == "fused"] == ["row"]
+    kernels = [site.kernel.split()[1] for site in seen.sites if site.verdict == "fused"]
+    assert kernels == ["row" if rows <= 4 else "tiled"]
 
 
 @pytest.mark.parametrize(
     "fn, args",
     [
-        (F.linear, (rand(5, 64), rand(32, 64))),
+        (F.linear, (rand(17, 64), rand(32, 64))),
         (F.linear, (rand(1, 64).float(), rand(32, 64).float())),
         (torch.mm, (rand(1, 64), rand(64, 32))),
     ],
-    ids=["five rows", "float32", "a weight (in, out)"],
+    ids=["17 rows", "float32", "a weight (in, out)"],
 )
 def test_no_few_rows(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     assert not check(fn, args, budget=2.0).sites
@@ -137,7 +138,7 @@ def test_read_by_a_product() -> None:
         y = F.linear(x, w)
         return F.relu(y), y @ v
 
-    seen = check(fn, (rand(16, 64), rand(32, 64), rand(32, 16)))
+    seen = check(fn, (rand(32, 64), rand(32, 64), rand(32, 16)))
     assert seen.reasons("linear_epilogue") == ["an operation that is not pointwise also reads the linear"]
 
 
@@ -189,4 +190,4 @@ def test_broadcast_against_itself() -> None:
     ],
 )
 def test_no_cross_layer(fn: Callable[..., Any]) -> None:
-    assert not check(fn, (rand(16, 64), rand(16, 64), rand(64, 64)), budget=2.0).sites
+    assert not check(fn, (rand(32, 64), rand(32, 64), rand(64, 64)), budget=2.0).sites

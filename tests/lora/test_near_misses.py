@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from inductor_fusions.fusions.lora.op import NARROW_MM
 from inductor_fusions.reasons import Reason
-from tests.block_mm.support import check, run
+from tests.block_mm.support import check, rand, run
 from tests.lora.spellings import WHOLE, linear, operands, peft_in_float32, targets
 from tests.support.arguments import named
 
@@ -120,6 +120,19 @@ def test_without_measurements_it_is_left_to_stock() -> None:
     seen = run(linear, operands(), policy="profitable")
     assert not seen.fused("lora")
     assert any("measure" in reason for reason in seen.reasons("lora"))
+
+
+def test_a_batch_is_decided_by_all_of_its_tokens() -> None:
+    """The gradients of adapters, too: the matrix that they read may be a view of one of more dims."""
+    w, a, b = rand(512, 512), rand(16, 512, dtype=WHOLE), rand(512, 16, dtype=WHOLE)
+    found = []
+    for shape in ((1024, 512), (4, 256, 512)):
+        given = [t.detach().requires_grad_() for t in (rand(*shape), a, b)]
+        seen = run(lambda x, a, b: peft_in_float32(x, w, a, b), given, train=True, policy="profitable")
+        found.append(sorted((site.verdict, site.kernel) for site in seen.sites))
+    assert found[0] == found[1]
+    gradients = [kernel for verdict, kernel in found[0] if kernel.startswith("narrow_mm, 512 x (1024 -> 16)")]
+    assert len(gradients) == 2
 
 
 def padded(name: str) -> Callable[..., Any]:

@@ -211,22 +211,32 @@ class Gradients(Candidate):
         reading = [Product(n.node, source(n.x).base, n.b) for n in self.members]
         self.place = find(reading, [*source(self.members[0].x).sizes, *self._masks()])
         facts(self.graph).memory.check(reading, self.place.before)
-        tokens = tokens_of(value(source(self.members[0].x).base).shape[0])
-        self.kernel = profit.narrow_kernel(self._shape(), tokens, value(self.anchor).device)
+        shape, (rows, inner) = self._shape(), self._sizes()
+        tokens = tokens_of(rows if shape.layout == "n" else inner)
+        self.kernel = profit.narrow_kernel(shape, tokens, value(self.anchor).device)
 
     def _masks(self) -> list[fx.Node]:
         return [n.kept for n in self.members if n.kept is not None]
 
+    @property
+    def _turned(self) -> bool:
+        """Whether the product is that of the transposed matrices."""
+        return self.members[0].transposed and self.members[0].call is None
+
+    def _sizes(self) -> tuple[Any, Any]:
+        """Rows and columns of the large matrix."""
+        first, second = value(self.members[0].x).shape
+        return (second, first) if self._turned else (first, second)
+
     def _shape(self) -> narrow.Shape:
         first = self.members[0]
         x, origin = value(first.x), source(first.x)
-        turned = first.transposed and first.call is None
-        inner, rows = (x.shape[0], x.shape[1]) if turned else (x.shape[1], x.shape[0])
+        rows, inner = self._sizes()
         return narrow.Shape(
             known_size(rows),
             known_size(inner),
             tuple(min(int(s) for s in value(n.b).shape if isinstance(s, int)) for n in self.members),
-            "t" if (x.stride(1) == 1) == turned else "n",
+            "t" if (x.stride(1) == 1) == self._turned else "n",
             value(origin.base).dtype,
             value(first.b).dtype,
             masks=len(self._masks()),

@@ -92,7 +92,7 @@ def grid() -> list[Row]:
             rows += [Row("linear", m, (width,), (hidden,), activation=activation) for m in sizes]
         sizes = (1, 16, *FEW, 16384)
         rows += [Row("linear", m, (width,), (hidden,), activation="gelu_tanh", conv1d=True) for m in sizes]
-    # One token: the output of attention, the second linear of an MLP, and the head, of Llama 8B and 1B,
+    # A few tokens: the output of attention, the second linear of an MLP, and the head, of Llama 8B and 1B,
     # Qwen2.5 1.5B and 7B, Gemma-2 2B, Llama-2 7B and 13B, BERT and GPT-2.
     for width, out in (
         (4096, 4096), (14336, 4096), (4096, 128256), (11008, 4096), (4096, 32000), (2048, 2048), (8192, 2048),

@@ -269,6 +269,18 @@ def one_line(error: BaseException, length: int = 160) -> str:
     return f"{type(error).__name__}: {text}"[:length]
 
 
+@contextlib.contextmanager
+def skipping(skipped: Json, name: str) -> Iterator[None]:
+    """What is raised inside is kept as the reason why `name` is skipped, unless the device is lost."""
+    try:
+        yield
+    except Exception as error:
+        if is_fatal(error):
+            raise
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        skipped[name] = "out of memory" if out_of_memory else one_line(error)
+
+
 def fresh_cache() -> AbstractContextManager[None]:
     """An empty Inductor and Triton cache, for honest compile times."""
     from torch._inductor.utils import fresh_cache as fresh

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -192,6 +193,12 @@ def apart(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     code = call.__code__.replace(co_name=name)
     return types.FunctionType(code, call.__globals__, name, None, call.__closure__)
+
+
+def in_turn(call: Callable[[Any], Any], sets: Sequence[Any]) -> Call:
+    """A call that takes some sets of inputs in turn, so that caches do not hold the one that is next."""
+    left = itertools.cycle(sets)
+    return lambda: call(next(left))
 
 
 def compiled_only() -> AbstractContextManager[None]:

@@ -43,6 +43,7 @@ from bench.common import (
     error_limit,
     free,
     fresh_cache,
+    in_turn,
     interleave,
     one_line,
     peak_bytes,
@@ -222,18 +223,8 @@ def compiled_variants(
                 raise
             facts["failed"][variant] = one_line(error, 300)
             continue
-        calls[variant] = _in_turn(work, variant, compiled)
+        calls[variant] = in_turn(partial(work.step, variant, compiled), range(work.sets))
     return calls, facts
-
-
-def _in_turn(work: cases.Work, variant: str, compiled: Callable[..., Any]) -> Callable[[], Any]:
-    state = {"next": 0}
-
-    def call() -> Any:
-        state["next"] = (state["next"] + 1) % work.sets
-        return work.step(variant, compiled, state["next"])
-
-    return call
 
 
 def within_budget(errors: Json, dtype: str) -> bool | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Sequence
 
 import inductor_fusions
@@ -17,24 +15,6 @@ from bench.models.variants import AUTOTUNED, MARKERS, wanted_variants
 
 #: About how long a case takes, until one has taken longer: on a GPU, there where it is autotuned, and quick.
 SECONDS, AUTOTUNED_SECONDS, QUICK_SECONDS = 80.0, 320.0, 20.0
-
-
-def apply_settings(settings: Sequence[str], module: str) -> None:
-    """Put toggles into the environment and start again: a backward is compiled in a thread of autograd,
-    which sees what the environment said at the import, and no assignment of this thread."""
-    wanted: dict[str, str] = {}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        variable = "INDUCTOR_FUSIONS" if name == "enabled" else f"INDUCTOR_FUSIONS_{name.upper()}"
-        if not equals or variable not in inductor_fusions.config.variables():
-            raise SystemExit(
-                f"--set takes NAME=VALUE with a toggle of inductor_fusions.config, not {setting!r}"
-            )
-        wanted[variable] = value
-    if any(os.environ.get(name) != value for name, value in wanted.items()):
-        os.environ.update(wanted)
-        sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
 
 
 def variant_names(text: str) -> tuple[str, ...]:
@@ -86,12 +66,7 @@ def command(module: str, doc: str | None, cases: Sequence[Case]) -> None:
     )  # fmt: skip
     add("--rounds", type=int, default=24, help="interleaved blocks of each variant")
     add("--compiles", type=int, default=1, help="compile stock and fused so often; the first is left out")
-    add(
-        "--set", action="append", default=[], metavar="NAME=VALUE",
-        help="a toggle of inductor_fusions.config, for this run; repeatable",
-    )  # fmt: skip
     options = parser.parse_args()
-    apply_settings(options.set, module)
     sized = [quick_case(case) if options.quick else case for case in cases]
     tuning.end(run(module, options, tuning.select(sized, options)))
 

@@ -241,9 +241,3 @@ def test_only_attentions_are_counted_as_attentions() -> None:
     row = {"sites": {"what": what}}
     assert attentions(row) == "3/4"
     assert kernels(row) == {"flex -> flex": 3}
-
-
-@pytest.mark.parametrize("setting", ["attention_kernel", "no_such_toggle=1"])
-def test_setting_that_is_not_one(setting: str) -> None:
-    with pytest.raises(SystemExit, match=setting):
-        command.apply_settings([setting], "bench.models")

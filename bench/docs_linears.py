@@ -24,6 +24,7 @@ from bench.docs_pieces import (
     section,
     summary,
 )
+from bench.tuning_linears import gain
 from inductor_fusions.decisions.problems import MARGIN
 
 
@@ -76,15 +77,9 @@ def best_time(row: Json) -> float | None:
     return get(row, "times_us", str(row.get("best")))
 
 
-def gain(row: Json) -> float | None:
-    """The time of stock over that of ours."""
-    stock, best = stock_time(row), best_time(row)
-    return stock / best if stock and best else None
-
-
 def pays(rows: Rows) -> int:
     """How many rows are fused under the default policy."""
-    return sum((gain(row) or 0.0) >= MARGIN for row in rows)
+    return sum(gain(row) >= MARGIN for row in rows)
 
 
 def over(limit: str) -> Callable[[Json], float | None]:
@@ -144,7 +139,7 @@ def details(rows: Iterable[Json], limit: str, also: Sequence[str] = ()) -> str:
         "stock": lambda row: number(stock_time(row), 1),
         **fixed("times_us", 1, {name: name for name in (*also, limit)}),
         "ours": lambda row: number(best_time(row), 1),
-        "stock / ours": lambda row: number(gain(row), 2),
+        "stock / ours": lambda row: number(gain(row) or None, 2),
         f"ours / {limit}": lambda row: number(over(limit)(row), 2),
     }
     return listing(rows, columns)

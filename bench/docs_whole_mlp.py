@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.docs_linears import against_limit, gain, pays
+from bench.docs_linears import against_limit, pays
 from bench.docs_pieces import NOTICE, Json, fixed, get, grouped, listing, number, section
+from bench.tuning_linears import gain
 from inductor_fusions.decisions.problems import MARGIN
 
 TEXT = """# An MLP in one kernel?
